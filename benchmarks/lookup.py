@@ -24,7 +24,7 @@ from kvstore.api import PrefixQuery
 from kvstore.catalog.base import Addition
 from kvstore.catalog.changes import packed_with
 from kvstore.catalog.entry import EntryShape, Level
-from kvstore.catalog.redis import RedisCatalog
+from kvstore.catalog.redis.catalog import RedisCatalog
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import FullAttention
@@ -105,7 +105,7 @@ async def _measure(num_entries: int, repetitions: int) -> list[Row]:
 
 
 async def _fill(client: Redis, catalog: RedisCatalog, num_prompts: int) -> Row:
-    """Entries of so many prompts; what they cost of Redis."""
+    """Write the entries of `num_prompts` prompts; returns the bytes of Redis that one takes."""
     empty_bytes = (await client.info("memory"))["used_memory"]
     for number in range(_REALLY_ADDED):
         for boundary in _prompt(number, 1).boundaries:
@@ -129,7 +129,7 @@ async def _time_lookups(
     client: Redis, catalog: RedisCatalog, url: str, num_prompts: int, repetitions: int
 ) -> list[Row]:
     meters = Meters()
-    memory, hot = MemoryTier(64 << 20), RedisTier.from_url(url)
+    memory, hot = MemoryTier(64 << 20), RedisTier(url)
     recorder = Recorder(catalog, meters, SYSTEM_CLOCK)
     store = TieredStore(memory, hot, recorder=recorder, meters=meters)
     rows = []

@@ -1,4 +1,4 @@
-"""What a row of the benchmark is, and how it comes about: work and ceiling in turn, medians of both."""
+"""What a row of a benchmark is, and how it is measured: work and ceiling in turn, medians of both."""
 
 from __future__ import annotations
 
@@ -8,21 +8,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-__all__ = ["Ceiling", "Listener", "Plan", "Row", "Work", "measure", "measure_in_turn", "windowed"]
+__all__ = ["Ceiling", "Plan", "Row", "Work", "measure", "measure_in_turn", "windowed"]
 
 GB = 1e9
-
-
-class Listener(Protocol):
-    """Whoever shows how far the run is."""
-
-    def preparing(self, text: str) -> None:
-        """Told of what precedes rows."""
-
-    def measuring(self, text: str) -> None:
-        """Told of each row before it is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +23,7 @@ class Plan:
         sizes: Bytes of pages and records.
         in_flights: Calls at a time, for stores.
         total_bytes: What one repetition moves, in whole records.
-        repetitions: Timed ones; one more goes before them untimed.
+        repetitions: Timed ones; one more precedes them untimed.
         verbs: What stores are measured at.
     """
 
@@ -49,14 +39,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """What the machine does with the same bytes: its name for people, and the call that moves them once."""
+    """What the machine does with the same bytes: its name, and the call that moves them once."""
 
     name: str
     run: Callable[[], None]
 
 
 class Work(ABC):
-    """What is measured: `run` is timed, what stands around it is not."""
+    """What is measured: `run` is timed, `before` and `after` are not."""
 
     async def before(self) -> None:  # noqa: B027 - most need nothing
         """Prepare one repetition."""
@@ -145,14 +135,14 @@ async def measure_in_turn(
     in_flight: int,
     repetitions: int,
 ) -> list[Row]:
-    """Run ceiling and works in turn, so that whatever else the machine does meets all alike; the first turn is free.
+    """Run ceiling and works in turn, so that other load of the machine meets all alike. The first turn is not timed.
 
     Args:
         works: The name of each row, and what moves `num_bytes` in each run.
-        ceiling: Moves as many.
+        ceiling: Moves the same number of bytes.
         size_bytes: Of one page or record.
         num_bytes: Of all of them.
-        in_flight: Calls at a time, as the works were told.
+        in_flight: Calls at a time.
         repetitions: Timed turns, at least one.
     """
     gb = num_bytes / GB
@@ -171,7 +161,7 @@ async def measure_in_turn(
             await work.run()
             work_s, cpu_s = time.perf_counter() - started_s, work.cpu_s() - cpu_s
             await work.after()
-            await asyncio.sleep(0)  # work that never waits would let nobody interrupt it
+            await asyncio.sleep(0)  # work that never waits could not be interrupted
             if turn > 0:
                 rates[index].append(gb / work_s)
                 costs[index].append(cpu_s / gb)

@@ -1,4 +1,4 @@
-"""A node for benchmarks with engines: a service, perhaps a Redis behind it, and nothing left running."""
+"""A node for benchmarks: a service of its own, its processor time, and a wait until it is idle."""
 
 from __future__ import annotations
 

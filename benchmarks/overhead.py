@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.node import WORK, Node, temporary_folder
-from benchmarks.shell import run_benchmark
+from benchmarks.program import run_benchmark
 from kvstore.testing.checkpoints import VOCABULARY, write_checkpoint
 from kvstore.testing.engine import EngineProcess, EngineSpec, Request, seeded_prompt, start_engine
 from kvstore.testing.servers import redis_server
@@ -70,7 +70,7 @@ class Figures:
     Attributes:
         prefill_tokens_s: Prompt tokens over the time to the first generated one.
         decode_s: Seconds for each further token.
-        settle_s: Seconds that saves went on after the answer was complete.
+        settle_s: Seconds from the complete answer to the last save.
     """
 
     prefill_tokens_s: list[float] = field(default_factory=list)

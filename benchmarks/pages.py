@@ -25,7 +25,7 @@ _PAGE_TOKENS = 64
 _LAYOUT = Layout(_PAGE_TOKENS, (GroupLayout(FullAttention(), 1),))
 _MODEL = "benchmark"
 VALUE_OVERHEAD_BYTES = 64
-"""What Redis puts in front of a value: a record this much shorter than its size class fills it exactly."""
+"""Redis puts a header in front of a value: a record that is this much shorter than a size class fills it exactly."""
 
 
 def bf16_page(size_bytes: int, *, seed: int) -> npt.NDArray[np.uint8]:
@@ -73,7 +73,7 @@ class RecordPages:
         return self.record_bytes * len(self.sources)
 
     def first(self, num_pages: int) -> RecordPages:
-        """The first so many, in the same buffers."""
+        """The first `num_pages`, in the same buffers."""
         fewer = copy(self)
         fewer.sources, fewer.targets = self.sources[:num_pages], self.targets[:num_pages]
         return fewer

@@ -1,7 +1,7 @@
 """The other end of a raw transfer, a process of its own: `python -m benchmarks.peer unix:/path` or `tcp://host:port`.
 
-Each request is an order, a message's bytes and a count. It sends so many messages, or receives them and then says so.
-Each connection has a thread.
+Each request is an order, a message's size and a count. The process sends that many messages, or receives them and then
+answers. Each connection has a thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["ORDER", "RECEIVE", "RECEIVED", "SEND", "receive", "tune"]
 ORDER = struct.Struct("<cQQ")
 SEND, RECEIVE, RECEIVED = b"S", b"R", b"k"
 _SOCKET_BUFFER_BYTES = 4 << 20
-"""Asked for; the kernel gives what it allows."""
+"""The kernel may give less."""
 
 
 def receive(connection: socket.socket, target: memoryview) -> None:

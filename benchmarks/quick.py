@@ -2,119 +2,189 @@
 
 from __future__ import annotations
 
-import argparse
-import signal
+import asyncio
 import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
+from dataclasses import replace
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+import uvloop
 
-from benchmarks.arguments import count, counts, names_of, sizes
-from benchmarks.codec import codec_rows, num_codec_rows
-from benchmarks.measure import Listener, Plan, Row
-from benchmarks.report import as_line, as_table
-from benchmarks.sections import num_redis_rows, num_s3_rows, num_service_rows, redis_rows, s3_rows, service_rows
-from kvstore.errors import KVStoreError
-from kvstore.runtime.sizes import parse_bytes
-from kvstore.testing.servers import CannotInstall
-from kvstore.testing.servers.process import ServerFailed
+from benchmarks.ceilings import memcpy, tcp_peer, unix_peer
+from benchmarks.measure import Plan, Row, Work, measure
+from benchmarks.node import Node, temporary_folder
+from benchmarks.pages import RecordPages, benchmark_namespace, bf16_page
+from benchmarks.program import Section, run_sections
+from benchmarks.stores import RedisPy, Service, TierStore, fill, open_s3_tier, store_rows
+from kvstore.client import connect
+from kvstore.codec import PLANES2, Encoded, decode_into, encode, max_payload_bytes
+from kvstore.format.record import verify_payload
+from kvstore.runtime.deadline import Deadline
+from kvstore.testing.program import Say
+from kvstore.testing.servers import ceph_rgw, redis_server
 
 __all__ = ["main"]
 
-Section = tuple[Callable[[Plan, Listener], list[Row]], Callable[[Plan], int]]
-SECTIONS: dict[str, Section] = {
-    "codec": (codec_rows, num_codec_rows),
-    "service": (service_rows, num_service_rows),
-    "redis": (redis_rows, num_redis_rows),
-    "s3": (s3_rows, num_s3_rows),
-}
-"""What measures a section's rows, and how many there will be."""
-
-INTERRUPTED = 130
-LOG_COLUMNS = 150
+_MIB = 1 << 20
+_MEMORY_BYTES_MIN = 512 * _MIB
+_START_S = 20.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and report; returns the exit status: 0, 1 where a section failed, 130 when interrupted."""
-    chosen = _parser().parse_args(arguments)
-    plan = Plan(chosen.sizes, chosen.in_flight, chosen.total_bytes, chosen.repetitions)
-    errors = Console(stderr=True)
-    previous = signal.signal(signal.SIGTERM, _as_interrupt)  # whatever ends us, our blocks end what they started
-    try:
-        rows, failures = _measure(chosen.only, plan, errors, quiet=chosen.json)
-    except KeyboardInterrupt:
-        errors.print("interrupted; everything that was started has ended")
-        return INTERRUPTED
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-    if not chosen.json:
-        console = Console()
-        if not console.is_terminal:  # a log file: nothing to wrap for
-            console.width = LOG_COLUMNS
-        console.print(as_table(rows))
-    for failure in failures:
-        errors.print(f"bench: {failure}", markup=False, highlight=False)
-    print(as_line(rows), flush=True)
-    return 1 if failures else 0
+    return run_sections(
+        "python -m benchmarks.quick",
+        "Measure the store, each figure beside a ceiling of this machine.",
+        arguments,
+        sections=SECTIONS,
+        defaults=Plan(sizes=(_MIB, 4 * _MIB), in_flights=(1, 4), total_bytes=64 * _MIB, repetitions=5),
+    )
 
 
-def _measure(names: Sequence[str], plan: Plan, console: Console, *, quiet: bool) -> tuple[list[Row], list[str]]:
-    """Rows of all sections, and what went wrong in those that have none."""
-    rows: list[Row] = []
-    failures: list[str] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
-        bar = _Bar(progress, sum(SECTIONS[name][1](plan) for name in names))
-        for name in names:
+# ---- codec
+
+
+class _Calls(Work):
+    """Plain calls, one after the other."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    async def run(self) -> None:
+        self._call()
+
+
+def _codec(plan: Plan, say: Say) -> list[Row]:
+    """Encode, decode and verify in one thread: pages of the plan's largest size.
+
+    Raises:
+        RuntimeError: What was decoded is not what was encoded.
+    """
+    return asyncio.run(_codec_rows(max(plan.sizes), plan, say))
+
+
+async def _codec_rows(size_bytes: int, plan: Plan, say: Say) -> list[Row]:
+    say("codec: making pages")
+    num_pages = plan.num_pages(size_bytes)
+    pages = [bytearray(bf16_page(size_bytes, seed=seed)) for seed in range(num_pages)]
+    payloads = [memoryview(bytearray(b"\1") * max_payload_bytes(size_bytes)) for _ in range(num_pages)]
+    decoded = [memoryview(bytearray(b"\1") * size_bytes) for _ in range(num_pages)]
+    encodeds: list[Encoded] = []
+
+    def encode_all() -> None:
+        encodeds[:] = [encode(PLANES2, page, payload) for page, payload in zip(pages, payloads, strict=True)]
+
+    def decode_all() -> None:
+        for encoded, payload, target in zip(encodeds, payloads, decoded, strict=True):
+            decode_into(encoded.chain, payload[: encoded.payload_bytes], target)
+
+    async def row(what: str, call: Callable[[], None], ceiling_targets: list[memoryview]) -> Row:
+        say(f"codec: {what}")
+        ceiling = memcpy(pages, ceiling_targets)
+        num_bytes = size_bytes * num_pages
+        return await measure(
+            what,
+            _Calls(call),
+            ceiling,
+            size_bytes=size_bytes,
+            num_bytes=num_bytes,
+            in_flight=1,
+            repetitions=plan.repetitions,
+        )
+
+    rows = [await row("codec encode", encode_all, payloads)]
+    copied = [memoryview(bytearray(b"\1") * size_bytes) for _ in range(num_pages)]
+    rows.append(await row("codec decode", decode_all, copied))
+    if any(target != page for target, page in zip(decoded, pages, strict=True)):
+        raise RuntimeError("decoding did not give back what was encoded")
+    return [*rows, await _verify_row(size_bytes, plan, say)]
+
+
+async def _verify_row(size_bytes: int, plan: Plan, say: Say) -> Row:
+    say("codec: verify")
+    pages = RecordPages(size_bytes, plan.num_pages(size_bytes))
+    records = pages.batch().records
+
+    def verify_all() -> None:
+        for record in records:
+            verify_payload(record)
+
+    return await measure(
+        "verify",
+        _Calls(verify_all),
+        memcpy(pages.sources, pages.targets),
+        size_bytes=pages.record_bytes,
+        num_bytes=pages.num_bytes,
+        in_flight=1,
+        repetitions=plan.repetitions,
+    )
+
+
+# ---- stores
+
+
+def _service(plan: Plan, say: Say) -> list[Row]:
+    """A client and `kvstore serve` over a Unix socket."""
+    say("service: starting it")
+    memory_bytes = max(_MEMORY_BYTES_MIN, 4 * plan.total_bytes)
+
+    async def run(url: str) -> list[Row]:
+        store = connect(url)
+        try:
+            await store.wait_ready(deadline=Deadline.after(_START_S))
+            await store.open_namespace(benchmark_namespace(), deadline=Deadline.after(_START_S))
+            service = Service(store)
+            say("service: filling its memory")  # a cache is full, except in its first minutes
+            await fill(service, max(plan.sizes), memory_bytes)
+            return await store_rows(service, peer, plan, say)
+        finally:
+            await store.aclose()
+
+    with (
+        temporary_folder() as folder,
+        unix_peer(folder) as peer,
+        Node(folder, "service", memory_bytes=memory_bytes) as node,
+    ):
+        return uvloop.run(run(node.url))
+
+
+def _redis(plan: Plan, say: Say) -> list[Row]:
+    """Our tier, and redis-py beside it, on a real Redis."""
+    say("redis: starting it")
+
+    async def run(url: str) -> list[Row]:
+        from redis.asyncio import Redis
+
+        from kvstore.tiers.redis import RedisTier
+
+        tier = RedisTier(url)
+        try:
+            rows = await store_rows(TierStore(tier), peer, plan, say)
+        finally:
+            await tier.aclose()
+        async with Redis.from_url(url) as client:
+            return rows + await store_rows(RedisPy(client), peer, plan, say)
+
+    with temporary_folder() as folder, tcp_peer(folder) as peer, redis_server() as server:
+        return uvloop.run(run(server.url))
+
+
+def _s3(plan: Plan, say: Say) -> list[Row]:
+    """Our tier on a real Ceph RGW, the slowest by far: only the largest records and the most in flight."""
+    say("s3: starting a Ceph gateway")
+    plan = replace(plan, sizes=(max(plan.sizes),), in_flights=(max(plan.in_flights),))
+    with temporary_folder() as folder, tcp_peer(folder) as peer, ceph_rgw() as server:
+
+        async def run() -> list[Row]:
+            tier = await open_s3_tier(server)
             try:
-                rows += SECTIONS[name][0](plan, bar)
-            except (CannotInstall, ServerFailed, KVStoreError, OSError, RuntimeError) as error:
-                failures.append(f"{name}: {error}")
-    return rows, failures
+                return await store_rows(TierStore(tier), peer, plan, say)
+            finally:
+                await tier.aclose()
+
+        return uvloop.run(run())
 
 
-class _Bar:
-    """A `Listener`."""
-
-    def __init__(self, progress: Progress, num_rows: int) -> None:
-        self._progress = progress
-        self._task = progress.add_task("", total=num_rows)
-        self._num_begun = 0
-
-    def preparing(self, text: str) -> None:
-        self._progress.update(self._task, description=text, completed=self._num_begun)
-
-    def measuring(self, text: str) -> None:
-        self._progress.update(self._task, description=text, completed=self._num_begun)
-        self._num_begun += 1
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quick",
-        description="Measure the store, each figure beside a ceiling of this machine.",
-    )
-    parser.add_argument(
-        "--only",
-        type=names_of(SECTIONS),
-        default=tuple(SECTIONS),
-        metavar="NAMES",
-        help=f"some of {','.join(SECTIONS)}",
-    )
-    parser.add_argument("--json", action="store_true", help="print the BENCH line alone")
-    parser.add_argument(
-        "--sizes", type=sizes, default=(1 << 20, 4 << 20), metavar="BYTES", help="of records, like 1MiB,4MiB"
-    )
-    parser.add_argument("--in-flight", type=counts, default=(1, 4), metavar="COUNTS", help="calls at a time, like 1,4")
-    parser.add_argument("--total-bytes", type=parse_bytes, default=64 << 20, metavar="BYTES", help="moved in one turn")
-    parser.add_argument("--repetitions", type=count, default=5, metavar="COUNT", help="turns of each row")
-    return parser
-
-
-def _as_interrupt(number: int, frame: FrameType | None) -> None:
-    signal.raise_signal(signal.SIGINT)  # the event loop hears that one as a cancellation, in an orderly way
+SECTIONS: dict[str, Section] = {"codec": _codec, "service": _service, "redis": _redis, "s3": _s3}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a place does at most: such objects put and removed with nothing around them, no books, no checks, no order."""
+"""The most that a place does: objects put and removed by a plain loop, without records, checks or order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["RawDirectory", "RawPlace", "RawS3", "raw_seconds"]
 
 _TIMEOUT_S = 60.0
 _START_SHARE, _TAKEN_SHARE = 0.9, 0.05
-"""Of the budget: removing begins above, and takes so much at a time."""
+"""Of the budget: removing begins above the first share, and takes the second at a time."""
 _NAMES_MAX = 1000
 """S3 takes no more in one request."""
 
@@ -115,7 +115,7 @@ class RawS3(RawPlace):
 
 
 class _Held:
-    """What a bounded loop holds: who puts waits for whoever removes."""
+    """The objects that a bounded loop holds. Threads that put wait for the thread that removes."""
 
     def __init__(self, num_max: int) -> None:
         self.num_max = num_max
@@ -156,13 +156,13 @@ class _Held:
 
 
 def raw_seconds(place: RawPlace, names: Sequence[str], body: bytes, *, num_held: int | None, at_once: int) -> float:
-    """Put an object under each name, so many at once; returns how long that took.
+    """Put an object under each name; returns how many seconds that took.
 
     Args:
         place: Where.
         names: In order.
         body: Of each object.
-        num_held: At most so many are held at a time, the oldest are removed meanwhile; `None`: all of them.
+        num_held: Most objects that are held at a time; the oldest are removed beside the puts. `None`: no limit.
         at_once: Threads that put. One removes.
     """
     held = _Held(num_held if num_held is not None else len(names) + 1)
@@ -178,7 +178,7 @@ def raw_seconds(place: RawPlace, names: Sequence[str], body: bytes, *, num_held:
                 place.remove(taken)
                 held.removed(len(taken))
         finally:
-            held.end()  # if it failed: nobody waits for ever
+            held.end()  # also after an error, so that no thread waits for ever
 
     with ThreadPoolExecutor(at_once + 1, thread_name_prefix="raw") as threads:
         removing = threads.submit(remove) if num_held is not None else None

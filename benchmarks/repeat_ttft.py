@@ -21,7 +21,7 @@ from rich.table import Table
 from benchmarks.ceilings import memcpy, tcp_peer
 from benchmarks.node import WORK, Node, temporary_folder, timed
 from benchmarks.pages import bf16_page
-from benchmarks.shell import run_benchmark
+from benchmarks.program import run_benchmark
 from kvstore.codec import PLANES2, decode_into, encode, max_payload_bytes
 from kvstore.testing.checkpoints import VOCABULARY, write_checkpoint
 from kvstore.testing.engine import Answer, EngineSpec, Request, seeded_prompt, start_engine
@@ -104,7 +104,7 @@ class Figures:
     def ceiling_s(self) -> float:
         """One transfer, one copy, a hit in the engine's own cache: on this machine it cannot take less.
 
-        Decoding is told beside it: it overlaps with the others as far as there are processors for both.
+        Decoding is reported beside it: it overlaps with the others as far as there are processors for both.
         """
         return sum(map(statistics.median, (self.transfer_s, self.copy_s, self.local_s)))
 
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure_model(
     model: Model, prompt_tokens: int, repetitions: int, say: Say, *, without_amx: bool = False
 ) -> Figures:
-    """Save once, then compute and restore in turn, so that whatever else the machine does meets both alike."""
+    """Save once, then compute and restore in turn, so that other load of the machine meets both alike."""
     engine = EngineSpec(checkpoint=write_checkpoint(model.name, WORK / "checkpoints"))
     if without_amx:
         engine = replace(engine, environment=_WITHOUT_AMX_ENVIRONMENT, preload=(_WITHOUT_AMX,))
@@ -194,7 +194,7 @@ class _Bench:
             with start_engine(spec, work=WORK, name="bench-restore") as engine:
                 engine.generate([_warm_up(1 + turn)], timeout_s=_ANSWER_S)
                 (answer,) = engine.generate([self.request], timeout_s=_ANSWER_S)
-                raw_bytes = engine.connector_counters().get("connector_raw_bytes_loaded", 0)
+                raw_bytes = engine.connector_counters().get("connector_loaded_bytes", 0)
             counters = node.counters()
         figures.restored_s.append(answer.ttft_s)
         figures.external_tokens = answer.num_cached_tokens
@@ -232,7 +232,7 @@ class _Bench:
 
 
 def _decoding_s(num_bytes: int) -> float:
-    """Seconds until all processors together have decoded so many bytes of bf16 pages."""
+    """Seconds until all processors together have decoded `num_bytes` of bf16 pages."""
     page = bf16_page(_PAGE_BYTES, seed=0)
     payload = memoryview(bytearray(max_payload_bytes(_PAGE_BYTES)))
     encoded = encode(PLANES2, page.data, payload)
@@ -250,7 +250,7 @@ def _decoding_s(num_bytes: int) -> float:
 
 
 def _has_amx() -> bool:
-    """Whether the processor's flags say so; elsewhere than on Linux nobody knows."""
+    """Whether Linux lists it among the processor's flags. False on other systems."""
     try:
         return "amx_tile" in Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -16,8 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.arguments import count
-from benchmarks.shell import run_benchmark
+from benchmarks.program import count, run_benchmark
 from kvstore.format.names import format_name
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.records import make_key, make_record
@@ -68,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     with tempfile.TemporaryDirectory(dir=chosen.folder, prefix="kvstore-restart-") as folder:
         root = Path(folder) / "records"
-        return run_benchmark(measure, report, quiet=chosen.json)  # what was seen is told before a million files go
+        return run_benchmark(measure, report, quiet=chosen.json)  # the report comes before a million files are removed
 
 
 def _fill(root: Path, num_records: int) -> None:

@@ -16,11 +16,9 @@ from unittest.mock import patch
 
 from redis import Redis
 
-from benchmarks.arguments import count, names_of
 from benchmarks.node import cpu_s_with_children, temporary_folder
+from benchmarks.program import Column, count, names_of, run_rows
 from benchmarks.raw_places import RawDirectory, RawPlace, RawS3, raw_seconds
-from benchmarks.report import Column
-from benchmarks.shell import run_rows
 from kvstore.api import Ack, SaveOutcome
 from kvstore.catalog.entry import Level
 from kvstore.compose import open_catalog, open_store
@@ -75,9 +73,9 @@ class Row:
         gb_s: Saved, acknowledged by the cold tier, with the bound.
         unbounded_gb_s: The same saves without it, in turn with these.
         ratio: Of the two.
-        raw_gb_s: As large objects put, and the oldest removed meanwhile, by a loop that does nothing else.
+        raw_gb_s: A plain loop puts objects of this size and removes the oldest beside it.
         raw_unbounded_gb_s: Only put.
-        ceiling_ratio: Of the two: what removing costs whoever does it.
+        ceiling_ratio: The ratio of the two: what removing costs.
         cpu_s_per_gb: Seconds of processors with the bound, of this process and of the servers.
         unbounded_cpu_s_per_gb: Without it; the steadier figures on a busy machine.
         usage: The most that was held at any look, over the budget.
@@ -131,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.retention", description=__doc__)
     parser.add_argument("--only", type=names_of(tuple(_PLACES)), default=tuple(_PLACES), metavar="NAME,...")
     parser.add_argument("--budget", type=parse_bytes, default=64 << 20, metavar="BYTES", help="what may be held")
-    parser.add_argument("--times", type=count, default=10, help="so many budgets are written in each run")
+    parser.add_argument("--times", type=count, default=10, help="budgets that are written in each run")
     parser.add_argument("--repetitions", type=count, default=3, help="runs with and without the bound")
     parser.add_argument("--payload", type=parse_bytes, default=_PAYLOAD_BYTES, metavar="BYTES", help="of a record")
     parser.add_argument("--tokens", type=count, default=_PROMPT_TOKENS, help="of a prompt")
@@ -165,7 +163,7 @@ def _s3(folder: Path) -> Iterator[Place]:
             raw = RawS3(server, "retention")
 
             def clear(_: str, names: Sequence[str]) -> None:
-                client.flushall()  # the catalog of one run tells of what the next one does not have
+                client.flushall()  # the catalog of one run has entries that the next one does not have
                 raw.remove(names)
 
             yield Place("s3", redis.url, cold, "cold_bytes", None, raw, clear)

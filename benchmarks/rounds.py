@@ -12,13 +12,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.arguments import counts, names_of
-from benchmarks.report import Column
-from benchmarks.shell import run_rows
-from kvstore.catalog.base import Addition, BoundaryEntry
-from kvstore.catalog.changes import entry_of, packed_with
+from benchmarks.program import Column, counts, names_of, run_rows
+from kvstore.catalog.base import Addition, BoundaryEntry, entry_of
+from kvstore.catalog.changes import packed_with
+from kvstore.catalog.coordination import SoleOwnership
 from kvstore.catalog.entry import EntryShape, Level
-from kvstore.catalog.ownership import SoleOwnership
 from kvstore.eviction.candidates import POLICIES
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import FullAttention

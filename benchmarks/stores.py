@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.ceilings import Peer
-from benchmarks.measure import Listener, Plan, Row, Work, measure_in_turn, windowed
+from benchmarks.measure import Plan, Row, Work, measure_in_turn, windowed
 from benchmarks.node import Node
 from benchmarks.pages import Batch, RecordPages
 from kvstore.api import Ack, PageStore, Retention, SaveOutcome
@@ -22,9 +22,15 @@ from kvstore.tiers.base import PutOutcome, Tier
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-__all__ = ["RedisPy", "Service", "ServiceOverTier", "Store", "TierStore", "fill", "store_rows"]
+    from kvstore.testing.servers import CephRgw
+    from kvstore.tiers.s3 import S3Tier
+
+from kvstore.testing.program import Say
+
+__all__ = ["RedisPy", "Service", "ServiceOverTier", "Store", "TierStore", "fill", "open_s3_tier", "store_rows"]
 
 _DEADLINE_S = 30.0
+_BUCKET = "kvstore-benchmark"
 
 
 class Store(ABC):
@@ -37,7 +43,7 @@ class Store(ABC):
     name: str
 
     async def aclose(self) -> None:  # noqa: B027 - not every store has something to close
-        """Let go of what it holds."""
+        """Release what it holds."""
 
     @abstractmethod
     async def put(self, record: Record) -> None:
@@ -48,18 +54,18 @@ class Store(ABC):
         """
 
     async def prepare(self, record: Record) -> None:
-        """Put one record that will be got: where a get that measures everything finds it."""
+        """Put one record that will be got, where a get reads the place that is measured."""
         await self.put(record)
 
     async def prepared(self, batch: Batch) -> None:  # noqa: B027 - most need nothing
         """Return when all records of a batch can be got."""
 
     async def occupy(self, record: Record) -> None:
-        """Put one record that only takes room."""
+        """Put one record that is never got."""
         await self.put(record)
 
     def num_connections(self, size_bytes: int, in_flight: int) -> int:
-        """Connections that carry records of a size at the same time: the ceiling gets as many."""
+        """Connections that carry records of a size at the same time. The ceiling gets the same number."""
         return 1
 
     def cpu_s(self) -> float:
@@ -68,7 +74,7 @@ class Store(ABC):
 
     @abstractmethod
     async def get_all(self, batch: Batch, targets: Sequence[memoryview], in_flight: int) -> list[memoryview]:
-        """Every record of a batch that was put; those of ours stand in `targets`."""
+        """Every record of a batch that was put; our own clients write them to `targets`."""
 
     @abstractmethod
     async def forget(self, batch: Batch) -> None:
@@ -93,7 +99,7 @@ class Service(Store):
         lease = staged.lease
         if lease is None or len(staged.keys) != len(batch.records):
             seen = f"{len(staged.keys)} records of {len(batch.records)}"
-            raise RuntimeError(f"the service staged {seen}: {staged.cut or 'it says no reason'}")
+            raise RuntimeError(f"the service staged {seen}: {staged.cut or 'no reason given'}")
         received: dict[bytes, memoryview] = {}
 
         def load(record: Record, target: memoryview) -> Callable[[], Awaitable[None]]:
@@ -112,7 +118,7 @@ class Service(Store):
 
 
 class ServiceOverTier(Service):
-    """A service with a slower tier behind it, which is what is measured: another service puts records there.
+    """A service with a slower tier behind it, which is measured: another service puts records there.
 
     Args:
         store: The service's client.
@@ -138,7 +144,7 @@ class ServiceOverTier(Service):
         give_up = _soon()
         while (await self._store.lookup(batch.query, deadline=_soon())).resume_tokens < batch.query.cap_tokens:
             if give_up.expired:
-                raise RuntimeError("the service does not find what another one saved")
+                raise RuntimeError("the service does not find records that another one saved")
             await asyncio.sleep(0.01)
 
     async def occupy(self, record: Record) -> None:
@@ -166,7 +172,7 @@ class TierStore(Store):
     Args:
         tier: The tier.
         num_connections_max: Connections that it carries records on.
-        part_bytes: What of a record travels on one connection at a time.
+        part_bytes: Bytes of a record that travel on one connection at a time.
     """
 
     def __init__(self, tier: Tier, num_connections_max: int = 1, part_bytes: int = MAX_RECORD_BYTES) -> None:
@@ -238,19 +244,25 @@ class RedisPy(Store):
         await self._client.delete(*(format_name(record.key) for record in batch.records))
 
 
+async def open_s3_tier(server: CephRgw) -> S3Tier:
+    """Our tier in a bucket of its own, which is made."""
+    from kvstore.tiers.s3 import S3Tier
+
+    server.create_bucket(_BUCKET)
+    return await S3Tier.open(server.location(_BUCKET, "benchmark"), credentials=server.credentials)
+
+
 async def fill(store: Store, size_bytes: int, num_bytes: int) -> None:
-    """Put at least `num_bytes` that nobody will ask for."""
+    """Put at least `num_bytes` that are never got."""
     pages = RecordPages(size_bytes, 1)
     for _ in range(-(-num_bytes // pages.num_bytes)):
         await store.occupy(pages.batch().records[0])
 
 
-async def store_rows(
-    store: Store, peer: Peer, plan: Plan, listener: Listener, beside: Sequence[Store] = ()
-) -> list[Row]:
+async def store_rows(store: Store, peer: Peer, plan: Plan, say: Say, beside: Sequence[Store] = ()) -> list[Row]:
     """A row for put and one for get, for each size and number of calls in flight.
 
-    What stands in `beside` is only got from, in turn with the store, and has a row each.
+    The stores in `beside` are only got from, in turn with the store. Each has a row.
     """
     rows = []
     for size_bytes in plan.sizes:
@@ -266,7 +278,7 @@ async def store_rows(
             for verb, works, ceiling in turns:
                 if verb not in plan.verbs:
                     continue
-                listener.measuring(f"{store.name}: {verb} of {pages.record_bytes:,} bytes, {in_flight} in flight")
+                say(f"{store.name}: {verb} of {pages.record_bytes:,} bytes, {in_flight} in flight")
                 rows += await measure_in_turn(
                     works,
                     ceiling,
@@ -299,7 +311,7 @@ class _Put(Work):
 
 
 class _Get(Work):
-    """Each turn gets a batch that the same turn put, so that nobody's memory of the turn before helps."""
+    """Each turn gets a batch that the same turn put, so that no cache of the turn before helps."""
 
     def __init__(self, store: Store, pages: RecordPages, in_flight: int) -> None:
         self.store = store

@@ -11,7 +11,7 @@ __all__ = ["KVStoreConnector"]
 
 def __getattr__(name: str) -> Any:
     if name == "KVStoreConnector":
-        from connector.inert import connector_class
+        from connector.vllm.inert import connector_class
 
         return connector_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

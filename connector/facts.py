@@ -1,4 +1,4 @@
-"""What the connector needs to know of an engine, as plain values without vLLM's types."""
+"""The facts of an engine, as plain values without vLLM's types."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ class CellFacts:
         total_heads: Heads of the whole model; a latent vector is one head that every rank holds.
         head_size: Channels of a key, or of the latent vector.
         head_size_v: Channels of a value; 0 for a latent vector.
-        element_bytes: Bytes of one cache element.
-        dtype: Its type in words.
+        element_bytes: Bytes of one cache element of type `dtype`.
     """
 
     rank_heads: int
@@ -39,13 +38,10 @@ class CellFacts:
 
 @dataclass(frozen=True, slots=True)
 class StateFacts:
-    """What one layer of a recurrent group keeps: the parts of its state, as this rank holds them.
+    """What one layer of a recurrent group keeps on this rank, e.g. the convolution's window and the state proper.
 
     Attributes:
-        shapes: Of each part, e.g. the convolution's window and the state proper.
-        dtypes: Of each part, in words.
-        part_bytes: Of each part.
-        replicated: Every rank holds the whole state; else each holds its own share.
+        replicated: Every rank holds the whole state. Otherwise each rank holds its own share.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -60,7 +56,7 @@ class StateFacts:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an element of the largest part: what the codec is chosen for."""
+        """Bytes of an element of the largest part; the codec is chosen for it."""
         largest = self.part_bytes.index(max(self.part_bytes))
         elements = 1
         for extent in self.shapes[largest]:
@@ -74,14 +70,14 @@ class GroupFacts:
 
     Attributes:
         kind: Which records make a boundary resumable.
-        stages: The names of the layers of each pipeline stage; there is one stage where there is no pipeline.
-        feeds: For each layer on this rank the index in `feed_groups` of the block table that places it.
-        feed_groups: vLLM's groups that the layers of all stages are in, ascending.
+        stages: The names of the layers of each pipeline stage; one stage without a pipeline.
+        feeds: For each layer on this rank the index in `feed_groups` of its block table.
+        feed_groups: vLLM's groups of the layers of all stages, ascending.
         block_tokens: Tokens of a block of these groups.
         content: What a layer keeps.
-        packing: What the bytes inside a block depend on, e.g. backend and instruction set; part of the namespace.
-        drafts: The layers of a draft model (EAGLE, MTP). What a block's last token holds depends on the token after
-            it, which its prefix hash does not cover: a wrong draft costs acceptance, the target model verifies it.
+        packing: On what the bytes inside a block depend, e.g. backend and instruction set; part of the namespace.
+        drafts: The layers of a draft model (EAGLE, MTP). Their cell of a block's last token depends on the next token,
+            which the block's prefix hash does not cover. A wrong draft costs acceptance; the target model verifies it.
         stage: This rank's stage.
     """
 
@@ -102,12 +98,12 @@ class GroupFacts:
 
     @property
     def most_layers(self) -> int:
-        """Layers of the stage that has most of them."""
+        """Layers of the stage with most layers."""
         return max(map(len, self.stages))
 
     @property
     def rank_block_bytes(self) -> int:
-        """Content of one block (or state) of all layers on one rank, of the stage that has most of them."""
+        """Content of one block (or state) of all layers on one rank, in the stage with most layers."""
         if isinstance(self.content, StateFacts):
             return self.most_layers * self.content.num_bytes
         return self.most_layers * self.block_tokens * self.content.rank_heads * self.content.token_bytes
@@ -115,11 +111,9 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """One engine, as far as the connector cares. Pickles: ranks send theirs to the scheduler side.
+    """One engine. Pickles: ranks send theirs to the scheduler side.
 
     Attributes:
-        model_path: Folder or name given to the engine.
-        architecture: The model class.
         model_config: The model's configuration as plain JSON, floats as text.
         compute_dtype: Type of the activations.
         quantization: vLLM's name of the weight quantisation, or `none`.
@@ -128,22 +122,21 @@ class EngineFacts:
         scheduler_block_tokens: Hits end on multiples of this; a multiple of every group's block.
         num_blocks: Blocks of the engine's cache.
         tp_rank: This rank of its pipeline stage (0 on the scheduler side).
-        tp_size: Tensor-parallel size.
-        pp_size: Pipeline stages.
-        untested_release: The version of a vLLM whose release nobody has tested with this connector; else `None`.
-        groups: The canonical groups, in the order of their first layer; empty when the model is not supported.
-        unsupported: Why the connector stays out of the way, or `None`.
+        groups: The canonical groups, in the order of their first layer; empty if the model is not supported.
+        unsupported: Why this engine cannot be cached, or `None`.
         load_failure_policy: vLLM's `kv_load_failure_policy`.
-        prefix_caching: vLLM caches prefixes itself, so that what was loaded for one request serves the next one.
-        load_format: vLLM's: whether the weights are what is in the files.
-        draft_path: Folder of a draft model's weights, where it has its own.
-        model_rules: Settings that change what the model computes beside its configuration; only those in use.
-        adapter_rules: Settings that change what an adapter does; only those in use.
-        media_rules: Settings that change what is made of a media item; only those in use.
+        prefix_caching: vLLM caches prefixes itself, so that one request's load serves the next one.
+        load_format: vLLM's: how it reads weights, and whether from the model's files.
+        draft_path: Folder of a draft model's own weights.
+        model_rules: Settings in use that change what the model computes, beside its configuration.
+        adapter_rules: Settings in use that change what an adapter does.
+        media_rules: Settings in use that change how media items are processed.
         retention_tokens: vLLM's `prefix_cache_retention_interval`.
+        pp_size: Pipeline stages.
         step_tokens: Most tokens that the engine computes in a step.
         machine_bytes: Memory of the rank's machine, or of its container; 0: not known.
         machine_ranks: Ranks of all engines of this deployment on that machine.
+        untested_release: The version of a vLLM that was not tested with this connector; else `None`.
     """
 
     model_path: str
@@ -175,5 +168,5 @@ class EngineFacts:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the engine: all of them answer each load and save."""
+        """All of them answer each load and save."""
         return self.tp_size * self.pp_size

@@ -1,4 +1,4 @@
-"""Which namespace an engine belongs to: a description of everything that its page bytes depend on."""
+"""The namespace of an engine: a description of everything on which the bytes of its pages depend."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from connector.canonical.attention import page_tokens_for
-from connector.canonical.latent import LATENT_GRID
+from connector.canonical.attention import LATENT_GRID, page_tokens_for, within_windows
 from connector.canonical.recurrent import layer_bands
 from connector.canonical.slices import HeadGrid, SliceGrid, head_grid, heads_on_ranks
-from connector.canonical.window import within_windows
 from connector.facts import CellFacts, EngineFacts, GroupFacts, StateFacts
 from connector.prefix_hash import LINK_TOKENS
 from kvstore.errors import InvalidRequest
@@ -29,9 +27,8 @@ class GroupShape:
     """One canonical group and how this engine's ranks share it.
 
     Attributes:
-        facts: The group.
         slices: The model's slices on this engine's ranks.
-        heads: The KV heads behind the slices; `None` for a recurrent group.
+        heads: The KV heads of the slices; `None` for a recurrent group.
     """
 
     facts: GroupFacts
@@ -48,7 +45,7 @@ class CacheShape:
     """The canonical shape of a model's cache, the same on all ranks and on the scheduler side.
 
     Attributes:
-        layout: Groups and slices, as the store sees them.
+        layout: Groups and slices, as the store knows them.
         groups: The same groups, as this engine holds them.
         boundary_tokens: Resume points are multiples of this: the scheduler's block.
     """
@@ -59,7 +56,7 @@ class CacheShape:
 
 
 def read_shape(facts: EngineFacts) -> CacheShape | str:
-    """The shape, or a text on why this model's cache has none."""
+    """The shape, or why this model's cache has none."""
     boundary = facts.scheduler_block_tokens
     if boundary % LINK_TOKENS:
         return f"the block size must be a multiple of {LINK_TOKENS} tokens, seen {boundary}"
@@ -104,9 +101,9 @@ def _page_tokens(groups: tuple[GroupShape, ...], boundary: int) -> int:
 def describe_namespace(facts: EngineFacts, shape: CacheShape, weights_id: str) -> NamespaceDescription:
     """The description that the service turns into a namespace.
 
-    What is in it must be equal for pages to be interchangeable; what is not (paths, hash algorithm of vLLM, cache
-    size, and the tensor-parallel size except for recurrent states) must not matter. A pipeline's stages do: a record is
-    of the layers of one stage.
+    Two engines share pages if their descriptions are equal. It leaves out what does not change a page's bytes: paths,
+    vLLM's hash algorithm, the cache's size, and the tensor-parallel size except for recurrent states. It includes a
+    pipeline's stages, since a record holds the layers of one stage.
     """
     return NamespaceDescription.from_fields(
         {

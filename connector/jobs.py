@@ -1,4 +1,4 @@
-"""What the scheduler side tells the ranks to do in a step, and what they report: plain values that pickle."""
+"""The jobs of a step, from the scheduler side to the ranks, and the ranks' reports: plain values that pickle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvstore.api import Retention
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 
-__all__ = ["AuditJob", "AuditJobs", "BlockIds", "LoadJob", "LoadPiece", "RankReport", "SaveJob", "StepJobs"]
+__all__ = ["AuditJob", "BlockIds", "LoadJob", "LoadPiece", "RankReport", "SaveJob", "StepJobs"]
 
 BlockIds = tuple[tuple[int, ...], ...]
 """For each feed of a group the blocks of one span in token order; the same number for each feed."""
@@ -19,13 +19,11 @@ class SaveJob:
 
     Attributes:
         job_id: Unique in this engine; every rank answers it once.
-        namespace: Where it goes.
         prefix: Hash of the tokens up to `stop_tokens`.
         group: Canonical group.
         start_tokens: First token of the span; `stop_tokens` for a state.
         stop_tokens: End of the span; its blocks are final when this step's forward is done.
         block_ids: The span's blocks, or the one block that holds the state.
-        retention: How long it is likely to be useful.
         trace: Passed to the store with each save; empty: none.
         request_id: vLLM's, of the request that computed it.
     """
@@ -48,10 +46,9 @@ class SaveJob:
 
 @dataclass(frozen=True, slots=True)
 class LoadPiece:
-    """Part of one leased record and the blocks it goes to.
+    """Part of one leased record and the blocks to which it is written.
 
     Attributes:
-        key: The record.
         span_blocks: Blocks that the whole record spans; 1 for a state.
         first_block: Index in the record of the first block to write.
         block_ids: Where to write.
@@ -70,21 +67,21 @@ class LoadPiece:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Everything one request waits for.
+    """All records for which one request waits.
 
     Attributes:
         request_id: vLLM's; reported as finished exactly once by every rank.
         lease: Keeps the records readable.
-        pieces: All slices; a rank loads its own. `None`: the load could not be planned; ranks report it as failed,
+        pieces: All slices; a rank loads its own. `None`: the load could not be planned. Ranks report it as failed,
             since vLLM waits for their report.
-        audited: The blocks are read back before the load is reported.
+        read_back: The blocks are read back and compared before the load is reported.
         trace: Passed to the store with each load; empty: none.
     """
 
     request_id: str
     lease: bytes
     pieces: tuple[LoadPiece, ...] | None
-    audited: bool = False
+    read_back: bool = False
     trace: str = ""
 
 
@@ -104,40 +101,24 @@ class AuditJob:
 
 
 @dataclass(frozen=True, slots=True)
-class AuditJobs:
-    """The audit's part of a step.
-
-    Attributes:
-        records: To compare with pages that are final after this step's forward.
-        read_backs: Requests with an audited load whose first forward is in this step.
-        gone: Requests with an audited load whose blocks are gone.
-    """
-
-    records: tuple[AuditJob, ...] = ()
-    read_backs: tuple[str, ...] = ()
-    gone: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class StepJobs:
     """The work of one engine step; never changed once built, since ranks of one process get it by reference.
 
     Attributes:
-        loads: Requests to load for.
         saves: Pages to save, final after this step's forward.
-        computes: Whether the step has a forward at all.
-        audit: The audit's part.
+        computes: Whether the step has a forward.
+        audits: Stored records to compare with pages that are final after this step's forward.
     """
 
     loads: tuple[LoadJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
     computes: bool = True
-    audit: AuditJobs = AuditJobs()
+    audits: tuple[AuditJob, ...] = ()
 
 
 @dataclass(slots=True)
 class RankReport:
-    """What ranks did since their last report; reports of several ranks add up.
+    """The jobs that ranks finished since their last report; reports of several ranks add up.
 
     Attributes:
         saves_done: For each finished save job the number of ranks that are done with its buffers, stored or not.
@@ -164,5 +145,5 @@ class RankReport:
         )
 
 
-def _add_up(ones: dict[int, int], others: dict[int, int]) -> dict[int, int]:
-    return {job_id: ones.get(job_id, 0) + others.get(job_id, 0) for job_id in ones.keys() | others.keys()}
+def _add_up(left: dict[int, int], right: dict[int, int]) -> dict[int, int]:
+    return {job_id: left.get(job_id, 0) + right.get(job_id, 0) for job_id in left.keys() | right.keys()}

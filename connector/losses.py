@@ -10,43 +10,38 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from connector.bridge import Bridge
 from kvstore.api import Outcome, PageStore
 from kvstore.errors import Closed
 from kvstore.model.keys import Boundary, NamespaceId
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.meters import Meters
 
-if TYPE_CHECKING:  # both sides report losses; it stands below them
-    from connector.scheduler.bridge import Bridge
-
-__all__ = ["Losses", "Lost"]
+__all__ = ["LossReason", "LossReporter"]
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _MIB = 1 << 20
 
-_TOLD_MAX = 100
-"""Losses told one by one in a second, of this process; those beyond are summed up by group and reason."""
-
-_WINDOW_S = 1.0
+_WINDOW_S, _WINDOW_LOSSES_MAX = 1.0, 100
+"""In each second this process reports this many losses one by one. It sums up the others by group and reason."""
 
 _REPEAT_S = 60.0
-"""What can never be saved is told again after this: the service may have been started anew, and a service cannot know
-otherwise that an engine with these settings still runs."""
+"""What can never be saved is reported again after this: a service that was restarted would not know of it otherwise."""
 
 
-class Lost(StrEnum):
+class LossReason(StrEnum):
     """Why a record was computed and not saved: words of docs/explain.md."""
 
     BUSY = "save_busy"
     """The processors were busy."""
     NO_ROOM = "save_no_room"
-    """Host memory had no room while the engine held it."""
+    """Host memory was full while the engine held the record's blocks."""
     TOO_LARGE = "save_too_large"
-    """It is larger than half of `pinned_bytes`. Needs `pinned_bytes` and `needs_bytes` as details, the latter being the
-    smallest `pinned_bytes` that would do."""
+    """It is larger than half of `pinned_bytes`. Needs the details `pinned_bytes` and `needs_bytes`; the latter is the
+    smallest sufficient `pinned_bytes`."""
     STOPPED = "save_stopped"
     """The engine stopped first."""
     FAILED = "save_failed"
@@ -57,13 +52,11 @@ class Lost(StrEnum):
     """Ranks did not answer."""
 
 
-class Losses:
-    """Reports on the store's thread. Nothing waits for it or fails by it; safe from any thread.
+class LossReporter:
+    """Reports on the store's thread; may be called on any thread. Nothing waits for a report or fails with it.
 
     Args:
-        bridge: To the store.
-        meters: Where to count `connector_saves_lost{reason}`; `None`: not here, since another side counts these.
-        clock: Time.
+        meters: Counts `connector_saves_lost{reason}`; `None` if the other side counts these losses.
     """
 
     def __init__(self, bridge: Bridge, meters: Meters | None = None, *, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -72,19 +65,19 @@ class Losses:
         self._clock = clock
         self._lock = threading.Lock()
         self._window_ends_s = 0.0
-        self._num_told = 0
-        self._sums: dict[tuple[NamespaceId, int, Lost], Outcome] = {}
-        self._always: dict[tuple[int, Lost], Outcome] = {}
+        self._num_reported = 0
+        self._sums: dict[tuple[NamespaceId, int, LossReason], Outcome] = {}
+        self._always: dict[tuple[int, LossReason], Outcome] = {}
         self._repeating: Future[None] | None = None
 
-    def tell(
+    def report(
         self,
         *,
         request_id: str,
         namespace: NamespaceId,
         boundary: Boundary,
         group: int,
-        reason: Lost,
+        reason: LossReason,
         detail: Mapping[str, object] | None = None,
         records: int = 1,
     ) -> None:
@@ -93,9 +86,7 @@ class Losses:
         Args:
             request_id: vLLM's id of the request that computed it.
             namespace: Where it would have been saved.
-            boundary: Where it ends: its name would have been made of this prefix.
-            group: Its group.
-            reason: Why.
+            boundary: Where it ends; its name would have included this prefix.
             detail: The evidence, plain values.
             records: How many: one for each slice.
         """
@@ -106,30 +97,30 @@ class Losses:
         with self._lock:
             now_s = self._clock.monotonic_s()
             if now_s >= self._window_ends_s:
-                self._window_ends_s, self._num_told = now_s + _WINDOW_S, 0
-            self._num_told += 1
-            is_summed = self._num_told > _TOLD_MAX
+                self._window_ends_s, self._num_reported = now_s + _WINDOW_S, 0
+            self._num_reported += 1
+            is_summed = self._num_reported > _WINDOW_LOSSES_MAX
             if is_summed:
-                begins = not self._sums
+                is_first_sum = not self._sums
                 before = self._sums.get((namespace, group, reason))
-                self._sums[namespace, group, reason] = _added(before, outcome)
+                num_before = before.num_lost if before is not None else 0
+                detail = {**outcome.detail, "records": num_before + outcome.num_lost}
+                self._sums[namespace, group, reason] = replace(outcome, detail=detail)
         if not is_summed:
-            self._submit(lambda store: _tell(store, outcome))
-        elif begins:
-            self._submit(self._tell_sums_later)
+            self._submit(lambda store: _send(store, outcome))
+        elif is_first_sum:
+            self._submit(self._send_sums_later)
 
-    def tell_always(
-        self, *, namespace: NamespaceId, group: int, reason: Lost, detail: Mapping[str, object] | None = None
+    def report_always(
+        self, *, namespace: NamespaceId, group: int, reason: LossReason, detail: Mapping[str, object]
     ) -> None:
-        """Report that no record of a group can ever be saved with these settings, again and again until `close`.
+        """Report that no record of a group can ever be saved with these settings, every minute until `close`.
 
         Args:
-            namespace: The namespace that is open; an earlier one's report of this group ends.
-            group: The group.
-            reason: Why.
+            namespace: The open namespace. It replaces an earlier one's report of this group.
             detail: The evidence, plain values.
         """
-        outcome = _loss(namespace, group, reason, detail or {})
+        outcome = _loss(namespace, group, reason, detail)
         with self._lock:
             before = self._always.get((group, reason))
             self._always[group, reason] = outcome
@@ -137,27 +128,27 @@ class Losses:
                 with suppress(Closed):
                     self._repeating = self._bridge.submit(self._repeat)
         if before is None:
-            _log.warning("kvstore: records of group %d are never saved: %s", group, _told(reason, outcome.detail))
-        self._submit(lambda store: _tell(store, outcome))
+            _log.warning("kvstore: records of group %d are never saved: %s", group, _in_words(reason, detail))
+        self._submit(lambda store: _send(store, outcome))
 
     def close(self) -> None:
-        """Send what is summed up, and stop repeating. Idempotent."""
-        self._submit(self._tell_sums)
+        """Send the sums, and stop repeating. Idempotent."""
+        self._submit(self._send_sums)
         with self._lock:
             repeating, self._repeating = self._repeating, None
             self._always.clear()
         if repeating is not None:
             repeating.cancel()
 
-    async def _tell_sums_later(self, store: PageStore) -> None:
+    async def _send_sums_later(self, store: PageStore) -> None:
         await asyncio.sleep(_WINDOW_S)
-        await self._tell_sums(store)
+        await self._send_sums(store)
 
-    async def _tell_sums(self, store: PageStore) -> None:
+    async def _send_sums(self, store: PageStore) -> None:
         with self._lock:
             sums, self._sums = self._sums, {}
         for outcome in sums.values():
-            store.tell(outcome)
+            store.report(outcome)
 
     async def _repeat(self, store: PageStore) -> None:
         while True:
@@ -165,32 +156,25 @@ class Losses:
             with self._lock:
                 always = list(self._always.values())
             for outcome in always:
-                store.tell(outcome)
+                store.report(outcome)
 
     def _submit(self, work: Callable[[PageStore], Coroutine[Any, Any, None]]) -> None:
-        with suppress(Closed):  # at the very end
+        with suppress(Closed):  # at shutdown
             self._bridge.submit(work)
 
 
-async def _tell(store: PageStore, outcome: Outcome) -> None:
-    store.tell(outcome)
+async def _send(store: PageStore, outcome: Outcome) -> None:
+    store.report(outcome)
 
 
-def _loss(namespace: NamespaceId, group: int, reason: Lost, detail: Mapping[str, object]) -> Outcome:
+def _loss(namespace: NamespaceId, group: int, reason: LossReason, detail: Mapping[str, object]) -> Outcome:
     return Outcome("", namespace, 0, 0, 0, 0, reason.value, detail, groups=1 << group)
 
 
-def _added(before: Outcome | None, loss: Outcome) -> Outcome:
-    """A loss that stands for those before it too."""
-    if before is None:
-        return loss
-    return replace(loss, detail={**loss.detail, "records": before.num_lost + loss.num_lost})
-
-
-def _told(reason: Lost, detail: Mapping[str, object]) -> str:
-    """A reason for the log, with the setting that would mend it where there is one."""
+def _in_words(reason: LossReason, detail: Mapping[str, object]) -> str:
+    """A reason for the log, with the setting that would prevent the loss, if there is one."""
     needs_bytes, pinned_bytes = detail.get("needs_bytes"), detail.get("pinned_bytes")
-    if reason is Lost.TOO_LARGE and isinstance(needs_bytes, int) and isinstance(pinned_bytes, int):
+    if reason is LossReason.TOO_LARGE and isinstance(needs_bytes, int) and isinstance(pinned_bytes, int):
         least = f"{-(-needs_bytes // _MIB)}MiB"
         return (
             f"one is larger than half of pinned_bytes, which is {pinned_bytes:,} bytes: "

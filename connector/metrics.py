@@ -1,7 +1,7 @@
 """Our part of an engine's `/metrics`: a table of stable names, and the arithmetic of the payloads that carry values.
 
-The two sides count in `Meters`. What they counted since vLLM last asked travels as a *payload* of plain values:
-`counters` and `gauges` by meter key, `times` as lists of seconds by meter name.
+The two sides count in `Meters`. Their counts since vLLM's last query travel as a *payload* of plain values: `counters`
+and `gauges` by meter key, `times` as lists of seconds by meter name.
 """
 
 from __future__ import annotations
@@ -26,115 +26,69 @@ class Metric:
     """One metric of `/metrics`.
 
     Attributes:
-        name: Its name in Prometheus, where counters get the suffix `_total`. Never renamed.
-        meter: Its name in `Meters`.
+        short_name: Its name without prefix. Never renamed.
         documentation: Help text.
         label: Its one label beside vLLM's own, or `None`.
         keeps_largest: A gauge that shows the largest value of any rank and time, not the last one.
     """
 
-    name: str
-    meter: str
+    short_name: str
     documentation: str
     label: str | None = None
     keeps_largest: bool = False
 
+    @property
+    def name(self) -> str:
+        """Its name in Prometheus, which adds `_total` to counters."""
+        return f"vllm:kvstore_{self.short_name}"
+
+    @property
+    def meter(self) -> str:
+        """Its name in `Meters`."""
+        return f"connector_{self.short_name}"
+
 
 COUNTERS = (
-    Metric("vllm:kvstore_hits", "connector_hits", "Requests resumed from the store."),
-    Metric("vllm:kvstore_misses", "connector_misses", "Requests for which nothing was loaded, by reason.", "reason"),
+    Metric("hits", "Requests resumed from the store."),
+    Metric("misses", "Requests for which nothing was loaded, by reason.", "reason"),
+    Metric("hits_cut", "Hits of which less was loaded than was stored, by reason.", "reason"),
+    Metric("requests_followed", "Requests that waited for another one to load the same prefix."),
+    Metric("requests_opted_out", "Requests that asked not to be loaded or saved.", "of"),
+    Metric("handoffs", "Prompts of prefill engines that were waited for, by whether they arrived in time.", "outcome"),
+    Metric("external_tokens", "Prompt tokens restored, not computed."),
+    Metric("staged_records", "Records staged for hits, by the tier that they were read from.", "tier"),
+    Metric("uncacheable_requests", "Requests that are neither loaded nor saved, by reason.", "reason"),
+    Metric("loaded_bytes", "Bytes written to KV blocks, on all ranks."),
+    Metric("failed_loads", "Hits that could not be loaded and are recomputed."),
+    Metric("load_errors", "Loads that failed on a rank."),
+    Metric("corrupt_records", "Records whose checksum failed at the engine."),
+    Metric("saves", "Slices of pages and states handed to the store, by what became of them.", "outcome"),
+    Metric("saves_lost", "Records that were computed and not saved, by reason.", "reason"),
+    Metric("saves_delayed", "Times that a request's saves had to wait for room in host memory."),
+    Metric("saved_raw_bytes", "Bytes copied from KV blocks to be saved."),
+    Metric("saved_bytes", "Encoded bytes that the store took."),
+    Metric("audits", "Hits chosen to be computed again and compared."),
+    Metric("audited_pages", "Restored pages that were compared."),
+    Metric("audit_mismatches", "Restored pages that differ from their recomputation beyond rounding."),
+    Metric("audit_skipped", "Audits that could not be made."),
     Metric(
-        "vllm:kvstore_hits_cut",
-        "connector_hits_cut",
-        "Hits of which less was loaded than was stored, by reason.",
-        "reason",
+        "audit_read_back_pages", "Pages read back from blocks right after their load and compared with what was stored."
     ),
-    Metric(
-        "vllm:kvstore_requests_followed",
-        "connector_requests_followed",
-        "Requests that waited for another one to load the same prefix.",
-    ),
-    Metric(
-        "vllm:kvstore_requests_opted_out",
-        "connector_requests_opted_out",
-        "Requests that asked not to be loaded or saved.",
-        "of",
-    ),
-    Metric(
-        "vllm:kvstore_handoffs",
-        "connector_handoffs",
-        "Prompts of prefill engines that were waited for, by whether they arrived in time.",
-        "outcome",
-    ),
-    Metric("vllm:kvstore_external_tokens", "connector_external_tokens", "Prompt tokens restored, not computed."),
-    Metric(
-        "vllm:kvstore_staged_records",
-        "connector_records_staged",
-        "Records staged for hits, by the tier that they were read from.",
-        "tier",
-    ),
-    Metric(
-        "vllm:kvstore_uncacheable_requests",
-        "connector_uncacheable_requests",
-        "Requests that are neither loaded nor saved, by reason.",
-        "reason",
-    ),
-    Metric("vllm:kvstore_loaded_bytes", "connector_raw_bytes_loaded", "Bytes written to KV blocks, on all ranks."),
-    Metric("vllm:kvstore_failed_loads", "connector_failed_loads", "Hits that could not be loaded and are recomputed."),
-    Metric("vllm:kvstore_load_errors", "connector_load_errors", "Loads that failed on a rank."),
-    Metric("vllm:kvstore_corrupt_records", "connector_corrupt_records", "Records whose checksum failed at the engine."),
-    Metric(
-        "vllm:kvstore_saves",
-        "connector_saves",
-        "Slices of pages and states handed to the store, by what became of them.",
-        "outcome",
-    ),
-    Metric(
-        "vllm:kvstore_saves_lost",
-        "connector_saves_lost",
-        "Records that were computed and not saved, by reason.",
-        "reason",
-    ),
-    Metric(
-        "vllm:kvstore_saves_delayed",
-        "connector_saves_delayed",
-        "Times that a request's saves had to wait for room in host memory.",
-    ),
-    Metric("vllm:kvstore_saved_raw_bytes", "connector_raw_bytes_saved", "Bytes copied from KV blocks to be saved."),
-    Metric("vllm:kvstore_saved_bytes", "connector_bytes_stored", "Encoded bytes that the store took."),
-    Metric("vllm:kvstore_audits", "connector_audits", "Hits chosen to be computed again and compared."),
-    Metric("vllm:kvstore_audited_pages", "connector_audited_pages", "Restored pages that were compared."),
-    Metric(
-        "vllm:kvstore_audit_mismatches",
-        "connector_audit_mismatches",
-        "Restored pages that differ from their recomputation beyond rounding.",
-    ),
-    Metric("vllm:kvstore_audit_skipped", "connector_audit_skipped", "Audits that could not be made."),
-    Metric(
-        "vllm:kvstore_audit_read_back_pages",
-        "connector_audit_read_back_pages",
-        "Pages read back from blocks right after their load and compared with what was stored.",
-    ),
-    Metric("vllm:kvstore_guarded_errors", "connector_guarded_errors", "Errors of the connector kept from the engine."),
+    Metric("guarded_errors", "Errors of the connector kept from the engine."),
 )
 
 TIMES = (
-    Metric("vllm:kvstore_lookup_seconds", "connector_lookup_seconds", "Seconds to learn what is stored for a prompt."),
-    Metric("vllm:kvstore_stage_seconds", "connector_stage_seconds", "Seconds to fetch a hit into this node's memory."),
-    Metric("vllm:kvstore_load_seconds", "connector_load_seconds", "Seconds to load a hit to a rank's KV blocks."),
+    Metric("lookup_seconds", "Seconds to learn what is stored for a prompt."),
+    Metric("stage_seconds", "Seconds to fetch a hit into this node's memory."),
+    Metric("load_seconds", "Seconds to load a hit to a rank's KV blocks."),
 )
 
 TIME_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 
 GAUGES = (
-    Metric("vllm:kvstore_ready", "connector_ready", "1 when the engine saves and resumes, 0 while or where it cannot."),
-    Metric(
-        "vllm:kvstore_audit_max_difference",
-        "connector_audit_max_difference",
-        "Largest difference that an audit has seen on any rank.",
-        keeps_largest=True,
-    ),
-    Metric("vllm:kvstore_saves_in_flight", "connector_saves_in_flight", "Save jobs that ranks still hold memory for."),
+    Metric("ready", "1 when the engine saves and resumes, 0 while or where it cannot."),
+    Metric("audit_max_difference", "Largest difference that an audit has seen on any rank.", keeps_largest=True),
+    Metric("saves_in_flight", "Save jobs that ranks still hold memory for."),
 )
 
 _BY_METER: Mapping[str, Metric] = {metric.meter: metric for metric in (*COUNTERS, *TIMES, *GAUGES)}
@@ -152,39 +106,39 @@ def metric_of(key: str) -> tuple[Metric, str | None] | None:
 
 
 class Drain:
-    """What one side's meters have counted since the last time somebody asked.
+    """What one side's meters have counted since the last `take`.
 
     Args:
-        meters: The side's meters; gauges that are set there are reported as such.
+        meters: The side's meters, gauges included.
         gauges: Returns further gauges by meter name. Only changes are reported.
     """
 
     def __init__(self, meters: Meters, gauges: Callable[[], Mapping[str, float]] = dict) -> None:
         self._meters = meters
         self._gauges = gauges
-        self._told: dict[str, float] = {}
-        self._told_gauges: dict[str, float] = {}
+        self._last_counters: dict[str, float] = {}
+        self._last_gauges: dict[str, float] = {}
 
     def take(self) -> Payload | None:
-        """The payload, or `None` when nothing happened."""
+        """The payload; `None` when nothing happened."""
         payload: Payload = {}
         seen = self._meters.snapshot()
         gauges = {**self._gauges(), **{key: value for key, value in seen.items() if key in _GAUGE_METERS}}
         counters = {
-            key: value - self._told.get(key, 0)
+            key: value - self._last_counters.get(key, 0)
             for key, value in seen.items()
-            if value != self._told.get(key) and key not in gauges and metric_of(key) is not None
+            if value != self._last_counters.get(key) and key not in gauges and metric_of(key) is not None
         }
         if counters:
             payload["counters"] = counters
-            self._told = seen
+            self._last_counters = seen
         times = {name: values for name, values in self._meters.take_observations().items() if name in _BY_METER}
         if times:
             payload["times"] = times
-        changed = {name: value for name, value in gauges.items() if self._told_gauges.get(name) != value}
+        changed = {name: value for name, value in gauges.items() if self._last_gauges.get(name) != value}
         if changed:
             payload["gauges"] = changed
-            self._told_gauges |= changed
+            self._last_gauges |= changed
         return payload or None
 
 
@@ -201,7 +155,7 @@ def merge(into: Payload, other: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def keep_gauges(into: dict[str, float], other: Mapping[str, float]) -> None:
-    """Take up later values of gauges; of some only those that are larger."""
+    """Replace gauges by later values; of some, only by larger ones."""
     for name, value in other.items():
         into[name] = max(into.get(name, value), value) if name in _LARGEST else value
 

@@ -1,7 +1,7 @@
-"""vLLM's plugin entry point: makes `"kv_connector": "KVStoreConnector"` known by name in every process of an engine.
+"""vLLM's plugin entry point: registers the name in `"kv_connector": "KVStoreConnector"` in every process of an engine.
 
-vLLM calls `register` in the front end, the engine core and every worker. It imports nothing of ours: the connector's
-module, and torch with it, is loaded when an engine is configured to use it.
+vLLM calls `register` in the front end, the engine core and every worker. It imports no module of ours. vLLM imports the
+connector, and torch with it, if an engine is configured to use it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _NAME = "KVStoreConnector"
 
 
 def register() -> None:
-    """Tell vLLM's factory where the connector is. May be called any number of times in a process.
+    """Register the connector in vLLM's factory. Idempotent.
 
-    An error here would end every engine in whose environment this package is, also those that do not use it.
+    An error here would end every engine in this environment, even one that does not use the connector.
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -27,7 +27,7 @@ def register() -> None:
             KVConnectorFactory.register_connector(_NAME, "connector", _NAME)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         _log.warning(
-            "kvstore: vLLM's factory of connectors is not as it was (%s): to use the connector, set"
+            "kvstore: vLLM's factory of connectors has changed (%s): to use the connector, set"
             ' "kv_connector_module_path": "connector" beside its name',
             error,
         )

@@ -1,4 +1,4 @@
-"""What an operator may set, parsed once at the door: `kv_connector_extra_config` and `KVSTORE_CONNECTOR_*`."""
+"""The operator's settings, from `kv_connector_extra_config` and `KVSTORE_CONNECTOR_*`, parsed once at start."""
 
 from __future__ import annotations
 
@@ -28,42 +28,43 @@ class ConnectorSettings:
     Attributes:
         url: The service: `embedded:` (a private one, started on demand), `unix:/path`, `tcp://host:port` or
             `tls://host:port`.
-        token_file: File with the bearer token for a service on TCP; not the token itself, since vLLM logs arguments.
-        tls_ca_file: Authorities that a `tls://` service's certificate is believed by; else the system's.
-        tls_certificate_file: What this engine shows to a `tls://` service that asks for a certificate, in PEM.
+        token_file: File with the bearer token for a service on TCP. vLLM logs its arguments, so the token itself is no
+            setting.
+        tls_ca_file: Authorities that this engine trusts for a `tls://` service's certificate; else the system's.
+        tls_certificate_file: This engine's certificate in PEM, for a `tls://` service that requires one.
         tls_key_file: Its key, if that is not in the same file.
         mode: `both`, `load` (read only), `save` (write only) or `off`.
-        weights_id: Names the weights instead of a digest of their files. Two engines with equal ids share pages, so an
-            id that stays the same while weights change serves wrong output.
+        weights_id: Identifies the weights instead of a digest of their files. Engines with equal ids share pages, so
+            an id that stays the same while weights change serves wrong output.
         weights_may_change: The weights are updated in place (reinforcement learning): a reset of the caches ends saves
             and loads until there is another weights id.
-        weights_id_file: Where that id is written, before the reset that is to take it up. Only with
+        weights_id_file: File with that id; write it before the reset that is to use it. Only with
             `weights_may_change`.
-        trust_mm_uuids: Take identifiers of media as their content although users may have chosen them; without it
+        trust_mm_uuids: Use identifiers of media as their content, even if users may have chosen them. Without it,
             requests with media are not cached. A user who gives two images one identifier gets the wrong one's pages.
-        pinned_bytes: Host memory per rank for pages on their way, half of it for saves; on a GPU as much as that half
+        pinned_bytes: Host memory per rank for pages on their way, half of it for saves. On a GPU as much as that half
             is taken from the GPU's memory too. Pages of a step that do not fit wait in their blocks for up to five
             seconds. `None`: twice what the engine computes in a step, at least 512 MiB, at most an eighth of the
-            machine's memory shared by its ranks, and on a GPU at most 1 GiB; the log tells the value.
+            machine's memory shared by its ranks, and on a GPU at most 1 GiB; the log shows the value.
         memory_bytes: Memory tier of the embedded service; `None` is its default, a tenth of the RAM.
         disk_bytes: Directory of the embedded service; `None` is its default, a tenth of the free disk.
-        lookup_timeout_ms: Longest wait for the answer whether anything is stored. Only this request waits, and only
-            for a service that does not answer; shorter ones turn hits into recomputations on a busy machine.
-        stall_timeout_ms: Fetching ends when no record came for this long; what has come is used. Longer than
-            the service's own `stall_timeout_ms`, so that its answer with what has come is not missed.
-        max_wait_ms: Longest wait for a fetch, however well it goes.
-        whole_prompt_hits: A prompt of a model with attention only that is stored to its very end is loaded whole, and
-            one token is computed instead of a block. Off by default: then a restored run computes what a run from
-            vLLM's own cache computes, and equals it bit for bit.
-        load_always: Take every hit in full, within `max_wait_ms`, also where computing would be quicker; for comparing
+        lookup_timeout_ms: Longest wait for a lookup. Only its request waits, and only for a service that does not
+            answer. A shorter time turns hits into recomputations on a busy machine.
+        stall_timeout_ms: Fetching ends when no record arrived for this long; the records that have arrived are used.
+            Keep it longer than the service's own `stall_timeout_ms`, or that service's partial answer is missed.
+        max_wait_ms: Longest wait for a fetch, even if records keep arriving.
+        whole_prompt_hits: A prompt that is stored completely is loaded completely, and one token is computed instead of
+            a block; only for models with attention only. Off by default: then a restored run equals a run from vLLM's
+            own cache bit for bit.
+        load_always: Take every hit in full, within `max_wait_ms`, even if computing would be faster; for comparing
             the two.
-        audit_rate: Share of resume points (0 to 1, chosen by their hash) whose records this engine checks: the first
-            request that would resume there computes instead, and its pages are compared with the stored ones; what is
-            loaded is read back. 0.01 makes one first resume in a hundred as slow as a miss; 1 is for tests.
-        allow_untested_vllm: Also save and load with a vLLM whose release nobody has tested with this connector, where
-            it has all that the connector uses. Its pages are in a namespace of that version alone, and an engine loads
-            nothing until its first resume points were computed again and equalled what was stored. Off by default:
-            a release may change what a block holds, or when, without changing any name.
+        audit_rate: Share of resume points (0 to 1, chosen by their hash) whose records this engine checks. The first
+            request that would resume there computes instead, and its pages are compared with the stored ones. Loads are
+            read back. 0.01 makes one first resume in a hundred as slow as a miss; 1 is for tests.
+        allow_untested_vllm: Also save and load with a vLLM release that was not tested with this connector, if it has
+            all names that the connector uses. Its pages are in a namespace of that version alone. An engine loads
+            nothing until its first resume points were computed again and equalled the stored pages. Off by default: a
+            release may change what a block holds, or when, without changing any name.
     """
 
     url: str = "embedded:"
@@ -88,15 +89,12 @@ class ConnectorSettings:
     allow_untested_vllm: bool = False
 
     def for_role(self, kv_role: str) -> ConnectorSettings:
-        """These settings as vLLM's role narrows them: a producer only saves, a consumer only loads.
+        """These settings as vLLM's role narrows them: `kv_producer` only saves, `kv_consumer` only loads.
 
-        A consumer takes every hit in full: computing prompts is what its prefill engine is for.
-
-        Args:
-            kv_role: `kv_both`, `kv_producer` or `kv_consumer`.
+        A consumer takes every hit in full, since its prefill engine computes prompts for it.
 
         Raises:
-            InvalidRequest: `mode` asks for what the role leaves out.
+            InvalidRequest: `mode` contradicts the role.
         """
         narrowed = _MODE_OF_ROLE.get(kv_role)
         if narrowed is None or self.mode == "off":
@@ -161,7 +159,7 @@ class ConnectorSettings:
             raise InvalidRequest("expected a name, or leave it out for a digest of the files", field="weights_id")
 
     def tls(self) -> ClientTls:
-        """What this engine believes and shows at a `tls://` address."""
+        """The certificates for a `tls://` address."""
         files = (self.tls_ca_file, self.tls_certificate_file, self.tls_key_file)
         return ClientTls(*(Path(name) if name is not None else None for name in files))
 
@@ -186,11 +184,11 @@ class ConnectorSettings:
 
 
 def _environment() -> Mapping[str, str]:
-    return os.environ  # noqa: TID251 - this package's one look at the environment
+    return os.environ  # noqa: TID251 - the only place of this package that reads the environment
 
 
 def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
-    """Where digests of weight files are kept between starts."""
+    """The folder in which digests of weight files are cached between starts."""
     environment = _environment() if environment is None else environment
     home = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(home) / "kvstore"

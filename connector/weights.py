@@ -1,20 +1,39 @@
-"""The weights id: a digest of the weight files, so that two checkpoints under one name never share pages."""
+"""The content of weights: digests of weight files and of adapters, and the file with the id of weights that change.
+
+Two checkpoints under one name must never share pages, so weights are identified by their bytes.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import logging
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from connector.facts import EngineFacts
+from connector.prefix_hash import AdapterRequest, UncacheableContent
 from kvstore.errors import InvalidRequest
+from kvstore.runtime.meters import Meters
 
-__all__ = ["WeightsIdFile", "digest_weights", "file_identity", "find_weight_files", "find_weights_id"]
+__all__ = [
+    "Adapters",
+    "WeightsIdFile",
+    "digest_weights",
+    "file_identity",
+    "find_adapter_files",
+    "find_weight_files",
+    "find_weights_id",
+]
+
+_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _BY_SUFFIX = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "sharded_state")
@@ -25,12 +44,15 @@ _ID_BYTES_MAX = 1024
 _WEIGHTS_ID = re.compile(rb"[!-~]([ -~]{0,254}[!-~])?")
 _SHA256_HEX = re.compile("[0-9a-f]{64}")
 
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_SUFFIXES = (".safetensors", ".bin", ".pt")
+_ADAPTERS_MAX = 10_000
+
 
 def find_weight_files(model_path: str, load_format: str = "auto") -> list[Path]:
     """The weight files of a model folder (or the one file that `model_path` is), sorted by name.
 
     Args:
-        model_path: The folder.
         load_format: vLLM's setting: which of the files it reads, or that the weights come from elsewhere.
 
     Raises:
@@ -56,12 +78,12 @@ def find_weight_files(model_path: str, load_format: str = "auto") -> list[Path]:
 def digest_weights(files: Sequence[Path], cache_folder: Path) -> str:
     """SHA-256 over names and contents of `files`, as hex.
 
-    Reads all bytes once (about 1 GB/s per core, files in parallel); digests of single files are cached in
-    `cache_folder` by path, size, dates and inode, so that the next start costs nothing.
+    Reads all bytes once (about 1 GB/s per core, files in parallel). Digests of single files are cached in
+    `cache_folder` by path, size, dates and inode, so that the next start reads nothing.
     """
     cache = cache_folder / "weights.json"
     known = _read_cache(cache)
-    # before reading: a file that is replaced meanwhile must not be cached under the digest of its old content
+    # before reading: a file that is replaced during it must not be cached under the digest of its old content
     identities = [file_identity(file) for file in files]
     with ThreadPoolExecutor(max_workers=4, thread_name_prefix="kvstore-weights") as pool:
         digests = list(pool.map(lambda name, file: known.get(name) or _digest_file(file), identities, files))
@@ -74,7 +96,7 @@ def digest_weights(files: Sequence[Path], cache_folder: Path) -> str:
 
 
 def find_weights_id(facts: EngineFacts, cache_folder: Path) -> str:
-    """The id of an engine's weights, those of a draft model included: a digest, so it reads all of their bytes once.
+    """The id of an engine's weights, including a draft model's: a digest, which reads all of their bytes once.
 
     Raises:
         InvalidRequest: They cannot be digested: the operator has to set `weights_id`.
@@ -88,9 +110,9 @@ def find_weights_id(facts: EngineFacts, cache_folder: Path) -> str:
 
 
 class WeightsIdFile:
-    """The file that an operator writes the id of new weights to.
+    """The file to which an operator writes the id of new weights.
 
-    What it holds at the start is ignored: it may be from an earlier run, and the engine has the model's files.
+    Its content at the start is ignored: it may be from an earlier run, and the engine has the model's files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -101,7 +123,7 @@ class WeightsIdFile:
         """The id that was written since the last `take`, or `None`.
 
         Raises:
-            InvalidRequest: What was written is not an id, or the file is being written.
+            InvalidRequest: The content is no id, or the file is being written.
             OSError: The file cannot be read.
         """
         stamp = self._stamp()
@@ -128,7 +150,7 @@ class WeightsIdFile:
 
 
 def file_identity(file: Path) -> str:
-    """Changes when a file's content does, as far as its metadata can tell: the date of its last change no tool sets."""
+    """Changes with a file's content, as far as metadata shows it: no tool sets the time of the last status change."""
     stat = file.resolve().stat()
     return f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ctime_ns}|{stat.st_ino}"
 
@@ -159,4 +181,98 @@ def _write_cache(cache: Path, content: dict[str, str]) -> None:
             json.dump(dict(list(content.items())[-1000:]), stream)
         os.replace(stream.name, cache)
     except OSError:
-        return  # a lost cache costs the next start a second, nothing else
+        return  # without a cache the next start reads the files again
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """The content of an adapter's number in this engine: vLLM keeps the weights that it read first."""
+
+    identities: tuple[str, ...]
+    digest: bytes
+
+
+def find_adapter_files(path: Path) -> list[Path]:
+    """An adapter's config and its weight files, sorted by name.
+
+    Raises:
+        InvalidRequest: The folder is not there, or holds no adapter.
+    """
+    config = path / _ADAPTER_CONFIG
+    weights = sorted(file for file in path.glob("*") if file.suffix in _ADAPTER_SUFFIXES and file.is_file())
+    if not config.is_file() or not weights:
+        raise InvalidRequest(f"expected a folder with {_ADAPTER_CONFIG} and weights", path=path)
+    return [config, *weights]
+
+
+class Adapters:
+    """Digests of the adapters that requests name. Belongs to one event loop; files are read in its threads.
+
+    An adapter's number is bound to the content that is seen first. If its files change later, it is not known which
+    weights vLLM uses, since it may read them again at any time. Then that number is no longer cached.
+
+    Args:
+        cache_folder: Where digests of files are cached.
+        rules: The engine's settings that change what an adapter does, if any.
+    """
+
+    def __init__(self, cache_folder: Path, rules: Mapping[str, str], meters: Meters) -> None:
+        self._cache_folder = cache_folder
+        self._meters = meters
+        self._rules = json.dumps(dict(rules), sort_keys=True).encode() if rules else b""
+        self._bound: OrderedDict[int, _Bound] = OrderedDict()
+        self._refused: dict[int, str] = {}
+        self._locks: dict[int, asyncio.Lock] = {}
+
+    async def digest_of(self, adapter: AdapterRequest) -> bytes:
+        """SHA-256 of the adapter's content. Concurrent requests read its files once.
+
+        Raises:
+            UncacheableContent: Its files are missing, or have changed since the engine first used it.
+
+        If cancelled, the next caller starts over.
+        """
+        try:
+            async with self._locks.setdefault(adapter.number, asyncio.Lock()):
+                return await self._find(adapter)
+        except UncacheableContent as error:
+            self._meters.add("connector_uncacheable_requests", reason=error.reason)
+            raise
+
+    async def _find(self, adapter: AdapterRequest) -> bytes:
+        if adapter.number in self._refused:
+            raise UncacheableContent("adapter_changed", self._refused[adapter.number])
+        bound = self._bound.get(adapter.number)
+        try:
+            seen = await asyncio.get_running_loop().run_in_executor(None, self._read, adapter.path, bound)
+        except (InvalidRequest, OSError) as error:
+            raise UncacheableContent("adapter_files", str(error)) from error
+        if bound is not None and bound.digest != seen.digest:
+            self._refuse(adapter)
+            raise UncacheableContent("adapter_changed", self._refused[adapter.number])
+        self._bind(adapter.number, seen)
+        return seen.digest
+
+    def _bind(self, number: int, seen: _Bound) -> None:
+        self._bound[number] = seen
+        self._bound.move_to_end(number)
+        if len(self._bound) > _ADAPTERS_MAX:
+            oldest, _ = self._bound.popitem(last=False)
+            del self._locks[oldest]
+
+    def _read(self, path: str, bound: _Bound | None) -> _Bound:
+        files = find_adapter_files(Path(path).expanduser())
+        identities = tuple(file_identity(file) for file in files)
+        if bound is not None and bound.identities == identities:
+            return bound
+        digest = bytes.fromhex(digest_weights(files, self._cache_folder))
+        if tuple(file_identity(file) for file in files) != identities:
+            raise InvalidRequest("the adapter's files change while they are read", path=path)
+        if self._rules:
+            digest = hashlib.sha256(digest + self._rules).digest()
+        return _Bound(identities, digest)
+
+    def _refuse(self, adapter: AdapterRequest) -> None:
+        reason = f"the files of the adapter in {adapter.path} changed, and the engine may use the old ones"
+        self._refused[adapter.number] = reason
+        _log.warning("kvstore: %s: requests with it are not cached; load a new version from a new folder", reason)

@@ -8,10 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from demo.backends import Backend, embedded, real
-from demo.report import Row, as_line, as_table, failures, row_of
-from demo.runs import PROMPT_TOKENS_HELP, Prompt, Reference, Run, prompt_of, run_connected, run_reference
-from demo.shell import Say, run_as_program
+from demo.runs import (
+    PROMPT_TOKENS_HELP,
+    Prompt,
+    Reference,
+    Row,
+    Run,
+    prompt_of,
+    report,
+    row_of,
+    run_connected,
+    run_reference,
+)
 from kvstore.testing.checkpoints import write_checkpoint
+from kvstore.testing.program import Say, run_program
 
 MODELS = ("llama-demo", "qwen3next-demo")
 """A model with attention alone, and a hybrid: recurrent states beside attention."""
@@ -29,11 +39,10 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, help=PROMPT_TOKENS_HELP)
     parser.add_argument("--work", type=Path, default=Path(__file__).resolve().parent.parent / ".work")
     arguments = parser.parse_args()
-    return run_as_program(
+    return run_program(
+        "demo",
         lambda say: run(arguments.backends, arguments.models, arguments.prompt_tokens, arguments.work, say),
-        table=as_table,
-        line=as_line,
-        failures=failures,
+        report,
     )
 
 

@@ -10,13 +10,14 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvstore.client import BlockingStore, ClientOptions, EmbeddedOptions
 from kvstore.client.embedded import private_socket_path
 from kvstore.runtime.deadline import Deadline
+from kvstore.testing.program import Say
 from kvstore.testing.servers import CephRgw, RedisServer, ceph_rgw, redis_server
 from kvstore.testing.servers.process import ServerProcess
 
@@ -26,11 +27,9 @@ _DRAIN_S = 120.0
 _END_S = 20.0
 _BUCKET = "kvstore-demo"
 
-Say = Callable[[str], None]
-
 
 class Backend(ABC):
-    """A service and what stands behind it.
+    """A service and its tiers.
 
     Attributes:
         connector: Extra config for the engines.
@@ -60,7 +59,7 @@ class Backend(ABC):
         give_up_s = time.monotonic() + _DRAIN_S
         while any(queue["records"] for queue in self._status()["write_back"].values()):
             if time.monotonic() > give_up_s:
-                raise TimeoutError(f"pages are still on their way to the slower tiers after {_DRAIN_S} s")
+                raise TimeoutError(f"pages were not written to the slower tiers in {_DRAIN_S} s")
             time.sleep(0.1)
 
     def _status(self) -> dict[str, Any]:
@@ -88,7 +87,7 @@ class _Embedded(Backend):
         return private_socket_path(self._directory)
 
     def restart(self) -> None:
-        """It ends by itself some seconds after its last client; here nobody waits for that."""
+        """End it at once: by itself it would end some seconds after its last client."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             give_up_s = time.monotonic() + _END_S
             while (pids := _processes_naming(str(self._directory))) and time.monotonic() < give_up_s:
@@ -149,12 +148,12 @@ class _Real(Backend):
         """Empty Redis.
 
         Raises:
-            RuntimeError: It did not say that it had.
+            RuntimeError: It refused.
         """
         with socket.create_connection((self._redis.host, self._redis.port), timeout=_END_S) as connection:
             connection.sendall(b"FLUSHALL\r\n")
             if not (answer := connection.recv(64)).startswith(b"+OK"):
-                raise RuntimeError(f"Redis was to forget everything and said {answer!r}")
+                raise RuntimeError(f"Redis answered FLUSHALL with {answer!r}")
 
     def _answers(self) -> bool:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
@@ -181,7 +180,7 @@ def real(say: Say) -> Iterator[_Real]:
     """A real Redis, a real S3 gateway, and `kvstore serve` between them and the engines.
 
     Raises:
-        CannotInstall: A server cannot be had here; the message says what to do.
+        CannotInstall: A server cannot be installed; the message says what to do.
     """
     with tempfile.TemporaryDirectory(prefix="kvstore-demo-", ignore_cleanup_errors=True) as folder:
         say("starting a Redis and a Ceph S3 gateway")

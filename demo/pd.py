@@ -15,17 +15,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from demo.backends import Backend, embedded, real
-from demo.shell import Say, run_as_program
 from kvstore.testing.checkpoints import VOCABULARY, write_checkpoint
 from kvstore.testing.engine import EngineSpec, Request, seeded_prompt, start_engine
 from kvstore.testing.engine.server import ApiServer, Completion, ask_server, start_api_servers
+from kvstore.testing.program import Say, run_program
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.process import ServerProcess
 
-__all__ = ["Row", "as_line", "as_table", "failures", "run"]
+__all__ = ["Row", "report", "run"]
 
 MODEL = "llama"
 LENGTHS = (2500, 1300, 5000)
@@ -57,12 +58,14 @@ class Row:
         return {**asdict(self), "total_s": round(self.total_s, 3)}
 
 
-def as_line(rows: Sequence[Row]) -> str:
-    """The demo's last line."""
-    return "DEMO-PD " + json.dumps({"rows": [row.as_json() for row in rows]})
+def report(rows: Sequence[Row], console: Console | None) -> tuple[str, list[str]]:
+    """Show a table; returns the `DEMO-PD` line and the failures. Slowness is none."""
+    if console is not None:
+        console.print(_table(rows))
+    return "DEMO-PD " + json.dumps({"rows": [row.as_json() for row in rows]}), _failures(rows)
 
 
-def as_table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[Row]) -> Table:
     table = Table(title="prompts computed by a prefill engine, answered by a decode engine")
     for name in ("prompt", "computed there", "restored here", "whole answer"):
         table.add_column(name, justify="right")
@@ -78,8 +81,7 @@ def as_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def failures(rows: Sequence[Row]) -> list[str]:
-    """What makes the demo fail; slowness does not."""
+def _failures(rows: Sequence[Row]) -> list[str]:
     found = [] if rows else ["no prompt was answered"]
     for row in rows:
         if not row.outputs_equal:
@@ -94,9 +96,7 @@ def main() -> int:
     parser.add_argument("--backends", choices=("embedded", "real"), default="embedded")
     parser.add_argument("--work", type=Path, default=Path(__file__).resolve().parent.parent / ".work")
     arguments = parser.parse_args()
-    return run_as_program(
-        lambda say: run(arguments.backends, arguments.work, say), table=as_table, line=as_line, failures=failures
-    )
+    return run_program("demo", lambda say: run(arguments.backends, arguments.work, say), report)
 
 
 def run(backends: str, work: Path, say: Say) -> list[Row]:
@@ -118,7 +118,7 @@ def run(backends: str, work: Path, say: Say) -> list[Row]:
             say(f"asking the proxy at {url}")
             asked = zip(requests, expected, strict=True)
             rows = [_row(url, prefill, decode, request=request, expected=tokens, say=say) for request, tokens in asked]
-            if failures(rows):
+            if _failures(rows):
                 for name, server in (("prefill", prefill), ("decode", decode)):
                     say(f"what the {name} server counted: {_counted(server)}")
             return rows

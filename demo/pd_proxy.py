@@ -1,9 +1,9 @@
 """A proxy for disaggregated prefill: `python -m demo.pd_proxy --prefill URL --decode URL --port PORT`.
 
-Small, but what a user would want of one: each request goes to the prefill server for one token, and then, with the
-`kv_transfer_params` of that answer, to the decode server, whose answer is passed on as it comes, streamed or whole. The
-proxy knows nothing of pages and waits for none: the parameters are a receipt, and the decode engine waits for what it
-promises. A prefill server that fails costs a recomputation and no error.
+Each request goes to the prefill server for one token. Then it goes to the decode server, with the `kv_transfer_params`
+of that answer. The second answer is passed on as it arrives, streamed or whole. The proxy knows nothing of pages and
+waits for none: the parameters are a receipt, and the decode engine waits for the pages that it promises. A prefill
+server that fails costs a recomputation and no error.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _log = logging.getLogger("pd_proxy")
 
 
 def prefill_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The request for the prefill server: the same prompt, one token, and a word that somebody else will decode."""
+    """The request for the prefill server: the same prompt, one token, and a note that another engine decodes."""
     kept = {name: value for name, value in body.items() if name not in _FOR_DECODE_ONLY}
     one = {name: 1 for name in _ONE_TOKEN if name in body} or {"max_tokens": 1}
     params = {**(body.get("kv_transfer_params") or {}), "do_remote_decode": True}
@@ -104,7 +104,7 @@ async def _pass_on(answer: httpx.Response) -> AsyncIterator[bytes]:
         async for part in answer.aiter_raw():
             yield part
     finally:
-        await answer.aclose()  # a user who hangs up ends the decode server's work too
+        await answer.aclose()  # when the client disconnects, the decode server stops as well
 
 
 def main() -> None:

@@ -1,22 +1,38 @@
-"""One engine's run: start, warm up, ask, count."""
+"""The runs of the demo: one engine each (start, warm up, ask, count), and the rows that are made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
 
 from kvstore.testing.checkpoints import VOCABULARY
 from kvstore.testing.engine import Answer, EngineProcess, EngineSpec, Request, seeded_prompt, start_engine
+from kvstore.testing.program import Say
 
-__all__ = ["PROMPT_TOKENS_HELP", "Prompt", "Reference", "Run", "prompt_of", "run_connected", "run_reference"]
+__all__ = [
+    "PROMPT_TOKENS_HELP",
+    "Prompt",
+    "Reference",
+    "Row",
+    "Run",
+    "prompt_of",
+    "report",
+    "row_of",
+    "run_connected",
+    "run_reference",
+]
 
 _PROMPT_TOKENS = 8192
 _PROMPT_TOKENS_MIN = 2048
 _COMPUTE_S = 60.0
-"""A prompt whose length nobody chose is computed in about this time: without AVX-512 a processor needs minutes for
-8,192 tokens in bfloat16."""
+"""A prompt of the default length is cut until it is computed in about this time: without AVX-512 a processor needs
+minutes for 8,192 tokens in bfloat16."""
 
 PROMPT_TOKENS_HELP = "length of the prompt (default: 8192, or fewer where these take over a minute to compute)"
 
@@ -24,8 +40,6 @@ _PROBE_TOKENS = 256
 _WARM_UP_TOKENS = 300
 _KV_CACHE_GIB = 1
 _ANSWER_S = 240.0
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +51,7 @@ class Prompt:
         checkpoint: Its folder.
         tokens: The prompt.
         max_tokens: Tokens to generate.
-        may_be_cut: A slow processor is asked for the beginning only.
+        may_be_cut: A slow processor computes its beginning only.
     """
 
     model: str
@@ -52,7 +66,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run brought.
+    """The result of a run.
 
     Attributes:
         answer: To the prompt.
@@ -82,7 +96,7 @@ class Reference(NamedTuple):
 
 
 def prompt_of(model: str, checkpoint: Path, seed: int, num_tokens: int | None) -> Prompt:
-    """A prompt of so many tokens; `None`: of 8,192, or as many as this processor computes in a minute."""
+    """A prompt of `num_tokens`; `None`: of 8,192, or what this processor computes in a minute if that is less."""
     tokens = seeded_prompt(seed, num_tokens or _PROMPT_TOKENS, vocabulary=VOCABULARY)
     return Prompt(model, checkpoint, tokens, may_be_cut=num_tokens is None)
 
@@ -134,7 +148,7 @@ def run_connected(
         connector: Its extra config.
         environment: Added to the engine's.
         counters: Reads the service's counters.
-        work: For logs and what vLLM compiles.
+        work: For logs and compiled code.
         say: Shows progress.
     """
     spec = EngineSpec(
@@ -158,12 +172,12 @@ def run_connected(
 
 
 def _warm_up(run: str) -> Request:
-    """A short prompt that no other run asks for, so that nothing of it is restored: vLLM compiles at its first one."""
+    """A short prompt of this run alone, so that none of it is restored: vLLM compiles at its first prompt."""
     return Request(seeded_prompt(9000 + ord(run), _WARM_UP_TOKENS), max_tokens=2)
 
 
 def _grown(before: Mapping[str, float], after: Mapping[str, float], name: str) -> dict[str, float]:
-    """By tier, how much a counter has grown."""
+    """By tier, the growth of a counter."""
     prefix = f'{name}{{tier="'
     grown = {
         key.removeprefix(prefix).removesuffix('"}'): value - before.get(key, 0)
@@ -171,3 +185,126 @@ def _grown(before: Mapping[str, float], after: Mapping[str, float], name: str) -
         if key.startswith(prefix)
     }
     return {tier: amount for tier, amount in grown.items() if amount > 0}
+
+
+# ---- rows
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One restored run beside its reference.
+
+    Attributes:
+        model: Kind of checkpoint.
+        run: Letter of the run.
+        prompt_tokens: Length of the prompt.
+        external_tokens: Of these, not computed but restored.
+        recompute_ttft_s: Time to the first token of an engine that computed the prompt.
+        restored_ttft_s: Time to the first token of this run.
+        raw_bytes: Of the restored pages, as they are in the engine.
+        stored_bytes: Of the same pages, as they are stored.
+        outputs_equal: Whether every generated token is the reference's.
+        logprob_difference: Largest difference of any of the 20 most likely tokens' log probabilities.
+        tiers: Records read from each tier.
+    """
+
+    model: str
+    run: str
+    prompt_tokens: int
+    external_tokens: int
+    recompute_ttft_s: float
+    restored_ttft_s: float
+    raw_bytes: int
+    stored_bytes: int
+    outputs_equal: bool
+    logprob_difference: float
+    tiers: Mapping[str, int]
+
+    @property
+    def speedup(self) -> float:
+        return self.recompute_ttft_s / self.restored_ttft_s
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "run": self.run,
+            "prompt_tokens": self.prompt_tokens,
+            "external_tokens": self.external_tokens,
+            "recompute_ttft_s": round(self.recompute_ttft_s, 4),
+            "restored_ttft_s": round(self.restored_ttft_s, 4),
+            "speedup": round(self.speedup, 2),
+            "raw_bytes": self.raw_bytes,
+            "stored_bytes": self.stored_bytes,
+            "outputs_equal": self.outputs_equal,
+            "tiers": dict(self.tiers),
+        }
+
+
+def row_of(name: str, reference: Reference, run: Run) -> Row:
+    """A run beside its reference."""
+    prompt, computed, resumed = reference
+    return Row(
+        model=prompt.model,
+        run=name,
+        prompt_tokens=len(prompt.tokens),
+        external_tokens=run.answer.num_cached_tokens,
+        recompute_ttft_s=computed.ttft_s,
+        restored_ttft_s=run.answer.ttft_s,
+        raw_bytes=int(run.counters.get("connector_loaded_bytes", 0)),
+        stored_bytes=run.stored_bytes,
+        outputs_equal=run.answer.tokens == resumed.tokens,
+        logprob_difference=run.answer.difference(resumed),
+        tiers=run.tiers,
+    )
+
+
+def report(rows: Sequence[Row], console: Console | None) -> tuple[str, list[str]]:
+    """Show a table; returns the `DEMO` line and the failures. Slowness is none."""
+    if console is not None:
+        console.print(_table(rows))
+    return "DEMO " + json.dumps({"rows": [row.as_json() for row in rows]}), _failures(rows)
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(title="a prompt computed, and resumed by fresh engines")
+    for name in (
+        "run",
+        "model",
+        "prompt",
+        "restored",
+        "first token, computed",
+        "and restored",
+        "speed-up",
+        "raw",
+        "stored",
+    ):
+        table.add_column(name, justify="left" if name in ("run", "model") else "right")
+    table.add_column("outputs equal")
+    table.add_column("records read from")
+    for row in rows:
+        table.add_row(
+            f"({row.run})",
+            row.model,
+            f"{row.prompt_tokens:,} tokens",
+            f"{row.external_tokens:,} tokens",
+            f"{row.recompute_ttft_s:.2f} s",
+            f"{row.restored_ttft_s:.3f} s",
+            f"{row.speedup:.1f}x",
+            f"{row.raw_bytes / (1 << 20):.0f} MiB",
+            f"{row.stored_bytes / (1 << 20):.0f} MiB",
+            f"yes, to {row.logprob_difference:.1g}" if row.outputs_equal else "NO",
+            ", ".join(f"{name} {count}" for name, count in row.tiers.items()) or "-",
+        )
+    return table
+
+
+def _failures(rows: Sequence[Row]) -> list[str]:
+    found = [] if rows else ["no run restored anything"]
+    for row in rows:
+        if not row.outputs_equal:
+            found.append(f"run ({row.run}) of {row.model} generated other tokens than the reference")
+        if row.external_tokens <= 0:
+            found.append(f"run ({row.run}) of {row.model} restored nothing")
+        if row.run == "d" and set(row.tiers) != {"s3"}:
+            found.append(f"run ({row.run}) of {row.model} was to read from S3 alone, and read from {dict(row.tiers)}")
+    return found

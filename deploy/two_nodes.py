@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from demo.report import Row, as_line, as_table, failures, row_of
-from demo.runs import PROMPT_TOKENS_HELP, Prompt, Run, prompt_of, run_connected, run_reference
-from demo.shell import Say, run_as_program
+from demo.runs import PROMPT_TOKENS_HELP, Prompt, Row, Run, prompt_of, report, row_of, run_connected, run_reference
 from kvstore.client import BlockingStore, ClientOptions
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.checkpoints import write_checkpoint
+from kvstore.testing.program import Say, run_program
 
 MODEL = "llama-demo"
 PROMPT_SEED = 8192
@@ -31,11 +30,10 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path(".work"), help="for the model and what vLLM compiles")
     parser.add_argument("--prompt-tokens", type=int, help=PROMPT_TOKENS_HELP)
     arguments = parser.parse_args()
-    return run_as_program(
+    return run_program(
+        "demo",
         lambda say: run(arguments.save, arguments.load, arguments.prompt_tokens, arguments.folder, say),
-        table=as_table,
-        line=as_line,
-        failures=failures,
+        report,
     )
 
 

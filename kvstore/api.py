@@ -16,9 +16,9 @@ from typing import NewType
 from kvstore.errors import InvalidRequest
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, NamespaceId, RecordKey
+from kvstore.model.layout import MAX_PREFIX_TOKENS
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.model.outcome import Outcome
-from kvstore.model.spans import MAX_PREFIX_TOKENS
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
@@ -255,10 +255,10 @@ class PageStore(ABC):
 
     @abstractmethod
     async def discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
-        """Tell that a record is bad (its checksum failed at the reader): every tier quarantines it, none serves it."""
+        """Report a bad record, whose checksum failed at the reader. Every tier quarantines it, and none serves it."""
 
-    def tell(self, outcome: Outcome) -> None:  # noqa: B027 - most stores have nobody who asks
-        """Tell what became of a request, for `explain`. Returns at once, never fails, and may be lost."""
+    def report(self, outcome: Outcome) -> None:  # noqa: B027 - most stores keep no reports
+        """Report what became of a request, for `explain`. Returns at once and never fails; the report may be lost."""
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
         """Why a request was resumed no further than it was, as plain values; see docs/explain.md.

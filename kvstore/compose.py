@@ -9,15 +9,16 @@ from functools import partial
 
 from kvstore.catalog.base import Catalog, Gate
 from kvstore.catalog.entry import Level
-from kvstore.catalog.pending_base import PendingLog
+from kvstore.catalog.pending import PendingLog
 from kvstore.compose_retention import open_orders, open_retention
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
-from kvstore.format.versions import STORE_VERSION_PLACE, check_store_version
+from kvstore.format.manifest import STORE_VERSION_PLACE, check_store_version
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import Events
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.runtime.tracing import Tracing
 from kvstore.settings import Settings
@@ -28,9 +29,9 @@ from kvstore.store.recorder import Recorder
 from kvstore.store.reindexing import mark_if_empty
 from kvstore.store.tiered import TieredStore
 from kvstore.tiers.base import Tier
+from kvstore.tiers.guarded import GuardedTier, report_quarantine
 from kvstore.tiers.locations import ColdLocation, FileLocation, HotLocation, NoTier, RedisLocation, S3Location
 from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.wrap import GuardedTier, tell_put_aside
 
 __all__ = ["open_catalog", "open_store", "open_tier", "store_limits"]
 
@@ -68,13 +69,13 @@ async def open_store(
         arena_bytes = settings.memory_bytes * 9 // 8 + _ARENA_SPARE_BYTES
         arena = Arena.open(arena_bytes, ahead_bytes=min(_WARM_BYTES, settings.memory_bytes))
         memory = MemoryTier(settings.memory_bytes, arena=arena)
-        memory.on_quarantine = partial(tell_put_aside, events, memory.name)
+        memory.on_quarantine = partial(report_quarantine, events, memory.name)
         stack.push_async_callback(memory.aclose)
         guard = partial(_guarded, stack=stack, clock=clock, meters=meters, events=events, tracing=tracing)
         hot = await guard(await _open_hot(settings.hot, settings), settings.hot)
         cold = await guard(await _open_cold(settings.cold, settings, meters), settings.cold)
-        # while the hot tier is left alone, nothing else is asked of its server either
-        gate = hot.check_used if hot is not None else None
+        # while the hot tier is not used, its server gets no other requests either
+        gate = hot.check_usable if hot is not None else None
         pending = await _open_pending(settings, stack, clock, gate)
         recorder = await _open_recorder(settings, stack, meters, clock, gate)
         if recorder is not None:
@@ -164,7 +165,7 @@ async def _guarded(
     """Put the guard around a tier that was just opened, and see whether it answers."""
     if tier is None:
         return None
-    guarded = GuardedTier(tier, meters=meters, clock=clock, events=events, tracing=tracing)
+    guarded = GuardedTier(tier, Instruments(clock, meters, events, tracing))
     stack.push_async_callback(guarded.aclose)
     await _look_at(guarded, setting, clock)
     return guarded
@@ -194,13 +195,13 @@ async def _open_pending(
     """Where write-backs are recorded: beside the records that another process can find after a crash of ours."""
     match settings.hot, settings.cold:
         case RedisLocation() as hot, FileLocation() | S3Location() as cold:
-            from kvstore.catalog.pending_redis import RedisPendingLog
+            from kvstore.catalog.redis.pending import RedisPendingLog
             from kvstore.tiers.redis import open_control
 
             client = await stack.enter_async_context(open_control(hot, refuses_newer=True))
             return RedisPendingLog(client, str(cold), lease_s=settings.pending_lease_s, gate=gate)
         case NoTier(), FileLocation() as cold:
-            from kvstore.catalog.pending_sqlite import SqlitePendingLog
+            from kvstore.catalog.sqlite.pending import SqlitePendingLog
 
             log = await SqlitePendingLog.open(cold.path / "pending.db", lease_s=settings.pending_lease_s, clock=clock)
             stack.push_async_callback(log.aclose)
@@ -225,13 +226,13 @@ async def _open_recorder(
     if not isinstance(settings.hot, RedisLocation):
         return recorder
 
-    from kvstore.catalog.redis import RedisCatalog
-    from kvstore.catalog.redis_reconcile import Reconciler
+    from kvstore.catalog.redis.catalog import RedisCatalog
+    from kvstore.catalog.redis.reconcile import Reconciler
 
     assert isinstance(catalog, RedisCatalog)
     background = Background("catalog")
     stack.push_async_callback(background.aclose)
-    reconciler = Reconciler(catalog, meters, look_s=settings.catalog_look_s, clock=clock)
+    reconciler = Reconciler(catalog, meters, period_s=settings.catalog_look_s, clock=clock)
     background.spawn(reconciler.run(), "reconcile")
     return recorder
 
@@ -284,13 +285,13 @@ async def open_catalog(
     """
     match settings.hot, settings.cold:
         case RedisLocation() as hot, _:
-            from kvstore.catalog.redis import RedisCatalog
+            from kvstore.catalog.redis.catalog import RedisCatalog
             from kvstore.tiers.redis import open_control
 
             async with open_control(hot, refuses_newer=gate is not None) as client:
                 yield RedisCatalog(client, clock=clock, gate=gate)
         case NoTier(), FileLocation() as cold:
-            from kvstore.catalog.sqlite import SqliteCatalog
+            from kvstore.catalog.sqlite.catalog import SqliteCatalog
 
             catalog = await SqliteCatalog.open(cold.path / "catalog.db", clock=clock, is_guest=is_guest)
             try:
@@ -313,9 +314,7 @@ def _redis(location: RedisLocation, settings: Settings) -> Tier:
         from kvstore.tiers.redis import RedisTier
     except ImportError as error:
         raise _missing("redis", "hot", error) from error
-    return RedisTier.at(
-        location, num_connections=settings.hot_connections, in_flight_bytes=settings.hot_in_flight_bytes
-    )
+    return RedisTier(location, num_connections=settings.hot_connections, in_flight_bytes=settings.hot_in_flight_bytes)
 
 
 async def _s3(location: S3Location, meters: Meters) -> Tier:
@@ -323,13 +322,7 @@ async def _s3(location: S3Location, meters: Meters) -> Tier:
         from kvstore.tiers.s3 import S3Tier
     except ImportError as error:
         raise _missing("s3", "cold", error) from error
-    return await S3Tier.open(
-        location.bucket,
-        location.prefix,
-        endpoint_url=location.endpoint_url,
-        region=location.region,
-        meters=meters,
-    )
+    return await S3Tier.open(location, meters=meters)
 
 
 def _missing(extra: str, setting: str, error: ImportError) -> InvalidRequest:
@@ -361,7 +354,7 @@ async def _look_at(guarded: GuardedTier, setting: object, clock: Clock) -> None:
             error,
         )
         if isinstance(error, Unavailable):
-            guarded.leave_alone(str(error))
+            guarded.open_breaker(str(error))
         return
     try:
         for concern in await tier.concerns(deadline=Deadline.after(_PROBE_S, clock)):

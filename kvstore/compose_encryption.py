@@ -11,7 +11,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.runtime.tracing import Tracing
 from kvstore.settings import Settings
 from kvstore.store.encrypted import EncryptedStore
-from kvstore.store.key_ring import open_key_source
+from kvstore.store.key_ring import watch_keys
 from kvstore.store.tiered import TieredStore
 
 __all__ = ["open_served_store"]
@@ -35,7 +35,7 @@ async def open_served_store(
             "the setting encryption_keys needs a package that is not installed: pip install 'kvstore-vllm[encryption]'",
             missing="cryptography",
         )
-    keys = open_key_source(settings.encryption_keys)  # before anything is opened: a wrong key file opens nothing
+    keys = watch_keys(settings.encryption_keys)  # before anything is opened: a wrong key file opens nothing
     async with open_store(settings, tracing=tracing) as store:
         encrypted = EncryptedStore(store, keys)
         try:

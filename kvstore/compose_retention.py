@@ -7,12 +7,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from kvstore.catalog.base import Gate
-from kvstore.catalog.books import JOBS, ORDERS, Book, FileBook
+from kvstore.catalog.coordination import JOBS, OPERATOR_RULES, FileTextStore, Ownership, SoleOwnership, TextStore
 from kvstore.catalog.entry import Level
-from kvstore.catalog.ownership import Ownership, SoleOwnership
 from kvstore.errors import InvalidRequest
-from kvstore.eviction.admission import AdmitAll
-from kvstore.eviction.candidates import AUTO
+from kvstore.eviction.candidates import AUTO, AdmitAll
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
@@ -136,19 +134,18 @@ async def open_orders(
     gate: Gate | None = None,
 ) -> StandingOrders | None:
     """What operators have ordered, as far as it is written down beside the catalog; `None`: there is no catalog."""
-    book: Book
+    book: TextStore
     match settings.hot, settings.cold:
         case _ if recorder is None:
             return None
         case RedisLocation() as hot, _:
-            from kvstore.catalog.redis_books import RedisBook
+            from kvstore.catalog.redis.coordination import RedisTextStore
             from kvstore.tiers.redis import open_control
 
-            book = RedisBook(
-                await stack.enter_async_context(open_control(hot, refuses_newer=gate is not None)), ORDERS, gate=gate
-            )
+            client = await stack.enter_async_context(open_control(hot, refuses_newer=gate is not None))
+            book = RedisTextStore(client, OPERATOR_RULES, gate=gate)
         case _, FileLocation() as cold:
-            book = FileBook(cold.path, ORDERS)
+            book = FileTextStore(cold.path, OPERATOR_RULES)
         case _:
             return None
     orders = StandingOrders(book, settings.quotas, meters=meters, clock=clock)
@@ -158,17 +155,17 @@ async def open_orders(
 
 
 @asynccontextmanager
-async def open_job_book(settings: Settings) -> AsyncIterator[Book | None]:
+async def open_job_book(settings: Settings) -> AsyncIterator[TextStore | None]:
     """Where long operations are remembered, beside the catalog, over a connection of its own; `None`: nowhere."""
     match settings.hot, settings.cold:
         case RedisLocation() as hot, _:
-            from kvstore.catalog.redis_books import RedisBook
+            from kvstore.catalog.redis.coordination import RedisTextStore
             from kvstore.tiers.redis import open_control
 
             async with open_control(hot) as client:
-                yield RedisBook(client, JOBS)
+                yield RedisTextStore(client, JOBS)
         case _, FileLocation() as cold:
-            yield FileBook(cold.path, JOBS)
+            yield FileTextStore(cold.path, JOBS)
         case _:
             yield None
 
@@ -202,7 +199,7 @@ async def open_ownership(
     """Whoever owns a directory owns all in it; what is shared is owned by lease."""
     if not isinstance(settings.hot, RedisLocation):
         return SoleOwnership()
-    from kvstore.catalog.ownership_redis import RedisOwnership
+    from kvstore.catalog.redis.coordination import RedisOwnership
     from kvstore.tiers.redis import open_control
 
     client = await stack.enter_async_context(open_control(settings.hot, refuses_newer=gate is not None))

@@ -6,6 +6,8 @@ Messages are lower case, say what was expected and what was seen, and end with `
 
 from __future__ import annotations
 
+import re
+
 __all__ = [
     "Closed",
     "CorruptRecord",
@@ -15,6 +17,14 @@ __all__ = [
     "Unavailable",
     "UnsupportedFormat",
 ]
+
+_DETAIL = re.compile(r" ([a-z_]+)=(?=\S)")
+_WORDS = {"error": ": ", "reason": ": ", "seen": ", got "}
+
+
+def in_words(text: str) -> str:
+    """Replace details of errors, as in `no file path=/x error=denied`, by words: `no file, path /x: denied`."""
+    return _DETAIL.sub(lambda detail: _WORDS.get(detail[1], f", {detail[1].replace('_', ' ')} "), text)
 
 
 class KVStoreError(Exception):
@@ -29,6 +39,14 @@ class KVStoreError(Exception):
         self.message = message
         self.details = details
         super().__init__(message + "".join(f" {name}={value}" for name, value in details.items()))
+
+    def sentence(self) -> str:
+        """The error for people: its field in front, the other details in words in brackets behind it."""
+        details = dict(self.details)
+        field = str(details.pop("field", ""))
+        text = self.message if not field or field in self.message else f"{field}: {self.message}"
+        rest = in_words("".join(f" {name}={value}" for name, value in details.items())).lstrip(",: ")
+        return f"{in_words(text)} ({rest})" if rest else in_words(text)
 
 
 class Unavailable(KVStoreError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import shutil
 import tomllib
@@ -10,14 +11,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo
 
 from kvstore.client.embedded import default_directory
 from kvstore.errors import InvalidRequest
+from kvstore.eviction.candidates import ADMISSIONS, AUTO, POLICIES, REMOVED
 from kvstore.eviction.holdings import Quota
 from kvstore.runtime.machine import usable_bytes
 from kvstore.runtime.sizes import parse_bytes
+from kvstore.runtime.toml_tables import cut, shown
 from kvstore.tiers.locations import (
     ColdLocation,
     FileLocation,
@@ -37,17 +39,18 @@ __all__ = ["TOKEN_VARIABLE", "Settings", "Source", "load_settings", "settings_fr
 Source = Literal["flag", "environment", "file", "default"]
 """Where the value of a setting came from."""
 
+_log = logging.getLogger(__name__)
+
 ENV_PREFIX = "KVSTORE_"
 CONFIG_VARIABLE = "KVSTORE_CONFIG"
 """Names the TOML file where no flag does."""
 TOKEN_VARIABLE = "KVSTORE_TOKEN"
-"""Holds the token of verbs that ask a service, where no file does; services do not read it."""
+"""Holds the token of verbs where no file does; services do not read it."""
 
 _SECONDS_MAX = 10**9
 """Thirty years; of milliseconds eleven days."""
 _TEXT_CHARS_MAX = 4096
 """Longer than any path; a longer list of quotas stands in the file as a table."""
-_SHOWN_CHARS_MAX = 100
 
 _FOREIGN_PREFIXES = ("KVSTORE_CONNECTOR_", "KVSTORE_TEST_")
 """The engine's side, and the test suite, read these."""
@@ -115,6 +118,16 @@ def _quota(tenant: str, given: object) -> Quota:
     return quota
 
 
+def _replaced(value: object, info: ValidationInfo) -> object:
+    """Replace a policy or rule of an earlier release. It is not refused: an upgrade must not stop a node for that."""
+    if not isinstance(value, str) or value not in REMOVED:
+        return value
+    expected = ", ".join([AUTO, *(POLICIES if info.field_name == "retention_policy" else ADMISSIONS)])
+    message = "setting %s: this release has no %s, using %s; set one of %s"
+    _log.warning(message, info.field_name, value, REMOVED[value], expected)
+    return REMOVED[value]
+
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, le=_SECONDS_MAX, allow_inf_nan=False)]
 Millis = Annotated[int, Field(gt=0, le=_SECONDS_MAX)]
@@ -124,7 +137,7 @@ def _tenth_of_ram() -> int:
     return usable_bytes() // 10  # of the container's limit where there is one: a tenth of the machine may be more
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """The settings of a service. Frozen; made with `load_settings`.
 
     Attributes:
@@ -133,75 +146,74 @@ class Settings(BaseSettings):
             `credentials_file` it must be a loopback address, and serves processes of the service's user only.
         token_file: A file with the token that clients on TCP must present. A TCP service needs this or
             `credentials_file`.
-        tls_certificate_file: Certificate of a `tls://` address, with its chain, in PEM; renewed files are reloaded.
-            Both ports use it. Verbs present it too, to a service that requires a client certificate.
+        tls_certificate_file: Certificate of a `tls://` address, with its chain, in PEM. Both ports use it. Verbs
+            present it too, to a service that requires a client certificate. Read again when it, the key or the
+            authorities change.
         tls_key_file: The certificate's key, if it is not in the same file.
         tls_client_ca_file: If set, only clients with a certificate of these authorities may connect to a `tls://`
             address.
-        tls_ca_file: Authorities that verbs trust when they ask a `tls://` service; else the system's.
+        tls_ca_file: Authorities that verbs trust when they call a `tls://` service; by default the system's.
         credentials_file: A TOML file of `[[credential]]` tables with `tenant`, `token_sha256` and `scopes`. A client's
-            token decides its tenant, and tenants share nothing. Read again when it changes; without entries it admits
-            nobody.
+            token decides its tenant, and tenants share nothing. Read again when it changes. A file without entries
+            admits no client.
         encryption_keys: A file with the keys that records are encrypted with before they are stored (see
             docs/encryption.md), or `command:` and a command that prints such a file. Read again when it changes.
         memory_bytes: Size of the memory tier. It must hold the hits of a node's concurrent requests: one prompt of
             8,192 tokens of a 7B model is 0.5-4 GiB.
-        disk_bytes: Size of the directory tier; by default a tenth of the free space at start. Without Redis whole
-            boundaries are evicted, longest prefixes first; else, and while the catalog is rebuilt, the oldest records.
-        hot: A Redis that all nodes share, or `memory:` for none: then a node cannot read what another saved until it is
-            in `cold`.
-        hot_connections: Connections to each server of `hot` for records; one more carries small commands. More help
-            where one connection is slower than the link, above all with TLS.
+        disk_bytes: Size of the directory tier; by default a tenth of the free space at start. Without Redis, whole
+            boundaries are evicted, longest prefixes first. With Redis, and while the catalog is rebuilt, the oldest
+            records are evicted.
+        hot: A Redis that all nodes share, or `memory:` for none. Without one, a node can read what another node saved
+            only once it is in `cold`.
+        hot_connections: Connections to each server of `hot` for records; one more carries small commands. Use more when
+            one connection cannot fill the link, as with TLS.
         hot_in_flight_bytes: Bytes on their way to or from `hot` at a time; further reads and writes wait within their
             deadline. At least 4 MiB. It limits the memory that a slow Redis can occupy on this node.
-        catalog_look_s: How often one of the services checks whether `hot` evicted records, and if so compares the
-            catalog with what is stored. Longer loads Redis less, but totals are corrected later.
+        catalog_look_s: How often one of the services checks whether `hot` evicted records. If it did, the service
+            compares the catalog with what is stored. Longer loads Redis less, but totals are corrected later.
         cold: `s3://bucket/prefix`, `file:///dir`, or `memory:` for none: then a restart loses everything.
-        cold_bytes: What `cold` may hold, over all services; unset: no limit but `disk_bytes`. Needs a catalog: Redis as
-            `hot`, or a directory as `cold`. Whole boundaries are evicted, longest prefixes first.
-        cold_unused_s: Boundaries that were neither stored nor read for this long are removed from `cold`; unset: they
-            stay. Needs a catalog, as `cold_bytes`.
-        quotas: Shares of `cold`, by tenant (see `credentials_file`). Up to `guaranteed` bytes, nothing of a tenant is
-            evicted for others; beyond `maximum`, its own is evicted first. In TOML a table, `[quotas.team-a]`;
-            elsewhere `team-a=10GiB:50GiB,team-b=:20GiB`. All guarantees together are at most three quarters of the
-            limit.
-        retention_policy: What is evicted first: `lru`, `s3fifo`, `flops_per_byte`, or `auto`, which simulates these on
-            a sample of this node's lookups and follows the one with the most hits (see `kvstore simulate`).
-        retention_admission: Which records are written to `cold`, of saves that do not wait for `hot` or `cold`: `all`;
-            `second_sight`, only what a lookup asked for before, which avoids most writes, but loses the first reuse of
-            what `hot` has evicted by then; `by_size`, prompts of 1,024 tokens or more; or `auto`, all while
-            `cold_bytes` has room, then the rule with the most hits. The service that owns a namespace decides, as for
-            the policy.
+        cold_bytes: What `cold` may hold, over all services; by default only `disk_bytes` limits it. Needs a catalog:
+            Redis as `hot`, or a directory as `cold`. Whole boundaries are evicted, longest prefixes first.
+        cold_unused_s: Boundaries that were neither stored nor read for this long are removed from `cold`; by default
+            they stay. Needs a catalog, as `cold_bytes`.
+        quotas: Shares of `cold`, by tenant (see `credentials_file`). A tenant's records below its `guaranteed` bytes
+            are not evicted for other tenants. Beyond its `maximum`, its records are evicted first. In TOML a table,
+            `[quotas.team-a]`; elsewhere `team-a=10GiB:50GiB,team-b=:20GiB`. All guarantees together are at most three
+            quarters of the limit.
+        retention_policy: What is evicted first: `lru`, `flops_per_byte`, or `auto`, which simulates these on a sample
+            of this node's lookups and follows the one with the most hits (see `kvstore simulate`).
+        retention_admission: Which records are written to `cold`, of saves that do not wait for `hot` or `cold`. `all`:
+            every record. `second_sight`: only records that a lookup queried before, which avoids most writes but loses
+            the first reuse of records that `hot` has evicted. `auto`: all while `cold_bytes` has room, then the rule
+            with the most hits. The service that owns a namespace decides, as for the policy.
         fsync: `none`: a power failure may lose the last records (their checksums make that a miss). `data`: a disk
             flush per record, which makes writes slower.
         stage_bytes: Part of the memory tier for leased records; at most, and by default, three quarters. A hit that
             does not fit is shortened.
         lease_s: How long staged records stay in memory when their engine stops responding. Longer pins memory for dead
             engines.
-        stall_timeout_ms: A stage ends when no record begins or ends to arrive for this long. Longer tolerates a slow
-            disk or link, where one record takes as long; the request waits as long. A lookup ends after twice as long.
+        stall_timeout_ms: A stage ends when no record begins or finishes to arrive for this long. Raise it for a disk or
+            link that needs as long for one record; requests then wait as long. A lookup ends after twice this time.
         fetch_timeout_ms: Timeout of one read of one record, which has a few MiB.
         write_back_bytes: Bytes that may wait for each slower tier, in memory beside `memory_bytes`. More survives a
-            longer outage without losing saves. What `hot` holds already is copied from there later in any case.
+            longer outage without losing saves. Records that `hot` holds are copied from there after the outage.
         write_back_in_flight: Records written to one tier at a time. More is faster and takes more of the link.
-        pending_bytes: Bytes of records in `hot` that `cold` does not have yet, over all services: `hot` cannot evict
+        pending_bytes: Bytes of records in `hot` that `cold` does not have yet, over all services; `hot` cannot evict
             them. Beyond this limit new records are not written to `hot`, and saves that wait for it answer busy. Keep
             it well below the memory of `hot`: the rest is for hits.
         pending_lease_s: How long after a service's death another one finishes its writes to `cold`. Shorter finishes
             sooner, but repeats the work of a service that only hangs for that long.
-        drain_timeout_s: How long a stopping service keeps writing what waits.
+        drain_timeout_s: How long a stopping service continues to write the records that wait.
         log_format: `text`, or `json`: one object per line, for collectors. Both contain the request, tenant and
             namespace that a line belongs to, and neither contains a secret.
-        otlp_traces_endpoint: Where spans are sent, `http://collector:4318/v1/traces`; unset: no tracing, at no cost.
-            Needs `kvstore-vllm[tracing]`.
-        traces_share: Share of requests without a trace of their own that are traced; a request with one is traced if
-            its trace is sampled. 1 traces everything, which is a lot on a busy service.
-        idle_exit_s: Exit when no client was connected for this long; unset: never. For private services.
+        otlp_traces_endpoint: Where spans are sent, `http://collector:4318/v1/traces`; by default there is no tracing,
+            at no cost. Needs `kvstore-vllm[tracing]`.
+        traces_share: Share of the requests without a trace of their own that are traced. A request with one is traced
+            if its trace is sampled. 1 traces every request, which slows a busy service.
+        idle_exit_s: Exit when no client was connected for this long; by default never. For private services.
     """
 
-    model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, extra="forbid", frozen=True, enable_decoding=False, hide_input_in_errors=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     listen: Annotated[Address, BeforeValidator(_address)] = UnixAddress("/run/kvstore.sock")
     admin_listen: Annotated[TcpAddress | None, BeforeValidator(_admin_address)] = TcpAddress("127.0.0.1", 7070)
@@ -224,8 +236,8 @@ class Settings(BaseSettings):
     cold_bytes: Bytes | None = None
     cold_unused_s: Seconds | None = None
     quotas: Annotated[Mapping[str, Quota], BeforeValidator(_quotas)] = Field(default_factory=dict)
-    retention_policy: Literal["auto", "lru", "s3fifo", "flops_per_byte"] = "auto"
-    retention_admission: Literal["auto", "all", "second_sight", "by_size"] = "auto"
+    retention_policy: Annotated[Literal["auto", "lru", "flops_per_byte"], BeforeValidator(_replaced)] = "auto"
+    retention_admission: Annotated[Literal["auto", "all", "second_sight"], BeforeValidator(_replaced)] = "auto"
     fsync: Literal["none", "data"] = "none"
     stage_bytes: Bytes | None = None
     lease_s: Seconds = 30.0
@@ -279,15 +291,19 @@ def load_settings(flags: Mapping[str, object] | None = None, *, config: Path | N
         InvalidRequest: A key that no setting has (the nearest one is named), a value that does not fit, or a file that
             cannot be read. Never shows a secret.
     """
-    given = {name: value for name, value in (flags or {}).items() if value is not None}
-    _refuse_unknown(given, "flag")
-    environment = {name: value for name, value in os.environ.items() if name.upper().startswith(ENV_PREFIX)}  # noqa: TID251
-    in_environment = {
-        name.upper().removeprefix(ENV_PREFIX).lower()
-        for name in environment
-        if name.upper() not in (CONFIG_VARIABLE, TOKEN_VARIABLE) and not name.upper().startswith(_FOREIGN_PREFIXES)
+    from_flags = {name: value for name, value in (flags or {}).items() if value is not None}
+    _refuse_unknown(from_flags, "flag")
+    environment = {
+        name.upper(): value
+        for name, value in os.environ.items()  # noqa: TID251
+        if name.upper().startswith(ENV_PREFIX)
     }
-    _refuse_unknown(in_environment, "environment variable", spell=lambda name: ENV_PREFIX + name.upper())
+    from_environment = {
+        name.removeprefix(ENV_PREFIX).lower(): value
+        for name, value in environment.items()
+        if name not in (CONFIG_VARIABLE, TOKEN_VARIABLE) and not name.startswith(_FOREIGN_PREFIXES)
+    }
+    _refuse_unknown(from_environment, "environment variable", spell=lambda name: ENV_PREFIX + name.upper())
     if config is None and environment.get(CONFIG_VARIABLE):
         config = Path(environment[CONFIG_VARIABLE])
     from_file = _read_toml(config) if config is not None else {}
@@ -295,21 +311,18 @@ def load_settings(flags: Mapping[str, object] | None = None, *, config: Path | N
         if isinstance(value, dict) and name not in Settings.model_fields:
             raise InvalidRequest(f"settings stand at the top of {config}: remove the line [{name}]")
     _refuse_unknown(from_file, f"key in {config}")
-    for name, value in {**from_file, **_lower(environment), **given}.items():
+    values: dict[str, object] = {**from_file, **from_environment, **from_flags}
+    for name, value in values.items():
         if isinstance(value, str) and len(value) > _TEXT_CHARS_MAX:
             raise InvalidRequest(f"setting {name}: expected at most {_TEXT_CHARS_MAX} characters", seen=len(value))
-    weaker = {name: value for name, value in from_file.items() if name not in in_environment}
-    try:
-        settings = Settings(**{**weaker, **given})
-    except ValidationError as error:
-        typed = dict.fromkeys(from_file, f"in {config}")
-        typed |= {name: f"as {ENV_PREFIX}{name.upper()}" for name in in_environment}
-        typed |= {name: f"as --{name.replace('_', '-')}" for name in given}
-        raise InvalidRequest(_explain(error, {**from_file, **_lower(environment), **given}, typed)) from None
+    typed = dict.fromkeys(from_file, f"in {config}")
+    typed |= {name: f"as {ENV_PREFIX}{name.upper()}" for name in from_environment}
+    typed |= {name: f"as --{name.replace('_', '-')}" for name in from_flags}
+    settings = _made(values, typed)
     settings._sources = {
         **dict.fromkeys(from_file, "file"),
-        **dict.fromkeys(in_environment, "environment"),
-        **dict.fromkeys(given, "flag"),
+        **dict.fromkeys(from_environment, "environment"),
+        **dict.fromkeys(from_flags, "flag"),
     }
     return settings
 
@@ -321,15 +334,15 @@ def settings_from(values: Mapping[str, object]) -> Settings:
         InvalidRequest: As `load_settings`.
     """
     _refuse_unknown(values, "setting")
-    rest = {name: field.get_default(call_default_factory=True) for name, field in Settings.model_fields.items()}
+    return _made(values, {})
+
+
+def _made(values: Mapping[str, object], typed: Mapping[str, str]) -> Settings:
+    """Settings of these values; an error says where each wrong one was `typed`."""
     try:
-        return Settings(**{**rest, **values})
+        return Settings.model_validate(values)
     except ValidationError as error:
-        raise InvalidRequest(_explain(error, values)) from None
-
-
-def _lower(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name.upper().removeprefix(ENV_PREFIX).lower(): value for name, value in environment.items()}
+        raise InvalidRequest(_explain(error, values, typed)) from None
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -339,7 +352,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise InvalidRequest("cannot read the settings file", path=path, error=error.strerror) from error
     except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or a number of thousands of digits
-        raise InvalidRequest("the settings file is not TOML", path=path, error=_cut(str(error))) from error
+        raise InvalidRequest("the settings file is not TOML", path=path, error=cut(str(error))) from error
 
 
 def _refuse_unknown(names: Iterable[str], what: str, spell: Any = str) -> None:
@@ -347,10 +360,10 @@ def _refuse_unknown(names: Iterable[str], what: str, spell: Any = str) -> None:
     for name in sorted(names):
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise InvalidRequest(f"unknown {what} {_cut(spell(name))}: did you mean {spell(near)}?")
+            raise InvalidRequest(f"unknown {what} {cut(spell(name))}: did you mean {spell(near)}?")
 
 
-def _explain(error: ValidationError, seen: Mapping[str, object], typed: Mapping[str, str] | None = None) -> str:
+def _explain(error: ValidationError, seen: Mapping[str, object], typed: Mapping[str, str]) -> str:
     """Every wrong field: its name, how or where it was typed, what was expected, what was seen."""
     lines = []
     for problem in error.errors(include_url=False, include_context=False, include_input=False):
@@ -359,18 +372,7 @@ def _explain(error: ValidationError, seen: Mapping[str, object], typed: Mapping[
         expected = expected[:1].lower() + expected[1:]
         value = seen.get(name)
         value = without_secrets(value) if isinstance(value, str) else value
-        shown = "" if "seen=" in expected else f" seen={_cut(_shown(value))}"
-        where = f" (given {typed[name]})" if typed and name in typed else ""
-        lines.append(f"setting {name}: {_cut(expected, 3 * _SHOWN_CHARS_MAX)}{shown}{where}")
+        seen_text = "" if "seen=" in expected else f" seen={shown(value)}"
+        where = f" (given {typed[name]})" if name in typed else ""
+        lines.append(f"setting {name}: {cut(expected, 300)}{seen_text}{where}")
     return "; ".join(lines)
-
-
-def _shown(value: object) -> str:
-    try:
-        return repr(value)
-    except ValueError:  # Python does not write numbers of thousands of digits
-        return "a number of thousands of digits"
-
-
-def _cut(text: str, most: int = _SHOWN_CHARS_MAX) -> str:
-    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"

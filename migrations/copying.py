@@ -14,11 +14,11 @@ from kvstore.catalog.entry import PINNED_AT, Level
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.model.namespace import NamespaceDescription
+from kvstore.runtime.background import gather_all
 from kvstore.store.verification import ByteRate
 from kvstore.tiers.base import PutOutcome
-from kvstore.tiers.gather import gather_all
 from migrations.journal import Journal, Sheet, State, num_sheets, sheet_of, sheets_name
-from migrations.plan import Step, Verdict
+from migrations.steps import Step, Verdict
 from migrations.store import Listed, Store, soon
 
 __all__ = ["Copier", "Progress", "Walk"]
@@ -38,9 +38,9 @@ class Progress:
     Attributes:
         listener: Called every few records.
         on_step: Called with a word at each point where a run might be killed; for tests.
-        totals: Records by outcome in this run: the values of `Verdict`, and `copied_before`, `gone`, `full`, `failed`
-            (not read back as written), `busy` (its boundary is being deleted), `unknown` (no manifest), `removed`,
-            `kept` (not removed, since the lasting tier has no new record).
+        totals: Records by outcome in this run. The outcomes are the values of `Verdict`, `copied_before`, `gone`,
+            `full`, `removed`, and four more: `failed` was not read back as written. `busy` has a boundary that is being
+            deleted. `unknown` has no manifest. `kept` was not removed, since the lasting tier has no new record.
         num_bytes: Bytes of the records that were processed.
         num_expected: Records that were listed.
     """
@@ -51,25 +51,19 @@ class Progress:
     num_bytes: int = 0
     num_expected: int = 0
 
-    def tell(self) -> None:
+    def report(self) -> None:
         self.listener(self)
 
 
 @dataclass
 class Walk:
-    """One level of one namespace during one run.
-
-    Attributes:
-        level: The level.
-        description: The namespace.
-        sheets: All of its sheets, in order.
-        made: The new records on them, which must not be processed as old ones.
-    """
+    """One level of one namespace during one run, with all of its sheets in order."""
 
     level: Level
     description: NamespaceDescription
     sheets: list[Sheet]
     made: set[RecordKey] = field(default_factory=set)
+    """The new records on the sheets, which must not be processed as old ones."""
 
 
 class Copier:
@@ -93,13 +87,8 @@ class Copier:
     async def copy_namespace(
         self, state: State, level: Level, description: NamespaceDescription, everything: Mapping[Level, Listed]
     ) -> None:
-        """Copy the records of a namespace at a level, sheet by sheet.
-
-        Args:
-            state: The migration's state.
-            level: The level.
-            description: The namespace.
-            everything: The listing of each level from the start of this run, so that no record is queried singly.
+        """Copy the records of a namespace at a level, sheet by sheet. `everything` is the listing of each level at the
+        start of this run, so that no record is queried singly.
         """
         namespace = description.id
         held = everything[level][namespace]
@@ -151,7 +140,7 @@ class Copier:
                     group.create_task(work())
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        self._progress.tell()
+        self._progress.report()
         return copies
 
     async def _copy_one(self, walk: Walk, key: RecordKey) -> Record | None:
@@ -159,7 +148,7 @@ class Copier:
         tier, tenant = self._store.tiers[walk.level], walk.description.tenant
         old = await self._store.retry(lambda: tier.get(key, deadline=soon()))
         self._progress.on_step("read")
-        if old is None:  # evicted meanwhile, or corrupt: then the tier has quarantined it
+        if old is None:  # evicted since the listing, or corrupt: then the tier has quarantined it
             self._progress.totals["gone"] += 1
             return None
         rewrite = await _off_loop(old.num_bytes, lambda: self._step.rewrite(old, tenant))
@@ -184,7 +173,7 @@ class Copier:
         return back
 
     async def _put(self, level: Level, record: Record) -> bool:
-        """Put a copy; false: no room. In the hot tier it is evictable: the old record keeps what was promised."""
+        """Put a copy; false: no room. In the hot tier it may be evicted, since the old record keeps the guarantee."""
         tier = self._store.tiers[level]
         put = tier.put_evictable if level is Level.HOT and Level.COLD in self._store.tiers else tier.put
         return await self._store.retry(lambda: put(record, deadline=soon())) is not PutOutcome.FULL
@@ -201,7 +190,7 @@ class Copier:
         catalog, namespace = self._store.catalog, copies[0][0].namespace
         additions = [Addition(new.key, level, new.num_bytes, new.header.span.stop) for _, new in copies]
         taken = await self._store.retry(lambda: catalog.add(additions, deadline=soon()))
-        self._progress.on_step("told")
+        self._progress.on_step("catalog added")
         olds = [old.prefix for old, _ in copies]
         table = await self._store.retry(lambda: catalog.lookup(namespace, olds, deadline=soon()))
         pinned_until_s = table.numbers(PINNED_AT).tolist()

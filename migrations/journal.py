@@ -51,7 +51,6 @@ class State:
     Attributes:
         step: Name of the step.
         targets: Per tenant the target of its records: `Step.target`.
-        phase: Its phase.
         sheets: Number of sheets per level and namespace (`sheets_name`); fixed before the first record is copied.
         totals: Records by outcome, of the run that ended last.
     """
@@ -129,7 +128,7 @@ class Journal:
 
 
 def num_sheets(num_records: int) -> int:
-    """The number of sheets for so many records: a power of two up to 256, for at most 1,024 records each below that."""
+    """The number of sheets for a number of records: a power of two up to 256. Below 256 a sheet has at most 1,024."""
     number = 1
     while number < _SHEETS_MAX and number * _RECORDS_PER_SHEET < num_records:
         number *= 2

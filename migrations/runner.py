@@ -6,37 +6,43 @@ be killed at any moment: the next one finds every record under its old name, its
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
 from kvstore.catalog.base import Catalog, LeaveReason, Removal
+from kvstore.catalog.coordination import Ownership
 from kvstore.catalog.entry import Level
-from kvstore.catalog.ownership import Ownership
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.runtime.deadline import Deadline
 from kvstore.store.verification import ByteRate
 from kvstore.tiers.base import Tier
 from migrations.copying import Copier, Progress
 from migrations.journal import Journal, Phase, State, namespaces_of, sheets_name
-from migrations.lease import alone
-from migrations.plan import Step
+from migrations.steps import Step
 from migrations.store import Listed, Store, soon
 
 __all__ = ["Plan", "Runner"]
 
+_LEASE = "migration"
+_RENEW_SHARE = 0.3
+"""Share of the lease after which it is renewed."""
+_WAIT_SHARE = 2.0
+"""How many leases long a run waits for another one's lease to expire."""
+_POLL_S = 0.2
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run would process in one tier for one tenant, from listings alone.
+    """The records that a run would process in one tier for one tenant, from listings alone.
 
     Attributes:
-        tier: Name of the tier.
-        tenant: The tenant.
-        namespaces: Number of its namespaces.
+        namespaces: Number of the tenant's namespaces.
         num_records: Records in them; each is read, and rewritten where it is not current.
-        num_bytes: Their bytes.
-        num_copied: Those of them that an interrupted run has copied.
+        num_copied: Records that an interrupted run has copied.
     """
 
     tier: str
@@ -85,11 +91,11 @@ class Runner:
     # operators' commands
 
     async def state(self) -> State | None:
-        """As `Journal.state`."""
+        """The latest migration, as `Journal.state`."""
         return await self._journal.state()
 
     async def plan(self) -> list[Plan]:
-        """What a run would process, by tier and tenant. Lists names, reads no record, writes nothing."""
+        """The records that a run would process, by tier and tenant. Lists names, reads no record, writes nothing."""
         plans = []
         state = await self._journal.state()
         for level, listed in (await self._store.listed()).items():
@@ -117,7 +123,7 @@ class Runner:
 
         If cancelled or killed, the next run continues.
         """
-        async with alone(self._ownership, self._lease_s):
+        async with _hold_lease(self._ownership, self._lease_s):
             state = await self._journal.state()
             if state is not None and state.is_open:
                 self._agree(state)
@@ -137,7 +143,7 @@ class Runner:
 
         If cancelled or killed, calling it again continues.
         """
-        async with alone(self._ownership, self._lease_s):
+        async with _hold_lease(self._ownership, self._lease_s):
             state = await self._journal.state()
             if state is None or state.phase not in (Phase.COPIED, Phase.REMOVING):
                 raise InvalidRequest("there is nothing to finish: run the migration first", field="migration")
@@ -160,7 +166,7 @@ class Runner:
         Raises:
             InvalidRequest: There is none, or old records are being removed already.
         """
-        async with alone(self._ownership, self._lease_s):
+        async with _hold_lease(self._ownership, self._lease_s):
             state = await self._journal.state()
             if state is None or not state.is_open:
                 raise InvalidRequest("there is no migration to abort", field="migration")
@@ -207,7 +213,7 @@ class Runner:
     async def _end(self, state: State, phase: Phase) -> None:
         state.totals = {name: number for name, number in self._progress.totals.items() if number}
         await self._write(state, phase)
-        self._progress.tell()
+        self._progress.report()
 
     # copying
 
@@ -224,8 +230,8 @@ class Runner:
     # removing
 
     async def _remove(self, state: State, namespace: NamespaceId, everything: Mapping[Level, Listed]) -> None:
-        """Remove the old records of a namespace, sheet by sheet. Sheets are kept until everything is removed: together
-        with a listing they tell the next run what is left to do.
+        """Remove the old records of a namespace, sheet by sheet. Sheets are kept until everything is removed: the next
+        run finds its remaining work with them and a listing.
         """
         lasting = await self._store.lasting_records(namespace)
         for level in reversed(self._store.tiers):  # the hot tier first: no copy of a removed record remains there
@@ -235,7 +241,7 @@ class Runner:
                 replaced = [old for old, new in sheet.items() if new in lasting]
                 await self._remove_records(level, replaced, [old for old in replaced if old in held])
                 self._progress.totals["kept"] += sum(old in held and new not in lasting for old, new in sheet.items())
-                self._progress.tell()
+                self._progress.report()
 
     async def _remove_records(self, level: Level, replaced: Sequence[RecordKey], held: Sequence[RecordKey]) -> None:
         """Remove records from the catalog, then from the tier, so that the catalog names none that is missing.
@@ -248,7 +254,7 @@ class Runner:
         removals = [Removal(old, level, None, LeaveReason.REMOVED) for old in replaced]
         if removals:
             await self._store.retry(lambda: self._store.catalog.remove(removals, deadline=soon()))
-            self._progress.on_step("untold")
+            self._progress.on_step("catalog removed")
         if held:
             await self._store.retry(lambda: self._store.tiers[level].delete_all(held, deadline=soon()))
             self._progress.on_step("deleted")
@@ -260,3 +266,48 @@ class Runner:
                 for number in range(state.sheets.get(sheets_name(level, namespace), 0)):
                     await self._store.retry(partial(self._journal.write_sheet, level, namespace, number, {}))
                     self._progress.on_step("sheet emptied")
+
+
+@asynccontextmanager
+async def _hold_lease(ownership: Ownership, lease_s: float) -> AsyncIterator[None]:
+    """Hold the lease during the block. Waits first, since the lease of a run that was killed must expire.
+
+    Raises:
+        Unavailable: Another run holds it, or it was lost since this run could not renew it in time.
+    """
+    ends = Deadline.after(lease_s * _WAIT_SHARE)
+    while not await ownership.hold(_LEASE, deadline=soon()):
+        if ends.expired:
+            raise Unavailable("another run of this migration is active: wait for it, or end it", lease_s=lease_s)
+        await asyncio.sleep(_POLL_S)
+    main = asyncio.current_task()
+    assert main is not None
+    lost: list[str] = []
+
+    async def renew() -> None:
+        while True:
+            await asyncio.sleep(lease_s * _RENEW_SHARE)
+            try:
+                is_ours = await ownership.hold(_LEASE, deadline=soon())
+            except Unavailable:
+                continue  # two runs at once would repeat work, but do no harm
+            if not is_ours:
+                lost.append("another run has taken over this migration")
+                main.cancel()
+                return
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            renewing = group.create_task(renew())
+            try:
+                yield
+            finally:
+                renewing.cancel()
+    except asyncio.CancelledError:
+        if lost:
+            raise Unavailable(lost[0]) from None
+        raise
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        await ownership.release(_LEASE, deadline=soon())

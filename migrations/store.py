@@ -43,7 +43,7 @@ class Store:
     Attributes:
         tiers: The cold one first.
         catalog: The catalog.
-        lasting_level: The level that evicts nothing by itself: the cold one, where there is one.
+        lasting_level: The cold level if there is one, which evicts no record without the catalog; else the hot one.
     """
 
     def __init__(self, tiers: Mapping[Level, Tier], catalog: Catalog) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from connector.contract import TESTED_RELEASES, release_of  # noqa: E402
+from connector.vllm.contract import TESTED_RELEASES, release_of  # noqa: E402
 from tools import environment  # noqa: E402
 
 OVERLAY_NEEDS = ("orjson",)

@@ -59,7 +59,7 @@ def run(kit: Kit) -> None:
 
 
 def to_device_gb_s(kit: Kit, num_bytes: int) -> float:
-    """The ceiling for a load: one copy of so many pinned bytes to the GPU."""
+    """The ceiling for a load: one copy of `num_bytes` pinned bytes to the GPU."""
     near, pinned = kit.streams.device_memory(num_bytes), kit.streams.host_memory(num_bytes)
     stream = kit.streams.side()
     return num_bytes / kit.seconds(lambda: stream.run(lambda: near.copy_(pinned, non_blocking=True))) / GB
@@ -117,7 +117,7 @@ def _memory_file(num_bytes: int, *, sealed: bool) -> Iterator[torch.Tensor]:
         protection = mmap.PROT_READ if sealed else mmap.PROT_READ | mmap.PROT_WRITE
         mapping = np.frombuffer(mmap.mmap(handle, num_bytes, prot=protection), np.uint8)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's: a tensor over memory that may not be written; nobody does
+            warnings.simplefilter("ignore")  # torch warns of a tensor over read-only memory, which is never written
             yield torch.from_numpy(mapping)
     finally:
         os.close(handle)

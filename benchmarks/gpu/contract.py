@@ -1,37 +1,44 @@
 """Stage 2: pages are exactly their tokens, in every layout of vLLM's backends, and no other byte is written.
 
-The reference is torch's own indexing of the views, on the processor, in words of layer, head, token and channel; it
-knows nothing of runs, rows and planes.
+The reference is torch's own indexing of the views, on the processor, by layer, head, token and channel. It uses no
+runs, rows or planes.
+
+`RECORDED` has the layouts of vLLM 0.32, since the kit runs where vLLM is not installed. A test compares them with
+vLLM's own views. They are every layout that one of its backends may use, for three layers of ten blocks: heads outside
+tokens and inside, blocks outside layers, blocks of several kernel blocks, elements of one byte, latent vectors. In a
+hybrid, attention and states are two views of one int8 allocation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 
 from benchmarks.gpu.kit import Kit
-from benchmarks.gpu.layouts import HYBRID, RECORDED, Recorded
-from connector.canonical.attention import AttentionPages
-from connector.canonical.latent import latent_pages
+from connector.canonical.attention import AttentionPages, latent_pages
 from connector.canonical.recurrent import StatePages
 from connector.canonical.runs import LayerGeometry, PagePlan
 from connector.canonical.slices import HeadGrid
 from connector.device.base import PageGather
-from connector.device.copy import StreamDevice
+from connector.device.gpu import StreamDevice
 
-__all__ = ["Group", "run"]
+__all__ = ["HYBRID", "NUM_BLOCKS", "NUM_LAYERS", "RECORDED", "Group", "Recorded", "run"]
 
 SOURCES = (7, 2, 5)
 TARGETS = (1, 9, 4)
 _LARGE_GPU = (1 << 34) + (1 << 24)
 """More than 2^31 of the widest words that copies use, of eight bytes."""
 _LARGE_HOST = (1 << 31) + (1 << 24)
+NUM_LAYERS = 3
+NUM_BLOCKS = 10
+_DTYPES = {1: torch.uint8, 2: torch.bfloat16}
 
 
 def run(kit: Kit) -> None:
-    """Check all; every layout is told before the first wrong one fails the stage."""
+    """Check all layouts and report each. Then the stage fails if one is wrong."""
     wrong = []
     for seed, layout in enumerate(RECORDED):
         if layout.name not in HYBRID:
@@ -47,6 +54,32 @@ def run(kit: Kit) -> None:
         wrong += [] if equal else [name]
     if wrong:
         raise AssertionError(f"copies are wrong: {', '.join(wrong)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The layers of one group in their common allocation.
+
+    Attributes:
+        name: What it is: kind, layout, tokens of a block.
+        element_bytes: Bytes of an element.
+        allocation_bytes: Of the allocation.
+        starts: Byte of each layer's first element.
+        shape: `[blocks, heads, tokens, channels]`, or with kernel blocks in dimension 1; a state is one token.
+        stride: In elements.
+    """
+
+    name: str
+    element_bytes: int
+    allocation_bytes: int
+    starts: tuple[int, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The layers over uint8 `[allocation_bytes]`."""
+        typed = memory.view(_DTYPES[self.element_bytes])
+        return [torch.as_strided(typed, self.shape, self.stride, start // self.element_bytes) for start in self.starts]
 
 
 class Group:
@@ -104,7 +137,7 @@ def check(kit: Kit, layouts: Sequence[Recorded], seed: int) -> bool:
     Args:
         kit: Where.
         layouts: The groups.
-        seed: Another one each time: what an earlier check left in memory must not look right.
+        seed: Another one each time, so that bytes of an earlier check do not look right.
     """
     memory = kit.noise(layouts[0].allocation_bytes, seed)
     expected = memory.cpu().clone()  # on host memory the first is no copy
@@ -123,7 +156,7 @@ def check(kit: Kit, layouts: Sequence[Recorded], seed: int) -> bool:
 def _copy(
     kit: Kit, group: Group, expected: Sequence[torch.Tensor], sources: Sequence[int], targets: Sequence[int]
 ) -> bool:
-    """Gather all slices, compare each with what it must be, and scatter them, each in two parts."""
+    """Gather all slices, compare each with the reference, and scatter them, each in two parts."""
     page_bytes = group.plan.decoded_bytes(len(sources))
     device = StreamDevice(
         kit.streams, ring_bytes=len(group.slices) * page_bytes, page_bytes_max=page_bytes, num_lanes=2
@@ -180,3 +213,43 @@ def check_large(kit: Kit) -> bool:
     kit.settle()
     seen = group.layers[0][touched].cpu().view(torch.uint8)
     return equal and torch.equal(seen, reference.layers[0].view(torch.uint8))
+
+
+RECORDED = (
+    Recorded("attention LBHNC 16", 2, 491520, (0, 163840, 327680), (10, 4, 16, 128), (8192, 2048, 128, 1)),
+    Recorded("attention LBNHC 16", 2, 491520, (0, 163840, 327680), (10, 4, 16, 128), (8192, 128, 512, 1)),
+    Recorded("attention LHBNC 16", 2, 491520, (0, 163840, 327680), (10, 4, 16, 128), (2048, 20480, 128, 1)),
+    Recorded("attention BLHNC 16", 2, 491520, (0, 16384, 32768), (10, 4, 16, 128), (24576, 2048, 128, 1)),
+    Recorded("attention BLNHC 16", 2, 491520, (0, 16384, 32768), (10, 4, 16, 128), (24576, 128, 512, 1)),
+    Recorded("attention BHLNC 16", 2, 491520, (0, 4096, 8192), (10, 4, 16, 128), (24576, 6144, 128, 1)),
+    Recorded("attention LBHNC 16 fp8", 1, 245760, (0, 81920, 163840), (10, 4, 16, 128), (8192, 2048, 128, 1)),
+    Recorded("attention LBNHC 16 fp8", 1, 245760, (0, 81920, 163840), (10, 4, 16, 128), (8192, 128, 512, 1)),
+    Recorded("attention LHBNC 16 fp8", 1, 245760, (0, 81920, 163840), (10, 4, 16, 128), (2048, 20480, 128, 1)),
+    Recorded("attention BLHNC 16 fp8", 1, 245760, (0, 8192, 16384), (10, 4, 16, 128), (24576, 2048, 128, 1)),
+    Recorded("attention BLNHC 16 fp8", 1, 245760, (0, 8192, 16384), (10, 4, 16, 128), (24576, 128, 512, 1)),
+    Recorded("attention BHLNC 16 fp8", 1, 245760, (0, 2048, 4096), (10, 4, 16, 128), (24576, 6144, 128, 1)),
+    Recorded("attention LBNHC 64", 2, 1966080, (0, 655360, 1310720), (10, 4, 64, 128), (32768, 128, 512, 1)),
+    Recorded(
+        "attention LBNHC 64 in kernel blocks of 16",
+        2,
+        1966080,
+        (0, 655360, 1310720),
+        (10, 4, 4, 16, 128),
+        (32768, 8192, 128, 512, 1),
+    ),
+    Recorded(
+        "attention LBHNC 64 in kernel blocks of 16",
+        2,
+        1966080,
+        (0, 655360, 1310720),
+        (10, 4, 4, 16, 128),
+        (32768, 8192, 2048, 128, 1),
+    ),
+    Recorded("latent 576 LBNHC 64", 2, 2211840, (0, 737280, 1474560), (10, 1, 64, 576), (36864, 576, 576, 1)),
+    Recorded("latent 576 BLNHC 64", 2, 2211840, (0, 73728, 147456), (10, 1, 64, 576), (110592, 576, 576, 1)),
+    Recorded("latent 576 LBNHC 64 fp8", 1, 1105920, (0, 368640, 737280), (10, 1, 64, 576), (36864, 576, 576, 1)),
+    Recorded("hybrid attention LBNHC 32", 2, 983040, (0, 327680, 655360), (10, 4, 32, 128), (16384, 128, 512, 1)),
+    Recorded("hybrid state LBNHC 32", 1, 983040, (0, 327680, 655360), (10, 1, 1, 25152), (32768, 25152, 25152, 1)),
+)
+HYBRID = ("hybrid attention LBNHC 32", "hybrid state LBNHC 32")
+"""Two of them that share an allocation, each with blocks of its own."""

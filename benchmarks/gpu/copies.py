@@ -12,8 +12,8 @@ from connector.canonical.attention import AttentionPages
 from connector.canonical.runs import LayerGeometry
 from connector.canonical.slices import HeadGrid
 from connector.device.base import BlockCopier, Device, Fence, PageGather
-from connector.device.copy import StreamDevice
 from connector.device.cpu import CpuDevice
+from connector.device.gpu import StreamDevice
 
 __all__ = ["Pages", "run"]
 
@@ -115,7 +115,7 @@ class Pages:
         return taken_s / self._num_heads * 1e6
 
     def scatter(self, num_lanes: int, after: Fence | None = None) -> None:
-        """All pages to other blocks, from so many threads, behind a fence, by default all that was ordered."""
+        """Scatter all pages to other blocks from several threads, behind a fence (default: all work ordered so far)."""
         after = after or self.device.fence()
         works = list(zip(self.pages, [blocks for blocks in self.targets for _ in range(self._num_heads)], strict=True))
 

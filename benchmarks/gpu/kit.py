@@ -1,4 +1,4 @@
-"""What every stage has: the device, sizes for it, clocks, and a way to tell results as they come."""
+"""What every stage has: the device, sizes for it, clocks, and a way to report results as they come."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Kit:
         return gpu if self.is_gpu else host
 
     def tell(self, name: str, **values: Any) -> None:
-        """Report a result now: a stage that is cut short has told what it found."""
+        """Report a result at once, so that a stage that is cut short has reported what it found."""
         print(WORD, json.dumps({"name": name, **values}), flush=True)
         said = " ".join(
             f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items()
@@ -57,11 +57,11 @@ class Kit:
         self.progress(f"{name} {said}")
 
     def progress(self, text: str) -> None:
-        """A line for whoever watches."""
+        """Print a line of progress."""
         print(f"gpu kit: {self._stage}: {text}", file=sys.stderr, flush=True)
 
     def machine(self) -> dict[str, Any]:
-        """What the figures are of."""
+        """The machine that was measured."""
         found: dict[str, Any] = {
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -2,8 +2,8 @@
 
 `Engine` plays vLLM: kernels on the compute stream that write and read blocks, saves, loads, host pages that are
 overwritten as soon as they may be. What any of them saw is compared with what a device without delay would have shown.
-The unit tests run it on simulated streams, which interleave in any order that events allow; here it runs on a GPU whose
-streams sleep at random before each piece of work, also with the fence left out, which must show.
+The unit tests run it on simulated streams, which interleave in any order that events allow. Here it runs on a GPU whose
+streams sleep at random before each piece of work, also with the fence left out: then it must find wrong bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from benchmarks.gpu.kit import Kit
 from connector.canonical.runs import BlockRun
 from connector.device.base import Fence, PageGather, Ticket
-from connector.device.copy import StreamCopier, StreamDevice
+from connector.device.gpu import StreamCopier, StreamDevice
 from connector.device.streams import Event, Stream, Streams
 
 __all__ = ["BLOCK_BYTES", "NUM_BLOCKS", "NUM_LAYERS", "PAGE_BLOCKS", "Engine", "SleepyStreams", "WrongBytes", "run"]
@@ -34,7 +34,7 @@ _SLEEP_US_MAX = 300.0
 
 
 class WrongBytes(AssertionError):
-    """Somebody saw bytes that nobody may see."""
+    """A kernel, a page or a block had bytes of another time."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Save:
 
 @dataclass
 class Load:
-    """Blocks that were given to a load, and what it brings."""
+    """Blocks that were given to a load, and the content that it writes."""
 
     fence: Fence
     blocks: list[int]
@@ -168,7 +168,7 @@ class Engine:
         self.num_saved += 1
 
     def start_load(self) -> None:
-        """A step gives blocks to a load: they were just taken from somebody whose kernels may still be running."""
+        """A step gives blocks to a load. Kernels of their last user may still be running."""
         blocks = self.idle_blocks(PAGE_BLOCKS)
         if len(blocks) == PAGE_BLOCKS and len(self.loads) < 2:
             self.loads.append(Load(self.device.fence(), blocks, self.random.randbytes(self.page_bytes)))

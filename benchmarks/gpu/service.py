@@ -20,7 +20,7 @@ from benchmarks.gpu.kit import GB, Kit
 
 __all__ = ["run"]
 
-NEEDED = ("msgpack", "pydantic_settings", "rich", "typer", "uvloop", "xxhash", "zstandard")
+NEEDED = ("msgpack", "pydantic", "rich", "typer", "uvloop", "xxhash", "zstandard")
 """What the service is made with."""
 
 _WAIT_S = 60.0
@@ -302,7 +302,7 @@ class Rank:
 
     def _load(self, request_id: str) -> float:
         from connector.jobs import LoadJob, StepJobs
-        from connector.scheduler.load_plan import plan_load
+        from connector.scheduler.plans import plan_load
         from kvstore.api import PrefixQuery
 
         model = self._model

@@ -1,1 +1,1 @@
-"""Maps the bytes of GPU blocks to the bytes of canonical pages: pure integers, proven before use. See README.md."""
+"""Which byte of a GPU block is which byte of a canonical page. See README.md."""

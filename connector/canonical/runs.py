@@ -1,24 +1,23 @@
-"""Runs: the unit that a copy between blocks and a page is made of."""
+"""Runs, the unit that a copy between blocks and a page is made of; and the proof that they cover every byte once."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["BlockRun", "LayerGeometry", "PagePlan"]
+from kvstore.errors import InvalidRequest
+
+__all__ = ["BlockRun", "LayerGeometry", "PagePlan", "prove_tiling"]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
-    """How one layer's cache tensor lies in memory: `[blocks, parts, heads, tokens, content]`.
+    """How one layer's cache tensor lies in memory: `[blocks, parts, heads, tokens, content]`, strides in bytes.
 
     Attributes:
         parts: Kernel blocks in one of the manager's blocks; tokens continue from one to the next.
-        part_stride: Bytes between parts.
-        heads: Heads.
-        head_stride: Bytes between heads.
         tokens: Tokens (or states) of a part.
-        token_stride: Bytes between tokens.
         content_bytes: Contiguous bytes of one token of one head.
     """
 
@@ -48,17 +47,7 @@ class BlockRun:
     Piece `r` of the span's block `i` (whose id is `b`) is
         in the cache: layer `layer`, block `b`, at `block_offset + r * block_stride`
         in the page:  at `page_offset + i * page_block_stride + r * page_stride`
-    all in bytes, the first from the block's own start.
-
-    Attributes:
-        layer: Index in the group's list of layers.
-        block_offset: First byte in the block.
-        num_bytes: Length of one piece.
-        page_offset: First byte in the page for its first block.
-        page_block_stride: Distance between the pieces of neighbouring blocks in the page.
-        repeat: Number of pieces per block.
-        block_stride: Distance between pieces in the block.
-        page_stride: Distance between pieces in the page.
+    all in bytes, the first from the block's own start. `layer` is an index in the group's list of layers.
     """
 
     layer: int
@@ -72,7 +61,7 @@ class BlockRun:
 
 
 class PagePlan(Protocol):
-    """How one group's pages are laid out: a file of this folder for each kind of content."""
+    """How one group's pages are laid out. Each kind of content has a file of this folder."""
 
     def decoded_bytes(self, num_blocks: int) -> int:
         """Size of one slice's page over `num_blocks` blocks; of a state, whose `num_blocks` is 1."""
@@ -81,3 +70,55 @@ class PagePlan(Protocol):
     def runs(self, slice_index: int, num_blocks: int) -> tuple[BlockRun, ...]:
         """The runs of one slice, whose global index is `slice_index`, for a page of `num_blocks` blocks."""
         ...
+
+
+def prove_tiling(
+    plan: PagePlan, slices: Iterable[int], layer_content: Sequence[Sequence[tuple[int, int]]], num_blocks: int
+) -> None:
+    """Check that the slices' runs tile the pages and the content of the blocks exactly once.
+
+    Args:
+        plan: The plan of one group on one rank.
+        slices: The slices that the rank holds.
+        layer_content: For each layer the byte ranges (start, stop) of a block that hold content, derived from the
+            tensors themselves.
+        num_blocks: Length of the page to prove it for. The plan is affine in it, so two blocks suffice to check the
+            strides (a state is one block).
+
+    Raises:
+        InvalidRequest: A byte is missing, is written twice or lies outside; the group must not be cached.
+    """
+    in_blocks: list[list[tuple[int, int]]] = [[] for _ in layer_content]
+    for slice_index in slices:
+        in_page: list[tuple[int, int]] = []
+        for run in plan.runs(slice_index, num_blocks):
+            for piece in range(run.repeat):
+                start = run.block_offset + piece * run.block_stride
+                in_blocks[run.layer].append((start, start + run.num_bytes))
+                for block in range(num_blocks):
+                    start = run.page_offset + block * run.page_block_stride + piece * run.page_stride
+                    in_page.append((start, start + run.num_bytes))
+        _expect(in_page, [(0, plan.decoded_bytes(num_blocks))], f"page of slice {slice_index}")
+    for layer, (runs, content) in enumerate(zip(in_blocks, layer_content, strict=True)):
+        _expect(runs, content, f"block of layer {layer}")
+
+
+def _expect(pieces: Sequence[tuple[int, int]], content: Sequence[tuple[int, int]], where: str) -> None:
+    merged = _merge(pieces, where)
+    expected = _merge(content, where)
+    if merged != expected:
+        raise InvalidRequest(
+            "the runs do not tile the bytes exactly once", where=where, expected=expected[:4], seen=merged[:4]
+        )
+
+
+def _merge(ranges: Sequence[tuple[int, int]], where: str) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if merged and start < merged[-1][1]:
+            raise InvalidRequest("two runs cover the same byte", where=where, byte=start)
+        if merged and start == merged[-1][1]:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return merged

@@ -1,1 +1,30 @@
 """Copies between cache tensors and host pages; the only folder that may touch `torch.cuda`. See README.md."""
+
+from __future__ import annotations
+
+import torch
+
+from connector.device.base import Device
+from connector.device.cpu import CpuDevice
+from connector.device.gpu import StreamDevice
+from connector.device.streams import open_streams
+
+__all__ = ["open_device"]
+
+
+def open_device(where: torch.device, *, ring_bytes: int, page_bytes_max: int, num_lanes: int) -> Device:
+    """The device that the cache tensors are on.
+
+    Args:
+        where: The tensors' device.
+        ring_bytes: Host memory for saves. A GPU takes as much of its own memory for pages on their way there.
+        page_bytes_max: Size of the largest page of one slice.
+        num_lanes: Threads that load at a time.
+
+    Raises:
+        InvalidRequest: The device is not supported, or has no room.
+    """
+    if where.type == "cpu":
+        return CpuDevice()
+    streams = open_streams(where)
+    return StreamDevice(streams, ring_bytes=ring_bytes, page_bytes_max=page_bytes_max, num_lanes=num_lanes)

@@ -1,14 +1,16 @@
 """The contract of a device: gather blocks into host pages, scatter host pages into blocks.
 
 Both are asynchronous on a GPU. What the engine's thread calls (`gather_all`, `fence`) returns at once and only orders
-work; what a codec thread calls (`Ticket.wait`, `scatter`) may wait for the device.
+work. What a codec thread calls (`Ticket.wait`, `scatter`) may wait for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -16,13 +18,16 @@ from connector.canonical.runs import BlockRun
 from connector.device.streams import Event
 from kvstore.errors import InternalError
 
-__all__ = ["BlockCopier", "Device", "Fence", "PageGather", "Ticket", "check_blocks"]
+__all__ = ["BlockCopier", "Device", "Fence", "PageGather", "RunsMemo", "Ticket", "check_blocks", "storage_bytes"]
 
 Ticket: TypeAlias = Event
 """Done when a page has arrived in host memory: `wait` for it before reading a byte or reusing the memory."""
 
 Fence: TypeAlias = Event
 """A point in the engine's work: a scatter after it overtakes nothing that was ordered before it."""
+
+Made = TypeVar("Made")
+_KEPT = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,7 @@ class BlockCopier(Protocol):
 
         Raises:
             InternalError: A block does not exist, or runs and page do not fit; nothing was copied.
-            InvalidRequest: The device cannot copy pages of this layout; the first gather of a group tells.
+            InvalidRequest: The device cannot copy pages of this layout. A group's first gather raises it.
         """
         ...
 
@@ -95,7 +100,7 @@ class Device(Protocol):
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         """uint8 `[num_bytes]` on the host, fast for the device to copy to and from; content undefined.
 
-        Slow, and stalls the device: called at start, for all that is needed (`HostPages`).
+        It is slow and stalls the device, so it is called once, at start, for everything that is needed (`HostPages`).
 
         Raises:
             InvalidRequest: There is not enough memory.
@@ -120,9 +125,46 @@ class Device(Protocol):
         ...
 
 
+class RunsMemo(Generic[Made]):
+    """What a copier computes for each plan of a page, kept by the identity of the runs. Safe from any thread.
+
+    A page plan returns the same tuple of runs each time. Its hash would cost as much as a copy.
+
+    Args:
+        make: Computes the value from the runs and the page's size.
+    """
+
+    def __init__(self, make: Callable[[Sequence[BlockRun], int], Made]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        # an entry keeps its runs alive, so that no others can get their id
+        self._known: OrderedDict[tuple[int, int], tuple[Sequence[BlockRun], Made]] = OrderedDict()
+
+    def of(self, runs: Sequence[BlockRun], page_bytes: int) -> Made:
+        """The value for these runs, which must not change afterwards."""
+        key = (id(runs), page_bytes)
+        with self._lock:
+            known = self._known.get(key)
+            if known is not None:
+                self._known.move_to_end(key)
+                return known[1]
+        made = self._make(runs, page_bytes)
+        with self._lock:
+            self._known[key] = (runs, made)
+            if len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        return made
+
+
 def check_blocks(block_ids: Sequence[Sequence[int]], num_blocks: int, *, writes: bool = False) -> None:
     """Raise `InternalError` unless all blocks exist and none that is written is the null block."""
     if writes and any(0 in ids for ids in block_ids):
         raise InternalError("blocks to write must not be the null block", block_ids=block_ids)
     if not all(0 <= block_id < num_blocks for ids in block_ids for block_id in ids):
         raise InternalError("blocks to copy must exist", block_ids=block_ids, num_blocks=num_blocks)
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 `[all bytes of the allocation]` of a tensor, over the same memory."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from connector.device.pinned import near_processors, pin_near
+from connector.device.host_memory import near_processors, pin_near
 from kvstore.errors import InvalidRequest
 
 __all__ = ["DONE", "CudaStreams", "Event", "InlineStreams", "Stream", "Streams", "has_gpu", "open_streams"]
@@ -175,8 +175,8 @@ class CudaStreams:
 
     def side(self) -> Stream:
         _use(self.device)
-        # The lowest: whatever the engine has to compute goes before our copies. It is torch's default too, as are the
-        # engine's own streams; said here, since an engine with streams of higher priority relies on it.
+        # The lowest, so that the engine's kernels go before our copies. It is torch's default as well, but an engine
+        # with streams of higher priority relies on it.
         lowest, _ = torch.cuda.Stream.priority_range()
         return _CudaStream(torch.cuda.Stream(self.device, priority=lowest), self.device)
 

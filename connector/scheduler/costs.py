@@ -1,23 +1,27 @@
-"""Predicts what computing and fetching cost from what they have cost. Pure: times are arguments.
+"""What computing and fetching cost, learned from what they took: prefill, each tier, and loads into blocks.
 
-Both learn from what happened and predict what something similar would take, or return `None` if they cannot know:
-before enough was seen, far beyond anything seen, and, for fetches, when the last one is too long ago.
+A prediction is `None` if it cannot be made: before enough was observed, far beyond anything observed, and, for fetches,
+when the last observation is too old.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from math import ceil, sqrt
 
-__all__ = ["FetchCosts", "Fit", "PrefillCosts"]
+from kvstore.api import Staged
+from kvstore.runtime.clock import Clock
+
+__all__ = ["Costs", "FetchCosts", "Fit", "PrefillCosts", "StepClock", "Stopwatch"]
 
 _KEEP = 0.95
 """Share of its weight that an observation keeps at each later one: about the last twenty count."""
 
 _RIDGE = 1e-3
-"""Splits evenly what the observations cannot tell apart, e.g. latency and bandwidth when all sizes were equal."""
+"""Splits evenly what the observations cannot separate, e.g. latency and bandwidth if all sizes were equal."""
 
 _SECONDS_MIN = 1e-5
 
@@ -26,20 +30,28 @@ _PREFILL_TOKENS_MIN = 64
 
 _OBSERVATIONS_MIN = 4
 _PREFILL_FURTHER = 2.0
-"""Predictions extend to contexts this many times as long as any seen: the quadratic part shows late."""
+"""Predictions extend to contexts this many times as long as any observed: the quadratic part shows late."""
 
 _FETCH_FURTHER = 4.0
 _RECENT = 8
 _FRESH_S = 4.0
-"""A tier from which nothing was fetched for this long is tried again: else one that was slow once would be avoided for
-ever, since what is not fetched is not measured."""
+"""A tier without a fetch for this long counts as unknown and is tried again. Otherwise a tier that was slow once would
+be avoided for ever, since only a fetch measures it."""
+
+_MEMORY = "memory"
+"""The node's memory tier, as a stage names its sources."""
+
+_PREFILL_SHARE = 0.9
+"""The share of a step's tokens that must belong to prompts for the step to count as prefill."""
+
+_STEPS_MAX = 64
 
 
 class Fit:
     """Coefficients, none negative, of seconds as a sum of features; by least squares of the *relative* error.
 
     Relative, since an error of half matters as much for a cost of 10 ms as for one of 10 s, and since a step that took
-    twenty times as long as usual (compilation, a stalled machine) must not drown the others.
+    twenty times as long as usual (compilation, a stalled machine) must not outweigh the others.
     """
 
     def __init__(self, num_features: int) -> None:
@@ -107,12 +119,7 @@ class PrefillCosts:
         self._context_tokens = 0
 
     def observe(self, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
-        """Learn from a step of nothing but prefill.
-
-        Args:
-            chunks: For each request its (start, stop) tokens.
-            seconds: How long the step took.
-        """
+        """Learn from a step of nothing but prefill, with the (start, stop) tokens of each request in it."""
         tokens = sum(stop - start for start, stop in chunks)
         if tokens < _PREFILL_TOKENS_MIN:
             return
@@ -122,7 +129,7 @@ class PrefillCosts:
         self._context_tokens = max(self._context_tokens, *(stop for _, stop in chunks))
 
     def seconds(self, start: int, stop: int) -> float | None:
-        """Seconds to compute the tokens from `start` to `stop` of a prompt, or `None` while that is not known."""
+        """Seconds to compute the tokens from `start` to `stop` of a prompt."""
         if self._num_steps < _OBSERVATIONS_MIN or stop > _PREFILL_FURTHER * self._context_tokens:
             return None
         steps = ceil((stop - start) / self._step_tokens)
@@ -135,34 +142,153 @@ def _attended(start: int, stop: int) -> float:
 
 
 class FetchCosts:
-    """One tier, or the way from the node's memory into blocks: a cost per fetch and per byte."""
+    """One tier, or the copy from the node's memory into blocks: a cost per fetch and per byte."""
 
     def __init__(self) -> None:
         self._fit = Fit(2)
         self._recent: deque[tuple[int, float]] = deque(maxlen=_RECENT)
         self._num_fetches = 0
         self._bytes_max = 0
-        self._seen_s = 0.0
+        self._observed_s = 0.0
 
     def observe(self, num_bytes: int, seconds: float, *, now_s: float) -> None:
-        """Learn from a fetch that delivered `num_bytes`."""
         if num_bytes <= 0:
             return
         self._fit.observe((1.0, num_bytes), seconds)
         self._recent.append((num_bytes, seconds))
         self._num_fetches += 1
         self._bytes_max = max(self._bytes_max, num_bytes)
-        self._seen_s = now_s
+        self._observed_s = now_s
 
     def seconds(self, num_bytes: int, *, now_s: float) -> float | None:
-        """Seconds to fetch `num_bytes` at best, judged by recent fetches, or `None` while that is not known.
+        """Seconds to fetch `num_bytes` at best, judged by recent fetches.
 
-        At best, since disturbances only make a fetch longer, and a hit given up for a disturbance is a needless loss:
-        the fit, or the fastest of the recent fetches scaled to the size, whichever is less.
+        At best, since a disturbance only makes a fetch longer, and giving up a hit for a disturbance is a needless
+        loss. So this is the smaller of two values: the fit, and the fastest recent fetch scaled to the size.
         """
-        if self._num_fetches < _OBSERVATIONS_MIN or now_s - self._seen_s > _FRESH_S:
+        if self._num_fetches < _OBSERVATIONS_MIN or now_s - self._observed_s > _FRESH_S:
             return None
         if num_bytes > _FETCH_FURTHER * self._bytes_max:
             return None
         quickest = min(seconds * max(1.0, num_bytes / seen) for seen, seconds in self._recent)
         return min(quickest, self._fit.predict((1.0, num_bytes)))
+
+
+class Costs:
+    """What an engine has measured of its prefill, of each tier, and of loads into blocks."""
+
+    def __init__(self) -> None:
+        self.prefill = PrefillCosts()
+        self.loads = FetchCosts()
+        self._tiers: dict[str, FetchCosts] = {}
+
+    def fetch_s(self, tier_bytes: Mapping[str, int], *, now_s: float) -> float:
+        """Seconds until these bytes of each tier are in blocks; an unknown part counts as zero."""
+        seconds = self.loads.seconds(sum(tier_bytes.values()), now_s=now_s) or 0.0
+        for tier, num_bytes in tier_bytes.items():
+            if tier in self._tiers:
+                seconds += self._tiers[tier].seconds(num_bytes, now_s=now_s) or 0.0
+        return seconds
+
+    def on_staged(self, staged: Staged, seconds: float, *, now_s: float) -> None:
+        """Learn from a fetch that delivered everything, or used all of its time."""
+        num_records = sum(staged.sources.values())
+        if num_records == 0:
+            return
+        sizes = {tier: staged.num_bytes * count // num_records for tier, count in staged.sources.items()}
+        costs = {tier: self._tiers.setdefault(tier, FetchCosts()) for tier in sizes}
+        known = {tier: costs[tier].seconds(sizes[tier], now_s=now_s) for tier in sizes}
+        # records in memory were there at once: the time belongs to the slower tiers, if there are any
+        slower = [tier for tier in sizes if tier != _MEMORY] or [_MEMORY]
+        learned = max(slower, key=lambda tier: (known[tier] is None, sizes[tier]))
+        if all(known[tier] is not None for tier in slower if tier != learned):
+            rest_s = sum(known[tier] or 0.0 for tier in sizes if tier != learned)
+            costs[learned].observe(sizes[learned], max(0.0, seconds - rest_s), now_s=now_s)
+
+
+class Stopwatch:
+    """Measures the engine's steps and loads for `Costs`. Belongs to the engine's thread.
+
+    Args:
+        prompt_tokens_of: A request's prompt; 0 for an unknown request.
+    """
+
+    def __init__(self, costs: Costs, prompt_tokens_of: Callable[[str], int], clock: Clock) -> None:
+        self._costs = costs
+        self._prompt_tokens_of = prompt_tokens_of
+        self._clock = clock
+        self._steps = StepClock()
+        self._loads: dict[str, tuple[int, float]] = {}  # bytes and start of loads that began in an idle engine
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether results of a step that computes are still to come."""
+        return self._steps.is_computing
+
+    def on_step_planned(self, computed_tokens: Mapping[str, int], final_tokens: Mapping[str, int]) -> None:
+        """Note the start of a step that takes each request from its computed to its final tokens."""
+        chunks, prefill_tokens = [], 0
+        for request_id, stop in final_tokens.items():
+            start = computed_tokens.get(request_id, stop)
+            if start < self._prompt_tokens_of(request_id):
+                prefill_tokens += stop - start
+            chunks.append((start, stop))
+        if chunks:
+            self._loads.clear()
+        self._steps.planned(chunks, prefill_tokens, now_s=self._clock.monotonic_s())
+
+    def on_step_reported(self) -> None:
+        """Note that vLLM has a step's results."""
+        timed = self._steps.reported(now_s=self._clock.monotonic_s())
+        if timed is not None:
+            self._costs.prefill.observe(*timed)
+
+    def on_load_ordered(self, request_id: str, num_bytes: int) -> None:
+        """Note the start of a load. Not timed while the engine computes, since vLLM reports it when that step ends."""
+        if not self._steps.is_computing:
+            self._loads[request_id] = (num_bytes, self._clock.monotonic_s())
+
+    def on_load_ended(self, request_id: str, *, failed: bool) -> None:
+        """Note that all ranks have reported a load."""
+        load = self._loads.pop(request_id, None)
+        if load is not None and not failed:
+            now_s = self._clock.monotonic_s()
+            self._costs.loads.observe(load[0], now_s - load[1], now_s=now_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step that vLLM has planned and not reported yet; without chunks it computes nothing."""
+
+    planned_s: float
+    chunks: tuple[tuple[int, int], ...]
+    is_prefill: bool
+
+
+class StepClock:
+    """How long each step took, even if vLLM plans the next step before it has the last one's results.
+
+    vLLM reports steps in the order in which it planned them, each once, empty ones too.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[_Step] = deque(maxlen=_STEPS_MAX)
+        self._reported_s = 0.0
+
+    def planned(self, chunks: Sequence[tuple[int, int]], prefill_tokens: int, *, now_s: float) -> None:
+        """Note the start of a step: the (start, stop) tokens of each request, and how many belong to prompts."""
+        tokens = sum(stop - start for start, stop in chunks)
+        self._steps.append(_Step(now_s, tuple(chunks), tokens > 0 and prefill_tokens >= _PREFILL_SHARE * tokens))
+
+    def reported(self, *, now_s: float) -> tuple[tuple[tuple[int, int], ...], float] | None:
+        """Note that the oldest step is done; returns its chunks and seconds if it was prefill."""
+        if not self._steps:
+            return None
+        step = self._steps.popleft()
+        seconds = now_s - max(step.planned_s, self._reported_s)
+        self._reported_s = now_s
+        return (step.chunks, seconds) if step.is_prefill else None
+
+    @property
+    def is_computing(self) -> bool:
+        return any(step.chunks for step in self._steps)

@@ -1,8 +1,8 @@
-"""Load or recompute: how much of a hit to take. Pure.
+"""Load or recompute: how much of a hit to fetch, and how long to wait for it. Pure.
 
-A hit may be taken in part: what is in the node's memory is fast, what is in a cold tier may take longer than computing
-it. Within one tier every further token costs the same to fetch and more to compute, so part of what a tier offers is
-never better than all or nothing of it: only the furthest resume point of each tier is an option.
+A hit may be taken in part: records in the node's memory are fast, records in a cold tier may take longer than the
+computation. Within one tier every further token costs the same to fetch and more to compute. So a part of what a tier
+offers is never better than all or nothing of it, and only the furthest resume point of each tier is an option.
 """
 
 from __future__ import annotations
@@ -10,32 +10,66 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Choice", "Option", "choose"]
+from connector.scheduler.costs import Costs
+from kvstore.api import Lookup
+
+__all__ = ["Choice", "HitPolicy", "Option", "choose"]
 
 _MARGIN = 2.0
 """Fetching must look this many times as expensive as computing before it is given up. Measurements on a busy machine
-are sometimes off by half. A hit that does not pay costs its request a little time, bounded by the fetch's deadline; a
+are sometimes off by half. A hit that does not pay costs its request a little time, bounded by the fetch's deadline. A
 hit that is given up costs processors that all requests share."""
 
 _SLACK_S = 0.05
 """And it must take this much longer: less would go unnoticed, and noise would decide."""
 
+_CEILING_S_MIN = 0.8
+"""A fetch may always take this long. The recompute time of a short prompt is less than the delays of a busy machine,
+and a good hit should not be lost to these. A tier that does not answer is noticed sooner, by its stall timeout."""
+
+
+class HitPolicy:
+    """Decides how much of a hit to fetch, by what this engine has measured.
+
+    Args:
+        always: Take all of every hit, and wait for it as long as allowed.
+    """
+
+    def __init__(self, costs: Costs, *, always: bool = False) -> None:
+        self._costs = costs
+        self._always = always
+
+    def choose(self, lookup: Lookup, local_tokens: int, *, now_s: float) -> Choice:
+        """How much to take of a hit that reaches beyond `local_tokens`."""
+        options = [
+            Option(offer.resume_tokens, _beyond(offer.tier_bytes, offer.resume_tokens, local_tokens))
+            for offer in lookup.offers
+            if local_tokens < offer.resume_tokens <= lookup.resume_tokens
+        ]
+        if not options or options[-1].resume_tokens < lookup.resume_tokens:
+            options.append(Option(lookup.resume_tokens, {}))
+        return choose(
+            options[-1:] if self._always else options,
+            local_tokens=local_tokens,
+            compute_s=(lambda start, stop: None) if self._always else self._costs.prefill.seconds,
+            fetch_s=lambda option: self._costs.fetch_s(option.tier_bytes, now_s=now_s),
+        )
+
+    def ceiling_s(self, local_tokens: int, resume_tokens: int, *, most_s: float) -> float:
+        """The longest wait for a fetch: the time that computing would take, and at most `most_s`.
+
+        A useless wait of that length loses as much as there was to gain.
+        """
+        compute_s = None if self._always else self._costs.prefill.seconds(local_tokens, resume_tokens)
+        return most_s if compute_s is None else min(most_s, max(_CEILING_S_MIN, compute_s))
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One resume point and what it takes to get there.
-
-    Attributes:
-        resume_tokens: The resume point.
-        tier_bytes: Bytes to read by tier.
-    """
+    """A resume point, and the bytes to read from each tier to get there."""
 
     resume_tokens: int
     tier_bytes: Mapping[str, int]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.tier_bytes.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +77,7 @@ class Choice:
     """What to take of a hit.
 
     Attributes:
-        resume_tokens: The resume point to fetch; the local tokens: nothing.
+        resume_tokens: The resume point to fetch. If it is the engine's own hit, nothing is fetched.
         fetch_s: What fetching the longest option would take at best, as far as is known.
         compute_s: What computing it instead would take; `None` while that is not known.
     """
@@ -64,9 +98,9 @@ def choose(
 
     Args:
         options: By ascending resume point, each above `local_tokens`; at least one.
-        local_tokens: What the engine has itself.
-        compute_s: Seconds to compute the tokens from a start to a stop, or `None`: not known.
-        fetch_s: Seconds until an option's bytes are in blocks. Unknown parts count as zero: trying is how they become
+        local_tokens: The engine's own hit.
+        compute_s: Seconds to compute the tokens from a start to a stop; `None`: not known.
+        fetch_s: Seconds until an option's bytes are in blocks. Unknown parts count as zero, since a fetch makes them
             known.
     """
     longest = options[-1]
@@ -81,3 +115,8 @@ def choose(
         if rest_s is not None and best_fetch_s - shorter_s > _MARGIN * rest_s + _SLACK_S:
             best, best_fetch_s = resume_tokens, shorter_s
     return Choice(best, fetching, computing)
+
+
+def _beyond(tier_bytes: Mapping[str, int], resume_tokens: int, local_tokens: int) -> dict[str, int]:
+    """The part of an offer that lies beyond the engine's own hit; the offer counts bytes from the first token on."""
+    return {tier: num_bytes * (resume_tokens - local_tokens) // resume_tokens for tier, num_bytes in tier_bytes.items()}

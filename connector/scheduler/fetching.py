@@ -1,78 +1,228 @@
-"""One fetch on the store's thread: stage a hit, and prove that what is staged restores the prompt."""
+"""Fetches: stage a hit on the store's thread, prove that it restores the prompt, renew its lease and end it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
-from connector.scheduler.ledger import Fetch
-from kvstore.api import Deadline, PageStore, PrefixQuery, Staged
-from kvstore.errors import InternalError, InvalidRequest
+from connector.bridge import Bridge, traced
+from connector.scheduler.costs import Costs
+from kvstore.api import Deadline, LeaseId, PageStore, PrefixQuery, Staged
+from kvstore.errors import Closed, InternalError, InvalidRequest
 from kvstore.model.coverage import ends_to_resume
+from kvstore.model.keys import Boundary, NamespaceId
 from kvstore.model.layout import Layout
-from kvstore.runtime.clock import Clock
-from kvstore.runtime.meters import Meters
+from kvstore.runtime.instruments import Instruments
 
-__all__ = ["check_staged", "staging"]
+__all__ = ["Fetch", "FetchEnd", "Fetches", "common_tokens"]
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
+_RENEW_SHARE = 3
+"""A lease is renewed after a third of its time, so that two lost renewals do not end it."""
 
-def staging(
-    fetch: Fetch, layout: Layout, *, clock: Clock, meters: Meters
-) -> Callable[[PageStore], Coroutine[Any, Any, Staged]]:
-    """The work of a fetch; its deadline runs from now on.
+_STEADY_SHARE = 0.9
+"""A fetch that used this share of its time and delivered less was slow. One that used less of it stalled."""
 
-    Args:
-        fetch: Told its task, its lease and how long it took.
-        layout: The model's.
-        clock: Time.
-        meters: Counters.
+_SHARE_MIN = 0.5
+"""A request waits for another one's fetch if that covers this share of its own. Loading a short common beginning twice
+takes less time than waiting for all of another prompt."""
+
+
+class FetchEnd(Enum):
+    """How a fetch ended."""
+
+    LOADED = "vLLM has its tokens in its own cache"
+    FAILED = "the store did not deliver it"
+    DROPPED = "it is not needed any more, or its load failed"
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """A stage call, and the load of what it staged.
+
+    Attributes:
+        ceiling_s: The call ends by itself after this long.
+        started_s: Monotonic time, as `renewed_s`.
+        renewed_s: When its lease was granted or last renewed.
+        shortened: Why it fetches less than is stored, in numbers; empty if it fetches all.
+        reach_tokens: The furthest resume point that it may deliver.
+        future: The call.
+        local_tokens: The engine's own hit that the last answer was for.
+        taken_tokens: What vLLM took beyond it.
+        is_measured: Costs were learned from its time.
+        end: `None` while it is under way.
+        task: The call's task. This and the following are written on the store's thread.
+        lease: The call's lease.
+        took_s: How long the call took; written before the future is done.
+        lease_lost: The service reported that the lease has ended.
     """
-    deadline = Deadline.after(fetch.ceiling_s)
 
-    async def stage(store: PageStore) -> Staged:
-        fetch.task = asyncio.current_task()
-        staged = await store.stage(fetch.query, deadline=deadline)
-        fetch.lease = staged.lease
-        fetch.took_s = clock.monotonic_s() - fetch.started_s
-        meters.observe("connector_stage_seconds", fetch.took_s)
-        _log.debug(
-            "kvstore: staged %d of %d tokens, %d bytes in %d ms from %s",
-            staged.resume_tokens,
-            fetch.query.cap_tokens,
-            staged.num_bytes,
-            fetch.took_s * 1000,
-            dict(staged.sources),
-        )
-        try:
-            check_staged(staged, fetch.query, layout)
-        except InternalError:
-            _log.exception("kvstore: what the service staged does not restore the prompt, which is computed")
-            raise
-        return staged
-
-    return stage
+    query: PrefixQuery
+    ceiling_s: float
+    started_s: float
+    renewed_s: float
+    shortened: Mapping[str, object]
+    reach_tokens: int
+    future: Future[Staged] = field(init=False)
+    local_tokens: int = 0
+    taken_tokens: int = 0
+    is_measured: bool = False
+    end: FetchEnd | None = None
+    task: asyncio.Task[Any] | None = None
+    lease: LeaseId | None = None
+    took_s: float = 0.0
+    lease_lost: bool = False
 
 
-def check_staged(staged: Staged, query: PrefixQuery, layout: Layout) -> None:
-    """Take nobody's word for it: vLLM computes nothing of what it is promised, and asserts that it fits the prompt.
+class Fetches:
+    """Starts fetches, and knows which are under way. Belongs to the engine's thread.
 
     Args:
-        staged: What a stage answered.
-        query: What it was asked.
-        layout: The model's.
+        costs: Learns from each fetch what its tiers cost.
+        answered: Set when a fetch is done.
+    """
+
+    def __init__(
+        self, bridge: Bridge, layout: Layout, costs: Costs, answered: threading.Event, instruments: Instruments
+    ) -> None:
+        self._bridge = bridge
+        self._layout = layout
+        self._costs = costs
+        self._answered = answered
+        self._meters = instruments.meters
+        self._clock = instruments.clock
+        self._under_way: dict[int, Fetch] = {}
+
+    def start(self, query: PrefixQuery, ceiling_s: float, *, shortened: Mapping[str, object], trace: str) -> Fetch:
+        """Stage a query; the deadline `ceiling_s` starts now."""
+        now_s = self._clock.monotonic_s()
+        fetch = Fetch(query, ceiling_s, now_s, now_s, shortened, reach_tokens=query.cap_tokens)
+        fetch.future = self._bridge.submit(traced(trace, self._staging(fetch)))
+        fetch.future.add_done_callback(lambda _: self._answered.set())
+        self._under_way[id(fetch)] = fetch
+        return fetch
+
+    def _staging(self, fetch: Fetch) -> Callable[[PageStore], Coroutine[Any, Any, Staged]]:
+        deadline = Deadline.after(fetch.ceiling_s)
+
+        async def stage(store: PageStore) -> Staged:
+            fetch.task = asyncio.current_task()
+            staged = await store.stage(fetch.query, deadline=deadline)
+            fetch.lease = staged.lease
+            fetch.took_s = self._clock.monotonic_s() - fetch.started_s
+            self._meters.observe("connector_stage_seconds", fetch.took_s)
+            _log.debug(
+                "kvstore: staged %d of %d tokens, %d bytes in %d ms from %s",
+                staged.resume_tokens,
+                fetch.query.cap_tokens,
+                staged.num_bytes,
+                fetch.took_s * 1000,
+                dict(staged.sources),
+            )
+            try:
+                _check_staged(staged, fetch.query, self._layout)
+            except InternalError:
+                _log.exception("kvstore: the staged records do not restore the prompt; it is computed instead")
+                raise
+            return staged
+
+        return stage
+
+    def learn(self, fetch: Fetch, staged: Staged) -> None:
+        """Learn the costs of its tiers, once. A fetch that stalled shows no tier's usual pace."""
+        if fetch.is_measured:
+            return
+        fetch.is_measured = True
+        fetch.reach_tokens = staged.resume_tokens
+        is_whole = staged.resume_tokens >= fetch.query.cap_tokens
+        if not is_whole and staged.lease is not None:
+            self._meters.add("connector_hits_cut", reason="staged_less")
+        if is_whole or fetch.took_s >= _STEADY_SHARE * fetch.ceiling_s:
+            self._costs.on_staged(staged, fetch.took_s, now_s=self._clock.monotonic_s())
+
+    def renew_if_due(self, fetch: Fetch, staged: Staged) -> None:
+        """Renew the lease after a third of its time."""
+        now_s = self._clock.monotonic_s()
+        if now_s - fetch.renewed_s > staged.lease_s / _RENEW_SHARE:
+            fetch.renewed_s = now_s
+            self.renew(fetch)
+
+    def renew(self, fetch: Fetch) -> None:
+        lease = fetch.lease
+        assert lease is not None
+
+        async def renew(store: PageStore) -> None:
+            if not await store.renew(lease, deadline=Deadline.after(1.0)):
+                fetch.lease_lost = True
+
+        self._submit(renew)
+
+    def end(self, fetch: Fetch, how: FetchEnd, *, release: bool = True) -> None:
+        """Note that a fetch is over, and end its lease unless `release` is false. Idempotent: the first end counts."""
+        self._under_way.pop(id(fetch), None)
+        fetch.end = fetch.end or how
+        if not release:
+            return
+
+        async def end(store: PageStore) -> None:
+            # here, on the store's thread: cancelling the future from outside could lose a lease granted just now
+            if fetch.lease is not None:
+                await store.release(fetch.lease)
+            elif fetch.task is not None:
+                fetch.task.cancel()
+
+        self._submit(end)
+
+    def _submit(self, work: Callable[[PageStore], Coroutine[Any, Any, None]]) -> None:
+        with suppress(Closed):  # at shutdown: leases end with the connection
+            self._bridge.submit(work)
+
+    def covering(
+        self, namespace: NamespaceId, boundaries: Sequence[Boundary], local_tokens: int, resume_tokens: int
+    ) -> Fetch | None:
+        """The fetch under way that covers most of a prompt's tokens from `local_tokens` to `resume_tokens`.
+
+        `None` if no fetch covers half of them.
+        """
+        best: Fetch | None = None
+        best_tokens = local_tokens + _SHARE_MIN * (resume_tokens - local_tokens)
+        for fetch in self._under_way.values():
+            if fetch.query.namespace != namespace:
+                continue
+            tokens = min(common_tokens(fetch.query.boundaries, boundaries), fetch.reach_tokens, resume_tokens)
+            if tokens > local_tokens and tokens >= best_tokens and (best is None or tokens > best_tokens):
+                best, best_tokens = fetch, tokens
+        return best
+
+
+def common_tokens(left: Sequence[Boundary], right: Sequence[Boundary]) -> int:
+    """Length of the common beginning of two prompts, in whole boundaries of the same grid."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:  # equal up to a point and different after it, since each hash covers all tokens before it
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if left[middle - 1] == right[middle - 1] else (low, middle - 1)
+    return left[low - 1].tokens if low else 0
+
+
+def _check_staged(staged: Staged, query: PrefixQuery, layout: Layout) -> None:
+    """Check the service's answer: vLLM computes nothing of what it is promised, and asserts that it fits the prompt.
 
     Raises:
-        InternalError: It is no resume point of the prompt, or not every byte that one needs is staged.
+        InternalError: It is no resume point of the prompt, or a byte that one needs is not staged.
     """
     if staged.lease is None:
         return
     if not staged.lease_s > 0:
-        raise InternalError("a lease that has ended, and would be asked for again and again", seen=staged.lease_s)
+        raise InternalError("the lease has no time left", seen=staged.lease_s)
     if staged.resume_tokens > query.cap_tokens or staged.resume_tokens % query.step_tokens:
         raise InternalError("no resume point of the prompt", seen=staged.resume_tokens, most=query.cap_tokens)
     places = {boundary.prefix: index for index, boundary in enumerate(query.boundaries)}
@@ -98,4 +248,4 @@ def check_staged(staged: Staged, query: PrefixQuery, layout: Layout) -> None:
             local_tokens=query.local_tokens,
         )
     except InvalidRequest as error:
-        raise InternalError("the staged records leave something out", resume=staged.resume_tokens) from error
+        raise InternalError("a record of the resume point is not staged", resume=staged.resume_tokens) from error

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from connector.scheduler.bridge import Bridge, result_or_none
-from connector.scheduler.ledger import Fetch, RequestState
+from connector.bridge import Bridge
+from connector.scheduler.fetching import Fetch
+from connector.scheduler.requests import RequestState
 from kvstore.api import Lookup, Outcome, PageStore, Staged
 from kvstore.errors import Closed
 from kvstore.model.coverage import longest_resumable
@@ -16,43 +17,36 @@ from kvstore.model.kinds import FullAttention, Latent
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.outcome import content_digest
 
-__all__ = ["Outcomes", "cut", "silent", "stop_of"]
+__all__ = ["OutcomeReporter", "reason_for_less", "silent_tiers", "stop_of"]
 
 
-class Outcomes:
-    """Reports on the store's thread. Nothing waits for it, and if it fails only the explanation is lost.
-
-    Args:
-        bridge: To the store.
-        layout: The model's.
-    """
+class OutcomeReporter:
+    """Reports on the store's thread. Nothing waits for a report; if it fails, only the explanation is lost."""
 
     def __init__(self, bridge: Bridge, layout: Layout) -> None:
         self._bridge = bridge
         self._layout = layout
-        self._page_tokens = layout.page_tokens
 
-    def tell(
+    def report(
         self,
         state: RequestState,
         reason: str,
         *,
         resume_tokens: int = 0,
         detail: Mapping[str, object] | None = None,
-        looked: bool = False,
+        by_lookup: bool = False,
     ) -> None:
-        """Report an outcome, unless it is the same as the last one.
+        """Report an outcome, unless it is the same as the last one of this request.
 
         Args:
-            state: The request.
             reason: Why it was resumed no further, a word of docs/explain.md; empty: it was resumed as far as possible.
             resume_tokens: Up to where it was resumed.
             detail: The evidence for the reason.
-            looked: The reason is what the lookup did not find; the store knows why that was not there.
+            by_lookup: The lookup did not find what is missing; the store knows why that was not stored.
         """
-        if state.told == (reason, resume_tokens):
+        if state.last_outcome == (reason, resume_tokens):
             return
-        state.told = (reason, resume_tokens)
+        state.last_outcome = (reason, resume_tokens)
         prompt, chain = state.prompt, state.chain
         outcome = Outcome(
             request=state.request_id,
@@ -65,43 +59,53 @@ class Outcomes:
             detail=detail or {},
         )
         boundaries: Sequence[Boundary] = chain.boundaries if chain is not None and state.is_hashed else ()
-        answer = None
-        if looked and state.lookup is not None and state.lookup.done():
-            answer = result_or_none(state.lookup)
+        answer = state.lookup_answer if by_lookup else None
         if reason == "gone":  # what the lookup found and the fetch did not
-            pages = (at for at in boundaries if at.tokens % self._page_tokens == 0 or at.tokens >= state.cap_tokens)
+            page_tokens = self._layout.page_tokens
+            pages = (at for at in boundaries if at.tokens % page_tokens == 0 or at.tokens >= state.cap_tokens)
             outcome = replace(outcome, stop=next((at for at in pages if at.tokens > outcome.resume_tokens), None))
 
-        async def tell(store: PageStore) -> None:
-            told = outcome
+        async def report(store: PageStore) -> None:
+            full = outcome
             if boundaries:
                 first = boundaries[0]
-                told = replace(outcome, first=first.prefix, content=content_digest(prompt[: first.tokens]))
+                full = replace(outcome, first=first.prefix, content=content_digest(prompt[: first.tokens]))
             if answer is not None:
                 seen = list(zip(boundaries, answer.groups_present, strict=False))
-                stop = stop_of(self._layout, seen, resume_tokens=told.resume_tokens, cap_tokens=told.cap_tokens)
-                told = replace(told, stop=stop[0], groups=stop[1]) if stop is not None else told
-            store.tell(told)
+                stop = stop_of(self._layout, seen, resume_tokens=full.resume_tokens, cap_tokens=full.cap_tokens)
+                full = replace(full, stop=stop[0], groups=stop[1]) if stop is not None else full
+            store.report(full)
 
-        with suppress(Closed):  # at the very end
-            self._bridge.submit(tell)
+        with suppress(Closed):  # at shutdown
+            self._bridge.submit(report)
 
-    def hit(self, state: RequestState, fetch: Fetch, staged: Staged) -> None:
+    def report_hit(self, state: RequestState, fetch: Fetch, staged: Staged) -> None:
         """Report what is being loaded and, if that is less than possible, why."""
-        reason, looked = "", False
+        reason, by_lookup = "", False
         detail: dict[str, object] = {"bytes": staged.num_bytes, "fetch_s": fetch.took_s}
         detail |= {f"records_from_{tier}": count for tier, count in staged.sources.items()}
         if staged.resume_tokens < fetch.query.cap_tokens:
-            reason, why = cut(staged)
+            reason, why = reason_for_less(staged)
             detail |= why
         elif fetch.shortened:
             reason = "cheaper_to_compute"
             detail |= fetch.shortened
         elif staged.resume_tokens < state.cap_tokens:
-            reason, looked = "nothing_stored", True
-            answer = result_or_none(state.lookup) if state.lookup is not None and state.lookup.done() else None
-            detail |= silent(answer) if answer is not None else {}
-        self.tell(state, reason, resume_tokens=staged.resume_tokens, detail=detail, looked=looked)
+            reason, by_lookup = "nothing_stored", True
+            answer = state.lookup_answer
+            detail |= silent_tiers(answer) if answer is not None else {}
+        self.report(state, reason, resume_tokens=staged.resume_tokens, detail=detail, by_lookup=by_lookup)
+
+
+def silent_tiers(answer: Lookup) -> dict[str, object]:
+    """The tiers that did not answer a lookup, and may hold more, as an outcome's detail."""
+    return {"silent": ", ".join(answer.silent)} if answer.silent else {}
+
+
+def reason_for_less(staged: Staged) -> tuple[str, dict[str, object]]:
+    """Why a stage delivered less than was stored, as an outcome's reason and detail."""
+    word, _, tier = staged.cut.partition(":")
+    return word or "gone", {"tier": tier} if tier else {}
 
 
 def stop_of(
@@ -109,12 +113,11 @@ def stop_of(
 ) -> tuple[Boundary, int] | None:
     """The boundary whose records were missing next, and the groups that were complete there. Pure.
 
-    States, and pages that a window needs, are stored at few boundaries only: that the first boundaries have none is no
-    reason for a miss. So, for a model that has such groups, the furthest point that the other groups alone would allow
-    is found first, and what is missing there is the answer. If they allow nothing more, it is their next page.
+    States, and the pages that a window needs, are stored at few boundaries only. So a boundary without them is not yet
+    the reason for a miss. For a model with such groups this finds the furthest point that the other groups alone would
+    allow; the answer is what is missing there. If they allow nothing more, the answer is their next page.
 
     Args:
-        layout: The model's.
         seen: The prompt's boundaries, ascending, and for each a bit per group that a lookup found complete.
         resume_tokens: The point from which the prompt was resumed: the furthest that all groups allow.
         cap_tokens: The furthest point of interest.
@@ -156,14 +159,3 @@ def _is_needed(layout: Layout, seen: tuple[Boundary, int], reached_tokens: int) 
         if start is not None and start < tokens < reached_tokens and tokens % layout.page_tokens == 0:
             return True
     return False
-
-
-def silent(answer: Lookup) -> dict[str, object]:
-    """The tiers that did not answer a lookup, and may hold more, as an outcome's detail."""
-    return {"silent": ", ".join(answer.silent)} if answer.silent else {}
-
-
-def cut(staged: Staged) -> tuple[str, dict[str, object]]:
-    """Why a stage brought less than was there, as an outcome's reason and detail."""
-    word, _, tier = staged.cut.partition(":")
-    return word or "gone", {"tier": tier} if tier else {}

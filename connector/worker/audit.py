@@ -1,11 +1,11 @@
-"""The audit on a rank: reads back what was scattered, and compares what was stored with what the engine computed."""
+"""The audit on a rank: reads loads back, and compares stored pages with what the engine computed."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,40 +14,54 @@ from typing import Any
 import torch
 import xxhash
 
+from connector.bridge import Bridge
 from connector.device.base import PageGather, Ticket
-from connector.device.host_pages import PageShare
-from connector.jobs import AuditJob, AuditJobs, LoadPiece, RankReport
-from connector.scheduler.bridge import Bridge
-from connector.worker.differences import (
-    bound_for,
-    canonical_bytes,
-    largest_difference,
-    parts_of,
-    some_blocks,
-)
+from connector.device.host_memory import PageShare
+from connector.jobs import AuditJob, LoadPiece, RankReport
+from connector.worker.differences import bound_for, canonical_bytes, largest_difference, parts_of, some_blocks
 from connector.worker.groups import RankGroup
-from connector.worker.staging import view
+from connector.worker.memory import view
 from kvstore.api import Deadline, LeaseId, PageStore
 from kvstore.codec import CodecPool, decode_into
-from kvstore.errors import Closed, CorruptRecord, KVStoreError
+from kvstore.errors import CorruptRecord, KVStoreError
 from kvstore.format.record import Record, verify_payload
 from kvstore.runtime.meters import Meters
 
-__all__ = ["Auditor"]
+__all__ = ["Auditor", "Scattered"]
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _DEADLINE_S = 30.0
 
 
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """A piece that was written to blocks, and the digest of its bytes."""
+
+    piece: LoadPiece
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """The blocks of a piece in host memory, complete once the ticket is done."""
+
+    page: torch.Tensor
+    ticket: Ticket
+
+
+Check = Callable[[PageStore, int, _Copy], Awaitable[bool]]
+"""Says whether the copy of the piece with this index is right. Raises a `KVStoreError` if it cannot be compared."""
+
+
 class Auditor:
-    """Checks pages that were loaded or are about to be.
+    """Copies blocks to host memory and compares them with records.
 
-    Read back: do the blocks of a load hold what the records held, after the scatter and still after the first forward?
-    They do not change while their request holds them, so this is exact. Recomputation: is a stored page what this
-    engine computes for the same tokens? Another split of the prompt rounds differently, so this has a bound.
+    Read back: do the blocks of a load hold what the records held, before the request may use them? This is exact.
+    Recomputation: is a stored page what this engine computes for the same tokens? Another split of the prompt rounds
+    differently, so this has a bound.
 
-    A page without a buffer or a record is skipped and counted; the engine's thread never waits.
+    A page without a buffer or a record is skipped and counted. The engine's thread never waits.
 
     Args:
         bridge: To the store.
@@ -75,29 +89,13 @@ class Auditor:
         self._pages = pages
         self._meters = meters
         self._lock = threading.Lock()
-        self._placed: dict[str, list[_Placed]] = {}  # by request, until its first forward
         self._report = RankReport()
         self._largest = 0.0
 
-    def look(self, jobs: AuditJobs) -> None:
-        """Start a step's audits. Called on the engine's thread, after the step's forward was ordered."""
-        self.forget(jobs.gone)
-        try:
-            for request_id in jobs.read_backs:
-                self.read_back(request_id, after="the first forward", then=partial(self._read_back_done, request_id))
-        finally:
-            self._audit(jobs.records)
-
     # ---- read back
 
-    def placed(self, request_id: str, piece: LoadPiece, page: torch.Tensor) -> None:
-        """Remember what the blocks must hold of a page that is being scattered. Called on a codec thread.
-
-        Args:
-            request_id: Whose load.
-            piece: Which blocks of the page, and where they go.
-            page: The whole page, in its form in host memory.
-        """
+    def scattered(self, piece: LoadPiece, page: torch.Tensor) -> Scattered:
+        """What to expect in the blocks of a piece of `page`, a whole page in host memory. Called on a codec thread."""
         group = self._groups[piece.key.group]
         array: Any = page.numpy()
         cells = some_blocks(
@@ -107,66 +105,34 @@ class Auditor:
             piece.first_block,
             piece.num_blocks,
         )
-        digest = xxhash.xxh3_128_digest(cells.tobytes())
-        with self._lock:
-            self._placed.setdefault(request_id, []).append(_Placed(piece, digest))
+        return Scattered(piece, xxhash.xxh3_128_digest(cells.tobytes()))
 
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Do not read these loads back: they failed, or their blocks were taken away."""
-        with self._lock:
-            for request_id in request_ids:
-                self._placed.pop(request_id, None)
-
-    def read_back(self, request_id: str, *, after: str, then: Callable[[bool], None]) -> None:
+    def read_back(self, scattered: Sequence[Scattered], then: Callable[[bool], None]) -> None:
         """Compare a load's blocks with what was scattered. Called on the engine's thread, while the request holds them.
 
         Args:
-            request_id: Whose load.
-            after: What has just happened, for the log.
-            then: Called, from another thread or from here, with whether all were equal; skipped ones count as equal.
+            scattered: All pieces of the load.
+            then: Called once, from another thread, unless this raises. Receives whether all pieces were equal; those
+                that were not compared count as equal.
+
+        Raises:
+            KVStoreError: The blocks cannot be copied.
         """
-        with self._lock:
-            placed = list(self._placed.get(request_id, ()))
-        left = deque(zip(placed, self._gather_all([one.piece for one in placed]), strict=True))
 
-        async def compare(store: PageStore) -> None:
-            equal = True
-            try:
-                while left:
-                    one, copy = left[0]
-                    if copy is not None:
-                        equal &= await self._compared(copy, partial(self._is_equal, one, copy, after))
-                    left.popleft()
-                    self._put_back([copy])
-            except KVStoreError as error:
-                self._skip(str(error))
-            except Exception as error:  # noqa: BLE001 - a background task's top: nobody looks at its future
-                self._skip(str(error))
-                _log.exception("kvstore: audit: blocks could not be compared")
-            finally:
-                self._put_back(copy for _, copy in left)
-                then(equal)
+        async def check(_: PageStore, index: int, copy: _Copy) -> bool:
+            return bool(await self._on_a_codec_thread(copy, partial(self._is_equal, scattered[index], copy)))
 
-        try:
-            self._bridge.submit(compare)
-        except Closed:
-            self._put_back(copy for _, copy in left)
-            then(True)
+        self._start([one.piece for one in scattered], check, lambda verdicts: then(False not in verdicts))
 
-    def _read_back_done(self, request_id: str, is_equal: bool) -> None:
-        self.forget([request_id])
-
-    def _is_equal(self, one: _Placed, copy: _Copy, after: str) -> bool:
-        group = self._groups[one.piece.key.group]
+    def _is_equal(self, one: Scattered, copy: _Copy) -> bool:
         array: Any = copy.page.numpy()
-        seen = xxhash.xxh3_128_digest(canonical_bytes(array, group.copier.plane_width).tobytes())
+        page = canonical_bytes(array, self._groups[one.piece.key.group].copier.plane_width)
         self._meters.add("connector_audit_read_back_pages")
-        if seen == one.digest:
+        if xxhash.xxh3_128_digest(page.tobytes()) == one.digest:
             return True
         self._meters.add("connector_audit_mismatches")
         _log.error(
-            "kvstore: audit: blocks do not hold what was loaded to them, after %s: key=%s blocks=%s",
-            after,
+            "kvstore: audit: blocks do not hold what was loaded to them: key=%s blocks=%s",
             one.piece.key,
             one.piece.block_ids,
         )
@@ -174,82 +140,54 @@ class Auditor:
 
     # ---- recomputation
 
-    def _audit(self, jobs: Sequence[AuditJob]) -> None:
-        """Compare stored records with the blocks that this step's forward completes. Called on the engine's thread.
+    def compare(self, jobs: Sequence[AuditJob]) -> None:
+        """Compare stored records with blocks that this step's forward completes. Called on the engine's thread.
 
-        Every job is reported once, by `take_report`.
+        `take_report` returns every job once, also if this raises.
         """
         left = deque(jobs)
         try:
             while left:
-                self._order_comparison(left[0])
+                job = left[0]
+                pieces = [piece for piece in job.pieces if piece.key.slice in self._groups[piece.key.group].held]
+                try:
+                    self._start(pieces, partial(self._compare_record, job, pieces), partial(self._compared, job))
+                except KVStoreError as error:
+                    self._skip(str(error))
+                    self._compared(job, [None])
                 left.popleft()
         finally:
             for job in left:
-                self._done(job, is_partial=True)
+                self._compared(job, [None])
 
-    def _order_comparison(self, job: AuditJob) -> None:
-        pieces = [piece for piece in job.pieces if piece.key.slice in self._groups[piece.key.group].held]
-        copies: list[_Copy | None] = []
-        try:
-            copies = self._gather_all(pieces)
-            self._bridge.submit(partial(self._compare_records, job, deque(zip(pieces, copies, strict=True))))
-        except BaseException as error:
-            self._put_back(copies)
-            if not isinstance(error, KVStoreError):
-                raise
-            if not isinstance(error, Closed):
-                _log.exception("kvstore: audit: pages could not be compared")
-            self._done(job, is_partial=True)
-
-    async def _compare_records(
-        self, job: AuditJob, left: deque[tuple[LoadPiece, _Copy | None]], store: PageStore
-    ) -> None:
-        is_partial, differs = any(copy is None for _, copy in left), False
-        try:
-            while left:
-                piece, copy = left[0]
-                if copy is not None:
-                    try:
-                        differs |= not await self._compare_record(store, LeaseId(job.lease), piece, copy)
-                    except CorruptRecord:  # which is no fault of how it was made, or is computed
-                        is_partial = True
-                    except KVStoreError as error:
-                        is_partial = True
-                        self._skip(str(error))
-                left.popleft()
-                self._put_back([copy])
-        except Exception:  # noqa: BLE001 - a background task's top: nobody looks at its future
-            _log.exception("kvstore: audit: pages could not be compared")
-        finally:
-            self._put_back(copy for _, copy in left)
-            self._done(job, is_partial=is_partial or bool(left), differs=differs)
-
-    async def _compare_record(self, store: PageStore, lease: LeaseId, piece: LoadPiece, copy: _Copy) -> bool:
+    async def _compare_record(
+        self, job: AuditJob, pieces: Sequence[LoadPiece], store: PageStore, index: int, copy: _Copy
+    ) -> bool:
         """Whether a record is what was computed. One that is not, or is corrupt, is discarded.
 
         Raises:
             CorruptRecord: It could not be compared.
         """
-        record = await store.load(lease, piece.key, deadline=Deadline.after(_DEADLINE_S))
+        key = pieces[index].key
+        record = await store.load(LeaseId(job.lease), key, deadline=Deadline.after(_DEADLINE_S))
         corrupt: CorruptRecord | None = None
         try:
-            reason = await self._compared(copy, partial(self._differs, record, piece, copy))
+            reason = await self._on_a_codec_thread(copy, partial(self._difference, record, pieces[index], copy))
         except CorruptRecord as error:
             reason, corrupt = str(error), error
         if reason is None:
             return True
-        with suppress(KVStoreError):  # then whoever reads it next finds it
-            await store.discard(piece.key, reason, deadline=Deadline.after(_DEADLINE_S))
+        with suppress(KVStoreError):  # then the next reader finds it
+            await store.discard(key, reason, deadline=Deadline.after(_DEADLINE_S))
         if corrupt is not None:
             raise corrupt
         return False
 
-    def _differs(self, record: Record, piece: LoadPiece, copy: _Copy) -> str | None:
+    def _difference(self, record: Record, piece: LoadPiece, copy: _Copy) -> str | None:
         """Why a record is not what was computed, or `None`. Called on a codec thread.
 
         Raises:
-            CorruptRecord: It does not hold what it says.
+            CorruptRecord: Its bytes are not those that were sealed, or it has another size.
         """
         group = self._groups[piece.key.group]
         size = group.plan.decoded_bytes(piece.span_blocks)
@@ -284,6 +222,14 @@ class Auditor:
         _log.error("kvstore: audit: a stored page is wrong and is discarded: %s key=%s", reason, piece.key)
         return reason
 
+    def _compared(self, job: AuditJob, verdicts: Sequence[bool | None]) -> None:
+        with self._lock:
+            self._report.audits_done[job.audit_id] = 1
+            if None in verdicts:
+                self._report.audits_partial.add(job.audit_id)
+            if False in verdicts:
+                self._report.audits_differ.add(job.audit_id)
+
     def take_report(self) -> RankReport | None:
         """The jobs that this rank has finished since the last call, or `None`."""
         with self._lock:
@@ -292,30 +238,56 @@ class Auditor:
             report, self._report = self._report, RankReport()
             return report
 
-    def _done(self, job: AuditJob, *, is_partial: bool, differs: bool = False) -> None:
-        with self._lock:
-            self._report.audits_done[job.audit_id] = 1
-            if is_partial:
-                self._report.audits_partial.add(job.audit_id)
-            if differs:
-                self._report.audits_differ.add(job.audit_id)
-
     # ---- both
 
-    def _gather_all(self, pieces: Iterable[LoadPiece]) -> list[_Copy | None]:
+    def _start(self, pieces: Sequence[LoadPiece], check: Check, then: Callable[[Sequence[bool | None]], None]) -> None:
+        """Order copies of the pieces' blocks, and check each one once it has arrived.
+
+        Args:
+            pieces: Which blocks.
+            check: Compares one copy.
+            then: Called once, from another thread, unless this raises: for each piece what `check` returned, or `None`
+                if it was not compared.
+
+        Raises:
+            KVStoreError: The blocks cannot be copied, or the connector is closed.
+        """
         copies: list[_Copy | None] = []
         try:
             for piece in pieces:
                 copies.append(self._gather(piece))
+            self._bridge.submit(partial(self._check_all, copies, check, then))
         except BaseException:
             self._put_back(copies)
             raise
-        return copies
 
-    def _put_back(self, copies: Iterable[_Copy | None]) -> None:
-        for copy in copies:
-            if copy is not None:
-                self._pages.put(copy.page)
+    async def _check_all(
+        self,
+        copies: Sequence[_Copy | None],
+        check: Check,
+        then: Callable[[Sequence[bool | None]], None],
+        store: PageStore,
+    ) -> None:
+        verdicts: list[bool | None] = [None] * len(copies)
+        try:
+            for index, copy in enumerate(copies):
+                if copy is not None:
+                    verdicts[index] = await self._verdict(check, store, index, copy)
+        except Exception as error:  # noqa: BLE001 - a background task's top: no caller awaits its future
+            self._skip(str(error))
+            _log.exception("kvstore: audit: pages could not be compared")
+        finally:
+            self._put_back(copies)
+            then(verdicts)
+
+    async def _verdict(self, check: Check, store: PageStore, index: int, copy: _Copy) -> bool | None:
+        try:
+            return await check(store, index, copy)
+        except CorruptRecord:  # which is no fault of how it was made, or is computed
+            return None
+        except KVStoreError as error:
+            self._skip(str(error))
+            return None
 
     def _gather(self, piece: LoadPiece) -> _Copy | None:
         """Start to copy the piece's blocks to host memory; `None`: there is no room."""
@@ -336,7 +308,12 @@ class Auditor:
             return None
         return _Copy(page, ticket)
 
-    async def _compared(self, copy: _Copy, compare: Callable[[], Any]) -> Any:
+    def _put_back(self, copies: Iterable[_Copy | None]) -> None:
+        for copy in copies:
+            if copy is not None:
+                self._pages.put(copy.page)
+
+    async def _on_a_codec_thread(self, copy: _Copy, compare: Callable[[], Any]) -> Any:
         def wait_and_compare() -> Any:
             copy.ticket.wait()
             return compare()
@@ -346,22 +323,6 @@ class Auditor:
     def _skip(self, why: str) -> None:
         self._meters.add("connector_audit_skipped")
         _log.debug("kvstore: audit: a page was not compared: %s", why)
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """The digest of what the blocks of a piece must hold."""
-
-    piece: LoadPiece
-    digest: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """A piece's blocks in host memory, complete once the ticket is done."""
-
-    page: torch.Tensor
-    ticket: Ticket
 
 
 def _cell_bytes(group: RankGroup, piece: LoadPiece) -> int:

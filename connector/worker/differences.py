@@ -27,12 +27,7 @@ _EIGHT_BITS = 0.4
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of every cell, of numbers of one type.
-
-    Attributes:
-        start, stop: Bytes within the cell.
-        dtype: As torch calls it.
-    """
+    """Bytes `start` to `stop` of every cell, numbers of one type (torch's name of it)."""
 
     start: int
     stop: int
@@ -57,7 +52,7 @@ def bound_for(compute_dtype: str, content: CellFacts | StateFacts) -> float:
 
 
 def canonical_bytes(page: Bytes, plane_width: int) -> Bytes:
-    """The canonical bytes of a page in host memory, whose form `BlockCopier.plane_width` tells."""
+    """The canonical bytes of a page in host memory, whose form is `BlockCopier.plane_width`."""
     if plane_width == 1:
         return page
     # [planes, elements], the highest first; elements are little-endian

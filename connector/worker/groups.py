@@ -1,4 +1,9 @@
-"""One canonical group on one rank: its layout proven against the tensors, and the copier for them."""
+"""One canonical group on one rank: its layout proven against the tensors, its copies proven on the device.
+
+`prove_tiling` and the tests prove the byte order of pages on any machine. Only the machine at hand can prove that its
+streams, kernels and layout do what those integers mean: `check_round_trip` copies blocks at start, while the cache is
+empty. A group that fails either proof is not cached.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from connector.canonical.attention import AttentionPages
-from connector.canonical.latent import latent_pages
+from connector.canonical.attention import AttentionPages, latent_pages
 from connector.canonical.recurrent import StatePages
-from connector.canonical.runs import LayerGeometry, PagePlan
-from connector.canonical.tiling import prove_tiling
-from connector.device.base import BlockCopier, Device
+from connector.canonical.runs import LayerGeometry, PagePlan, prove_tiling
+from connector.device.base import BlockCopier, Device, PageGather
+from connector.device.host_memory import HostPages
 from connector.facts import CellFacts, EngineFacts, GroupFacts, StateFacts
 from connector.identity import GroupShape
 from kvstore.codec import chain_for_element_bytes
@@ -20,7 +24,11 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.kinds import Latent
 from kvstore.model.layout import GroupLayout
 
-__all__ = ["RankGroup", "prove_group"]
+__all__ = ["RankGroup", "check_bytes", "check_round_trip", "prove_group"]
+
+_CHECKED_BLOCKS = 2
+_GAPS_BYTES = 1 << 20
+"""Between pages, which start at multiples of 512 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +134,73 @@ def _compare(name: str, geometry: LayerGeometry, layer: torch.Tensor, group: Gro
     if blocked and geometry.token_stride != geometry.content_bytes:
         # the CPU backend rearranges bytes within a head of a block
         raise InvalidRequest("a head's bytes do not stand together", layer=name, stride=layer.stride())
+
+
+def check_bytes(groups: Sequence[GroupShape]) -> int:
+    """Host memory that the check of each of these groups needs."""
+    return (
+        max(group.facts.rank_block_bytes * (1 if group.is_state else _CHECKED_BLOCKS) for group in groups) + _GAPS_BYTES
+    )
+
+
+@torch.inference_mode()
+def check_round_trip(group: RankGroup, layers: Sequence[torch.Tensor], device: Device, pages: HostPages) -> None:
+    """Copy some blocks to others through host pages, compare, and restore the old content.
+
+    Args:
+        group: The group.
+        layers: Its cache tensors, dimension 0 = blocks, whose content is not used yet.
+        device: Their device.
+        pages: Host memory of that device, at least `check_bytes`.
+
+    Raises:
+        InvalidRequest: The copies are not equal; the group must not be cached.
+    """
+    num_blocks = 1 if group.shape.is_state else _CHECKED_BLOCKS
+    feeds = group.shape.facts.feeds
+    low, high = _disjoint_tables(1 + max(feeds), num_blocks, layers[0].shape[0])
+    caches = [(layer.view(torch.uint8), feed) for layer, feed in zip(layers, feeds, strict=True)]
+    kept = [cache[low[feed] + high[feed]] for cache, feed in caches]  # indexing with a list copies
+    equal = True
+    # both ways, with different content: leftovers of the first copy cannot make the second one look right
+    for seed, (sources, targets) in enumerate([(low, high), (high, low)]):
+        generator = torch.Generator().manual_seed(seed)
+        for cache, feed in caches:
+            noise = torch.randint(0, 256, cache[sources[feed]].shape, dtype=torch.uint8, generator=generator)
+            cache[sources[feed]] = noise.to(cache.device)
+        _copy(group, device, pages, sources, targets)
+        equal &= all(torch.equal(cache[sources[feed]], cache[targets[feed]]) for cache, feed in caches)
+    for (cache, feed), content in zip(caches, kept, strict=True):
+        cache[low[feed] + high[feed]] = content
+    if not equal:
+        raise InvalidRequest("a copy through host memory changes bytes", layer=group.shape.facts.layer_names[0])
+
+
+def _disjoint_tables(num_tables: int, num_blocks: int, cache_blocks: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Tables of the cache's first and last blocks, all disjoint, since layers of different tables may share memory."""
+    if 2 * num_tables * num_blocks >= cache_blocks:
+        raise InvalidRequest("the cache is too small", blocks=cache_blocks, needed=2 * num_tables * num_blocks + 1)
+    starts = range(0, num_tables * num_blocks, num_blocks)
+    low = [list(range(1 + start, 1 + start + num_blocks)) for start in starts]
+    high = [list(range(cache_blocks - 1 - start, cache_blocks - 1 - start - num_blocks, -1)) for start in starts]
+    return low, high
+
+
+def _copy(
+    group: RankGroup, device: Device, host: HostPages, sources: list[list[int]], targets: list[list[int]]
+) -> None:
+    num_blocks = len(sources[0])
+    page_bytes = group.plan.decoded_bytes(num_blocks)
+    pages = []
+    for slice_index in group.held:
+        memory = host.take(page_bytes)
+        assert memory is not None, "the host has no room for a page"
+        pages.append(PageGather(group.plan.runs(slice_index, num_blocks), sources, memory))
+    for page, ticket in zip(pages, group.copier.gather_all(pages), strict=True):
+        if ticket is None:
+            raise InvalidRequest("the device has no room for a page", page_bytes=page.target.numel())
+        ticket.wait()
+    after = device.fence()
+    for page in pages:
+        group.copier.scatter(page.runs, targets, page.target, 0, after)
+        host.put(page.target)

@@ -11,14 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
-from connector.device.base import Device, Fence
+from connector.bridge import Bridge
+from connector.device.base import Fence
 from connector.jobs import LoadJob, LoadPiece
-from connector.scheduler.bridge import Bridge
-from connector.worker.audit import Auditor
+from connector.worker.audit import Auditor, Scattered
 from connector.worker.groups import RankGroup
-from connector.worker.staging import RecordMemory, view
+from connector.worker.memory import RecordMemory, ScratchPages, view
 from kvstore.api import Deadline, LeaseId, PageStore
 from kvstore.client import trace_parent
 from kvstore.codec import CodecPool, decode_into
@@ -39,69 +37,57 @@ _CEILING_S = 60.0
 class Loader:
     """Loads one rank's slices for admitted requests.
 
-    Each request is reported exactly once, and only once nothing can write to its blocks any more.
+    Each request is reported exactly once, and only once no thread can write to its blocks any more.
 
     Args:
         bridge: To the store.
         groups: The canonical groups on this rank, by their index.
-        device: The device of their blocks.
         pool: Threads for verifying and decoding.
         memory: Where records are received.
-        scratch: Pages of host memory to decode into, one per thread; larger ones are made when needed.
+        scratch: Pages of host memory to decode into.
         stall_s: A load fails if the service owes records and none arrives for this long.
         meters: Counters.
-        auditor: Reads audited loads back before they are reported.
+        auditor: Reads loads back before they are reported, if their jobs say so.
     """
 
     def __init__(
         self,
         bridge: Bridge,
         groups: Sequence[RankGroup],
-        device: Device,
         *,
         pool: CodecPool,
         memory: RecordMemory,
-        scratch: Sequence[torch.Tensor] = (),
+        scratch: ScratchPages,
         stall_s: float,
         meters: Meters,
         auditor: Auditor | None = None,
     ) -> None:
         self._bridge = bridge
         self._groups = tuple(groups)
-        self._device = device
         self._pool = pool
         self._memory = memory
+        self._scratch = scratch
         self._stall_s = stall_s
         self._meters = meters
+        self._auditor = auditor
         self._lock = threading.Lock()
         self._reported = threading.Condition(self._lock)
         self._num_open = 0
         self._finished: set[str] = set()
         self._failed: set[str] = set()
-        self._auditor = auditor
-        self._to_read_back = deque[str]()  # for the engine's thread, which orders what follows
-        self._scratch = deque(scratch)
-        self._room = asyncio.Semaphore(_IN_FLIGHT)  # of all loads together: records in flight are in memory
+        self._to_read_back = deque[tuple[str, list[Scattered]]]()  # for the engine's thread, which orders what follows
+        self._in_flight = asyncio.Semaphore(_IN_FLIGHT)  # of all loads together: records in flight are in memory
         self.verify = True
         """Tests switch it off to show that verification is what stands between a flipped bit and wrong output."""
 
-    def fence(self) -> Fence:
-        """The engine's work until now, for loads that start later. Called on the engine's thread."""
-        return self._device.fence()
-
-    def load(self, jobs: Sequence[LoadJob], after: Fence | None = None) -> None:
-        """Start loading; returns at once. Called on the engine's thread, after all that may still use the blocks.
+    def load(self, jobs: Sequence[LoadJob], after: Fence) -> None:
+        """Start loading; returns at once. Called on the engine's thread.
 
         Args:
             jobs: What to load.
-            after: The last that may use the blocks; by default whatever the engine has ordered until now.
+            after: The engine's last work that may use the blocks.
         """
-        if not jobs:
-            return
-        after = after or self.fence()
         for job in jobs:
-            if self._auditor is not None:
-                self._auditor.forget([job.request_id])  # an earlier load, whose blocks are gone
             with self._lock:
                 self._num_open += 1
             try:
@@ -129,21 +115,17 @@ class Loader:
         with self._lock:
             if wait_s and self._num_open and not self._finished and not self._to_read_back:
                 self._reported.wait(wait_s)
-        while self._to_read_back:  # nobody else takes from it
-            self._read_back(self._to_read_back.popleft())
+        while self._to_read_back:  # this thread alone takes from it
+            self._read_back(*self._to_read_back.popleft())
         with self._lock:
             finished, failed = self._finished, self._failed
             self._finished, self._failed = set(), set()
             return finished, failed
 
-    def _read_back(self, request_id: str) -> None:
+    def _read_back(self, request_id: str, scattered: Sequence[Scattered]) -> None:
         assert self._auditor is not None
-
-        def report(is_equal: bool) -> None:
-            self._report(request_id, failed=not is_equal)
-
         try:
-            self._auditor.read_back(request_id, after="the load", then=report)
+            self._auditor.read_back(scattered, lambda is_equal: self._report(request_id, failed=not is_equal))
         except BaseException as error:
             self._report(request_id, failed=True)
             if not isinstance(error, KVStoreError):
@@ -152,13 +134,14 @@ class Loader:
 
     async def _run(self, job: LoadJob, after: Fence, store: PageStore) -> None:
         failed = True
+        scattered: list[Scattered] | None = [] if job.read_back and self._auditor is not None else None
         started_s = SYSTEM_CLOCK.monotonic_s()
         if job.trace:
             trace_parent.set(job.trace)  # of this task alone
         try:
-            await self._load_pieces(store, job, after)
+            await self._load_pieces(store, job, after, scattered)
             failed = False
-        except* Exception as errors:  # noqa: BLE001 - a task's top: whatever happened, the request must be reported
+        except* Exception as errors:  # noqa: BLE001 - a task's top: the request must be reported after any error
             self._meters.add("connector_load_errors")
             error = errors.exceptions[0]
             _log.warning(
@@ -168,9 +151,9 @@ class Loader:
                 exc_info=None if isinstance(error, KVStoreError) else error,
             )
         finally:
-            if job.audited and self._auditor is not None and not failed:
+            if scattered is not None and not failed:
                 with self._lock:
-                    self._to_read_back.append(job.request_id)
+                    self._to_read_back.append((job.request_id, scattered))
                     self._reported.notify_all()
             else:
                 self._report(job.request_id, failed=failed)
@@ -186,20 +169,22 @@ class Loader:
             self._num_open -= 1
             self._reported.notify_all()
 
-    async def _load_pieces(self, store: PageStore, job: LoadJob, after: Fence) -> None:
+    async def _load_pieces(
+        self, store: PageStore, job: LoadJob, after: Fence, scattered: list[Scattered] | None
+    ) -> None:
         """Load all pieces, or raise; either way no thread writes to the blocks after it ends."""
         if job.pieces is None:
             raise InternalError("the load could not be planned", request=job.request_id)
         pieces = [piece for piece in job.pieces if piece.key.slice in self._groups[piece.key.group].held]
-        load = _Load(LeaseId(job.lease), after, _Progress(), job.request_id if job.audited else None)
+        load = _Load(LeaseId(job.lease), after, _Progress(), scattered)
         open_pieces = len(pieces)
-        turn = asyncio.Semaphore(_IN_FLIGHT)  # of this load: a long one does not queue for room before all others
+        turn = asyncio.Semaphore(_IN_FLIGHT)  # of this load: a long one does not queue before all others
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(load.progress.watch(self._stall_s))
 
             async def load_piece(piece: LoadPiece) -> None:
                 nonlocal open_pieces
-                async with turn, self._room:
+                async with turn, self._in_flight:
                     await self._load_record(store, load, piece)
                 open_pieces -= 1
                 if open_pieces == 0:
@@ -212,70 +197,65 @@ class Loader:
 
     async def _load_record(self, store: PageStore, load: _Load, piece: LoadPiece) -> None:
         deadline = Deadline.after(_CEILING_S)
-        with load.progress.asking():
+        with load.progress.call():
             record = await store.load(load.lease, piece.key, deadline=deadline, allocate=self._memory.take)
         try:
             # a cancelled run returns only once its thread is done, so that nothing touches the blocks afterwards
-            await self._pool.run(record.num_bytes, lambda: self._place(record, piece, load), deadline=deadline)
+            await self._pool.run(record.num_bytes, lambda: self._scatter(record, piece, load), deadline=deadline)
         except CorruptRecord as error:
             self._meters.add("connector_corrupt_records")
-            with load.progress.asking():
+            with load.progress.call():
                 await store.discard(piece.key, str(error), deadline=deadline)
             raise
 
-    def _place(self, record: Record, piece: LoadPiece, load: _Load) -> None:
+    def _scatter(self, record: Record, piece: LoadPiece, load: _Load) -> None:
         if self.verify:
             verify_payload(record)
         group = self._groups[piece.key.group]
         expected = group.plan.decoded_bytes(piece.span_blocks)
         if record.header.decoded_bytes != expected:
             raise CorruptRecord("page has the wrong size", expected=expected, seen=record.header.decoded_bytes)
-        with self._scratch_page(expected) as page:
+        with self._scratch.page(expected) as page:
             decode_into(record.header.codec_chain, record.payload, view(page), plane_width=group.copier.plane_width)
             runs = group.plan.runs(piece.key.slice, piece.span_blocks)
             group.copier.scatter(runs, piece.block_ids, page, piece.first_block, load.after)
-            if self._auditor is not None and load.audited is not None:
-                self._auditor.placed(load.audited, piece, page)
-        self._meters.add("connector_raw_bytes_loaded", expected)
-
-    @contextmanager
-    def _scratch_page(self, num_bytes: int) -> Iterator[torch.Tensor]:
-        # the most recently used one: it may still be in the processor's cache
-        page = self._scratch.pop() if self._scratch else self._device.host_memory(num_bytes)
-        if page.numel() < num_bytes:
-            page = self._device.host_memory(num_bytes)
-        try:
-            yield page[:num_bytes]
-        finally:
-            self._scratch.append(page)
+            if self._auditor is not None and load.scattered is not None:
+                load.scattered.append(self._auditor.scattered(piece, page))
+        self._meters.add("connector_loaded_bytes", expected)
 
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """One request's load: the lease of its records, the fence that its copies follow, whether the service answers, and
-    the request's id if the load is audited."""
+    """One request's load.
+
+    Attributes:
+        lease: Keeps its records readable.
+        after: The fence that its copies follow.
+        progress: Whether the service answers.
+        scattered: What was written to blocks, if that is read back.
+    """
 
     lease: LeaseId
     after: Fence
     progress: _Progress
-    audited: str | None
+    scattered: list[Scattered] | None
 
 
 class _Progress:
-    """Ends a load if the service stops answering. Time that records spend in codec threads does not count."""
+    """Ends a load if the service stops answering. Time in codec threads does not count."""
 
     def __init__(self) -> None:
-        self._asked = 0
+        self._open_calls = 0
         self._answers = 0
 
     @contextmanager
-    def asking(self) -> Iterator[None]:
+    def call(self) -> Iterator[None]:
         """Wraps a call to the service."""
-        self._asked += 1
+        self._open_calls += 1
         try:
             yield
         finally:
-            self._asked -= 1
+            self._open_calls -= 1
             self._answers += 1
 
     async def watch(self, stall_s: float) -> None:
@@ -287,6 +267,6 @@ class _Progress:
         waited_s, answers = 0.0, 0
         while waited_s < stall_s:
             await asyncio.sleep(_WATCH_S)
-            is_open = self._asked > 0 and self._answers == answers
+            is_open = self._open_calls > 0 and self._answers == answers
             waited_s, answers = (waited_s + _WATCH_S if is_open else 0.0), self._answers
-        raise Unavailable("no record came from the service for too long", stall_s=stall_s)
+        raise Unavailable("the service sent no record for too long", stall_s=stall_s)

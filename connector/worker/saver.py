@@ -1,4 +1,4 @@
-"""Saving: blocks to buffers during the step, then buffers to records to the store in the background."""
+"""Saving: during the step blocks are copied to buffers; in the background buffers become records and are sent."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from operator import attrgetter
 
 import torch
 
+from connector.bridge import Bridge
 from connector.device.base import PageGather, Ticket
-from connector.device.host_pages import PageShare
+from connector.device.host_memory import PageShare
 from connector.jobs import RankReport, SaveJob
-from connector.losses import Losses, Lost
-from connector.scheduler.bridge import Bridge
+from connector.losses import LossReason, LossReporter
 from connector.worker.groups import RankGroup
-from connector.worker.spare_time import SpareTime
-from connector.worker.staging import RecordMemory, view
+from connector.worker.low_priority import LowPriorityPool
+from connector.worker.memory import RecordMemory, view
 from kvstore.api import Deadline, PageStore, Retention, SaveOutcome
 from kvstore.client import trace_parent
 from kvstore.codec import encode, max_payload_bytes
@@ -31,7 +31,7 @@ from kvstore.errors import Closed, KVStoreError, Unavailable
 from kvstore.format.header_v1 import HeaderV1
 from kvstore.format.record import HEADER_BYTES, Record, seal
 from kvstore.model.keys import Boundary, RecordKey
-from kvstore.model.spans import Span
+from kvstore.model.layout import Span
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.meters import Meters
 
@@ -40,8 +40,13 @@ __all__ = ["Saver"]
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _SAVE_DEADLINE_S = 10.0
-_LOST = {"busy": Lost.BUSY, "stopped": Lost.STOPPED, "no_buffer": Lost.NO_ROOM, "no_room": Lost.NO_ROOM}
-"""Why a record is lost, by the outcome of its save; all others: the store did not take it."""
+_LOST = {
+    "busy": LossReason.BUSY,
+    "stopped": LossReason.STOPPED,
+    "no_buffer": LossReason.NO_ROOM,
+    "no_room": LossReason.NO_ROOM,
+}
+"""Why a record is lost, by the outcome of its save. After any other outcome the store did not take it."""
 
 _group_of = attrgetter("group")
 
@@ -49,8 +54,8 @@ _group_of = attrgetter("group")
 class Saver:
     """Saves one rank's slices.
 
-    The engine's thread only copies blocks to host buffers; encoding, sealing and sending run elsewhere. A page that
-    cannot be saved is counted and dropped: it will be a miss later.
+    The engine's thread only orders copies of blocks to host buffers. Other threads encode, seal and send. A page that
+    cannot be saved is counted and dropped: it is a miss later.
 
     Args:
         bridge: To the store.
@@ -61,7 +66,6 @@ class Saver:
         pages: Host memory for pages in flight.
         memory: Where records are made.
         meters: Counters.
-        losses: Told what could not be saved.
     """
 
     def __init__(
@@ -70,12 +74,11 @@ class Saver:
         groups: Sequence[RankGroup],
         *,
         page_tokens: int,
-        threads: SpareTime,
+        threads: LowPriorityPool,
         patience_s: float,
         pages: PageShare,
         memory: RecordMemory,
         meters: Meters,
-        losses: Losses,
     ) -> None:
         self._bridge = bridge
         self._groups = tuple(groups)
@@ -85,12 +88,12 @@ class Saver:
         self._pages = pages
         self._memory = memory
         self._meters = meters
-        self._losses = losses
+        self._losses = LossReporter(bridge, meters)
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._open: dict[int, _Open] = {}  # by job id
         self._report = RankReport()
-        # pages arrive in the order in which they were gathered: one thread waits for the next, no codec thread
+        # pages arrive in the order in which they were gathered: one thread waits for the next, and no codec thread does
         self._arrivals = ThreadPoolExecutor(1, thread_name_prefix="arrivals")
 
     def save(self, jobs: Sequence[SaveJob]) -> None:
@@ -121,7 +124,7 @@ class Saver:
         return self._groups[job.group].written(job.prefix)
 
     def _save_batch(self, group: RankGroup, batch: Sequence[tuple[SaveJob, int]]) -> None:
-        """Gather slices of one group together and send each one off; whatever happens, each is reported once."""
+        """Gather slices of one group together and send each one off. Each is reported once, also after an error."""
         left, held = deque(batch), deque[tuple[SaveJob, int, torch.Tensor]]()
         try:
             while left:
@@ -179,7 +182,7 @@ class Saver:
             outcome = await self._encode_and_save(store, gathered)
         except KVStoreError as error:
             _log.debug("kvstore: a page was not saved: %s", error)
-        except Exception:  # noqa: BLE001 - a background task's top: nobody looks at its future
+        except Exception:  # noqa: BLE001 - a background task's top: no caller awaits its future
             _log.exception("kvstore: a page was not saved")
         finally:
             self._done(job_id, outcome)
@@ -191,7 +194,7 @@ class Saver:
             if not gathered.ticket.is_done():
                 await asyncio.get_running_loop().run_in_executor(self._arrivals, gathered.ticket.wait)
         except BaseException:
-            # even if it has not arrived: whatever is copied there next is ordered after this copy
+            # also before its copy has ended: the next copy to this memory is ordered after it
             self._pages.put(gathered.page)
             raise
         try:
@@ -204,10 +207,10 @@ class Saver:
             )
         except Unavailable:
             return "busy"
-        self._meters.add("connector_raw_bytes_saved", gathered.header.decoded_bytes)
+        self._meters.add("connector_saved_raw_bytes", gathered.header.decoded_bytes)
         outcome = await store.save(record, retention=gathered.retention, deadline=deadline)
         if outcome is SaveOutcome.STORED:
-            self._meters.add("connector_bytes_stored", record.num_bytes)
+            self._meters.add("connector_saved_bytes", record.num_bytes)
         return outcome.value
 
     def _done(self, job_id: int, outcome: str) -> None:
@@ -228,18 +231,18 @@ class Saver:
                 self._idle.notify_all()
         self._meters.add("connector_saves", outcome=outcome)
         if is_last:
-            self._tell_losses(open_job)
+            self._report_losses(open_job)
 
-    def _tell_losses(self, ended: _Open) -> None:
-        """Tell what a job lost: one report for each outcome, with the number of its records."""
+    def _report_losses(self, ended: _Open) -> None:
+        """Report a job's lost records to the store: one loss for each outcome, with the number of records."""
         job = ended.job
         for outcome, num_records in ended.lost.items():
-            self._losses.tell(
+            self._losses.report(
                 request_id=job.request_id,
                 namespace=job.namespace,
                 boundary=Boundary(job.stop_tokens, job.prefix),
                 group=job.group,
-                reason=_LOST.get(outcome, Lost.FAILED),
+                reason=_LOST.get(outcome, LossReason.FAILED),
                 detail={} if outcome in _LOST else {"outcome": outcome},
                 records=num_records,
             )
@@ -258,7 +261,7 @@ class Saver:
             return self._idle.wait_for(lambda: not self._open, timeout_s)
 
     def finish(self, timeout_s: float) -> None:
-        """Send what is open as fast as possible, and count, log and tell what could not be sent in time. Idempotent."""
+        """Send open pages as fast as possible; count, log and report those that were not sent in time. Idempotent."""
 
         async def hurry(store: PageStore) -> None:
             self._threads.hurry()
@@ -272,7 +275,7 @@ class Saver:
         for open_job in lost:
             self._meters.add("connector_saves", open_job.slices, outcome="stopped")
             open_job.lost["stopped"] += open_job.slices
-            self._tell_losses(open_job)
+            self._report_losses(open_job)
         self._losses.close()
         if lost:
             requests = {open_job.job.request_id for open_job in lost}
@@ -290,9 +293,8 @@ class _Open:
     """A job of which slices are open.
 
     Attributes:
-        job: What was ordered.
-        slices: How many are open.
-        lost: How many were not saved, by outcome; told when none is open.
+        slices: Number of open slices.
+        lost: By outcome, number of slices that were not saved; reported when none is open.
     """
 
     job: SaveJob
@@ -305,11 +307,7 @@ class _Gathered:
     """A page on its way to the store.
 
     Attributes:
-        header: The header to seal it with.
-        page: Its bytes, once they have arrived.
-        plane_width: Their form: see `BlockCopier`.
-        ticket: Done when they have arrived.
-        retention: How long it is likely to be useful.
+        page: Its bytes, once `ticket` is done, in the form of `BlockCopier.plane_width`.
         trace: Passed to the store; empty: none.
     """
 

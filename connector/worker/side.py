@@ -7,25 +7,22 @@ from typing import Any
 
 import torch
 
+from connector.bridge import Bridge
+from connector.device import open_device
 from connector.device.base import Device, Fence
-from connector.device.choose import open_device
 from connector.device.cpu import CpuDevice
-from connector.device.host_pages import PAGE_ALIGN_BYTES, HostPages, PageShare
+from connector.device.host_memory import PAGE_ALIGN_BYTES, HostPages, PageShare
 from connector.facts import EngineFacts
+from connector.host_memory import host_memory_budget, page_bytes
 from connector.identity import CacheShape
 from connector.jobs import RankReport, StepJobs
-from connector.losses import Losses
-from connector.room import page_bytes, save_room
-from connector.scheduler.bridge import Bridge
 from connector.settings import ConnectorSettings
 from connector.worker.audit import Auditor
-from connector.worker.groups import RankGroup, prove_group
+from connector.worker.groups import RankGroup, check_bytes, check_round_trip, prove_group
 from connector.worker.loader import Loader
+from connector.worker.low_priority import LowPriorityPool
+from connector.worker.memory import RecordMemory, ScratchPages, Warmer, memory_ranges
 from connector.worker.saver import Saver
-from connector.worker.self_check import check_bytes, check_round_trip
-from connector.worker.spare_time import SpareTime
-from connector.worker.staging import RecordMemory
-from connector.worker.warm import Warmer, memory_ranges
 from kvstore.codec import CodecPool
 from kvstore.errors import InvalidRequest
 from kvstore.runtime.meters import Meters
@@ -36,10 +33,9 @@ _DRAIN_S = 4.0  # vLLM kills its workers after 5 s
 _MAX_CODEC_THREADS = 4
 _EMPTY_STEP_S = 0.005
 _PATIENCE_S = 1.0
-"""How long a page waits for idle processors before it is encoded beside the engine's computing."""
-_PREPARED_BYTES = 64 << 20
-"""Bytes of host pages that are warm for the engine's first steps."""
-_AUDIT_SHARE = 4
+"""How long a page waits for idle processors before it is encoded at normal priority."""
+_WARM_BYTES = 64 << 20
+"""Host pages that are made resident for the engine's first steps."""
 
 
 class WorkerSide:
@@ -57,10 +53,11 @@ class WorkerSide:
         self._shape = shape
         self._bridge = bridge
         self._num_threads = max(1, min(_MAX_CODEC_THREADS, num_cores))
-        self._room = save_room(settings, facts, shape)
-        self._limit_bytes = max(self._room.in_flight_bytes, 64 << 20)
+        self._budget = host_memory_budget(settings, facts, shape)
+        self._limit_bytes = max(self._budget.in_flight_bytes, 64 << 20)
         self._pool = CodecPool(num_threads=self._num_threads, limit_bytes=self._limit_bytes)
-        self._save_threads: SpareTime | None = None
+        self._device: Device | None = None
+        self._save_threads: LowPriorityPool | None = None
         self._memory: RecordMemory | None = None
         self.meters = Meters()
         self.refusal: str | None = "cache tensors were not registered"
@@ -93,15 +90,23 @@ class WorkerSide:
             self.refusal = None
 
     def _register(self, layers_of: Callable[[tuple[str, ...]], Sequence[torch.Tensor]]) -> None:
-        slice_bytes = self._largest_slice_bytes()
+        budget, slice_bytes = self._budget, self._largest_slice_bytes()
         scratch_bytes = self._num_threads * slice_bytes
-        device = self._open_device(layers_of(self._shape.groups[0].facts.layer_names)[0].device)
-        # All of it at once: memory that is pinned later stalls the engine's thread and the device. For saves there are
-        # some pages more: their threads may still read pages whose jobs are done.
-        sizes = [_aligned(self._gathered_bytes() + scratch_bytes), _aligned(self._audited_bytes()), scratch_bytes]
-        memory = device.host_memory(sum(sizes))
-        saved, audited, decoded = memory.split(sizes)
-        pages, scratch = HostPages(saved), decoded.split(slice_bytes)
+        # an engine that only loads and audits nothing copies no page from blocks, except in the check at start
+        gathers = self._settings.saves or budget.audit_bytes > 0
+        checked_bytes = check_bytes(self._shape.groups)
+        device = self._device = open_device(
+            layers_of(self._shape.groups[0].facts.layer_names)[0].device,
+            ring_bytes=max(budget.in_flight_bytes if gathers else 0, checked_bytes),
+            page_bytes_max=slice_bytes,
+            num_lanes=self._num_threads,
+        )
+        # All of it at once: memory that is pinned later stalls the engine's thread and the device. Saves get some pages
+        # more, since threads may still read pages whose jobs are done.
+        saved_bytes = _aligned(max(budget.pinned_bytes if gathers else 0, checked_bytes) + scratch_bytes)
+        memory = device.host_memory(saved_bytes + _aligned(budget.audit_bytes) + scratch_bytes)
+        saved, audited, decoded = memory.split([saved_bytes, _aligned(budget.audit_bytes), scratch_bytes])
+        pages = HostPages(saved)
         self.groups = tuple(
             prove_group(group, layout, layers_of(group.facts.layer_names), self._facts, device)
             for group, layout in zip(self._shape.groups, self._shape.layout.groups, strict=True)
@@ -109,22 +114,21 @@ class WorkerSide:
         for group in self.groups:
             check_round_trip(group, layers_of(group.shape.facts.layer_names), device, pages)
         # loads, for which requests wait, never queue behind saves
-        self._save_threads = SpareTime(num_threads=max(1, self._num_threads // 2), limit_bytes=self._limit_bytes)
+        self._save_threads = LowPriorityPool(num_threads=max(1, self._num_threads // 2), limit_bytes=self._limit_bytes)
         self._memory = RecordMemory()
         self.saver = Saver(
             self._bridge,
             self.groups,
             page_tokens=self._shape.layout.page_tokens,
             threads=self._save_threads,
-            # an engine that only saves does so for others, who wait for its pages
+            # an engine that only saves does so for others, which wait for its pages
             patience_s=_PATIENCE_S if self._settings.mode == "both" else 0.0,
             # a page that is encoded a second time is still read by the first thread when its job is done
-            pages=PageShare(pages, self._room.in_flight_bytes + scratch_bytes),
+            pages=PageShare(pages, budget.in_flight_bytes + scratch_bytes),
             memory=self._memory,
             meters=self.meters,
-            losses=Losses(self._bridge, self.meters),
         )
-        if self._audits:
+        if budget.audit_bytes:
             self.auditor = Auditor(
                 self._bridge,
                 self.groups,
@@ -136,41 +140,17 @@ class WorkerSide:
         self.loader = Loader(
             self._bridge,
             self.groups,
-            device,
             pool=self._pool,
             memory=self._memory,
-            scratch=scratch,
+            scratch=ScratchPages(device, decoded.split(slice_bytes)),
             stall_s=self._settings.stall_timeout_ms / 1000,
             meters=self.meters,
             auditor=self.auditor,
         )
         if isinstance(device, CpuDevice):
             layers = [layer for group in self._shape.groups for layer in layers_of(group.facts.layer_names)]
-            first = [(decoded.data_ptr(), scratch_bytes), (saved.data_ptr(), min(saved.numel(), _PREPARED_BYTES))]
+            first = [(decoded.data_ptr(), scratch_bytes), (saved.data_ptr(), min(saved.numel(), _WARM_BYTES))]
             self._warmer = Warmer([*first, *memory_ranges(layers)])
-
-    def _open_device(self, where: torch.device) -> Device:
-        """The device, with a ring for as many pages as may be in flight; the check of its copies needs one of them."""
-        ring_bytes = max(self._room.in_flight_bytes if self._gathers else 0, check_bytes(self._shape.groups))
-        slice_bytes = self._largest_slice_bytes()
-        return open_device(where, ring_bytes=ring_bytes, page_bytes_max=slice_bytes, num_lanes=self._num_threads)
-
-    @property
-    def _gathers(self) -> bool:
-        """Whether pages are copied from blocks after the start: not if an engine only loads, and audits nothing."""
-        return self._settings.saves or self._audits
-
-    @property
-    def _audits(self) -> bool:
-        return self._settings.audit_rate > 0 or self._facts.untested_release is not None
-
-    def _gathered_bytes(self) -> int:
-        """Host memory for pages copied from blocks; the check of the device's copies needs some in any case."""
-        return max(self._room.pinned_bytes if self._gathers else 0, check_bytes(self._shape.groups))
-
-    def _audited_bytes(self) -> int:
-        """Host memory for pages that are audited, beside that for saves."""
-        return self._room.pinned_bytes // _AUDIT_SHARE if self._audits else 0
 
     def _largest_slice_bytes(self) -> int:
         held = [len(group.slices.slices_of(0, self._facts.tp_size)) for group in self._shape.groups]
@@ -180,28 +160,31 @@ class WorkerSide:
     def begin_step(self, jobs: StepJobs) -> None:
         """Note where a step's forward begins, for loads that start behind it. Called when the step's jobs are bound.
 
-        The blocks of a load were allocated in this step, for a request that does not compute yet. Whatever may still
-        touch them was ordered on the compute stream before this call, on both of vLLM's runners: the forwards,
-        drafts and gathers of earlier steps, whose requests held the blocks before; this step's zeroing, copies on
-        write and copies of recurrent states. (`handle_preemptions` would be too early: the first runner zeroes
-        after it.) What comes behind this call and before `start_load_kv`, the forward and the drafts, goes by the
-        tables of requests that compute, in which no block of a load is. vLLM relies on the same: with a
-        synchronous load in the step it calls `start_load_kv` here, for all of the step's loads.
+        The blocks of a load were allocated in this step, for a request that does not compute yet. All work that may
+        still use them was ordered on the compute stream before this call, on both of vLLM's runners: earlier steps'
+        forwards, drafts and gathers, and this step's zeroing, copies on write and copies of recurrent states.
+        (`handle_preemptions` would be too early: the first runner zeroes after it.)
+
+        Between this call and `start_load_kv` come the forward and the drafts. They use the tables of requests that
+        compute, in which no block of a load is. vLLM relies on the same: with a synchronous load in the step it calls
+        `start_load_kv` here, for all of the step's loads.
         """
-        if self.loader is not None and jobs.loads:
-            self._begun = (jobs, self.loader.fence())
+        if self._device is not None and jobs.loads:
+            self._begun = (jobs, self._device.fence())
 
     def start_loads(self, jobs: StepJobs) -> None:
-        """Start a step's loads, behind what was ordered until `begin_step`; if that was not called, until now."""
+        """Start a step's loads, behind the work that was ordered before `begin_step`, or before this call if that was
+        not called for these jobs."""
         (begun, after), self._begun = self._begun, (None, None)
-        if self.loader is not None:
-            self.loader.load(jobs.loads, after if begun is jobs else None)
+        if self.loader is not None and self._device is not None and jobs.loads:
+            self.loader.load(jobs.loads, after if after is not None and begun is jobs else self._device.fence())
 
     def save(self, jobs: StepJobs) -> None:
+        """Order a step's saves and audits, after its forward was ordered."""
         try:
             if self.auditor is not None:
-                self.auditor.look(jobs.audit)
-        finally:  # whatever comes of the audit: a save that is not reported keeps its room and its blocks for ever
+                self.auditor.compare(jobs.audits)
+        finally:  # also after an error of the audit: a save that is not reported keeps its room and its blocks for ever
             if self.saver is not None:
                 self.saver.save(jobs.saves)
 

@@ -1,1 +1,1 @@
-"""What is stored where, how large and how used. See README.md."""
+"""The index of the shared tiers: sizes and use of every boundary. See README.md."""

@@ -1,20 +1,21 @@
-"""The catalog interface: what each shared level stores, its sizes and use, and why records were removed."""
+"""The catalog interface: the boundaries at each shared level, their sizes and use, and why they were removed."""
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
-from kvstore.catalog.entry import EntryTable, Level
-from kvstore.catalog.totals import LevelTotals, NamespaceTotals
+from kvstore.catalog.entry import BoundaryEntry, EntryShape, EntryTable, Level, entry_of
+from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import Layout
+from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 
 __all__ = [
+    "TOMBSTONES_MAX",
     "Addition",
     "BoundaryEntry",
     "Catalog",
@@ -27,10 +28,17 @@ __all__ = [
     "Step",
     "Tombstone",
     "Use",
+    "entry_of",
 ]
 
+TOMBSTONES_MAX = 16384
+"""Tombstones that a catalog keeps."""
+_BATCH = 512
+_STEP_S = 10.0
+"""Time limit of each step of `Catalog.iterate`."""
+
 Gate = Callable[[], None]
-"""Asked before each call to a shared server; raises `Unavailable` while nothing may be asked of it."""
+"""Called before each call to a shared server; raises `Unavailable` while the server must not be called."""
 
 
 class LeaveReason(IntEnum):
@@ -59,8 +67,6 @@ class Addition:
     """A record that was stored at a level.
 
     Attributes:
-        key: The record.
-        level: Where.
         num_bytes: Its bytes there, header included.
         tokens: The boundary's position in tokens; 0: not known.
         parent: Hash of the prefix that ends where the record's span starts; `None`: not known, or the span starts at 0.
@@ -78,10 +84,7 @@ class Removal:
     """A record that a level no longer holds.
 
     Attributes:
-        key: The record.
-        level: Where it was.
-        num_bytes: Its bytes there; `None`: not known; the mean of its group's records at the boundary is assumed.
-        reason: Why.
+        num_bytes: Its bytes there; `None`: not known, so the mean of its group's records at the boundary is assumed.
     """
 
     key: RecordKey
@@ -95,10 +98,8 @@ class Use:
     """Reads of one boundary.
 
     Attributes:
-        prefix: The boundary.
         hits: Reads since the last report.
-        tokens: As in `Addition`; fills in a position that was not known, as after a reindex.
-        parent: As in `Addition`; likewise.
+        tokens: As in `Addition`; replaces a position that is not known, as after a reindex. Likewise `parent`.
     """
 
     prefix: PrefixHash
@@ -108,59 +109,11 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class BoundaryEntry:
-    """The catalog's entry of one boundary.
-
-    Attributes:
-        namespace: Its namespace.
-        prefix: The boundary's prefix hash.
-        tokens: Its position in tokens; 0: not known, as after a reindex until it is read.
-        parent: The page boundary before it; `None`: not known, or there is none (`tokens` is at most one page).
-        first_use_s: When its first record was stored, in seconds since the Unix epoch.
-        last_use_s: When it was last stored or read.
-        hits: How often it was read.
-        pinned_until_s: When its pin ends; 0: not pinned.
-        slices: Per level and group: a bit for each slice that is stored.
-        group_bytes: Per level and group: the bytes of those slices.
-        leaving: Levels whose records are being deleted: lookups see nothing there.
-    """
-
-    namespace: NamespaceId
-    prefix: PrefixHash
-    tokens: int
-    parent: PrefixHash | None
-    first_use_s: int
-    last_use_s: int
-    hits: int
-    pinned_until_s: int
-    slices: tuple[tuple[int, ...], ...]
-    group_bytes: tuple[tuple[int, ...], ...]
-    leaving: frozenset[Level] = frozenset()
-
-    def num_bytes(self, level: Level) -> int:
-        """Bytes of the boundary's records at a level."""
-        return sum(self.group_bytes[level])
-
-    def num_records(self, level: Level) -> int:
-        """Records of the boundary at a level."""
-        return sum(bits.bit_count() for bits in self.slices[level])
-
-    def keys(self, level: Level) -> list[RecordKey]:
-        """The records at a level."""
-        return [
-            RecordKey(self.namespace, self.prefix, group, slice_)
-            for group, bits in enumerate(self.slices[level])
-            for slice_ in range(bits.bit_length())
-            if bits >> slice_ & 1
-        ]
-
-
-@dataclass(frozen=True, slots=True)
 class Tombstone:
     """A removal from a level: of one record, or of a whole boundary.
 
     Attributes:
-        group: The removed record's group; `None`, as `slice`: all records of the boundary at this level.
+        group: The removed record's group; `None`, as is `slice`: all records of the boundary at this level.
         num_bytes: Bytes that were removed.
         at_s: When, in seconds since the Unix epoch.
     """
@@ -177,20 +130,53 @@ class Tombstone:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """One boundary of a batch that `start_leaving_all` hides.
+    """One boundary of a batch for `Catalog.start_leaving`.
 
     Attributes:
-        namespace: Its namespace.
-        prefix: The boundary.
-        unless_used_since_s: It stays when it was stored or read after this time.
+        unless_used_since_s: The boundary stays if it was stored or read after this time; by default it leaves anyway.
         below: Index in the batch of its parent, which comes later and stays if this one does; `None`: the parent is not
             in the batch.
     """
 
     namespace: NamespaceId
     prefix: PrefixHash
-    unless_used_since_s: int
+    unless_used_since_s: int = 0xFFFFFFFF
     below: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LevelTotals:
+    """Sums over one level.
+
+    Attributes:
+        num_boundaries: Boundaries with at least one record there.
+        num_bytes: Bytes of the records, headers included.
+    """
+
+    num_boundaries: int = 0
+    num_records: int = 0
+    num_bytes: int = 0
+
+    def __add__(self, other: LevelTotals) -> LevelTotals:
+        return LevelTotals(
+            self.num_boundaries + other.num_boundaries,
+            self.num_records + other.num_records,
+            self.num_bytes + other.num_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceTotals:
+    """Sums over one namespace.
+
+    Attributes:
+        num_boundaries: Entries; one with records at both levels counts once.
+        levels: Totals per `Level`.
+    """
+
+    tenant: str = ""
+    num_boundaries: int = 0
+    levels: tuple[LevelTotals, ...] = field(default_factory=lambda: tuple(LevelTotals() for _ in Level))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +184,7 @@ class Step:
     """One page of a namespace's entries.
 
     Attributes:
-        prefixes: The boundaries, in the order of `table`; perhaps none.
+        prefixes: The boundaries, in the order of `table`; there may be none.
         table: Their entries.
         cursor: Where the next step continues; `None`: this was the last one.
     """
@@ -212,11 +198,17 @@ class Catalog(ABC):
     """Keeps one entry per boundary. All methods belong to one event loop and may be called concurrently.
 
     A namespace must be registered before any other call about it. Every change counts once, however often it is
-    reported, and updates entry and totals together, whatever other services do at the same time.
+    reported. It updates entry and totals together, also while other services change the same entry.
 
     Every method raises `Unavailable` at its deadline or when the catalog cannot be reached, `Closed` after `aclose`,
     `InvalidRequest` for a namespace that was not registered. If cancelled, a change is made or not, never in part.
     """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock  # for first and last use
+        self._shapes: dict[NamespaceId, EntryShape] = {}
+        self._tenants: dict[NamespaceId, str] = {}
+        self._closed = False
 
     @abstractmethod
     async def register(self, namespace: NamespaceId, layout: Layout, tenant: str, *, deadline: Deadline) -> None:
@@ -224,7 +216,7 @@ class Catalog(ABC):
 
     @abstractmethod
     async def is_complete(self, *, deadline: Deadline) -> bool:
-        """Whether every stored record has an entry. If not, a missing entry does not mean that nothing is stored."""
+        """Whether every stored record has an entry. If not, a record without an entry may still be stored."""
 
     @abstractmethod
     async def set_complete(self, complete: bool, *, deadline: Deadline) -> None:
@@ -234,24 +226,38 @@ class Catalog(ABC):
     async def lookup(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], *, deadline: Deadline) -> EntryTable:
         """Read the entries of many boundaries, in one round trip per node; absent ones are rows of zeros."""
 
-    @abstractmethod
     async def get(self, namespace: NamespaceId, prefix: PrefixHash, *, deadline: Deadline) -> BoundaryEntry | None:
         """Read one entry; `None`: nothing is stored there."""
+        table = await self.lookup(namespace, [prefix], deadline=deadline)
+        data = table.entry(0)
+        return None if data is None else entry_of(table.shape, namespace, prefix, data)
 
-    @abstractmethod
-    def iterate(self, namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
-        """Yield every entry of a namespace, in no order; those added or removed meanwhile may or may not be seen."""
+    async def iterate(self, namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
+        """Yield every entry of a namespace, as `step` pages through them. Each page has 10 s."""
+        cursor: str | None = ""
+        while cursor is not None:
+            deadline = Deadline.after(_STEP_S, self._clock)
+            try:
+                page = await self.step(namespace, cursor, count=_BATCH, deadline=deadline)
+            except InvalidRequest as error:
+                if not cursor:
+                    raise
+                raise Unavailable("the catalog's servers changed during a walk over its entries: repeat it") from error
+            cursor = page.cursor
+            for index, prefix in enumerate(page.prefixes):
+                if (data := page.table.entry(index)) is not None:
+                    yield entry_of(page.table.shape, namespace, prefix, data)
 
     @abstractmethod
     async def step(self, namespace: NamespaceId, cursor: str, *, count: int, deadline: Deadline) -> Step:
-        """Read about `count` of a namespace's entries: pages through all of them, in no order. One that is added or
-        removed meanwhile may or may not be seen; one may be seen twice.
+        """Read about `count` of a namespace's entries, in no order; repeated with the returned cursor, all of them. An
+        entry that is added or removed before the last step may be read or not. An entry may be read twice.
 
         Args:
-            namespace: Whose entries.
+            namespace: Its namespace.
             cursor: From the last step; empty: from the start.
-            count: How many keys are looked at; there may be no entry among them.
-            deadline: When to give up.
+            count: How many keys are read; none of them may be an entry.
+            deadline: For the whole step.
 
         Raises:
             InvalidRequest: Not a cursor of this catalog, or one that is no longer valid.
@@ -263,12 +269,12 @@ class Catalog(ABC):
 
     @abstractmethod
     async def totals(self, *, deadline: Deadline) -> Mapping[NamespaceId, NamespaceTotals]:
-        """What every namespace holds. Each slot of the catalog is read at one point in time, the slots one by one."""
+        """Sums over every namespace. Each slot of the catalog is read at one point in time, the slots one by one."""
 
     @abstractmethod
     async def add(self, additions: Sequence[Addition], *, deadline: Deadline) -> list[bool]:
-        """Report stored records. Per addition: false when the boundary is leaving that level, since the record just
-        written may be deleted with it: the caller must put and report it again later.
+        """Report stored records. Per addition: false when the boundary is leaving that level. Then the record just
+        written may be deleted too, and the caller must put and report it again later.
         """
 
     @abstractmethod
@@ -281,89 +287,22 @@ class Catalog(ABC):
 
     @abstractmethod
     async def start_leaving(
-        self,
-        namespace: NamespaceId,
-        prefix: PrefixHash,
-        level: Level,
-        *,
-        deadline: Deadline,
-        unless_used_since_s: int | None = None,
-        even_if_pinned: bool = False,
-    ) -> BoundaryEntry | None:
-        """Hide all records of a boundary at a level before they are deleted; returns the entry, which names them.
-
-        Args:
-            namespace: Its namespace.
-            prefix: The boundary.
-            level: Where the records are deleted.
-            deadline: When to give up.
-            unless_used_since_s: Do nothing when it was stored or read after this time.
-            even_if_pinned: Ignore a pin.
-
-        Returns:
-            `None`: nothing is stored there, or it is pinned, or it was used. An entry that is leaving already is
-            returned again: whoever started may have died.
-        """
-
-    async def start_leaving_all(
         self, leaving: Sequence[Leaving], level: Level, *, deadline: Deadline
     ) -> list[BoundaryEntry | None]:
-        """`start_leaving` for many boundaries, longest prefixes first: one stays when a longer one of the batch stays.
+        """Hide all records of boundaries, longest prefixes first, at a level before they are deleted.
 
-        Works in waves: a boundary's wave comes after those of all longer ones that name it as `below`.
+        Returns per boundary its entry, which names the records. `None`: it has no record there, is pinned, was used, or
+        stays for a longer one that does. A boundary that is already leaving is returned again, since the service that
+        started may have died.
         """
-        hidden: list[BoundaryEntry | None] = [None] * len(leaving)
-        waves: list[list[int]] = []
-        wave_of: dict[int, int] = {}
-        for index, one in enumerate(leaving):  # longer prefixes come first, so this one's wave is final
-            wave = wave_of.get(index, 0)
-            if wave == len(waves):
-                waves.append([])
-            waves[wave].append(index)
-            if one.below is not None:
-                wave_of[one.below] = max(wave_of.get(one.below, 0), wave + 1)
-        stay: set[int] = set()
-        for indexes in waves:
-            going = [index for index in indexes if index not in stay]
-            found = await self._start_wave([leaving[index] for index in going], level, deadline)
-            for index, entry in zip(going, found, strict=True):
-                hidden[index] = entry
-            stay.update(
-                below for index in indexes if hidden[index] is None and (below := leaving[index].below) is not None
-            )
-        return hidden
-
-    async def _start_wave(
-        self, leaving: Sequence[Leaving], level: Level, deadline: Deadline
-    ) -> list[BoundaryEntry | None]:
-        """`start_leaving` for boundaries none of which is the parent of another."""
-        return await asyncio.gather(
-            *(
-                self.start_leaving(
-                    one.namespace,
-                    one.prefix,
-                    level,
-                    deadline=deadline,
-                    unless_used_since_s=one.unless_used_since_s,
-                )
-                for one in leaving
-            )
-        )
 
     @abstractmethod
     async def finish_leaving(
-        self, namespace: NamespaceId, prefix: PrefixHash, level: Level, reason: LeaveReason, *, deadline: Deadline
-    ) -> int:
-        """Report that the records named by `start_leaving` are deleted: subtracts them from the totals and writes the
-        tombstone. Returns their bytes; 0 when the boundary was not leaving.
-        """
-
-    async def finish_leaving_all(
         self, gone: Sequence[tuple[BoundaryEntry, LeaveReason]], level: Level, *, deadline: Deadline
     ) -> int:
-        """`finish_leaving` for many boundaries."""
-        calls = (self.finish_leaving(e.namespace, e.prefix, level, reason, deadline=deadline) for e, reason in gone)
-        return sum(await asyncio.gather(*calls))
+        """Report that the records of hidden boundaries are deleted: subtracts them from the totals and writes a
+        tombstone each. Returns their bytes; boundaries that were not leaving count 0.
+        """
 
     @abstractmethod
     async def stop_leaving(
@@ -387,6 +326,20 @@ class Catalog(ABC):
     async def clear(self, *, deadline: Deadline) -> None:
         """Drop all entries and totals, but not the namespaces, before a reindex. The catalog is then not complete."""
 
-    @abstractmethod
     async def aclose(self) -> None:
-        """Release what the catalog itself opened. Idempotent."""
+        """Close the files that the catalog opened. Idempotent."""
+        self._closed = True
+
+    def _shape(self, namespace: NamespaceId) -> EntryShape:
+        self._check_open()
+        shape = self._shapes.get(namespace)
+        if shape is None:
+            raise InvalidRequest("the namespace is not known to the catalog: register it", namespace=namespace.hex())
+        return shape
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("the catalog is closed")
+
+    def _now_s(self) -> int:
+        return self._clock.wall_ms() // 1000

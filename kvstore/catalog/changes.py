@@ -1,11 +1,11 @@
-"""How a change edits an entry's bytes. Pure; the Redis scripts do the same on the server."""
+"""How a change edits the bytes of an entry. Pure; the Redis scripts do the same on the server."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
 
-from kvstore.catalog.base import Addition, BoundaryEntry, Removal
+from kvstore.catalog.base import Addition, Removal
 from kvstore.catalog.entry import (
     HITS_AT,
     LAST_USE_AT,
@@ -17,21 +17,16 @@ from kvstore.catalog.entry import (
     Level,
 )
 from kvstore.errors import InvalidRequest
-from kvstore.model.keys import NamespaceId, PrefixHash
+from kvstore.model.keys import PREFIX_BYTES, PrefixHash
 
-__all__ = ["EntryEdit", "entry_of", "packed_with"]
+__all__ = ["EntryEdit", "packed_with"]
 
 _U32 = struct.Struct("<I")
 _U32_MAX = 0xFFFFFFFF
 
 
 class EntryEdit:
-    """Edits one entry.
-
-    Attributes:
-        shape: Where its fields are.
-        data: Its bytes.
-    """
+    """Edits one entry: `shape` gives the offsets of its fields, `data` is its bytes."""
 
     def __init__(self, shape: EntryShape, data: bytes) -> None:
         self.shape = shape
@@ -47,7 +42,7 @@ class EntryEdit:
 
     @property
     def empty(self) -> bool:
-        """Whether no level holds anything."""
+        """Whether no level has a record."""
         return not any(self.data[self.shape.rows_at :])
 
     def num_records(self, level: Level, group: int | None = None) -> int:
@@ -113,7 +108,7 @@ class EntryEdit:
         """Set position and parent where they were not known."""
         if tokens and not self.number(TOKENS_AT):
             self.set_number(TOKENS_AT, tokens)
-        if parent is not None and self.shape.head(bytes(self.data)).parent is None:
+        if parent is not None and not any(self.data[PARENT_AT : PARENT_AT + PREFIX_BYTES]):
             self.data[PARENT_AT : PARENT_AT + len(parent)] = parent
 
     def mark_used(self, now_s: int, hits: int = 0) -> None:
@@ -130,25 +125,3 @@ def packed_with(shape: EntryShape, additions: Sequence[Addition], now_s: int) ->
     for one in additions:
         edit.add(one)
     return bytes(edit.data)
-
-
-def entry_of(shape: EntryShape, namespace: NamespaceId, prefix: PrefixHash, data: bytes) -> BoundaryEntry:
-    """An entry's bytes as a value.
-
-    Raises:
-        CorruptRecord: They are no entry of this shape.
-    """
-    head = shape.head(data)
-    return BoundaryEntry(
-        namespace=namespace,
-        prefix=prefix,
-        tokens=head.tokens,
-        parent=head.parent,
-        first_use_s=head.first_use_s,
-        last_use_s=head.last_use_s,
-        hits=head.hits,
-        pinned_until_s=head.pinned_until_s,
-        slices=(shape.slices(data, Level.HOT), shape.slices(data, Level.COLD)),
-        group_bytes=(shape.group_bytes(data, Level.HOT), shape.group_bytes(data, Level.COLD)),
-        leaving=head.leaving,
-    )

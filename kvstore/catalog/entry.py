@@ -24,16 +24,15 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import CorruptRecord, InvalidRequest
-from kvstore.model.keys import PREFIX_BYTES, PrefixHash
+from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import Layout
 
-__all__ = ["ENTRY_VERSION", "SUM_BYTES", "EntryHead", "EntryShape", "EntryTable", "Level"]
+__all__ = ["ENTRY_VERSION", "SUM_BYTES", "BoundaryEntry", "EntryShape", "EntryTable", "Level", "entry_of"]
 
 
 class Level(IntEnum):
@@ -54,25 +53,55 @@ _LEVELS = tuple(frozenset(level for level in Level if bits >> level & 1) for bit
 """The levels that are being left, by the value of the entry's `leaving` byte."""
 
 
-class EntryHead(NamedTuple):
-    """The fields of an entry that concern the boundary as a whole; as in `BoundaryEntry`."""
+@dataclass(frozen=True, slots=True)
+class BoundaryEntry:
+    """The catalog's entry of one boundary.
 
-    leaving: frozenset[Level]
+    Attributes:
+        tokens: Its position in tokens; 0: not known, as after a reindex until it is read.
+        parent: The page boundary before it; `None`: not known, or there is none (`tokens` is at most one page).
+        first_use_s: When its first record was stored, in seconds since the Unix epoch.
+        last_use_s: When it was last stored or read.
+        hits: How often it was read.
+        pinned_until_s: When its pin ends; 0: not pinned.
+        slices: Per level and group: a bit for each slice that is stored.
+        group_bytes: Per level and group: the bytes of those slices.
+        leaving: Levels whose records are being deleted: lookups see nothing there.
+    """
+
+    namespace: NamespaceId
+    prefix: PrefixHash
     tokens: int
     parent: PrefixHash | None
     first_use_s: int
     last_use_s: int
     hits: int
     pinned_until_s: int
+    slices: tuple[tuple[int, ...], ...]
+    group_bytes: tuple[tuple[int, ...], ...]
+    leaving: frozenset[Level] = frozenset()
+
+    def num_bytes(self, level: Level) -> int:
+        """Bytes of the boundary's records at a level."""
+        return sum(self.group_bytes[level])
+
+    def num_records(self, level: Level) -> int:
+        """Records of the boundary at a level."""
+        return sum(bits.bit_count() for bits in self.slices[level])
+
+    def keys(self, level: Level) -> list[RecordKey]:
+        """The records at a level."""
+        return [
+            RecordKey(self.namespace, self.prefix, group, slice_)
+            for group, bits in enumerate(self.slices[level])
+            for slice_ in range(bits.bit_length())
+            if bits >> slice_ & 1
+        ]
 
 
 @dataclass(frozen=True)
 class EntryShape:
-    """The offsets of the fields in a namespace's entries.
-
-    Attributes:
-        num_slices: Slices of each group.
-    """
+    """The offsets of the fields in a namespace's entries, which follow from the number of slices of each group."""
 
     num_slices: tuple[int, ...]
 
@@ -142,7 +171,7 @@ class EntryShape:
         return head + bytes(self.num_bytes - len(head))
 
     def check(self, data: bytes) -> bytes:
-        """Refuse what is no entry of this shape.
+        """Refuse bytes that are no entry of this shape.
 
         Raises:
             CorruptRecord: Wrong size or version.
@@ -174,27 +203,36 @@ class EntryShape:
         starts = [[self.sum_at(level, group) for group in range(len(self.num_slices))] for level in Level]
         return tuple(tuple(slice(at, at + SUM_BYTES) for at in listed) for listed in starts)
 
-    def head(self, data: bytes) -> EntryHead:
-        """The fields before the sums.
 
-        Raises:
-            CorruptRecord: It is not an entry of this shape.
-        """
-        _, leaving, _, tokens, parent, *rest = _HEAD.unpack_from(self.check(data))
-        return EntryHead(_LEVELS[leaving], tokens, None if parent == _NO_PARENT else PrefixHash(parent), *rest)
+def entry_of(shape: EntryShape, namespace: NamespaceId, prefix: PrefixHash, data: bytes) -> BoundaryEntry:
+    """An entry's bytes as a value.
+
+    Raises:
+        CorruptRecord: They are no entry of this shape.
+    """
+    _, leaving, _, tokens, parent, first_use_s, last_use_s, hits, pinned_until_s = _HEAD.unpack_from(shape.check(data))
+    return BoundaryEntry(
+        namespace,
+        prefix,
+        tokens,
+        None if parent == _NO_PARENT else PrefixHash(parent),
+        first_use_s,
+        last_use_s,
+        hits,
+        pinned_until_s,
+        slices=(shape.slices(data, Level.HOT), shape.slices(data, Level.COLD)),
+        group_bytes=(shape.group_bytes(data, Level.HOT), shape.group_bytes(data, Level.COLD)),
+        leaving=_LEVELS[leaving],
+    )
 
 
 @dataclass(frozen=True)
 class EntryTable:
-    """The entries of many boundaries, in the order in which they were asked for.
-
-    Attributes:
-        shape: Of every entry.
-        data: [boundaries, `shape.num_bytes`], uint8; zeros where there is no entry.
-    """
+    """The entries of many boundaries, in the order of the request."""
 
     shape: EntryShape
     data: npt.NDArray[np.uint8]
+    """[boundaries, `shape.num_bytes`]; zeros where there is no entry."""
 
     @classmethod
     def of(cls, shape: EntryShape, entries: list[bytes | None]) -> EntryTable:
@@ -212,6 +250,10 @@ class EntryTable:
         found: npt.NDArray[np.bool_] = self.data[:, 0] == ENTRY_VERSION
         return found
 
+    def entry(self, index: int) -> bytes | None:
+        """One boundary's entry; `None`: there is none."""
+        return self.data[index].tobytes() if self.data[index, 0] == ENTRY_VERSION else None
+
     def rows(self, level: Level) -> npt.NDArray[np.uint8]:
         """[boundaries, `row_bytes`]: the bits of a level; zeros where the boundary is leaving it."""
         start = self.shape.row_at(level)
@@ -226,10 +268,13 @@ class EntryTable:
 
     def level_bytes(self, level: Level) -> npt.NDArray[np.int64]:
         """[boundaries]: bytes of the records at a level."""
-        start = self.shape.sum_at(level, 0)
-        sums = self.data[:, start : start + SUM_BYTES * len(self.shape.num_slices)].astype(np.int64)
-        places = np.tile(8 * np.arange(SUM_BYTES), len(self.shape.num_slices))
-        found: npt.NDArray[np.int64] = (sums << places).sum(axis=1)
+        return self._sums(level, 0, len(self.shape.num_slices))
+
+    def _sums(self, level: Level, group: int, count: int) -> npt.NDArray[np.int64]:
+        """[boundaries]: bytes of the records of `count` groups at a level."""
+        at = self.shape.sum_at(level, group)
+        sums = self.data[:, at : at + SUM_BYTES * count].astype(np.int64)
+        found: npt.NDArray[np.int64] = (sums << np.tile(8 * np.arange(SUM_BYTES), count)).sum(axis=1)
         return found
 
     def has_parent(self, parent: PrefixHash) -> npt.NDArray[np.bool_]:
@@ -253,9 +298,7 @@ class EntryTable:
 
     def mean_bytes(self, level: Level, group: int) -> int:
         """Mean size of the group's records at a level, over all entries; 0: there are none."""
-        at = self.shape.sum_at(level, group)
-        sums = self.data[:, at : at + SUM_BYTES].astype(np.int64)
-        num_bytes = int((sums << (8 * np.arange(SUM_BYTES))).sum())
+        num_bytes = int(self._sums(level, group, 1).sum())
         start = self.shape.row_at(level)
         bits = self.data[:, start + self.shape.group_at[group] : start + self.shape.group_at[group + 1]]
         count = int(np.bitwise_count(bits).sum())

@@ -1,4 +1,4 @@
-"""`kvstore explain`: how far a request was resumed, why no further, and what to do."""
+"""`kvstore explain`: how much of a request was resumed, why not more, and what to do."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from typing import Annotated, Any, cast
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
-from kvstore.cli.asking import AsJson, Config, Timeout, TokenFile, Url, asked
-from kvstore.cli.tables import print_table, table_of
+from kvstore.cli.options import AsJson, Config, TokenFile
+from kvstore.cli.printing import print_table, table_of
+from kvstore.cli.service import DataTimeout, Url, connected
 
 __all__ = ["explain"]
 
 
 def explain(  # noqa: PLR0917 - typer makes flags of them
     request: Annotated[
-        str, typer.Argument(help="vLLM's id of a request, or its start; without one the latest requests are listed.")
+        str, typer.Argument(help="vLLM's id of a request, or its start. Default: list the latest requests.")
     ] = "",
     url: Url = "",
     token_file: TokenFile = None,
     config: Config = None,
     json_: AsJson = False,
-    timeout_s: Timeout = 5.0,
+    timeout_s: DataTimeout = 5.0,
 ) -> None:
-    """Say how far a request was resumed, why no further, and what to do about it."""
-    with asked(url, timeout_s, "explain", token_file, config) as service:
+    """Show how much of a request was resumed, why not more, and what to do about it."""
+    with connected(url, timeout_s, "explain", token_file, config) as service:
         values = service.store.explain(request, deadline=service.deadline)
     if json_:
         typer.echo(json.dumps(values, indent=2, default=str))
     elif request:
         _show(values)
     else:
-        _list(cast(Sequence[Mapping[str, Any]], values["requests"]), service.name)
+        _list(cast(Sequence[Mapping[str, Any]], values["requests"]), service.address)
 
 
 def _list(requests: Sequence[Mapping[str, Any]], name: str) -> None:
     if not requests:
-        typer.echo(f"no engine has reported a request to {name} yet; it remembers the latest ones since its start")
+        typer.echo(f"no engine has reported a request to {name} since it started")
         return
     columns = ("request", "at (UTC)", "prompt", "resumed", "result", "reason")
     table = table_of(f"latest requests at {name}, in tokens", *columns, right=("prompt", "resumed"))
@@ -51,8 +51,8 @@ def _list(requests: Sequence[Mapping[str, Any]], name: str) -> None:
 
 
 def _show(values: Mapping[str, Any]) -> None:
-    table = Table(show_header=False, title=escape(f"request {values['request']}"), title_justify="left")
-    table.add_row("asked", values["at"])
+    table = table_of(f"request {values['request']}", "what", "value")
+    table.add_row("at", values["at"])
     table.add_row("result", f"{values['result']}: resumed from token {values['resume_tokens']:,}")
     table.add_row("prompt", f"{values['prompt_tokens']:,} tokens, {values['cap_tokens']:,} could have been resumed")
     if values["local_tokens"]:

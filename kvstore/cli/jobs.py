@@ -1,4 +1,4 @@
-"""`kvstore jobs`: long operations of a service, and those that a restart cut short, with what starts them again."""
+"""`kvstore jobs`: long operations of a service, and the command that starts an interrupted one again."""
 
 from __future__ import annotations
 
@@ -8,30 +8,24 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from kvstore.cli.administering import AdminUrl, AsJson, Config, Timeout, TokenFile, administered
-from kvstore.cli.shown import echo_json, time_text
-from kvstore.cli.tables import print_table, table_of
+from kvstore.cli.admin import AdminClient, admin_verb
+from kvstore.cli.printing import echo_json, print_table, table_of, time_text
 from kvstore.errors import InvalidRequest
 
-__all__ = ["jobs"]
+__all__ = ["job_progress", "jobs"]
 
 
-def jobs(  # noqa: PLR0917 - typer makes flags of them
-    job: Annotated[str, typer.Argument(help="One, by its id; without it all are listed.")] = "",
-    cancel: Annotated[
-        bool, typer.Option("--cancel", help="End it if it runs; forget it if it was interrupted.")
-    ] = False,
-    admin_url: AdminUrl = "",
-    token_file: TokenFile = None,
-    config: Config = None,
-    timeout_s: Timeout = 60.0,
-    json_: AsJson = False,
+@admin_verb(60.0)
+def jobs(
+    client: AdminClient,
+    json_: bool,
+    job: Annotated[str, typer.Argument(help="The id of one job. Default: all jobs.")] = "",
+    cancel: Annotated[bool, typer.Option("--cancel", help="Cancel it if it runs; forget it if interrupted.")] = False,
 ) -> None:
     """List jobs (gc, deletions, verify, reindex, drain): running, ended within the hour, and interrupted ones."""
     if cancel and not job:
-        raise InvalidRequest("which one: name its id, as `kvstore jobs` tells it", field="cancel")
-    with administered(admin_url, token_file, timeout_s, config) as client:
-        found = client.call("DELETE" if cancel else "GET", "jobs", job) if job else client.get("jobs")
+        raise InvalidRequest("--cancel needs the id of a job: `kvstore jobs` lists them")
+    found = client.call("DELETE" if cancel else "GET", "jobs", *([job] if job else []))
     if json_:
         echo_json(found)
     elif job:
@@ -42,12 +36,12 @@ def jobs(  # noqa: PLR0917 - typer makes flags of them
 
 def _list(found: list[Mapping[str, Any]], url: str) -> None:
     if not found:
-        typer.echo(f"no job runs at {url} or ended there within the hour, and none was interrupted")
+        typer.echo(f"no job of {url} is running, ended within the hour, or was interrupted")
         return
     table = table_of(f"jobs at {url}", "job", "kind", "state", "done", "began (UTC)", "ended (UTC)")
     for one in found:
         times = (time_text(one["created_s"]), time_text(one["ended_s"]))
-        table.add_row(one["job"], _kind(one), one["state"], _progress(one), *times)
+        table.add_row(one["job"], _kind(one), one["state"], job_progress(one), *times)
     print_table(table)
     for one in found:
         if one["again"]:
@@ -58,7 +52,7 @@ def _show(one: Mapping[str, Any]) -> None:
     table = table_of(f"job {one['job']}", "what", "value")
     table.add_row("kind", _kind(one))
     table.add_row("state", one["state"])
-    table.add_row("done", _progress(one))
+    table.add_row("done", job_progress(one))
     table.add_row("began, ended (UTC)", f"{time_text(one['created_s'])}, {time_text(one['ended_s'])}")
     for name, value in {**one["about"], **one["report"]}.items():
         table.add_row(escape(name), escape(str(value)))
@@ -75,7 +69,7 @@ def _kind(one: Mapping[str, Any]) -> str:
     return escape(f"{one['kind']} {about}".strip() + trial)
 
 
-def _progress(one: Mapping[str, Any]) -> str:
+def job_progress(one: Mapping[str, Any]) -> str:
     progress = one["progress"]
     total = f" of {progress['total']:,}" if progress["total"] is not None else ""
     return f"{progress['done']:,}{total} {progress['unit']}"

@@ -8,9 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from kvstore.cli.administering import AdminClient, AdminUrl, AsJson, Config, Timeout, TokenFile, administered
-from kvstore.cli.shown import bytes_text, echo_json, held_text, namespace_name, time_text, whole_namespace
-from kvstore.cli.tables import print_table, table_of
+from kvstore.cli.admin import AdminClient, admin_verb, whole_namespace
+from kvstore.cli.printing import bytes_text, echo_json, held_text, namespace_name, print_table, table_of, time_text
 
 __all__ = ["ls"]
 
@@ -25,39 +24,38 @@ class ListOrder(Enum):
     STORED = "stored"
 
 
-def ls(
-    *,
-    namespace: Annotated[str, typer.Argument(help="Whose boundaries: its id or a start of it; none: namespaces.")] = "",
-    order: Annotated[ListOrder, typer.Option(help="The most first; idle: unused for longest; stored: none.")] = (
-        ListOrder.HITS
-    ),
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many at most.")] = 50,
+@admin_verb(30.0)
+def ls(  # noqa: PLR0917 - typer makes flags of them
+    client: AdminClient,
+    json_: bool,
+    namespace: Annotated[
+        str, typer.Argument(help="List the boundaries of this one: its id or its first digits. Default: namespaces.")
+    ] = "",
+    order: Annotated[
+        ListOrder, typer.Option(help="Largest first; idle: longest unused first; stored: unordered.")
+    ] = ListOrder.HITS,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="The most entries to list.")] = 50,
     pins: Annotated[bool, typer.Option("--pins", help="The namespace's pins instead.")] = False,
-    cursor: Annotated[str, typer.Option(help="next_cursor of the previous page, for the next one.")] = "",
-    admin_url: AdminUrl = "",
-    token_file: TokenFile = None,
-    config: Config = None,
-    timeout_s: Timeout = 30.0,
-    json_: AsJson = False,
+    cursor: Annotated[str, typer.Option(help="Continue after a page: its next_cursor.")] = "",
 ) -> None:
     """List namespaces with what they hold, or a namespace's boundaries or pins."""
-    with administered(admin_url, token_file, timeout_s, config) as client:
-        if not namespace:
-            found = client.get("namespaces", limit=limit, cursor=cursor)
-        else:
-            whole = whole_namespace(client, namespace)
-            route, query = ("pins", {}) if pins else ("prefixes", {"order": order.value})
-            found = client.get(route, namespace=whole, limit=limit, cursor=cursor, **query)
+    if not namespace:
+        found = client.get("namespaces", limit=limit, cursor=cursor)
+    else:
+        whole = whole_namespace(client, namespace)
+        route, query = ("pins", {}) if pins else ("prefixes", {"order": order.value})
+        found = client.get(route, namespace=whole, limit=limit, cursor=cursor, **query)
     if json_:
         echo_json(found)
-    elif not namespace:
+        return
+    if not namespace:
         _show_namespaces(found, client)
     elif pins:
         _show_pins(found)
     else:
         _show_prefixes(found)
-    if found["next_cursor"] and not json_:
-        typer.echo(f"there is more: --cursor {found['next_cursor']}")
+    if found["next_cursor"]:
+        typer.echo(f"there are more: --cursor {found['next_cursor']}")
 
 
 def _show_namespaces(found: dict[str, Any], client: AdminClient) -> None:
@@ -86,7 +84,7 @@ def _show_prefixes(found: dict[str, Any]) -> None:
         table.add_row(one["prefix"], tokens, f"{one['hits']:,}", largest, tiers, time_text(one["last_use_s"]))
     print_table(table)
     if not found["is_complete"]:
-        typer.echo("not all entries were read in time: some may be missing")
+        typer.echo("the catalog was not read to its end in time: entries may be missing")
 
 
 def _show_pins(found: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The `kvstore` command: one verb per file, errors in one line."""
+"""The `kvstore` command: its verbs, exit statuses, and errors as one line each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 # click's `UsageError`; taken from typer, since newer releases bundle click
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
 
-_MODULES = {"unpin": "pin"}
+_MODULES = {"bench": "programs", "demo": "programs", "gc": "rm", "unpin": "pin"}
 _VERBS = [
     "bench",
     "demo",
@@ -42,12 +42,11 @@ _VERBS = [
     "verify",
     "weights",
 ]
-"""Each is a function, or a `Typer` with verbs of its own, in the module of that name or the one in `_MODULES`."""
+"""Each is a function, or a `Typer`, in the module of its name or in the one that `_MODULES` gives."""
 
 
 class _Verbs(TyperGroup):
-    """Imports a verb only when it is called or described, so that a probe that runs `kvstore status` every few seconds
-    does not import the others."""
+    """Imports a verb only when it is called or described: health probes run `kvstore status` every few seconds."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -116,20 +115,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if result == INTERRUPTED:  # typer returns it for Ctrl-C, without a message
             raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
-    except InvalidRequest as error:
-        return _complain(error, USAGE)
     except KVStoreError as error:
-        return _complain(error, FAILURE)
+        return _fail(error.sentence(), USAGE if isinstance(error, InvalidRequest) else FAILURE)
     except _UsageError as error:
         if not error.format_message():  # no verb at all: typer has shown the help
             return USAGE
-        return _complain(f"{error.format_message()} (see `{_called(error)} --help`)", USAGE)
+        return _fail(f"{error.format_message()} (see `{_called(error)} --help`)", USAGE)
     except (typer.Abort, KeyboardInterrupt):
-        return _complain("interrupted", INTERRUPTED)
+        return _fail("interrupted", INTERRUPTED)
     except OSError as error:
-        return _complain(error, FAILURE)
+        return _fail(error, FAILURE)
     except Exception as error:  # noqa: BLE001 - the command line's top: a bug is reported in one line
-        return _complain(f"a bug, please report it: {type(error).__name__}: {error}", FAILURE)
+        return _fail(f"a bug, please report it: {type(error).__name__}: {error}", FAILURE)
 
 
 def _called(error: Any) -> str:
@@ -142,6 +139,6 @@ def _called(error: Any) -> str:
     return " ".join(["kvstore", *reversed(names)])
 
 
-def _complain(error: object, status: int) -> int:
-    print(f"kvstore: {error}", file=sys.stderr)
+def _fail(message: object, status: int) -> int:
+    print(f"kvstore: {message}", file=sys.stderr)
     return status

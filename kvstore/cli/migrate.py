@@ -1,4 +1,4 @@
-"""`kvstore migrate`: bring stored records under the current keys, while services keep running."""
+"""`kvstore migrate`: move stored records to the current encryption keys, while services keep running."""
 
 from __future__ import annotations
 
@@ -13,30 +13,26 @@ from typing import Annotated, TypeVar
 import typer
 from rich.markup import escape
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
-from rich.table import Table
 
 from kvstore.catalog.entry import Level
-from kvstore.cli.bars import bar_of
-from kvstore.cli.options import Config, parse_size
-from kvstore.cli.quieting import quieted
-from kvstore.cli.store_in_use import ServiceUrl, store_in_use
-from kvstore.cli.tables import print_table
+from kvstore.cli.options import AsJson, Config, parse_size, quieted
+from kvstore.cli.printing import print_table, progress_bar, table_of
+from kvstore.cli.service import ServiceUrl, store_in_use
 from kvstore.compose import open_catalog, open_tier
 from kvstore.compose_retention import open_ownership
 from kvstore.errors import InvalidRequest
-from kvstore.format.versions import STORE_VERSION_PLACE, check_store_version
+from kvstore.format.manifest import STORE_VERSION_PLACE, check_store_version
 from kvstore.settings import Settings
 from kvstore.store.key_ledger import KeyLedger
-from kvstore.store.key_ring import KeyRing, open_key_source
+from kvstore.store.key_ring import KeyRing, watch_keys
 from kvstore.store.verification import ByteRate
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation
 from migrations.copying import Progress
 from migrations.journal import Phase, State
 from migrations.runner import Runner
+from migrations.steps import KeyStep
 from migrations.store import soon
-from migrations.versions.m0002_keys import KeyStep
 
 __all__ = ["migrate", "open_runner"]
 
@@ -44,17 +40,16 @@ T = TypeVar("T")
 
 INCOMPLETE = 3
 _LEASE_S = 30.0
-_LEFT_ALONE = ("foreign", "refused", "failed", "full", "busy", "unknown", "kept")
+_NOT_MIGRATED = ("foreign", "refused", "failed", "full", "busy", "unknown", "kept")
 """Outcomes of records that were not migrated and still exist under their old names."""
 
 migrate = typer.Typer(
     add_completion=False,
-    help="Bring stored records under the current keys: plan, run, finish. Services keep running meanwhile.",
+    help="Move stored records to the current encryption keys: plan, run, finish. Services keep running.",
     no_args_is_help=True,
 )
 
-Rate = Annotated[str, typer.Option(help="Bytes per second, like 100MiB; the tiers have other users.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
+Rate = Annotated[str, typer.Option(help="Most bytes to copy per second, like 100MiB.")]
 
 
 @asynccontextmanager
@@ -83,13 +78,7 @@ async def open_runner(
 @migrate.command()
 def status(config: Config = None, url: ServiceUrl = "", json_: AsJson = False) -> int:
     """Show the latest migration and its progress. Reads no record."""
-
-    async def ask(settings: Settings) -> State | None:
-        async with open_runner(settings) as runner:
-            return await runner.state()
-
-    with quieted():
-        state = asyncio.run(ask(_settings(config, url)))
+    state = _run(_settings(config, url), Runner.state)
     if json_:
         typer.echo(json.dumps({"migration": _as_json(state) if state is not None else None}))
     elif state is None:
@@ -102,26 +91,18 @@ def status(config: Config = None, url: ServiceUrl = "", json_: AsJson = False) -
 @migrate.command()
 def plan(config: Config = None, url: ServiceUrl = "", json_: AsJson = False) -> int:
     """Show what a run would process: records and bytes by tier and tenant. Changes nothing and reads no record."""
-    settings = _settings(config, url)
-
-    async def ask() -> list[dict[str, object]]:
-        async with open_runner(settings) as runner:
-            return [asdict(row) for row in await runner.plan()]
-
-    with quieted():
-        rows = asyncio.run(ask())
+    rows = [asdict(row) for row in _run(_settings(config, url), Runner.plan)]
     if json_:
         typer.echo(json.dumps({"step": KeyStep.name, "plan": rows}))
         return 0
     if not rows:
         typer.echo("nothing to do: no tenant with records has a second key (see docs/migrations.md)")
         return 0
-    table = Table(title=KeyStep.text, title_justify="left")
-    for name in ("tier", "tenant", "namespaces", "records", "bytes", "copied already"):
-        table.add_column(name, justify="left" if name in ("tier", "tenant") else "right")
+    numbers = ("namespaces", "records", "bytes", "copied already")
+    table = table_of(KeyStep.text, "tier", "tenant", *numbers, right=numbers)
     for row in rows:
-        numbers = (f"{row[name]:,}" for name in ("namespaces", "num_records", "num_bytes", "num_copied"))
-        table.add_row(escape(str(row["tier"])), escape(str(row["tenant"]) or "(none)"), *numbers)
+        amounts = (f"{row[name]:,}" for name in ("namespaces", "num_records", "num_bytes", "num_copied"))
+        table.add_row(escape(str(row["tier"])), escape(str(row["tenant"]) or "(none)"), *amounts)
     print_table(table)
     typer.echo("next: kvstore migrate run")
     return 0
@@ -129,17 +110,17 @@ def plan(config: Config = None, url: ServiceUrl = "", json_: AsJson = False) -> 
 
 @migrate.command()
 def run(config: Config = None, url: ServiceUrl = "", rate: Rate = "100MiB", json_: AsJson = False) -> int:
-    """Copy each record that is not under the current key to a new one that is, and compare the two. Removes nothing.
+    """Copy each record with an earlier key to a new one with the current key, and compare the two. Removes nothing.
 
-    After an interruption run it again, on any node: it continues. Exit status: 0 done, 3 some records were left as they
-    are, 1 a tier failed or another run is active, 2 a wrong call, 130 interrupted.
+    After an interruption run it again, on any node: it continues. Exit status: 0 done, 3 some records were not copied,
+    1 a tier failed or another run is active, 2 a wrong call, 130 interrupted.
     """
     return _work(config, url, rate, json_, call=Runner.copy, word="copying")
 
 
 @migrate.command()
 def finish(config: Config = None, url: ServiceUrl = "", rate: Rate = "100MiB", json_: AsJson = False) -> int:
-    """Copy records saved since, then remove each old record that has its new one. Then the old key can be deleted.
+    """Copy records saved since, then remove each old record that has a new one. Then the old key can be deleted.
 
     Exit status: as for run; 3 also if some old records were not removed.
     """
@@ -148,7 +129,7 @@ def finish(config: Config = None, url: ServiceUrl = "", rate: Rate = "100MiB", j
 
 @migrate.command()
 def abort(config: Config = None, url: ServiceUrl = "", json_: AsJson = False) -> int:
-    """Cancel the migration. New records that it made stay and are read; nothing is removed."""
+    """Cancel the migration. The new records that it made stay in use; nothing is removed."""
     return _work(config, url, "1GiB", json_, call=Runner.abort, word="aborting")
 
 
@@ -162,39 +143,58 @@ def _work(
     word: str,
     then: Callable[[Settings, State], Awaitable[None]] | None = None,
 ) -> int:
-    settings, byte_rate = _settings(config, url), ByteRate(parse_size(rate, "rate"))
+    settings, byte_rate = _settings(config, url), ByteRate(parse_size(rate, "--rate", least_bytes=1))
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with progress_bar(*columns, quiet=json_) as bar:
+        task = bar.add_task(f"{word}: listing", total=None)
 
-    async def work() -> State:
-        with _bar(quiet=json_) as bar:
-            progress = Progress(_shower(bar, word))
-            async with open_runner(settings, rate=byte_rate, progress=progress) as runner:
-                state = await call(runner)
+        def show(progress: Progress) -> None:
+            counts = ", ".join(f"{number:,} {name}" for name, number in sorted(progress.totals.items()))
+            done = progress.totals.total() - progress.totals["removed"] - progress.totals["kept"]
+            bar.update(task, description=f"{word}: {counts}", total=progress.num_expected or None, completed=done)
+
+        state = _run(settings, call, rate=byte_rate, progress=Progress(show), then=then)
+    typer.echo(json.dumps({"migration": _as_json(state)})) if json_ else _show(state)
+    return INCOMPLETE if any(state.totals.get(name) for name in _NOT_MIGRATED) else 0
+
+
+def _run(
+    settings: Settings,
+    call: Callable[[Runner], Awaitable[T]],
+    *,
+    rate: ByteRate | None = None,
+    progress: Progress | None = None,
+    then: Callable[[Settings, T], Awaitable[None]] | None = None,
+) -> T:
+    """Call a method of a runner; `then` runs after the runner has released the store."""
+
+    async def run() -> T:
+        async with open_runner(settings, rate=rate, progress=progress) as runner:
+            result = await call(runner)
         if then is not None:
-            await then(settings, state)
-        return state
+            await then(settings, result)
+        return result
 
     with quieted():
-        state = asyncio.run(work())
-    typer.echo(json.dumps({"migration": _as_json(state)})) if json_ else _show(state)
-    return INCOMPLETE if any(state.totals.get(name) for name in _LEFT_ALONE) else 0
+        return asyncio.run(run())
 
 
 def _settings(config: Path | None, url: str) -> Settings:
-    """Those of the service that runs, else those here; said on stderr."""
+    """The settings of the running service, or those here; printed on standard error."""
     store = store_in_use(url, None, config)
     store.check()
     for name in ("hot", "cold", "encryption_keys"):
         if (why := store.obstacle(name)) is not None:
-            raise InvalidRequest(why, field=name)
+            raise InvalidRequest(f"cannot use {name} from here: {why}")
     typer.echo(str(store), err=True)
     return store.settings
 
 
 async def _forget_keys(settings: Settings, state: State) -> None:
-    """Take the earlier keys off the stored list of key ids once no record needs them, so that services do not miss them
-    when they are deleted.
+    """Remove the earlier keys from the stored list of key ids once no record needs them. If they stayed there, services
+    would report them as missing after an operator deletes them.
     """
-    if state.phase is not Phase.DONE or any(state.totals.get(name) for name in _LEFT_ALONE):
+    if state.phase is not Phase.DONE or any(state.totals.get(name) for name in _NOT_MIGRATED):
         return
     ring = _ring(settings)
     async with AsyncExitStack() as stack:
@@ -208,9 +208,8 @@ async def _forget_keys(settings: Settings, state: State) -> None:
 async def _open_tiers(settings: Settings, stack: AsyncExitStack) -> dict[Level, Tier]:
     if not isinstance(settings.hot, RedisLocation) and not isinstance(settings.cold, FileLocation):
         raise InvalidRequest(
-            "a migration needs Redis as hot, which keeps its lease and the catalog, or a directory as cold",
-            hot=str(settings.hot),
-            cold=str(settings.cold),
+            "a migration needs Redis as hot (for its lease and the catalog) or a directory as cold; the settings have "
+            f"hot {settings.hot} and cold {settings.cold}"
         )
     tiers: dict[Level, Tier] = {}
     for level, location in ((Level.HOT, settings.hot), (Level.COLD, settings.cold)):
@@ -224,25 +223,10 @@ async def _open_tiers(settings: Settings, stack: AsyncExitStack) -> dict[Level, 
 def _ring(settings: Settings) -> KeyRing:
     if settings.encryption_keys is None:
         raise InvalidRequest(
-            "there is nothing to migrate without keys: name the services' key file", field="encryption_keys"
+            "there is nothing to migrate without keys: set encryption_keys (KVSTORE_ENCRYPTION_KEYS) to the services' "
+            "key file"
         )
-    return open_key_source(settings.encryption_keys).ring
-
-
-def _bar(*, quiet: bool) -> Bar:
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    return bar_of(*columns, quiet=quiet)
-
-
-def _shower(bar: Bar, word: str) -> Callable[[Progress], None]:
-    task = bar.add_task(f"{word}: listing", total=None)
-
-    def show(progress: Progress) -> None:
-        counts = ", ".join(f"{number:,} {name}" for name, number in sorted(progress.totals.items()))
-        done = progress.totals.total() - progress.totals["removed"] - progress.totals["kept"]
-        bar.update(task, description=f"{word}: {counts}", total=progress.num_expected or None, completed=done)
-
-    return show
+    return watch_keys(settings.encryption_keys).value
 
 
 def _as_json(state: State) -> dict[str, object]:
@@ -259,9 +243,7 @@ _NEXT = {
 
 
 def _show(state: State) -> None:
-    table = Table(title=f"step {state.step}: {state.phase.value}", title_justify="left")
-    table.add_column("records")
-    table.add_column("how many", justify="right")
+    table = table_of(f"step {state.step}: {state.phase.value}", "records", "number", right=("number",))
     for name, number in sorted(state.totals.items()):
         table.add_row(name, f"{number:,}")
     print_table(table)

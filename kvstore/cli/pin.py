@@ -1,4 +1,4 @@
-"""`kvstore pin` and `kvstore unpin`: protect a boundary from retention for a time."""
+"""`kvstore pin` and `kvstore unpin`: protect a boundary from eviction for a time."""
 
 from __future__ import annotations
 
@@ -6,52 +6,45 @@ from typing import Annotated
 
 import typer
 
-from kvstore.cli.administering import AdminUrl, AsJson, Config, NamespaceArgument, Timeout, TokenFile, administered
-from kvstore.cli.shown import echo_json, parse_duration, time_text, whole_namespace, whole_prefix
+from kvstore.cli.admin import (
+    AdminClient,
+    NamespaceArgument,
+    admin_verb,
+    parse_duration,
+    whole_namespace,
+    whole_prefix,
+)
+from kvstore.cli.printing import echo_json, time_text
 
 __all__ = ["pin", "unpin"]
 
 PrefixArgument = Annotated[str, typer.Argument(help="The boundary: 64 hex digits, from `kvstore ls`.")]
 
 
+@admin_verb(30.0)
 def pin(
-    *,
+    client: AdminClient,
+    json_: bool,
     namespace: NamespaceArgument,
     prefix: PrefixArgument,
     for_: Annotated[str, typer.Option("--for", help="How long, like 12h, 7d or 4w.")] = "7d",
-    admin_url: AdminUrl = "",
-    token_file: TokenFile = None,
-    config: Config = None,
-    timeout_s: Timeout = 30.0,
-    json_: AsJson = False,
 ) -> None:
-    """Protect a boundary, and all before it, from retention and deletion for a time."""
-    prefix, expires_in_s = whole_prefix(prefix), parse_duration(for_, "for")
-    with administered(admin_url, token_file, timeout_s, config) as client:
-        body = {"namespace": whole_namespace(client, namespace), "prefix": prefix, "expires_in_s": expires_in_s}
-        made = client.call("POST", "pins", body=body)
+    """Protect a boundary, and all before it, from eviction and deletion for a time."""
+    prefix, expires_in_s = whole_prefix(prefix), parse_duration(for_, "--for")
+    body = {"namespace": whole_namespace(client, namespace), "prefix": prefix, "expires_in_s": expires_in_s}
+    made = client.call("POST", "pins", body=body)
     if json_:
         echo_json(made)
     else:
         typer.echo(f"pinned until {time_text(made['pinned_until_s'])} UTC: {made['prefix']}")
 
 
-def unpin(
-    *,
-    namespace: NamespaceArgument,
-    prefix: PrefixArgument,
-    admin_url: AdminUrl = "",
-    token_file: TokenFile = None,
-    config: Config = None,
-    timeout_s: Timeout = 30.0,
-    json_: AsJson = False,
-) -> None:
+@admin_verb(30.0)
+def unpin(client: AdminClient, json_: bool, namespace: NamespaceArgument, prefix: PrefixArgument) -> None:
     """End a pin now."""
-    prefix = whole_prefix(prefix)
-    with administered(admin_url, token_file, timeout_s, config) as client:
-        whole = whole_namespace(client, namespace)
-        until_s = client.get("prefixes", whole, prefix, children_limit=0)["pinned_until_s"]
-        client.call("DELETE", "pins", whole, prefix)
+    prefix, whole = whole_prefix(prefix), whole_namespace(client, namespace)
+    until_s = client.get("prefixes", whole, prefix, children_limit=0)["pinned_until_s"]
+    client.call("DELETE", "pins", whole, prefix)
     if json_:
         echo_json({"namespace": whole, "prefix": prefix, "pinned_until_s": 0, "was_pinned_until_s": until_s})
     elif until_s:

@@ -8,45 +8,42 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from kvstore.cli.administering import AdminUrl, AsJson, Config, Timeout, TokenFile, administered
+from kvstore.cli.admin import AdminClient, admin_verb
 from kvstore.cli.options import parse_size
-from kvstore.cli.shown import bytes_text, echo_json
-from kvstore.cli.tables import print_table, table_of
+from kvstore.cli.printing import bytes_text, echo_json, print_table, table_of
 from kvstore.errors import InvalidRequest
 
 __all__ = ["quota"]
 
 
-def quota(
-    *,
-    tenant: Annotated[str, typer.Argument(help="As the credentials file names it; none: all with a quota.")] = "",
-    guaranteed: Annotated[str, typer.Option(help="Up to these bytes nothing is evicted for others, like 10GiB.")] = "",
+@admin_verb(30.0)
+def quota(  # noqa: PLR0917 - typer makes flags of them
+    client: AdminClient,
+    json_: bool,
+    tenant: Annotated[str, typer.Argument(help="A tenant of the credentials file. Default: all with a quota.")] = "",
+    guaranteed: Annotated[
+        str, typer.Option(help="The tenant keeps this many bytes when others need room, like 10GiB.")
+    ] = "",
     maximum: Annotated[
-        str, typer.Option(help="Beyond these bytes the tenant's own is evicted, like 50GiB; none: no maximum.")
+        str, typer.Option(help="Above this many bytes the tenant's own data is evicted, like 50GiB; none: no maximum.")
     ] = "",
     remove: Annotated[bool, typer.Option("--remove", help="Remove it, so that the settings apply again.")] = False,
-    admin_url: AdminUrl = "",
-    token_file: TokenFile = None,
-    config: Config = None,
-    timeout_s: Timeout = 30.0,
-    json_: AsJson = False,
 ) -> None:
     """Show quotas, or set or remove one tenant's while services run.
 
-    An option that is not given leaves that value as it is. It needs an operator's token.
+    A value whose option is not given stays as it is. Needs an operator's token.
     """
     is_set = bool(guaranteed or maximum)
     if (is_set or remove) and not tenant:
-        raise InvalidRequest("whose quota? name the tenant before the options")
+        raise InvalidRequest("--guaranteed, --maximum and --remove need a tenant: name it before the options")
     if is_set and remove:
-        raise InvalidRequest("either a quota or --remove")
-    with administered(admin_url, token_file, timeout_s, config) as client:
-        before = next((one for one in client.get("quotas")["quotas"] if one["tenant"] == tenant), None)
-        if remove:
-            client.call("DELETE", "quotas", tenant)
-        if is_set:
-            client.call("PUT", "quotas", tenant, body=_body(before or {}, guaranteed, maximum))
-        listed = client.get("quotas")["quotas"]
+        raise InvalidRequest("--remove excludes --guaranteed and --maximum: give one or the other")
+    before = next((one for one in client.get("quotas")["quotas"] if one["tenant"] == tenant), None)
+    if remove:
+        client.call("DELETE", "quotas", tenant)
+    if is_set:
+        client.call("PUT", "quotas", tenant, body=_body(before or {}, guaranteed, maximum))
+    listed = client.get("quotas")["quotas"]
     if remove and before is not None and not json_:
         sizes = f"{bytes_text(before['guaranteed_bytes'])} guaranteed, at most {bytes_text(before['maximum_bytes'])}"
         typer.echo(f"removed the quota of {tenant} that an operator had set: {sizes}")
@@ -64,15 +61,15 @@ def _body(before: Mapping[str, Any], guaranteed: str, maximum: str) -> dict[str,
     """The quota to set: what was not given stays as it is."""
     least, most = before.get("guaranteed_bytes", 0), before.get("maximum_bytes")
     if guaranteed:
-        least = parse_size(guaranteed, "guaranteed")
+        least = parse_size(guaranteed, "--guaranteed")
     if maximum:
-        most = None if maximum == "none" else parse_size(maximum, "maximum")
+        most = None if maximum == "none" else parse_size(maximum, "--maximum")
     return {"guaranteed_bytes": least} | ({"maximum_bytes": most} if most is not None else {})
 
 
 def _show(quotas: Sequence[dict[str, Any]]) -> None:
-    columns = ("tenant", "guaranteed", "maximum", "takes", "set by")
-    table = table_of("quotas of the cold tier", *columns, right=("guaranteed", "maximum", "takes"))
+    columns = ("tenant", "guaranteed", "maximum", "used", "set by")
+    table = table_of("quotas of the cold tier", *columns, right=("guaranteed", "maximum", "used"))
     for one in quotas:
         sizes = (bytes_text(one[name]) for name in ("guaranteed_bytes", "maximum_bytes", "used_bytes"))
         table.add_row(escape(one["tenant"]), *sizes, "an operator" if one["is_ordered"] else "the settings")

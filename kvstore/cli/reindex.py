@@ -5,23 +5,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from kvstore.catalog.base import Catalog
 from kvstore.catalog.entry import Level
-from kvstore.cli.administering import AdminClient
-from kvstore.cli.bars import bar_of
-from kvstore.cli.options import Config, TokenFile
-from kvstore.cli.quieting import quieted
-from kvstore.cli.shown import bytes_text, counted
-from kvstore.cli.store_in_use import ByService, ServiceUrl, StoreInUse, client_of, store_in_use
-from kvstore.cli.watching import watched
+from kvstore.cli.admin import AdminClient, run_job
+from kvstore.cli.options import AsJson, Config, TokenFile, quieted
+from kvstore.cli.printing import bytes_text, counted, progress_bar
+from kvstore.cli.service import ByService, ServiceUrl, StoreInUse, admin_of, store_in_use
 from kvstore.client.embedded import default_directory
 from kvstore.compose import open_catalog, open_tier
 from kvstore.errors import InvalidRequest
@@ -29,10 +25,9 @@ from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings
 from kvstore.store.reindexing import ReindexReport, reindex_level
-from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier
 
-__all__ = ["reindex"]
+__all__ = ["SavedProgress", "reindex"]
 
 Locations = Mapping[Level, HotLocation | ColdLocation]
 
@@ -46,7 +41,7 @@ def reindex(  # noqa: PLR0917 - typer makes flags of them
     url: ServiceUrl = "",
     token_file: TokenFile = None,
     by_service: ByService = False,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+    json_: AsJson = False,
 ) -> int:
     """Rebuild the catalog from the records in Redis and S3, or in the directory, while services keep running.
 
@@ -56,21 +51,16 @@ def reindex(  # noqa: PLR0917 - typer makes flags of them
     store = store_in_use(url, token_file, config)
     store.check()
     if by_service:
-        return _by_service(store, client_of(store, token_file, config, _CALL_S), json_=json_)
-    locations = _locations(store)
-    settings = store.settings
-    typer.echo(str(store), err=True)
-    remembered = _Remembered(state or default_directory(), locations)
-    if restart:
-        remembered.forget()
-    with quieted():
-        reports = asyncio.run(_run(settings, locations, remembered, quiet=json_))
-    remembered.forget()
-    return _tell(reports, json_=json_)
-
-
-def _tell(reports: Mapping[str, ReindexReport], *, json_: bool) -> int:
-    """Print what was done; returns the exit status."""
+        reports = _by_service(store, admin_of(store, token_file, config, _CALL_S), quiet=json_)
+    else:
+        locations = _locations(store)
+        typer.echo(str(store), err=True)
+        saved = SavedProgress(state or default_directory(), locations)
+        if restart:
+            saved.clear()
+        with quieted():
+            reports = asyncio.run(_reindex(store.settings, locations, saved, quiet=json_))
+        saved.clear()
     if json_:
         typer.echo(json.dumps({name: report.as_json() for name, report in reports.items()}))
     else:
@@ -79,20 +69,28 @@ def _tell(reports: Mapping[str, ReindexReport], *, json_: bool) -> int:
     return 3 if any(report.num_unknown for report in reports.values()) else 0
 
 
-def _by_service(store: StoreInUse, client: AdminClient, *, json_: bool) -> int:
-    """Have the service do it, one tier after the other; returns the exit status."""
+def _locations(store: StoreInUse) -> Locations:
+    named = {Level.HOT: store.location("hot"), Level.COLD: store.location("cold")}
+    locations = {level: location for level, location in named.items() if not isinstance(location, NoTier)}
+    if not locations:
+        raise InvalidRequest("there is nothing to index: hot and cold are both memory:")
+    return locations
+
+
+def _by_service(store: StoreInUse, client: AdminClient, *, quiet: bool) -> dict[str, ReindexReport]:
+    """Run it as jobs of the service, one tier after the other."""
     reports = {}
     levels = [one["level"] for one in client.get("tiers")["tiers"] if one["level"] != "memory"]
     for level in levels:
         is_last = level == levels[-1]
-        job = watched(client, f"tiers/{level}/reindex", query={"confirm": is_last}, quiet=json_)
-        name = str(getattr(store.settings, level)) if store.told_by else f"{level} of the service at {client.url}"
+        job = run_job(client, f"tiers/{level}/reindex", query={"confirm": is_last}, quiet=quiet)
+        name = str(getattr(store.settings, level)) if store.service else f"{level} of the service at {client.url}"
         reports[name] = ReindexReport(**job["report"])
-    return _tell(reports, json_=json_)
+    return reports
 
 
-async def _run(
-    settings: Settings, locations: Locations, remembered: _Remembered, *, quiet: bool
+async def _reindex(
+    settings: Settings, locations: Locations, saved: SavedProgress, *, quiet: bool
 ) -> dict[str, ReindexReport]:
     reports = {}
     async with AsyncExitStack() as stack:
@@ -102,46 +100,40 @@ async def _run(
         }
         catalog = await stack.enter_async_context(open_catalog(settings))
         for level, location in locations.items():
-            if remembered.is_done(level):
-                typer.echo(f"{location}: done already, by an interrupted run", err=True)
+            if saved.is_done(level):
+                typer.echo(f"{location}: an interrupted run finished it", err=True)
                 continue
-            if num_records := remembered.num_records(level):
-                typer.echo(f"{location}: continues after {num_records:,} records of an interrupted run", err=True)
-            with _bar(quiet=quiet) as progress:
-                reports[str(location)] = await _one(catalog, tiers, level, remembered, _shower(progress, str(location)))
-            remembered.finish(level)
+            if num_records := saved.num_records(level):
+                typer.echo(f"{location}: continues an interrupted run of {num_records:,} records", err=True)
+            others = [tier for other, tier in tiers.items() if other is not level]
+            with _shown(saved, level, str(location), quiet=quiet) as show:
+                reports[str(location)] = await reindex_level(
+                    catalog, tiers[level], level, clock=SYSTEM_CLOCK, manifests=others, tell=show
+                )
+            saved.finish(level)
         await catalog.set_complete(True, deadline=Deadline.after(_CALL_S))
     return reports
 
 
-async def _one(
-    catalog: Catalog,
-    tiers: Mapping[Level, Tier],
-    level: Level,
-    remembered: _Remembered,
-    show: Callable[[ReindexReport], None],
-) -> ReindexReport:
-    others = [tier for at, tier in tiers.items() if at is not level]
+@contextmanager
+def _shown(
+    saved: SavedProgress, level: Level, location: str, *, quiet: bool
+) -> Iterator[Callable[[ReindexReport], None]]:
+    """A function that shows and saves the progress of one tier."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with progress_bar(*columns, quiet=quiet) as progress:
+        bar = progress.add_task(f"{location}: listing", total=None)
 
-    def tell(report: ReindexReport) -> None:
-        remembered.save(level, report.num_records)
-        show(report)
+        def show(report: ReindexReport) -> None:
+            saved.save(level, report.num_records)
+            amount = f"{counted(report.num_records, 'record')}, {bytes_text(report.num_bytes)}"
+            progress.update(bar, description=f"{location}: {amount}")
 
-    return await reindex_level(catalog, tiers[level], level, clock=SYSTEM_CLOCK, manifests=others, tell=tell)
-
-
-def _shower(progress: Progress, location: str) -> Callable[[ReindexReport], None]:
-    bar = progress.add_task(f"{location}: listing", total=None)
-
-    def show(report: ReindexReport) -> None:
-        text = f"{location}: {report.num_records:,} records, {bytes_text(report.num_bytes)}"
-        progress.update(bar, description=text)
-
-    return show
+        yield show
 
 
-class _Remembered:
-    """The progress of a run, in a small file; one for each set of tiers."""
+class SavedProgress:
+    """The progress of a run, in a small file; each set of tiers has its own."""
 
     def __init__(self, folder: Path, locations: Locations) -> None:
         text = " ".join(str(location) for location in locations.values())
@@ -157,7 +149,7 @@ class _Remembered:
         return self._values.get(f"{level.name}_done") is True
 
     def num_records(self, level: Level) -> int:
-        """Records that the catalog knew of when the run was interrupted."""
+        """Records that were in the catalog when the run was interrupted."""
         number = self._values.get(level.name)
         return number if isinstance(number, int) else 0
 
@@ -167,7 +159,7 @@ class _Remembered:
     def finish(self, level: Level) -> None:
         self._write({f"{level.name}_done": True})
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self._values = {}
         with suppress(OSError):  # then it was not written either
             self._path.unlink(missing_ok=True)
@@ -176,37 +168,21 @@ class _Remembered:
         self._values |= values
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            fresh = self._path.with_suffix(".new")
-            fresh.write_text(json.dumps(self._values))
-            fresh.replace(self._path)
+            new = self._path.with_suffix(".new")
+            new.write_text(json.dumps(self._values))
+            new.replace(self._path)
         except OSError as error:  # as in a container with a read-only file system
             if not self._is_warned:
                 self._is_warned = True
-                text = f"progress cannot be saved, name a --state folder: {self._path.parent}: {error.strerror}"
-                typer.echo(text, err=True)
-
-
-def _locations(store: StoreInUse) -> Locations:
-    named = {Level.HOT: store.location("hot"), Level.COLD: store.location("cold")}
-    locations = {level: location for level, location in named.items() if not isinstance(location, NoTier)}
-    if not locations:
-        settings = store.settings
-        raise InvalidRequest("there is nothing to index: set hot or cold", hot=settings.hot, cold=settings.cold)
-    return locations
-
-
-def _bar(*, quiet: bool) -> Progress:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    return bar_of(*columns, quiet=quiet)
+                why = f"cannot save the progress in {self._path.parent}: {error.strerror}"
+                typer.echo(f"{why}. An interrupted run would start over; name another folder with --state", err=True)
 
 
 def _show(name: str, report: ReindexReport) -> None:
-    typer.echo(
-        f"{name}: {counted(report.num_records, 'record', 'records')}, {bytes_text(report.num_bytes)}, "
-        f"{counted(len(report.namespaces), 'namespace', 'namespaces')}"
-    )
+    amount = f"{counted(report.num_records, 'record')}, {bytes_text(report.num_bytes)}"
+    typer.echo(f"{name}: {amount}, {counted(len(report.namespaces), 'namespace')}")
     if report.num_skipped:
-        typer.echo(f"  in the catalog already: {report.num_skipped:,}")
+        typer.echo(f"  already in the catalog: {report.num_skipped:,}")
     if report.num_stale:
         typer.echo(f"  removed from the catalog, no longer stored: {report.num_stale:,}")
     if report.num_resized:

@@ -1,43 +1,57 @@
-"""`kvstore rm`: delete a namespace, one boundary, all that continue it, one user's prompts, or what is unused."""
+"""`kvstore rm` and `kvstore gc`: delete what is named, or what can no longer be used."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from kvstore.cli.administering import AdminUrl, AsJson, Config, NamespaceArgument, Timeout, TokenFile, Yes, administered
-from kvstore.cli.shown import amounts_text, counted, echo_json, parse_duration, whole_namespace, whole_prefix
-from kvstore.cli.watching import watched
+from kvstore.cli.admin import (
+    AdminClient,
+    NamespaceArgument,
+    Yes,
+    admin_verb,
+    parse_duration,
+    run_job,
+    whole_namespace,
+    whole_prefix,
+)
+from kvstore.cli.printing import amounts_text, counted, echo_json
 from kvstore.errors import InvalidRequest
 
-__all__ = ["rm"]
+__all__ = ["gc", "rm"]
 
 _STDIN = Path("-")
+_GARBAGE = {
+    "retired": "of retired weights",
+    "incomplete": "incomplete, or without the prefix before it",
+    "unfinished": "left by interrupted deletions",
+    "orphans": "unknown to the catalog",
+}
 
 
-def rm(
-    *,
+@admin_verb(60.0)
+def rm(  # noqa: PLR0917 - typer makes flags of them
+    client: AdminClient,
+    json_: bool,
     namespace: NamespaceArgument,
-    prefix: Annotated[str, typer.Argument(help="One boundary of it; none: all of the namespace.")] = "",
-    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="And all that continue it.")] = False,
+    prefix: Annotated[str, typer.Argument(help="One boundary of it. Default: the whole namespace.")] = "",
+    recursive: Annotated[
+        bool, typer.Option("--recursive", "-r", help="Also delete the boundaries that continue it.")
+    ] = False,
     token_ids: Annotated[
         Path | None,
-        typer.Option(help="A JSON file with token ids: prompts that begin with them; - reads standard input."),
+        typer.Option(help="A JSON file with token ids: delete prompts that begin with them; - reads standard input."),
     ] = None,
     salt_file: Annotated[
-        Path | None, typer.Option(help="A file with the cache_salt of those prompts: one user's alone.")
+        Path | None, typer.Option(help="A file with the cache_salt of these prompts: those of one user.")
     ] = None,
     unused: Annotated[str, typer.Option(help="Only what was unused for this long, like 30d.")] = "",
     yes: Yes = False,
-    admin_url: AdminUrl = "",
-    token_file: TokenFile = None,
-    config: Config = None,
-    timeout_s: Timeout = 60.0,
-    json_: AsJson = False,
 ) -> None:
     """Delete stored boundaries from every tier, except pinned ones. Without --yes nothing is deleted.
 
@@ -45,7 +59,7 @@ def rm(
     """
     is_one = bool(prefix) and not recursive
     if is_one and (token_ids or salt_file or unused):
-        raise InvalidRequest("these options need more than one boundary: leave them out, or add --recursive")
+        raise InvalidRequest("--token-ids, --salt-file and --unused do not apply to one boundary: add --recursive")
     if recursive and not prefix:
         raise InvalidRequest("--recursive needs a boundary: name it after the namespace")
     body: dict[str, object] = {} if not prefix else {"prefix": whole_prefix(prefix)}
@@ -54,23 +68,45 @@ def rm(
     if salt_file is not None:
         body["cache_salt"] = _read(salt_file).rstrip("\n")
     if unused:
-        body["unused_s"] = parse_duration(unused, "unused")
-    with administered(admin_url, token_file, timeout_s, config) as client:
-        body["namespace"] = whole_namespace(client, namespace)
-        if is_one:
-            path = ("prefixes", str(body["namespace"]), prefix)
-            report = client.call("DELETE", *path, query={"confirm": yes})
-            answer: object = report
-        else:
-            answer = job = watched(client, "deletions", query={"confirm": yes}, body=body, quiet=json_)
-            report = job["report"]
+        body["unused_s"] = parse_duration(unused, "--unused")
+    whole = whole_namespace(client, namespace)
+    if is_one:
+        report = answer = client.call("DELETE", "prefixes", whole, prefix, query={"confirm": yes})
+    else:
+        body["namespace"] = whole
+        answer = run_job(client, "deletions", query={"confirm": yes}, body=body, quiet=json_)
+        report = answer["report"]
     if json_:
         echo_json(answer)
         return
     typer.echo(f"{'deleted' if yes else 'would delete'}: {amounts_text(report['by_tier'])}")
+    _show_rest(report, is_trial=not yes and bool(report["by_tier"]))
+
+
+@admin_verb(60.0)
+def gc(client: AdminClient, json_: bool, yes: Yes = False) -> None:
+    """Delete what can no longer be used, except what is pinned. Without --yes nothing is deleted.
+
+    It runs as a job of the service: Ctrl-C cancels it; run it again to continue. A tenant's token covers its own data.
+    """
+    job = run_job(client, "gc", query={"confirm": yes}, quiet=json_)
+    if json_:
+        echo_json(job)
+        return
+    report = job["report"]
+    for kind, words in _GARBAGE.items():
+        typer.echo(f"{'deleted' if yes else 'would delete'}, {words}: {amounts_text(report[kind])}")
+    for namespace in report["undescribed_namespaces"]:
+        typer.echo(f"skipped, without a description: namespace {namespace}")
+    for note in report["notes"]:
+        typer.echo(f"note: {note}")
+    _show_rest(report, is_trial=not yes and any(report[kind] for kind in _GARBAGE))
+
+
+def _show_rest(report: Mapping[str, Any], *, is_trial: bool) -> None:
     if report["num_pinned"]:
         typer.echo(f"kept, pinned: {counted(report['num_pinned'], 'boundary', 'boundaries')}")
-    if not yes and report["by_tier"]:
+    if is_trial:
         typer.echo("nothing was deleted: add --yes to do it")
 
 
@@ -78,16 +114,14 @@ def _read(path: Path) -> str:
     try:
         return sys.stdin.read() if path == _STDIN else path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(
-            "cannot read the file", path=path, error=getattr(error, "strerror", None) or error
-        ) from error
+        raise InvalidRequest(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _read_token_ids(path: Path) -> list[int]:
     try:
         found = json.loads(_read(path))
     except ValueError as error:
-        raise InvalidRequest("expected a JSON list of token ids", path=path, error=error) from error
+        raise InvalidRequest(f"expected a JSON list of token ids in {path}: {error}") from error
     if not isinstance(found, list):
-        raise InvalidRequest("expected a JSON list of token ids", path=path, seen=type(found).__name__)
+        raise InvalidRequest(f"expected a JSON list of token ids in {path}", seen=type(found).__name__)
     return found

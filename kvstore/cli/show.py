@@ -7,17 +7,17 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from kvstore.cli.administering import AdminUrl, AsJson, Config, NamespaceArgument, Timeout, TokenFile, administered
-from kvstore.cli.shown import (
+from kvstore.cli.admin import AdminClient, NamespaceArgument, admin_verb, whole_namespace, whole_prefix
+from kvstore.cli.printing import (
     bytes_text,
+    counted,
     echo_json,
     held_text,
     namespace_name,
+    print_table,
+    table_of,
     time_text,
-    whole_namespace,
-    whole_prefix,
 )
-from kvstore.cli.tables import print_table, table_of
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.namespace import field_differences, flat_fields
 
@@ -26,29 +26,24 @@ __all__ = ["show"]
 _FAMILY_SHOWN = 8
 
 
+@admin_verb(30.0)
 def show(
-    *,
+    client: AdminClient,
+    json_: bool,
     namespace: NamespaceArgument,
     prefix: Annotated[str, typer.Argument(help="A boundary of it: 64 hex digits, from `kvstore ls`.")] = "",
-    compare: Annotated[str, typer.Option(help="Another namespace (id or a start of it): how they differ.")] = "",
-    admin_url: AdminUrl = "",
-    token_file: TokenFile = None,
-    config: Config = None,
-    timeout_s: Timeout = 30.0,
-    json_: AsJson = False,
+    compare: Annotated[str, typer.Option(help="Another namespace (its id or first digits): how they differ.")] = "",
 ) -> None:
     """Show one namespace with all fields of its description, one of its boundaries, or how it differs from another."""
     if prefix and compare:
-        raise InvalidRequest("give a boundary or --compare, not both", field="compare", seen=repr(compare))
+        raise InvalidRequest("give a boundary or --compare, not both")
     prefix = whole_prefix(prefix) if prefix else ""
-    with administered(admin_url, token_file, timeout_s, config) as client:
-        whole = whole_namespace(client, namespace)
-        found = client.get("prefixes", whole, prefix) if prefix else client.get("namespaces", whole)
-        if compare:
-            other = client.get("namespaces", whole_namespace(client, compare))
-            _show_differences(found, other, json_=json_)
-            return
-    if json_:
+    whole = whole_namespace(client, namespace)
+    found = client.get("prefixes", whole, prefix) if prefix else client.get("namespaces", whole)
+    if compare:
+        other = client.get("namespaces", whole_namespace(client, compare))
+        _show_differences(found, other, json_=json_)
+    elif json_:
         echo_json(found)
     elif prefix:
         _show_prefix(found)
@@ -61,8 +56,7 @@ def _show_differences(one: dict[str, Any], other: dict[str, Any], *, json_: bool
     for asked in (one, other):
         if asked["description"] is None:
             raise Unavailable(
-                "the description of a namespace is lost: an engine that opens it writes it again",
-                namespace=asked["namespace"],
+                f"the description of namespace {asked['namespace']} is lost: an engine that opens it writes it again"
             )
     differences = field_differences(one["description"], other["description"])
     if one["tenant"] != other["tenant"]:
@@ -76,8 +70,7 @@ def _show_differences(one: dict[str, Any], other: dict[str, Any], *, json_: bool
     for field, values in sorted(differences.items()):
         table.add_row(escape(field), *("-" if value is None else escape(str(value)) for value in values))
     print_table(table)
-    differ = "1 field differs" if len(differences) == 1 else f"{len(differences):,} fields differ"
-    typer.echo(f"{differ}, {num_equal:,} {'is' if num_equal == 1 else 'are'} equal")
+    typer.echo(f"{counted(len(differences), 'field differs', 'fields differ')}, {num_equal:,} are equal")
 
 
 def _show_namespace(found: dict[str, Any]) -> None:
@@ -87,7 +80,7 @@ def _show_namespace(found: dict[str, Any]) -> None:
     table.add_row("boundaries", f"{found['num_boundaries']:,}")
     table.add_row("held", held_text(found["held"]))
     if found["is_retired"]:
-        table.add_row("retired", "its weights are retired: nothing of it is served")
+        table.add_row("retired", "its weights are retired: services serve nothing of it")
     for name, value in flat_fields(found["description"] or {}):
         table.add_row(escape(name), escape(str(value)))
     print_table(table)

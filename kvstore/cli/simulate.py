@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.bar import Bar
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from kvstore.cli.bars import bar_of
-from kvstore.cli.curve import draw_curve
-from kvstore.cli.tables import print_table
+from kvstore.cli.options import parse_size
+from kvstore.cli.printing import print_table, progress_bar, table_of
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.candidates import AUTO, CANDIDATES
-from kvstore.eviction.replay import CLAIRVOYANT, ReplayPlan, ReplayResult, check_policy, replay
-from kvstore.eviction.trace import TracedPrompt, read_trace
-from kvstore.runtime.sizes import parse_bytes
+from kvstore.eviction.replay import (
+    CLAIRVOYANT,
+    ReplayPlan,
+    ReplayResult,
+    TracedPrompt,
+    check_policy,
+    read_trace,
+    replay,
+)
 
 __all__ = ["simulate"]
 
 _ALONE_MAX = 40_000
 """Prompts to replay, over all plans, beyond which starting more processes pays off."""
+_CURVE_WIDTH, _BAR_WIDTH = 110, 50
 _BUDGETS = "1000,3000,10000,30000,50000"
 _POLICIES = ",".join([*(candidate.name for candidate in CANDIDATES), AUTO, CLAIRVOYANT])
 
@@ -35,26 +44,21 @@ def simulate(  # noqa: PLR0917 - typer makes flags of them
     trace: Annotated[Path, typer.Argument(help="Prompts in Mooncake's format, .jsonl or .jsonl.gz.")],
     budget_blocks: Annotated[str, typer.Option(help="Budgets to try, in blocks.")] = _BUDGETS,
     policy: Annotated[
-        str, typer.Option(help="Policies to try: a policy, or policy+admission; auto; clairvoyant is an upper bound.")
+        str, typer.Option(help="Policies to try: a policy, policy+admission, or auto; clairvoyant is an upper bound.")
     ] = _POLICIES,
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a block in the trace.")] = 512,
     block_bytes: Annotated[str, typer.Option(help="Stored bytes of a block; 64MiB is an 8B model in bf16.")] = "64MiB",
     block_records: Annotated[int, typer.Option(min=1, help="Records of a block: requests to put or get it.")] = 16,
-    ttl_s: Annotated[float | None, typer.Option(min=0.001, help="What is unused for longer is evicted.")] = None,
-    curve: Annotated[Path | None, typer.Option(help="Write hit rate over budget as an SVG chart.")] = None,
+    ttl_s: Annotated[float | None, typer.Option(min=0.001, help="Evict what was unused for this many seconds.")] = None,
+    curve: Annotated[Path | None, typer.Option(help="Write the hit rates as an SVG chart.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Replay a trace: token hit rate, bytes written and S3 requests for each policy and budget."""
     budgets = _budgets(budget_blocks)
     policies = [check_policy(name.strip()) for name in policy.split(",")]
-    try:
-        num_bytes = parse_bytes(int(block_bytes) if block_bytes.isdecimal() else block_bytes)
-    except ValueError as error:
-        raise InvalidRequest(f"--block-bytes: {error}", seen=block_bytes) from error
-    if num_bytes < 1:
-        raise InvalidRequest("--block-bytes: expected at least one byte", seen=block_bytes)
+    num_bytes = parse_size(block_bytes, "--block-bytes", least_bytes=1)
     if curve is not None and curve.suffix != ".svg":
-        raise InvalidRequest("--curve: expected a file that ends in .svg", seen=curve)
+        raise InvalidRequest("--curve: expected a file that ends in .svg", seen=repr(str(curve)))
     prompts = read_trace(trace, block_tokens=block_tokens)
     plans = [
         ReplayPlan(
@@ -84,7 +88,8 @@ def _budgets(text: str) -> list[int]:
     for part in text.split(","):
         if not part.strip().isdecimal() or int(part) < 1:
             raise InvalidRequest(
-                "--budget-blocks: expected whole numbers above zero with commas between, like 1000,3000", seen=text
+                "--budget-blocks: expected whole numbers above zero with commas between, like 1000,3000",
+                seen=repr(text),
             )
         budgets.append(int(part))
     return sorted(budgets)
@@ -93,7 +98,7 @@ def _budgets(text: str) -> list[int]:
 def _run(prompts: Sequence[TracedPrompt], plans: Sequence[ReplayPlan]) -> list[dict[str, object]]:
     columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     num_prompts = len(prompts) * len(plans)
-    with bar_of(*columns) as progress:
+    with progress_bar(*columns) as progress:
         bar = progress.add_task("replaying", total=num_prompts)
         if num_prompts > _ALONE_MAX:
             return _run_in_processes(prompts, plans, lambda: progress.advance(bar, len(prompts)))
@@ -142,9 +147,9 @@ def _row(plan: ReplayPlan, result: ReplayResult) -> dict[str, object]:
 
 
 def _print(name: str, num_prompts: int, rows: Sequence[Mapping[str, object]]) -> None:
-    table = Table(title=f"{name}: {num_prompts:,} prompts, {rows[0]['input_tokens']:,} tokens")
-    for heading in ("budget, blocks", "policy", "token hit rate", "written, GiB", "S3 requests, millions"):
-        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    numbers = ("budget, blocks", "token hit rate", "written, GiB", "S3 requests, millions")
+    title = f"{name}: {num_prompts:,} prompts, {rows[0]['input_tokens']:,} tokens"
+    table = table_of(title, numbers[0], "policy", *numbers[1:], right=numbers)
     last = rows[0]["budget_blocks"]
     for row in rows:
         if row["budget_blocks"] != last:
@@ -165,12 +170,21 @@ def _number(value: object) -> float:
     return value
 
 
-def _write_curve(path: Path, title: str, rows: Sequence[Mapping[str, object]]) -> None:
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        point = int(_number(row["budget_blocks"])), _number(row["token_hit_rate"])
-        lines.setdefault(str(row["policy"]), []).append(point)
+def _write_curve(path: Path, name: str, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write a bar for each policy and budget; the bars of a policy are its curve."""
+    table = table_of("", "policy", "budget, blocks", "token hit rate", "", right=("budget, blocks",))
+    highest = max(_number(row["token_hit_rate"]) for row in rows) or 1.0
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        for row in (row for row in rows if row["policy"] == policy):
+            rate = _number(row["token_hit_rate"])
+            bar = Bar(highest, 0, rate, width=_BAR_WIDTH, color="blue")
+            table.add_row(str(policy), f"{row['budget_blocks']:,}", bar, f"{rate:.1%}")
+        table.add_section()
+    console = Console(record=True, file=io.StringIO(), width=_CURVE_WIDTH)
+    console.print(table)
+    picture = console.export_svg(title=f"Token hit rate by budget: {name}")
+    picture = re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)  # a viewer would fetch them from another site
     try:
-        path.write_text(draw_curve(f"Token hit rate over budget: {title}", lines))
+        path.write_text(picture)
     except OSError as error:
-        raise InvalidRequest("--curve: the file cannot be written", path=path, error=error.strerror) from error
+        raise InvalidRequest(f"--curve: cannot write {path}: {error.strerror}") from error

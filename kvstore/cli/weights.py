@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from kvstore.cli.administering import AdminUrl, AsJson, Config, Timeout, TokenFile, Yes, administered
-from kvstore.cli.shown import echo_json, held_text, time_text
-from kvstore.cli.tables import print_table, table_of
+from kvstore.cli.admin import AdminClient, Yes, admin_verb
+from kvstore.cli.printing import echo_json, held_text, print_table, table_of, time_text
 
 __all__ = ["weights"]
 
@@ -21,21 +19,14 @@ weights = typer.Typer(
     no_args_is_help=True,
 )
 
-WeightsArgument = Annotated[str, typer.Argument(help="As `kvstore weights list` shows it.")]
+WeightsArgument = Annotated[str, typer.Argument(help="The weights id that `kvstore weights list` shows.")]
 
 
 @weights.command("list")
-def list_weights(
-    *,
-    admin_url: AdminUrl = "",
-    token_file: TokenFile = None,
-    config: Config = None,
-    timeout_s: Timeout = 60.0,
-    json_: AsJson = False,
-) -> None:
+@admin_verb(60.0)
+def list_weights(client: AdminClient, json_: bool) -> None:
     """List weights and what is stored of them."""
-    with administered(admin_url, token_file, timeout_s, config) as client:
-        found = client.get("weights")
+    found = client.get("weights")
     if json_:
         echo_json(found)
         return
@@ -45,57 +36,30 @@ def list_weights(
 
 
 @weights.command()
-def retire(
-    *,
-    weights_id: WeightsArgument,
-    yes: Yes = False,
-    admin_url: AdminUrl = "",
-    token_file: TokenFile = None,
-    config: Config = None,
-    timeout_s: Timeout = 60.0,
-    json_: AsJson = False,
-) -> None:
+@admin_verb(60.0)
+def retire(client: AdminClient, json_: bool, weights_id: WeightsArgument, yes: Yes = False) -> None:
     """Make everything computed with these weights unreachable on every service; `kvstore gc` then deletes it."""
-    _change("POST", weights_id, admin_url, token_file, config, timeout_s=timeout_s, yes=yes, as_json=json_)
+    if _change(client, "POST", weights_id, yes=yes, json_=json_):
+        typer.echo("retired: every service applies it within seconds; next: kvstore gc")
 
 
 @weights.command()
-def restore(
-    *,
-    weights_id: WeightsArgument,
-    yes: Yes = False,
-    admin_url: AdminUrl = "",
-    token_file: TokenFile = None,
-    config: Config = None,
-    timeout_s: Timeout = 60.0,
-    json_: AsJson = False,
-) -> None:
-    """Undo a retirement: what has not been deleted meanwhile is served again."""
-    _change("DELETE", weights_id, admin_url, token_file, config, timeout_s=timeout_s, yes=yes, as_json=json_)
+@admin_verb(60.0)
+def restore(client: AdminClient, json_: bool, weights_id: WeightsArgument, yes: Yes = False) -> None:
+    """Undo a retirement: services serve again what was not deleted since."""
+    _change(client, "DELETE", weights_id, yes=yes, json_=json_)
 
 
-def _change(
-    method: str,
-    weights_id: str,
-    admin_url: str,
-    token_file: Path | None,
-    config: Path | None,
-    *,
-    timeout_s: float,
-    yes: bool,
-    as_json: bool,
-) -> None:
-    with administered(admin_url, token_file, timeout_s, config) as client:
-        query = {"weights_id": weights_id, "confirm": yes}
-        found = client.call(method, "weights", "retired", query=query)
-    if as_json:
+def _change(client: AdminClient, method: str, weights_id: str, *, yes: bool, json_: bool) -> bool:
+    """Retire or restore weights, and show them; returns whether text was printed of a real change."""
+    found = client.call(method, "weights", "retired", query={"weights_id": weights_id, "confirm": yes})
+    if json_:
         echo_json(found)
-        return
+        return False
     _show([found["weights"]])
     if not yes:
         typer.echo("nothing was changed: add --yes to do it")
-    elif method == "POST":
-        typer.echo("retired: every service applies it within seconds; next: kvstore gc")
+    return yes
 
 
 def _show(listed: Sequence[dict[str, Any]]) -> None:

@@ -7,37 +7,64 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import uvloop
 
-from kvstore.api import Ack, LeaseId, Lookup, PageStore, PrefixQuery, Progress, SaveOutcome, Staged
-from kvstore.client.connecting import EmbeddedOptions, connect
-from kvstore.client.options import ClientOptions
+from kvstore.api import LeaseId, PageStore
+from kvstore.client.connection import ClientOptions
+from kvstore.client.remote import EmbeddedOptions, RemoteStore, connect
 from kvstore.errors import Closed, InvalidRequest, Unavailable
-from kvstore.format.record import Record
-from kvstore.model.keys import NamespaceId, RecordKey
-from kvstore.model.namespace import NamespaceDescription
-from kvstore.runtime.affinity import leave_pinned_core
 from kvstore.runtime.background import on_loose_exception
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.machine import leave_pinned_core
 
 __all__ = ["BlockingStore"]
 
+P = ParamSpec("P")
 Value = TypeVar("Value")
 _LATE_S = 0.25
 _CLOSE_S = 3.0
 
 
+def _submitted(
+    method: Callable[Concatenate[RemoteStore, P], Coroutine[Any, Any, Value]],
+) -> Callable[Concatenate[BlockingStore, P], Future[Value]]:
+    """A call of the store that returns a future at once."""
+
+    @wraps(method)
+    def submit(self: BlockingStore, /, *args: P.args, **kwargs: P.kwargs) -> Future[Value]:
+        return self._submit(lambda: method(self._store, *args, **kwargs))
+
+    return submit
+
+
+def _waited(
+    method: Callable[Concatenate[RemoteStore, P], Coroutine[Any, Any, Value]],
+) -> Callable[Concatenate[BlockingStore, P], Value]:
+    """A call of the store that waits, never past its deadline."""
+
+    @wraps(method)
+    def wait(self: BlockingStore, /, *args: P.args, **kwargs: P.kwargs) -> Value:
+        deadline = kwargs["deadline"]
+        assert isinstance(deadline, Deadline)
+        return self._wait(self._submit(lambda: method(self._store, *args, **kwargs)), deadline)
+
+    return wait
+
+
 class BlockingStore:
     """Every call of `PageStore` twice: `submit_x` returns a future at once, `x` waits, never past its deadline.
 
-    Futures fail as `PageStore` does; cancelling one cancels its call. Callbacks of futures, `progress` and `allocate`
-    run on the loop's thread: they must be quick, and may not make calls of this object that wait (these are refused).
+    Futures fail as `PageStore` does. Cancelling one cancels its call; a cancelled stage leaves nothing leased. After
+    a failed or cancelled load the buffer may still be written for a moment: drop it. Callbacks of futures, `progress`
+    and `allocate` run on the loop's thread. They must be quick, and may not make calls of this object that wait: these
+    are refused.
 
     A forked child must not use its parent's object (it gets `Closed`). It holds none of the connections, so that the
     service notices when the parent ends.
@@ -83,82 +110,16 @@ class BlockingStore:
         """
         return self._submit(lambda: work(self._store))
 
-    def submit_wait_ready(self, *, deadline: Deadline) -> Future[None]:
-        return self._submit(lambda: self._store.wait_ready(deadline=deadline))
-
-    def wait_ready(self, *, deadline: Deadline) -> None:
-        """Return when the service can be used; see `RemoteStore.wait_ready`."""
-        self._wait(self.submit_wait_ready(deadline=deadline), deadline)
-
-    def submit_open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> Future[NamespaceId]:
-        return self._submit(lambda: self._store.open_namespace(description, deadline=deadline))
-
-    def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:
-        return self._wait(self.submit_open_namespace(description, deadline=deadline), deadline)
-
-    def submit_lookup(self, query: PrefixQuery, *, deadline: Deadline) -> Future[Lookup]:
-        return self._submit(lambda: self._store.lookup(query, deadline=deadline))
-
-    def lookup(self, query: PrefixQuery, *, deadline: Deadline) -> Lookup:
-        return self._wait(self.submit_lookup(query, deadline=deadline), deadline)
-
-    def submit_stage(
-        self, query: PrefixQuery, *, deadline: Deadline, progress: Progress | None = None
-    ) -> Future[Staged]:
-        """If the future is cancelled, nothing stays leased."""
-        return self._submit(lambda: self._store.stage(query, deadline=deadline, progress=progress))
-
-    def stage(self, query: PrefixQuery, *, deadline: Deadline, progress: Progress | None = None) -> Staged:
-        return self._wait(self.submit_stage(query, deadline=deadline, progress=progress), deadline)
-
-    def submit_renew(self, lease: LeaseId, *, deadline: Deadline) -> Future[bool]:
-        return self._submit(lambda: self._store.renew(lease, deadline=deadline))
-
-    def renew(self, lease: LeaseId, *, deadline: Deadline) -> bool:
-        return self._wait(self.submit_renew(lease, deadline=deadline), deadline)
-
-    def submit_load(
-        self,
-        lease: LeaseId,
-        key: RecordKey,
-        *,
-        deadline: Deadline,
-        allocate: Callable[[int], memoryview] | None = None,
-    ) -> Future[Record]:
-        """If the future is cancelled, the buffer may still be written until the loop notices: do not reuse it."""
-        return self._submit(lambda: self._store.load(lease, key, deadline=deadline, allocate=allocate))
-
-    def load(
-        self,
-        lease: LeaseId,
-        key: RecordKey,
-        *,
-        deadline: Deadline,
-        allocate: Callable[[int], memoryview] | None = None,
-    ) -> Record:
-        """See `PageStore.load`. If it raises, the buffer may still be written for a moment: drop it."""
-        return self._wait(self.submit_load(lease, key, deadline=deadline, allocate=allocate), deadline)
-
-    def submit_save(self, record: Record, *, ack: Ack = Ack.MEMORY, deadline: Deadline) -> Future[SaveOutcome]:
-        return self._submit(lambda: self._store.save(record, ack=ack, deadline=deadline))
-
-    def save(self, record: Record, *, ack: Ack = Ack.MEMORY, deadline: Deadline) -> SaveOutcome:
-        return self._wait(self.submit_save(record, ack=ack, deadline=deadline), deadline)
-
-    def submit_discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> Future[None]:
-        return self._submit(lambda: self._store.discard(key, reason, deadline=deadline))
-
-    def discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
-        self._wait(self.submit_discard(key, reason, deadline=deadline), deadline)
-
-    def submit_status(self, *, deadline: Deadline) -> Future[Mapping[str, object]]:
-        return self._submit(lambda: self._store.status(deadline=deadline))
-
-    def status(self, *, deadline: Deadline) -> Mapping[str, object]:
-        return self._wait(self.submit_status(deadline=deadline), deadline)
-
-    def explain(self, request: str, *, deadline: Deadline) -> Mapping[str, object]:
-        return self._wait(self._submit(lambda: self._store.explain(request, deadline=deadline)), deadline)
+    wait_ready, submit_wait_ready = _waited(RemoteStore.wait_ready), _submitted(RemoteStore.wait_ready)
+    open_namespace, submit_open_namespace = _waited(RemoteStore.open_namespace), _submitted(RemoteStore.open_namespace)
+    lookup, submit_lookup = _waited(RemoteStore.lookup), _submitted(RemoteStore.lookup)
+    stage, submit_stage = _waited(RemoteStore.stage), _submitted(RemoteStore.stage)
+    renew, submit_renew = _waited(RemoteStore.renew), _submitted(RemoteStore.renew)
+    load, submit_load = _waited(RemoteStore.load), _submitted(RemoteStore.load)
+    save, submit_save = _waited(RemoteStore.save), _submitted(RemoteStore.save)
+    discard, submit_discard = _waited(RemoteStore.discard), _submitted(RemoteStore.discard)
+    status, submit_status = _waited(RemoteStore.status), _submitted(RemoteStore.status)
+    explain = _waited(RemoteStore.explain)
 
     def release(self, lease: LeaseId) -> None:
         """End a lease; returns at once and never fails."""
@@ -170,7 +131,7 @@ class BlockingStore:
     def _submit(self, call: Callable[[], Coroutine[Any, Any, Value]]) -> Future[Value]:
         if os.getpid() != self._pid:
             raise Closed("this store belongs to another process: make one after the fork", pid=self._pid)
-        with self._lock:  # so that nobody closes the loop between the check and the call
+        with self._lock:  # so that no thread closes the loop between the check and the call
             if self._closed:
                 raise Closed("the client is closed")
             return asyncio.run_coroutine_threadsafe(self._answer(call), self._loop)

@@ -6,11 +6,10 @@ import asyncio
 import os
 import ssl
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol, TypeVar
 
-from kvstore.client.options import ClientOptions
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.format.record import MAX_RECORD_BYTES
 from kvstore.runtime.budget import ByteBudget
@@ -19,12 +18,63 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.tracing import trace_parent
 from kvstore.wire import messages
 from kvstore.wire.address import Address, UnixAddress
-from kvstore.wire.failures import raise_error
 from kvstore.wire.frames import Head
-from kvstore.wire.messages import PROTOCOL_VERSION, Message
+from kvstore.wire.messages import PROTOCOL_VERSION, Message, raise_error
 from kvstore.wire.protocol import FrameConnection
+from kvstore.wire.tls import ClientTls
 
-__all__ = ["Connection", "Silent"]
+__all__ = ["ClientOptions", "Connection", "Silent"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """How a client behaves.
+
+    Attributes:
+        token: Shown to the service; TCP services may require one.
+        name: Shown to people in the service's status.
+        num_data_connections: Connections that carry records; two keep one core of the service busy.
+        stall_timeout_s: A stage that gets neither an answer nor further bytes for this long ends. Longer than the
+            service's own timeout, after which the service answers with what has arrived.
+        first_stall_timeout_s: The same until the first stage has ended: a service that was just started delivers its
+            first records late on a busy machine. `None`: no difference.
+        hello_timeout_s: A connection that is not greeted by then is abandoned and tried again.
+        dead_after_s: The client reconnects to a service that answers nothing for this long.
+        backoff_s: First pause between two attempts to connect; doubles up to `backoff_max_s`.
+        backoff_max_s: The longest pause, and so the longest that recovery takes once the service is back.
+        first_attempt_s: Calls wait this long, within their deadlines, for the very first attempt to connect to end: it
+            fails at once where no service listens, but a private service may take as long to start.
+        tls: What the client trusts and presents at a `tls://` address.
+        shared_memory: Read records from the service's shared memory, if it offers that: one copy instead of two.
+    """
+
+    token: str = ""
+    name: str = ""
+    num_data_connections: int = 2
+    stall_timeout_s: float = 0.6
+    first_stall_timeout_s: float | None = None
+    hello_timeout_s: float = 2.0
+    dead_after_s: float = 5.0
+    backoff_s: float = 0.05
+    backoff_max_s: float = 0.5
+    first_attempt_s: float = 20.0
+    tls: ClientTls = field(default_factory=ClientTls)
+    shared_memory: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_data_connections <= 64:
+            raise InvalidRequest("1 to 64 data connections", seen=self.num_data_connections)
+        for name in ("stall_timeout_s", "hello_timeout_s", "dead_after_s", "backoff_s", "backoff_max_s"):
+            if getattr(self, name) <= 0:
+                raise InvalidRequest("a time must be positive", field=name, seen=getattr(self, name))
+
+    @classmethod
+    def of_a_person(cls, name: str, seconds: float, tls: ClientTls) -> ClientOptions:
+        """Options of a command that makes one request and waits: connecting may take all of `seconds`, as it can on a
+        busy machine. An engine would rather continue without an answer.
+        """
+        return cls(name=name, num_data_connections=1, hello_timeout_s=seconds, first_attempt_s=seconds, tls=tls)
+
 
 _SILENCE_S = 0.02
 Answer = TypeVar("Answer", bound=messages.Reply)
@@ -32,7 +82,7 @@ Allocate = Callable[[int], memoryview]
 
 
 class Silent(Unavailable):
-    """The deadline passed and the service sent nothing at all meanwhile: it may be frozen."""
+    """The deadline passed and the service sent nothing at all until then: it may be frozen."""
 
 
 class Call(Protocol):
@@ -46,9 +96,9 @@ class _Pending:
     """A request that has not been answered.
 
     Attributes:
-        future: Resolved with answer and payload; if done earlier, nobody waits any more.
+        future: Resolved with answer and payload; if done earlier, its caller no longer waits.
         allocate: Makes the buffer for the answer's payload.
-        on_progress: Called with progress: the bytes so far, and whether it is worked on in any case.
+        on_progress: Called with progress: the bytes so far, and whether the service works on the request.
         error: Why a payload could not be received.
         settle: Called once, when the service has answered or never will.
     """
@@ -98,7 +148,7 @@ class Connection:
         """Connect and be greeted.
 
         Raises:
-            Unavailable: Nobody listens, or no greeting came in time.
+            Unavailable: No service listens, or no greeting came in time.
             InvalidRequest: The service refused us, e.g. for the token.
             UnsupportedFormat: No common protocol version.
         """
@@ -136,7 +186,7 @@ class Connection:
     # called by the frames
 
     def on_head(self, head: Head, payload_bytes: int) -> memoryview | None:
-        """The caller's buffer for this payload; `None`, if nobody waits or it has no buffer, drops the payload."""
+        """The caller's buffer for this payload; `None`, if no caller waits or it has no buffer, drops the payload."""
         message = messages.decode(head)
         pending = self._pending.get(message.id) if isinstance(message, messages.Loaded) else None
         if pending is None or pending.future.done():
@@ -147,7 +197,7 @@ class Connection:
             target = memoryview(pending.allocate(payload_bytes)).cast("B")
             if target.readonly or len(target) < payload_bytes:
                 raise InvalidRequest("allocate must return a writable buffer of that size", expected=payload_bytes)
-        except Exception as error:  # noqa: BLE001 - the caller's code: its call gets the error, the stream goes on
+        except Exception as error:  # noqa: BLE001 - the caller's code: its call gets the error, the stream continues
             pending.error = error
             return None
         return target
@@ -184,7 +234,7 @@ class Connection:
             self._drop_answer(message)
 
     def _drop_answer(self, message: Message) -> None:
-        """Release the lease of an answer that nobody takes; else it would have to expire."""
+        """Release the lease of an answer that no caller takes; else it would have to expire."""
         if isinstance(message, messages.Staged) and message.lease:
             self.frames.post(messages.Release(message.lease))
 
@@ -208,7 +258,7 @@ class Connection:
                 entry.future.set_exception(Unavailable("the service went away", reason=self.reason))
         if not self._greeting.done():
             self._greeting.set_exception(Unavailable("the service went away", reason=self.reason))
-            self._greeting.exception()  # nobody may be waiting any more
+            self._greeting.exception()  # there may be no caller left to retrieve it
 
     # called by the pool's users
 
@@ -216,7 +266,7 @@ class Connection:
     def open(self) -> bool:
         return self.frames.open
 
-    async def ask(
+    async def request(
         self,
         call: Call,
         expected: type[Answer],
@@ -245,7 +295,8 @@ class Connection:
             Unavailable: The deadline passed, the stage stalled, or the service went away.
             KVStoreError: What the service answered.
 
-        If cancelled, the service is told, its answer is dropped, and buffers from `allocate` are no longer written.
+        If cancelled, the service receives a cancel, its answer is dropped, and buffers from `allocate` are no longer
+        written.
         """
         if not self.open:
             if settle is not None:
@@ -309,7 +360,7 @@ class Connection:
         Raises:
             Unavailable: It does not answer.
         """
-        await self.ask(messages.Ping, messages.Pong, deadline=deadline)
+        await self.request(messages.Ping, messages.Pong, deadline=deadline)
 
     def post(self, message: Message) -> None:
         """Send a message that has no answer."""
@@ -328,7 +379,7 @@ def _socket_id(sock: object) -> tuple[int, int] | None:
 
 
 def _postpone(
-    limit: asyncio.Timeout, stall_s: float, ends_s: float, tell: Callable[[int], None] | None
+    limit: asyncio.Timeout, stall_s: float, ends_s: float, report: Callable[[int], None] | None
 ) -> Callable[[int, bool], None]:
     """A progress callback that grants the stage another `stall_s` each time its bytes grow, or the service says that it
     works on it."""
@@ -343,8 +394,8 @@ def _postpone(
             limit.reschedule(min(ends_s, loop.time() + stall_s))
         if num_bytes > best_bytes:
             best_bytes = num_bytes
-            if tell is not None:
-                tell(num_bytes)
+            if report is not None:
+                report(num_bytes)
 
     return on_progress
 

@@ -6,7 +6,6 @@ import asyncio
 import fcntl
 import hashlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import kvstore
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.wire.address import UNIX_PATH_BYTES_MAX, UnixAddress
+from kvstore.wire.address import UNIX_PATH_BYTES_MAX, UnixAddress, unix_accepts
 
 __all__ = ["EmbeddedOptions", "EmbeddedService", "default_directory", "private_socket_path", "try_lock"]
 
@@ -91,11 +90,11 @@ class EmbeddedService:
             Unavailable: It could not be started, now or a moment ago; the message has its last words and its log.
         """
         self._turn = self._turn or asyncio.Lock()
-        async with self._turn:  # all connections of one client ask at once
+        async with self._turn:  # all connections of one client call it at the same time
             _reap()
             try:
                 path = private_socket_path(self._directory)
-                if _accepts(path):
+                if unix_accepts(str(path)):
                     return UnixAddress(str(path))
                 if asyncio.get_running_loop().time() < self._again_s:
                     raise self._ended()
@@ -114,10 +113,10 @@ class EmbeddedService:
         process: subprocess.Popen[bytes] | None = None
         # a file of a few bytes: opening it blocks no longer than the connects around it
         with open(self._directory / "run" / "starting.lock", "ab") as lock:  # noqa: ASYNC230
-            while not _accepts(path):
+            while not unix_accepts(str(path)):
                 if loop.time() >= ends_s:
                     raise Unavailable("the private service did not start in time", log=self._log_path)
-                if process is None and try_lock(lock.fileno()) and not _accepts(path):
+                if process is None and try_lock(lock.fileno()) and not unix_accepts(str(path)):
                     process = self._spawn()
                 if process is not None and process.poll() not in (None, 0):  # 0: it has detached itself
                     self._pause_s = min(max(2 * self._pause_s, _PAUSE_FIRST_S), _PAUSE_MAX_S)
@@ -163,8 +162,8 @@ class EmbeddedService:
 def _service_environment() -> dict[str, str]:
     """Our environment, without what pins OpenMP threads.
 
-    vLLM preloads an OpenMP runtime and tells it through the environment which cores to use. In a child the two pin its
-    first thread to the core of the engine's busiest thread, where a lookup of a millisecond took a third of a second.
+    vLLM preloads an OpenMP runtime and sets its cores through the environment. In a child process the two pin the first
+    thread to the core of the engine's busiest thread. There a lookup of a millisecond took a third of a second.
     """
     environment = os.environ  # noqa: TID251 - handed on, not read
     return {name: value for name, value in environment.items() if not name.startswith(_OPENMP)}
@@ -192,15 +191,3 @@ def try_lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _accepts(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(str(path))
-        except (FileNotFoundError, ConnectionRefusedError):
-            return False
-        except BlockingIOError:  # frozen or very busy, but there
-            return True
-        return True

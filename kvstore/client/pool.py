@@ -7,8 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from kvstore.client.connection import Connection
-from kvstore.client.options import ClientOptions
+from kvstore.client.connection import ClientOptions, Connection
 from kvstore.errors import Closed, KVStoreError, Unavailable
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
@@ -17,14 +16,14 @@ from kvstore.wire.address import Address
 __all__ = ["Pool"]
 
 _log = logging.getLogger(__name__)
-_NOT_REACHABLE = "the store service does not answer: going on without it, trying again in the background"
+_NOT_REACHABLE = "the store service does not answer: continuing without it, and trying again in the background"
 _NEXT_STEP = "if it does not run, start it with `kvstore serve --listen ...`, or set url to `embedded:`"
 _NEXT_STEP_PRIVATE = (
-    "a private service that has ended is started again, and one that is frozen is used as soon as it goes on: there is "
-    "nothing to do, unless no line says soon that it is reachable; then see service.log in its directory"
+    "a private service that has ended is started again, and a frozen one is used as soon as it responds; if no line "
+    "says soon that it is reachable, see service.log in its directory"
 )
 _NEXT_STEP_NOT_STARTED = (
-    "it cannot be started: correct what it says below, or set url to the address of a service that runs"
+    "it cannot be started: correct the reason below, or set url to the address of a running service"
 )
 
 

@@ -1,16 +1,18 @@
-"""`RemoteStore`: the page store of a service in another process."""
+"""`connect` and `RemoteStore`: the page store of a service in another process."""
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
 from kvstore.api import Ack, LeaseId, Lookup, Outcome, PageStore, PrefixQuery, Progress, Retention, SaveOutcome, Staged
-from kvstore.client.connection import Connection, Silent
-from kvstore.client.options import ClientOptions
+from kvstore.client.connection import ClientOptions, Connection, Silent
+from kvstore.client.embedded import EmbeddedOptions, EmbeddedService
 from kvstore.client.pool import Pool
 from kvstore.client.reports import Reports
 from kvstore.client.sharing import SharedRecords
@@ -21,13 +23,13 @@ from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.runtime.deadline import Deadline
 from kvstore.wire import convert, messages
-from kvstore.wire.address import Address
+from kvstore.wire.address import Address, TcpAddress, parse_address
 
-__all__ = ["RemoteStore"]
+__all__ = ["EMBEDDED", "EmbeddedOptions", "RemoteStore", "connect"]
 
 Value = TypeVar("Value")
 _NAMESPACES_MAX = 64
-"""So many are opened again on a new connection, the ones that were used last: weights that change make many of them."""
+"""The namespaces that were used last, up to this number, are opened again on a new connection."""
 
 
 class RemoteStore(PageStore):
@@ -88,7 +90,7 @@ class RemoteStore(PageStore):
     async def _lookup(self, query: PrefixQuery, deadline: Deadline) -> Lookup:
         fields = convert.query_fields(query)
         async with self._control(deadline) as connection:
-            answer, _ = await connection.ask(
+            answer, _ = await connection.request(
                 lambda i, ms: messages.Lookup(i, ms, **fields), messages.LookedUp, deadline=deadline
             )
         return convert.parse_lookup(answer, len(query.boundaries))
@@ -99,7 +101,7 @@ class RemoteStore(PageStore):
         layout = _layout_of(description) if description is not None else None
         async with self._control(deadline) as connection:
             try:
-                answer, _ = await connection.ask(
+                answer, _ = await connection.request(
                     lambda i, ms: messages.Stage(i, ms, **fields, packed=layout is not None),
                     messages.Staged,
                     deadline=deadline,
@@ -112,7 +114,7 @@ class RemoteStore(PageStore):
 
     async def renew(self, lease: LeaseId, *, deadline: Deadline) -> bool:
         async with self._control(deadline) as connection:
-            answer, _ = await connection.ask(
+            answer, _ = await connection.request(
                 lambda i, ms: messages.Renew(i, ms, lease), messages.Renewed, deadline=deadline
             )
         return answer.alive
@@ -129,7 +131,7 @@ class RemoteStore(PageStore):
         fields = convert.key_fields(key)
         arena = self._shared.arena
         async with self._data(deadline) as connection:
-            answer, payload = await connection.ask(
+            answer, payload = await connection.request(
                 lambda i, ms: messages.Load(i, ms, lease, **fields, arena=arena),
                 messages.Loaded,
                 deadline=deadline,
@@ -161,7 +163,7 @@ class RemoteStore(PageStore):
                 raise InvalidRequest("the record is too large for this service", limit=limit, seen=record.num_bytes)
             async with deadline.scope("room for a save"):
                 grant = await connection.save_credit.take(min(record.num_bytes, connection.save_credit.limit_bytes))
-            answer, _ = await connection.ask(
+            answer, _ = await connection.request(
                 lambda i, ms: messages.Save(i, ms, ack.value, retention.value),
                 messages.Saved,
                 deadline=deadline,
@@ -181,28 +183,28 @@ class RemoteStore(PageStore):
     async def discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
         fields = convert.key_fields(key)
         async with self._control(deadline) as connection:
-            await connection.ask(
+            await connection.request(
                 lambda i, ms: messages.Discard(i, ms, **fields, reason=reason), messages.Discarded, deadline=deadline
             )
 
-    def tell(self, outcome: Outcome) -> None:
+    def report(self, outcome: Outcome) -> None:
         if not self._closed:
             self._reports.add(outcome)
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
-        await self._tell_first(deadline)
+        await self._send_reports(deadline)
         async with self._control(deadline) as connection:
             if not connection.welcome.explains:
                 raise InvalidRequest("this service is too old to explain", release=connection.welcome.release)
-            answer, _ = await connection.ask(
+            answer, _ = await connection.request(
                 lambda i, ms: messages.Explain(i, ms, request), messages.Explained, deadline=deadline
             )
         return answer.values
 
     async def status(self, *, deadline: Deadline, tenant: str = "") -> Mapping[str, object]:
-        await self._tell_first(deadline)
+        await self._send_reports(deadline)
         async with self._control(deadline) as connection:
-            answer, _ = await connection.ask(messages.Status, messages.StatusReply, deadline=deadline)
+            answer, _ = await connection.request(messages.Status, messages.StatusReply, deadline=deadline)
         return answer.values
 
     async def aclose(self) -> None:
@@ -212,15 +214,15 @@ class RemoteStore(PageStore):
 
     # helpers
 
-    async def _tell_first(self, deadline: Deadline) -> None:
-        """Send what this client has told and the service has not got, so that the answer knows of it."""
+    async def _send_reports(self, deadline: Deadline) -> None:
+        """Send the reports that still wait, so that the answer includes them."""
         with suppress(Unavailable):  # the call itself says so
             await self._reports.send(deadline)
 
     async def _in_namespace(
         self, namespace: NamespaceId, call: Callable[[], Coroutine[Any, Any, Value]], deadline: Deadline
     ) -> Value:
-        """Make a call; again in a namespace opened anew, where the service has closed it for lack of use."""
+        """Make a call; if the service has closed the unused namespace, open it again and repeat the call."""
         description = self._namespaces.get(namespace)
         if description is None:
             return await call()
@@ -266,7 +268,7 @@ class RemoteStore(PageStore):
         for description in list(self._namespaces.values()):
             try:
                 await _open_namespace(connection, description, deadline)
-            except KVStoreError:  # refused, perhaps by another release: the others are of use all the same
+            except KVStoreError:  # refused, for example by another release; the other namespaces are of use
                 if not connection.open or deadline.expired:
                     raise
         await self._shared.follow(connection)
@@ -289,7 +291,43 @@ def _plain(record: Record) -> Record:
 
 
 async def _open_namespace(connection: Connection, description: NamespaceDescription, deadline: Deadline) -> NamespaceId:
-    answer, _ = await connection.ask(
+    answer, _ = await connection.request(
         lambda i, ms: messages.OpenNamespace(i, ms, description.canonical), messages.NamespaceOpened, deadline=deadline
     )
     return convert.parse_namespace(answer.namespace, "namespace_opened.namespace")
+
+
+EMBEDDED = "embedded:"
+
+
+def connect(
+    url: str,
+    *,
+    token: str | None = None,
+    options: ClientOptions | None = None,
+    embedded: EmbeddedOptions | None = None,
+) -> RemoteStore:
+    """A store at `url`. Neither blocks nor fails when there is no service; the store's calls do, until there is one.
+
+    Args:
+        url: `unix:/path`, `tcp://host:port`, `tls://host:port`, or `embedded:` for a private service that is started
+            when needed.
+        token: The content of the service's `token_file`, if it has one.
+        options: Times and counts.
+        embedded: Directory and sizes of the private service.
+
+    Raises:
+        InvalidRequest: `url` is none of these, or a file of `options.tls` cannot be used.
+    """
+    options = options or ClientOptions()
+    options = replace(options, token=token or options.token, name=options.name or f"pid {os.getpid()}")
+    if url == EMBEDDED:
+        return RemoteStore(EmbeddedService(embedded or EmbeddedOptions()).ensure, url, options)
+    address = parse_address(url)
+    if isinstance(address, TcpAddress) and address.tls:
+        options.tls.context()  # so that unusable files are reported now, not at every attempt to connect
+
+    async def locate() -> Address:
+        return address
+
+    return RemoteStore(locate, url, options)

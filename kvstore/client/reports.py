@@ -1,4 +1,4 @@
-"""What an engine has to tell its service: kept while the service does not answer, and sent once."""
+"""Reports of an engine to its service: kept while the service does not answer, and sent once."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _PAUSE_S = 0.25
 class Reports:
     """A bounded queue of outcomes and losses, which outlives connections. Belongs to one event loop.
 
-    Reports have no answers. So each batch is sent after the service has answered a ping on the same connection, and not
-    again: a service that is frozen or gone is told nothing, and none is told twice. What a service was told before it
-    died is lost with it, as all that it was told.
+    Reports have no answers. So each batch is sent once, after the service has answered a ping on the same connection:
+    no report goes to a service that is frozen or gone, and none is sent twice. Reports that a service received are lost
+    when it dies.
 
     Args:
         control: Lends the control connection; raises as `RemoteStore`'s calls do.
-        patience_s: A ping that is not answered for so long has failed.
+        patience_s: A ping that is not answered for this long has failed.
         clock: For the age of reports.
     """
 
@@ -71,7 +71,7 @@ class Reports:
         self._forget_some()
         if self._sending is None or self._sending.done():
             with suppress(Closed):
-                self._sending = self._tasks.spawn(self._send_later(), "send", is_nobodys=True)
+                self._sending = self._tasks.spawn(self._send_later(), "send", is_shared=True)
 
     async def send(self, deadline: Deadline) -> None:
         """Send what waits.
@@ -84,7 +84,7 @@ class Reports:
         """
         if not self._waiting:
             return
-        async with deadline.scope("telling the service"):
+        async with deadline.scope("sending reports to the service"):
             await self._turn.acquire()
         try:
             while self._waiting:

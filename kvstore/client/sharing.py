@@ -8,16 +8,14 @@ import os
 import socket
 from collections.abc import Callable
 
-from kvstore.client.connection import Connection
-from kvstore.client.options import ClientOptions
+from kvstore.client.connection import ClientOptions, Connection
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.runtime.arena import ArenaView, Place
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.wire import messages
 from kvstore.wire.address import UnixAddress
-from kvstore.wire.failures import raise_error
 from kvstore.wire.frames import FrameReader, Head, pack_head
-from kvstore.wire.messages import PROTOCOL_VERSION, Message, decode, encode
+from kvstore.wire.messages import PROTOCOL_VERSION, Message, decode, encode, raise_error
 
 __all__ = ["SharedRecords"]
 

@@ -8,9 +8,10 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.errors import InvalidRequest
+from kvstore.errors import CorruptRecord, InvalidRequest
 
-__all__ = ["Buffer", "ByteArray", "Chain", "as_bytes", "as_writable_bytes", "words"]
+__all__ = ["Buffer", "ByteArray", "Chain", "Raw", "as_bytes", "as_writable_bytes", "words"]
+
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 ByteArray: TypeAlias = NDArray[np.uint8]
@@ -43,7 +44,7 @@ class Chain(ABC):
     def decode_into(self, payload: ByteArray, target: ByteArray) -> None:
         """Decode `payload` into `target`, filling it.
 
-        Allocates no more than the size of `target`, whatever the payload claims.
+        Allocates no more than the size of `target`, even if the payload claims more.
 
         Raises:
             CorruptRecord: The payload does not decode to exactly `len(target)` bytes. `target` is undefined then.
@@ -76,3 +77,19 @@ def as_writable_bytes(buffer: bytearray | memoryview) -> ByteArray:
 def words(data: ByteArray, width: int) -> NDArray[Any]:
     """The bytes as little-endian unsigned words over the same memory, at any alignment."""
     return data.view(f"<u{width}")
+
+
+class Raw(Chain):
+    """Copies the bytes. numpy's copy releases the GIL; a slice assignment between memoryviews would hold it."""
+
+    id: ClassVar[int] = 0
+    name: ClassVar[str] = "raw"
+
+    def encode(self, source: ByteArray, target: ByteArray) -> int | None:
+        np.copyto(target[: source.size], source)
+        return source.size
+
+    def decode_into(self, payload: ByteArray, target: ByteArray) -> None:
+        if payload.size != target.size:
+            raise CorruptRecord("raw payload has the wrong size", expected=target.size, seen=payload.size)
+        np.copyto(target, payload)

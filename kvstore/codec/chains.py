@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.codec.base import Buffer, ByteArray, Chain, as_bytes, as_writable_bytes
+from kvstore.codec.base import Buffer, ByteArray, Chain, Raw, as_bytes, as_writable_bytes
 from kvstore.codec.planes import Planes, Planes2, Planes4, join_planes, split_planes
-from kvstore.codec.raw import Raw
 from kvstore.codec.zstd import Zstd
 from kvstore.errors import InvalidRequest, UnsupportedFormat
 
@@ -60,7 +59,7 @@ def chain_for_element_bytes(element_bytes: int) -> int:
 
 
 def max_payload_bytes(decoded_bytes: int) -> int:
-    """The size that `encode` needs for its target, whatever the chain: a payload is never larger than its content."""
+    """The size that `encode` needs for its target, for any chain: a payload is never larger than its content."""
     return decoded_bytes
 
 
@@ -118,7 +117,7 @@ def _encode_planes(chain: int, planes: ByteArray, target: ByteArray, width: int)
 def decode_into(chain: int, payload: Buffer, target: bytearray | memoryview, *, plane_width: int = 1) -> None:
     """Decode `payload` into `target`, filling it, without an intermediate copy.
 
-    Allocates at most the size of `target` (a plane's scratch, kept per thread), whatever the payload claims.
+    Allocates at most the size of `target` (a plane's scratch, kept per thread), even if the payload claims more.
     The caller sizes `target` by what it expects, never by an unchecked header.
 
     Args:

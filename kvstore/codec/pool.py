@@ -44,7 +44,7 @@ class CodecPool:
     Args:
         num_threads: Jobs that run at a time, at most.
         limit_bytes: Byte budget of all jobs together.
-        niceness: From 0 to 19, what the threads leave of the processors to others; on Linux alone.
+        niceness: Priority of the threads, from 0 to 19 (lowest); on Linux only.
     """
 
     def __init__(self, *, num_threads: int, limit_bytes: int, niceness: int = 0) -> None:
@@ -64,18 +64,18 @@ class CodecPool:
 
         Raises:
             Unavailable: The budget was exhausted until the deadline; `work` was not started.
-            InvalidRequest: More than the whole budget was asked for.
+            InvalidRequest: More than the whole budget was requested.
             Closed: The pool is closed, or was closed while waiting.
 
         If cancelled, raises `CancelledError` only once `work` has ended or can no longer start, so that the caller may
         reuse its buffers.
         """
-        room = self._ask(num_bytes)
+        grant = self._request(num_bytes)
         try:
             async with deadline.scope("waiting for codec threads"):
-                await asyncio.wrap_future(room)
+                await asyncio.wrap_future(grant)
         except BaseException:
-            self._withdraw(num_bytes, room)
+            self._withdraw(num_bytes, grant)
             raise
         job = self._start(num_bytes, work)
         waiting = asyncio.wrap_future(job)
@@ -95,61 +95,63 @@ class CodecPool:
             return PoolUsage(self._used_bytes, self._limit_bytes, len(self._waiters))
 
     def close(self) -> None:
-        """Fail with `Closed` what no thread has begun, and wait for the jobs that were. Idempotent."""
+        """Fail jobs that no thread has begun with `Closed`, and wait for the others. Idempotent."""
         with self._lock:
             self._closed = True
             waiters, self._waiters = self._waiters, deque()
-        for _, room in waiters:
-            if room.set_running_or_notify_cancel():
-                room.set_exception(Closed("the codec pool was closed"))
+        for _, grant in waiters:
+            if grant.set_running_or_notify_cancel():
+                grant.set_exception(Closed("the codec pool was closed"))
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def _ask(self, num_bytes: int) -> Future[None]:
+    def _request(self, num_bytes: int) -> Future[None]:
         """A future that is done once `num_bytes` are granted to the caller; `_start` or `_withdraw` must follow."""
         if num_bytes > self._limit_bytes:
-            raise InvalidRequest("asked for more than the whole budget", asked=num_bytes, limit_bytes=self._limit_bytes)
-        room: Future[None] = Future()
+            raise InvalidRequest(
+                "requested more than the whole budget", requested=num_bytes, limit_bytes=self._limit_bytes
+            )
+        grant: Future[None] = Future()
         with self._lock:
             self._refuse_if_closed()
-            self._waiters.append((num_bytes, room))
-        self._let_in()
-        return room
+            self._waiters.append((num_bytes, grant))
+        self._admit()
+        return grant
 
-    def _let_in(self) -> None:
+    def _admit(self) -> None:
         while True:
             with self._lock:
                 if not self._waiters or self._used_bytes + self._waiters[0][0] > self._limit_bytes:
                     return
-                num_bytes, room = self._waiters.popleft()
-                if not room.set_running_or_notify_cancel():
+                num_bytes, grant = self._waiters.popleft()
+                if not grant.set_running_or_notify_cancel():
                     continue
                 self._used_bytes += num_bytes
-            room.set_result(None)  # outside the lock: the waiter's callbacks may call this pool again
+            grant.set_result(None)  # outside the lock: the waiter's callbacks may call this pool again
 
-    def _withdraw(self, num_bytes: int, room: Future[None]) -> None:
-        """Undo `_ask`, whether the bytes were granted meanwhile or not."""
-        room.cancel()
+    def _withdraw(self, num_bytes: int, grant: Future[None]) -> None:
+        """Undo `_request`, whether or not the bytes have been granted."""
+        grant.cancel()
         with self._lock:
-            if (num_bytes, room) in self._waiters:
-                self._waiters.remove((num_bytes, room))
-        if not room.cancelled() and room.exception() is None:
-            self._give_back(num_bytes)
+            if (num_bytes, grant) in self._waiters:
+                self._waiters.remove((num_bytes, grant))
+        if not grant.cancelled() and grant.exception() is None:
+            self._free(num_bytes)
         else:
-            self._let_in()  # the next waiter may fit now
+            self._admit()  # the next waiter may fit now
 
     def _start(self, num_bytes: int, work: Callable[[], Result]) -> Future[Result]:
         try:
             job = self._executor.submit(work)
         except RuntimeError as error:  # the executor was shut down
-            self._give_back(num_bytes)
+            self._free(num_bytes)
             raise Closed("the codec pool was closed") from error
-        job.add_done_callback(lambda _: self._give_back(num_bytes))
+        job.add_done_callback(lambda _: self._free(num_bytes))
         return job
 
-    def _give_back(self, num_bytes: int) -> None:
+    def _free(self, num_bytes: int) -> None:
         with self._lock:
             self._used_bytes -= num_bytes
-        self._let_in()
+        self._admit()
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
@@ -157,18 +159,18 @@ class CodecPool:
 
 
 def _be_nice(niceness: int) -> None:
-    """Lower the priority of the calling thread; elsewhere than on Linux a process has one for all its threads."""
+    """Lower the priority of the calling thread; only Linux has one for each thread."""
     if niceness and sys.platform == "linux":
-        with suppress(OSError):  # a sandbox may forbid it: then they work like all others
+        with suppress(OSError):  # a sandbox may forbid it: then the priority stays
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 async def _ended(job: asyncio.Future[Result]) -> None:
-    """Return when `job` has ended, however often the caller is cancelled meanwhile; jobs are short."""
+    """Return when `job` has ended, even if the caller is cancelled again while it waits; jobs are short."""
     while not job.done():
         try:
             await asyncio.wait([job])
         except asyncio.CancelledError:
             continue
     if not job.cancelled():
-        job.exception()  # retrieved, since the caller was cancelled and nobody else awaits it
+        job.exception()  # retrieved, since the caller was cancelled and no other task awaits it

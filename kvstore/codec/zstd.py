@@ -1,8 +1,8 @@
 """Zstandard frames, encoded and decoded in given memory, sizes checked before decoding; and chain 3, one such frame.
 
-What releases the GIL (measured by a second thread that watches for gaps while one call runs): zstandard's `readinto` in
-both directions, numpy's copies, shifts and ors, xxhash on large buffers. What holds it: slice assignment between
-memoryviews or bytearrays, `bytes(view)`, allocating a large bytearray (it is zeroed).
+These release the GIL: zstandard's `readinto` in both directions, numpy's copies, shifts and ors, xxhash on large
+buffers. These hold it: slice assignment between memoryviews or bytearrays, `bytes(view)`, allocating a large bytearray
+(it is zeroed). Both were measured by a second thread that watches for gaps while one call runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvstore.errors import CorruptRecord
 __all__ = ["LEVEL_1", "MAX_WINDOW_BYTES", "TUNED", "Zstd", "compress", "decompress", "worthwhile_bytes"]
 
 MAX_WINDOW_BYTES = 1 << 18
-"""No frame of format v1 has a larger window: bounds what a hostile frame can make a reader allocate."""
+"""No frame of format v1 has a larger window: bounds the memory that a hostile frame can make a reader allocate."""
 
 
 def _parameters(hash_log: int, chain_log: int) -> zstandard.ZstdCompressionParameters:

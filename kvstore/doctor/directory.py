@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.doctor.finding import Finding, failed, ok, skipped, warning
-from kvstore.doctor.running import Check, Report
+from kvstore.doctor.check import Check, Criterion, Finding
 from kvstore.format.names import ROOT
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.sizes import format_bytes
@@ -26,7 +26,7 @@ __all__ = [
 
 DIRECTORY_NAMES = ("directory", "directory.space", "directory.medium")
 _FOLDERS = (ROOT, "tmp", "quarantine")
-"""What the service keeps there."""
+"""The folders that the service has there."""
 _FILES_COUNTED_MAX = 50_000
 _PROBE_BYTES = 64 << 10
 _USEFUL_BYTES = 1 << 30
@@ -42,8 +42,7 @@ class DirectoryFacts:
     Attributes:
         path: Where records are, or will be.
         exists: Whether it exists and is a directory.
-        problem: Why a small file could not be written there, or, where it does not exist, why it cannot be created;
-            empty: no problem.
+        problem: Why a small file could not be written there, or why it cannot be created; empty: no problem.
         free_bytes: Free space that we may use.
         total_bytes: Size of the file system.
         used_bytes: Bytes of the records there; `None`: too many files to count.
@@ -62,18 +61,18 @@ class DirectoryFacts:
 def directory_check(path: Path, disk_bytes: int | None) -> Check:
     """A check of `path`; `disk_bytes` is the setting, `None`: not set."""
 
-    async def run(report: Report, deadline: Deadline) -> None:
+    async def run(deadline: Deadline) -> AsyncIterator[Finding]:
         try:
             facts = read_facts(path)
         except PermissionError as error:
-            fix = f"chmod +x the folders above {path} for this user; or run this as the service's user"
-            report(failed("directory", str(error), f"{path} can be read by this user", fix))
-            for name in DIRECTORY_NAMES[1:]:
-                report(skipped(name, "see directory"))
+            fix = f"chmod +x the folders above {path} for this user; or run this command as the service's user"
+            yield Criterion("directory", f"{path} can be read by this user").failed(
+                f"{error.filename} cannot be read: {error.strerror}", fix
+            )
             return
-        report(judge_access(facts))
-        report(judge_space(facts, disk_bytes))
-        report(judge_medium(facts))
+        yield judge_access(facts)
+        yield judge_space(facts, disk_bytes)
+        yield judge_medium(facts)
 
     return Check(
         DIRECTORY_NAMES, run, f"check that the file system of {path} is not a network mount that hangs: df {path}"
@@ -82,53 +81,52 @@ def directory_check(path: Path, disk_bytes: int | None) -> Check:
 
 def judge_access(facts: DirectoryFacts) -> Finding:
     """Judge whether records can be stored there at all."""
-    name, expected = "directory", f"{facts.path} can be written to by this user"
+    it = Criterion("directory", f"{facts.path} can be written to by this user")
     if not facts.problem:
-        seen = "a file was written and removed" if facts.exists else "does not exist yet: created at start"
-        return ok(name, seen, expected)
+        return it.ok("a file was written and removed" if facts.exists else "does not exist yet: created at start")
     fix = f"mkdir -p {facts.path} && chown $(id -un) {facts.path}, or name another in cold (KVSTORE_COLD=file:///dir)"
     if "Read-only" in facts.problem:
         fix = f"mount -o remount,rw the file system of {facts.path}, or name another directory in cold (KVSTORE_COLD)"
     elif "No space" in facts.problem or "quota" in facts.problem:
         fix = f"free some space: du -xsh {facts.path}; or lower disk_bytes (KVSTORE_DISK_BYTES)"
-    return failed(name, facts.problem, expected, fix)
+    return it.failed(facts.problem, fix)
 
 
 def judge_space(facts: DirectoryFacts, disk_bytes: int | None) -> Finding:
-    """Judge whether there is room for what the directory may hold."""
-    name, used = "directory.space", facts.used_bytes or 0
-    room = facts.free_bytes + used
+    """Judge whether the directory has space for all that it may hold."""
+    used = facts.used_bytes or 0
+    space = facts.free_bytes + used
     seen = f"{format_bytes(facts.free_bytes)} of {format_bytes(facts.total_bytes)} are free"
     if used:
         seen += f", records take {format_bytes(used)}"
-    fix = f"free space there, or set disk_bytes (KVSTORE_DISK_BYTES) to at most {format_bytes(room * 9 // 10)}"
     if disk_bytes is None:
-        expected = f"at least {format_bytes(_USEFUL_BYTES)}, of which a tenth is used unless disk_bytes says more"
-        if room >= _USEFUL_BYTES:
-            return ok(name, seen, expected)
-        fix = f"free space there, or name a directory on a larger disk in cold instead of {facts.path}"
-        return warning(name, seen, expected, fix)
-    expected = f"room for disk_bytes, {format_bytes(disk_bytes)}"
-    if disk_bytes <= room:
-        return ok(name, seen, expected)
+        least = format_bytes(_USEFUL_BYTES)
+        it = Criterion("directory.space", f"at least {least}, of which a tenth is used unless disk_bytes is set")
+        if space >= _USEFUL_BYTES:
+            return it.ok(seen)
+        return it.warning(seen, f"free space there, or name a directory on a larger disk in cold, not {facts.path}")
+    it = Criterion("directory.space", f"space for disk_bytes, {format_bytes(disk_bytes)}")
+    fix = f"free space there, or set disk_bytes (KVSTORE_DISK_BYTES) to at most {format_bytes(space * 9 // 10)}"
+    if disk_bytes <= space:
+        return it.ok(seen)
     if facts.used_bytes is None and disk_bytes <= facts.total_bytes:
-        return warning(name, f"{seen}, what records take was not counted", expected, fix)
-    return failed(name, seen, expected, fix)
+        return it.warning(f"{seen}; the space that records take was not counted", fix)
+    return it.failed(seen, fix)
 
 
 def judge_medium(facts: DirectoryFacts) -> Finding:
-    name, expected = "directory.medium", "a local disk that outlives the process"
+    it = Criterion("directory.medium", "a local disk that outlives the process")
     fix = f"name a directory on a local disk in cold (KVSTORE_COLD=file:///dir) instead of {facts.path}"
     if facts.medium in _MEMORY:
-        seen = f"{facts.medium}: records are gone after a restart of the machine, and take its memory"
-        return warning(name, seen, expected, fix)
+        seen = f"{facts.medium}: records use the machine's memory, and a restart of the machine loses them"
+        return it.warning(seen, fix)
     if facts.medium in _NETWORK or facts.medium.startswith("fuse"):
         seen = f"{facts.medium}: a network file system, which may be slower than computing, and may hang"
-        return warning(name, seen, expected, f"{fix}; to share records use Redis and S3")
+        return it.warning(seen, f"{fix}; to share records use Redis and S3")
     if facts.medium in _CONTAINER:
         seen = f"{facts.medium}: inside the container's own layer, deleted with the container"
-        return warning(name, seen, expected, f"mount a volume there: docker run -v kvstore:{facts.path}")
-    return ok(name, facts.medium or "unknown", expected)
+        return it.warning(seen, f"mount a volume there: docker run -v kvstore:{facts.path}")
+    return it.ok(facts.medium or "unknown")
 
 
 def medium_of(path: Path, mountinfo: str) -> str:
@@ -176,7 +174,7 @@ def _problem_of(place: Path, *, is_there: bool) -> str:
     if not place.is_dir():
         return f"{place} is not a directory"
     probe = place / f"doctor-{secrets.token_hex(8)}"
-    if not is_there:  # a folder of another name is made, as the service would: rights alone do not tell
+    if not is_there:  # rights alone do not show whether the service can create it: create another one
         try:
             probe.mkdir(mode=0o700)
             probe.rmdir()
@@ -192,7 +190,7 @@ def _problem_of(place: Path, *, is_there: bool) -> str:
         descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             left = _PROBE_BYTES
-            while left:  # a disk that becomes full may take a part only
+            while left:  # a disk that becomes full may write a part only
                 left -= os.write(descriptor, bytes(left))
             os.fsync(descriptor)
         finally:

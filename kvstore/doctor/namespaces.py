@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from itertools import combinations
@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.compose import open_catalog, open_tier
-from kvstore.doctor.finding import Finding, ok, skipped, warning
-from kvstore.doctor.running import Check, Report
+from kvstore.doctor.check import Check, Criterion, Finding
 from kvstore.errors import KVStoreError
 from kvstore.format.manifest import MAX_MANIFEST_BYTES, parse_manifest
 from kvstore.format.names import ROOT, manifest_name
 from kvstore.model.keys import NamespaceId
 from kvstore.model.namespace import NamespaceDescription, field_differences
+from kvstore.runtime.background import gather_all
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings
-from kvstore.tiers.gather import gather_all
 from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation, S3Location
 
 __all__ = ["Difference", "differences", "judge_namespaces", "namespaces_check"]
@@ -73,24 +72,24 @@ class Difference:
 
 
 def namespaces_check(settings: Settings) -> Check:
-    async def run(report: Report, deadline: Deadline) -> None:
+    async def run(deadline: Deadline) -> AsyncIterator[Finding]:
         try:
             found = await _read(settings, deadline)
         except ImportError:
-            report(skipped(_NAME, "the client is not installed: see packages"))
+            yield Criterion(_NAME).skipped("the client is not installed: see packages")
         except KVStoreError as error:
-            report(skipped(_NAME, f"they cannot be read: {error.message}"))
+            yield Criterion(_NAME).skipped(f"they cannot be read: {error.message}")
         else:
-            report(judge_namespaces(found))
+            yield judge_namespaces(found)
 
-    return Check((_NAME,), run, "check hot and cold first, whose descriptions are read")
+    return Check((_NAME,), run, "check hot and cold first: their descriptions of namespaces are read")
 
 
 def judge_namespaces(found: Sequence[NamespaceDescription]) -> Finding:
     """Judge whether engines that could share a namespace do so."""
-    expected = "engines of one model share one namespace"
+    it = Criterion(_NAME, "engines of one model share one namespace")
     if not found:
-        return skipped(_NAME, "no engine has opened one yet: run this again when two have started")
+        return it.skipped("no engine has opened one yet: run this command again when two have started")
     pairs = [
         (differs, one, other)
         for one, other in combinations(found, 2)
@@ -98,14 +97,13 @@ def judge_namespaces(found: Sequence[NamespaceDescription]) -> Finding:
     ]
     if not pairs:
         seen = f"{len(found)} namespaces, no two of which could be one"
-        return ok(_NAME, "one namespace, which all engines share" if len(found) == 1 else seen, expected)
+        return it.ok("one namespace, which all engines share" if len(found) == 1 else seen)
     nearest = sorted(pairs, key=lambda pair: len(pair[0]))[:_PAIRS_MAX]
     seen = "; ".join(_describe(*pair) for pair in nearest)
     if len(pairs) > len(nearest):
         seen += f"; and {len(pairs) - len(nearest)} more pairs"
     causes = dict.fromkeys(_fix_of(differs[0].field) for differs, _, _ in nearest)
-    fix = f"give these engines {'; '.join(causes)} (ignore a namespace that no engine uses any more)"
-    return warning(_NAME, seen, expected, fix)
+    return it.warning(seen, f"give these engines {'; '.join(causes)} (ignore a namespace that no engine uses any more)")
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:
@@ -116,9 +114,7 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Differ
 
 
 def _could_share(differs: Sequence[Difference]) -> bool:
-    """Whether the weights are the same; or everything but the weights id is, and just one of the ids was given by an
-    operator.
-    """
+    """Whether the weights are the same, or only the weights id differs and an operator gave exactly one of the ids."""
     weights = next((difference for difference in differs if difference.field == "weights_id"), None)
     if weights is None:
         return True
@@ -152,7 +148,7 @@ def _as_json(value: object) -> str:
 
 
 async def _read(settings: Settings, deadline: Deadline) -> list[NamespaceDescription]:
-    """The descriptions of the store's namespaces, from any tier; lost and damaged ones are left out."""
+    """The descriptions of the store's namespaces, from any tier; without lost and damaged ones."""
     if isinstance(settings.hot, NoTier) and isinstance(settings.cold, FileLocation):
         return _read_directory(settings.cold.path)
     async with AsyncExitStack() as stack:

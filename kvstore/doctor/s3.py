@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvstore.doctor.clocks import judge_clock
-from kvstore.doctor.finding import Finding, failed, ok, skipped, warning
-from kvstore.doctor.running import Check, Report
+from kvstore.doctor.check import Check, Criterion, Finding
+from kvstore.doctor.machine import judge_clock
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.locations import S3Location, without_secrets
 
 if TYPE_CHECKING:  # it needs the extra `s3`
-    from kvstore.tiers.s3.examine import BucketExaminer, Trial
-    from kvstore.tiers.s3.lifecycle import LifecycleRule
+    from kvstore.tiers.s3.examine import LifecycleRule, Trial
 
 __all__ = [
     "S3_NAMES",
-    "judge_clock_of",
     "judge_conditional",
     "judge_lifecycle",
     "judge_refusal",
     "judge_rights",
+    "judge_s3_clock",
     "s3_check",
 ]
 
@@ -44,107 +42,94 @@ def s3_check(location: S3Location) -> Check:
     """
     from kvstore.tiers.s3.examine import open_examiner  # slow: here, so that it does not count for the deadline
 
-    async def run(report: Report, deadline: Deadline) -> None:
+    async def run(deadline: Deadline) -> AsyncIterator[Finding]:
         async with open_examiner(location) as bucket:
-            await _look_at(bucket, location, report)
+            refusal = None
+            try:
+                await bucket.namespaces()
+            except KVStoreError as error:
+                refusal = judge_refusal(location, error)
+            yield refusal or Criterion("s3", "the bucket exists").ok(f"{location} exists")
+            yield judge_s3_clock(bucket.clock_offset_s)
+            if refusal is not None:
+                return
+            trial = await bucket.try_out()
+            yield judge_rights(location, trial)
+            yield judge_conditional(trial)
+            try:
+                yield judge_lifecycle(location, await bucket.rules())
+            except Unavailable as error:
+                if "code" not in error.details:
+                    raise
+                why = f"the rules cannot be read ({error.details['code']}; needs s3:GetLifecycleConfiguration)"
+                yield Criterion("s3.lifecycle").skipped(f"{why}: check them yourself")
 
     where = without_secrets(location.endpoint_url or "the endpoint")
     return Check(S3_NAMES, run, f"check that {where} runs and can be reached from here (network, firewall, HTTP proxy)")
 
 
-async def _look_at(bucket: BucketExaminer, location: S3Location, report: Report) -> None:
-    try:
-        await bucket.namespaces()
-    except KVStoreError as error:
-        found = judge_refusal(location, error)
-        report(found or ok("s3", f"{location} is there", "the bucket is there"))
-        report(judge_clock_of(bucket.clock_offset_s))
-        if found is not None:
-            for name in S3_NAMES[2:]:
-                report(skipped(name, "see s3"))
-            return
-    else:
-        report(ok("s3", f"{location} is there", "the bucket is there"))
-        report(judge_clock_of(bucket.clock_offset_s))
-    trial = await bucket.try_out()
-    report(judge_rights(location, trial))
-    report(judge_conditional(trial))
-    try:
-        report(judge_lifecycle(location, await bucket.rules()))
-    except Unavailable as error:
-        if "code" not in error.details:
-            raise
-        why = f"the rules cannot be read ({error.details['code']}; s3:GetLifecycleConfiguration): look yourself"
-        report(skipped("s3.lifecycle", why))
-
-
 def judge_refusal(location: S3Location, error: KVStoreError) -> Finding | None:
     """Judge why names cannot be listed; `None`: only listing is denied, which `judge_rights` reports."""
-    text, code, expected = str(error), error.details.get("code"), f"{location} exists and accepts our credentials"
+    it, code = Criterion("s3", f"{location} exists and accepts our credentials"), error.details.get("code")
     if "does not exist" in error.message:
         fix = f"aws s3 mb s3://{location.bucket} (with --endpoint-url where it is not Amazon's), or correct cold"
-        return failed("s3", f"no bucket {location.bucket} at this endpoint", expected, fix)
+        return it.failed(f"no bucket {location.bucket} at this endpoint", fix)
     if code == "AccessDenied":
         return None
     if code in _LOGIN_CODES or "credentials" in error.message:
-        return failed("s3", f"the credentials are refused: {code or error.message}", expected, _LOGIN_FIX)
+        return it.failed(f"the credentials are refused: {code or error.message}", _LOGIN_FIX)
     if code == "RequestTimeTooSkewed":
-        return failed(
-            "s3", "requests are refused for their time", expected, "set this machine's clock: timedatectl set-ntp true"
-        )
+        fix = "set this machine's clock: timedatectl set-ntp true"
+        return it.failed("requests are refused because of their time", fix)
     next_step = error.message.partition(": ")[2] or "check cold (KVSTORE_COLD), its endpoint_url and the network"
-    return failed("s3", text, expected, next_step)
+    return it.failed(error.sentence(), next_step)
 
 
 def judge_rights(location: S3Location, trial: Trial) -> Finding:
     """Judge which operations on a small object are allowed."""
-    name, expected = "s3.rights", f"{_RIGHTS} on {location}"
+    it = Criterion("s3.rights", f"{_RIGHTS} on {location}")
     if trial.refused:
         seen = ", ".join(f"{right} is refused ({code})" for right, code in trial.refused.items())
         objects = ", ".join(right for right in trial.refused if right != "s3:ListBucket")
         fix = f"allow {objects} on arn:aws:s3:::{location.bucket}/{location.prefix}* " if objects else "allow "
         fix += f"s3:ListBucket on arn:aws:s3:::{location.bucket} " if "s3:ListBucket" in trial.refused else ""
-        return failed(name, seen, expected, f"{fix}in the policy of these credentials")
+        return it.failed(seen, f"{fix}in the policy of these credentials")
     if trial.wrong:
-        fix = "use an endpoint with read-after-write consistency, and no cache between"
-        return failed(name, trial.wrong, expected, fix)
-    return ok(name, "an object was put, read, listed and removed", expected)
+        return it.failed(trial.wrong, "use an endpoint with read-after-write consistency, and no cache between")
+    return it.ok("an object was put, read, listed and removed")
 
 
 def judge_conditional(trial: Trial) -> Finding:
     """Judge whether the first of two writers of one name wins."""
-    name, expected = "s3.conditional_writes", "If-None-Match: * refuses a second put"
+    it = Criterion("s3.conditional_writes", "If-None-Match: * refuses a second put")
     if trial.writes_once is None:
-        return skipped(name, "see s3.rights")
+        return it.skipped("see s3.rights")
     if not trial.writes_once:
         seen = "a second put under one name was not refused: of two engines the last one wins"
-        return failed(
-            name, seen, expected, "upgrade the S3 server to a release with conditional writes, or use another"
-        )
-    return ok(name, "a second put was refused", expected)
+        return it.failed(seen, "upgrade the S3 server to a release with conditional writes, or use another")
+    return it.ok("a second put was refused")
 
 
 def judge_lifecycle(location: S3Location, rules: Sequence[LifecycleRule]) -> Finding:
     """Judge lifecycle rules that apply to records: they select by age, and the oldest prefixes may be the most used."""
-    name, expected = "s3.lifecycle", "no rule removes or archives records: cold_bytes and cold_unused_s bound them"
+    it = Criterion("s3.lifecycle", "no rule removes or archives records: cold_bytes and cold_unused_s limit them")
     api = f"aws s3api get-bucket-lifecycle-configuration --bucket {location.bucket}"
     for rule in rules:
         if rule.expires is not None:
             seen = f"rule {rule.name!r} removes objects {rule.expires}, even the prefixes that are used most"
             fix = f"remove it, or give it another prefix ({api}), and set cold_bytes or cold_unused_s instead"
-            return failed(name, seen, expected, fix)
+            return it.failed(seen, fix)
     for rule in rules:
         moves = ", ".join(f"to {target} {when}" for target, when in rule.moves_to.items())
-        seen = f"rule {rule.name!r} moves objects {moves}"
-        fix = f"remove it, or give it another prefix ({api})"
+        seen, fix = f"rule {rule.name!r} moves objects {moves}", f"remove it, or give it another prefix ({api})"
         if any(target in _SLOW_CLASSES for target in rule.moves_to):
-            return failed(name, f"{seen}, where they cannot be read", expected, fix)
-        return warning(name, f"{seen}, where each read is billed", expected, fix)
-    return ok(name, "no rule applies to records", expected)
+            return it.failed(f"{seen}, where they cannot be read", fix)
+        return it.warning(f"{seen}, where each read is billed", fix)
+    return it.ok("no rule applies to records")
 
 
-def judge_clock_of(offset_s: float | None) -> Finding:
+def judge_s3_clock(offset_s: float | None) -> Finding:
     """Judge the endpoint's clock, which is known to a second."""
     if offset_s is None:
-        return skipped("s3.clock", "no answer had a date")
+        return Criterion("s3.clock").skipped("no answer had a date")
     return judge_clock("s3.clock", "the S3 endpoint", offset_s, 1.0)

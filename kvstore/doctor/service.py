@@ -1,30 +1,48 @@
-"""The service: whether it answers, its release, its tiers, whether its engines save what they compute."""
+"""The service: whether it answers, its release, its tiers, its administration interface, and lost saves."""
 
 from __future__ import annotations
 
+import asyncio
+import http.client
+import ipaddress
 import re
-from collections.abc import Mapping
+import ssl
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import kvstore
 from kvstore.client import ClientOptions, connect
-from kvstore.client.connecting import EMBEDDED
 from kvstore.client.embedded import EmbeddedOptions, private_socket_path
-from kvstore.doctor.administration import CERTIFICATE_FIX, administration_finding
-from kvstore.doctor.finding import Finding, failed, ok, skipped, warning
-from kvstore.doctor.running import Check, Report
-from kvstore.doctor.saves import judge_saves
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.client.remote import EMBEDDED
+from kvstore.doctor.check import Check, Criterion, Finding
+from kvstore.errors import InvalidRequest, KVStoreError, in_words
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.token_file import read_token
+from kvstore.service.authentication import read_token
+from kvstore.store.reasons import REASONS, UNKNOWN
 from kvstore.wire.address import TcpAddress, UnixAddress, parse_address
 from kvstore.wire.tls import ClientTls
 
-__all__ = ["ServiceAddress", "judge_release", "judge_tiers", "judge_unreachable", "service_check"]
+__all__ = [
+    "ServiceAddress",
+    "examine_admin",
+    "judge_release",
+    "judge_saves",
+    "judge_tiers",
+    "judge_unreachable",
+    "loss_fixes",
+    "losses_text",
+    "service_check",
+]
 
 _NAMES = ("service", "service.release", "service.tiers", "service.saves", "service.admin")
+_CERTIFICATE_FIX = (
+    "set tls_ca_file (KVSTORE_TLS_CA_FILE) to the authority of its certificate, and use a host name that the "
+    "certificate contains; if the service requires a client certificate, set tls_certificate_file"
+)
+_ANSWER_S_MIN = 0.1
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +65,19 @@ class ServiceAddress:
 
 
 def service_check(address: ServiceAddress) -> Check:
-    """Ask for its status. Skipped where a private service does not run: engines start it themselves.
+    """Request its status. Skipped if no embedded service is running: engines start it.
 
     Raises:
         InvalidRequest: The url is not an address.
     """
-    is_private = address.url == EMBEDDED
-    url = f"unix:{private_socket_path(EmbeddedOptions().directory)}" if is_private else address.url
+    is_embedded = address.url == EMBEDDED
+    url = f"unix:{private_socket_path(EmbeddedOptions().directory)}" if is_embedded else address.url
     parsed = parse_address(url)
 
-    async def run(report: Report, deadline: Deadline) -> None:
-        if is_private and isinstance(parsed, UnixAddress) and not Path(parsed.path).exists():
-            report(skipped("service", "no private service runs: an engine with url embedded: starts it"))
-            for name in _NAMES[1:]:
-                report(skipped(name, "see service"))
+    async def run(deadline: Deadline) -> AsyncIterator[Finding]:
+        it = Criterion("service", "it answers")
+        if is_embedded and isinstance(parsed, UnixAddress) and not Path(parsed.path).exists():
+            yield it.skipped("no embedded service is running; the first engine starts one")
             return
         try:
             token = read_token(address.token_file) if address.token_file is not None else address.token or None
@@ -68,71 +85,186 @@ def service_check(address: ServiceAddress) -> Check:
             async with aclosing(connect(url, token=token, options=options)) as store:
                 status = await store.status(deadline=deadline)
         except KVStoreError as error:
-            report(judge_unreachable(url, error))
-            for name in _NAMES[1:]:
-                report(skipped(name, "see service"))
+            yield judge_unreachable(url, error)
             return
-        report(ok("service", f"answers at {url}", "it answers"))
-        report(judge_release(status, kvstore.__version__))
-        report(judge_tiers(status))
-        report(judge_saves(status))
-        report(await administration_finding(address.admin, address.tls, deadline))
+        yield it.ok(f"answers at {url}")
+        yield judge_release(status, kvstore.__version__)
+        yield judge_tiers(status)
+        yield judge_saves(status)
+        yield await examine_admin(address.admin, address.tls, deadline)
 
     return Check(_NAMES, run, f"check that the process at {url} is not frozen, and restart it if it is")
 
 
 def judge_unreachable(url: str, error: KVStoreError) -> Finding:
     """Judge why a service does not answer."""
-    expected = f"a service answers at {url}"
-    said = str(error).replace(url, "")
+    it, text = Criterion("service", f"a service answers at {url}"), str(error).replace(url, "")
+    fix = f"kvstore serve --listen {url} (with its other settings), or correct --url and the url of the engines"
     if isinstance(error, InvalidRequest) and (path := error.details.get("path")) is not None:
         fix = f"check that {path} exists, is PEM, and can be read by this user"
-        if "token" in said:
+        if "token" in text:
             fix = f"chmod 600 {path}: it must exist, be readable by this user only, and contain the service's token"
-        return failed("service", str(error), expected, fix)
-    if "certificate" in said or "TLS" in said:
-        return failed("service", str(error), expected, CERTIFICATE_FIX)
-    if "token" in said:
-        fix = (
-            "put the service's token into token_file (KVSTORE_TOKEN_FILE, chmod 600), and into the engines' token_file"
-        )
-        return failed("service", str(error), expected, fix)
-    fix = f"kvstore serve --listen {url} (with its other settings); or name the one that runs in --url and in engines"
-    if isinstance(parse_address(url), TcpAddress):
+    elif "certificate" in text or "TLS" in text:
+        fix = _CERTIFICATE_FIX
+    elif "token" in text:
+        fix = "put the service's token into token_file (KVSTORE_TOKEN_FILE, chmod 600) and the engines' token_file"
+    elif isinstance(parse_address(url), TcpAddress):
         fix += "; check that no firewall blocks it"
-    return failed("service", str(error), expected, fix)
+    return it.failed(error.sentence(), fix)
 
 
 def judge_release(status: Mapping[str, object], ours: str) -> Finding:
-    name, seen = "service.release", str(status.get("version", "unknown"))
+    it, seen = Criterion("service.release", f"{ours}, as here"), str(status.get("version", "unknown"))
     if seen == ours:
-        return ok(name, seen, f"{ours}, as here")
-    later = max(seen, ours, key=_numbers)
-    fix = f"install release {later} on both sides, from its wheel or its clone, and restart the service"
-    return warning(name, seen, f"{ours}, as here", fix)
-
-
-def _numbers(release: str) -> list[int]:
-    """Of a release, to compare it with others: 0.10.0 is later than 0.9.0."""
-    return [int(digits) for digits in re.findall(r"\d+", release)]
+        return it.ok(seen)
+    later = max(seen, ours, key=lambda release: [int(digits) for digits in re.findall(r"\d+", release)])
+    return it.warning(
+        seen, f"install release {later} on both sides, from its wheel or its clone, and restart the service"
+    )
 
 
 def judge_tiers(status: Mapping[str, object]) -> Finding:
     """Judge the service's tiers: open circuit breakers, quarantined records."""
-    name, expected = "service.tiers", "every tier answers, and has no corrupt records"
+    it = Criterion("service.tiers", "every tier answers, and has no corrupt records")
     tiers = {tier: values for tier, values in _mapping(status.get("tiers")).items() if isinstance(values, Mapping)}
     down = {tier: values.get("reason") for tier, values in tiers.items() if values.get("healthy") is False}
     if down:
-        seen = "; ".join(f"{tier} does not answer: {reason}" for tier, reason in down.items())
+        seen = "; ".join(f"{tier} does not answer: {in_words(str(reason))}" for tier, reason in down.items())
         fix = f"repair {', '.join(down)} (see its own checks); the service then uses it again, without a restart"
-        return failed(name, seen, expected, fix)
+        return it.failed(seen, fix)
     quarantined = {tier: values["num_quarantined"] for tier, values in tiers.items() if values.get("num_quarantined")}
     if quarantined:
         seen = ", ".join(f"{number} corrupt records quarantined in {tier}" for tier, number in quarantined.items())
-        fix = "kvstore verify hot; kvstore verify cold; if there are more, check that medium for failing hardware"
-        return warning(name, seen, expected, fix)
-    return ok(name, f"{', '.join(tiers)} answer" if tiers else "it reports none", expected)
+        fix = "kvstore verify hot; kvstore verify cold; if they find more, check that medium for failing hardware"
+        return it.warning(seen, fix)
+    return it.ok(f"{', '.join(tiers)} answer" if tiers else "it reports none")
+
+
+def judge_saves(status: Mapping[str, object]) -> Finding:
+    """Judge whether engines save what they compute."""
+    it, recent = Criterion("service.saves", "engines save all that they compute"), _mapping(status.get("recent"))
+    if "losses" not in recent:
+        return it.skipped("this service is of an older release, which does not report it")
+    if not recent["losses"] and not recent.get("too_large"):
+        return it.ok(f"no record was lost in the last {_minutes(recent)} minutes")
+    return it.warning(losses_text(recent), "; ".join(loss_fixes(recent)))
+
+
+def losses_text(recent: Mapping[str, object]) -> str:
+    """What engines computed and did not save in the last minutes, from `recent` of a service's status."""
+    parts = []
+    if losses := _losses(recent):
+        by_reason = ", ".join(f"{reason} {num:,}" for reason, num in losses)
+        total = sum(num for _, num in losses)
+        parts.append(
+            f"{total:,} records were computed in the last {_minutes(recent)} minutes, but not saved ({by_reason})"
+        )
+    if sizes := _mapping(recent.get("too_large")):
+        parts.append(
+            f"an engine never saves some of its pages or states: they need {_mib(sizes.get('needs_bytes'))} of "
+            f"pinned_bytes and it has {_mib(sizes.get('pinned_bytes'))}"
+        )
+    return "; ".join(parts)
+
+
+def loss_fixes(recent: Mapping[str, object]) -> list[str]:
+    """What to do about each reason of `losses_text`, the most frequent first."""
+    fixes = []
+    sizes = _mapping(recent.get("too_large"))
+    if sizes:
+        fixes.append(f'set "pinned_bytes":"{_mib(sizes.get("needs_bytes"))}" in kv_connector_extra_config of vLLM')
+    for reason, _ in _losses(recent):
+        if reason != "save_too_large" or not sizes:
+            known = REASONS.get(reason, UNKNOWN)
+            fixes.append(f"{reason}: {known.advice or known.why}")
+    return fixes
+
+
+def _losses(recent: Mapping[str, object]) -> list[tuple[str, int]]:
+    found = [(str(reason), num) for reason, num in _mapping(recent.get("losses")).items() if isinstance(num, int)]
+    return sorted(found, key=lambda one: -one[1])
+
+
+def _minutes(recent: Mapping[str, object]) -> int:
+    window_s = recent.get("window_s")
+    return window_s // 60 if isinstance(window_s, int) else 5
+
+
+def _mib(num_bytes: object) -> str:
+    """Rounded up, so that a setting of this size is enough."""
+    return f"{-(-num_bytes // _MIB)}MiB" if isinstance(num_bytes, int) else "more"
 
 
 def _mapping(value: object) -> Mapping[str, object]:
     return value if isinstance(value, Mapping) else {}
+
+
+async def examine_admin(address: TcpAddress | None, tls: ClientTls, deadline: Deadline) -> Finding:
+    """Request `/livez` of the administration interface. A service works without it, so a problem is a warning.
+
+    Args:
+        address: Where it listens; `None`: it is off, or not known here.
+        tls: Trusted authorities and our certificate for a `tls://` address.
+        deadline: When to stop waiting for the answer.
+    """
+    if address is None:
+        return Criterion("service.admin").skipped("admin_listen is off, or not known here")
+    url = f"http{'s' if address.tls else ''}://{str(address).partition('://')[2]}"
+    it = Criterion("service.admin", f"it answers at {url}")
+    try:
+        status = await asyncio.to_thread(_request_livez, address, tls, max(_ANSWER_S_MIN, deadline.remaining_s))
+    except (OSError, http.client.HTTPException, InvalidRequest) as error:
+        seen = str(error) or type(error).__name__
+    else:
+        if status == http.HTTPStatus.OK:
+            return it.ok(f"answers at {url}")
+        return it.warning(f"another program answers at {url}: {status}", "give admin_listen a free port")
+    if "certificate" in seen or "tls_" in seen:
+        fix = _CERTIFICATE_FIX
+    elif address.tls and "SSL" in seen:
+        fix = "restart the service: it listens there without TLS, or another program listens there"
+    elif not address.tls and "TLS" in seen:
+        fix = "set admin_listen to tls://host:port here too, or restart the service"
+    else:
+        fix = (
+            "look for `no administration interface` in the service's log: its port is in use, or "
+            "pip install 'kvstore-vllm[admin]'"
+        )
+    return it.warning(seen, fix)
+
+
+def _request_livez(address: TcpAddress, tls: ClientTls, timeout_s: float) -> int:
+    """The status of `/livez`, which needs no token."""
+    host, is_any = _reachable(address.host)
+    if address.tls:
+        context = tls.context()
+        if is_any:  # its certificate has the name that others use, not the loopback address that is used here
+            context.check_hostname = False
+        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+            host, address.port, timeout=timeout_s, context=context
+        )
+    else:
+        connection = http.client.HTTPConnection(host, address.port, timeout=timeout_s)
+    try:
+        connection.request("GET", "/livez")
+        return connection.getresponse().status
+    except ssl.SSLCertVerificationError as error:
+        raise OSError(f"its certificate is not trusted: {error.verify_message}") from error
+    except ssl.SSLError as error:
+        raise OSError(f"SSL: {error.reason or error}") from error
+    except (ConnectionResetError, http.client.RemoteDisconnected) as error:
+        hint = "it may require a client certificate" if address.tls else "it may use TLS"
+        raise OSError(f"it closed the connection before it answered: {hint}") from error
+    finally:
+        connection.close()
+
+
+def _reachable(host: str) -> tuple[str, bool]:
+    """The host to connect to for a listening address, and whether that address means all interfaces."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host, False
+    if not address.is_unspecified:
+        return host, False
+    return ("::1" if address.version == 6 else "127.0.0.1"), True

@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 
-from kvstore.doctor.finding import Finding, failed, ok, skipped, warning
-from kvstore.doctor.running import Check, Report
+from kvstore.doctor.check import Check, Criterion, Finding
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings
 from kvstore.tiers.locations import RedisLocation, S3Location
@@ -26,9 +25,10 @@ __all__ = [
 ]
 
 DISTRIBUTION = "kvstore-vllm"
-"""What pip knows us by."""
+"""Our name for pip."""
 _NOT_OURS = "kvstore"
-"""Another project's name in the package index, and ours before that was known."""
+"""The name of another project in the package index, and our former name."""
+_INSTALL_FIX = f"install {DISTRIBUTION} again, from its wheel or its clone"
 
 PYTHON_MIN = (3, 11)
 TESTED_VLLM = ((0, 30), (0, 31), (0, 32), (0, 33))
@@ -42,50 +42,47 @@ _EXTRAS = {
 
 
 def versions_check(settings: Settings) -> Check:
-    async def run(report: Report, deadline: Deadline) -> None:
-        report(judge_python(sys.version_info[:3]))
-        report(judge_distribution(_distribution(DISTRIBUTION), _distribution(_NOT_OURS)))
-        report(judge_vllm(_installed("vllm")))
-        report(judge_packages(extras_of(settings), _is_installed))
+    async def run(deadline: Deadline) -> AsyncIterator[Finding]:
+        yield judge_python(sys.version_info[:3])
+        yield judge_distribution(_distribution(DISTRIBUTION), _distribution(_NOT_OURS))
+        yield judge_vllm(_installed("vllm"))
+        yield judge_packages(extras_of(settings), _is_installed)
 
-    names = ("python", "distribution", "vllm", "packages")
-    return Check(names, run, f"install {DISTRIBUTION} again, from its wheel or its clone")
+    return Check(("python", "distribution", "vllm", "packages"), run, _INSTALL_FIX)
 
 
 def judge_python(seen: Sequence[int]) -> Finding:
     text, least = ".".join(map(str, seen)), ".".join(map(str, PYTHON_MIN))
-    if tuple(seen) < PYTHON_MIN:
-        return failed("python", text, f"{least} or later", f"create the environment with Python {least}")
-    return ok("python", text, f"{least} or later")
+    it = Criterion("python", f"{least} or later")
+    return it.ok(text) if tuple(seen) >= PYTHON_MIN else it.failed(text, f"create the environment with Python {least}")
 
 
 def judge_distribution(ours: str | None, other: str | None) -> Finding:
     """Judge the installed versions, or `None`, of our distribution and of the one whose name is like our command's."""
-    name, expected = "distribution", f"{DISTRIBUTION}, and no distribution {_NOT_OURS}"
+    it = Criterion("distribution", f"{DISTRIBUTION}, and no distribution {_NOT_OURS}")
     if other is not None:
         seen = f"{_NOT_OURS} {other} is installed: another project, or this one under its former name"
-        fix = f"pip uninstall {_NOT_OURS}, then install {DISTRIBUTION} again, from its wheel or its clone"
-        return warning(name, seen, expected, fix)
+        return it.warning(seen, f"pip uninstall {_NOT_OURS}, then {_INSTALL_FIX}")
     if ours is None:
-        return skipped(name, "this runs from a source tree that is not installed")
-    return ok(name, f"{DISTRIBUTION} {ours}", expected)
+        return it.skipped("this runs from a source tree that is not installed")
+    return it.ok(f"{DISTRIBUTION} {ours}")
 
 
 def judge_vllm(seen: str | None) -> Finding:
     """Judge the installed version, or `None`."""
-    expected = " or ".join(f"{major}.{minor}.x" for major, minor in TESTED_VLLM)
+    it = Criterion("vllm", " or ".join(f"{major}.{minor}.x" for major, minor in TESTED_VLLM))
     if seen is None:
-        return skipped("vllm", "vLLM is not installed in this Python: run this in the engine's")
-    # as in connector/contract.py: a development build (0.33.1.dev12) may have what only the next release has
+        return it.skipped("vLLM is not installed in this Python: run this command in the engine's")
+    # as in connector/vllm/contract.py: a development build (0.33.1.dev12) may have what only the next release has
     numbers = re.fullmatch(r"v?([0-9]+)\.([0-9]+)(?:\.[0-9]+)*(?:\.post[0-9]+)?(?:\+[A-Za-z0-9.]+)?", seen)
     if numbers is None or (int(numbers[1]), int(numbers[2])) not in TESTED_VLLM:
         major, minor = TESTED_VLLM[-1]
         fix = (
-            f"pip install 'vllm=={major}.{minor}.*', use a release of kvstore that was tested with vLLM {seen}, or set"
-            " the connector's allow_untested_vllm to try it"
+            f"pip install 'vllm=={major}.{minor}.*', or use a release of kvstore that was tested with vLLM {seen}, or "
+            "set the connector's allow_untested_vllm to try it"
         )
-        return failed("vllm", f"{seen}: engines run without the store", expected, fix)
-    return ok("vllm", seen, expected)
+        return it.failed(f"{seen}: engines run without the store", fix)
+    return it.ok(seen)
 
 
 def extras_of(settings: Settings) -> list[str]:
@@ -99,14 +96,13 @@ def extras_of(settings: Settings) -> list[str]:
 
 
 def judge_packages(extras: Sequence[str], is_installed: Callable[[str], bool]) -> Finding:
+    it = Criterion("packages", f"the packages for {' and '.join(extras) or 'memory and a directory'}")
     missing = {extra: [name for name in _EXTRAS[extra] if not is_installed(name)] for extra in extras}
     incomplete = [extra for extra in extras if missing[extra]]
-    expected = f"what {' and '.join(extras) or 'memory and a directory'} need"
     if incomplete:
         names = ", ".join(name for extra in incomplete for name in missing[extra])
-        fix = f"pip install 'kvstore-vllm[{','.join(incomplete)}]'"
-        return failed("packages", f"not installed: {names}", expected, fix)
-    return ok("packages", "all installed" if extras else "the base installation is enough", expected)
+        return it.failed(f"not installed: {names}", f"pip install 'kvstore-vllm[{','.join(incomplete)}]'")
+    return it.ok("all installed" if extras else "the base installation is enough")
 
 
 def _distribution(name: str) -> str | None:

@@ -1,36 +1,103 @@
-"""Policies and admission rules by the names that settings, `simulate` and reports use."""
+"""Admission rules, and the candidates: an eviction policy with an admission rule, by name."""
 
 from __future__ import annotations
 
 import difflib
+from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvstore.errors import InvalidRequest
-from kvstore.eviction.admission import Admission, AdmitAll, BySize, SecondSight
-from kvstore.eviction.base import Policy
-from kvstore.eviction.flops_per_byte import FlopsPerByte
-from kvstore.eviction.lru import Lru
-from kvstore.eviction.prefixes import Key
-from kvstore.eviction.s3fifo import S3Fifo
+from kvstore.eviction.policies import FlopsPerByte, Lru, Policy
+from kvstore.eviction.prefixes import Key, spread
 
-__all__ = ["ADMISSIONS", "AUTO", "CANDIDATES", "POLICIES", "Candidate", "LiveAdmission", "parse_candidate"]
+__all__ = [
+    "ADMISSIONS",
+    "AUTO",
+    "CANDIDATES",
+    "POLICIES",
+    "REMOVED",
+    "Admission",
+    "AdmitAll",
+    "Candidate",
+    "SecondSight",
+    "parse_candidate",
+]
 
 AUTO = "auto"
 
-_REMEMBERED_PER_HELD = 1
-"""Boundaries that `second_sight` remembers per held one: what returns later would be evicted before its third use."""
-_BY_SIZE_MIN_TOKENS = 1024
 
-POLICIES: Mapping[str, Callable[[], Policy]] = {policy.name: policy for policy in (Lru, S3Fifo, FlopsPerByte)}
+class Admission(ABC):
+    """Decides how much of a prompt to save. Pure.
+
+    A prefix without its start is useless, so the result is a count: the number of boundaries from the start to save.
+    """
+
+    name: ClassVar[str]
+    admits_unasked: ClassVar[bool]
+    """Whether a boundary may be held that no lookup has queried, e.g. one of generated tokens."""
+
+    @abstractmethod
+    def admit(self, path: Sequence[Key], tokens: Sequence[int]) -> int:
+        """The number of a prompt's boundaries, from its start, that may be held; called once for each prompt.
+
+        Args:
+            path: The prompt's boundaries, ascending.
+            tokens: Position of each, in tokens.
+        """
+
+
+class AdmitAll(Admission):
+    """Admits everything."""
+
+    name: ClassVar[str] = "all"
+    admits_unasked: ClassVar[bool] = True
+
+    def admit(self, path: Sequence[Key], tokens: Sequence[int]) -> int:
+        return len(path)
+
+
+class SecondSight(Admission):
+    """Admits boundaries that were offered before, so that a prompt which is seen only once costs no write.
+
+    Args:
+        remembered: Boundaries that are remembered, in four bytes each. A newer one may overwrite an older one. So a
+            boundary that returns only after many times `remembered` others is not recognised. If `remembered` is about
+            the number of boundaries held, it would be evicted before its third use anyway.
+    """
+
+    name: ClassVar[str] = "second_sight"
+    admits_unasked: ClassVar[bool] = False
+
+    def __init__(self, remembered: int) -> None:
+        self._marks = array("I", bytes(4 * max(1, remembered)))
+
+    def admit(self, path: Sequence[Key], tokens: Sequence[int]) -> int:
+        marks, size = self._marks, len(self._marks)
+        known = 0
+        for index, key in enumerate(path):
+            bits = spread(key)
+            place, mark = bits % size, (bits >> 32) | 1  # never 0, which marks an empty place
+            if marks[place] == mark:
+                known = index + 1  # all shorter ones were offered with it, even if their marks are overwritten
+            else:
+                marks[place] = mark
+        return known
+
+
+POLICIES: Mapping[str, Callable[[], Policy]] = {policy.name: policy for policy in (Lru, FlopsPerByte)}
 """By name: makes a new policy."""
 
 ADMISSIONS: Mapping[str, Callable[[int], Admission]] = {
     AdmitAll.name: lambda _: AdmitAll(),
-    SecondSight.name: lambda num_held: SecondSight(_REMEMBERED_PER_HELD * num_held),
-    BySize.name: lambda _: BySize(_BY_SIZE_MIN_TOKENS),
+    SecondSight.name: SecondSight,
 }
 """By name: makes a new rule, given how many boundaries are held when the budget is full."""
+
+REMOVED: Mapping[str, str] = {"s3fifo": AUTO, "by_size": AUTO}
+"""Policies and rules of earlier releases, and their replacements. Neither adds 2% token hits in docs/retention.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,43 +126,28 @@ class Candidate:
 CANDIDATES: Sequence[Candidate] = tuple(
     Candidate(policy, admission) for admission in (AdmitAll.name, SecondSight.name) for policy in POLICIES
 )
-"""What `auto` chooses from. Not `by_size`: which size pays depends on the model and the link, unknown to `auto`."""
+"""The candidates of `auto`."""
 
 
-def parse_candidate(text: str) -> Candidate:
+def parse_candidate(text: str, others: Sequence[str] = ()) -> Candidate:
     """The inverse of `Candidate.name`.
 
+    Args:
+        text: The name.
+        others: Names that the caller accepts too, for the message.
+
     Raises:
-        InvalidRequest: No such policy or rule; the nearest name is in the message.
+        InvalidRequest: No such policy or rule. The message has the existing names, and the nearest one or the
+            replacement of a removed one.
     """
     policy, plus, admission = text.partition("+")
     for name, known, what in ((policy, POLICIES, "policy"), (admission, ADMISSIONS, "admission rule")):
-        if name not in known and (plus or name is policy):
-            nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
-            raise InvalidRequest(
-                f"unknown {what} {name!r}: expected one of {', '.join(known)}; did you mean {nearest}?"
-            )
+        if name in known or (what != "policy" and not plus):
+            continue
+        expected = ", ".join([*others, *known] if what == "policy" else known)
+        if name in REMOVED:
+            advice = f"this release has no {name}, use {REMOVED[name]}"
+        else:
+            advice = f"did you mean {difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]}?"
+        raise InvalidRequest(f"unknown {what} {name!r}: expected one of {expected}; {advice}")
     return Candidate(policy, admission if plus else AdmitAll.name)
-
-
-class LiveAdmission(Admission):
-    """Applies the rule of the candidate that is followed. The other rules see every prompt too, so that their memory is
-    warm when one of them takes over.
-
-    Attributes:
-        follows: Name of the rule that is applied.
-    """
-
-    name = AUTO
-
-    def __init__(self, num_held: int, candidates: Sequence[Candidate]) -> None:
-        names = dict.fromkeys(candidate.admission for candidate in candidates)
-        self._rules = {name: ADMISSIONS[name](num_held) for name in names}
-        self.follows = candidates[0].admission
-
-    def admit(self, path: Sequence[Key], tokens: Sequence[int]) -> int:
-        answers = {name: rule.admit(path, tokens) for name, rule in self._rules.items()}
-        return answers[self.follows]
-
-    def admits_unasked(self, tokens: int) -> bool:
-        return self._rules[self.follows].admits_unasked(tokens)

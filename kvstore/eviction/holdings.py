@@ -1,13 +1,13 @@
-"""All held boundaries under one budget: their prefix tree, policies and quotas, and what is evicted for room."""
+"""The held boundaries under one budget: their prefix tree, policies and quotas, and their eviction to make room."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 
-from kvstore.eviction.base import Policy
+from kvstore.eviction.policies import Policy
 from kvstore.eviction.prefixes import Key, Node
-from kvstore.runtime.collector import let_go
+from kvstore.runtime.pauses import empty_in_pieces
 
 __all__ = ["Holdings", "Pool", "Quota"]
 
@@ -20,8 +20,8 @@ class Quota:
     """The share of one tenant.
 
     Attributes:
-        guaranteed_bytes: While it holds no more than these, nothing of it is evicted for other tenants.
-        maximum_bytes: Beyond these it evicts its own boundaries, and is the first to give way to others; `None`: no
+        guaranteed_bytes: While it holds no more than these, none of it is evicted for other tenants.
+        maximum_bytes: Beyond these it evicts its own boundaries, and is the first to be evicted for others; `None`: no
             limit of its own.
     """
 
@@ -61,7 +61,7 @@ class Holdings:
     A tenant takes at most its maximum, and nothing within its guarantee is evicted for others.
 
     Args:
-        budget_bytes: What all boundaries may take together.
+        budget_bytes: Limit of all boundaries together.
         make_policy: Makes a new policy; each pool has its own.
         nodes: An empty mapping to keep the boundaries in; by default a dict.
     """
@@ -81,11 +81,11 @@ class Holdings:
     def __contains__(self, key: Key) -> bool:
         return key in self._nodes
 
-    def let_go(self) -> None:
+    def discard(self) -> None:
         """Drop all state piece by piece, so that other threads are not stopped; unusable afterwards."""
         for pool in self._pools.values():
-            pool.policy.let_go()
-        let_go(self._nodes)
+            pool.policy.discard()
+        empty_in_pieces(self._nodes)
 
     def get(self, key: Key) -> Node | None:
         return self._nodes.get(key)
@@ -158,7 +158,9 @@ class Holdings:
         node.num_holds += 1
 
     def unpin(self, node: Node) -> None:
-        self._release(node)
+        node.num_holds -= 1
+        if node.num_holds == 0 and node.is_held:
+            self._pools[node.pool].policy.freed(node)
 
     def remove(self, node: Node) -> None:
         """Stop holding a boundary. Its children stay, though no lookup can use them, and are evicted in their turn."""
@@ -167,19 +169,13 @@ class Holdings:
         self.used_bytes -= node.num_bytes
         pool = self._pools[node.pool]
         pool.used_bytes -= node.num_bytes
-        pool.policy.removed(node)
         if node.parent is not None:
-            self._release(node.parent)
-
-    def _release(self, node: Node) -> None:
-        node.num_holds -= 1
-        if node.num_holds == 0 and node.is_held:
-            self._pools[node.pool].policy.freed(node)
+            self.unpin(node.parent)
 
     def evict(self, need_bytes: int, pool: int = SHARED) -> list[Node]:
-        """Make room for `need_bytes` in one pool; returns what was evicted, in order, each before its parent.
+        """Make room for `need_bytes` in one pool; returns the evicted boundaries in order, each before its parent.
 
-        Evicts less than asked for when nothing more is free: the caller checks `fits`.
+        Evicts less when nothing more is free: the caller checks `fits`.
         """
         evicted: list[Node] = []
         of_pool = self.pool(pool)
@@ -192,7 +188,7 @@ class Holdings:
         return evicted
 
     def expire(self, before: float) -> list[Node]:
-        """Remove what was last used before a time, as `drop` does."""
+        """Remove boundaries that were last used before a time, as `drop` does."""
         return self.drop(lambda node: node.last_use < before)
 
     def drop(self, leaves: Callable[[Node], bool]) -> list[Node]:

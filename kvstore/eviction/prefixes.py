@@ -25,7 +25,7 @@ class Node:
     """One boundary that is held: all records of all groups at it, which are added and evicted together.
 
     A boundary is *free* when it has neither a held child (the next longer prefix) nor a pin. Only free boundaries are
-    evicted, so a prefix loses its end first and never gets a hole, and a state never outlives the pages below it.
+    evicted, so a prefix loses its end first and never gets a hole, and a state never outlives the pages before it.
 
     Attributes:
         key: Names the boundary, and so all tokens of its prefix.
@@ -37,14 +37,10 @@ class Node:
         num_uses: Lookups that it served since it was added.
         last_use: When it was added or last used, on the caller's clock.
         rank: Set by the policy: the lowest is evicted first.
-        queue: Set by the policy: the queue that it is in.
         is_held: False once it was removed.
     """
 
-    __slots__ = (
-        *("is_held", "key", "last_use", "num_bytes", "num_holds", "num_uses", "parent", "pool", "queue", "rank"),
-        "tokens",
-    )
+    __slots__ = ("is_held", "key", "last_use", "num_bytes", "num_holds", "num_uses", "parent", "pool", "rank", "tokens")
 
     def __init__(
         self, key: Key, parent: Node | None, *, tokens: int, num_bytes: int, pool: int = 0, last_use: float = 0.0
@@ -58,7 +54,6 @@ class Node:
         self.num_uses = 0
         self.last_use = last_use
         self.rank = 0.0
-        self.queue = 0
         self.is_held = True
 
     @property

@@ -2,27 +2,56 @@
 
 from __future__ import annotations
 
+import gzip
+import heapq
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from kvstore.errors import InvalidRequest
-from kvstore.eviction.auto import Auto
-from kvstore.eviction.cache import PrefixCache
-from kvstore.eviction.candidates import AUTO, CANDIDATES, LiveAdmission, parse_candidate
-from kvstore.eviction.clairvoyant import clairvoyant_holds
+from kvstore.eviction.auto import Auto, save_prompt
+from kvstore.eviction.candidates import AUTO, CANDIDATES, Candidate, parse_candidate
 from kvstore.eviction.holdings import Holdings
-from kvstore.eviction.trace import TracedPrompt
+from kvstore.eviction.prefixes import Key
 from kvstore.model.coverage import longest_resumable
 from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
 
-__all__ = ["CLAIRVOYANT", "ReplayPlan", "ReplayResult", "check_policy", "replay"]
+__all__ = [
+    "CLAIRVOYANT",
+    "ReplayPlan",
+    "ReplayResult",
+    "TracedPrompt",
+    "check_policy",
+    "clairvoyant_holds",
+    "read_trace",
+    "replay",
+]
 
 CLAIRVOYANT = "clairvoyant"
 """Not a policy but an upper bound: it knows the next use of every block from the trace."""
 
 _STEP_TOKENS = 16
 _SWEEP_S = 60.0
+_GZIP_MAGIC = b"\x1f\x8b"
+_FIELDS = {"timestamp": "milliseconds", "input_length": "tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class TracedPrompt:
+    """One request of a trace.
+
+    Attributes:
+        at_s: When it arrived, in seconds since the trace's start.
+        num_tokens: Length of the prompt.
+        blocks: Ids of its blocks; each identifies the whole prompt up to the block's end. The last may be short.
+    """
+
+    at_s: float
+    num_tokens: int
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +60,10 @@ class ReplayPlan:
 
     Attributes:
         policy: `auto`, `clairvoyant`, or a candidate like `lru` or `lru+second_sight`.
-        budget_blocks: Budget, in blocks.
         block_tokens: Tokens of a block, and of a page.
         block_bytes: Stored bytes of a block.
         block_records: Records per block, and so requests to write, read or delete it.
-        ttl_s: What was unused for longer is evicted; `None`: no limit.
+        ttl_s: A block that was unused for longer is evicted; `None`: no limit.
     """
 
     policy: str
@@ -52,7 +80,7 @@ class ReplayResult:
 
     Attributes:
         input_tokens: Tokens of all prompts.
-        hit_tokens: Those of them that were restored.
+        hit_tokens: Tokens of them that were restored.
         blocks_read: Blocks that were read for the hits.
         blocks_written: Blocks that were admitted.
         blocks_evicted: Blocks that were evicted or expired.
@@ -77,38 +105,36 @@ def check_policy(name: str) -> str:
     Raises:
         InvalidRequest: There is no such policy.
     """
-    if name not in (AUTO, CLAIRVOYANT):
-        try:
-            parse_candidate(name)
-        except InvalidRequest as error:
-            all_ = f"expected {AUTO}, {CLAIRVOYANT}, or one of "
-            raise InvalidRequest(error.message.replace("expected one of ", all_), **error.details) from error
+    others = (AUTO, CLAIRVOYANT)
+    if name not in others:
+        parse_candidate(name, others)
     return name
 
 
 def replay(
     prompts: Sequence[TracedPrompt], plan: ReplayPlan, on_progress: Callable[[int], None] | None = None
 ) -> ReplayResult:
-    """Look every prompt up, read what hits, save what is missing.
+    """Look every prompt up, read the hits, save the rest.
 
     Args:
         prompts: In the order of their times.
         plan: The assumptions.
-        on_progress: Called now and then with the number of prompts that were done since the last call.
+        on_progress: Called from time to time with the number of prompts that were done since the last call.
     """
     run = _clairvoyant if plan.policy == CLAIRVOYANT else _play
     return run(prompts, plan, on_progress or (lambda _: None))
 
 
 def _play(prompts: Sequence[TracedPrompt], plan: ReplayPlan, on_progress: Callable[[int], None]) -> ReplayResult:
-    candidates = CANDIDATES if plan.policy == AUTO else (parse_candidate(plan.policy),)
+    candidates: Sequence[Candidate] = CANDIDATES if plan.policy == AUTO else (parse_candidate(plan.policy),)
+    current = candidates[0]
     budget_bytes = plan.budget_blocks * plan.block_bytes
-    holdings = Holdings(budget_bytes, candidates[0].make_policy)
-    admission = LiveAdmission(plan.budget_blocks, candidates)
-    cache = PrefixCache(holdings, admission)
+    holdings = Holdings(budget_bytes, current.make_policy)
+    # every rule sees every prompt, so that its memory is filled when `auto` changes to it
+    rules = {one.admission: one.make_admission(plan.budget_blocks) for one in candidates}
     auto = Auto(candidates, budget_bytes=budget_bytes, boundary_bytes=plan.block_bytes) if len(candidates) > 1 else None
     layout = Layout(plan.block_tokens, (GroupLayout(FullAttention(), 1),))
-    result = ReplayResult(followed=[(0, candidates[0].name)] if auto else [])
+    result = ReplayResult(followed=[(0, current.name)] if auto else [])
     swept_s = 0.0
     for index, prompt in enumerate(prompts):
         if plan.ttl_s is not None and prompt.at_s >= swept_s + _SWEEP_S:
@@ -118,12 +144,16 @@ def _play(prompts: Sequence[TracedPrompt], plan: ReplayPlan, on_progress: Callab
         sizes = [plan.block_bytes] * len(tokens)
         _look_up(prompt, tokens, holdings, layout, result)
         if auto is not None and auto.observe(prompt.blocks, tokens, sizes, prompt.at_s):
-            holdings.use_policy(auto.current.make_policy)
-            admission.follows = auto.current.admission
-            result.followed.append((index, auto.current.name))
-        saved = cache.save(prompt.blocks, tokens, sizes, prompt.at_s)
-        result.blocks_written += saved.num_written
-        result.blocks_evicted += saved.num_evicted
+            current = auto.current
+            holdings.use_policy(current.make_policy)
+            result.followed.append((index, current.name))
+        for name, rule in rules.items():
+            if name != current.admission:
+                rule.admit(prompt.blocks, tokens)
+        admission = rules[current.admission]
+        num_written, num_evicted = save_prompt(holdings, admission, prompt.blocks, tokens, sizes, now=prompt.at_s)
+        result.blocks_written += num_written
+        result.blocks_evicted += num_evicted
         if index % 64 == 63:
             on_progress(64)
     on_progress(len(prompts) % 64)
@@ -166,3 +196,101 @@ def _clairvoyant(prompts: Sequence[TracedPrompt], plan: ReplayPlan, on_progress:
         result.blocks_read += held
     on_progress(len(prompts))
     return result
+
+
+def clairvoyant_holds(paths: Sequence[Sequence[Key]], budget: int) -> tuple[list[int], int]:
+    """Belady's algorithm with bypass: evicts the boundary that is used again latest, and does not write those that are
+    never used again.
+
+    A boundary's next use is never later than that of a longer prefix, so the longest prefixes are evicted first.
+
+    Args:
+        paths: All prompts' boundaries, in the order of arrival.
+        budget: Boundaries that may be held, all of one size.
+
+    Returns:
+        For each prompt how many of its boundaries are held when it arrives, and how many boundaries were written.
+    """
+    never = len(paths)
+    next_uses: list[list[int]] = [[] for _ in paths]
+    upcoming: dict[Key, int] = {}
+    for index in range(len(paths) - 1, -1, -1):
+        next_uses[index] = [upcoming.get(key, never) for key in paths[index]]
+        upcoming.update(dict.fromkeys(paths[index], index))
+    held: dict[Key, int] = {}  # to the prompt of its next use
+    furthest: list[tuple[int, int, Key]] = []  # next use and depth, both negated: the latest, then the deepest, first
+    leading, num_written = [], 0
+    for index, path in enumerate(paths):
+        hits = 0
+        while hits < len(path) and path[hits] in held:
+            hits += 1
+        leading.append(hits)
+        added = []
+        for depth, (key, use) in enumerate(zip(path, next_uses[index], strict=True)):
+            if use == never:
+                held.pop(key, None)
+                continue
+            if key not in held:
+                added.append(key)
+            held[key] = use
+            heapq.heappush(furthest, (-use, -depth, key))
+        while len(held) > budget:
+            use, _, key = heapq.heappop(furthest)
+            if held.get(key) == -use:
+                del held[key]
+        num_written += sum(key in held for key in added)
+    return leading, num_written
+
+
+def read_trace(path: Path, *, block_tokens: int) -> list[TracedPrompt]:
+    """Read a trace in Mooncake's format, plain or gzip. Each line is a JSON object:
+    `{"timestamp": ms, "input_length": tokens, "output_length": ..., "hash_ids": [...]}`.
+
+    Args:
+        path: The file.
+        block_tokens: Tokens of a block; Mooncake's traces have 512.
+
+    Raises:
+        InvalidRequest: The file cannot be read, or a line is malformed; the message names the line and the field.
+    """
+    prompts = []
+    try:
+        with path.open("rb") as file:
+            is_gzip = file.read(2) == _GZIP_MAGIC
+        with gzip.open(path, "rb") if is_gzip else path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    prompts.append(_parse(line, f"line {number} of {path}", block_tokens))
+    except (OSError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidRequest("cannot read the trace", path=path, error=reason) from error
+    if not prompts:
+        raise InvalidRequest("the trace is empty: expected one JSON object with hash_ids per line", path=path)
+    return sorted(prompts, key=lambda prompt: prompt.at_s)
+
+
+def _parse(line: bytes, where: str, block_tokens: int) -> TracedPrompt:
+    try:
+        fields: Any = json.loads(line)
+    except ValueError as error:
+        raise InvalidRequest(f"{where}: expected a JSON object", seen=line[:60]) from error
+    if not isinstance(fields, dict):
+        raise InvalidRequest(f"{where}: expected a JSON object", seen=line[:60])
+    for name, unit in _FIELDS.items():
+        value = fields.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise InvalidRequest(f"{where}: {name}: expected {unit}, a number not below zero", seen=value)
+    blocks = fields.get("hash_ids")
+    if not isinstance(blocks, list) or any(type(block) is not int for block in blocks):
+        raise InvalidRequest(f"{where}: hash_ids: expected a list of whole numbers", seen=str(blocks)[:60])
+    num_tokens = int(fields["input_length"])
+    expected = -(-num_tokens // block_tokens)
+    if len(blocks) != expected:
+        raise InvalidRequest(
+            f"{where}: hash_ids: expected one for each {block_tokens} tokens of input_length; "
+            "set --block-tokens to the trace's block size",
+            input_length=num_tokens,
+            expected=expected,
+            seen=len(blocks),
+        )
+    return TracedPrompt(fields["timestamp"] / 1000, num_tokens, tuple(blocks))

@@ -13,7 +13,7 @@ import xxhash
 from kvstore.errors import CorruptRecord, InvalidRequest, UnsupportedFormat
 from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import RecordKind
-from kvstore.model.spans import Span
+from kvstore.model.layout import Span
 
 __all__ = ["CHECKSUM_BYTES", "HEADER_BYTES", "MAGIC", "VERSION", "HeaderV1"]
 

@@ -1,19 +1,38 @@
-"""Manifests: a namespace's description, kept beside its records so that people and migrations can explain them.
+"""Manifests: a namespace's description, stored beside its records so that operators and migrations can explain them.
 
 Layout v1 (docs/formats/record-v1.md): a 48-byte head, the tenant in UTF-8, the canonical description, nothing more.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 import struct
+from collections.abc import Mapping
 
 import xxhash
 
-from kvstore.errors import CorruptRecord, InvalidRequest, UnsupportedFormat
-from kvstore.model.keys import NamespaceId
+from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
+from kvstore.format.names import manifest_name
+from kvstore.model.keys import NAMESPACE_BYTES, NamespaceId
 from kvstore.model.namespace import NamespaceDescription
 
-__all__ = ["MANIFEST_MAGIC", "MANIFEST_VERSION", "MAX_MANIFEST_BYTES", "pack_manifest", "parse_manifest"]
+__all__ = [
+    "MANIFEST_MAGIC",
+    "MANIFEST_VERSION",
+    "MAX_MANIFEST_BYTES",
+    "STORE_VERSION",
+    "STORE_VERSION_PLACE",
+    "check_store_version",
+    "key_ids_place",
+    "pack_key_ids",
+    "pack_manifest",
+    "pack_store_version",
+    "parse_key_ids",
+    "parse_manifest",
+]
+
 
 MANIFEST_MAGIC = b"KVM1"
 MANIFEST_VERSION = 1
@@ -83,3 +102,96 @@ def parse_manifest(data: bytes | bytearray | memoryview, expected: NamespaceId |
     if description.id != namespace or (expected is not None and expected != namespace):
         raise CorruptRecord("manifest of another namespace", expected=(expected or description.id).hex())
     return description
+
+
+STORE_VERSION = 1
+"""The version of a tier's content as a whole. A migration step that older releases must not write to afterwards stores
+a higher one in the tier."""
+
+STORE_VERSION_PLACE = NamespaceId(hashlib.sha256(b"kvstore store version\0").digest()[:NAMESPACE_BYTES])
+"""The version is stored as the manifest of this namespace; a tier without it has version 1."""
+
+
+def pack_store_version(version: int) -> bytes:
+    """The version as bytes to store."""
+    return json.dumps({"kvstore_store_version": version}).encode()
+
+
+def check_store_version(note: bytes | None, tier: str) -> None:
+    """Refuse a tier that a newer release has migrated.
+
+    Args:
+        note: The note stored at `STORE_VERSION_PLACE`; `None`: there is none.
+        tier: Name of the tier.
+
+    Raises:
+        UnsupportedFormat: Its version is newer, or the note has a form that this release does not know.
+        Unavailable: The note is damaged, so it is not known whether this release may write there.
+    """
+    if note is None:
+        return
+    try:
+        content = json.loads(bytes(note))
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise Unavailable(
+            "the version of the tier cannot be read, so nothing is written to it: if no newer release has used it, "
+            "remove the damaged note",
+            tier=tier,
+            note=manifest_name(STORE_VERSION_PLACE),
+            seen=bytes(note[:40]),
+        )
+    version = content.get("kvstore_store_version", "unreadable")
+    if not isinstance(version, int) or not 1 <= version <= STORE_VERSION:
+        raise UnsupportedFormat(
+            "the tier was migrated by a newer release, so nothing is written to it: upgrade this release, or run "
+            "`kvstore migrate status`",
+            tier=tier,
+            expected=STORE_VERSION,
+            seen=version,
+        )
+
+
+_FORMAT = 1
+_CHECK = re.compile("[0-9a-f]{16}")
+_IDS_MAX = 4096
+
+
+def key_ids_place(tenant: str) -> NamespaceId:
+    """Where the list is stored: as the manifest of a namespace that has no records."""
+    return NamespaceId(hashlib.sha256(b"kvstore key ids v1\0" + tenant.encode()).digest()[:NAMESPACE_BYTES])
+
+
+def pack_key_ids(checks: Mapping[int, bytes]) -> bytes:
+    """The list as bytes: JSON with the check value of each key id."""
+    keys = {str(key_id): check.hex() for key_id, check in sorted(checks.items())}
+    return json.dumps({"kvstore_key_ids": _FORMAT, "keys": keys}).encode()
+
+
+def parse_key_ids(data: bytes) -> dict[int, bytes]:
+    """The inverse of `pack_key_ids`.
+
+    Raises:
+        CorruptRecord: Not such a list.
+        UnsupportedFormat: It was written by a newer release.
+    """
+    try:
+        content = json.loads(data)
+    except ValueError as error:
+        raise CorruptRecord("the note of key ids is not JSON") from error
+    if not isinstance(content, dict) or not isinstance(content.get("kvstore_key_ids"), int):
+        raise CorruptRecord("not a note of key ids")
+    if content["kvstore_key_ids"] != _FORMAT:
+        raise UnsupportedFormat(
+            "the note of key ids has an unknown version", expected=_FORMAT, seen=content["kvstore_key_ids"]
+        )
+    keys = content.get("keys")
+    if not isinstance(keys, dict) or len(keys) > _IDS_MAX:
+        raise CorruptRecord("the note of key ids has no keys")
+    checks = {}
+    for name, check in keys.items():
+        if not name.isdecimal() or not isinstance(check, str) or not _CHECK.fullmatch(check):
+            raise CorruptRecord("the note of key ids has a wrong entry", seen=name[:32])
+        checks[int(name)] = bytes.fromhex(check)
+    return checks

@@ -1,22 +1,37 @@
 """Formats and parses names: `v1/<namespace>/<first 2 hex of prefix>/{<prefix>}.g<group>.s<slice>`.
 
 The braces are the Redis Cluster hash tag: the records of one boundary share a slot, the boundaries are spread over all.
+Indexes store a key in 52 bytes instead of its name: namespace, prefix, group, slice.
 """
 
 from __future__ import annotations
 
 import re
+import struct
 
-from kvstore.errors import InvalidRequest
-from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
+from kvstore.errors import CorruptRecord, InvalidRequest
+from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, NamespaceId, PrefixHash, RecordKey
 
-__all__ = ["ROOT", "format_name", "manifest_name", "namespace_root", "parse_name", "stripe_name"]
+__all__ = [
+    "PACKED_KEY_BYTES",
+    "ROOT",
+    "format_name",
+    "manifest_name",
+    "namespace_root",
+    "pack_key",
+    "parse_name",
+    "stripe_name",
+    "unpack_key",
+]
 
 ROOT = "v1"
 _NAME = re.compile(
     r"v1/(?P<namespace>[0-9a-f]{32})/(?P<fan>[0-9a-f]{2})/\{(?P<prefix>[0-9a-f]{64})\}"
     r"\.g(?P<group>0|[1-9][0-9]{0,4})\.s(?P<slice>0|[1-9][0-9]{0,4})"
 )
+
+_KEY = struct.Struct(f"<{NAMESPACE_BYTES}s{PREFIX_BYTES}sHH")
+PACKED_KEY_BYTES = _KEY.size
 
 
 def namespace_root(namespace: NamespaceId) -> str:
@@ -55,3 +70,21 @@ def parse_name(name: str) -> RecordKey:
     return RecordKey(
         NamespaceId(bytes.fromhex(match["namespace"])), PrefixHash(bytes.fromhex(match["prefix"])), group, slice_
     )
+
+
+def pack_key(key: RecordKey) -> bytes:
+    """A key in 52 bytes."""
+    return _KEY.pack(key.namespace, key.prefix, key.group, key.slice)
+
+
+def unpack_key(packed: bytes) -> RecordKey:
+    """The inverse of `pack_key`.
+
+    Raises:
+        CorruptRecord: Not 52 bytes.
+    """
+    try:
+        namespace, prefix, group, slice_ = _KEY.unpack(packed)
+    except struct.error as error:
+        raise CorruptRecord("a packed key has the wrong size", expected=_KEY.size, seen=len(packed)) from error
+    return RecordKey(NamespaceId(namespace), PrefixHash(prefix), group, slice_)

@@ -25,6 +25,9 @@ MAX_RECORD_BYTES = 1 << 30
 """No record is larger; a length from outside is checked against this before memory is allocated."""
 
 Buffer = bytes | bytearray | memoryview
+RunningChecksum = xxhash.xxh3_128
+"""The checksum of a payload that arrives in pieces: `update` it with each, then `digest`. A piece that was just
+received is still in the processor's cache, where its checksum costs least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class Record:
     """A sealed record.
 
     Attributes:
-        header: The unpacked header; equals what `data` starts with.
+        header: The unpacked header; equals the start of `data`.
         data: Header and payload, contiguous bytes (`memoryview` of format "B"). Never written to once sealed.
     """
 
@@ -84,24 +87,6 @@ def read_record(data: Buffer, expected: RecordKey | None = None) -> Record:
     return Record(header, view)
 
 
-class RunningChecksum:
-    """The checksum of a payload that arrives in pieces.
-
-    A piece that was just received is still in the processor's cache, where its checksum costs least.
-    """
-
-    def __init__(self) -> None:
-        self._hash = xxhash.xxh3_128()
-
-    def update(self, piece: Buffer) -> None:
-        """Add the payload's next bytes."""
-        self._hash.update(piece)
-
-    def digest(self) -> bytes:
-        """The checksum of all pieces so far."""
-        return self._hash.digest()
-
-
 def verify_payload(record: Record, checksum: bytes | None = None) -> None:
     """Verify the payload's checksum. Releases the GIL for large payloads.
 
@@ -110,7 +95,7 @@ def verify_payload(record: Record, checksum: bytes | None = None) -> None:
         checksum: The payload's, if it was computed on arrival (`RunningChecksum`); by default it is computed here.
 
     Raises:
-        CorruptRecord: The payload is not what was sealed.
+        CorruptRecord: The payload was changed after it was sealed.
     """
     if checksum is None:
         checksum = xxhash.xxh3_128_digest(record.payload)

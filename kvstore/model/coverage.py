@@ -1,29 +1,30 @@
-"""The longest prefix that can be resumed from the records that are present. Pure, and the heart of the store.
+"""The longest prefix that can be resumed from the records that are present. Pure.
 
 A prefix is divided into *cells* of `page_tokens` tokens. A boundary at the end of a cell may have a page, a boundary
 inside a cell a tail; either is a record that spans its cell from the start to the boundary. A recurrent group has a
 state at a boundary instead. A resume point `n` need not be a boundary, but is not beyond the last one. It is usable
 when it is usable for every group:
 
+- for a recurrent group, when there is a state exactly at `n`;
 - for a paged group, when every cell between the first token that its kind needs (`GroupKind.needed_from`) and `n` has a
-  record that reaches `n` or the cell's end. The record may reach *past* `n`: its tokens are those of the prompt, since
-  its boundary hash is one of the prompt's, and a reader uses the part before `n`;
-- for a recurrent group, when there is a state exactly at `n`.
+  record that reaches `n` or the cell's end.
+
+The record of a paged group may reach *past* `n`. Its boundary hash is one of the prompt's, so its tokens are those of
+the prompt, and a reader uses the part before `n`.
 
 Tokens below `local_tokens` are in the engine's own cache already, so no pages are needed there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest
-from kvstore.model.layout import GroupLayout, Layout
-from kvstore.model.spans import cell_of
+from kvstore.model.layout import GroupLayout, Layout, cell_of
 
 __all__ = ["MAX_POINTS", "NeededRecord", "ends_to_resume", "longest_resumable", "records_to_resume"]
 
@@ -67,17 +68,17 @@ def longest_resumable(
         A multiple of `step_tokens` in `(local_tokens, cap_tokens]`, or `local_tokens`.
 
     Raises:
-        InvalidRequest: The arguments are not valid, or mean more than `MAX_POINTS` cells or resume points.
+        InvalidRequest: The arguments are not valid, or give more than `MAX_POINTS` cells or resume points.
 
     Runs in time linear in boundaries x groups, plus candidates x groups.
     """
     table = _Table(layout, boundary_tokens, groups_present)
     if step_tokens <= 0:
         raise InvalidRequest("step_tokens must be positive", step_tokens=step_tokens)
-    readers = [
-        _StateReader(table.ends(index))
+    usable: list[Callable[[int], bool]] = [
+        set(table.ends(index).tolist()).__contains__  # a state
         if group.is_state
-        else _PageReader(group, table.ends(index), table, local_tokens=local_tokens)
+        else _PageReader(group, table.ends(index), table, local_tokens=local_tokens).usable
         for index, group in enumerate(layout.groups)
     ]
     furthest = min((boundary_tokens[-1] if boundary_tokens else 0), cap_tokens)
@@ -85,7 +86,7 @@ def longest_resumable(
         raise InvalidRequest(f"a prompt has at most {MAX_POINTS} resume points", seen=furthest // step_tokens)
     candidate = furthest // step_tokens * step_tokens
     while candidate > local_tokens:
-        if all(reader.usable(candidate) for reader in readers):
+        if all(is_usable(candidate) for is_usable in usable):
             return candidate
         candidate -= step_tokens
     return local_tokens
@@ -102,7 +103,7 @@ def records_to_resume(
     """The records to read for a resume point that `longest_resumable` found, ascending, fewest tokens per cell.
 
     Raises:
-        InvalidRequest: `resume_tokens` is not usable with what is present.
+        InvalidRequest: `resume_tokens` is not usable with the records that are present.
 
     At or below `local_tokens` there is nothing to read.
     """
@@ -144,11 +145,8 @@ def ends_to_resume(
 
 
 class _Table:
-    """The boundaries and their presence, checked, as arrays: a prompt may have many thousands.
-
-    Attributes:
-        page_tokens: Page length of the layout.
-        num_cells: Cells from the prompt's start to the last boundary.
+    """The boundaries and their presence, checked, as arrays: a prompt may have many thousands. `num_cells` is the
+    number of cells from the prompt's start to the last boundary.
     """
 
     def __init__(self, layout: Layout, boundary_tokens: Sequence[int], groups_present: Sequence[int]) -> None:
@@ -187,16 +185,6 @@ def _covers(
     reaches &= (cells >= first) & (cells <= last)
     covered, at = np.unique(cells[reaches], return_index=True)  # of several boundaries in one cell the first
     return ends[reaches][at] if len(covered) > last - first else None
-
-
-class _StateReader:
-    """Usable where there is a state."""
-
-    def __init__(self, ends: npt.NDArray[np.int64]) -> None:
-        self._states = set(ends.tolist())
-
-    def usable(self, resume_tokens: int) -> bool:
-        return resume_tokens in self._states
 
 
 class _PageReader:

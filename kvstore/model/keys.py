@@ -1,11 +1,26 @@
-"""Identifiers: of a namespace, a token prefix, one record."""
+"""Identifiers of a namespace, a token prefix, one record; and the hash chain over the prefixes of plain tokens."""
 
 from __future__ import annotations
 
+import hashlib
+import sys
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
 
-__all__ = ["NAMESPACE_BYTES", "PREFIX_BYTES", "Boundary", "NamespaceId", "PrefixHash", "RecordKey"]
+__all__ = [
+    "LINK_TOKENS",
+    "NAMESPACE_BYTES",
+    "PREFIX_BYTES",
+    "Boundary",
+    "NamespaceId",
+    "PlainChain",
+    "PrefixHash",
+    "RecordKey",
+    "prefix_root",
+]
+
 
 NAMESPACE_BYTES = 16
 PREFIX_BYTES = 32
@@ -14,17 +29,12 @@ NamespaceId = NewType("NamespaceId", bytes)
 """16 bytes: digest of everything that must be equal for two engines' bytes to be interchangeable."""
 
 PrefixHash = NewType("PrefixHash", bytes)
-"""32 bytes: digest of all tokens (and whatever else the KV depends on) up to a boundary."""
+"""32 bytes: digest of all tokens, and of everything else that the KV depends on, up to a boundary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A token position at which a prefix may be resumed.
-
-    Attributes:
-        tokens: Number of tokens before the position.
-        prefix: Hash of exactly these tokens.
-    """
+    """A token position at which a prefix may be resumed: the number of tokens before it, and their hash."""
 
     tokens: int
     prefix: PrefixHash
@@ -48,3 +58,46 @@ class RecordKey:
 
     def __str__(self) -> str:
         return f"{self.namespace.hex()[:8]}/{self.prefix.hex()[:12]}.g{self.group}.s{self.slice}"
+
+
+LINK_TOKENS = 16
+"""Tokens of a link of the chain: boundaries are multiples of it."""
+
+_ROOT = b"kvstore prefix v1\0"
+
+
+def prefix_root(cache_salt: str | None) -> bytes:
+    """The input of the chain's first hash; an adapter's digest is appended to it."""
+    salt = b"" if cache_salt is None else b"\1" + cache_salt.encode()
+    return _ROOT + len(salt).to_bytes(4, "little") + salt
+
+
+class PlainChain:
+    """Computes the hash at every multiple of 16 tokens, for operators' queries: docs/formats/prefix-hash-v1.md without
+    adapters, media and embeddings. The connector hashes prompts that may have those.
+
+    Args:
+        cache_salt: The prompt's `cache_salt`; `None`: it has none.
+    """
+
+    def __init__(self, cache_salt: str | None = None) -> None:
+        self._link = hashlib.sha256(prefix_root(cache_salt)).digest()
+        self._tokens = 0
+
+    def extend(self, token_ids: Sequence[int]) -> list[Boundary]:
+        """Append tokens and return their boundaries. Tokens after the last whole link are ignored, not kept.
+
+        Raises:
+            OverflowError: A token id does not fit 32 bits.
+        """
+        packed = array("I", token_ids[: len(token_ids) // LINK_TOKENS * LINK_TOKENS])
+        if sys.byteorder == "big":
+            packed.byteswap()
+        data = packed.tobytes()
+        link_bytes = LINK_TOKENS * packed.itemsize
+        found = []
+        for at in range(0, len(data), link_bytes):
+            self._link = hashlib.sha256(self._link + data[at : at + link_bytes]).digest()
+            self._tokens += LINK_TOKENS
+            found.append(Boundary(self._tokens, PrefixHash(self._link)))
+        return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import ClassVar
 
@@ -28,20 +29,21 @@ class RecordKind(IntEnum):
     STATE = 3
 
 
-class GroupKind:
-    """Base of the kinds. `needed_from(n)` is the first token whose page bytes are needed to resume at `n`.
-
-    `None` means: no pages, but one state exactly at `n`.
-    """
+@dataclass(frozen=True, slots=True)
+class GroupKind(ABC):
+    """Base of the kinds."""
 
     name: ClassVar[str]
 
+    @abstractmethod
     def needed_from(self, resume_tokens: int) -> int | None:
-        raise NotImplementedError
+        """The first token whose page bytes are needed to resume at `resume_tokens`. `None`: no pages, but one state
+        exactly there.
+        """
 
     def describe(self) -> dict[str, int | str]:
         """The kind as plain values for a namespace description; `parse_kind` reads it back."""
-        return {"kind": self.name}
+        return {"kind": self.name, **asdict(self)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,26 +82,16 @@ class SlidingWindow(GroupKind):
     def needed_from(self, resume_tokens: int) -> int | None:
         return max(0, resume_tokens - self.window_tokens + 1 - self.extra_tokens)
 
-    def describe(self) -> dict[str, int | str]:
-        return {"kind": self.name, "window_tokens": self.window_tokens, "extra_tokens": self.extra_tokens}
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLocal(GroupKind):
-    """Keys and values since the start of the current chunk.
-
-    Attributes:
-        chunk_tokens: Length of a chunk; at a chunk's start nothing is needed.
-    """
+    """Keys and values since the start of the current chunk of `chunk_tokens`; at a chunk's start nothing is needed."""
 
     chunk_tokens: int
     name: ClassVar[str] = "chunked_local"
 
     def needed_from(self, resume_tokens: int) -> int | None:
         return resume_tokens // self.chunk_tokens * self.chunk_tokens
-
-    def describe(self) -> dict[str, int | str]:
-        return {"kind": self.name, "chunk_tokens": self.chunk_tokens}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ _NAME_MAX = 120
 
 
 class NamespaceNotOpen(InvalidRequest):
-    """Nothing can be asked of the namespace until it is opened, or opened again: clients do that by themselves."""
+    """The namespace must be opened, or opened again, before its records can be used; clients do that by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ class NamespaceDescription:
 
     @property
     def name(self) -> str:
-        """What people call it: the model and its types, like `LlamaForCausalLM bfloat16, cache fp8`. Two namespaces may
-        have one name: their ids tell them apart.
+        """A name for operators: the model and its types, like `LlamaForCausalLM bfloat16, cache fp8`. Two namespaces
+        may have the same name, but not the same id.
         """
         return name_of(self.fields)
 

@@ -1,4 +1,4 @@
-"""The outcome of a request, or a record that it lost: reported by its engine, kept to explain misses later."""
+"""The outcome of a request, or a record that was not saved: reported by its engine, kept to explain misses later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["CONTENT_BYTES", "Outcome", "content_digest"]
 
 CONTENT_BYTES = 16
 _LOST_MAX = 1 << 20
-"""Bounds what one message can add to the counts."""
+"""The most that one message can add to the counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class Outcome:
 
     A *loss* is a record that an engine computed and did not save; its reason begins with `save_`. Then `request` is the
     one that computed it, `stop` the boundary at which it ends, `groups` the bit of its group, and `detail["records"]`
-    how many records it stands for, if more than one. A loss without `stop` is of every record of that group in the
-    namespace: none of them can ever be saved.
+    the number of records that it stands for, if more than one. A loss without `stop` stands for every record of that
+    group in the namespace: none of them can ever be saved.
 
     Attributes:
         request: The engine's id of it.
@@ -60,14 +60,14 @@ class Outcome:
 
     @property
     def is_loss(self) -> bool:
-        """Whether it tells of a record that was not saved, and not of what became of a request."""
-        return self.reason.startswith("save_")  # also a newer engine's words
+        """Whether it reports a record that was not saved, not the outcome of a request."""
+        return self.reason.startswith("save_")  # also reasons of a newer engine
 
     @property
     def num_lost(self) -> int:
-        """The records that a loss stands for; 0: it tells of what can never be saved."""
-        told = self.detail.get("records", 1)
-        return min(max(int(told), 1), _LOST_MAX) if self.stop is not None and isinstance(told, int) else 0
+        """The records that a loss stands for; 0: it reports records that can never be saved."""
+        records = self.detail.get("records", 1)
+        return min(max(int(records), 1), _LOST_MAX) if self.stop is not None and isinstance(records, int) else 0
 
 
 def content_digest(tokens: Sequence[int]) -> bytes:

@@ -15,6 +15,7 @@ import secrets
 import struct
 import threading
 import weakref
+from bisect import bisect_left, insort
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,10 +24,9 @@ from typing import Any
 import numpy as np
 
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.runtime.free_ranges import FreeRanges
-from kvstore.runtime.prefault import populate_paced, spare_bytes
+from kvstore.runtime.machine import populate_paced, spare_bytes
 
-__all__ = ["Arena", "ArenaView", "Place"]
+__all__ = ["Arena", "ArenaView", "FreeRanges", "Place"]
 
 _HEAD = struct.Struct("<Q")
 _HEAD_BYTES = 64
@@ -95,7 +95,7 @@ class Arena:
         try:
             os.ftruncate(descriptor, capacity_bytes)
             arena = cls(descriptor, capacity_bytes, min(ahead_bytes, capacity_bytes))
-            # nobody else can map it for writing or change its size: a peer can neither corrupt it nor make us fault
+            # no peer can map it for writing or change its size, so a peer can neither corrupt it nor make us fault
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
         except (OSError, ValueError):
@@ -178,7 +178,7 @@ class ArenaView:
         self._bytes: Any = np.frombuffer(self._memory, np.uint8)
 
     def copy(self, place: Place, target: memoryview) -> bool:
-        """Copy the bytes to the start of `target`. False: the buffer was freed meanwhile; `target` is undefined.
+        """Copy the bytes to the start of `target`. False: the buffer was freed before that; `target` is undefined.
 
         Raises:
             InvalidRequest: No such place, or the target is too small.
@@ -240,3 +240,57 @@ class _Warmer:
 
 def _rounded(num_bytes: int) -> int:
     return -(-num_bytes // _GRAIN_BYTES) * _GRAIN_BYTES
+
+
+class FreeRanges:
+    """Allocates ranges by best fit, and joins what is given back with its free neighbours. Not thread-safe.
+
+    Best fit tends to use memory again that was used before, which is resident.
+
+    Args:
+        capacity_bytes: Size of the memory.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._sizes: list[tuple[int, int]] = []  # (bytes, start), ascending
+        self._starts: dict[int, int] = {}  # start to bytes
+        self._stops: dict[int, int] = {}  # stop to start
+        if capacity_bytes:
+            self._list(0, capacity_bytes)
+
+    def take(self, num_bytes: int) -> int | None:
+        """Where a range of `num_bytes` (at least 1) starts; `None`: no free range is large enough."""
+        index = bisect_left(self._sizes, (num_bytes, 0))
+        if index == len(self._sizes):
+            return None
+        size, start = self._sizes[index]
+        self._unlist(start, size)
+        if size > num_bytes:
+            self._list(start + num_bytes, size - num_bytes)
+        return start
+
+    def give(self, start: int, num_bytes: int) -> None:
+        """Take back a range that `take` returned."""
+        stop = start + num_bytes
+        if (before := self._stops.get(start)) is not None:
+            self._unlist(before, start - before)
+            start = before
+        if (after_bytes := self._starts.get(stop)) is not None:
+            self._unlist(stop, after_bytes)
+            stop += after_bytes
+        self._list(start, stop - start)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of all free ranges."""
+        return sum(self._starts.values())
+
+    def _list(self, start: int, size: int) -> None:
+        insort(self._sizes, (size, start))
+        self._starts[start] = size
+        self._stops[start + size] = start
+
+    def _unlist(self, start: int, size: int) -> None:
+        del self._sizes[bisect_left(self._sizes, (size, start))]
+        del self._starts[start]
+        del self._stops[start + size]

@@ -1,4 +1,4 @@
-"""Background tasks with an owner: none outlives it."""
+"""Tasks: in the background with an owner that none outlives, several at once, or run to their end without a caller."""
 
 from __future__ import annotations
 
@@ -6,23 +6,28 @@ import asyncio
 import contextvars
 import logging
 import socket
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
-from kvstore.errors import Closed
+from kvstore.errors import Closed, KVStoreError, Unavailable
+from kvstore.runtime.deadline import Deadline
 
-__all__ = ["Background", "on_loose_exception"]
+__all__ = ["Background", "Work", "gather_all", "on_loose_exception", "outcome_of"]
 
 _log = logging.getLogger(__name__)
 
 _CANCEL_AGAIN_S = 5.0
 
+T = TypeVar("T")
+
+Work = Callable[[], Coroutine[Any, Any, T]]
+
 
 class Background:
     """A set of named tasks that end with their owner.
 
-    A task that raises is logged with its traceback and counted in `failures`, unless somebody awaits it; it never takes
-    its siblings down.
+    A task that raises is logged with its traceback and counted in `failures`, unless it is awaited. It never ends its
+    siblings.
     """
 
     def __init__(self, owner: str) -> None:
@@ -32,7 +37,7 @@ class Background:
         self.failures = 0
 
     def spawn(
-        self, work: Coroutine[Any, Any, Any], name: str, *, is_awaited: bool = False, is_nobodys: bool = False
+        self, work: Coroutine[Any, Any, Any], name: str, *, is_awaited: bool = False, is_shared: bool = False
     ) -> asyncio.Task[Any]:
         """Start `work` now.
 
@@ -40,7 +45,7 @@ class Background:
             work: What the task does.
             name: For logs.
             is_awaited: The caller awaits the task and gets its exception, which is then neither logged nor counted.
-            is_nobodys: It works for several callers: it inherits neither this one's request context nor its trace.
+            is_shared: It works for several callers, and inherits neither this one's request context nor its trace.
 
         Raises:
             Closed: The owner is closed; `work` was not started.
@@ -48,11 +53,34 @@ class Background:
         if self._closed:
             work.close()
             raise Closed("the owner of background tasks is closed", owner=self._owner, task=name)
-        context = contextvars.Context() if is_nobodys else None
+        context = contextvars.Context() if is_shared else None
         task = asyncio.get_running_loop().create_task(work, name=f"{self._owner}:{name}", context=context)
         self._tasks.add(task)
         task.add_done_callback(self._ended_awaited if is_awaited else self._ended)
         return task
+
+    async def run_to_end(self, work: Work[T], what: str, deadline: Deadline) -> T:
+        """Run `work` as a task and return its result.
+
+        Raises:
+            Unavailable: The deadline came first. The work continues.
+            Closed: The owner was closed during the work.
+
+        If cancelled, the work continues: its steps need limits of their own.
+        """
+
+        async def captured() -> T | KVStoreError:
+            # an expected error is a result here: if the caller is gone, it is not logged as a bug
+            try:
+                return await work()
+            except KVStoreError as error:
+                return error
+
+        task: asyncio.Task[T | KVStoreError] = self.spawn(captured(), what)
+        outcome = await outcome_of(task, what, deadline)
+        if isinstance(outcome, KVStoreError):
+            raise outcome
+        return outcome
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
@@ -84,10 +112,38 @@ class Background:
 
 
 def on_loose_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A loop's exception handler: its default, but for host names that were not resolved in time.
+    """A loop's exception handler: the default one, except for host names that were not resolved in time.
 
-    Whoever connected has given up and reported it, once; the resolver's answer comes later and would be logged as an
-    error for each attempt.
+    The caller that connected has given up and reported it once. The resolver's answer comes later and would be logged
+    as an error for each attempt.
     """
     if not isinstance(context.get("exception"), socket.gaierror):
         loop.default_exception_handler(context)
+
+
+async def outcome_of(future: asyncio.Future[T], what: str, deadline: Deadline) -> T:
+    """Wait for a future that others may also wait for, without ever cancelling it; errors as `run_to_end`."""
+    await asyncio.wait({future}, timeout=deadline.remaining_s)
+    if not future.done():
+        raise Unavailable(f"could not {what} before the deadline")
+    if future.cancelled():
+        raise Closed(f"closed before it could {what}")
+    return future.result()
+
+
+async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order. If one fails, the others are cancelled, and its error is raised once they have ended.
+
+    Not `asyncio.TaskGroup`: when a child fails while its parent waits, Python 3.11 leaves the parent with
+    `cancelling() == 1`, and a library that checks it (aiohttp) mistakes its own inner cancellation for its caller's.
+
+    If cancelled, all are cancelled.
+    """
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

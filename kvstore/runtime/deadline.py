@@ -40,7 +40,7 @@ class Deadline:
         return self.remaining_s <= 0.0
 
     def earlier(self, seconds: float) -> Deadline:
-        """This deadline or `seconds` from now, whichever comes first."""
+        """The earlier one of this deadline and `seconds` from now."""
         return Deadline(min(self.at_s, self.clock.monotonic_s() + seconds), self.clock)
 
     @asynccontextmanager

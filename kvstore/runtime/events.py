@@ -75,7 +75,7 @@ class Events:
         """The number of the latest event; 0: there was none."""
         return self._last
 
-    def tell(
+    def add(
         self,
         kind: EventKind,
         text: str,

@@ -1,13 +1,24 @@
-"""How much memory there is, on the machine and in the container."""
+"""The machine: how much memory it has, memory made resident ahead of use, the cores of a thread."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["container_bytes", "machine_bytes", "usable_bytes"]
+__all__ = [
+    "container_bytes",
+    "leave_pinned_core",
+    "machine_bytes",
+    "populate",
+    "populate_paced",
+    "spare_bytes",
+    "usable_bytes",
+]
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
@@ -29,3 +40,77 @@ def container_bytes(limits: Iterable[Path] = _CGROUP_LIMITS) -> int | None:
 def usable_bytes() -> int:
     """Memory that the processes of this machine, or of this container, have together."""
     return container_bytes() or machine_bytes()
+
+
+_MADV_POPULATE_WRITE = 23
+_SPARE_SHARE = 16
+_STEP_BYTES = 256 << 10
+_REST_FACTOR = 4
+_LONGEST_REST_S = 0.1
+
+
+def populate(address: int, num_bytes: int) -> None:
+    """Make a range of memory resident. Its content is kept, also while others write to it. Releases the GIL.
+
+    Args:
+        address: Aligned to a page.
+        num_bytes: A multiple of the page size.
+
+    Raises:
+        OSError: The system does not support it (Linux does since 5.14), or has no memory left.
+    """
+    if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE) != 0:
+        raise OSError(ctypes.get_errno(), "madvise")
+
+
+def populate_paced(address: int, num_bytes: int, end: threading.Event) -> int:
+    """Make a range resident with a fifth of a core at most, in steps of 256 KiB with pauses.
+
+    Paced, rather than run at a low priority: the kernel locks the process's mappings during a step, and Python code
+    around it holds the GIL. A thread that is preempted while it holds either stops all others.
+
+    Args:
+        address: Aligned to a page.
+        num_bytes: A multiple of the page size.
+        end: Stop early when set.
+
+    Returns:
+        The bytes that are resident now: all, or fewer when `end` was set.
+
+    Raises:
+        OSError: See `populate`.
+    """
+    done = 0
+    while done < num_bytes and not end.is_set():
+        step = min(_STEP_BYTES, num_bytes - done)
+        started_s = time.perf_counter()
+        populate(address + done, step)
+        done += step
+        end.wait(min(_REST_FACTOR * (time.perf_counter() - started_s), _LONGEST_REST_S))
+    return done
+
+
+def spare_bytes() -> int:
+    """How much memory a process may make resident ahead of use: a sixteenth of what the machine has available, since
+    other processes do the same.
+    """
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return (int(line.split()[1]) << 10) // _SPARE_SHARE
+    return 0
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def leave_pinned_core() -> None:
+    """If the calling thread is pinned to one core, allow it, and the threads it starts, the parent process's cores.
+
+    Threads inherit the affinity of the thread that starts them. Inference engines pin each compute thread to one core;
+    a thread started from one of these would compete with it for that core. A wider set of cores is a deliberate
+    placement (a NUMA node, `taskset`) and is kept.
+    """
+    with suppress(OSError, AttributeError):  # not supported on this system, or the parent has exited
+        if len(os.sched_getaffinity(0)) == 1:
+            os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))

@@ -1,4 +1,4 @@
-"""Counters and gauges that the dashboard, the metrics endpoint and the tests read alike."""
+"""Counters and gauges: the dashboard, the metrics endpoint and the tests read the same numbers."""
 
 from __future__ import annotations
 

@@ -1,16 +1,13 @@
-"""Request tracing as every layer sees it: the `traceparent` to pass on, and an interface to make spans.
-
-Independent of a tracing library. Where tracing is off there is no `Tracing`, and a request costs a comparison with
-`None`.
-"""
+"""The request that a task works for: its fields in log lines, and its trace."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Tracing", "trace_parent"]
+__all__ = ["NO_REQUEST", "RequestContext", "Tracing", "request_context", "trace_parent"]
 
 trace_parent: ContextVar[str] = ContextVar("kvstore_trace_parent", default="")
 """The W3C `traceparent` of the current caller of a store; a client sends it to a service that traces. Empty: none."""
@@ -36,3 +33,31 @@ class Tracing(Protocol):
     def failed(self, reason: str) -> None:
         """Mark the current span as failed."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """Identifies a request in logs. Tasks and threads that it starts inherit it.
+
+    Attributes:
+        session: Number of the connection on the data port; 0 on the admin port.
+        request: Its id, as the client chose it: on the data port unique among the connection's running requests.
+        tenant: Verified; empty: none, or not known yet.
+        namespace: The namespace id; empty: none.
+    """
+
+    session: int = 0
+    request: int | str = ""
+    tenant: str = ""
+    namespace: bytes = b""
+
+    def fields(self) -> dict[str, str]:
+        """The values that are known, by their names in log lines."""
+        request = f"{self.session}.{self.request}" if self.session else str(self.request)
+        named = {"request": request, "tenant": self.tenant, "namespace": self.namespace.hex()}
+        return {name: value for name, value in named.items() if value}
+
+
+NO_REQUEST = RequestContext()
+request_context: ContextVar[RequestContext] = ContextVar("kvstore_request", default=NO_REQUEST)
+"""The request of the current task or thread."""

@@ -1,13 +1,19 @@
-"""A semaphore whose limit may change at any time, and whose turns go round among those who wait."""
+"""A semaphore that is fair among tenants and connections, and long computations that run in such turns."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Hashable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
-__all__ = ["Turns", "Who"]
+from kvstore.runtime.pauses import collector_paused
+from kvstore.runtime.tracing import request_context
+
+__all__ = ["PIECE", "LongWork", "Turns", "Who", "still_working", "who_asks"]
 
 Who = tuple[Hashable, Hashable]
 """Whose turn it is: a tenant, and one of its connections."""
@@ -16,8 +22,8 @@ _NOBODY: Who = ("", 0)
 
 
 class Turns:
-    """Lets at most `limit` blocks run. Turns go round among the tenants that wait, and among the connections of each;
-    of one connection whoever came first is first. Blocks that say nothing of themselves are served in FIFO order.
+    """Lets at most `limit` blocks run. Turns go round among the tenants that wait, and among the connections of each
+    tenant. Blocks of one connection, and blocks without tenant and connection, run in FIFO order.
 
     Attributes:
         limit: May be changed at any time; when it shrinks, running blocks continue and the next ones wait longer.
@@ -30,7 +36,7 @@ class Turns:
         self._waiting: dict[Hashable, dict[Hashable, deque[asyncio.Future[None]]]] = {}  # who is next is first
 
     def try_begin(self) -> bool:
-        """Begin if that needs no waiting and nobody else waits. If true, the caller must call `end`."""
+        """Begin if that needs no waiting and no other block waits. If true, the caller must call `end`."""
         if self.num_running >= self.limit or self._waiting:
             return False
         self.num_running += 1
@@ -96,3 +102,94 @@ class Turns:
             del connections[connection]
         if not connections:
             del self._waiting[tenant]
+
+
+T = TypeVar("T")
+
+PIECE = 4096
+"""Items, of some microseconds each, that may be worked on in one go on the event loop."""
+
+_SHORT = 256
+"""Up to this number of items need no turn: the request of a short prompt never waits."""
+
+_AT_ONCE = 1
+"""Pieces at a time. Threads share one interpreter, so more of them would only delay the event loop."""
+
+_REPORT_S = 0.05
+
+still_working: ContextVar[Callable[[], None] | None] = ContextVar("kvstore_still_working", default=None)
+"""Called now and then while the service computes for the current request, so that its client does not give up."""
+
+
+def who_asks() -> Who:
+    """The tenant and the connection of the current request."""
+    context = request_context.get()
+    return context.tenant, context.session
+
+
+class LongWork:
+    """Runs pieces of computations, few at a time, in turns that go round among tenants and connections. So a client
+    with a large request delays others by a piece or two. Belongs to one event loop.
+
+    Args:
+        name: Of its threads.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._turns = Turns(_AT_ONCE)
+        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix=f"kvstore-{name}")
+
+    async def run(self, num_items: int, function: Callable[..., T], *args: Any) -> T:
+        """Call a function, which must not touch what belongs to the event loop: in a thread if it is long.
+
+        Args:
+            num_items: What it works on, some microseconds each.
+            function: What to call.
+            args: Its arguments.
+
+        If cancelled, a call in a thread continues and its result is dropped.
+        """
+        async with self.turn(num_items):
+            if num_items <= PIECE:
+                return function(*args)
+            with collector_paused():
+                return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+
+    @asynccontextmanager
+    async def turn(self, num_items: int) -> AsyncIterator[None]:
+        """Run a block of at most `PIECE` items on the event loop when it is its turn.
+
+        If cancelled while waiting, the block does not run.
+        """
+        if num_items <= _SHORT:
+            yield
+            return
+        with _reporting():
+            async with self._turns.turn(who_asks()):
+                yield
+            await asyncio.sleep(0)  # else the next piece of the only client would follow at once
+
+    def close(self) -> None:
+        """Start no further call in a thread. Idempotent."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def _reporting() -> Iterator[None]:
+    """Report to the client of the current request that the service works on it: now and then, and at the end."""
+    report = still_working.get()
+    if report is None:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    timers: list[asyncio.TimerHandle] = []
+
+    def tick() -> None:
+        report()
+        timers[:] = [loop.call_later(_REPORT_S, tick)]
+
+    tick()
+    try:
+        yield
+    finally:
+        timers[0].cancel()

@@ -1,4 +1,4 @@
-"""What each request means: messages in, calls of the `PageStore`, messages out. Knows no connection."""
+"""Turns requests into calls of the `PageStore`, and results into messages. Knows no connection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore.model.keys import NamespaceId
 from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.long_work import LongWork
+from kvstore.runtime.turns import LongWork
 from kvstore.wire import convert, messages
 from kvstore.wire.messages import Reply, Request
 
@@ -38,7 +38,7 @@ class Answers:
     Args:
         store: Holds the pages.
         describe: The service's own part of `status`, for a tenant; empty: all of it.
-        settings: A part of `status` for peers that may see everything, as `told_settings` returns it.
+        settings: A part of `status` for peers that may see everything, as `reported_settings` returns it.
 
     A namespace belongs to the tenant that opened it. For every other tenant it does not exist, even if its id is known.
     """
@@ -68,15 +68,15 @@ class Answers:
         """The reply to any request but `Load`.
 
         Args:
-            request: What is asked.
+            request: The client's message.
             payload: A save's record.
             deadline: When the store gives up.
-            progress: Told of bytes that a stage has received.
+            progress: Called with the bytes that a stage has received.
             tenant: The peer's tenant, which the session has verified.
             sees_all: Explanations may cover the requests of all tenants.
 
         Raises:
-            KVStoreError: Whatever the store raised; the session reports it to the client.
+            KVStoreError: What the store raised; the session reports it to the client.
         """
         match request:
             case messages.Stage():  # before Lookup, which it extends
@@ -128,12 +128,12 @@ class Answers:
                 await self.store.release(staged.lease)
             raise
 
-    def tell(self, message: messages.Outcome, tenant: str) -> None:
-        """Keep what an engine reports of a request.
+    def report(self, message: messages.Outcome, tenant: str) -> None:
+        """Keep an engine's report of a request.
 
-        A report on a namespace that is another tenant's is dropped. One that nobody has opened here is open to losses
-        only, which are kept by tenant and looked up in no catalog: ranks tell of them, and a service that was just
-        started may hear of a rank before it hears of the scheduler, which opens the namespace.
+        A report on another tenant's namespace is dropped. For a namespace that is not open here only losses are kept.
+        Ranks report them, and a service that has just started may receive a rank's report before the scheduler opens
+        the namespace. Losses are kept by tenant, and need no catalog.
 
         Raises:
             InvalidRequest: Something in it is malformed.
@@ -142,7 +142,7 @@ class Answers:
         namespace = outcome.namespace
         is_early = outcome.is_loss and namespace not in self._opened
         if namespace is None or is_early or self._is_of(tenant, namespace):
-            self.store.tell(outcome)
+            self.store.report(outcome)
 
     async def load(
         self, request: messages.Load, deadline: Deadline, *, tenant: str

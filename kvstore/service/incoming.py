@@ -1,8 +1,7 @@
-"""Payload bytes on their way in: a connection's credit and the service's budget, with a receipt for both."""
+"""Payloads that are being received: a connection's credit and the service's budget, with a receipt for both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.errors import InternalError, InvalidRequest, Unavailable
@@ -14,51 +13,55 @@ __all__ = ["Incoming", "Receipt"]
 
 @dataclass(eq=False, slots=True)
 class Receipt:
-    """What one save holds until it is settled.
+    """What one request holds until it is settled.
 
     Attributes:
-        window_bytes: Its part of the connection's credit.
-        grant: Its part of the service's budget; `None` when there was no room in time and its payload was dropped.
-        share: Its part of what its tenant may take of that budget.
-        payload: What has arrived in full; only here, so that its memory is free once the save is settled.
+        credit: A save's part of the connection's credit; `None`: the request has no payload.
+        room: Its part of the service's budget; `None` when there was no room in time and its payload was dropped.
+        payload: The record, once it has arrived in full. No other reference to it is kept, so that its memory is free
+            once the save is settled.
     """
 
-    window_bytes: int
-    grant: Grant | None
-    _settle: Callable[[Receipt], None]
-    share: Grant | None = None
+    _incoming: Incoming
+    credit: Grant | None = None
+    room: Grant | None = None
     payload: memoryview | None = None
-    _settled: bool = False
 
     @property
     def dropped(self) -> bool:
         """Whether there was no room in time."""
-        return self.window_bytes > 0 and self.grant is None
+        return self.credit is not None and self.room is None
 
     def settle(self) -> None:
-        """Give both back, and drop the payload. Idempotent."""
+        """Give back credit and room, and drop the payload. Idempotent."""
         self.payload = None
-        if not self._settled:
-            self._settled = True
-            self._settle(self)
+        self.give_up_room()
+        if self.credit is not None:
+            self._incoming.credit.give_back(self.credit)
+            self.credit = None
+
+    def give_up_room(self) -> None:
+        """Give back the room alone. Idempotent."""
+        if self.room is not None:
+            self._incoming.budget.give_back(self.room)
+            self.room = None
 
 
 class Incoming:
     """The payloads of one connection: at most one is being received, others are being stored.
 
     Args:
-        budget: Shared by all connections.
+        budget: Shared by all connections, and by the rule of `Shares` among tenants.
         credit_bytes: This connection's window; a larger payload is admitted if it is alone.
 
     Attributes:
-        share: What its tenant may take of the budget; `None`: all.
+        tenant: Whose payloads these are; set after the hello.
     """
 
     def __init__(self, budget: ByteBudget, credit_bytes: int) -> None:
-        self.share: ByteBudget | None = None
-        self._budget = budget
-        self._credit_bytes = credit_bytes
-        self._used_bytes = 0
+        self.tenant = ""
+        self.budget = budget
+        self.credit = ByteBudget(credit_bytes)
         self._current: Receipt | None = None
 
     def begin(self, payload_bytes: int) -> bool:
@@ -69,61 +72,42 @@ class Incoming:
         """
         if self._current is not None:
             raise InternalError("two payloads at once on one connection")
-        window = min(payload_bytes, self._credit_bytes)
-        if self._used_bytes + window > self._credit_bytes:
-            raise InvalidRequest("saves exceed the credit", credit_bytes=self._credit_bytes, used=self._used_bytes)
-        self._used_bytes += window
-        receipt = self._current = Receipt(window, None, self._give_back)
-        if self.share is None:
-            receipt.grant = self._budget.try_take(payload_bytes)
-        else:
-            receipt.share = self.share.try_take(min(payload_bytes, self.share.limit_bytes))
-            receipt.grant = self._budget.try_take(payload_bytes) if receipt.share is not None else None
-        return receipt.grant is not None
+        credit = self.credit.try_take(min(payload_bytes, self.credit.limit_bytes))
+        if credit is None:
+            used, limit = self.credit.used_bytes, self.credit.limit_bytes
+            raise InvalidRequest("saves exceed the credit", credit_bytes=limit, used=used)
+        self._current = Receipt(self, credit, self.budget.try_take(payload_bytes, self.tenant))
+        return self._current.room is not None
 
     async def wait(self, payload_bytes: int, deadline: Deadline) -> bool:
         """Wait for room until `deadline`. False: there was none; the payload must be dropped."""
-        if self._current is None:
+        receipt = self._current
+        if receipt is None:
             raise InternalError("waited for a payload that did not begin")
         try:
             async with deadline.scope("room for a record"):
-                if self.share is not None and self._current.share is None:
-                    self._current.share = await self.share.take(min(payload_bytes, self.share.limit_bytes))
-                self._current.grant = await self._budget.take(payload_bytes)
+                receipt.room = await self.budget.take(payload_bytes, self.tenant)
         except Unavailable:
-            self._return(self._current)
             return False
         return True
 
     @property
     def holds_room(self) -> bool:
         """Whether a payload is being received, into room that others could use."""
-        return self._current is not None and self._current.grant is not None
+        return self._current is not None and self._current.room is not None
 
     def give_up(self) -> bool:
-        """Let others have the room of the payload that is being received. False: none is, or it has no room."""
-        receipt = self._current
-        if receipt is None or receipt.grant is None:
+        """Give back the room of the payload that is being received. False: there is none, or it has no room."""
+        if self._current is None or self._current.room is None:
             return False
-        self._return(receipt)
+        self._current.give_up_room()
         return True
 
     def finish(self) -> Receipt:
         """Return the receipt of the payload that has arrived; the caller owns it now."""
         receipt, self._current = self._current, None
-        return receipt if receipt is not None else Receipt(0, None, self._give_back)
+        return receipt if receipt is not None else Receipt(self)
 
     def abandon(self) -> None:
         """Give back what the current payload holds: the peer is gone."""
         self.finish().settle()
-
-    def _give_back(self, receipt: Receipt) -> None:
-        self._used_bytes -= receipt.window_bytes
-        self._return(receipt)
-
-    def _return(self, receipt: Receipt) -> None:
-        if receipt.grant is not None:
-            self._budget.give_back(receipt.grant)
-        if receipt.share is not None and self.share is not None:
-            self.share.give_back(receipt.share)
-        receipt.grant = receipt.share = None

@@ -1,13 +1,15 @@
-"""What one connection and one service may hold at a time."""
+"""What peers can make the service hold, and for how long: bounds, unauthenticated connections, stalled peers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ipaddress
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 from kvstore.errors import InvalidRequest
 from kvstore.format.record import MAX_RECORD_BYTES
 
-__all__ = ["ServiceLimits"]
+__all__ = ["PROGRESS_BYTES", "ServiceLimits", "Stall", "UnauthenticatedConnection", "UnauthenticatedConnections"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,26 +17,26 @@ class ServiceLimits:
     """Bounds on what peers can make the service hold.
 
     Attributes:
-        receive_bytes: Bytes of saves being received or stored, over all connections; one tenant takes three quarters of
-            it at most. Too few stall savers; too many are memory that the tiers do not get.
+        receive_bytes: Bytes of saves being received or stored, over all connections and shared among tenants. Too few
+            stall savers; too many are memory that the tiers do not get.
         save_credit_bytes: Bytes of unanswered saves on one connection: a client's window. 32 MiB keep ten usual
             records in flight.
         max_requests: Unanswered requests on one connection; further ones are answered `Unavailable`.
         request_bytes: Bytes of unanswered lookups, stages and descriptions, over all connections and shared among
-            tenants; what does not fit is answered `Unavailable`. The service works with some 5 times as much.
+            tenants; what does not fit is answered `Unavailable`. The service needs about 5 times as much memory.
         connection_request_bytes: Such bytes on one connection. Beyond, nothing more is read from it until some are
             answered. The default is 28 prompts of 256 Ki tokens.
         max_loads: Loads of one connection that hold a record at the same time; the others wait their turn.
-        receive_timeout_s: A record must have come by then, and by its save's deadline: what is late is dropped, so that
-            an engine which stops in the middle of one does not keep the room that others wait for.
-        hello_timeout_s: A connection that has not said hello by then is closed. A TLS handshake before may take as
-            long.
-        newcomers_of_address, newcomers: Connections that have not said hello, of one address and in all. Beyond that
-            the one that has waited longest is closed.
-        silence_timeout_s: Less than 64 KiB of what a peer has begun to send, or of what it should read, has moved for
-            so long: the head ends its connection, the record is dropped, the peer that does not read is cut off.
-        unread_bytes: Answers that peers have not read, over all connections. Beyond that those that have read nothing
-            for a second are cut off, the largest first.
+        receive_timeout_s: A record must arrive within this time and by its save's deadline. A late one is dropped, so
+            that an engine which stops in the middle of one does not keep the room that others wait for.
+        hello_timeout_s: A connection without a hello is closed then. A TLS handshake before may take as long.
+        unauthenticated_of_address: Connections of one address that have not said hello. Beyond that, the one that has
+            waited longest is closed.
+        unauthenticated: The same for all addresses together.
+        silence_timeout_s: How long a peer may move less than 64 KiB of what it has begun to send, or of what it should
+            read. Then an unfinished record is dropped; an unfinished head, or unread answers, end the connection.
+        unread_bytes: Answers that peers have not read, over all connections. Beyond that, connections whose peers have
+            read nothing for a second are ended, the largest first.
         stage_progress_s: Progress frames of a stage are at least this far apart.
     """
 
@@ -46,27 +48,135 @@ class ServiceLimits:
     max_loads: int = 8
     receive_timeout_s: float = 30.0
     hello_timeout_s: float = 5.0
-    newcomers_of_address: int = 64
-    newcomers: int = 256
+    unauthenticated_of_address: int = 64
+    unauthenticated: int = 256
     silence_timeout_s: float = 10.0
     unread_bytes: int = 64 << 20
     stage_progress_s: float = 0.02
 
     def __post_init__(self) -> None:
-        counts = (
-            "receive_bytes",
-            "save_credit_bytes",
-            "max_requests",
-            "request_bytes",
-            "max_loads",
-            "newcomers_of_address",
-            "newcomers",
-        )
-        for name in (*counts, "unread_bytes"):
-            if getattr(self, name) <= 0:
-                raise InvalidRequest("a limit of the service must be positive", field=name, seen=getattr(self, name))
+        for field in fields(self):
+            if (value := getattr(self, field.name)) <= 0:
+                raise InvalidRequest("a limit of the service must be positive", field=field.name, seen=value)
 
     @property
     def max_payload_bytes(self) -> int:
         """The largest record that is accepted."""
         return min(MAX_RECORD_BYTES, self.receive_bytes)
+
+
+class UnauthenticatedConnection:
+    """One entry of `UnauthenticatedConnections`; made by its `enter`."""
+
+    def __init__(self, entries: UnauthenticatedConnections, source: str) -> None:
+        self.source = source
+        self._entries = entries
+        self._end: Callable[[], object] | None = None
+
+    def end_with(self, end: Callable[[], object]) -> None:
+        """Set what ends this connection; no effect once it has left."""
+        if self._entries.has(self):
+            self._end = end
+
+    def leave(self) -> None:
+        """The peer is authenticated, or the connection is lost. Idempotent."""
+        self._end = None
+        self._entries.remove(self)
+
+    def end(self) -> None:
+        """End the connection."""
+        end, self._end = self._end, None
+        self.leave()
+        if end is not None:
+            end()
+
+
+class UnauthenticatedConnections:
+    """The connections whose peer is not known yet: few for each address, and few in all. Belongs to one loop.
+
+    When there are too many, the connection that has waited longest is ended, never the new one: a peer that says hello
+    at once gets in beside any number of silent ones.
+
+    Args:
+        per_source_max: For one IPv4 address or one IPv6 network of 64 bits. Connections without an address, those of a
+            Unix socket, are bounded only in all: they are our own user's.
+        total_max: In all.
+    """
+
+    def __init__(self, per_source_max: int, total_max: int) -> None:
+        self._per_source_max = per_source_max
+        self._total_max = total_max
+        self._all: dict[UnauthenticatedConnection, None] = {}  # oldest first
+        self._by_source: dict[str, dict[UnauthenticatedConnection, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def has(self, entry: UnauthenticatedConnection) -> bool:
+        """Whether a connection has neither left nor been ended."""
+        return entry in self._all
+
+    def enter(self, address: str) -> UnauthenticatedConnection:
+        """Add a connection from `address`; empty: it has none. Ends others where there are too many."""
+        source = _source(address)
+        mine = self._by_source.get(source, {})
+        if source and len(mine) >= self._per_source_max:
+            next(iter(mine)).end()
+        while len(self._all) >= self._total_max:
+            self.end_oldest()
+        entry = UnauthenticatedConnection(self, source)
+        self._all[entry] = None
+        self._by_source.setdefault(source, {})[entry] = None
+        return entry
+
+    def end_oldest(self) -> None:
+        """End the connection that has waited longest, if there is one."""
+        oldest = next(iter(self._all), None)
+        if oldest is not None:
+            oldest.end()
+
+    def remove(self, entry: UnauthenticatedConnection) -> None:
+        """Forget a connection. Idempotent; called by the entry itself."""
+        if self._all.pop(entry, entry) is None:
+            mine = self._by_source[entry.source]
+            del mine[entry]
+            if not mine:
+                del self._by_source[entry.source]
+
+
+def _source(address: str) -> str:
+    """What counts as one peer: the holder of an IPv6 address usually has 2^64 of them."""
+    if ":" not in address:
+        return address
+    found = ipaddress.IPv6Address(address.partition("%")[0])
+    if found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(found) >> 64 << 64, 64)))
+
+
+PROGRESS_BYTES = 64 << 10
+"""Less than this is no progress: a peer that moves a byte now and then could hold memory for ever."""
+
+
+class Stall:
+    """Measures how long a count of bytes has hardly grown. Made for checks a second apart."""
+
+    def __init__(self) -> None:
+        self._from_bytes = -PROGRESS_BYTES
+        self._since_s = 0.0
+
+    def seconds(self, num_bytes: int, now_s: float) -> float:
+        """Seconds since the count has grown by 64 KiB.
+
+        Args:
+            num_bytes: The count.
+            now_s: On the monotonic clock.
+        """
+        if num_bytes - self._from_bytes >= PROGRESS_BYTES:
+            self._from_bytes, self._since_s = num_bytes, now_s
+        return now_s - self._since_s
+
+    def ended(self) -> float:
+        """Nothing has to move now: the next check begins again. Returns 0."""
+        self._from_bytes = -PROGRESS_BYTES
+        return 0.0

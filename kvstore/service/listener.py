@@ -9,18 +9,17 @@ import logging
 import os
 import resource
 import socket
-import ssl
 import stat
 from collections.abc import Callable
 from dataclasses import replace
 
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.errors import InvalidRequest
 from kvstore.runtime.background import Background
-from kvstore.service.newcomers import Newcomer, Newcomers
-from kvstore.wire.address import Address, UnixAddress
+from kvstore.service.limits import UnauthenticatedConnection, UnauthenticatedConnections
+from kvstore.wire.address import Address, UnixAddress, unix_accepts
 from kvstore.wire.tls import ServerTls
 
-__all__ = ["Acceptor", "Listener", "unix_accepts"]
+__all__ = ["Acceptor", "Listener"]
 
 _log = logging.getLogger(__name__)
 
@@ -38,13 +37,13 @@ _HINTS = {
 
 
 class Acceptor:
-    """Accepts connections on a listening socket, each as one of the newcomers, whose number is bounded.
+    """Accepts connections on a listening socket, whose peers are not authenticated yet.
 
     Args:
         sock: Bound and listening, not blocking; owned from now on.
-        protocol: Makes the protocol of a connection. Its owner calls `Newcomer.leave` once the peer has proven who it
-            is, and again when the connection is lost.
-        newcomers: Connections that have proven nothing yet; several acceptors may share them.
+        protocol: Makes the protocol of a connection, from its entry among the unauthenticated ones. The protocol calls
+            `leave` of the entry once the peer is authenticated, and again when the connection is lost.
+        unauthenticated: Bounds how many connections are not authenticated; several acceptors may share it.
         tls: What is shown to peers; `None`: no TLS.
         handshake_s: How long a TLS handshake may take.
     """
@@ -52,8 +51,8 @@ class Acceptor:
     def __init__(
         self,
         sock: socket.socket,
-        protocol: Callable[[Newcomer], asyncio.BaseProtocol],
-        newcomers: Newcomers,
+        protocol: Callable[[UnauthenticatedConnection], asyncio.BaseProtocol],
+        unauthenticated: UnauthenticatedConnections,
         *,
         tls: ServerTls | None = None,
         handshake_s: float = 5.0,
@@ -61,7 +60,7 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._sock = sock
         self._protocol = protocol
-        self._newcomers = newcomers
+        self._unauthenticated = unauthenticated
         self._tls = tls
         self._handshake_s = handshake_s
         self._connecting = Background("acceptor")
@@ -100,16 +99,13 @@ class Acceptor:
                 return
             self._is_exhausted = False
             sock.setblocking(False)
-            newcomer = self._newcomers.enter(peer[0] if isinstance(peer, tuple) else "")
-            task = self._connecting.spawn(self._connect(sock, newcomer), "connection")
-            newcomer.end_with(task.cancel)
+            entry = self._unauthenticated.enter(peer[0] if isinstance(peer, tuple) else "")
+            task = self._connecting.spawn(self._connect(sock, entry), "connection")
+            entry.end_with(task.cancel)
 
-    async def _connect(self, sock: socket.socket, newcomer: Newcomer) -> None:
-        context: ssl.SSLContext | None = None
-        if self._tls is not None:
-            self._tls.refresh()  # so that this peer sees a renewed certificate
-            context = self._tls.context
-        made = self._protocol(newcomer)
+    async def _connect(self, sock: socket.socket, entry: UnauthenticatedConnection) -> None:
+        context = None if self._tls is None else self._tls.value  # the latest: certificates are renewed
+        made = self._protocol(entry)
         try:
             transport, _ = await self._loop.connect_accepted_socket(
                 lambda: made,
@@ -118,16 +114,16 @@ class Acceptor:
                 ssl_handshake_timeout=None if context is None else self._handshake_s,
             )
         except OSError as error:  # the peer's doing, or the network's: it did not get through the handshake
-            newcomer.leave()
+            entry.leave()
             _log.debug("a connection was not established error=%s", error)
         except BaseException:
-            newcomer.leave()
+            entry.leave()
             raise
         else:
-            newcomer.end_with(transport.abort)
+            entry.end_with(transport.abort)
 
     def _pause(self, error: OSError) -> None:
-        """Nothing can be accepted now: say so once, free what the oldest newcomer holds, and try again soon."""
+        """Nothing can be accepted now: log it once, end the oldest unauthenticated connection, and try again soon."""
         if not self._is_exhausted:
             self._is_exhausted = True
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -137,7 +133,7 @@ class Acceptor:
                 error.strerror,
                 limit,
             )
-        self._newcomers.end_oldest()
+        self._unauthenticated.end_oldest()
         self._loop.remove_reader(self._sock.fileno())
         self._resume = self._loop.call_later(_EXHAUSTED_PAUSE_S, self._accept_again)
 
@@ -162,8 +158,8 @@ class Listener:
     async def open(
         cls,
         address: Address,
-        protocol: Callable[[Newcomer], asyncio.BaseProtocol],
-        newcomers: Newcomers,
+        protocol: Callable[[UnauthenticatedConnection], asyncio.BaseProtocol],
+        unauthenticated: UnauthenticatedConnections,
         tls: ServerTls | None = None,
         *,
         handshake_s: float = 5.0,
@@ -176,13 +172,15 @@ class Listener:
         try:
             if isinstance(address, UnixAddress):
                 sock, inode = _bind_unix(address.path)
-                return cls(address, [Acceptor(sock, protocol, newcomers)], inode)
+                return cls(address, [Acceptor(sock, protocol, unauthenticated)], inode)
             if address.tls and tls is None:
                 raise InvalidRequest("tls:// needs a certificate", field="tls_certificate_file", seen=None)
             shown = tls if address.tls else None
             socks = await _bind_tcp(address.host, address.port)
             port: int = socks[0].getsockname()[1]
-            acceptors = [Acceptor(sock, protocol, newcomers, tls=shown, handshake_s=handshake_s) for sock in socks]
+            acceptors = [
+                Acceptor(sock, protocol, unauthenticated, tls=shown, handshake_s=handshake_s) for sock in socks
+            ]
             return cls(replace(address, port=port), acceptors, None)
         except OSError as error:
             hint = _HINTS.get(error.errno or 0) or error.strerror or str(error)
@@ -257,22 +255,3 @@ def _remove_stale(path: str) -> None:
         raise InvalidRequest(f"cannot listen: {_TAKEN}", path=path)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-
-
-def unix_accepts(path: str) -> bool:
-    """Whether a process listens on a Unix socket.
-
-    Raises:
-        Unavailable: That cannot be determined, e.g. for lack of permission.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(path)
-        except (FileNotFoundError, ConnectionRefusedError):
-            return False
-        except BlockingIOError:  # its backlog is full: the listener is there, if slow
-            return True
-        except OSError as error:
-            raise Unavailable("cannot probe a Unix socket", path=path, error=error.strerror) from error
-        return True

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 import logging
+import logging.handlers
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
-from kvstore.runtime.log_context import request_context
-from kvstore.service.secrets import without_secrets
+from kvstore.runtime.tracing import request_context
+from kvstore.service.reported_settings import without_secrets
 
-__all__ = ["LogFormat", "ServiceFormatter", "log_to_stderr", "shape_logs"]
+__all__ = ["LogFormat", "ServiceFormatter", "log_to_file", "log_to_stderr", "shape_logs"]
 
 LogFormat = Literal["text", "json"]
+
+_FILE_BYTES_MAX = 1 << 20
 
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != 9} | {10: "\\n", 13: "\\r"}
 _LINES_AND_DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
 _ESCAPED = _CONTROL | {code: f"\\u{code:04x}" for code in _LINES_AND_DIRECTIONS}
-"""Escapes control characters, and what begins a line or turns the direction of text in Unicode: what a peer sent can
-neither begin another line, nor move a terminal's cursor, nor show text in another order."""
+"""Escapes control characters, and the characters of Unicode that begin a line or change the direction of text. So a
+peer's text can neither begin another line, nor move a terminal's cursor, nor show text in another order."""
 _ESCAPED_IN_TRACEBACKS = {code: text for code, text in _ESCAPED.items() if code != 10}
 
 
@@ -62,7 +66,7 @@ class ServiceFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
-        # in the values only, so that the line stays JSON whatever a secret is
+        # in the values only: a secret may be a part of the JSON syntax
         return json.dumps({name: without_secrets(value, self._secrets) for name, value in line.items()})
 
 
@@ -73,8 +77,17 @@ def log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
+def log_to_file(path: Path) -> None:
+    """Log to `path` and one rotated file beside it, a megabyte each."""
+    handler = logging.handlers.RotatingFileHandler(path, maxBytes=_FILE_BYTES_MAX, backupCount=1)
+    handler.setFormatter(ServiceFormatter("%(asctime)s %(process)d %(levelname)s %(name)s: "))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+
+
 def shape_logs(log_format: LogFormat, secrets: Sequence[str]) -> None:
-    """Apply the settings to the handlers with our formatter; others are left alone."""
+    """Apply the settings to the handlers with our formatter, and to no others."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, ServiceFormatter):
             handler.formatter.shape(log_format, secrets)

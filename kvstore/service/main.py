@@ -3,41 +3,49 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
 import resource
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvloop
 
-from kvstore.client.embedded import default_directory, private_socket_path
+from kvstore.api import PageStore
+from kvstore.client.embedded import default_directory, private_socket_path, try_lock
 from kvstore.compose_encryption import open_served_store
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.runtime.background import on_loose_exception
+from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.service.admin.port import Administered, admin_port, check_admin_listen
-from kvstore.service.credentials import CredentialsFile
-from kvstore.service.logs import log_to_stderr, shape_logs
-from kvstore.service.private import AnotherRuns, detach, log_to, only_service_of
-from kvstore.service.running import serve_until_told
-from kvstore.service.secrets import secrets_of
+from kvstore.service.authentication import CredentialsFile, read_token
+from kvstore.service.logs import log_to_file, log_to_stderr, shape_logs
+from kvstore.service.reported_settings import reported_settings, secrets_of
 from kvstore.service.server import Server
-from kvstore.service.token_file import read_token
-from kvstore.service.told_settings import told_settings
 from kvstore.service.tracing import open_tracing
 from kvstore.settings import Settings, load_settings
-from kvstore.wire.address import TcpAddress
+from kvstore.wire.address import Address, TcpAddress, unix_accepts
 
-__all__ = ["main", "serve_embedded", "serve_settings"]
+__all__ = ["main", "serve", "serve_embedded", "serve_settings"]
 
 _log = logging.getLogger(__name__)
 
 _DESCRIPTORS_MIN, _DESCRIPTORS_MAX = 256, 1 << 16
 """For the tiers, the files of an HTTP server, and the connections of some engines."""
 _SWITCH_S = 0.001
-"""How long a thread computes while another one waits for the interpreter: the event loop waits so long several times
-for each request, five times as long by default."""
+"""How long a thread computes while another one waits for the interpreter. The event loop waits for this several times
+in each request. Python's default is five times as long."""
+_IDLE_POLL_S = 0.1
+_LOCK_S = 15.0
+_LOCK_POLL_S = 0.05
+
+Store = TypeVar("Store", bound=PageStore)
 
 
 def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None = None) -> None:
@@ -55,27 +63,30 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None
     tls = settings.tls()
     check_admin_listen(settings.admin_listen, credentials, has_certificate=tls is not None)
     with open_tracing(settings) as tracing:
-        serving = serve_until_told(
+        serving = serve(
             open_served_store(settings, tracing=tracing),
+            lambda store: Server(
+                store,
+                token=token,
+                credentials=credentials,
+                tls=tls,
+                tracing=tracing,
+                settings=reported_settings(settings),
+            ),
             [settings.listen],
-            token=token,
-            credentials=credentials,
-            tls=tls,
-            tracing=tracing,
-            settings=told_settings(settings),
             idle_exit_s=settings.idle_exit_s,
             on_ready=on_ready,
-            beside=lambda store, server: admin_port(Administered(settings, credentials, store, server)),
+            open_admin=lambda store, server: admin_port(Administered(settings, credentials, store, server)),
         )
         sys.setswitchinterval(_SWITCH_S)
         uvloop.run(serving)
 
 
 def _allow_descriptors() -> None:
-    """Let this process open as many files as the system allows it, up to 65,536; a connection is one.
+    """Raise the limit of open files to what the system allows, at most 65,536. Each connection is one file.
 
     Raises:
-        InvalidRequest: These are too few for a service.
+        InvalidRequest: The system allows too few files for a service.
     """
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_unlimited = most == resource.RLIM_INFINITY
@@ -105,7 +116,7 @@ def serve_embedded(
         KVStoreError: It cannot start.
     """
     path = private_socket_path(directory)
-    with only_service_of(directory, path):
+    with _only_service_of(directory, path):
         own = {"listen": f"unix:{path}", "hot": "memory:", "cold": f"file://{directory / 'records'}"}
         own["admin_listen"] = "off"
         serve_settings(load_settings({**flags, **own}), on_ready)
@@ -116,9 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = vars(_parser().parse_args(arguments))
     if not given.pop("detach"):
         return _run(given, lambda: None)
-    tell = detach()
-    status = _run(given, lambda: tell(0))
-    tell(status)
+    report = _detach()
+    status = _run(given, lambda: report(0))
+    report(status)
     return status
 
 
@@ -128,7 +139,7 @@ def _run(given: dict[str, Any], on_ready: Callable[[], None]) -> int:
         if embedded:
             directory = Path(os.path.abspath(directory or default_directory()))
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            log_to(directory / "service.log")
+            log_to_file(directory / "service.log")
             serve_embedded(directory, given, lambda _: on_ready())
         else:
             log_to_stderr()
@@ -159,3 +170,102 @@ def _parser() -> argparse.ArgumentParser:
         option: dict[str, Any] = {"dest": name, "metavar": "VALUE", "help": "see the settings"}
         parser.add_argument("--" + name.replace("_", "-"), **option)
     return parser
+
+
+class AnotherRuns(Unavailable):
+    """The directory has its service already; this one is not needed."""
+
+
+@contextmanager
+def _only_service_of(directory: Path, socket_path: Path) -> Iterator[None]:
+    """Hold the directory's lock; wait for a predecessor that is closing.
+
+    Raises:
+        AnotherRuns: Another service holds the lock and accepts clients, or does not release it.
+    """
+    run = directory / "run"
+    run.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(run / "service.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        ends_s = SYSTEM_CLOCK.monotonic_s() + _LOCK_S
+        while not try_lock(descriptor):
+            if unix_accepts(str(socket_path)) or SYSTEM_CLOCK.monotonic_s() > ends_s:
+                raise AnotherRuns("another service holds this directory", directory=directory)
+            time.sleep(_LOCK_POLL_S)
+        yield
+    finally:
+        os.close(descriptor)  # frees the lock, as the end of the process would
+
+
+def _detach() -> Callable[[int], None]:
+    """Continue in a forked child. The calling process exits with the status that the child reports, which leaves the
+    child without a parent.
+
+    An engine that ends kills all its descendants, but the service must outlive it, for the next engine. The status
+    shows the process that started this one whether that worked.
+
+    Returns:
+        Reports the status, 0 for "ready"; only the first call counts.
+    """
+    ours, theirs = os.pipe()
+    if os.fork() > 0:
+        os.close(theirs)
+        status = os.read(ours, 1)
+        os._exit(status[0] if status else 1)  # no status: the child died
+    os.close(ours)
+
+    def report(status: int) -> None:
+        with suppress(BrokenPipeError):  # the parent was killed; that changes nothing here
+            os.write(theirs, bytes([status]))
+
+    return report
+
+
+async def serve(
+    store: AbstractAsyncContextManager[Store],
+    make_server: Callable[[Store], Server],
+    addresses: Sequence[Address],
+    *,
+    idle_exit_s: float | None = None,
+    on_ready: Callable[[Server], None] | None = None,
+    open_admin: Callable[[Store, Server], AbstractAsyncContextManager[object]] = lambda *_: nullcontext(),
+) -> None:
+    """Serve until SIGTERM or SIGINT, or until there has been no client for `idle_exit_s`.
+
+    Args:
+        store: Opened first, closed last.
+        make_server: Makes the server of the open store.
+        addresses: Where to listen.
+        idle_exit_s: `None`: never ends by itself.
+        on_ready: Called when all addresses accept.
+        open_admin: Opens the administration port; after the addresses, and it is closed before them.
+
+    Raises:
+        KVStoreError: The store does not open, or an address cannot be listened on.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(on_loose_exception)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with store as opened:
+        server = make_server(opened)
+        try:
+            await server.listen(addresses)
+            async with open_admin(opened, server):
+                if on_ready is not None:
+                    on_ready(server)
+                await _wait_for_end(stop, server, idle_exit_s)
+        finally:
+            await server.aclose()
+    _log.info("stopped")
+
+
+async def _wait_for_end(stop: asyncio.Event, server: Server, idle_exit_s: float | None) -> None:
+    if idle_exit_s is None:
+        await stop.wait()
+        return
+    while not stop.is_set() and server.quiet_s < idle_exit_s:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_IDLE_POLL_S):
+                await stop.wait()

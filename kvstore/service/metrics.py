@@ -1,7 +1,7 @@
-"""What `/metrics` says: the store's meters and the service's own numbers as Prometheus text. Pure.
+"""The text of `/metrics`: the store's meters and the service's own numbers for Prometheus. Pure.
 
-Names are stable: they are never renamed or given another meaning. A meter that is missing from the tables is shown as
-untyped, so that nothing is lost; a test finds it.
+Names are stable: they are never renamed or given another meaning. A meter that is missing from the tables is shown
+as untyped, and a test fails.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = ["CONTENT_TYPE", "COUNTERS", "GAUGES", "OWN_GAUGES", "render"]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 COUNTERS = {
-    "admitted_later_records": "records that the admission rule kept from the cold tier, brought there later",
+    "admitted_later_records": "records that the admission rule kept from the cold tier at first, written there later",
     "admitted_records": "records that the admission rule let into the cold tier",
-    "catalog_changes_lost": "changes that the catalog was never told of",
+    "catalog_changes_lost": "changes that did not reach the catalog",
     "catalog_failures": "calls of the catalog that failed",
     "catalog_lookups": "lookups that the catalog answered, by whether it is complete",
-    "catalog_rebuilds": "catalogs of a directory that were made anew",
-    "catalog_reconciled": "records that Redis had let go, found by comparing",
-    "catalog_unknown_records": "records in Redis that the catalog did not know",
+    "catalog_rebuilds": "catalogs of a directory that were rebuilt",
+    "catalog_reconciled": "records that Redis no longer had, found by a comparison with the catalog",
+    "catalog_unknown_records": "records in Redis that the catalog did not have",
     "corrupt_records": "records that did not match their seal; none was served",
     "decrypted_bytes": "bytes of records that were decrypted for engines",
     "decrypted_records": "records that were decrypted for engines",
@@ -34,85 +34,85 @@ COUNTERS = {
     "discarded_records": "records that an engine found bad",
     "encrypted_bytes": "bytes of records that were encrypted",
     "encrypted_records": "records that were encrypted",
-    "encryption_misses": "lookups that found less than they asked for and loads that failed, where a key may be why",
-    "encryption_refused_saves": "records that were not kept, for want of a right key",
+    "encryption_misses": "short lookups and failed loads that a missing or wrong key may have caused",
+    "encryption_refused_saves": "records that were not kept because the right key was missing",
     "leases_expired": "leases that ended by themselves",
     "leases_granted": "leases",
-    "lookup_hits": "lookups that found something to resume from",
+    "lookup_hits": "lookups that found a point to resume from",
     "lookup_tier_failures": "lookups that a tier did not answer",
     "lookups": "lookups",
     "manifest_failures": "manifests that could not be written or read",
-    "pending_failures": "steps with pending entries that failed",
+    "pending_failures": "failed operations on pending entries",
     "pending_finished": "write-backs of other services that were finished here",
     "pending_left": "pending entries left for other services",
-    "quarantine_failures": "bad records that a tier could not put aside",
-    "request_tokens": "tokens of prompts that engines told of: of the prompt, held by the engine, resumed from here",
-    "requests": "requests that engines told of, by how far they were resumed and why no further",
+    "quarantine_failures": "bad records that a tier could not quarantine",
+    "request_tokens": "tokens of prompts that engines reported: of the prompt, held by the engine, resumed from here",
+    "requests": "requests that engines reported, by how far they were resumed and why no further",
     "retention_boundaries": "boundaries that retention removed",
     "retention_bytes": "bytes that retention removed",
-    "retention_failures": "rounds and deletions of retention that failed",
+    "retention_failures": "eviction runs and deletions that failed",
     "s3_received_bytes": "bytes of records from S3",
     "s3_requests": "requests to S3, each attempt",
     "s3_retries": "requests to S3 that were sent again",
     "s3_sent_bytes": "bytes of records to S3",
-    "s3_throttled": "answers of S3 that asked for fewer requests",
+    "s3_throttled": "answers of S3 that demanded fewer requests",
     "saves": "records that engines saved, by outcome",
-    "saves_lost": "records that engines computed and did not save, by the reason",
+    "saves_lost": "records that engines computed and did not save, by reason",
     "served_bytes": "bytes leased to engines",
     "served_records": "records leased to engines, by the tier they were read from",
-    "stage_misses": "records that were expected in a tier and not there",
-    "stage_refused": "hits that were cut for lack of room",
+    "stage_misses": "records that were expected in a tier and missing",
+    "stage_refused": "hits that were shortened for lack of room",
     "stage_tier_failures": "reads of a tier that failed",
     "staged_bytes": "bytes read from slower tiers",
     "staged_records": "records read from slower tiers",
-    "stages": "hits that were asked for",
-    "stages_cut": "hits that were cut for lack of time",
+    "stages": "hits that were staged",
+    "stages_cut": "hits that were shortened for lack of time",
     "tier_evicted_records": "records that a tier evicted by itself, one by one",
     "tier_errors": "calls of a tier that failed",
     "tier_full": "records for which a tier had no room",
-    "tier_heads": "records that a tier was asked about",
+    "tier_heads": "existence checks of records in a tier",
     "tier_hits": "reads that found their record",
     "tier_put_bytes": "bytes written to a tier",
     "tier_puts": "writes to a tier",
     "tier_read_bytes": "bytes read from a tier",
     "tier_reads": "reads of a tier",
-    "tier_refused": "calls that were refused while a tier is left alone or has too many",
+    "tier_refused": "calls that were refused while a tier is not used or has too many",
     "write_back_bytes": "bytes copied to slower tiers",
     "write_back_dropped": "records that are not copied to a slower tier",
-    "write_back_failures": "writes to a slower tier that failed and are tried again",
+    "write_back_failures": "writes to a slower tier that failed and are retried",
     "write_back_records": "records copied to slower tiers",
 }
 """Meters that only grow; shown as `kvstore_<name>_total`."""
 
 GAUGES = {
-    "catalog_complete": "1 when the catalog knows of everything that is stored",
+    "catalog_complete": "1 while the catalog has every stored record",
     "pending_bytes": "bytes in the hot tier that the cold tier does not have yet, of all services",
-    "pending_limit_bytes": "the most of them, by the settings; beyond, new records are not written to the hot tier",
+    "pending_limit_bytes": "limit of pending_bytes; beyond it new records are not written to the hot tier",
     "pending_records": "records in the hot tier that the cold tier does not have yet, of all services",
-    "tier_calls": "calls of a tier that run",
-    "tier_open": "1 while a tier is left alone after failures",
-    "tier_quarantined": "corrupt records put aside since the start",
+    "tier_calls": "running calls of a tier",
+    "tier_open": "1 while a tier is not used after failures",
+    "tier_quarantined": "corrupt records quarantined since the start",
 }
 """Meters that go up and down; shown as `kvstore_<name>`."""
 
 OWN_GAUGES = {
     "info": "1; the release is a label",
-    "uptime_seconds": "since the service began",
+    "uptime_seconds": "seconds since the service started",
     "sessions": "connections of engines",
     "requests_running": "requests of engines that are being answered",
     "receive_bytes_used": "bytes of saves being received",
-    "receive_bytes_limit": "the most of them",
+    "receive_bytes_limit": "limit of receive_bytes_used",
     "tenant_guaranteed_bytes": "bytes of the cold tier that are guaranteed to a tenant",
-    "tenant_maximum_bytes": "bytes of the cold tier beyond which a tenant's own are evicted first",
-    "tenant_used_bytes": "bytes of the cold tier that a tenant with a quota takes",
-    "tier_healthy": "1 when the tier answers",
-    "tier_used_bytes": "bytes that a tier holds, where it is known",
-    "tier_limit_bytes": "bytes that a tier may hold, where there is a bound",
-    "tier_records": "records that a tier holds, where it is known",
+    "tenant_maximum_bytes": "bytes of the cold tier beyond which a tenant's own records are evicted first",
+    "tenant_used_bytes": "bytes of the cold tier that a tenant with a quota uses",
+    "tier_healthy": "1 while the tier answers",
+    "tier_used_bytes": "bytes that a tier holds, where that is known",
+    "tier_limit_bytes": "bytes that a tier may hold, where there is a limit",
+    "tier_records": "records that a tier holds, where that is known",
     "write_back_waiting_bytes": "bytes that wait in this service to be written to a tier",
     "write_back_waiting_records": "records that wait in this service to be written to a tier",
 }
-"""Gauges that are read when `/metrics` is asked for; shown as `kvstore_<name>`."""
+"""Gauges that are read for each request of `/metrics`; shown as `kvstore_<name>`."""
 
 _METER = re.compile(r'([a-z][a-z0-9_]*)(\{[a-z_]+="[^"\\\n]*"(?:,[a-z_]+="[^"\\\n]*")*\})?')
 
@@ -182,7 +182,7 @@ def render(
 
 
 def _zeros(tiers: Iterable[TierState], meters: Mapping[str, float]) -> dict[str, float]:
-    """Series that have not counted yet; a labelled one stands beside those that tell it apart further."""
+    """Series that have not counted yet. A labelled one is listed beside those with further labels."""
     names = [tier.name for tier in tiers]
     counted = {key.partition("{")[0] for key in meters}
     zeros = [name for name in (*ALWAYS, *(ALWAYS_OF_S3 if "s3" in names else ())) if name not in counted]

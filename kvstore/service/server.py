@@ -11,17 +11,14 @@ import kvstore
 from kvstore.api import PageStore
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.background import Background
-from kvstore.runtime.budget import ByteBudget
+from kvstore.runtime.budget import ByteBudget, Shares
 from kvstore.runtime.clock import SYSTEM_CLOCK
-from kvstore.runtime.shares import Shares
 from kvstore.runtime.tracing import Tracing
-from kvstore.service.admission import NO_TENANT, PeerAdmission
 from kvstore.service.answers import Answers
-from kvstore.service.credentials import Credentials, CredentialsFile
-from kvstore.service.limits import ServiceLimits
+from kvstore.service.authentication import Authenticator, Credentials, CredentialsFile
+from kvstore.service.limits import ServiceLimits, UnauthenticatedConnection, UnauthenticatedConnections
 from kvstore.service.listener import Listener
-from kvstore.service.newcomers import Newcomer, Newcomers
-from kvstore.service.session import Session
+from kvstore.service.session import Common, Session
 from kvstore.wire.address import Address
 from kvstore.wire.tls import ServerTls
 
@@ -29,11 +26,11 @@ __all__ = ["Server"]
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 5.0
-_LOOK_S = 1.0
-"""Between two looks at the credentials and at peers that have stopped to read or to send."""
+_CHECK_S = 1.0
+"""Pause between two checks of the files that may change, and of peers that have stopped to read or to send."""
 _UNREAD_S = 1.0
 _VERB = "kvstore "
-"""What a verb of the command line calls itself begins so; engines do not."""
+"""Names of clients that are verbs of the command line begin with this; names of engines do not."""
 
 
 class Server:
@@ -43,11 +40,11 @@ class Server:
         store: Stays the caller's: it is not closed here.
         limits: What peers can make it hold.
         token: Required of TCP peers, unless empty.
-        credentials: Tokens of tenants; `None`: there are none. The server looks every second whether their file has
-            changed, and ends peers whose token is not good any more.
-        tls: For addresses that speak it.
+        credentials: Tokens of tenants; `None`: there are none. Every second the server checks whether their file has
+            changed, and ends peers whose token is no longer valid.
+        tls: For addresses that speak it, on both ports; its files are checked every second, too.
         tracing: Makes a span of each request.
-        settings: As `told_settings` returns them; told to peers that may see everything.
+        settings: A part of `status` for peers that may see everything, as `reported_settings` returns it.
     """
 
     def __init__(
@@ -61,20 +58,21 @@ class Server:
         tracing: Tracing | None = None,
         settings: Mapping[str, object] | None = None,
     ) -> None:
-        self._tracing = tracing
         self.listeners: list[Listener] = []
         self._limits = limits or ServiceLimits()
-        self._tls = tls
+        self.tls = tls
         self._answers = Answers(store, self.describe, settings or {})
         self._credentials = credentials
-        self._admission = PeerAdmission(token, credentials)
-        self._newcomers = Newcomers(self._limits.newcomers_of_address, self._limits.newcomers)
+        self._authenticator = Authenticator(token, credentials)
+        self._unauthenticated = UnauthenticatedConnections(
+            self._limits.unauthenticated_of_address, self._limits.unauthenticated
+        )
         self._budget = ByteBudget(self._limits.receive_bytes)
         self._requests = Shares(self._limits.request_bytes)
-        self._receive_shares: dict[str, ByteBudget] = {}
+        self._common = Common(self._answers, self._authenticator, self._limits, self._budget, self._requests, tracing)
         self._sessions: set[Session] = set()
         self._closing = Background("server")
-        self._looking = Background("server-looks")
+        self._checking = Background("server-checks")
         self._started_s = SYSTEM_CLOCK.monotonic_s()
         self._num_sessions = 0
         self._quiet_since_s = self._started_s
@@ -88,11 +86,11 @@ class Server:
         handshake_s = self._limits.hello_timeout_s
         for address in addresses:
             self.listeners.append(
-                await Listener.open(address, self._new_peer, self._newcomers, self._tls, handshake_s=handshake_s)
+                await Listener.open(address, self._new_peer, self._unauthenticated, self.tls, handshake_s=handshake_s)
             )
             _log.info("listening address=%s", self.listeners[-1].address)
-        if not len(self._looking):
-            self._looking.spawn(self._look_again_and_again(), "looks")
+        if not len(self._checking):
+            self._checking.spawn(self._check_every_second(), "checks")
 
     @property
     def addresses(self) -> tuple[Address, ...]:
@@ -105,16 +103,16 @@ class Server:
         return 0.0 if self._sessions else SYSTEM_CLOCK.monotonic_s() - self._quiet_since_s
 
     def describe(self, tenant: str = "") -> Mapping[str, object]:
-        """What `status` says of the service itself. Safe from any thread.
+        """The service's own part of `status`. Safe from any thread.
 
         Args:
-            tenant: Whose connections; empty: everybody's, with what the service has of them together.
+            tenant: Whose connections; empty: those of all tenants, with what the service holds for them together.
         """
-        sessions = list(self._sessions)  # in one go: peers come and go on the loop meanwhile
+        sessions = list(self._sessions)  # in one step: the loop's thread may add and remove some
         if tenant:
             sessions = [session for session in sessions if session.tenant == tenant]
         of_engines = [session for session in sessions if not session.client.startswith(_VERB)]
-        told = {
+        values = {
             "release": kvstore.__version__,
             "uptime_s": round(SYSTEM_CLOCK.monotonic_s() - self._started_s, 3),
             "sessions": len(sessions),
@@ -124,9 +122,9 @@ class Server:
             "engines": sorted({session.client for session in of_engines if session.client}),
         }
         if tenant:
-            return told
+            return values
         return {
-            **told,
+            **values,
             "pid": os.getpid(),
             "addresses": [str(address) for address in self.addresses],
             "sessions_total": self._num_sessions,
@@ -135,32 +133,34 @@ class Server:
             "receive_bytes_limit": self._budget.limit_bytes,
         }
 
-    async def _look_again_and_again(self) -> None:
+    async def _check_every_second(self) -> None:
         while True:
-            await asyncio.sleep(_LOOK_S)
-            if isinstance(self._credentials, CredentialsFile) and await asyncio.to_thread(self._credentials.look):
-                self._end_those_without_credential()
-            self._end_those_that_do_not_read(SYSTEM_CLOCK.monotonic_s())
+            await asyncio.sleep(_CHECK_S)
+            if isinstance(self._credentials, CredentialsFile) and await asyncio.to_thread(self._credentials.file.poll):
+                self._end_unauthorized()
+            if self.tls is not None:
+                await asyncio.to_thread(self.tls.poll)
+            self._end_unread(SYSTEM_CLOCK.monotonic_s())
 
-    def _end_those_without_credential(self) -> None:
+    def _end_unauthorized(self) -> None:
         for session in list(self._sessions):
-            if session.grant is not None and not self._admission.still_admits(session.grant):
-                _log.info("a peer is ended, its token is not good any more who=%s", session.grant.name)
+            if session.grant is not None and not self._authenticator.still_admits(session.grant):
+                _log.info("ended a connection whose token is no longer valid who=%s", session.grant.name)
                 session.connection.refuse(
                     InvalidRequest(
-                        "the token is not good any more, or for something else: connect again", field="token"
+                        "the token is no longer valid, or its scopes have changed: connect again", field="token"
                     )
                 )
 
-    def _end_those_that_do_not_read(self, now_s: float) -> None:
-        """Cut off who has read nothing for too long, and while too much is unread who has read nothing for a second."""
-        looked = [(session.look(now_s), session.held_bytes, session) for session in self._sessions]
-        unread_bytes = sum(held_bytes for _, held_bytes, _ in looked)
-        for silent_s, held_bytes, session in sorted(looked, key=lambda one: one[1], reverse=True):
+    def _end_unread(self, now_s: float) -> None:
+        """End peers that have read nothing for too long; while too much is unread, for a second."""
+        checked = [(session.check(now_s), session.held_bytes, session) for session in self._sessions]
+        unread_bytes = sum(held_bytes for _, held_bytes, _ in checked)
+        for silent_s, held_bytes, session in sorted(checked, key=lambda one: one[1], reverse=True):
             is_too_much = unread_bytes > self._limits.unread_bytes and silent_s >= _UNREAD_S
             if silent_s >= self._limits.silence_timeout_s or is_too_much:
                 _log.warning(
-                    "a peer that does not read is cut off client=%s seconds=%.0f bytes=%d",
+                    "ended a connection whose peer does not read client=%s seconds=%.0f bytes=%d",
                     session.client,
                     silent_s,
                     held_bytes,
@@ -168,28 +168,8 @@ class Server:
                 unread_bytes -= held_bytes
                 session.connection.abort()
 
-    def _new_peer(self, newcomer: Newcomer) -> asyncio.BaseProtocol:
-        made = Session(
-            self._answers,
-            self._admission,
-            self._limits,
-            self._budget,
-            tracing=self._tracing,
-            share_of=self._share_of,
-            newcomer=newcomer,
-            requests=self._requests,
-            on_made=self._made,
-            on_ended=self._ended,
-        )
-        return made.connection
-
-    def _share_of(self, tenant: str) -> ByteBudget | None:
-        """What a tenant may take of the room for saves; the peers without one are our own user's, and may take all."""
-        if tenant == NO_TENANT:
-            return None
-        if tenant not in self._receive_shares:
-            self._receive_shares[tenant] = ByteBudget(max(1, self._limits.receive_bytes * 3 // 4))
-        return self._receive_shares[tenant]
+    def _new_peer(self, entry: UnauthenticatedConnection) -> asyncio.BaseProtocol:
+        return Session(self._common, entry, on_made=self._made, on_ended=self._ended).connection
 
     def _made(self, session: Session) -> None:
         self._sessions.add(session)
@@ -203,7 +183,7 @@ class Server:
 
     async def aclose(self) -> None:
         """Stop listening, end every session, let received saves finish for a few seconds. Idempotent."""
-        await self._looking.aclose()
+        await self._checking.aclose()
         for listener in self.listeners:
             await listener.aclose()
         for session in list(self._sessions):

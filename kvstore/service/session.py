@@ -7,35 +7,29 @@ import logging
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import kvstore
 from kvstore.api import LeaseId, Progress
 from kvstore.errors import Closed, InternalError, InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
-from kvstore.runtime.budget import ByteBudget
+from kvstore.runtime.budget import ByteBudget, Shares
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.log_context import RequestContext, request_context
-from kvstore.runtime.long_work import still_working
-from kvstore.runtime.shares import Shares
-from kvstore.runtime.tracing import Tracing
-from kvstore.service.admission import NO_TENANT
+from kvstore.runtime.tracing import RequestContext, Tracing, request_context
+from kvstore.runtime.turns import still_working
 from kvstore.service.answers import Answers
-from kvstore.service.credentials import Grant, Scope
+from kvstore.service.authentication import NO_TENANT, Authenticator, Grant, Scope
 from kvstore.service.incoming import Incoming, Receipt
-from kvstore.service.limits import ServiceLimits
-from kvstore.service.newcomers import Newcomer
-from kvstore.service.stalls import PROGRESS_BYTES, Stall
+from kvstore.service.limits import PROGRESS_BYTES, ServiceLimits, Stall, UnauthenticatedConnection
 from kvstore.wire import messages
 from kvstore.wire.convert import plain_text
-from kvstore.wire.failures import error_of
 from kvstore.wire.frames import HELLO_HEAD_BYTES_MAX, LATER, MAX_HEAD_BYTES, Head, Later
-from kvstore.wire.messages import PROTOCOL_VERSION, Message
+from kvstore.wire.messages import PROTOCOL_VERSION, Message, error_of
 from kvstore.wire.protocol import FrameConnection
 
-__all__ = ["Admission", "Session"]
+__all__ = ["Common", "Session"]
 
 _log = logging.getLogger(__name__)
 _DEADLINE_MS_MAX = 3_600_000
@@ -44,12 +38,25 @@ _SAVES_LINGER_S = 10.0
 _TRACE_CHARS_MAX = 256
 
 
-class Admission(Protocol):
-    """Decides whether a peer may talk to this service."""
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What all sessions of a service have in common.
 
-    def check(self, connection: FrameConnection, token: str) -> Grant:
-        """The peer's tenant, and what it may do; raises `InvalidRequest` for a peer that may not talk at all."""
-        ...
+    Attributes:
+        answers: Answers their requests.
+        authenticator: Checks a peer at its hello.
+        limits: Bounds of each connection.
+        budget: Payload bytes of saves that are being received or stored.
+        requests: Bytes of unanswered requests.
+        tracing: Makes a span of each request; `None`: no tracing.
+    """
+
+    answers: Answers
+    authenticator: Authenticator
+    limits: ServiceLimits
+    budget: ByteBudget
+    requests: Shares
+    tracing: Tracing | None = None
 
 
 class Session:
@@ -63,29 +70,17 @@ class Session:
         grant: What its peer may do; `None` before the hello.
 
     Args:
-        answers: What the requests mean; shared by all sessions.
-        admission: Asked once, at the hello.
-        limits: Bounds of this connection.
-        budget: Payload bytes of saves over all sessions; first come first served keeps it fair.
-        tracing: Makes a span of each request; `None`: no tracing.
-        share_of: What of `budget` a tenant may take at most; `None`: all of it.
-        newcomer: Its place among the connections that have not said hello; `None`: they are not bounded.
-        requests: Bytes of unanswered requests over all sessions, shared among tenants; `None`: of this one alone.
+        common: What it has in common with the other sessions.
+        entry: Its entry among the unauthenticated connections; `None`: these are not bounded.
         on_made: Called when there is a peer: not for one whose TLS handshake fails.
         on_ended: Called once, when the peer is gone; the callee must call `aclose`.
     """
 
     def __init__(
         self,
-        answers: Answers,
-        admission: Admission,
-        limits: ServiceLimits,
-        budget: ByteBudget,
+        common: Common,
+        entry: UnauthenticatedConnection | None,
         *,
-        tracing: Tracing | None = None,
-        share_of: Callable[[str], ByteBudget | None] = lambda _: None,
-        newcomer: Newcomer | None = None,
-        requests: Shares | None = None,
         on_made: Callable[[Session], None],
         on_ended: Callable[[Session], None],
     ) -> None:
@@ -97,23 +92,22 @@ class Session:
         self.tenant = ""
         self.number = 0
         self.leases: set[LeaseId] = set()
-        self._share_of = share_of
-        self._newcomer = newcomer
-        self._answers = answers
-        self._tracing = tracing
-        self._admission = admission
-        self._limits = limits
-        self._incoming = Incoming(budget, limits.save_credit_bytes)
+        self._entry = entry
+        self._answers = common.answers
+        self._tracing = common.tracing
+        self._authenticator = common.authenticator
+        self._limits = limits = common.limits
+        self._incoming = Incoming(common.budget, limits.save_credit_bytes)
         self._on_ended = on_ended
         self._tasks = Background("session")
         self._saves = Background("session-saves")
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._requests = requests or Shares(limits.request_bytes)
+        self._requests = common.requests
         self._request_bytes = 0
         self._receiving: asyncio.TimerHandle | None = None
         self._load_turns = asyncio.Semaphore(limits.max_loads)
         self._loaded_bytes = 0  # of loads that are being sent
-        self._sends, self._reads = Stall(), Stall()  # of its peer
+        self._sends, self._reads = Stall(), Stall()  # what its peer sends and reads
         self._greeting: asyncio.TimerHandle | None = None
 
     @property
@@ -126,16 +120,16 @@ class Session:
         """Bytes of answers that its peer has not read."""
         return self.connection.unsent_bytes + self._loaded_bytes
 
-    def look(self, now_s: float) -> float:
-        """Give up what its peer has stopped to send; returns for how many seconds it has not read what is sent to it.
+    def check(self, now_s: float) -> float:
+        """Give up what its peer has stopped to send. Returns for how many seconds the peer has not read what is sent.
 
-        To be called every second or so.
+        The server calls it every second.
 
         Args:
             now_s: On the monotonic clock.
         """
         is_in_head = self.connection.reader.is_in_head
-        if self.connection.is_held:  # it is we who do not read
+        if self.connection.is_held:  # this service does not read now
             silent_s = self._sends.ended()
         elif is_in_head or self._incoming.holds_room:
             silent_s = self._sends.seconds(self.connection.received_bytes, now_s)
@@ -156,8 +150,8 @@ class Session:
         on_made(self)
 
     def on_head(self, head: Head, payload_bytes: int) -> memoryview | Later | None:
-        """Allocate for a save that its peer may make, within credit and budget; a payload on any other message is an
-        error. Nothing is held for a save that will be refused: its payload is dropped as it comes.
+        """Allocate the buffer of a save, within credit and budget. A payload on any other message is an error. The
+        payload of a save that will be refused is dropped as it arrives, so it holds no memory.
         """
         message = messages.decode(head)
         if not isinstance(message, messages.Save):
@@ -171,7 +165,7 @@ class Session:
         return LATER
 
     async def _wait_for_room(self, payload_bytes: int, deadline: Deadline) -> None:
-        """Apply back-pressure: read nothing more from this peer until there is room, or its save is too late anyway."""
+        """Apply backpressure: read nothing more from this peer until there is room, or until its save is late."""
         has_room = await self._incoming.wait(payload_bytes, deadline)
         if not self.connection.open:
             return
@@ -180,12 +174,12 @@ class Session:
         self.connection.provide(self._answers.store.buffer(payload_bytes) if has_room else None)
 
     def _expect_payload(self, deadline: Deadline) -> None:
-        """Give up on the payload that comes now when it is late."""
+        """Give up the payload that arrives now once it is late."""
         wait_s = min(deadline.remaining_s, self._limits.receive_timeout_s)
         self._receiving = asyncio.get_running_loop().call_later(wait_s, self._give_up)
 
     def _give_up(self) -> None:
-        """Let others have the room of the payload that is being received, if there is one."""
+        """Give back the room of the payload that is being received, if there is one, and drop the payload."""
         if self._incoming.give_up():
             self.connection.reader.drop_payload()
 
@@ -196,7 +190,7 @@ class Session:
             return
         message = messages.decode(head)
         match message:
-            case messages.Ping():  # answered here: it asks whether this loop runs
+            case messages.Ping():  # answered here: it checks whether this loop runs
                 self.connection.post(messages.Pong(message.id))
             case messages.Cancel():
                 if (task := self._running.get(message.id)) is not None:
@@ -204,7 +198,7 @@ class Session:
             case messages.Release():
                 self._release(LeaseId(message.lease))
             case messages.Outcome():
-                self._answers.tell(message, self.tenant)
+                self._answers.report(message, self.tenant)
             case messages.Request():
                 self._start(message, payload, "" if self._tracing is None else _trace(head))
             case _:
@@ -215,8 +209,8 @@ class Session:
         for timer in (self._greeting, self._receiving):
             if timer is not None:
                 timer.cancel()
-        if self._newcomer is not None:
-            self._newcomer.leave()
+        if self._entry is not None:
+            self._entry.leave()
         self._on_ended(self)
 
     # the greeting
@@ -225,20 +219,20 @@ class Session:
         self.connection.refuse(InvalidRequest("no hello arrived in time", seconds=self._limits.hello_timeout_s))
 
     def _greet(self, head: Head) -> None:
-        if head.get("type") != messages.Hello.type:  # nothing else is looked at
+        if head.get("type") != messages.Hello.type:  # no other message is decoded
             raise InvalidRequest("the first message must be a hello")
         message = messages.decode(head)
         assert isinstance(message, messages.Hello)
         if message.version < PROTOCOL_VERSION:
             raise UnsupportedFormat("no common protocol version", expected=PROTOCOL_VERSION, seen=message.version)
-        self.grant = self._admission.check(self.connection, message.token)
+        self.grant = self._authenticator.check(self.connection, message.token)
         self.tenant = self.grant.tenant or NO_TENANT
-        self._incoming.share = self._share_of(self.tenant)
+        self._incoming.tenant = self.tenant
         self.client, self.role = plain_text(message.client, 128), plain_text(message.role, 16)
         if self._greeting is not None:
             self._greeting.cancel()
-        if self._newcomer is not None:
-            self._newcomer.leave()
+        if self._entry is not None:
+            self._entry.leave()
         self.connection.reader.max_head_bytes = MAX_HEAD_BYTES
         self.connection.reader.max_payload_bytes = self._limits.max_payload_bytes
         self.connection.post(
@@ -288,16 +282,17 @@ class Session:
         task = owner.spawn(serve(request, receipt), request.type)
         self._running[request.id] = task
         task.add_done_callback(partial(self._ended, request.id, receipt))
-        self._weigh(num_bytes, task)
+        self._count_bytes(num_bytes, task)
 
-    def _weigh(self, num_bytes: int, task: asyncio.Task[None]) -> None:
-        """Count what a request holds until its task ends; read nothing more meanwhile if that is too much."""
+    def _count_bytes(self, num_bytes: int, task: asyncio.Task[None]) -> None:
+        """Count what a request holds until its task ends. While the connection's requests hold too much, read nothing
+        more from it."""
 
         def ended(_: object) -> None:
             self._requests.give_back(self.tenant, num_bytes)
             self._request_bytes -= num_bytes
             if self._request_bytes <= self._limits.connection_request_bytes:
-                self.connection.go_on()
+                self.connection.resume()
 
         self._requests.take(self.tenant, num_bytes)
         self._request_bytes += num_bytes
@@ -310,7 +305,7 @@ class Session:
         if self._running.get(request_id) is not task:
             return  # it is answered
         del self._running[request_id]
-        if task.cancelled():  # before it answered, perhaps before it began
+        if task.cancelled():  # before it answered, or before it began
             self.connection.post(error_of(request_id, Unavailable("the request was cancelled")))
 
     async def _traced(self, tracing: Tracing, trace: str, request: messages.Request, receipt: Receipt) -> None:
@@ -325,7 +320,7 @@ class Session:
         request_context.set(RequestContext(self.number, request.id, self.tenant, namespace))  # of this task alone
         reply: Message
         try:
-            # the store keeps the deadline; the scope only makes sure that no request runs for ever
+            # the store keeps the deadline; the scope only guarantees that no request runs for ever
             async with Deadline(deadline.at_s + _GRACE_S).scope(request.type):
                 if isinstance(request, messages.Load):
                     await self._serve_load(request, deadline)
@@ -339,14 +334,14 @@ class Session:
                     deadline,
                     self._progress_of(request),
                     tenant=self.tenant,
-                    sees_all=self._is_our_own,
+                    sees_all=self._is_own_user,
                 )
         except KVStoreError as error:
             reply = error_of(request.id, error)
         except Exception as error:  # noqa: BLE001 - a session's top: a bug costs one answer, not the connection
             _log.exception("a request failed type=%s client=%s", request.type, self.client)
             reply = error_of(request.id, InternalError("the service failed", error=type(error).__name__))
-        receipt.settle()  # before the answer, at which the client takes its credit back
+        receipt.settle()  # before the answer: when it arrives, the client counts its credit as free
         try:
             await self._send_or_release(request.id, reply)
         except InternalError as error:  # it cannot be packed, so nothing of it was sent
@@ -358,7 +353,7 @@ class Session:
 
     async def _serve_load(self, request: messages.Load, deadline: Deadline) -> None:
         async with self._load_turns:
-            # before the record is taken: one that is evicted meanwhile is not kept for a peer that does not read
+            # before the record is taken: for a peer that does not read, no evicted record is kept
             await self.connection.writable()
             reply, data = await self._answers.load(request, deadline, tenant=self.tenant)
             num_bytes = len(data) if data is not None else 0
@@ -369,14 +364,14 @@ class Session:
                 self._loaded_bytes -= num_bytes
 
     def _shared_arena(self) -> Arena | None:
-        """The arena, if this peer may map it. It holds all tenants' records, so only our own user's process without a
-        tenant may."""
-        return self._answers.store.arena if self._is_our_own else None
+        """The arena, if this peer may map it. It holds the records of all tenants, so only a process of the service's
+        own user without a tenant may."""
+        return self._answers.store.arena if self._is_own_user else None
 
     @property
-    def _is_our_own(self) -> bool:
-        """Whether the peer is a process of our own user, on this node, without a tenant: it may see what it could read
-        anyway."""
+    def _is_own_user(self) -> bool:
+        """Whether the peer is a process of the service's own user, on this node, without a tenant. It could read
+        everything from the service's memory, so it may see everything here."""
         is_local = getattr(self.connection.extra("socket"), "family", None) == socket.AF_UNIX
         return is_local and self.tenant == NO_TENANT
 
@@ -389,7 +384,7 @@ class Session:
         self._running.pop(request.id, None)
 
     async def _send_or_release(self, request_id: int, reply: Message) -> None:
-        """Send an answer, or release the lease in it: then the client will never learn of it."""
+        """Send an answer. If that fails, release the lease in it: the client never receives it."""
         lease = LeaseId(reply.lease) if isinstance(reply, messages.Staged) and reply.lease else None
         if lease is not None:
             self.leases.add(lease)
@@ -410,21 +405,21 @@ class Session:
 
     def _progress_of(self, request: messages.Request) -> Progress:
         loop = asyncio.get_running_loop()
-        told_at_s, staged_bytes = 0.0, 0
+        sent_at_s, staged_bytes = 0.0, 0
 
-        def tell(*, working: bool) -> None:
-            nonlocal told_at_s
-            if loop.time() - told_at_s >= self._limits.stage_progress_s:
-                told_at_s = loop.time()
+        def send(*, working: bool) -> None:
+            nonlocal sent_at_s
+            if loop.time() - sent_at_s >= self._limits.stage_progress_s:
+                sent_at_s = loop.time()
                 self.connection.post(messages.StageProgress(request.id, staged_bytes, working))
 
         def progress(num_bytes: int) -> None:
             nonlocal staged_bytes
             staged_bytes = num_bytes
-            tell(working=False)
+            send(working=False)
 
         if isinstance(request, messages.Stage):
-            still_working.set(lambda: tell(working=True))  # of this request alone: it has a task of its own
+            still_working.set(lambda: send(working=True))  # of this request alone: it has a task of its own
         return progress
 
     # leases and the end
@@ -448,7 +443,7 @@ class Session:
 
 
 def _bytes_of(request: messages.Request) -> int:
-    """What a request holds while it is answered; only of those that may be long."""
+    """The bytes that a request holds while it is answered; 0 for requests that are always short."""
     match request:
         case messages.Lookup():  # and Stage
             return len(request.tokens) + len(request.prefixes)
@@ -458,7 +453,7 @@ def _bytes_of(request: messages.Request) -> int:
 
 
 def _trace(head: Head) -> str:
-    """The peer's trace context; only a hint, so one that cannot be read is ignored."""
+    """The peer's trace context. It is only a hint, so an unreadable one is ignored."""
     trace = head.get("trace")
     return trace if isinstance(trace, str) and len(trace) <= _TRACE_CHARS_MAX else ""
 

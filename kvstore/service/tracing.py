@@ -56,8 +56,8 @@ class OtelTracing:
 
 @contextmanager
 def open_tracing(settings: Settings) -> Iterator[Tracing | None]:
-    """Tracing as the settings say; `None`: they name no collector, and nothing is imported. At the end what is buffered
-    is sent.
+    """Tracing as the settings say; `None`: they name no collector, and nothing is imported. Buffered spans
+    are sent at the end.
 
     A collector that is down costs spans and a line in the log; requests do not notice.
 

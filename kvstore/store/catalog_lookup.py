@@ -11,14 +11,13 @@ from kvstore.catalog.base import Catalog
 from kvstore.catalog.entry import EntryTable, Level
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
 from kvstore.model.layout import Layout
+from kvstore.runtime.background import gather_all
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.long_work import PIECE, LongWork, who_asks
 from kvstore.runtime.meters import Meters
-from kvstore.runtime.turns import Turns
+from kvstore.runtime.turns import PIECE, LongWork, Turns, who_asks
 from kvstore.store.placement import Presence, inner_probes
 from kvstore.store.slices import PackedSlices
-from kvstore.tiers.gather import gather_all
 
 __all__ = ["CatalogLookup"]
 

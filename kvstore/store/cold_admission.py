@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kvstore.api import PrefixQuery
-from kvstore.catalog.ownership import Ownership
-from kvstore.eviction.admission import AdmitAll, SecondSight
-from kvstore.eviction.candidates import ADMISSIONS
+from kvstore.catalog.coordination import Ownership
+from kvstore.eviction.candidates import ADMISSIONS, AdmitAll, SecondSight
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
 from kvstore.runtime.clock import Clock
@@ -159,7 +158,7 @@ class ColdAdmission:
         key, stop_tokens = record.key, record.header.span.stop
         rule = self.rule_of(key.namespace)
         name = _name(key.namespace, key.prefix)
-        if self._rules[rule].admits_unasked(stop_tokens) or name in self._admitted:
+        if self._rules[rule].admits_unasked or name in self._admitted:
             self._meters.add("admitted_records", rule=rule)
             return True
         self._declined.add(name, stop_tokens)

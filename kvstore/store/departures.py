@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from kvstore.catalog.base import BoundaryEntry, Catalog, LeaveReason
 from kvstore.catalog.entry import Level
 from kvstore.errors import Unavailable
+from kvstore.runtime.background import gather_all
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.store.retention_plan import Leaver
 from kvstore.tiers.base import Tier
-from kvstore.tiers.gather import gather_all
 
 __all__ = ["Departures"]
 
@@ -77,7 +77,7 @@ class Departures:
             indexes = [index for index in part if index not in stay]
             place = {index: at for at, index in enumerate(indexes)}
             leaving = [leavers[index].leaving(place) for index in indexes]
-            hidden = await self._catalog.start_leaving_all(leaving, self._level, deadline=self._soon())
+            hidden = await self._catalog.start_leaving(leaving, self._level, deadline=self._soon())
             entries = {index: entry for index, entry in zip(indexes, hidden, strict=True) if entry is not None}
             gone = await self._delete_all(entries, leavers)
             left += sum(entries[index].num_bytes(self._level) for index in gone)
@@ -126,7 +126,7 @@ class Departures:
             self.has_unfinished = True
             return None
         self._is_failing = False
-        left = await self._catalog.finish_leaving_all(leaving, self._level, deadline=self._soon())
+        left = await self._catalog.finish_leaving(leaving, self._level, deadline=self._soon())
         for entry, reason in leaving:
             why, num_bytes = reason.name.lower(), entry.num_bytes(self._level)
             self._meters.add("retention_boundaries", tier=self._tier.name, reason=why)

@@ -24,9 +24,10 @@ from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.runtime.background import Background
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.watched_file import Watched
 from kvstore.store import key_ledger
 from kvstore.store.key_ledger import KeyLedger, KeyState
-from kvstore.store.key_ring import Generation, KeySource
+from kvstore.store.key_ring import Generation, KeyRing
 from kvstore.store.operations import StoreOperations
 from kvstore.store.saving import verify_record
 from kvstore.store.tiered import TieredStore
@@ -54,7 +55,7 @@ class EncryptedStore(PageStore):
         keys: Where the tenants' keys come from; read again while this is open.
     """
 
-    def __init__(self, inner: TieredStore, keys: KeySource) -> None:
+    def __init__(self, inner: TieredStore, keys: Watched[KeyRing]) -> None:
         self.inner = inner
         self.meters = inner.meters
         self.events = inner.events
@@ -78,7 +79,7 @@ class EncryptedStore(PageStore):
 
     def generations(self, tenant: str) -> tuple[Generation, ...]:
         """As `KeyRing.generations`. Safe from any thread."""
-        return self._keys.ring.generations(tenant)
+        return self._keys.value.generations(tenant)
 
     async def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:
         namespace = await self.inner.open_namespace(description, deadline=deadline)
@@ -223,12 +224,12 @@ class EncryptedStore(PageStore):
             named = key if generation is None else generation.named(key)
             await self.inner.discard(named, reason, deadline=deadline)
 
-    def tell(self, outcome: Outcome) -> None:
-        """As `PageStore.tell`; the boundary that stopped the request is kept under its current name."""
+    def report(self, outcome: Outcome) -> None:
+        """As `PageStore.report`; the boundary that stopped the request is kept under its current name."""
         generations = self.generations(outcome.tenant)
         if outcome.stop is not None and generations:
             outcome = replace(outcome, stop=_boundary(outcome.stop, generations[0]))
-        self.inner.tell(outcome)
+        self.inner.report(outcome)
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
         """As `PageStore.explain`; what seems never to have been stored may be stored under another key."""
@@ -236,7 +237,7 @@ class EncryptedStore(PageStore):
 
     async def status(self, *, deadline: Deadline, tenant: str = "") -> Mapping[str, object]:
         told = await self.inner.status(deadline=deadline, tenant=tenant)
-        return told if tenant else {**told, "encryption": {"keys": len(self._keys.ring)}}
+        return told if tenant else {**told, "encryption": {"keys": len(self._keys.value)}}
 
     # keys
 
@@ -244,9 +245,9 @@ class EncryptedStore(PageStore):
         """Reload the keys when they change; check each tenant's keys then, and every few minutes."""
         rests_s = _CHECK_AGAIN_S
         while True:
-            await asyncio.sleep(self._keys.look_s)
-            rests_s -= self._keys.look_s
-            if await asyncio.to_thread(self._keys.refresh) or rests_s <= 0:
+            await asyncio.sleep(self._keys.poll_s)
+            rests_s -= self._keys.poll_s
+            if await asyncio.to_thread(self._keys.poll) or rests_s <= 0:
                 rests_s = _CHECK_AGAIN_S
                 for tenant in list(self._states):
                     await self.check_keys(tenant)

@@ -174,7 +174,7 @@ class Explainer:
         self._waiting.append(told)
         if self._looking is None or self._looking.done():
             with suppress(Closed):
-                self._looking = self._background.spawn(self._look_into_waiting(), "reasons", is_nobodys=True)
+                self._looking = self._background.spawn(self._look_into_waiting(), "reasons", is_shared=True)
 
     async def _look_into_waiting(self) -> None:
         """Find the reasons of those that wait, in batches, for a small share of the time."""

@@ -8,11 +8,11 @@ from contextlib import suppress
 from itertools import islice
 
 from kvstore.catalog.entry import Level
-from kvstore.catalog.pending_base import PendingEntry, PendingLog
+from kvstore.catalog.pending import PendingEntry, PendingLog
 from kvstore.errors import Closed, CorruptRecord, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.format.manifest import parse_manifest
 from kvstore.model.keys import NamespaceId, RecordKey
-from kvstore.runtime.background import Background
+from kvstore.runtime.background import Background, gather_all
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
@@ -21,7 +21,6 @@ from kvstore.store.journeys import Journeys
 from kvstore.store.limits import StoreLimits
 from kvstore.store.recorder import Recorder
 from kvstore.tiers.base import PutOutcome, Tier
-from kvstore.tiers.gather import gather_all
 
 __all__ = ["Finisher"]
 

@@ -14,15 +14,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
-from kvstore.catalog.pending_base import PendingEntry, PendingLog, PendingTotals
+from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals
 from kvstore.errors import Closed, KVStoreError, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.background import Background
-from kvstore.runtime.batches import Batches
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
+from kvstore.runtime.shared_calls import Batches
 from kvstore.store.limits import StoreLimits
 from kvstore.tiers.base import PutOutcome, Tier
 

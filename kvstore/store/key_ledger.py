@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvstore.errors import CorruptRecord, KVStoreError, UnsupportedFormat
 from kvstore.format.encrypted import TenantKey
-from kvstore.format.key_ids import key_ids_place, pack_key_ids, parse_key_ids
+from kvstore.format.manifest import key_ids_place, pack_key_ids, parse_key_ids
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.key_ring import Generation
 from kvstore.tiers.base import Tier

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import base64
-import binascii
-import hashlib
-import logging
-import os
-import re
 import shlex
 import subprocess
-import threading
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Self
+
+from pydantic import Field, field_validator, model_validator
 
 from kvstore.errors import InvalidRequest
 from kvstore.format.encrypted import KEY_ID_MAX, SECRET_BYTES, TenantKey
+from kvstore.runtime.toml_tables import TableEntry, parse_tables
+from kvstore.runtime.watched_file import Watched, read_guarded, state_of
 
-__all__ = ["COMMAND_PREFIX", "EVERY_TENANT", "Generation", "KeyRing", "KeySource", "open_key_source", "parse_keys"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["COMMAND_PREFIX", "EVERY_TENANT", "Generation", "KeyRing", "parse_keys", "watch_keys"]
 
 EVERY_TENANT = "*"
 """Stands for all tenants that the file does not name."""
@@ -30,16 +26,12 @@ EVERY_TENANT = "*"
 COMMAND_PREFIX = "command:"
 
 _FIELD = "encryption_keys"
-_FIELDS = ("tenant", "id", "secret")
-_TENANT = re.compile(r"[!-~]{1,128}")
+_WHAT = "encryption key file"
 _GENERATIONS_MAX = 4
 """Keys of one tenant: a lookup that the earlier ones do not answer in full costs another one for each."""
 _FILE_BYTES_MAX = 4 << 20
 _COMMAND_S = 30.0
-_FILE_LOOK_S = 2.0
-_COMMAND_LOOK_S = 300.0
-_GONE: tuple[int, ...] = (0,)
-"""The signature of a file that does not exist."""
+_COMMAND_POLL_S = 300.0
 
 Generation = TenantKey | None
 """How some of a tenant's records are stored: under this key, or plain, which is `None`."""
@@ -73,171 +65,126 @@ class KeyRing:
         return found
 
 
-def parse_keys(text: str, where: str) -> KeyRing:
+class _KeyTable(TableEntry):
+    tenant: str = Field(
+        pattern="^[!-~]{0,128}$",
+        description="a tenant, * for all that are not named, or an empty text for peers without credential",
+    )
+    id: int = Field(
+        ge=0, le=KEY_ID_MAX, description=f"a number from 1 to {KEY_ID_MAX}, or 0 for records that are not encrypted"
+    )
+    secret: str = Field(
+        "",
+        repr=False,
+        description=f"{SECRET_BYTES} random bytes in base64, as `openssl rand -base64 {SECRET_BYTES}` prints them",
+    )
+
+    @field_validator("secret")
+    @classmethod
+    def _is_base64(cls, secret: str) -> str:
+        if len(base64.b64decode(secret, validate=True)) != SECRET_BYTES:
+            raise ValueError("wrong length")
+        return secret
+
+    @model_validator(mode="after")
+    def _has_secret(self) -> Self:
+        if self.id == 0 and self.secret:
+            raise ValueError("id 0 is for records that are not encrypted: it has no secret")
+        if self.id and not self.secret:
+            raise ValueError(f"expected {type(self).model_fields['secret'].description} in secret, seen nothing")
+        if self.id and not any(base64.b64decode(self.secret)):
+            raise ValueError("a secret of zeros is no secret")
+        return self
+
+
+def parse_keys(content: bytes, source: str) -> KeyRing:
     """Read TOML of `[[key]]` tables, each with `tenant`, `id` and `secret`.
 
     Raises:
         InvalidRequest: Something is wrong; the message names entry and field, and never shows a secret.
     """
-    try:
-        content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
-        # without the parser's message, which may quote a secret
-        raise InvalidRequest("the keys are not TOML", field=_FIELD, source=where) from None
-    listed = content.get("key")
-    if set(content) != {"key"} or not isinstance(listed, list) or not listed:
-        raise InvalidRequest("expected [[key]] tables and nothing else", field=_FIELD, source=where)
+    tables = parse_tables(content, _KeyTable, table="key", what=_WHAT, source=source)
+    if not tables:
+        raise InvalidRequest(f"invalid {_WHAT}: expected [[key]] tables, seen none", field=_FIELD, source=source)
     entries: dict[str, list[_Entry]] = {}
-    for number, given in enumerate(listed, 1):
-        tenant, entry = _read_entry(given, f"key {number} of {where}")
-        mine = entries.setdefault(tenant, [])
-        if any(entry.key_id == other.key_id for other in mine):
+    for number, table in enumerate(tables, 1):
+        mine = entries.setdefault(table.tenant, [])
+        where = f"key {number} of {source}"
+        if any(table.id == other.key_id for other in mine):
             raise InvalidRequest(
-                "one id cannot be two keys of a tenant", entry=f"key {number} of {where}", field="id", seen=entry.key_id
+                f"invalid {_WHAT}: one id cannot be two keys of a tenant", entry=where, field="id", seen=table.id
             )
-        mine.append(entry)
+        mine.append(_Entry(table.id, base64.b64decode(table.secret)))
         if len(mine) > _GENERATIONS_MAX:
             raise InvalidRequest(
-                f"a tenant has at most {_GENERATIONS_MAX} keys: finish a migration first",
-                entry=f"key {number} of {where}",
+                f"invalid {_WHAT}: a tenant has at most {_GENERATIONS_MAX} keys: finish a migration first",
+                entry=where,
                 field="tenant",
-                seen=tenant,
+                seen=table.tenant,
             )
     return KeyRing(entries)
 
 
-def _read_entry(given: Any, where: str) -> tuple[str, _Entry]:
-    if not isinstance(given, dict):
-        raise InvalidRequest("expected a table", entry=where)
-    for name in given:
-        if name not in _FIELDS:
-            raise InvalidRequest(f"unknown field, known are {', '.join(_FIELDS)}", entry=where, field=name)
-    tenant, key_id, secret = given.get("tenant"), given.get("id"), given.get("secret")
-    if not isinstance(tenant, str) or (tenant and not _TENANT.fullmatch(tenant)):
-        raise InvalidRequest(
-            "expected a tenant, * for all that are not named, or an empty text for peers without credential",
-            entry=where,
-            field="tenant",
-        )
-    if not isinstance(key_id, int) or isinstance(key_id, bool) or not 0 <= key_id <= KEY_ID_MAX:
-        raise InvalidRequest(
-            f"expected a number from 1 to {KEY_ID_MAX}, or 0 for records that are not encrypted",
-            entry=where,
-            field="id",
-        )
-    if key_id == 0:
-        if secret is not None:
-            raise InvalidRequest("id 0 is for records that are not encrypted: it has no key", entry=where, field="id")
-        return tenant, _Entry(0, b"")
-    try:
-        data = base64.b64decode(secret, validate=True) if isinstance(secret, str) else b""
-    except (binascii.Error, ValueError):
-        data = b""
-    if len(data) != SECRET_BYTES:
-        raise InvalidRequest(
-            f"expected {SECRET_BYTES} random bytes in base64, as `openssl rand -base64 {SECRET_BYTES}` prints them",
-            entry=where,
-            field="secret",
-        )
-    if not any(data):
-        raise InvalidRequest("a key of zeros is no key", entry=where, field="secret")
-    return tenant, _Entry(key_id, data)
-
-
-class KeySource:
-    """The current key ring. If the source becomes invalid, that is logged as an error and the last valid ring stays in
-    use: a typing mistake costs no hit and stores nothing under a wrong key.
-
-    Args:
-        read: Given the signature last seen, returns the text (`None`: nothing new to parse) and its signature.
-        where: What errors call the source.
-        look_s: How often `refresh` should be called.
-
-    Raises:
-        InvalidRequest: It is wrong at the start.
-    """
-
-    def __init__(self, read: Callable[[object], tuple[str | None, object]], where: str, look_s: float) -> None:
-        self.look_s = look_s
-        self.where = where
-        self._read = read
-        self._lock = threading.Lock()
-        text, self._seen = read(None)
-        assert text is not None
-        self._ring = parse_keys(text, where)
-
-    @property
-    def ring(self) -> KeyRing:
-        return self._ring
-
-    def refresh(self) -> bool:
-        """Read the source again if it may have changed; true if the ring is new. Blocks: not for the event loop."""
-        with self._lock:
-            try:
-                text, seen = self._read(self._seen)
-                if seen == self._seen:
-                    return False
-                self._seen = seen
-                if text is None:
-                    return False
-                self._ring = parse_keys(text, self.where)
-            except InvalidRequest as error:
-                _log.error("the encryption keys stay as they were, what is there now cannot be used: %s", error)
-                return False
-        _log.info("encryption keys read again source=%s keys=%d", self.where, len(self._ring))
-        return True
-
-
-def open_key_source(value: str) -> KeySource:
+def watch_keys(value: str) -> Watched[KeyRing]:
     """The keys that the setting `encryption_keys` names: a path, or `command:` and what to run.
 
     Raises:
-        InvalidRequest: The file cannot be read, or others may read it; the command failed; or a key is wrong.
+        InvalidRequest: The file cannot be read, or other users may read it; the command failed; or a key is wrong.
     """
     if value.startswith(COMMAND_PREFIX):
-        argv = _split(value.removeprefix(COMMAND_PREFIX))
-        return KeySource(lambda _: _run(argv), f"the command {argv[0]}", _COMMAND_LOOK_S)
+        command = _Command(_split(value.removeprefix(COMMAND_PREFIX)))
+        return Watched("encryption keys", command.run, command.keys, poll_s=_COMMAND_POLL_S, settles=False)
     path = Path(value)
-    return KeySource(_FileReader(path).read, str(path), _FILE_LOOK_S)
+    return Watched("encryption keys", partial(state_of, path), partial(_read_keys, path))
 
 
-class _FileReader:
-    def __init__(self, path: Path) -> None:
-        self._path = path
+def _read_keys(path: Path) -> KeyRing:
+    content = read_guarded(path, what=_WHAT, field=_FIELD, mode_bits=0o077, bytes_max=_FILE_BYTES_MAX)
+    return parse_keys(content, str(path))
 
-    def read(self, seen: object) -> tuple[str | None, object]:
-        """The text if the file has changed since it was seen. A failure is logged once."""
-        signature = self._signature()
-        if seen is not None and (signature or _GONE) == seen:
-            return None, seen
-        if seen is not None and signature is None:
-            _log.error("the encryption keys stay as they were, the file is gone field=%s path=%s", _FIELD, self._path)
-            return None, _GONE
+
+class _Command:
+    """A command that prints keys. No error shows its arguments or its output, which may hold a secret."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._argv = argv
+        self._source = f"the command {argv[0]}"
+        self._failure: InvalidRequest | None = None
+        self._output = b""
+
+    def run(self) -> object:
+        """Run the command; returns its output, or why there is none."""
+        self._failure = None
         try:
-            return self._text(), signature
+            self._output = self._run()
         except InvalidRequest as error:
-            if seen is None:
-                raise
-            _log.error("the encryption keys stay as they were, the file cannot be used: %s", error)
-            return None, signature
+            self._failure = error
+            return str(error)
+        return self._output
 
-    def _signature(self) -> tuple[int, ...] | None:
-        try:
-            stat = self._path.stat()
-        except OSError:
-            return None
-        return stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_mode
+    def keys(self) -> KeyRing:
+        """The keys that the latest run printed.
 
-    def _text(self) -> str:
+        Raises:
+            InvalidRequest: It failed, or what it printed is wrong.
+        """
+        if self._failure is not None:
+            raise self._failure
+        return parse_keys(self._output, self._source)
+
+    def _run(self) -> bytes:
+        named = {"field": _FIELD, "source": self._source}
         try:
-            with self._path.open("rb") as file:
-                if os.fstat(file.fileno()).st_mode & 0o077:
-                    raise InvalidRequest("others may read the keys: chmod 600 them", field=_FIELD, path=self._path)
-                return file.read(_FILE_BYTES_MAX).decode()
+            done = subprocess.run(
+                self._argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMMAND_S, check=False
+            )
         except OSError as error:
-            raise InvalidRequest("cannot read the keys", field=_FIELD, path=self._path, error=error.strerror) from error
-        except UnicodeDecodeError:
-            raise InvalidRequest("the keys are not TOML", field=_FIELD, path=self._path) from None
+            raise InvalidRequest("cannot run the command", **named, error=error.strerror) from error
+        except subprocess.TimeoutExpired:
+            raise InvalidRequest(f"the command printed no keys within {_COMMAND_S:.0f} s", **named) from None
+        if done.returncode != 0:
+            raise InvalidRequest("the command failed", **named, status=done.returncode)
+        return done.stdout[:_FILE_BYTES_MAX]
 
 
 def _split(command: str) -> list[str]:
@@ -248,21 +195,3 @@ def _split(command: str) -> list[str]:
     if not argv:
         raise InvalidRequest("expected a path, or command: and what to run", field=_FIELD)
     return argv
-
-
-def _run(argv: Sequence[str]) -> tuple[str | None, object]:
-    """A command's output, which no error may quote."""
-    where = f"the command {argv[0]}"
-    try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMMAND_S, check=False)
-    except OSError as error:
-        raise InvalidRequest("cannot run the command", field=_FIELD, source=where, error=error.strerror) from error
-    except subprocess.TimeoutExpired:
-        raise InvalidRequest(f"no keys within {_COMMAND_S:.0f} s", field=_FIELD, source=where) from None
-    if done.returncode != 0:
-        raise InvalidRequest("the command failed", field=_FIELD, source=where, status=done.returncode)
-    try:
-        text = done.stdout[:_FILE_BYTES_MAX].decode()
-    except UnicodeDecodeError:
-        raise InvalidRequest("the keys are not TOML", field=_FIELD, source=where) from None
-    return text, hashlib.sha256(done.stdout).digest()

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from kvstore.api import LeaseId
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
+from kvstore.runtime.budget import Shares
 from kvstore.runtime.clock import Clock
-from kvstore.runtime.shares import Shares
 from kvstore.tiers.memory import MemoryTier, Pin
 
 __all__ = ["LEASE_ID_BYTES", "LeaseTable"]

@@ -12,7 +12,7 @@ _MIB = 1 << 20
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLimits:
     """Limits with their units; the defaults suit a node with a few GiB for its memory tier. Of leased bytes, leases,
-    namespaces and descriptions no tenant gets all (`kvstore.runtime.shares`).
+    namespaces and descriptions no tenant gets all (`kvstore.runtime.budget`).
 
     Attributes:
         stage_bytes: Bytes that leases and running stages may pin together; a longer hit is cut to what fits. It must

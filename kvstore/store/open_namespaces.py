@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from kvstore.errors import Unavailable
 from kvstore.model.keys import NamespaceId
 from kvstore.model.layout import Layout
+from kvstore.runtime.budget import Shares
 from kvstore.runtime.clock import Clock
-from kvstore.runtime.shares import Shares
 
 __all__ = ["OpenNamespaces"]
 

@@ -18,8 +18,8 @@ from kvstore.store.manifests import Manifests
 from kvstore.store.saving import Saver
 from kvstore.store.standing_orders import StandingOrders
 from kvstore.tiers.base import Tier, TierUsage
+from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.wrap import GuardedTier
 
 __all__ = ["PIECE_RECORDS_MAX", "StoreOperations", "TierState"]
 
@@ -215,7 +215,7 @@ class StoreOperations:
         """
         tier = self._slower.get(Level.HOT)
         if isinstance(tier, GuardedTier):
-            tier.check_used()
+            tier.check_usable()
 
     async def stored_sizes(
         self, keys: Sequence[RecordKey], level: Level, *, deadline: Deadline

@@ -16,8 +16,7 @@ from itertools import pairwise
 from kvstore.api import PrefixQuery
 from kvstore.model.coverage import longest_resumable
 from kvstore.model.keys import RecordKey
-from kvstore.model.layout import Layout
-from kvstore.model.spans import cell_of
+from kvstore.model.layout import Layout, cell_of
 from kvstore.store.slices import Probe, SliceMap, groups_present, slices_of
 
 __all__ = [

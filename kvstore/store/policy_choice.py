@@ -8,11 +8,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from kvstore.api import PrefixQuery
-from kvstore.catalog.ownership import Ownership
-from kvstore.eviction.admission import AdmitAll
+from kvstore.catalog.coordination import Ownership
 from kvstore.eviction.auto import Auto
-from kvstore.eviction.base import Policy
-from kvstore.eviction.candidates import AUTO, CANDIDATES, Candidate
+from kvstore.eviction.candidates import AUTO, CANDIDATES, AdmitAll, Candidate
+from kvstore.eviction.policies import Policy
 from kvstore.model.keys import NamespaceId
 from kvstore.model.layout import Layout
 from kvstore.runtime.deadline import Deadline
@@ -28,9 +27,7 @@ _REBUILD_AT = 2.0
 
 def candidates_of(policy: str, rule: str) -> Sequence[Candidate]:
     """The candidates that a policy and a rule allow, either of which may be `auto`."""
-    chosen = [one for one in CANDIDATES if policy in (AUTO, one.policy) and rule in (AUTO, one.admission)]
-    policies = dict.fromkeys(one.policy for one in CANDIDATES if policy in (AUTO, one.policy))
-    return chosen or [Candidate(name, rule) for name in policies]  # a rule that `auto` does not try
+    return [one for one in CANDIDATES if policy in (AUTO, one.policy) and rule in (AUTO, one.admission)]
 
 
 class PolicyChoice(ABC):

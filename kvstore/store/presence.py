@@ -12,9 +12,8 @@ from kvstore.errors import Closed, Unavailable
 from kvstore.model.keys import RecordKey
 from kvstore.model.layout import Layout
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.long_work import PIECE, LongWork, who_asks
 from kvstore.runtime.meters import Meters
-from kvstore.runtime.turns import Turns
+from kvstore.runtime.turns import PIECE, LongWork, Turns, who_asks
 from kvstore.store.absent import AbsentKeys
 from kvstore.store.catalog_lookup import CatalogLookup
 from kvstore.store.placement import (

@@ -16,9 +16,9 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.long_work import LongWork
 from kvstore.runtime.meters import Meters
-from kvstore.runtime.single_flight import SingleFlight
+from kvstore.runtime.shared_calls import SingleFlight
+from kvstore.runtime.turns import LongWork
 from kvstore.store.absent import AbsentKeys
 from kvstore.store.admission import affordable_resume, check_header
 from kvstore.store.fetch_gate import FetchGate

@@ -9,17 +9,17 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from kvstore.catalog.base import BoundaryEntry, Catalog
+from kvstore.catalog.coordination import Ownership
 from kvstore.catalog.entry import Level
-from kvstore.catalog.ownership import Ownership
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.eviction.holdings import Quota
 from kvstore.format.manifest import parse_manifest
 from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import Clock
-from kvstore.runtime.collector import collector_paused, collector_spared, let_go
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
+from kvstore.runtime.pauses import collector_paused, collector_spared, empty_in_pieces
 from kvstore.store.departures import Departures
 from kvstore.store.policy_choice import PolicyChoice
 from kvstore.store.retention_plan import LeavingPlan, broken_of, incomplete_of, plan_leaving
@@ -207,10 +207,10 @@ class Retention:
                     for tenant in self._rules.quotas
                 }
                 plan = await self._plan(entries, tenants, free_bytes, elsewhere)
-                await asyncio.to_thread(let_go, entries)
+                await asyncio.to_thread(empty_in_pieces, entries)
                 spared.enter_context(collector_spared())
             left += await self._departures.evict(plan.leavers)
-            await asyncio.to_thread(let_go, plan.leavers)
+            await asyncio.to_thread(empty_in_pieces, plan.leavers)
         if self._room is not None and left:
             self._room.evicted()
         self._mend_later(left, plan)

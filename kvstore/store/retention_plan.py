@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from kvstore.catalog.base import BoundaryEntry, LeaveReason, Leaving
 from kvstore.catalog.entry import Level
-from kvstore.eviction.base import Policy
 from kvstore.eviction.holdings import SHARED, Holdings, Quota
+from kvstore.eviction.policies import Policy
 from kvstore.eviction.prefixes import Node
-from kvstore.runtime.collector import let_go
-from kvstore.runtime.split_dict import SplitDict
+from kvstore.runtime.pauses import SplitDict, empty_in_pieces
 
 __all__ = ["Leaver", "LeavingPlan", "broken_of", "incomplete_of", "plan_leaving"]
 
@@ -132,9 +131,9 @@ def plan_leaving(
     ]
     is_enough = all(holdings.fits(0, pool=index) for index in (SHARED, *pools.values()))
     del leaving
-    held.let_go()
-    let_go(place)
-    holdings.let_go()
+    held.empty_in_pieces()
+    empty_in_pieces(place)
+    holdings.discard()
     return LeavingPlan(leavers, is_enough)
 
 
@@ -176,7 +175,7 @@ def broken_of(entries: Iterable[BoundaryEntry], level: Level, now_s: int) -> dic
         for index, entry in enumerate(held.entries)
         if not is_whole[index] and entry.pinned_until_s <= now_s
     }
-    held.let_go()
+    held.empty_in_pieces()
     return used_s
 
 
@@ -221,9 +220,9 @@ class _Held:
                 at = self.below(at)
             yield from reversed(chain)
 
-    def let_go(self) -> None:
+    def empty_in_pieces(self) -> None:
         """Free everything; unusable afterwards."""
-        let_go(self.names, self.entries, self._indexes)
+        empty_in_pieces(self.names, self.entries, self._indexes)
 
 
 def _longest_unused_first(
@@ -245,7 +244,7 @@ def _longest_unused_first(
             piece.sort(key=_place)
         for place, entry in heapq.merge(*pieces, key=_place):
             yield place[-1], entry
-        let_go(placed, *pieces)
+        empty_in_pieces(placed, *pieces)
 
 
 def _place(one: tuple[tuple[int, float, int, bytes], BoundaryEntry]) -> tuple[int, float, int, bytes]:

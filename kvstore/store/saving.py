@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from kvstore.api import Ack, Retention, SaveOutcome
-from kvstore.catalog.pending_base import PendingEntry, PendingLog
+from kvstore.catalog.pending import PendingEntry, PendingLog
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, NamespaceId, RecordKey

@@ -11,7 +11,7 @@ from kvstore.api import PrefixQuery, Progress
 from kvstore.model.coverage import longest_resumable, records_to_resume
 from kvstore.model.keys import RecordKey
 from kvstore.model.layout import Layout
-from kvstore.runtime.long_work import LongWork
+from kvstore.runtime.turns import LongWork
 from kvstore.store.placement import Probe
 from kvstore.tiers.base import Tier
 from kvstore.tiers.memory import MemoryTier, Pin

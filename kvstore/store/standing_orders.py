@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.catalog.books import Book
+from kvstore.catalog.coordination import TextStore
 from kvstore.errors import Closed, InvalidRequest, KVStoreError, Unavailable
 from kvstore.eviction.holdings import Quota
 from kvstore.model.keys import NamespaceId
@@ -68,7 +68,7 @@ class StandingOrders:
         used_bytes: Returns what each tenant takes of what quotas are about; `None`: not known.
     """
 
-    def __init__(self, book: Book, quotas: Mapping[str, Quota], *, meters: Meters, clock: Clock) -> None:
+    def __init__(self, book: TextStore, quotas: Mapping[str, Quota], *, meters: Meters, clock: Clock) -> None:
         self.quotas = dict(quotas)
         self.ordered: Mapping[str, Quota] = {}
         self.retired: Mapping[tuple[str | None, str], Retirement] = {}

@@ -9,7 +9,7 @@ from itertools import product
 
 import kvstore
 from kvstore.api import Ack, LeaseId, Lookup, Outcome, PageStore, PrefixQuery, Progress, Retention, SaveOutcome, Staged
-from kvstore.catalog.pending_base import PendingLog
+from kvstore.catalog.pending import PendingLog
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.format.manifest import pack_manifest
 from kvstore.format.record import Record
@@ -19,14 +19,13 @@ from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
+from kvstore.runtime.budget import Shares, share_left
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import Events
-from kvstore.runtime.long_work import PIECE, LongWork
 from kvstore.runtime.meters import Meters
-from kvstore.runtime.shares import Shares, share_left
 from kvstore.runtime.tracing import Tracing
-from kvstore.runtime.turns import Turns
+from kvstore.runtime.turns import PIECE, LongWork, Turns
 from kvstore.store.absence import AbsenceFinder
 from kvstore.store.absent import AbsentKeys
 from kvstore.store.admission import check_key, check_sizes
@@ -386,7 +385,7 @@ class TieredStore(PageStore):
             return False
         return self._aside.try_take(tenant, num_bytes)
 
-    def tell(self, outcome: Outcome) -> None:
+    def report(self, outcome: Outcome) -> None:
         self._explainer.tell(outcome)
 
     def explain_keys(self, reason: Callable[[str], str]) -> None:

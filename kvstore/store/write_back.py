@@ -221,7 +221,7 @@ class WriteBack:
 
     def _add_worker(self) -> None:
         self._num_workers += 1
-        self._background.spawn(self._work(), f"write back to {self._tier.name}", is_nobodys=True)
+        self._background.spawn(self._work(), f"write back to {self._tier.name}", is_shared=True)
 
     async def _write(self, job: _Job) -> None:
         job.attempts += 1

@@ -1,4 +1,4 @@
-"""A healthy client beside an attack: a real service, a client in a process of its own, and what both see meanwhile."""
+"""A healthy client beside an attack: a real service, a client in a process of its own, and their measurements."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Seen:
 
     Attributes:
         lookup_s: How long each lookup of the healthy client took, ascending.
-        before_bytes, during_bytes, after_bytes: Memory that the service had resident: before the attack, the most
-            during it, and the least within 20 s after it.
-        memory_bytes, receive_bytes: The service's settings.
+        before_bytes: The service's resident memory before the attack.
+        during_bytes: The most during it.
+        after_bytes: The least within 20 s after it.
     """
 
     lookup_s: tuple[float, ...]
@@ -193,7 +193,7 @@ async def beside(
     Args:
         service: A running service.
         attack: Called once, in this process; it may take as long as it wants.
-        at_least_s: The client goes on for this long, also if the attack has ended.
+        at_least_s: The client runs for this long, also if the attack has ended.
         calm_s: The client begins this long before the attack.
 
     Raises:

@@ -1,5 +1,5 @@
-"""What every catalog must do: subclass `CatalogContract` and give it a `catalog` and a second one, `other`, that shares
-what the first one stores (the same object, where a catalog has one owner).
+"""The contract of a catalog: subclass `CatalogContract` and give it a `catalog` and a second one, `other`, on the same
+data (the same object, if a catalog has one owner).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from kvstore.catalog.base import Addition, Catalog, LeaveReason, Leaving, LevelTotals, Removal, Use
+from kvstore.catalog.base import Addition, BoundaryEntry, Catalog, LeaveReason, Leaving, LevelTotals, Removal, Use
 from kvstore.catalog.entry import HITS_AT, TOKENS_AT, Level
 from kvstore.errors import Closed, InvalidRequest
 from kvstore.model.keys import PrefixHash, RecordKey
@@ -53,7 +53,7 @@ class CatalogContract:
     """Behaviour of `Catalog`."""
 
     async def test_what_was_added_is_found(self, catalog: Catalog) -> None:
-        """An entry has the slices, the bytes per group, the position and the parent that were told."""
+        """An entry has the slices, the bytes per group, the position and the parent that were reported."""
         await _open(catalog)
         assert await catalog.add(_whole(128), deadline=_soon()) == [True] * 22
         entry = await catalog.get(_NAMESPACE, _prefix(128), deadline=_soon())
@@ -78,7 +78,7 @@ class CatalogContract:
         assert [table.mean_bytes(Level.HOT, group) for group in range(3)] == [1000, 1000, 50]
 
     async def test_what_is_told_twice_counts_once(self, catalog: Catalog, other: Catalog) -> None:
-        """Two services that tell of the same record, at once and again, count it once; the first size stays."""
+        """Two services report the same record, at once and again: it counts once, and the first size stays."""
         await _open(catalog, other)
         calls = [one.add([_added(64, num_bytes=size)], deadline=_soon()) for one, size in ((catalog, 7), (other, 7))]
         await asyncio.gather(*calls)
@@ -86,7 +86,7 @@ class CatalogContract:
         assert await _levels(catalog) == (1, LevelTotals(1, 1, 7), LevelTotals())
 
     async def test_levels_are_apart(self, catalog: Catalog) -> None:
-        """One entry tells of both levels, and each may end by itself."""
+        """One entry has both levels, and the records of one may be removed without the other."""
         await _open(catalog)
         await catalog.add([*_whole(64), *_whole(64, Level.COLD, 2000)], deadline=_soon())
         hot, cold = LevelTotals(1, 22, 22_025), LevelTotals(1, 22, 44_025)
@@ -95,10 +95,10 @@ class CatalogContract:
             [Removal(one.key, Level.HOT, one.num_bytes, LeaveReason.LOST) for one in _whole(64)], deadline=_soon()
         )
         assert await _levels(catalog) == (1, LevelTotals(), cold)
-        assert await catalog.start_leaving(_NAMESPACE, _prefix(64), Level.HOT, deadline=_soon()) is None
+        assert await _start(catalog, 64, Level.HOT) is None
 
     async def test_a_removal_of_unknown_size_leaves_no_rest(self, catalog: Catalog) -> None:
-        """Sizes that nobody knows are shares, the last record takes what is left, and the entry goes with it."""
+        """An unknown size counts as the mean; the last record has the rest, and the entry is removed with it."""
         await _open(catalog)
         await catalog.add([_added(64, 1, s, num_bytes=n) for s, n in ((0, 10), (1, 11), (2, 13))], deadline=_soon())
         for slice_, left in ((0, 23), (2, 12), (1, 0), (1, 0)):
@@ -109,22 +109,22 @@ class CatalogContract:
         assert await catalog.get(_NAMESPACE, _prefix(64), deadline=_soon()) is None
 
     async def test_a_boundary_leaves_in_two_steps(self, catalog: Catalog, other: Catalog) -> None:
-        """While it leaves, lookups see nothing there, additions are refused, another service may finish; then all of it
-        is off the totals, and its tombstone tells why.
+        """While it leaves, lookups see nothing there, additions are refused, and another service may finish. Then its
+        bytes are subtracted from the totals, and its tombstone has the reason.
         """
         await _open(catalog, other)
         await catalog.add([*_whole(64, Level.COLD), *_whole(128, Level.COLD)], deadline=_soon())
-        entry = await catalog.start_leaving(_NAMESPACE, _prefix(64), Level.COLD, deadline=_soon())
+        entry = await _start(catalog, 64, Level.COLD)
         assert entry is not None and len(entry.keys(Level.COLD)) == 22 and entry.leaving == {Level.COLD}
         table = await catalog.lookup(_NAMESPACE, [_prefix(64)], deadline=_soon())
         assert not table.rows(Level.COLD).any()
         told = [_added(64, level=Level.COLD), _added(64, level=Level.HOT)]
         assert await other.add(told, deadline=_soon()) == [False, True]
-        again = await other.start_leaving(_NAMESPACE, _prefix(64), Level.COLD, deadline=_soon(), unless_used_since_s=0)
+        again = await _start(other, 64, Level.COLD, unless_used_since_s=0)
         assert again is not None and again.keys(Level.COLD) == entry.keys(Level.COLD)
-        finish = (_NAMESPACE, _prefix(64), Level.COLD, LeaveReason.QUOTA)
-        assert await other.finish_leaving(*finish, deadline=_soon()) == 22_025
-        assert await catalog.finish_leaving(*finish, deadline=_soon()) == 0
+        gone = [(entry, LeaveReason.QUOTA)]
+        assert await other.finish_leaving(gone, Level.COLD, deadline=_soon()) == 22_025
+        assert await catalog.finish_leaving(gone, Level.COLD, deadline=_soon()) == 0
         assert await _levels(catalog) == (2, LevelTotals(1, 1, 1000), LevelTotals(1, 22, 22_025))
         (tombstone,) = await catalog.tombstones(limit=10, deadline=_soon())
         assert (tombstone.prefix, tombstone.reason, tombstone.num_bytes) == (_prefix(64), LeaveReason.QUOTA, 22_025)
@@ -142,15 +142,15 @@ class CatalogContract:
         order = [256, *alone, 192, 128, 64]
         below = [order.index(tokens - 64) if tokens - 64 in prompt else None for tokens in order]
         leaving = [
-            Leaving(_NAMESPACE, _prefix(tokens), 0xFFFFFFFF, place) for tokens, place in zip(order, below, strict=True)
+            Leaving(_NAMESPACE, _prefix(tokens), below=place) for tokens, place in zip(order, below, strict=True)
         ]
-        hidden = await catalog.start_leaving_all(leaving, Level.COLD, deadline=_soon())
+        hidden = await catalog.start_leaving(leaving, Level.COLD, deadline=_soon())
         assert [entry.tokens if entry is not None else None for entry in hidden] == [256, 1280, None, 192, None, None]
         assert all(entry.leaving == {Level.COLD} for entry in hidden if entry is not None)
         gone = [(entry, LeaveReason.EVICTED) for entry in hidden if entry is not None]
-        assert await catalog.finish_leaving_all(gone, Level.COLD, deadline=_soon()) == 3 * 22_025
-        assert await catalog.finish_leaving_all(gone, Level.COLD, deadline=_soon()) == 0
-        assert await catalog.finish_leaving_all([], Level.COLD, deadline=_soon()) == 0
+        assert await catalog.finish_leaving(gone, Level.COLD, deadline=_soon()) == 3 * 22_025
+        assert await catalog.finish_leaving(gone, Level.COLD, deadline=_soon()) == 0
+        assert await catalog.finish_leaving([], Level.COLD, deadline=_soon()) == 0
         assert await _levels(catalog) == (2, LevelTotals(), LevelTotals(2, 44, 2 * 22_025))
         assert len(await catalog.tombstones(limit=10, deadline=_soon())) == 3
 
@@ -158,25 +158,23 @@ class CatalogContract:
         """Nothing was deleted after all."""
         await _open(catalog)
         await catalog.add([_added(64)], deadline=_soon())
-        await catalog.start_leaving(_NAMESPACE, _prefix(64), Level.HOT, deadline=_soon())
+        await _start(catalog, 64, Level.HOT)
         await catalog.stop_leaving(_NAMESPACE, _prefix(64), Level.HOT, deadline=_soon())
         table = await catalog.lookup(_NAMESPACE, [_prefix(64)], deadline=_soon())
         assert table.rows(Level.HOT).any()
         assert await catalog.add([_added(64, 0, 1)], deadline=_soon()) == [True]
 
     async def test_pins_and_use_protect(self, catalog: Catalog) -> None:
-        """A pinned boundary leaves only by force, and one that was used since only when that does not matter."""
+        """A boundary stays if it was used after the given time, and while it is pinned."""
         await _open(catalog)
         await catalog.add([_added(64)], deadline=_soon())
-        leave = (_NAMESPACE, _prefix(64), Level.HOT)
-        assert await catalog.start_leaving(*leave, deadline=_soon(), unless_used_since_s=1) is None
+        assert await _start(catalog, 64, Level.HOT, unless_used_since_s=1) is None
         assert await catalog.pin(_NAMESPACE, [_prefix(64), _prefix(128)], 4_000_000_000, deadline=_soon()) == 1
-        assert await catalog.start_leaving(*leave, deadline=_soon()) is None
-        entry = await catalog.start_leaving(*leave, deadline=_soon(), even_if_pinned=True)
+        assert await _start(catalog, 64, Level.HOT) is None
+        entry = await catalog.get(_NAMESPACE, _prefix(64), deadline=_soon())
         assert entry is not None and entry.pinned_until_s == 4_000_000_000
-        await catalog.stop_leaving(*leave, deadline=_soon())
         await catalog.pin(_NAMESPACE, [_prefix(64)], 0, deadline=_soon())
-        assert await catalog.start_leaving(*leave, deadline=_soon()) is not None
+        assert await _start(catalog, 64, Level.HOT) is not None
 
     async def test_use_counts_and_fills_in(self, catalog: Catalog) -> None:
         """Hits add up; position and parent, unknown after a reindex, are learnt; absent boundaries are ignored."""
@@ -269,7 +267,7 @@ class CatalogContract:
         assert totals[_NAMESPACE].tenant == ""
 
     async def test_tombstones_are_the_last_ones(self, catalog: Catalog) -> None:
-        """Single records are told with group and slice, the latest first."""
+        """Tombstones of single records have group and slice, the latest first."""
         await _open(catalog)
         await catalog.add(_whole(64), deadline=_soon())
         for slice_ in range(3):
@@ -311,6 +309,14 @@ class CatalogContract:
 async def _open(*catalogs: Catalog) -> None:
     for catalog in catalogs:
         await catalog.register(_NAMESPACE, _LAYOUT, "", deadline=_soon())
+
+
+async def _start(
+    catalog: Catalog, tokens: int, level: Level, *, unless_used_since_s: int = 0xFFFFFFFF
+) -> BoundaryEntry | None:
+    leaving = Leaving(_NAMESPACE, _prefix(tokens), unless_used_since_s)
+    (entry,) = await catalog.start_leaving([leaving], level, deadline=_soon())
+    return entry
 
 
 async def _levels(catalog: Catalog) -> tuple[int, LevelTotals, LevelTotals]:

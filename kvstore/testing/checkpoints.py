@@ -26,7 +26,7 @@ VOCABULARY = 1024
 _SEED = 1234
 _MADE = "made.json"
 _LAYOUT_VERSION = 1
-"""Raise it when weights or configs change, so that a kept folder is written anew."""
+"""Raise it when weights or configs change, so that a kept folder is written again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +142,8 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         dtype="bfloat16",
         unit_norm=False,
     ),
-    # large next to its weights, as hybrids are that users run: 32 KiB of KV per token in two layers, 12.3 MiB of states
-    # in six, so that a step of 2,048 tokens fills 64 MiB of host memory with pages before its prompt's state is made
+    # Large next to its weights, like the hybrids of users: 32 KiB of KV per token in two layers, 12.3 MiB of states in
+    # six. So a step of 2,048 tokens fills 64 MiB of host memory with pages before its prompt's state is made.
     "qwen3next-wide": Checkpoint(
         {
             "architectures": ["Qwen3NextForCausalLM"],

@@ -1,4 +1,4 @@
-"""The smallest honest `PendingLog` and `Ownership`, in dictionaries that outlive those who use them."""
+"""A `PendingLog` and an `Ownership` in dictionaries that outlive them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvstore.catalog.ownership import Ownership
-from kvstore.catalog.pending_base import PendingEntry, PendingLog, PendingTotals
+from kvstore.catalog.coordination import Ownership
+from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals
 from kvstore.errors import Closed
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
@@ -20,31 +20,31 @@ T = TypeVar("T")
 
 
 _NOBODY = "nobody"
-"""The owner of what somebody has given back."""
+"""The owner of entries that were released."""
 
 
 @dataclass
 class PendingBooks:
-    """What several logs share: for each record its entry, and of each owner the end of the lease."""
+    """What several logs share: for each record its entry, and when the lease of each owner ends."""
 
     entries: dict[RecordKey, tuple[PendingEntry, dict[object, float]]] = field(default_factory=dict)
 
 
 @dataclass
 class LeaseBooks:
-    """Who holds which name until when, and says what."""
+    """By name: the holder of its lease, when the lease ends, and the holder's word."""
 
     held: dict[str, tuple[object, float, str]] = field(default_factory=dict)
 
 
 class DictPendingLog(PendingLog):
-    """One owner's view of the books.
+    """One owner's view of the dictionaries.
 
     Args:
-        books: What is kept; stays the caller's.
+        books: The dictionaries.
         lease_s: Seconds that a claim lasts.
-        clock: Of the leases: one clock for all owners, as a server's.
-        ask: How to reach them.
+        clock: Measures the leases of all owners, like a server's.
+        ask: The connection to the dictionaries.
     """
 
     def __init__(self, books: PendingBooks, *, lease_s: float, clock: Clock = SYSTEM_CLOCK, ask: Ask = at_once) -> None:
@@ -135,7 +135,7 @@ class DictPendingLog(PendingLog):
 
 
 class DictOwnership(Ownership):
-    """One owner's view of the leases on names; arguments as above."""
+    """One owner's view of the leases on names; arguments like `DictPendingLog`."""
 
     def __init__(self, books: LeaseBooks, *, lease_s: float, clock: Clock = SYSTEM_CLOCK, ask: Ask = at_once) -> None:
         self._books = books

@@ -16,16 +16,16 @@ __all__ = ["FaultyTier"]
 
 
 class FaultyTier(Tier):
-    """Passes every call on to a real tier, unless it is told to fail.
+    """Passes every call on to a real tier, unless a fault is set.
 
     Attributes:
         calls: Number of calls by method.
         keys_asked: Every key of every `head`, in order.
-        keys_put: Every key that a put brought, in order.
+        keys_put: The key of every put, in order.
         keys_allowed: Every key that may be evicted, in order.
         down: Every call raises `Unavailable` at once.
         frozen: Every call hangs until its deadline or until this is unset.
-        get_limit: After so many gets further ones hang; `None`: none does.
+        get_limit: Gets after this number hang; `None`: none does.
         get_s: Each get takes this long.
         lost: `get` answers `None` for these, as if they had gone since `head`.
         refused: `put` raises `Unavailable` for these and for no others.
@@ -54,7 +54,7 @@ class FaultyTier(Tier):
     async def _fault(self, method: str, deadline: Deadline) -> None:
         self.calls[method] += 1
         if self.down:
-            raise Unavailable("the tier was told to be down", tier=self.name)
+            raise Unavailable("a test has set the tier to be down", tier=self.name)
         if self.frozen or (method == "get" and self.get_limit is not None and self.calls["get"] > self.get_limit):
             async with deadline.scope("a call to a frozen tier"):
                 await asyncio.Event().wait()
@@ -75,12 +75,12 @@ class FaultyTier(Tier):
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
         await self._fault("put", deadline)
         if record.key in self.refused:
-            raise Unavailable("the tier was told to refuse this record", tier=self.name, key=record.key)
+            raise Unavailable("a test has set the tier to refuse this record", tier=self.name, key=record.key)
         self.keys_put.append(record.key)
         outcome = await self.inner.put(record, deadline=deadline)
         if record.key in self.unanswered:
             self.unanswered.remove(record.key)
-            raise Unavailable("the tier was told to store this record and not to say so", tier=self.name)
+            raise Unavailable("a test has set the tier to store this record without an answer", tier=self.name)
         return outcome
 
     async def put_evictable(self, record: Record, *, deadline: Deadline) -> PutOutcome:

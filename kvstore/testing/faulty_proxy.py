@@ -24,7 +24,7 @@ _BODY = (
 
 
 class FaultyProxy:
-    """Passes bytes to a port of the loopback until it is told to fail; a context manager that leaves nothing running.
+    """Passes bytes to a port of the loopback until a fault is set; a context manager that leaves nothing running.
 
     Every method returns when the change is in force. Changes end open connections, except those of the delay.
 
@@ -50,7 +50,7 @@ class FaultyProxy:
         return f"http://127.0.0.1:{self.port}"
 
     def refuse(self) -> None:
-        """Nobody listens: connections end and new ones are refused."""
+        """Stop listening: connections end and new ones are refused."""
         self._call(self._stop_listening())
 
     def answer_503(self) -> None:
@@ -58,7 +58,7 @@ class FaultyProxy:
         self._call(self._start_answering())
 
     def delay(self, seconds: float) -> None:
-        """Whatever clients send arrives so much later; answers come back at once."""
+        """Clients' bytes arrive this much later; answers come back at once."""
         self._delay_s = seconds
 
     def heal(self) -> None:
@@ -129,7 +129,7 @@ class FaultyProxy:
         writer.write(answer.encode() + b"Connection: close\r\n\r\n" + body)
         await writer.drain()
         writer.write_eof()
-        with suppress(TimeoutError):  # whoever sends its body all the same must not see a reset before the answer
+        with suppress(TimeoutError):  # a client that sends its body nevertheless must not see a reset before the answer
             async with asyncio.timeout(_LINGER_S):
                 while await reader.read(_CHUNK_BYTES):
                     pass

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kvstore.runtime.collector import collector_paused
+from kvstore.runtime.pauses import collector_paused
 
 __all__ = ["LoopHeld"]
 
@@ -16,8 +16,8 @@ class LoopHeld:
     """Watches the event loop.
 
     Attributes:
-        longest_s: The longest time that the loop's thread computed in one go, in seconds of processor time: what other
-            processes and threads do meanwhile does not count.
+        longest_s: The longest time that the loop's thread computed in one go, in seconds of processor time; the time
+            of other processes and threads does not count.
     """
 
     def __init__(self) -> None:

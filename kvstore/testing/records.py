@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import numpy as np
 
@@ -10,9 +11,10 @@ from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.record import Record, seal
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import RecordKind
-from kvstore.model.spans import Span
+from kvstore.model.layout import Span
 
-__all__ = ["NAMESPACE", "make_key", "make_record"]
+__all__ = ["DAMAGE", "NAMESPACE", "flipped", "make_key", "make_record"]
+
 
 NAMESPACE = NamespaceId(hashlib.sha256(b"namespace of the tests").digest()[:16])
 
@@ -34,3 +36,25 @@ def make_record(key: RecordKey | int, payload_bytes: int = 1000, *, seed: int = 
     data = bytearray(HEADER_BYTES) + bytearray(generator.bytes(payload_bytes))
     header = HeaderV1(key, RecordKind.PAGE, Span(0, 256), 0, payload_bytes, 0, bytes(16), created_ms=1_700_000_000_000)
     return seal(header, data)
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    """`data` with one bit changed."""
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+DAMAGE: dict[str, Callable[[bytes, bytes], bytes]] = {
+    "empty": lambda data, other: b"",
+    "cut inside the header": lambda data, other: data[:100],
+    "cut behind the header": lambda data, other: data[:HEADER_BYTES],
+    "one byte short": lambda data, other: data[:-1],
+    "one byte long": lambda data, other: data + b"\0",
+    "header bit": lambda data, other: flipped(data, 8 * 60 + 3),
+    "payload bit": lambda data, other: flipped(data, 8 * (HEADER_BYTES + 500) + 5),
+    "another record": lambda data, other: other,
+    "another record's payload": lambda data, other: data[:HEADER_BYTES] + other[HEADER_BYTES:],
+    "foreign bytes": lambda data, other: b"<html>not a record</html>" * 40,
+}
+"""Stored bytes, made of the record's own and of another's."""

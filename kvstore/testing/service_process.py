@@ -16,7 +16,8 @@ import uvloop
 
 import kvstore
 from kvstore.api import PageStore
-from kvstore.service.running import serve_until_told
+from kvstore.service.main import serve
+from kvstore.service.server import Server
 from kvstore.testing.dict_store import DictStore
 from kvstore.wire.address import TcpAddress, parse_address
 
@@ -26,7 +27,7 @@ _START_S = 60.0
 
 
 def free_tcp_url() -> str:
-    """An address of the loopback that nobody listens on at the moment."""
+    """A free address of the loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(TcpAddress("127.0.0.1", probe.getsockname()[1]))
@@ -101,7 +102,7 @@ async def _store(slow: bool) -> AsyncIterator[PageStore]:
 
 def _main(url: str, *options: str) -> None:
     store, addresses = _store("slow" in options), [parse_address(url)]
-    uvloop.run(serve_until_told(store, addresses, on_ready=lambda _: print("ready", flush=True)))
+    uvloop.run(serve(store, Server, addresses, on_ready=lambda _: print("ready", flush=True)))
 
 
 if __name__ == "__main__":

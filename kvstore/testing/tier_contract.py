@@ -1,7 +1,7 @@
 """The contract of `Tier` as tests: subclass `TierContract`, give it a `medium`, and a new tier is tested.
 
 What stands here is what `TieredStore` relies on. Damage is planted through `Medium`, which reaches the stored bytes
-behind the tier's back; so a tier that does not verify what it reads fails here, whatever it promises.
+behind the tier's back; so a tier that does not verify its reads fails here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.deadline import Deadline
-from kvstore.testing.damage import DAMAGE, flipped
-from kvstore.testing.records import NAMESPACE, make_key, make_record
+from kvstore.testing.records import DAMAGE, NAMESPACE, flipped, make_key, make_record
 from kvstore.tiers.base import Entry, PutOutcome, Tier
 
 __all__ = ["LARGE_BYTES", "LastingTierContract", "Medium", "TierContract", "soon"]
@@ -118,7 +117,7 @@ class TierContract:
 
     @pytest.mark.parametrize("payload_bytes", [1000, LARGE_BYTES])
     async def test_second_put_changes_nothing(self, tier: Tier, payload_bytes: int) -> None:
-        """The first record under a name stays; the second is told that it exists."""
+        """The first record under a name stays; the second put returns `EXISTS`."""
         first, second = (make_record(1, payload_bytes, seed=seed) for seed in (1, 2))
         assert await tier.put(first, deadline=soon()) is PutOutcome.STORED
         assert await tier.put(second, deadline=soon()) is PutOutcome.EXISTS
@@ -223,7 +222,7 @@ class TierContract:
 
     @pytest.mark.parametrize("damage", list(DAMAGE))
     async def test_damage_is_never_served(self, tier: Tier, medium: Medium, damage: str) -> None:
-        """Bytes that are not the record their name says are a counted miss, put out of reach, and can be put anew."""
+        """Bytes that are not the record their name says are a counted miss, quarantined, and can be put again."""
         record, other = make_record(1), make_record(2)
         told: list[RecordKey] = []
         tier.on_quarantine = lambda key, reason: told.append(key)
@@ -263,7 +262,7 @@ class TierContract:
 
     @pytest.mark.parametrize("payload_bytes", [1000, LARGE_BYTES])
     async def test_quarantine(self, tier: Tier, medium: Medium, payload_bytes: int) -> None:
-        """A record that a reader found bad is out of every reader's reach, counted, and can be put anew."""
+        """A record that a reader found bad is no longer read, counted, and can be put again."""
         record = make_record(1, payload_bytes)
         await tier.put(record, deadline=soon())
         await tier.quarantine(record.key, "found bad by a test", deadline=soon())

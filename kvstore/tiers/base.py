@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from kvstore.errors import Closed
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.runtime.background import gather_all
 from kvstore.runtime.deadline import Deadline
-from kvstore.tiers.gather import gather_all
+from kvstore.tiers.verify import check_deadline
 
 __all__ = ["Concern", "Entry", "PutOutcome", "Severity", "Tier", "TierUsage"]
 
+_log = logging.getLogger(__name__)
+
 
 class PutOutcome(Enum):
-    """What became of a put; all of them are normal."""
+    """The result of a put; all of them are normal."""
 
     STORED = "stored"
     EXISTS = "exists"
@@ -25,12 +30,7 @@ class PutOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A record as a tier lists it.
-
-    Attributes:
-        key: The record's key, parsed from its name.
-        num_bytes: Bytes of the record, header included.
-    """
+    """A record as a tier lists it: its key, and its bytes, header included."""
 
     key: RecordKey
     num_bytes: int
@@ -41,13 +41,13 @@ class TierUsage:
     """What a tier holds.
 
     Attributes:
-        num_records: Records, or `None` where counting would mean a scan.
-        used_bytes: Bytes of records, or `None` likewise.
-        limit_bytes: The budget, or `None` for no bound of ours.
-        num_quarantined: Corrupt records put aside since the tier was opened.
-        limit_name: The setting behind `limit_bytes`: `memory_bytes`, `disk_bytes`, `cold_bytes`, or Redis' `maxmemory`;
-            empty: there is no bound.
-        refuses_writes: Why it takes no writes at present, in fixed words; empty: it does, or nobody knows.
+        num_records: `None` if counting would mean a scan.
+        used_bytes: Bytes of records; `None` as for `num_records`.
+        limit_bytes: The budget. `None`: the store sets no limit.
+        num_quarantined: Corrupt records quarantined since the tier was opened.
+        limit_name: The setting behind `limit_bytes`: `memory_bytes`, `disk_bytes`, `cold_bytes`, or Redis' `maxmemory`.
+            Empty: there is no limit.
+        refuses_writes: Why the tier refuses writes now, in fixed words. Empty: it accepts them, or this is unknown.
     """
 
     num_records: int | None
@@ -62,20 +62,14 @@ class Severity(Enum):
     """How bad a concern is."""
 
     DANGER = "danger"
-    """What was promised to stay may be lost."""
+    """Records that must stay may be lost."""
     ADVICE = "advice"
     """It costs hits or speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Concern:
-    """Something about a tier's medium that an operator should change.
-
-    Attributes:
-        severity: How bad it is.
-        address: The server's address.
-        text: What was seen, what follows from it, and the next step.
-    """
+    """A property of a tier's server that an operator should change; `text` ends with the next step."""
 
     severity: Severity
     address: str
@@ -89,31 +83,34 @@ class Tier(ABC):
     """Stores sealed records by name, once each.
 
     The caller guarantees that a record it puts was verified. The tier guarantees that what `get` returns was verified
-    against its seal and its key *after* it left the medium: anything else is quarantined, counted, answered as a miss.
+    against its seal and its key *after* it left the medium. Anything else is quarantined, counted, answered as a miss.
 
-    Every method raises `Unavailable` at its deadline or when the medium refuses, `Closed` after `aclose`; no
-    foreign exception crosses this border. Busy or unreachable is never answered as "missing".
+    Every method raises `Unavailable` at its deadline or when the medium refuses, and `Closed` after `aclose`. No
+    foreign exception leaves a tier. A busy or unreachable medium is never answered as "missing".
     """
 
     name: str
     """Short and stable: `memory`, `filesystem`, `redis`, `s3`; shown in metrics and answers."""
 
     on_quarantine: Callable[[RecordKey, str], None] | None = None
-    """Called with each record that is put aside, and why; set by the tier's owner. May be called in any thread."""
+    """Called with each quarantined record and the reason, in any thread; set by the tier's owner."""
 
     on_drop: Callable[[Sequence[RecordKey]], None] | None = None
-    """Called with the records that the tier evicts for its own budget; set by the tier's owner. Called on the loop."""
+    """Called on the loop with the records that the tier evicts for its own budget; set by the tier's owner."""
+
+    _num_quarantined = 0
+    _closed = False
 
     @property
     def num_quarantined(self) -> int:
-        """Corrupt records put aside since the tier was opened."""
-        return 0
+        """Corrupt records quarantined since the tier was opened."""
+        return self._num_quarantined
 
     @abstractmethod
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
-        """For each key the record's bytes where known (header included, 0 when present but unknown), `None` if absent.
+        """For each key the record's bytes, header included; 0 if only its presence is known, `None` if it is absent.
 
-        One round trip for any number of keys where the medium can.
+        One round trip for any number of keys, if the medium supports that.
         """
 
     @abstractmethod
@@ -123,25 +120,25 @@ class Tier(ABC):
         """Return the verified record, or `None`: absent, incomplete or just quarantined.
 
         Args:
-            key: What to read.
+            key: The record to read.
             deadline: When to give up.
             allocate: Returns a writable buffer of the given size to receive into; by default a fresh `bytearray`.
 
-        If cancelled, a buffer from `allocate` may still be written to: drop it, never use it again.
+        If cancelled, a buffer from `allocate` may still be written to: do not use it again.
         """
 
     @abstractmethod
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
-        """Store the record under its name, once; `EXISTS` writes nothing, `FULL` stores nothing.
+        """Store the record under its name, once. `EXISTS` writes nothing, `FULL` stores nothing.
 
-        After `EXISTS` the record stays as if it had just been stored: an earlier `allow_eviction` is void.
+        `EXISTS` ends an earlier `allow_eviction`: the record stays as if it had just been stored.
 
         If cancelled, the record is either wholly stored or wholly absent for every reader.
         """
 
     async def put_evictable(self, record: Record, *, deadline: Deadline) -> PutOutcome:
-        """As `put`, for a record that was promised to nobody: a medium that evicts by itself may evict it at once.
-        After `EXISTS` the existing record may be evicted, or must stay, as before.
+        """As `put`, for a record that no caller relies on: a medium that evicts by itself may evict it at once.
+        `EXISTS` does not change whether the existing record may be evicted.
         """
         return await self.put(record, deadline=deadline)
 
@@ -150,7 +147,7 @@ class Tier(ABC):
         """Remove a record. False: it was not there."""
 
     async def delete_all(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        """Remove many records; those that are not there are ignored. When it raises, some may be left."""
+        """Remove many records; absent ones are ignored. If it raises, some may be left."""
         await gather_all(self.delete(key, deadline=deadline) for key in keys)
 
     def cost_bytes(self, num_bytes: int) -> int:
@@ -158,27 +155,26 @@ class Tier(ABC):
         return num_bytes
 
     async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:  # noqa: B027
-        """Let the medium evict these records from now on: a slower tier has them too. Absent ones are ignored.
+        """Let the medium evict these records from now on, because a slower tier has them too. Absent ones are ignored.
 
-        A medium that evicts by itself must keep a record until then. Tiers with a budget of ours evict by use alone,
-        and ignore this call.
+        A medium that evicts by itself keeps a record until this call. Tiers with a budget of their own ignore it.
         """
 
     @abstractmethod
     async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
-        """Put a record out of readers' reach, and keep its bytes if the medium allows. False: nothing was put aside.
+        """Hide a record from readers, and keep its bytes if the medium allows. False: nothing was quarantined.
 
         Args:
             key: Its name.
-            reason: What was found, for people.
-            seen: The record that was found bad, as it was read. Another one that was put under the name since stays.
-                `None`: whatever stands there.
+            reason: What is wrong with it, for people.
+            seen: The corrupt record as it was read; another record that has the name by now stays. `None`: quarantine
+                any record of this name.
             deadline: When to give up.
         """
 
     @abstractmethod
     def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
-        """Yield what is stored, in no order; records put or deleted meanwhile may or may not be seen."""
+        """Yield the stored records in no order. Those put or deleted during the scan may be missing or listed."""
 
     @abstractmethod
     async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
@@ -186,16 +182,35 @@ class Tier(ABC):
 
     @abstractmethod
     async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
-        """Return what `put_manifest` kept, or `None`."""
+        """The description that `put_manifest` kept, or `None`."""
 
     @abstractmethod
     async def usage(self, *, deadline: Deadline) -> TierUsage:
-        """Report what is held, cheaply."""
+        """What the tier holds, at a small cost."""
 
     async def concerns(self, *, deadline: Deadline) -> list[Concern]:
-        """What an operator should change about the medium, dangers first; by default nothing."""
+        """What an operator should change about the medium, dangers first."""
         return []
 
     @abstractmethod
     async def aclose(self) -> None:
         """Release connections, files and buffers. Idempotent."""
+
+    # for implementations
+
+    def _check_open(self) -> None:
+        """Refuse a call after `aclose` (`_closed` is set)."""
+        if self._closed:
+            raise Closed("the tier is closed", tier=self.name)
+
+    def _check(self, deadline: Deadline) -> None:
+        """Refuse a call that comes after `aclose`, or has no time left."""
+        self._check_open()
+        check_deadline(deadline, self.name)
+
+    def _quarantined(self, key: RecordKey, reason: str, place: str = "") -> None:
+        """Count, report and log a record that was just quarantined, and where its bytes are."""
+        self._num_quarantined += 1
+        if self.on_quarantine is not None:
+            self.on_quarantine(key, reason)
+        _log.warning("record quarantined tier=%s key=%s reason=%s place=%s", self.name, key, reason, place)

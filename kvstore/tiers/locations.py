@@ -1,30 +1,47 @@
-"""Where a slower tier is, read from the text of a setting: `redis://...`, `s3://bucket/prefix`, `file:///dir`."""
+"""Parses the settings `hot` and `cold`: `redis://...`, `s3://bucket/prefix`, `file:///dir`, `memory:`.
+
+This module imports no client library, so settings can be read where none is installed.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from kvstore.errors import InvalidRequest
-from kvstore.tiers.locations_redis import REDIS_SCHEMES, RedisLocation, parse_redis, without_secrets
 
 __all__ = [
     "ColdLocation",
     "FileLocation",
+    "HostPort",
     "HotLocation",
     "NoTier",
     "RedisLocation",
     "S3Location",
     "parse_cold",
     "parse_hot",
+    "parse_redis",
     "without_secrets",
 ]
+
+RedisMode = Literal["standalone", "cluster", "sentinel"]
+
+
+class HostPort(NamedTuple):
+    """Where a server listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
 class NoTier:
-    """No slower tier in this place; spelled `memory:`."""
+    """No slower tier in this place; written `memory:`."""
 
     def __str__(self) -> str:
         return "memory:"
@@ -32,11 +49,7 @@ class NoTier:
 
 @dataclass(frozen=True, slots=True)
 class FileLocation:
-    """A directory.
-
-    Attributes:
-        path: Absolute.
-    """
+    """A directory, by its absolute path."""
 
     path: Path
 
@@ -51,7 +64,7 @@ class S3Location:
     Attributes:
         bucket: Its name.
         prefix: Without slashes at its ends; may be empty.
-        endpoint_url: Where the service is; `None`: from the AWS environment, else Amazon's own.
+        endpoint_url: Where the service is. `None`: from the AWS environment, else Amazon's own.
         region: `None`: from the AWS environment.
     """
 
@@ -64,19 +77,76 @@ class S3Location:
         return f"s3://{self.bucket}/{self.prefix}"
 
 
+@dataclass(frozen=True, slots=True)
+class RedisLocation:
+    """A Redis or Valkey. Its text shows no password.
+
+    Attributes:
+        mode: What listens at the addresses.
+        tls: Whether to use TLS, also with sentinels.
+        addresses: The server; or nodes of the cluster, of which one must answer; or the sentinels.
+        database: Number of the database; 0 in a cluster.
+        username: For ACLs. `None`: the default user.
+        password: A secret.
+        service: The sentinels' name for the primary; `None` in the other modes.
+        sentinel_login: Whether sentinels require the same login as the servers.
+        ca_file: Certificates to trust instead of the system's.
+        cert_file: Our own certificate, for servers that require one.
+        key_file: Its key. `None`: it is in `cert_file`.
+        url: The whole setting, secrets included.
+    """
+
+    mode: RedisMode
+    tls: bool
+    addresses: tuple[HostPort, ...]
+    database: int = 0
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    service: str | None = None
+    sentinel_login: bool = False
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    url: str = field(default="", repr=False, compare=False)
+
+    def __str__(self) -> str:
+        scheme = urlsplit(self.url).scheme or "redis"
+        service = f"/{self.service}" if self.service is not None else ""
+        database = "" if self.mode == "cluster" else f"/{self.database}"
+        return f"{scheme}://{','.join(map(str, self.addresses))}{service}{database}"
+
+
 HotLocation = NoTier | RedisLocation
 ColdLocation = NoTier | FileLocation | S3Location
 
+_REDIS_MODES: dict[str, RedisMode] = {
+    "redis": "standalone",
+    "rediss": "standalone",
+    "redis+cluster": "cluster",
+    "rediss+cluster": "cluster",
+    "redis+sentinel": "sentinel",
+    "rediss+sentinel": "sentinel",
+}
+"""Modes by scheme; `rediss` means TLS."""
+_REDIS_FORMS: dict[RedisMode, str] = {
+    "standalone": "[user:password@]host[:port][/database]",
+    "cluster": "[user:password@]host[:port][,host[:port]...]",
+    "sentinel": "[user:password@]sentinel[:port][,sentinel[:port]...]/service[/database]",
+}
+_REDIS_PORT = 6379
+_SENTINEL_PORT = 26379
+_TLS_OPTIONS = ("ca_file", "cert_file", "key_file")
+
 
 def parse_hot(text: str) -> HotLocation:
-    """Read the setting `hot`.
+    """Parse the setting `hot`.
 
     Raises:
-        InvalidRequest: Not a location for a hot tier. The message never repeats a password.
+        InvalidRequest: Not a location for a hot tier. The message never contains a password.
     """
     if text == "memory:":
         return NoTier()
-    if text.partition("://")[0] not in REDIS_SCHEMES:
+    if text.partition("://")[0] not in _REDIS_MODES:
         raise InvalidRequest(
             "hot must be redis://host:port/database, rediss://, redis+cluster://, redis+sentinel:// or memory:",
             seen=repr(without_secrets(text)),
@@ -87,8 +157,76 @@ def parse_hot(text: str) -> HotLocation:
         raise InvalidRequest(f"hot {error.message}", **error.details) from None
 
 
+def parse_redis(text: str) -> RedisLocation:
+    """Parse the url of a Redis.
+
+    Raises:
+        InvalidRequest: Not of its scheme's form. The message never contains a password.
+    """
+    scheme = text.partition("://")[0]
+    if scheme not in _REDIS_MODES:
+        raise InvalidRequest(f"expected one of {', '.join(_REDIS_MODES)}", seen=repr(without_secrets(text)))
+    mode, tls = _REDIS_MODES[scheme], scheme.startswith("rediss")
+    try:
+        parts = urlsplit(text)
+        login, _, hosts = parts.netloc.rpartition("@")
+        port = _SENTINEL_PORT if mode == "sentinel" else _REDIS_PORT
+        addresses = tuple(_address(host, port) for host in hosts.split(","))
+        if parts.fragment or (mode == "standalone" and len(addresses) > 1):
+            raise ValueError
+        service, database = _service_and_database(mode, parts.path)
+        username, _, password = login.partition(":")
+        return RedisLocation(
+            mode=mode,
+            tls=tls,
+            addresses=addresses,
+            database=database,
+            username=unquote(username) or None,
+            password=unquote(password) or None,
+            service=service,
+            **_redis_options(mode, tls, parts.query),  # type: ignore[arg-type]
+            url=text,
+        )
+    except ValueError:
+        form = f"{scheme}://{_REDIS_FORMS[mode]}" + ("[?ca_file=/path]" if tls else "")
+        # without the cause, whose text may contain the password
+        raise InvalidRequest(f"must look like {form}", seen=repr(without_secrets(text))) from None
+
+
+def _address(text: str, default_port: int) -> HostPort:
+    parts = urlsplit(f"//{text}")
+    if not parts.hostname or parts.path:
+        raise ValueError
+    return HostPort(parts.hostname, default_port if parts.port is None else parts.port)
+
+
+def _service_and_database(mode: RedisMode, path: str) -> tuple[str | None, int]:
+    steps = [step for step in path.split("/") if step]
+    service = unquote(steps.pop(0)) if mode == "sentinel" and steps else None
+    database = steps.pop(0) if steps else "0"
+    if steps or not database.isdecimal() or (mode == "sentinel") != (service is not None):
+        raise ValueError
+    if mode == "cluster" and int(database) != 0:
+        raise ValueError
+    return service, int(database)
+
+
+def _redis_options(mode: RedisMode, tls: bool, query: str) -> dict[str, Path | bool]:
+    options: dict[str, Path | bool] = {}
+    for name, values in parse_qs(query, keep_blank_values=True, strict_parsing=bool(query)).items():
+        if name == "sentinel_login" and mode == "sentinel" and values == ["same"]:
+            options[name] = True
+        elif name in _TLS_OPTIONS and tls and len(values) == 1 and values[0].startswith("/"):
+            options[name] = Path(values[0])
+        else:
+            raise ValueError
+    if "key_file" in options and "cert_file" not in options:
+        raise ValueError
+    return options
+
+
 def parse_cold(text: str) -> ColdLocation:
-    """Read the setting `cold`.
+    """Parse the setting `cold`.
 
     Raises:
         InvalidRequest: Not a location for a cold tier.
@@ -117,3 +255,10 @@ def _parse_s3(text: str) -> S3Location:
             seen=repr(without_secrets(text)),
         )
     return S3Location(parts.netloc, unquote(parts.path).strip("/"), **given)
+
+
+def without_secrets(text: str) -> str:
+    """The text with `***` in place of everything between its scheme and its last `@`."""
+    before, at, rest = text.rpartition("@")
+    scheme, slashes, _ = before.partition("//")
+    return f"{scheme if slashes else ''}{slashes}***@{rest}" if at else text

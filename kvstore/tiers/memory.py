@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvstore.errors import Closed, InternalError, InvalidRequest
+from kvstore.errors import InternalError, InvalidRequest
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
-from kvstore.tiers.verify import check_deadline, is_same, open_off_loop
+from kvstore.tiers.verify import is_same, open_off_loop
 
 __all__ = ["RECORD_OVERHEAD_BYTES", "MemoryTier", "Pin"]
 
 RECORD_OVERHEAD_BYTES = 1024
-"""What a record costs on top of its bytes: header, key and index entries; about 1 KiB in CPython 3.11."""
-
-_log = logging.getLogger(__name__)
+"""The cost of a record beside its bytes: header, key and index entries; about 1 KiB in CPython 3.11."""
 
 _MANIFESTS_MAX = 1024
 _ARENA_BYTES_MIN = 64 << 10
-"""Smaller buffers are not worth a place in the arena: a socket is as fast for them."""
+"""Smaller buffers do not use the arena: a socket is as fast for them."""
 
 
 @dataclass(eq=False, slots=True)
 class _Slot:
-    """One record in place.
+    """One record with its pins.
 
     Attributes:
-        record: The record itself.
-        cost_bytes: What it is charged.
-        num_pins: Pins that hold it; above zero it is not evicted.
+        cost_bytes: Its charge against the budget.
+        num_pins: Above zero it is not evicted.
         pinned_for: The owner that its pinned bytes count for.
         removed: Deleted while pinned: no reader finds it, but its bytes stay until the last pin ends.
     """
@@ -49,28 +45,28 @@ class _Slot:
 
 @dataclass(eq=False, slots=True)
 class Pin:
-    """A receipt for pinned records; return it exactly once with `MemoryTier.unpin`."""
+    """A receipt for pinned records; return it with `MemoryTier.unpin`, exactly once."""
 
     _slots: tuple[_Slot, ...]
     _returned: bool = False
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """The pinned records, in the order that they were asked for."""
+        """The pinned records, in the order of the keys."""
         return tuple(slot.record for slot in self._slots)
 
 
 class MemoryTier(Tier):
-    """Keeps `Record` objects themselves: a put copies nothing, a get returns the same immutable object.
+    """Keeps `Record` objects: a put copies nothing, a get returns the same immutable object and ignores `allocate`.
 
     The synchronous core (`peek`, `insert`, `pin`, `unpin`, `remove`) never waits; the `Tier` methods build on it. All
-    methods belong to one event loop's thread. `allocate` is not called: there are no bytes to move.
+    methods belong to one event loop's thread.
 
     Attributes:
-        used_bytes, pinned_bytes: Bytes held, and those of them that pins keep.
-        pinned_by: The latter by owner.
-        owner_of: Says whose a namespace is; set by the tier's owner.
-        num_evicted: Records that made room for others.
+        pinned_bytes: Those of `used_bytes` that pins keep.
+        pinned_by: `pinned_bytes` by owner.
+        owner_of: Returns the owner of a namespace; set by the tier's owner.
+        num_evicted: Records that were evicted to make room for others.
 
     Args:
         budget_bytes: Limit for headers, payloads and `RECORD_OVERHEAD_BYTES` per record.
@@ -89,16 +85,10 @@ class MemoryTier(Tier):
         self.num_evicted = 0
         self.pinned_by: Counter[str] = Counter()
         self.owner_of: Callable[[NamespaceId], str] = lambda _: ""
-        self._num_quarantined = 0
         self._slots: dict[RecordKey, _Slot] = {}
         self._idle: OrderedDict[RecordKey, _Slot] = OrderedDict()  # not pinned, least recently used first
         self._at: dict[NamespaceId, dict[PrefixHash, dict[int, int]]] = {}  # a bit per slice, by group
         self._manifests: OrderedDict[NamespaceId, bytes] = OrderedDict()
-        self._closed = False
-
-    @property
-    def num_quarantined(self) -> int:
-        return self._num_quarantined
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -107,11 +97,11 @@ class MemoryTier(Tier):
         return key in self._slots
 
     def boundaries(self, namespace: NamespaceId) -> Mapping[PrefixHash, Mapping[int, int]]:
-        """Every boundary of a namespace with a record here: for each of its groups a bit per slice that is here."""
+        """Every boundary of a namespace that has a record here: by group, a bit for each slice that is here."""
         return self._at.get(namespace, {})
 
     def buffer(self, num_bytes: int) -> memoryview:
-        """Uninitialised memory for a record that is to be put here, in the arena if there is room."""
+        """Uninitialised memory for a record to put here, in the arena if there is room."""
         if self.arena is not None and num_bytes >= _ARENA_BYTES_MIN:
             buffer = self.arena.take(num_bytes)
             if buffer is not None:
@@ -147,7 +137,7 @@ class MemoryTier(Tier):
             self.num_evicted += 1
         slot = _Slot(record, cost_bytes)
         self._slots[record.key] = self._idle[record.key] = slot
-        self._note(record.key)
+        self._add_slice(record.key)
         self.used_bytes += cost_bytes
         return PutOutcome.STORED
 
@@ -190,11 +180,11 @@ class MemoryTier(Tier):
             else:
                 self._idle[slot.record.key] = slot
 
-    def _note(self, key: RecordKey) -> None:
+    def _add_slice(self, key: RecordKey) -> None:
         groups = self._at.setdefault(key.namespace, {}).setdefault(key.prefix, {})
         groups[key.group] = groups.get(key.group, 0) | 1 << key.slice
 
-    def _strike_out(self, key: RecordKey) -> None:
+    def _remove_slice(self, key: RecordKey) -> None:
         boundaries = self._at[key.namespace]
         groups = boundaries[key.prefix]
         groups[key.group] &= ~(1 << key.slice)
@@ -206,11 +196,11 @@ class MemoryTier(Tier):
             del self._at[key.namespace]
 
     def remove(self, key: RecordKey) -> bool:
-        """Remove a record from the reach of new readers; pins keep its bytes. False: it was not there."""
+        """Hide a record from new readers; pins keep its bytes. False: it was not there."""
         slot = self._slots.pop(key, None)
         if slot is None:
             return False
-        self._strike_out(key)
+        self._remove_slice(key)
         if slot.num_pins > 0:
             slot.removed = True
         else:
@@ -220,8 +210,7 @@ class MemoryTier(Tier):
 
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         self._check(deadline)
-        slots = (self._slots.get(key) for key in keys)
-        return [None if slot is None else slot.record.num_bytes for slot in slots]
+        return [None if (slot := self._slots.get(key)) is None else slot.record.num_bytes for key in keys]
 
     async def get(
         self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
@@ -246,23 +235,19 @@ class MemoryTier(Tier):
         return self.remove(key)
 
     async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
-        """Drop the record and count it: a budget for readable records is no place to keep damaged ones."""
+        """Drop the record and count it: this tier keeps no damaged bytes."""
         self._check_open()
         slot = self._slots.get(key)
         if slot is None or not (seen is None or slot.record is seen or is_same(slot.record.data, seen.data)):
             return False
         self.remove(key)
-        self._num_quarantined += 1
-        if self.on_quarantine is not None:
-            self.on_quarantine(key, reason)
-        _log.warning("record quarantined tier=%s key=%s reason=%s", self.name, key, reason)
+        self._quarantined(key, reason)
         return True
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
         self._check_open()
-        entries = [Entry(key, slot.record.num_bytes) for key, slot in self._slots.items()]
-        for entry in entries:
-            if namespace is None or entry.key.namespace == namespace:
+        for entry in [Entry(key, slot.record.num_bytes) for key, slot in self._slots.items()]:
+            if namespace in (None, entry.key.namespace):
                 yield entry
 
     async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
@@ -287,11 +272,3 @@ class MemoryTier(Tier):
         self._manifests.clear()
         if self.arena is not None:
             self.arena.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Closed("the tier is closed", tier=self.name)
-
-    def _check(self, deadline: Deadline) -> None:
-        self._check_open()
-        check_deadline(deadline, self.name)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, Unavailable
 
-__all__ = ["Address", "TcpAddress", "UnixAddress", "parse_address"]
+__all__ = ["Address", "TcpAddress", "UnixAddress", "parse_address", "unix_accepts"]
 
 UNIX_PATH_BYTES_MAX = 107
 """Linux stores a socket's path in 108 bytes, including the terminating zero."""
@@ -93,3 +94,22 @@ def _parse_tcp(text: str) -> TcpAddress:
     if not host or port is None or parts.path or parts.query or parts.fragment:
         raise InvalidRequest(expected, seen=repr(text))
     return TcpAddress(host, port, tls=parts.scheme == "tls")
+
+
+def unix_accepts(path: str) -> bool:
+    """Whether a process listens on a Unix socket.
+
+    Raises:
+        Unavailable: That cannot be determined, e.g. for lack of permission.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
+            return False
+        except BlockingIOError:  # its backlog is full: the listener is there, if slow
+            return True
+        except OSError as error:
+            raise Unavailable("cannot probe a Unix socket", path=path, error=error.strerror) from error
+        return True

@@ -1,10 +1,16 @@
-"""Converts values of `kvstore.api` to and from messages: many boundaries and keys as a few byte strings."""
+"""Converts values of `kvstore.api` to and from messages.
+
+Fields that have the same name in a value and its message are copied. Only the others are converted here, such as
+boundaries and keys, which become a few byte strings.
+"""
 
 from __future__ import annotations
 
 import math
 import struct
 from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -45,13 +51,9 @@ def query_fields(query: PrefixQuery) -> dict[str, Any]:
     Raises:
         InvalidRequest: A boundary does not fit 32 bits.
     """
-    return {
-        "namespace": query.namespace,
+    return _same_fields(query, messages.Lookup) | {
         "tokens": _pack("I", [boundary.tokens for boundary in query.boundaries], "tokens"),
         "prefixes": b"".join(boundary.prefix for boundary in query.boundaries),
-        "local_tokens": query.local_tokens,
-        "cap_tokens": query.cap_tokens,
-        "step_tokens": query.step_tokens,
     }
 
 
@@ -63,13 +65,11 @@ def parse_query(message: messages.Lookup) -> PrefixQuery:
     """
     tokens = _unpack("I", message.tokens, f"{message.type}.tokens")
     prefixes = _prefixes(message.prefixes, len(tokens), f"{message.type}.prefixes")
-    return PrefixQuery(
-        namespace=parse_namespace(message.namespace, f"{message.type}.namespace"),
-        boundaries=tuple(Boundary(*pair) for pair in zip(tokens, prefixes, strict=True)),
-        local_tokens=message.local_tokens,
-        cap_tokens=message.cap_tokens,
-        step_tokens=message.step_tokens,
-    )
+    changed = {
+        "namespace": parse_namespace(message.namespace, f"{message.type}.namespace"),
+        "boundaries": tuple(Boundary(*pair) for pair in zip(tokens, prefixes, strict=True)),
+    }
+    return PrefixQuery(**_same_fields(message, PrefixQuery) | changed)
 
 
 def lookup_reply(request_id: int, lookup: Lookup) -> messages.LookedUp:
@@ -114,25 +114,21 @@ def staged_reply(
     Args:
         request_id: The request's.
         staged: What is staged.
-        query: What was asked for, by a client that reads packed answers; `None`: by one that does not.
+        query: The request, of a client that reads packed answers; `None`: of one that does not.
         layout: The namespace's, likewise.
     """
     chosen = _pack_chosen(staged, query, layout) if query is not None and layout is not None else b""
     keys, spans = ((), ()) if chosen else (staged.keys, staged.spans)
-    return messages.Staged(
-        request_id,
-        lease=staged.lease or b"",
-        resume_tokens=staged.resume_tokens,
-        namespace=staged.keys[0].namespace if staged.keys else bytes(NAMESPACE_BYTES),
-        prefixes=b"".join(key.prefix for key in keys),
-        parts=_pack("H", [part for key in keys for part in (key.group, key.slice)], "parts"),
-        spans=_pack("I", [token for span in spans for token in span], "spans"),
-        num_bytes=staged.num_bytes,
-        lease_s=staged.lease_s,
-        sources=dict(staged.sources),
-        cut=staged.cut,
-        chosen=chosen,
-    )
+    changed = {
+        "lease": staged.lease or b"",
+        "namespace": staged.keys[0].namespace if staged.keys else bytes(NAMESPACE_BYTES),
+        "prefixes": b"".join(key.prefix for key in keys),
+        "parts": _pack("H", [part for key in keys for part in (key.group, key.slice)], "parts"),
+        "spans": _pack("I", [token for span in spans for token in span], "spans"),
+        "sources": dict(staged.sources),
+        "chosen": chosen,
+    }
+    return messages.Staged(request_id, **_same_fields(staged, messages.Staged) | changed)
 
 
 def parse_staged(message: messages.Staged, query: PrefixQuery | None = None, layout: Layout | None = None) -> Staged:
@@ -140,7 +136,7 @@ def parse_staged(message: messages.Staged, query: PrefixQuery | None = None, lay
 
     Args:
         message: The answer.
-        query: What was asked for, if packed answers are read.
+        query: The request, if packed answers are read.
         layout: The namespace's, likewise.
 
     Raises:
@@ -148,22 +144,14 @@ def parse_staged(message: messages.Staged, query: PrefixQuery | None = None, lay
     """
     if message.chosen:
         if query is None or layout is None:
-            raise InvalidRequest("a packed answer was not asked for", field="staged.chosen")
+            raise InvalidRequest("a packed answer was not requested", field="staged.chosen")
         keys, spans = _unpack_chosen(message.chosen, query, layout)
     else:
         keys, spans = _unpack_keys(message)
     if not all(isinstance(count, int) for count in message.sources.values()):
         raise InvalidRequest("a field has the wrong type", field="staged.sources", expected="whole numbers")
-    return Staged(
-        lease=LeaseId(message.lease) if message.lease else None,
-        resume_tokens=message.resume_tokens,
-        keys=keys,
-        spans=spans,
-        sources=dict(message.sources),
-        num_bytes=message.num_bytes,
-        lease_s=message.lease_s,
-        cut=message.cut,
-    )
+    changed = {"lease": LeaseId(message.lease) if message.lease else None, "keys": keys, "spans": spans}
+    return Staged(**_same_fields(message, Staged) | changed)
 
 
 Spans = tuple[tuple[int, int], ...]
@@ -211,9 +199,10 @@ def _unpack_chosen(chosen: bytes, query: PrefixQuery, layout: Layout) -> tuple[t
 
 
 def plain_text(text: str, most: int = _TEXT_MAX) -> str:
-    """What an engine calls something, fit to be shown: at most so many characters, and escaped where it is a control
-    character, a line or paragraph separator, or one that changes the direction of text. Engines take such names from
-    their own clients.
+    """The first `most` characters of an engine's text, with unprintable characters escaped.
+
+    Engines take such texts from their own clients. Control characters, line separators and characters that change the
+    direction of text could forge a line of a log.
     """
     text = text[:most]
     if text.isprintable():
@@ -224,22 +213,16 @@ def plain_text(text: str, most: int = _TEXT_MAX) -> str:
 def outcome_message(outcome: Outcome) -> messages.Outcome:
     """A request's outcome as a message."""
     stop = outcome.stop
-    return messages.Outcome(
-        request=outcome.request[:_TEXT_MAX],
-        namespace=outcome.namespace or b"",
-        prompt_tokens=outcome.prompt_tokens,
-        cap_tokens=outcome.cap_tokens,
-        local_tokens=outcome.local_tokens,
-        resume_tokens=outcome.resume_tokens,
-        reason=outcome.reason,
-        detail=dict(outcome.detail),
-        stop_tokens=stop.tokens if stop is not None else 0,
-        stop_prefix=stop.prefix if stop is not None else b"",
-        groups=outcome.groups.to_bytes((outcome.groups.bit_length() + 7) // 8, "little"),
-        first=outcome.first or b"",
-        content=outcome.content,
-        age_ms=outcome.age_ms,
-    )
+    changed = {
+        "request": outcome.request[:_TEXT_MAX],
+        "namespace": outcome.namespace or b"",
+        "detail": dict(outcome.detail),
+        "stop_tokens": stop.tokens if stop is not None else 0,
+        "stop_prefix": stop.prefix if stop is not None else b"",
+        "groups": outcome.groups.to_bytes((outcome.groups.bit_length() + 7) // 8, "little"),
+        "first": outcome.first or b"",
+    }
+    return messages.Outcome(**_same_fields(outcome, messages.Outcome) | changed)
 
 
 def parse_outcome(message: messages.Outcome) -> Outcome:
@@ -265,26 +248,22 @@ def parse_outcome(message: messages.Outcome) -> Outcome:
         for name, value in list(message.detail.items())[:_DETAILS_MAX]
         if isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
     }
-    return Outcome(
-        request=plain_text(message.request),
-        namespace=parse_namespace(message.namespace, "outcome.namespace") if message.namespace else None,
-        prompt_tokens=message.prompt_tokens,
-        cap_tokens=message.cap_tokens,
-        local_tokens=message.local_tokens,
-        resume_tokens=message.resume_tokens,
-        reason=plain_text(message.reason),
-        detail=detail,
-        stop=stop,
-        groups=int.from_bytes(message.groups[:_GROUPS_BYTES_MAX], "little"),
-        first=PrefixHash(message.first) if message.first else None,
-        content=message.content,
-        age_ms=min(message.age_ms, _AGE_MS_MAX),
-    )
+    changed = {
+        "request": plain_text(message.request),
+        "namespace": parse_namespace(message.namespace, "outcome.namespace") if message.namespace else None,
+        "reason": plain_text(message.reason),
+        "detail": detail,
+        "stop": stop,
+        "groups": int.from_bytes(message.groups[:_GROUPS_BYTES_MAX], "little"),
+        "first": PrefixHash(message.first) if message.first else None,
+        "age_ms": min(message.age_ms, _AGE_MS_MAX),
+    }
+    return Outcome(**_same_fields(message, Outcome) | changed)
 
 
 def key_fields(key: RecordKey) -> dict[str, Any]:
     """The fields of a key, as `messages.Load` and `messages.Discard` carry them."""
-    return {"namespace": key.namespace, "prefix": key.prefix, "group": key.group, "slice": key.slice}
+    return _same_fields(key, messages.Load)
 
 
 def parse_key(message: messages.Load | messages.Discard) -> RecordKey:
@@ -308,6 +287,18 @@ def parse_namespace(namespace: bytes, where: str) -> NamespaceId:
     """
     _check_length(where, namespace, NAMESPACE_BYTES)
     return NamespaceId(namespace)
+
+
+def _same_fields(value: Any, target: Any) -> dict[str, Any]:
+    """The fields of `value` that the class `target` has too, by name."""
+    source: Any = type(value)
+    return {name: getattr(value, name) for name in _same_names(source, target)}
+
+
+@cache
+def _same_names(source: Any, target: Any) -> tuple[str, ...]:
+    known = {field.name for field in fields(target)}
+    return tuple(field.name for field in fields(source) if field.name in known)
 
 
 def _pack(code: str, numbers: list[int], where: str) -> bytes:

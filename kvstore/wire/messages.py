@@ -6,64 +6,47 @@ exactly once, by its reply message or by `Error`; `StageProgress` may come befor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
+from typing import Any, ClassVar, TypeVar, dataclass_transform, get_origin, get_type_hints
 
-from kvstore.errors import InvalidRequest
-from kvstore.wire.fields import from_map, to_map
+from kvstore import errors
+from kvstore.errors import InternalError, InvalidRequest, KVStoreError
+from kvstore.model.namespace import NamespaceNotOpen
 from kvstore.wire.frames import Head
 
-__all__ = [
-    "PROTOCOL_VERSION",
-    "ArenaShared",
-    "Cancel",
-    "Discard",
-    "Discarded",
-    "Error",
-    "Explain",
-    "Explained",
-    "Hello",
-    "Load",
-    "Loaded",
-    "LookedUp",
-    "Lookup",
-    "Message",
-    "NamespaceOpened",
-    "OpenNamespace",
-    "Outcome",
-    "Ping",
-    "Pong",
-    "Refused",
-    "Release",
-    "Renew",
-    "Renewed",
-    "Reply",
-    "Request",
-    "Save",
-    "Saved",
-    "ShareArena",
-    "Stage",
-    "StageProgress",
-    "Staged",
-    "Status",
-    "StatusReply",
-    "Welcome",
-    "decode",
-    "encode",
-]
-
 PROTOCOL_VERSION = 1
+
+MESSAGE_TYPES: dict[str, type[Message]] = {}
+"""Every class of message, by its name on the wire."""
+_WHOLE_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Base of all messages; `type` names them on the wire."""
+    """Base of all messages; `type` is the name on the wire."""
 
     type: ClassVar[str] = ""
 
 
-@dataclass(frozen=True, slots=True)
+Made = TypeVar("Made", bound=Message)
+
+
+@dataclass_transform(frozen_default=True)
+def wire_message(kind: str) -> Callable[[type[Made]], type[Made]]:
+    """Make a class a message: a frozen dataclass with slots, found by its name on the wire."""
+
+    def made(cls: type[Made]) -> type[Made]:
+        cls = dataclass(frozen=True, slots=True)(cls)
+        cls.type = kind
+        MESSAGE_TYPES[kind] = cls
+        return cls
+
+    return made
+
+
+@wire_message("hello")
 class Hello(Message):
     """First frame of a client.
 
@@ -74,14 +57,13 @@ class Hello(Message):
         client: A readable name for logs, e.g. `pid 17`.
     """
 
-    type: ClassVar[str] = "hello"
     version: int
     token: str = ""
     role: str = "control"
     client: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("welcome")
 class Welcome(Message):
     """First frame of the service.
 
@@ -94,10 +76,9 @@ class Welcome(Message):
         arena: Id of the memory that the service shares with peers on its node; empty for none.
         explains, traces: Whether it takes `outcome` and answers `explain`; whether it reads `trace` in a head.
         codes: Whether its errors carry a `code` where there is one.
-        losses: Whether it tells an `outcome` that is a loss from one of a request.
+        losses: Whether it distinguishes an `outcome` that is a loss from one of a request.
     """
 
-    type: ClassVar[str] = "welcome"
     version: int
     release: str
     max_payload_bytes: int
@@ -110,11 +91,10 @@ class Welcome(Message):
     losses: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("refused")
 class Refused(Message):
     """The reason why the service ends this connection; nothing follows. `kind` is a class name of `kvstore.errors`."""
 
-    type: ClassVar[str] = "refused"
     kind: str
     message: str
 
@@ -134,23 +114,20 @@ class Reply(Message):
     id: int
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("open_namespace")
 class OpenNamespace(Request):
-    type: ClassVar[str] = "open_namespace"
     description: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("namespace_opened")
 class NamespaceOpened(Reply):
-    type: ClassVar[str] = "namespace_opened"
     namespace: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("lookup")
 class Lookup(Request):
     """Asks for a prompt. `tokens` holds a u32 per boundary, `prefixes` 32 bytes per boundary."""
 
-    type: ClassVar[str] = "lookup"
     namespace: bytes
     tokens: bytes
     prefixes: bytes
@@ -159,11 +136,10 @@ class Lookup(Request):
     step_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("looked_up")
 class LookedUp(Reply):
     """`masks`: `mask_bytes` little-endian bytes per boundary; `offers`: per resume point a map from tier to bytes."""
 
-    type: ClassVar[str] = "looked_up"
     resume_tokens: int
     mask_bytes: int
     masks: bytes
@@ -171,24 +147,22 @@ class LookedUp(Reply):
     silent: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("stage")
 class Stage(Lookup):
     """`packed`: the client knows the namespace's layout, and reads `chosen` in the answer."""
 
-    type: ClassVar[str] = "stage"
     packed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("stage_progress")
 class StageProgress(Reply):
     """Sent before the reply to `Stage`: `num_bytes` are staged so far; `working`: it is worked on, bytes or not."""
 
-    type: ClassVar[str] = "stage_progress"
     num_bytes: int
     working: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("staged")
 class Staged(Reply):
     """`lease` is empty for nothing staged. Per record: 32 bytes in `prefixes`, 2 u16 in `parts`, 2 u32 in `spans`.
 
@@ -196,7 +170,6 @@ class Staged(Reply):
     per boundary of the request, set when all slices of the group's record there are staged.
     """
 
-    type: ClassVar[str] = "staged"
     lease: bytes
     resume_tokens: int
     namespace: bytes
@@ -210,23 +183,20 @@ class Staged(Reply):
     chosen: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("renew")
 class Renew(Request):
-    type: ClassVar[str] = "renew"
     lease: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("renewed")
 class Renewed(Reply):
-    type: ClassVar[str] = "renewed"
     alive: bool
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("load")
 class Load(Request):
     """`arena` is the id of the shared memory that the client has mapped: a record in it need not be sent."""
 
-    type: ClassVar[str] = "load"
     lease: bytes
     namespace: bytes
     prefix: bytes
@@ -235,58 +205,50 @@ class Load(Request):
     arena: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("loaded")
 class Loaded(Reply):
     """The frame's payload is the record; if `stamp` is not zero, the record is in the arena of the request instead."""
 
-    type: ClassVar[str] = "loaded"
     offset: int = 0
     num_bytes: int = 0
     stamp: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("share_arena")
 class ShareArena(Request):
     """Asks for the descriptor of the service's arena; on a Unix socket only."""
 
-    type: ClassVar[str] = "share_arena"
 
-
-@dataclass(frozen=True, slots=True)
+@wire_message("arena_shared")
 class ArenaShared(Reply):
     """The descriptor comes with this frame, as ancillary data."""
 
-    type: ClassVar[str] = "arena_shared"
     arena: bytes
     capacity_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("save")
 class Save(Request):
     """The frame's payload is the record. An unknown `retention` is treated as `normal`."""
 
-    type: ClassVar[str] = "save"
     ack: str
     retention: str = "normal"
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("saved")
 class Saved(Reply):
-    type: ClassVar[str] = "saved"
     outcome: str
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("release")
 class Release(Message):
     """Not answered."""
 
-    type: ClassVar[str] = "release"
     lease: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("discard")
 class Discard(Request):
-    type: ClassVar[str] = "discard"
     namespace: bytes
     prefix: bytes
     group: int
@@ -294,12 +256,12 @@ class Discard(Request):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("discarded")
 class Discarded(Reply):
-    type: ClassVar[str] = "discarded"
+    """The record is quarantined."""
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("outcome")
 class Outcome(Message):
     """Not answered. `namespace`, `stop_prefix`, `first` and `content` are empty for none; `groups` is little-endian.
 
@@ -307,7 +269,6 @@ class Outcome(Message):
         age_ms: How long before it was sent this happened, so that clocks need not agree.
     """
 
-    type: ClassVar[str] = "outcome"
     request: str
     namespace: bytes
     prompt_tokens: int
@@ -324,83 +285,142 @@ class Outcome(Message):
     age_ms: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("explain")
 class Explain(Request):
-    type: ClassVar[str] = "explain"
     request: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("explained")
 class Explained(Reply):
-    type: ClassVar[str] = "explained"
     values: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("status")
 class Status(Request):
-    type: ClassVar[str] = "status"
+    """Asks for the status of the service."""
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("status_reply")
 class StatusReply(Reply):
-    type: ClassVar[str] = "status_reply"
     values: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("ping")
 class Ping(Request):
-    type: ClassVar[str] = "ping"
+    """Asks whether the service's loop runs."""
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("pong")
 class Pong(Reply):
-    type: ClassVar[str] = "pong"
+    """Answers `Ping`."""
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("cancel")
 class Cancel(Message):
     """The client no longer needs the answer to request `id`; it is answered all the same. Unknown ids are ignored."""
 
-    type: ClassVar[str] = "cancel"
     id: int
 
 
-@dataclass(frozen=True, slots=True)
+@wire_message("error")
 class Error(Reply):
     """Answers a failed request. `kind` is a class name of `kvstore.errors`; an unknown one means `InternalError`.
 
-    `code` tells cases of a kind apart on which a program acts; empty for most, and unknown ones are ignored.
+    `code` distinguishes cases of a kind on which a program acts. It is empty for most; unknown codes are ignored.
     """
 
-    type: ClassVar[str] = "error"
     kind: str
     message: str
     code: str = ""
 
 
-_TYPES: dict[str, type[Message]] = {
-    cls.type: cls
-    for cls in (
-        Hello, Welcome, Refused, OpenNamespace, NamespaceOpened, Lookup, LookedUp, Stage, StageProgress, Staged, Renew,
-        Renewed, Load, Loaded, Save, Saved, Release, Discard, Discarded, Status, StatusReply, Ping, Pong, Cancel, Error,
-        ShareArena, ArenaShared, Outcome, Explain, Explained,
-    )
-}  # fmt: skip
-
-
 def encode(message: Message) -> dict[str, Any]:
-    """A message as a frame's head."""
-    return {"type": message.type, **to_map(message)}
+    """A message as a frame's head: its fields by name, and its type."""
+    return {"type": message.type} | {name: getattr(message, name) for name, _, _ in _schema(message.type)}
 
 
 def decode(head: Head) -> Message:
-    """The message in a frame's head.
+    """The message in a frame's head; unknown fields are ignored, so that newer peers may add some.
 
     Raises:
-        InvalidRequest: An unknown type, or a field that is missing or wrong.
+        InvalidRequest: An unknown type, a field without a default that is missing, or a value of the wrong type or out
+            of range. The message names the field.
     """
-    cls = _TYPES.get(name) if isinstance(name := head.get("type"), str) else None
+    kind = head.get("type")
+    cls = MESSAGE_TYPES.get(kind) if isinstance(kind, str) else None
     if cls is None:
-        seen = name[:64] if isinstance(name, str) else type(name).__name__
+        seen = kind[:64] if isinstance(kind, str) else type(kind).__name__
         raise InvalidRequest("unknown type of message", field="type", expected="a type of protocol 1", seen=seen)
-    return from_map(cls, head)
+    values = {}
+    for name, hint, is_required in _schema(cls.type):
+        if name in head:
+            values[name] = _checked(cls, name, hint, head[name])
+        elif is_required:
+            where = f"{cls.type}.{name}"
+            raise InvalidRequest("a field is missing", field=where, expected=_named(hint), seen="nothing")
+    return cls(**values)
+
+
+@cache
+def _schema(kind: str) -> tuple[tuple[str, type[Any], bool], ...]:
+    """For each field of a message its name, its type, and whether it must be there."""
+    cls = MESSAGE_TYPES[kind]
+    hints = get_type_hints(cls)
+    return tuple(
+        (
+            field.name,
+            get_origin(hints[field.name]) or hints[field.name],
+            field.default is MISSING and field.default_factory is MISSING,
+        )
+        for field in fields(cls)
+    )
+
+
+def _checked(cls: type[Message], name: str, hint: type[Any], value: Any) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        fits = is_number and isinstance(value, int) and 0 <= value <= _WHOLE_MAX
+    elif hint is float:
+        fits = is_number and 0 <= value < float("inf")
+    else:
+        fits = isinstance(value, hint)
+    if fits:
+        return float(value) if hint is float else value
+    raise InvalidRequest(
+        "a field has the wrong type or range",
+        field=f"{cls.type}.{name}",
+        expected=_named(hint),
+        seen=value if isinstance(value, int | float) else type(value).__name__,
+    )
+
+
+def _named(hint: type[Any]) -> str:
+    return "map" if hint is Mapping else hint.__name__
+
+
+# errors as messages
+
+_KINDS: dict[str, type[KVStoreError]] = {
+    name: kind for name in errors.__all__ if issubclass(kind := getattr(errors, name), KVStoreError)
+}
+_NOT_OPEN = "namespace_not_open"
+
+
+def error_of(request_id: int, error: KVStoreError) -> Error:
+    """An error as the answer to a request, under the name of its public class."""
+    kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS)
+    return Error(request_id, kind, str(error), _NOT_OPEN if isinstance(error, NamespaceNotOpen) else "")
+
+
+def raise_error(answer: Error | Refused, *, codes: bool = True) -> None:
+    """Raise what the other side answered, as the class it names.
+
+    Args:
+        answer: Its message.
+        codes: Whether the service's welcome has `codes`. An older service sends no code, so any of its invalid requests
+            may be a namespace that is not open.
+    """
+    kind = _KINDS.get(answer.kind, InternalError)
+    if isinstance(answer, Error) and kind is InvalidRequest and (answer.code == _NOT_OPEN or not codes):
+        kind = NamespaceNotOpen
+    raise kind(answer.message)

@@ -9,19 +9,20 @@ import socket
 import struct
 import termios
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Protocol
 
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.runtime.buffers import BufferedConnection
 from kvstore.wire import messages
 from kvstore.wire.frames import MAX_HEAD_BYTES, FrameReader, FrameSink, pack_head
 
 __all__ = ["FrameConnection", "FrameOwner"]
 
 _UNIX_BUFFER_BYTES = 256 << 10
-"""Small, so that the kernel reuses a few pages instead of touching fresh ones for each record."""
+"""Small, so that the kernel reuses a few pages instead of allocating new ones for each record."""
 _TCP_BUFFER_BYTES = 4 << 20
 _WRITE_HIGH_BYTES = 2 << 20
-"""What one connection may have in memory for a peer that does not read, beside the frame that exceeds it."""
+"""Unsent bytes of one connection above which `send` waits. The frame that exceeds it is still written."""
 _POSTED_BYTES_MAX = 4 << 20
 """Limit of unread `post` messages: a peer that sends requests but reads no answers is disconnected."""
 _LINGER_S = 1.0
@@ -39,7 +40,7 @@ class FrameOwner(FrameSink, Protocol):
         ...
 
 
-class FrameConnection(asyncio.BufferedProtocol):
+class FrameConnection(BufferedConnection):
     """Sends and receives frames; the protocol of an asyncio transport.
 
     Args:
@@ -58,12 +59,12 @@ class FrameConnection(asyncio.BufferedProtocol):
         *,
         max_head_bytes: int = MAX_HEAD_BYTES,
     ) -> None:
+        super().__init__()
         self._on_made = on_made
         self.reader = FrameReader(owner, max_payload_bytes, max_head_bytes)
         self.received_bytes = 0
         self.written_bytes = 0
         self._owner: FrameOwner | None = owner
-        self._transport: asyncio.Transport | None = None
         self._writable = asyncio.Event()
         self._writable.set()
         self._turn = asyncio.Lock()
@@ -74,8 +75,9 @@ class FrameConnection(asyncio.BufferedProtocol):
     # called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        # the low mark is near the high one, so that the kernel does not run dry before the next record is written
+        super().connection_made(transport)
+        assert self._transport is not None
+        # the low mark is near the high one, so that the kernel always has something to send
         self._transport.set_write_buffer_limits(high=_WRITE_HIGH_BYTES, low=_WRITE_HIGH_BYTES * 3 // 4)
         tune_socket(self._transport.get_extra_info("socket"))
         on_made, self._on_made = self._on_made, None
@@ -99,15 +101,14 @@ class FrameConnection(asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         return False
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def on_lost(self, error: Exception | None) -> None:
         self._closing = True
-        self._transport = None
         self._writable.set()
-        # owner and connection refer to each other: apart, both go at once, and so do the buffers that they hold
+        # break the reference cycle between owner and connection: their buffers are freed at once
         owner, self._owner = self._owner, None
         self.reader.end()
         if owner is not None:
-            owner.on_lost(f"connection lost: {exc}" if exc else "connection closed by the other side")
+            owner.on_lost(f"connection lost: {error}" if error else "connection closed by the other side")
 
     def pause_writing(self) -> None:
         self._writable.clear()
@@ -135,7 +136,7 @@ class FrameConnection(asyncio.BufferedProtocol):
     def arrived_bytes(self) -> int:
         """A count that grows as the other side takes what is sent to it.
 
-        The transport's buffer does not serve: the kernel takes from it only when a third of megabytes is free, and with
+        The size of the transport's buffer would not do: the kernel takes bytes from it only in large steps, and with
         TLS it empties a record at a time.
         """
         sock = self._socket()
@@ -242,7 +243,7 @@ class FrameConnection(asyncio.BufferedProtocol):
                 self._transport.resume_reading()
 
     def hold(self) -> None:
-        """Read nothing more after the current frame, until `go_on`: the other side waits. Idempotent."""
+        """Read nothing more after the current frame, until `resume`: the other side waits. Idempotent."""
         if self.open and not self._is_held:
             self._is_held = True
             assert self._transport is not None
@@ -253,7 +254,7 @@ class FrameConnection(asyncio.BufferedProtocol):
         """Whether nothing more is read, after `hold`."""
         return self._is_held
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Read again. Idempotent."""
         if self._is_held:
             self._is_held = False
@@ -272,16 +273,12 @@ class FrameConnection(asyncio.BufferedProtocol):
         if self._transport is not None and not self._closing:
             self._closing = True
             self._transport.close()
-            asyncio.get_running_loop().call_later(_LINGER_S, self._abort)
+            self._loop.call_later(_LINGER_S, super().abort)
 
     def abort(self) -> None:
         """Close at once, dropping unsent data. `on_lost` follows. Idempotent."""
         self._closing = True
-        self._abort()
-
-    def _abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        super().abort()
 
 
 def tune_socket(sock: socket.socket | None) -> None:

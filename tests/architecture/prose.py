@@ -87,7 +87,8 @@ def _of_python(source: str) -> Iterator[tuple[int, str, str]]:
     for node in ast.walk(module):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             # A docstring's paragraphs and its fields are sentences of their own.
-            for part in re.split(r"\n\s*\n|\n(?=\s+\S+( \(.*?\))?: )", node.value.value):
+            text = re.sub(r"(?m)^\s*\|.*$", "", node.value.value)  # cells of a table are no sentences
+            for part in re.split(r"\n\s*\n|\n(?=\s+\S+( \(.*?\))?: )", text):
                 if part:
                     yield node.lineno, "docstring", part
         elif isinstance(node, ast.Call) and (text := _message(node)):

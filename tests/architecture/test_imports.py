@@ -10,10 +10,7 @@ import pytest
 
 from tests.architecture.sources import PACKAGES, ROOT, files, imports, imports_of, tree
 
-REDIS_HOME = (
-    *("kvstore/tiers/redis/", "kvstore/catalog/redis", "kvstore/catalog/pending_redis"),
-    "kvstore/catalog/ownership_redis",
-)
+REDIS_HOME = ("kvstore/tiers/redis/", "kvstore/catalog/redis/")
 S3_HOME = ("kvstore/tiers/s3/",)
 TESTING = ("kvstore/testing/", "benchmarks/")  # the latter compares our tiers with the usual clients
 
@@ -25,19 +22,24 @@ HOMES = {
     "boto3": TESTING,
     "botocore": (*S3_HOME, *TESTING),
     "vllm": (
-        *("connector/connector.py", "connector/vllm_facts.py"),
+        *("connector/vllm/connector.py", "connector/vllm/engine_facts.py"),
         # what vLLM shows of us, in vLLM's own types
-        *("connector/surface.py", "connector/stats.py", "connector/kv_events.py", "connector/plugin.py"),
-        *("connector/contract.py", "connector/inert.py"),  # only to look whether vLLM has what the others use
+        *(
+            "connector/vllm/observability.py",
+            "connector/vllm/observability.py",
+            "connector/vllm/observability.py",
+            "connector/plugin.py",
+        ),
+        *("connector/vllm/contract.py", "connector/vllm/inert.py"),  # only to look whether vLLM has what the others use
         *("kvstore/testing/engine/main.py", "kvstore/testing/engine/traffic.py"),
     ),
     "cryptography": ("kvstore/format/encrypted.py", "benchmarks/"),
     **dict.fromkeys(("fastapi", "starlette", "uvicorn"), ("kvstore/service/admin/", "demo/")),
     "transformers": ("kvstore/testing/checkpoints.py",),
     "torch": (
-        *("connector/connector.py", "connector/vllm_facts.py", "connector/worker/", "connector/device/"),
-        *("connector/vllm_requests.py", "benchmarks/gpu/", "benchmarks/without_amx.py"),
-        *("kvstore/testing/checkpoints.py", "kvstore/testing/engine/main.py", "kvstore/testing/engine/nursery.py"),
+        *("connector/vllm/connector.py", "connector/vllm/engine_facts.py", "connector/worker/", "connector/device/"),
+        *("connector/vllm/requests.py", "benchmarks/gpu/", "benchmarks/without_amx.py"),
+        *("kvstore/testing/checkpoints.py", "kvstore/testing/engine/main.py", "kvstore/testing/engine/fork_server.py"),
     ),
     "numba": (),
     "llvmlite": (),
@@ -48,7 +50,7 @@ HOMES = {
 CONNECTOR_MAY_IMPORT = (
     *("api", "model", "format", "codec", "errors", "client", "runtime.meters", "runtime.clock", "runtime.sizes"),
     *("runtime.arena", "runtime.buffers", "runtime.prefault", "runtime.affinity"),
-    *("runtime.free_ranges", "runtime.machine"),
+    *("runtime.free_ranges", "runtime.machine", "runtime.instruments"),
 )
 
 

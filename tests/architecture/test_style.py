@@ -18,9 +18,9 @@ FUNCTION_LINES_MAX = 70
 
 # `except Exception` stands where a piece of work ends that nobody else would end: it reports, it never hides.
 TOPS = {
-    "connector/contract.py": "the import of a module of vLLM: what it raises is a reason to run uncached",
-    "connector/guard.py": "the connector's guard",
-    "connector/scheduler/opening.py": "a background task's top",
+    "connector/vllm/contract.py": "the import of a module of vLLM: what it raises is a reason to run uncached",
+    "connector/vllm/guard.py": "the connector's guard",
+    "connector/scheduler/namespace.py": "a background task's top",
     "connector/worker/audit.py": "a background task's top",
     "connector/worker/loader.py": "a background task's top",
     "connector/worker/saver.py": "a background task's top",
@@ -28,7 +28,7 @@ TOPS = {
     "kvstore/client/connection.py": "a session's top: a caller's callback fails its own call alone",
     "kvstore/service/admin/port.py": "a thread's top",
     "kvstore/service/session.py": "a session's top",
-    "kvstore/tiers/wrap/guarded.py": "a background task's top",
+    "kvstore/tiers/guarded.py": "a background task's top",
 }
 
 # Spelled in pieces, so that this file does not contain them.

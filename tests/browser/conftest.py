@@ -1,4 +1,4 @@
-"""One Chromium for all tests of the dashboard, and pages that are told apart by width and colours."""
+"""One Chromium for all tests of the dashboard, and checks of its pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, async_playwright
 
-from kvstore.testing.servers.chromium import chromium_program
+from kvstore.testing.servers.install import chromium_program
 from tests.architecture.sources import ROOT
 
 SCREENSHOTS = ROOT / ".work" / "screenshots"
@@ -23,7 +23,9 @@ WIDTHS = {1280: 800, 390: 844}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def browser() -> AsyncIterator[Browser]:
-    """Chromium without a window; without its sandbox, which root cannot have, and a container's small /dev/shm."""
+    """Chromium without a window. It runs without its sandbox, which root cannot use, and without a container's small
+    /dev/shm.
+    """
     async with async_playwright() as driver:
         arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
         opened = await driver.chromium.launch(executable_path=chromium_program(), args=arguments)
@@ -46,13 +48,13 @@ class Visit:
     troubles: list[str] = field(default_factory=list)
 
     async def open(self, view: str, expected: str = "main h1") -> None:
-        """Go to a view, and wait until it is there with its data."""
+        """Go to a view, and wait until its data is shown."""
         await self.page.goto(f"{self.url}/#{view}")
         await self.page.wait_for_selector(f"{expected}:visible")
         await self.page.wait_for_selector("[aria-busy]", state="detached")
 
     async def charts(self, count: int) -> None:
-        """Wait until so many charts are drawn."""
+        """Wait until this number of charts is drawn."""
         drawn = "[...document.querySelectorAll('canvas')].filter((c) => globalThis.Chart?.getChart(c)?.width).length"
         async with asyncio.timeout(PATIENCE_MS / 1000):
             # Playwright's own waiting is what the page's policy forbids
@@ -60,7 +62,7 @@ class Visit:
                 await asyncio.sleep(0.02)
 
     async def shoot(self, name: str) -> None:
-        """Keep a picture of the whole page, or of the window with a dialog in it; neither is wider than the window."""
+        """Save a picture of the page, or of the window with a dialog in it; neither may be wider than the window."""
         await self.page.evaluate(_PAINTED)
         sizes = "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
         wide, window = await self.page.evaluate(sizes)
@@ -73,13 +75,13 @@ class Visit:
         await self.page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=full_page)
 
     async def shoot_everywhere(self, name: str) -> None:
-        """Pictures at each width in both colours, and all text in them can be read."""
+        """Pictures at each width in both colours; all text must have enough contrast."""
         for width in WIDTHS:
             await self.shoot_as(name, width, "light")
             await self.shoot_as(name, width, "dark")
 
     async def shoot_twice(self, name: str) -> None:
-        """Each width and each colours once: of what is laid out as another thing of which there are all four."""
+        """Pictures at each width in one colour, for a view whose layout others show in all four ways."""
         await self.shoot_as(name, 390, "dark")
         await self.shoot_as(name, 1280, "light")
 
@@ -90,7 +92,7 @@ class Visit:
         await self.check_contrast()
 
     async def check_contrast(self) -> None:
-        """All text can be read: 4.5 to 1 at least against what is behind it, in the colours of the moment."""
+        """All text has a contrast of at least 4.5 to 1 to its background."""
         found = await self.page.evaluate(_CONTRAST)
         assert found["count"] > 20 and found["weak"] == []
 
@@ -126,7 +128,7 @@ Visiting = Callable[..., AbstractAsyncContextManager[Visit]]
 
 @pytest.fixture
 def visiting(browser: Browser) -> Visiting:
-    """A visit to a service; nothing may go wrong in it but what is expected to."""
+    """A visit to a service. It fails on console messages, script errors and foreign requests that are not expected."""
 
     @asynccontextmanager
     async def visit(

@@ -1,5 +1,5 @@
-"""A service with an hour behind it: prompts of two tenants in a real Redis and a directory, lookups, stages, outcomes,
-evicted and broken records. All real but the clock of its history.
+"""A service with an hour of history: prompts of two tenants in a real Redis and a directory, lookups, stages, reports,
+evicted and corrupt records. Only the clock of its history is not real.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from kvstore.api import Outcome
 from kvstore.catalog.base import Use
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.events import EventKind
-from kvstore.service.watching import Watcher
+from kvstore.service.history import Watcher
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
-from tests.unit.admin.admin_world import World, ended, soon, world
+from tests.unit.admin.service_harness import ServiceHarness, ended, open_service, soon
 
 STEPS = 40
 """Of a minute each."""
@@ -42,15 +42,15 @@ class HourAgo:
 
 
 @asynccontextmanager
-async def stocked(folder: Path, redis: RedisServer) -> AsyncIterator[World]:
-    """Served to its own user, without tokens."""
+async def stocked(folder: Path, redis: RedisServer) -> AsyncIterator[ServiceHarness]:
+    """The service, without tokens."""
     async with Redis(host=redis.host, port=redis.port) as client:
         await client.flushdb()
     hot = f"redis://{redis.host}:{redis.port}"
-    async with world(folder, with_tokens=False, hot=hot, cold_bytes="256MiB", quotas="red=1MiB:8MiB") as made:
-        await made.port._watcher.aclose()
+    async with open_service(folder, with_tokens=False, hot=hot, cold_bytes="256MiB", quotas="red=1MiB:8MiB") as made:
+        await made.port.watcher.aclose()
         clock = HourAgo()
-        watcher = Watcher(made.store, made.port._service.history, made.store.events, clock=clock)
+        watcher = Watcher(made.store, made.service.history, made.store.events, clock=clock)
         for prompt in (RED, BLUE, BRANCH):
             await made.save(prompt)
         for number in range(STEPS):
@@ -58,15 +58,14 @@ async def stocked(folder: Path, redis: RedisServer) -> AsyncIterator[World]:
             clock.ahead_ms += 60_000
             await watcher.step()
         await made.settle()
-        assert made.store._recorder is not None
         uses = [Use(RED.boundary(tokens).prefix, 400 // tokens) for tokens in range(64, 321, 64)]
-        await made.store._recorder.catalog.use(RED.namespace, uses, deadline=soon())
-        tell_of_a_bad_night(made)
-        await give_it_work(made)
+        await made.catalog.use(RED.namespace, uses, deadline=soon())
+        add_events(made)
+        await run_jobs(made)
         yield made
 
 
-async def give_it_work(made: World) -> None:
+async def run_jobs(made: ServiceHarness) -> None:
     """Jobs that have ended, and one that takes minutes."""
     async with made.client() as client:
         for path in ("/v1/gc", "/v1/tiers/hot/reindex", "/v1/tiers/cold/drain"):
@@ -75,7 +74,7 @@ async def give_it_work(made: World) -> None:
         assert (await client.post("/v1/tiers/cold/verify", params=slow)).status_code == 202
 
 
-async def use(made: World, number: int) -> None:
+async def use(made: ServiceHarness, number: int) -> None:
     """One minute of two engines: most prompts are found, some in part, some are new."""
     for index in range(3 + number % 5):
         prompt = (RED, BLUE, RED)[index % 3]
@@ -98,15 +97,15 @@ async def use(made: World, number: int) -> None:
             stop=asked.boundary(64) if reason == "nothing_stored" else None,
             tenant=prompt.tenant,
         )
-        made.store.tell(told)
+        made.store.report(told)
 
 
-def tell_of_a_bad_night(made: World) -> None:
+def add_events(made: ServiceHarness) -> None:
     """What tests of their own make happen for real; here it is there to be looked at."""
-    tell, about = made.store.events.tell, RED.namespace.hex()
+    tell, about = made.store.events.add, RED.namespace.hex()
     tell(EventKind.TIER_DOWN, "tier redis is off, requests go on without it", is_public=True, detail={"tier": "redis"})
     tell(EventKind.TIER_BACK, "tier redis is back after 4.2 s", is_public=True, detail={"tier": "redis"})
     told = {"tier": "filesystem", "reason": "payload checksum"}
     tell(EventKind.QUARANTINED, "a record in filesystem was put aside, and not served", namespace=about, detail=told)
-    tell(EventKind.EVICTED, "12 boundaries left filesystem, as retention asks", detail={"evicted": 12})
+    tell(EventKind.EVICTED, "evicted 12 boundaries from filesystem", detail={"evicted": 12})
     tell(EventKind.SAVES_DROPPED, "7 records are not copied to filesystem", detail={"busy": 7})

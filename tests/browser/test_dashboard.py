@@ -12,7 +12,7 @@ from kvstore.api import Outcome
 from kvstore.testing.servers import RedisServer
 from tests.browser.conftest import Visiting
 from tests.browser.stocked import BLUE, RED, stocked
-from tests.unit.admin.admin_world import World
+from tests.unit.admin.service_harness import ServiceHarness
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.servers]
 
@@ -21,12 +21,12 @@ VIEWS = {"overview": 2, "misses": 1, "prefixes": 0, "tenants": 0, "tiers": 0, "j
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def made(tmp_path_factory: pytest.TempPathFactory, shared_redis: RedisServer) -> AsyncIterator[World]:
+async def made(tmp_path_factory: pytest.TempPathFactory, shared_redis: RedisServer) -> AsyncIterator[ServiceHarness]:
     async with stocked(tmp_path_factory.mktemp("stocked"), shared_redis) as opened:
         yield opened
 
 
-async def test_every_view_shows_its_data(made: World, visiting: Visiting) -> None:
+async def test_every_view_shows_its_data(made: ServiceHarness, visiting: Visiting) -> None:
     """Each view at both widths in both colours: data is there, charts are drawn, nothing is wider than the window."""
     async with visiting(made.url) as visit:
         for view, num_charts in VIEWS.items():
@@ -37,8 +37,8 @@ async def test_every_view_shows_its_data(made: World, visiting: Visiting) -> Non
             await visit.shoot_everywhere(view)
 
 
-async def test_numbers_are_the_services(made: World, visiting: Visiting) -> None:
-    """Tiles, charts and tables tell what the routes tell."""
+async def test_numbers_are_the_services(made: ServiceHarness, visiting: Visiting) -> None:
+    """Tiles, charts and tables show the numbers that the routes return."""
     async with made.client() as client, visiting(made.url) as visit:
         history = (await client.get("/v1/history")).json()
         await visit.open("overview")
@@ -57,10 +57,10 @@ async def test_numbers_are_the_services(made: World, visiting: Visiting) -> None
         assert await visit.page.locator("section h2").all_inner_texts() == ["memory", "redis", "filesystem"]
 
 
-async def test_a_request_is_explained(made: World, visiting: Visiting) -> None:
-    """A click on a recent request: the words of docs/explain.md, as the route tells them."""
+async def test_a_request_is_explained(made: ServiceHarness, visiting: Visiting) -> None:
+    """A click on a recent request shows the explanation that the route returns."""
     request, stop = "chatcmpl-asked-for", replace(RED, name="never seen").boundary(64)
-    made.store.tell(Outcome(request, RED.namespace, 336, 336, 0, 0, "nothing_stored", stop=stop, tenant="red"))
+    made.store.report(Outcome(request, RED.namespace, 336, 336, 0, 0, "nothing_stored", stop=stop, tenant="red"))
     async with made.client() as client, visiting(made.url) as visit:
         told = (await client.get("/v1/requests/explain", params={"request": request})).json()
         await visit.open("misses")
@@ -73,9 +73,9 @@ async def test_a_request_is_explained(made: World, visiting: Visiting) -> None:
         await dialog.wait_for(state="detached")
 
 
-async def test_a_prefix_is_pinned_and_deleted(made: World, visiting: Visiting) -> None:
-    """Down the tree to the end of a prompt: pinned, its deletion refused; unpinned, tried dry, then deleted for good.
-    What was done is among the events at once, without asking again.
+async def test_a_prefix_is_pinned_and_deleted(made: ServiceHarness, visiting: Visiting) -> None:
+    """Down the tree to the end of a prompt: pinned, its deletion is refused; unpinned, it is deleted after a dry run.
+    An open events view shows each change at once.
     """
     end = RED.boundary(RED.num_tokens).prefix.hex()
     path = f"/v1/prefixes/{RED.namespace.hex()}/{end}"
@@ -98,14 +98,14 @@ async def test_a_prefix_is_pinned_and_deleted(made: World, visiting: Visiting) -
         await dialog.get_by_role("button", name="Unpin").wait_for()
         assert (await client.get(path)).json()["pinned_until_s"] > 0
         await dialog.get_by_role("button", name="Delete…").click()
-        await page.get_by_text("pinned, or one that goes on").wait_for()
+        await page.get_by_text("or on a later one").wait_for()
         assert await page.get_by_role("button", name="Delete for good").is_disabled()
         await page.get_by_role("button", name="Cancel").click()
 
         await dialog.get_by_role("button", name="Unpin").click()
         await dialog.get_by_role("button", name="Pin…").wait_for()
         await dialog.get_by_role("button", name="Delete…").click()
-        await page.get_by_text("Nothing was deleted so far").wait_for()
+        await page.get_by_text("Nothing has been deleted yet").wait_for()
         assert (await client.get(path)).status_code == 200
         await visit.shoot("delete-1280-light")
         await page.get_by_role("button", name="Delete for good").click()
@@ -115,27 +115,29 @@ async def test_a_prefix_is_pinned_and_deleted(made: World, visiting: Visiting) -
             await watching.page.get_by_text(said).wait_for()
 
 
-async def test_a_namespace_is_shown_in_full(made: World, visiting: Visiting) -> None:
-    """All fields of its description; its deletion is tried dry, and cancelled; of what is unused there is none."""
+async def test_a_namespace_is_shown_in_full(made: ServiceHarness, visiting: Visiting) -> None:
+    """All fields of its description. Its deletion is cancelled after the dry run, and there is nothing unused to
+    delete.
+    """
     async with made.client() as client, visiting(made.url, width=390) as visit:
         await visit.open("tenants")
         await visit.page.get_by_role("button", name=BLUE.namespace.hex()[:8]).click()
         await visit.page.get_by_text('"page_tokens": 64').wait_for()
         await visit.page.get_by_role("button", name="Delete all of it…").click()
-        await visit.page.get_by_text("Nothing was deleted so far").wait_for()
+        await visit.page.get_by_text("Nothing has been deleted yet").wait_for()
         await visit.shoot("namespace-390-light")
         await visit.page.get_by_role("button", name="Cancel").click()
-        await visit.page.get_by_role("button", name="Delete what is unused…").click()
+        await visit.page.get_by_role("button", name="Delete unused prefixes…").click()
         await visit.page.get_by_label("Not used for").select_option("3600")
-        await visit.page.get_by_role("button", name="Try it dry").click()
+        await visit.page.get_by_role("button", name="Dry run").click()
         await visit.page.get_by_text("There is nothing to delete.").wait_for()
         job = (await client.get("/v1/jobs")).json()["jobs"][0]
         assert (job["kind"], job["is_dry_run"], job["state"]) == ("deletion", True, "done")
         assert (await client.get(f"/v1/namespaces/{BLUE.namespace.hex()}")).json()["num_boundaries"] == 3
 
 
-async def test_two_namespaces_are_compared_side_by_side(made: World, visiting: Visiting) -> None:
-    """From the page of one, another one is chosen: the fields that differ, with both values, and no others."""
+async def test_two_namespaces_are_compared_side_by_side(made: ServiceHarness, visiting: Visiting) -> None:
+    """A second namespace is chosen: only the fields that differ are shown, with both values."""
     async with visiting(made.url) as visit:
         await visit.open("tenants")
         await visit.page.get_by_role("button", name=BLUE.namespace.hex()[:8]).click()
@@ -147,9 +149,9 @@ async def test_two_namespaces_are_compared_side_by_side(made: World, visiting: V
         await visit.shoot("namespaces-compared")
 
 
-async def test_one_request_has_a_link(made: World, visiting: Visiting) -> None:
-    """The address while a request is explained leads to that explanation again; closed, it is that of the view."""
-    made.store.tell(Outcome("to be linked", RED.namespace, 336, 336, 0, 0, "too_short", tenant="red"))
+async def test_one_request_has_a_link(made: ServiceHarness, visiting: Visiting) -> None:
+    """While an explanation is open, the address leads to it; closed, the address is that of the view."""
+    made.store.report(Outcome("to be linked", RED.namespace, 336, 336, 0, 0, "too_short", tenant="red"))
     async with visiting(made.url) as visit:
         await visit.open("misses")
         await visit.page.get_by_role("button", name="to be linked").click()
@@ -163,8 +165,8 @@ async def test_one_request_has_a_link(made: World, visiting: Visiting) -> None:
         await visit.page.get_by_role("dialog").get_by_text("shorter than one block").wait_for()
 
 
-async def test_colours_are_chosen_and_kept(made: World, visiting: Visiting) -> None:
-    """The toggle beats the system's choice, and a reload remembers; the keyboard alone reaches it."""
+async def test_colours_are_chosen_and_kept(made: ServiceHarness, visiting: Visiting) -> None:
+    """The toggle overrides the system's colours, a reload keeps the choice, and the keyboard reaches the toggle."""
     shade = "getComputedStyle(document.body).backgroundColor"
     async with visiting(made.url) as visit:
         await visit.open("overview")
@@ -177,10 +179,10 @@ async def test_colours_are_chosen_and_kept(made: World, visiting: Visiting) -> N
         assert await visit.page.evaluate(shade) == dark != light
 
 
-async def test_nothing_that_was_stored_becomes_html(made: World, visiting: Visiting) -> None:
-    """An engine's request id that is markup is shown as it is, and the policy refuses what a script would inject."""
+async def test_nothing_that_was_stored_becomes_html(made: ServiceHarness, visiting: Visiting) -> None:
+    """A request id that contains markup is shown as text, and the policy refuses injected HTML."""
     name = "<img src=x onerror=alert(1)>"
-    made.store.tell(Outcome(name, None, 10, 10, 0, 0, "<b>odd</b>", tenant="red"))
+    made.store.report(Outcome(name, None, 10, 10, 0, 0, "<b>odd</b>", tenant="red"))
     async with visiting(made.url, expected="TrustedHTML") as visit:
         await visit.open("misses")
         await visit.page.get_by_role("button", name=name).wait_for()

@@ -1,4 +1,4 @@
-"""Jobs on the dashboard: started where they belong, tried dry, watched while they run, cancelled."""
+"""Jobs on the dashboard: started, with a dry run where they delete, watched, cancelled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from playwright.async_api import Locator
 from kvstore.format.names import format_name
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from tests.browser.conftest import Visit, Visiting
-from tests.unit.admin.admin_world import World, prompt_of, world
+from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.servers]
 
@@ -29,9 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def made(folder: Path) -> AsyncIterator[World]:
-    """A directory with a prompt of retired weights, one that stays, and one to read slowly."""
-    async with world(folder, with_tokens=False) as opened:
+async def made(folder: Path) -> AsyncIterator[ServiceHarness]:
+    """A directory with a prompt of retired weights, one of current weights, and one that is slow to read."""
+    async with open_service(folder, with_tokens=False) as opened:
         for prompt in (OLD, prompt_of("new"), LARGE):
             await opened.save(prompt)
         async with opened.client() as client:
@@ -48,8 +48,8 @@ def row_of(visit: Visit, name: str) -> Locator:
     return visit.page.get_by_role("row").filter(has_text=name).first
 
 
-async def test_a_job_is_watched_and_cancelled(made: World, visiting: Visiting) -> None:
-    """One that runs: its bar moves by itself; its end is asked for, confirmed, and seen at once."""
+async def test_a_job_is_watched_and_cancelled(made: ServiceHarness, visiting: Visiting) -> None:
+    """A running job's bar moves by itself; cancelling it needs a confirmation, and its end is shown at once."""
     async with made.client() as client, visiting(made.url) as visit:
         job = (await client.post("/v1/tiers/cold/verify", params=SLOW)).json()["job"]
         await visit.open("jobs")
@@ -75,7 +75,7 @@ async def test_a_job_is_watched_and_cancelled(made: World, visiting: Visiting) -
 
 
 async def moved(place: Locator) -> None:
-    """Wait until a bar has gone on while it is looked at."""
+    """Wait until a bar moves."""
     bar = place.get_by_role("progressbar")
     before = await bar.evaluate("(one) => one.value")
     async with asyncio.timeout(60):
@@ -83,30 +83,30 @@ async def moved(place: Locator) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_garbage_is_tried_dry_and_collected(made: World, visiting: Visiting) -> None:
-    """What would go is shown by reason, and still there; a second click deletes it, and both jobs are listed."""
+async def test_garbage_is_collected_after_a_dry_run(made: ServiceHarness, visiting: Visiting) -> None:
+    """The dry run shows by reason what would be deleted; a second click deletes it, and both jobs are listed."""
     path = f"/v1/namespaces/{OLD.namespace.hex()}"
     async with made.client() as client, visiting(made.url) as visit:
         await visit.open("jobs")
         await press(visit, "Collect garbage…")
         dialog = visit.page.get_by_role("dialog")
-        await dialog.get_by_text("Nothing was deleted so far").wait_for()
+        await dialog.get_by_text("Nothing has been deleted yet").wait_for()
         assert "of retired weights" in await dialog.inner_text()
         assert (await client.get(path)).json()["num_boundaries"] == 3
         await visit.shoot_twice("garbage")
         await press(visit, "Delete for good")
-        await visit.page.get_by_text("Deleted: 6 records from filesystem").wait_for()
+        await visit.page.get_by_text("Deleted: 6 records from filesystem.").wait_for()
         assert (await client.get(path)).json()["num_boundaries"] == 0
-        for name in ("garbage collection", "garbage collection, tried dry"):
+        for name in ("garbage collection", "garbage collection, dry run"):
             await visit.page.get_by_role("button", name=name, exact=True).wait_for()
         await press(visit, "Collect garbage…")
         await dialog.get_by_text("There is nothing to delete.").wait_for()
         assert await visit.page.get_by_role("button", name="Delete for good").is_disabled()
 
 
-async def test_work_on_a_tier(made: World, folder: Path, visiting: Visiting) -> None:
-    """Each is confirmed and shown until it has ended, a damaged record by its name; a paused write-back cannot be
-    drained, and is resumed.
+async def test_work_on_a_tier(made: ServiceHarness, folder: Path, visiting: Visiting) -> None:
+    """Each job is confirmed and shown until it ends. A corrupt record is named. A paused write-back cannot be drained
+    until it is resumed.
     """
     name = format_name(LARGE.key(64))
     path = folder / "records" / name
@@ -119,7 +119,7 @@ async def test_work_on_a_tier(made: World, folder: Path, visiting: Visiting) -> 
         await visit.page.get_by_label("At most").select_option("1,000 MiB a second")
         await visit.shoot_as("verify", 1280, "dark")
         await press(visit, "Start")
-        await dialog.get_by_text("What came of it").wait_for()
+        await dialog.get_by_text("Result").wait_for()
         (job, *_) = (await client.get("/v1/jobs")).json()["jobs"]
         assert (job["kind"], job["report"]["num_bad"]) == ("verify", 1)
         await dialog.get_by_text(f"{name}: ").wait_for()
@@ -138,7 +138,7 @@ async def test_work_on_a_tier(made: World, folder: Path, visiting: Visiting) -> 
         await visit.page.get_by_text("paused by an operator").wait_for(state="detached")
 
         await press(visit, "Reindex… filesystem")
-        await visit.page.get_by_label("mark the catalog as complete").check()
+        await visit.page.get_by_label("mark the catalog complete").check()
         await press(visit, "Start")
-        await dialog.get_by_text("What came of it").wait_for()
+        await dialog.get_by_text("Result").wait_for()
         assert (await client.get("/v1/jobs")).json()["jobs"][0]["kind"] == "reindex"

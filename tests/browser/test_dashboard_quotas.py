@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from kvstore.runtime.sizes import parse_bytes
 from tests.browser.conftest import Visit, Visiting
-from tests.unit.admin.admin_world import World, prompt_of, world
+from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.servers]
 
@@ -18,10 +18,10 @@ SIZES = ("10GiB", "1.5 TiB", " 500 mb ", "7", "0", "3kB", "2PiB", "5b", "1e3", "
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def made(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+async def made(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ServiceHarness]:
     """Two tenants; the settings give one of them a quota."""
     folder = tmp_path_factory.mktemp("quotas")
-    async with world(folder, with_tokens=False, cold_bytes="256MiB", quotas="red=1MiB:2MiB") as opened:
+    async with open_service(folder, with_tokens=False, cold_bytes="256MiB", quotas="red=1MiB:2MiB") as opened:
         for tenant in ("red", "blue"):
             await opened.save(prompt_of("a", tenant))
         yield opened
@@ -30,13 +30,11 @@ async def made(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]
 async def fill(visit: Visit, **texts: str) -> None:
     for label, text in texts.items():
         await visit.page.get_by_label(label.capitalize(), exact=True).fill(text)
-    await visit.page.get_by_role("button", name="Go on…").click()
+    await visit.page.get_by_role("button", name="Continue…").click()
 
 
 async def check_sizes(visit: Visit) -> None:
-    """The same text is the same number of bytes, or none, in the page and in the command line; what is written for a
-    number is read as it.
-    """
+    """The page and the command line parse a size in the same way, and parse the text that the page writes."""
 
     def read(text: str) -> int | None:
         try:
@@ -52,8 +50,8 @@ async def check_sizes(visit: Visit) -> None:
     assert [parse_bytes(text) for text in texts] == numbers and "10GiB" in texts
 
 
-async def test_a_quota_is_set_and_withdrawn(made: World, visiting: Visiting) -> None:
-    """Typed as the command line takes it, shown once more before it is ordered; withdrawn, the settings count again."""
+async def test_a_quota_is_set_and_withdrawn(made: ServiceHarness, visiting: Visiting) -> None:
+    """A quota is typed as on the command line, confirmed and set; when it is withdrawn, the settings apply again."""
     async with made.client() as client, visiting(made.url) as visit:
         page = visit.page
         (before,) = (await client.get("/v1/quotas")).json()["quotas"]
@@ -79,9 +77,9 @@ async def test_a_quota_is_set_and_withdrawn(made: World, visiting: Visiting) -> 
         assert (await client.get("/v1/quotas/red")).json() == before
 
 
-async def test_what_is_typed_wrong_is_named(made: World, visiting: Visiting) -> None:
-    """By the page where it can tell, else by the service: the field is marked, what was typed stays, nothing is set.
-    Put right, it is: for a tenant that holds nothing yet, under an awkward name.
+async def test_wrong_input_is_marked(made: ServiceHarness, visiting: Visiting) -> None:
+    """The page or the service finds the mistake: the field is marked, the input stays, and nothing is set. Corrected,
+    the quota is set, also for a new tenant with special characters.
     """
     async with made.client() as client, visiting(made.url, expected="422") as visit:
         page, before = visit.page, (await client.get("/v1/quotas")).json()
@@ -90,8 +88,8 @@ async def test_what_is_typed_wrong_is_named(made: World, visiting: Visiting) -> 
         wrongs = (
             ({"tenant": "a b", "guaranteed": "", "maximum": "1GiB"}, "Tenant", "without spaces"),
             ({"tenant": "blue", "guaranteed": "10 gigs"}, "Guaranteed", "expected bytes, like 8GiB, 500MB or 1048576"),
-            ({"guaranteed": "2GiB"}, "Maximum", "it is less than what is guaranteed"),
-            ({"maximum": "0"}, "Maximum", "expected more than nothing"),
+            ({"guaranteed": "2GiB"}, "Maximum", "it is less than the guaranteed size"),
+            ({"maximum": "0"}, "Maximum", "expected more than 0"),
             ({"maximum": "8PiB"}, "Maximum", "expected less than 8PiB"),
             ({"guaranteed": "", "maximum": ""}, "Guaranteed", "for neither, type 0"),
         )

@@ -1,4 +1,4 @@
-"""The dashboard where there is nothing, where something is wrong, and where a token is needed."""
+"""The dashboard of an empty store, of failing tiers and services, and with tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from kvstore.testing.servers import RedisServer, redis_server
 from tests.browser.conftest import WIDTHS, Visiting
-from tests.unit.admin.admin_world import prompt_of, world
+from tests.unit.admin.service_harness import open_service, prompt_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.servers]
 
@@ -18,11 +18,11 @@ VIEWS = ("overview", "misses", "prefixes", "tenants", "tiers", "jobs", "events")
 
 
 async def test_an_empty_store_says_what_to_do(tmp_path: Path, visiting: Visiting, shared_redis: RedisServer) -> None:
-    """No engine was ever there: every view says so, and none is broken."""
+    """Without any engine every view shows a hint, and none is broken."""
     async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
         await client.flushdb()
     hot = f"redis://{shared_redis.host}:{shared_redis.port}"
-    async with world(tmp_path, with_tokens=False, hot=hot) as made, visiting(made.url) as visit:
+    async with open_service(tmp_path, with_tokens=False, hot=hot) as made, visiting(made.url) as visit:
         for view in VIEWS:
             await visit.open(view)
             if view in ("misses", "prefixes", "tenants", "jobs"):
@@ -33,8 +33,8 @@ async def test_an_empty_store_says_what_to_do(tmp_path: Path, visiting: Visiting
 
 
 async def test_a_token_is_asked_for(tmp_path: Path, visiting: Visiting) -> None:
-    """Without one, with a wrong one, with a tenant's, and after it was forgotten: the tenant sees its own things."""
-    async with world(tmp_path) as made, visiting(made.url, expected="401") as visit:
+    """Without a token, with a wrong one, with a tenant's, and after it was removed. A tenant sees only its own data."""
+    async with open_service(tmp_path) as made, visiting(made.url, expected="401") as visit:
         await made.save(prompt_of("a", "red"))
         await made.save(prompt_of("b", "blue"))
         page = visit.page
@@ -42,7 +42,7 @@ async def test_a_token_is_asked_for(tmp_path: Path, visiting: Visiting) -> None:
         await visit.shoot("token-1280-light")
         await page.get_by_label("Token", exact=True).fill("wrong token")
         await page.keyboard.press("Enter")
-        await page.get_by_text("the token is nobody's").wait_for()
+        await page.get_by_text("the token is not valid").wait_for()
         await visit.shoot("token-wrong-1280-light")
         await page.get_by_label("Token", exact=True).fill("red reader token")
         await page.keyboard.press("Enter")
@@ -58,8 +58,8 @@ async def test_a_token_is_asked_for(tmp_path: Path, visiting: Visiting) -> None:
 
 
 async def test_a_reader_is_refused_what_it_may_not(tmp_path: Path, visiting: Visiting) -> None:
-    """A deletion with a token for reading: refused, in words, and nothing is gone."""
-    async with world(tmp_path) as made, visiting(made.url, expected="40[13]") as visit:
+    """A deletion with a read token is refused with a message, and nothing is deleted."""
+    async with open_service(tmp_path) as made, visiting(made.url, expected="40[13]") as visit:
         prompt = await made.save(prompt_of("a", "red"))
         await visit.open("prefixes", "#token")
         await visit.page.get_by_label("Token", exact=True).fill("red reader token")
@@ -71,22 +71,25 @@ async def test_a_reader_is_refused_what_it_may_not(tmp_path: Path, visiting: Vis
         assert await visit.page.get_by_role("button", name="Delete for good").is_disabled()
 
 
-async def test_a_tier_goes_and_comes_back_live(tmp_path: Path, visiting: Visiting) -> None:
-    """A Redis is killed: the events say so at once, tiers show it, a job about it fails and says why, what the catalog
-    knows cannot be told; then it is started again, and all is well.
+async def test_a_tier_fails_and_recovers_live(tmp_path: Path, visiting: Visiting) -> None:
+    """Redis is killed: the events and the tiers show it at once, a job on it fails with the reason, and views that need
+    the catalog are unavailable. After a restart all views work again.
     """
     with redis_server() as redis:
         hot = f"redis://{redis.host}:{redis.port}"
-        async with world(tmp_path, with_tokens=False, hot=hot) as made, visiting(made.url, expected="503") as visit:
+        async with (
+            open_service(tmp_path, with_tokens=False, hot=hot) as made,
+            visiting(made.url, expected="503") as visit,
+        ):
             page = visit.page
             await visit.open("events")
             await page.get_by_text("live", exact=True).wait_for()
             redis.kill9()
             while made.store.events.after(0)[-1].kind.value != "tier_down":
-                await made.port._watcher.step()
+                await made.port.watcher.step()
             await page.get_by_text("tier redis is off").wait_for()
             await visit.open("tiers")
-            await page.locator(".badge.bad", has_text="left alone").wait_for()
+            await page.locator(".badge.bad", has_text="not used until").wait_for()
             await visit.shoot("tier-down-1280-light")
             await page.get_by_role("button", name="Verify… redis").click()
             await page.get_by_role("button", name="Start").click()
@@ -99,7 +102,7 @@ async def test_a_tier_goes_and_comes_back_live(tmp_path: Path, visiting: Visitin
             await row.get_by_text("cannot connect to Redis").wait_for()
             await visit.shoot_twice("jobs-failed")
             await visit.open("prefixes")
-            await page.get_by_role("heading", name="This cannot be told at the moment").wait_for()
+            await page.get_by_role("heading", name="This is not available at the moment").wait_for()
             await visit.shoot("unavailable-1280-light")
             await visit.open("events")
             redis.restart()
@@ -109,12 +112,12 @@ async def test_a_tier_goes_and_comes_back_live(tmp_path: Path, visiting: Visitin
 
 
 async def test_a_service_that_is_gone(tmp_path: Path, visiting: Visiting) -> None:
-    """It stops while pages are open: the live view says so, another view that nobody answers, and where a job was
-    watched, what was seen last stays and is said to be old.
+    """The service stops while pages are open: the live view and the next view report it, and a view that was shown
+    keeps its values, marked as old.
     """
     expected = "ERR_|network error|Failed to load"
     async with AsyncExitStack() as visits:
-        async with world(tmp_path, with_tokens=False) as made:
+        async with open_service(tmp_path, with_tokens=False) as made:
             await made.save(prompt_of("a"))
             async with made.client() as client:
                 await client.post("/v1/tiers/cold/verify", params={"bytes_per_s": 1})
@@ -128,7 +131,7 @@ async def test_a_service_that_is_gone(tmp_path: Path, visiting: Visiting) -> Non
             await dialog.get_by_role("progressbar").wait_for()
         await visit.page.get_by_text("not connected").wait_for()
         await dialog.get_by_text("the service does not answer").wait_for()
-        await watching.page.get_by_text("What you see is old").wait_for()
+        await watching.page.get_by_text("These values are old").wait_for()
         assert await dialog.get_by_role("progressbar").count() == 1
         await watching.shoot("job-gone-1280-light")
         await visit.page.get_by_role("link", name="Tiers").click()
@@ -137,18 +140,21 @@ async def test_a_service_that_is_gone(tmp_path: Path, visiting: Visiting) -> Non
 
 
 async def test_a_frozen_tier_keeps_its_last_known_sizes(tmp_path: Path, visiting: Visiting) -> None:
-    """What it held is shown as such, nowhere as nothing; lines of the chart stop instead of falling."""
+    """The last known sizes are shown as such, never as 0, and lines of the chart stop."""
     with redis_server() as redis:
         hot = f"redis://{redis.host}:{redis.port}"
-        async with world(tmp_path, with_tokens=False, hot=hot) as made, visiting(made.url, expected="503") as visit:
+        async with (
+            open_service(tmp_path, with_tokens=False, hot=hot) as made,
+            visiting(made.url, expected="503") as visit,
+        ):
             page = visit.page
             await made.save(prompt_of("a"))
-            await made.port._watcher.step()
+            await made.port.watcher.step()
             await visit.open("tiers")
             redis.freeze()
             try:
                 while made.store.events.after(0)[-1].kind.value != "tier_down":
-                    await made.port._watcher.step()
+                    await made.port.watcher.step()
                 await visit.open("tiers")
                 await page.get_by_text("last known, ").first.wait_for()
                 await visit.shoot("tier-frozen-1280-light")

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.testing.checkpoints import write_checkpoint
 from kvstore.testing.engine import Answer, EngineProcess, EngineSpec, Request, seeded_prompt, start_engine
-from kvstore.testing.engine.warm import warm_starts
+from kvstore.testing.engine.forked import warm_starts
 
 LENGTHS = (2500, 1300, 2560)
 """One that ends inside a block, one inside the first page's half, one at a block."""

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.connector.support.faults import FAULTS, Fault
+from tests.connector.support.stack import Stack, can_mount, open_stack
 from tests.connector.support.traffic import Sample, Traffic
-from tests.connector.support.world import World, can_mount, open_world
 
 pytestmark = [pytest.mark.engine, pytest.mark.servers]
 
@@ -32,9 +32,9 @@ _WATCH_S = 30.0
 
 
 @pytest.fixture(scope="module")
-def world(llama: Path, work: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with open_world(llama, work, tmp_path_factory.mktemp("failures")) as world:
-        yield world
+def stack(llama: Path, work: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with open_stack(llama, work, tmp_path_factory.mktemp("failures")) as stack:
+        yield stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,20 +102,20 @@ def processor_ticks() -> tuple[int, int]:
     return ticks[7], sum(ticks)
 
 
-def bring_about(fault: Fault, world: World) -> Row:
+def bring_about(fault: Fault, stack: Stack) -> Row:
     """Let traffic run, break, mend, and watch until hits are back."""
     stolen_before, ticks_before = processor_ticks()
-    computing_s = world.prompts.computing_s(3)
-    with Traffic(world.prompts) as traffic:
+    computing_s = stack.prompts.computing_s(3)
+    with Traffic(stack.prompts) as traffic:
         traffic.go_on(1.0)
-        felt_before = world.counter(*fault.felt) if fault.felt else 0.0
+        felt_before = stack.counter(*fault.felt) if fault.felt else 0.0
         begun_s = time.monotonic()
-        mended_s = fault.run(world, traffic)
-        back_s = watch(fault, world, traffic, mended_s)
-        felt_after = world.counter(*fault.felt) if fault.felt else 0.0
+        mended_s = fault.run(stack, traffic)
+        back_s = watch(fault, stack, traffic, mended_s)
+        felt_after = stack.counter(*fault.felt) if fault.felt else 0.0
     stolen, ticks = processor_ticks()
     samples = [sample for sample in traffic.samples if sample.ended_s > begun_s]
-    computed = [sample for sample in samples if sample.is_old and not world.is_whole_hit(sample.num_cached_tokens)]
+    computed = [sample for sample in samples if sample.is_old and not stack.is_whole_hit(sample.num_cached_tokens)]
     return Row(
         name=fault.name,
         num_requests=len(samples),
@@ -129,34 +129,34 @@ def bring_about(fault: Fault, world: World) -> Row:
     )
 
 
-def watch(fault: Fault, world: World, traffic: Traffic, mended_s: float) -> float | None:
+def watch(fault: Fault, stack: Stack, traffic: Traffic, mended_s: float) -> float | None:
     """Seconds from the end of the fault to a whole hit, and to the use of what was broken."""
-    before = world.counter(*fault.healed) if fault.healed else 0.0
+    before = stack.counter(*fault.healed) if fault.healed else 0.0
     while traffic.is_alive and time.monotonic() < mended_s + _WATCH_S:
         traffic.go_on(0.1)
-        hits = [sample for sample in traffic.samples if is_hit_since(world, sample, mended_s)]
-        if hits and (fault.healed is None or world.counter(*fault.healed) > before):
+        hits = [sample for sample in traffic.samples if is_hit_since(stack, sample, mended_s)]
+        if hits and (fault.healed is None or stack.counter(*fault.healed) > before):
             return (time.monotonic() if fault.healed else hits[0].sent_s + hits[0].ttft_s) - mended_s
     return None
 
 
-def is_hit_since(world: World, sample: Sample, mended_s: float) -> bool:
-    return sample.is_old and sample.sent_s + sample.ttft_s > mended_s and world.is_whole_hit(sample.num_cached_tokens)
+def is_hit_since(stack: Stack, sample: Sample, mended_s: float) -> bool:
+    return sample.is_old and sample.sent_s + sample.ttft_s > mended_s and stack.is_whole_hit(sample.num_cached_tokens)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_failure_table(fault: Fault, world: World, tell: Callable[[str], None]) -> None:
+def test_failure_table(fault: Fault, stack: Stack, tell: Callable[[str], None]) -> None:
     """A fault in the middle of traffic: right outputs, no error, at most a second more than computing, hits again.
 
     One request of a hundred that comes late is the machine's as often as ours. What the fault delays, it delays again:
     a row that was right but late is brought about again, and must be in time once. Its hits must come back in any case.
     """
-    if fault.place == "disk" and not can_mount(world.disk):
+    if fault.place == "disk" and not can_mount(stack.disk):
         pytest.skip("this machine allows no mount: tests/integration/test_full_disk.py shows what the tier does")
     rows: list[Row] = []
     while not rows or (len(rows) < TRIES and rows[-1].delays()):
-        world.prepare(fault.place)
-        rows.append(bring_about(fault, world))
+        stack.prepare(fault.place)
+        rows.append(bring_about(fault, stack))
         if fault is FAULTS[0] and len(rows) == 1:
             tell(HEAD)
         tell(str(rows[-1]))

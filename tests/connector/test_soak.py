@@ -1,6 +1,6 @@
 """300 requests, 32 in flight, in an engine with too few blocks: right outputs, right pages, and nothing left behind.
 
-Every resume point is audited: whatever is restored was computed again once by this engine, and read back twice.
+Every resume point is audited: this engine computes each page once before it restores it, and reads each load back.
 """
 
 from __future__ import annotations

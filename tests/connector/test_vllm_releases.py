@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from connector.contract import TESTED_RELEASES
 from connector.scheduler.audits import TRIAL_POINTS
+from connector.vllm.contract import TESTED_RELEASES
 from kvstore.testing.engine import EngineProcess, EngineSpec, seeded_prompt
 from tests.connector.support.releases import RELEASE, vllm_version
 from tests.connector.support.runs import ask_each

@@ -14,7 +14,7 @@ from kvstore.testing.servers import RedisCluster, RedisSentinel
 from kvstore.testing.tier_contract import Medium
 from kvstore.tiers.base import Tier
 from kvstore.tiers.redis import RedisTier
-from kvstore.tiers.redis.stripes import STRIPE_BYTES
+from kvstore.tiers.redis.reading import STRIPE_BYTES
 
 
 class RedisMedium(Medium):
@@ -30,7 +30,7 @@ class RedisMedium(Medium):
         self.raw = redis.Redis.from_url(url) if raw is None else raw
 
     async def open_tier(self) -> Tier:
-        return RedisTier.from_url(self.url)
+        return RedisTier(self.url)
 
     async def read(self, key: RecordKey) -> bytes | None:
         return self.raw.get(format_name(key))

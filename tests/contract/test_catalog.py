@@ -9,8 +9,8 @@ import pytest
 from redis.asyncio import Redis
 
 from kvstore.catalog.base import Catalog
-from kvstore.catalog.redis import RedisCatalog
-from kvstore.catalog.sqlite import SqliteCatalog
+from kvstore.catalog.redis.catalog import RedisCatalog
+from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.testing.catalog_contract import CatalogContract
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.servers import RedisCluster, RedisServer

@@ -13,6 +13,7 @@ import pytest
 from kvstore.errors import Unavailable
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
@@ -20,10 +21,10 @@ from kvstore.testing.servers import CephRgw, RedisServer
 from kvstore.testing.store_contract import LEASE_S, PageStoreContract, StoreNode
 from kvstore.tiers.base import Tier
 from kvstore.tiers.filesystem import FilesystemTier
+from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.s3 import S3Tier
-from kvstore.tiers.wrap import GuardedTier
 
 MEMORY_BYTES = 64 << 20
 
@@ -71,18 +72,11 @@ class TestTieredStoreOnRedisAndS3(PageStoreContract):
     @pytest.fixture
     async def node(self, shared_redis: RedisServer, shared_rgw: CephRgw) -> AsyncIterator[StoreNode]:
         shared_rgw.create_bucket("page-store")
-        meters = Meters()
-        hot = GuardedTier(RedisTier.from_url(shared_redis.url), meters=meters)
+        meters, prefix = Meters(), secrets.token_hex(4)  # apart from the records of an earlier test
+        hot = GuardedTier(RedisTier(shared_redis.url), Instruments(meters=meters))
         cold = GuardedTier(
-            await S3Tier.open(
-                "page-store",
-                secrets.token_hex(4),  # what an earlier test stored is out of sight
-                endpoint_url=shared_rgw.endpoint_url,
-                region=shared_rgw.region,
-                access_key=shared_rgw.access_key,
-                secret_key=shared_rgw.secret_key,
-            ),
-            meters=meters,
+            await S3Tier.open(shared_rgw.location("page-store", prefix), credentials=shared_rgw.credentials),
+            Instruments(meters=meters),
         )
         node = tiered_node(MemoryTier(MEMORY_BYTES), hot=hot, cold=cold)
         yield node

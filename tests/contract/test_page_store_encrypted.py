@@ -13,7 +13,7 @@ from kvstore.errors import Unavailable
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.encrypted import EncryptedStore
-from kvstore.store.key_ring import open_key_source
+from kvstore.store.key_ring import watch_keys
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.keys import write_keys
@@ -30,7 +30,7 @@ async def node(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
     cold = await FilesystemTier.open(tmp_path / "records", budget_bytes=1 << 30)
     limits = replace(StoreLimits(), stage_bytes=MEMORY_BYTES // 2, lease_s=LEASE_S)
     inner = TieredStore(memory, None, cold, limits=limits)
-    store = EncryptedStore(inner, open_key_source(str(write_keys(tmp_path / "keys.toml", request.param))))
+    store = EncryptedStore(inner, watch_keys(str(write_keys(tmp_path / "keys.toml", request.param))))
 
     async def lose(key: RecordKey) -> None:
         for generation in store.generations(""):

@@ -1,4 +1,4 @@
-"""What every log of pending write-backs does, on each medium."""
+"""The contract of a log of pending writes, on each medium."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from kvstore.catalog.pending_base import PendingEntry, PendingLog, PendingTotals, pack_key, unpack_key
-from kvstore.catalog.pending_redis import NUM_SHARDS, RedisPendingLog
-from kvstore.catalog.pending_sqlite import SqlitePendingLog
+from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals
+from kvstore.catalog.redis.pending import NUM_SHARDS, RedisPendingLog
+from kvstore.catalog.sqlite.pending import SqlitePendingLog
 from kvstore.errors import CorruptRecord, Unavailable
+from kvstore.format.names import pack_key, unpack_key
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.dict_pending import DictPendingLog, PendingBooks
 from kvstore.testing.records import make_key
@@ -37,19 +38,37 @@ def entries(*numbers: int) -> list[PendingEntry]:
     return [PendingEntry(make_key(number), 1000 + number, 64 * (number + 1)) for number in numbers]
 
 
+class HandClock:
+    now_s = 1_700_000_000.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def wall_ms(self) -> int:
+        return round(self.now_s * 1000)
+
+
 @dataclass
 class Shared:
-    """Makes owners that share one medium."""
+    """Makes owners that share one medium. `clock` measures the leases; `None`: the server's own."""
 
     make: Make
+    clock: HandClock | None
+
+    async def wait(self, seconds: float) -> None:
+        if self.clock is None:
+            await asyncio.sleep(seconds)
+        else:
+            self.clock.now_s += seconds
 
 
 @pytest.fixture(params=["redis", "sqlite", "dictionaries"])
 async def shared(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Shared]:
+    clock = HandClock()
     async with AsyncExitStack() as stack:
 
         async def sqlite() -> PendingLog:
-            log = await SqlitePendingLog.open(tmp_path / "pending.db", lease_s=LEASE_S)
+            log = await SqlitePendingLog.open(tmp_path / "pending.db", lease_s=LEASE_S, clock=clock)
             stack.push_async_callback(log.aclose)
             return log
 
@@ -62,9 +81,10 @@ async def shared(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
         books = PendingBooks()
 
         async def in_dictionaries() -> PendingLog:
-            return DictPendingLog(books, lease_s=LEASE_S)
+            return DictPendingLog(books, lease_s=LEASE_S, clock=clock)
 
-        yield Shared({"redis": in_redis, "sqlite": sqlite, "dictionaries": in_dictionaries}[request.param])
+        make = {"redis": in_redis, "sqlite": sqlite, "dictionaries": in_dictionaries}[request.param]
+        yield Shared(make, None if request.param == "redis" else clock)
 
 
 class TestContract:
@@ -75,26 +95,26 @@ class TestContract:
         assert await first.add(written, deadline=soon())
         assert await second.claim(100, deadline=soon()) == []
         assert await first.totals(deadline=soon()) == PendingTotals(40, sum(e.num_bytes for e in written))
-        await asyncio.sleep(LEASE_S + 0.05)
+        await shared.wait(LEASE_S + 0.05)
         claimed = await second.claim(100, deadline=soon())
         assert {entry.key: entry for entry in claimed} == {entry.key: entry for entry in written}
         assert await second.claim(100, deadline=soon()) == []
         assert await first.claim(100, deadline=soon()) == []
 
     async def test_a_renewed_lease_lasts(self, shared: Shared) -> None:
-        """An owner that renews keeps its entries beyond a lease; one that lost them is told."""
+        """An owner that renews keeps its entries beyond a lease; one that lost them gets 0."""
         first, second = await shared.make(), await shared.make()
         kept, lost = entries(1, 2), entries(3)
         await first.add(kept + lost, deadline=soon())
         for _ in range(3):
-            await asyncio.sleep(LEASE_S * 0.6)
+            await shared.wait(LEASE_S * 0.6)
             assert await first.renew([entry.key for entry in kept], deadline=soon()) == [1, 1]
         assert await second.claim(10, deadline=soon()) == lost
         keys = [entry.key for entry in kept + lost]
         assert await first.renew([*keys, make_key(99)], deadline=soon()) == [1, 1, 0, 0]
 
     async def test_only_the_owner_finishes(self, shared: Shared) -> None:
-        """What another claimed meanwhile stays when the former owner is done with it; it is removed by the new one."""
+        """An entry that another owner has claimed stays when the former one finishes it; the new one removes it."""
         first, second = await shared.make(), await shared.make()
         written = entries(1, 2, 3)
         await first.add(written, deadline=soon())
@@ -125,27 +145,27 @@ class TestContract:
         assert await first.totals(deadline=soon()) == PendingTotals(0, 0)
 
     async def test_one_owner_of_two_dies(self, shared: Shared) -> None:
-        """What the other one finishes, or gives back, may be claimed when the lease of the dead has ended, and then
-        belongs to nobody else."""
+        """An entry that the other owner finished or released may be claimed once the lease of the dead one has ended;
+        it then has no other owner."""
         dead, second, third = [await shared.make() for _ in range(3)]
-        finished, given_back = entries(1, 2)
-        keys = [finished.key, given_back.key]
+        finished, released = entries(1, 2)
+        keys = [finished.key, released.key]
         for log in (dead, second):
-            await log.add([finished, given_back], deadline=soon())
+            await log.add([finished, released], deadline=soon())
         await second.finish([finished.key], deadline=soon())
-        await second.release([given_back.key], deadline=soon())
+        await second.release([released.key], deadline=soon())
         assert await third.claim(10, deadline=soon()) == []
-        await asyncio.sleep(LEASE_S + 0.05)
-        assert await third.claim(10, deadline=soon()) == [finished, given_back]
+        await shared.wait(LEASE_S + 0.05)
+        assert await third.claim(10, deadline=soon()) == [finished, released]
         assert await third.renew(keys, deadline=soon()) == [1, 1]
         assert await dead.renew(keys, deadline=soon()) == [0, 0]
         assert await second.renew(keys, deadline=soon()) == [0, 0]
         await dead.finish(keys, deadline=soon())
         assert (await third.totals(deadline=soon())).num_records == 2
 
-    async def test_what_was_given_back_stands(self, shared: Shared) -> None:
-        """One of two owners gives an entry back, and then writes and finishes it once more; the other finishes it too:
-        it stands, and can be claimed. So it is with owners in one process."""
+    async def test_a_released_entry_stays(self, shared: Shared) -> None:
+        """One of two owners releases an entry, then adds and finishes it again; the other finishes it too. The entry
+        stays, and can be claimed. The owners are in one process."""
         first = await shared.make()
         second, third = first.other_owner(), first.other_owner()
         (entry,) = entries(1)
@@ -178,8 +198,8 @@ class TestContract:
             await second.renew([entry.key for entry in seen], deadline=soon())
         assert sorted(entry.key for entry in seen) == sorted(entry.key for entry in written)
 
-    async def test_nothing_is_asked_for_nothing(self, shared: Shared) -> None:
-        """Empty calls are answered."""
+    async def test_empty_calls_are_answered(self, shared: Shared) -> None:
+        """Calls without entries or keys do nothing."""
         log = await shared.make()
         assert await log.add([], deadline=soon())
         assert await log.renew([], deadline=soon()) == []
@@ -189,7 +209,7 @@ class TestContract:
 
 class TestRedis:
     async def test_a_full_server_takes_no_entry_but_ends_those_it_has(self) -> None:
-        """At its memory limit Redis says that there is no room; renewing, claiming and finishing go on."""
+        """At its memory limit Redis takes no entry; renewing, claiming and finishing work."""
         with redis_server() as server:
             async with redis.asyncio.Redis.from_url(server.url) as client:
                 log = RedisPendingLog(client, "scope", lease_s=30)
@@ -205,7 +225,7 @@ class TestRedis:
                 assert await log.totals(deadline=soon()) == PendingTotals(0, 0)
 
     async def test_a_server_that_is_away_is_unavailable(self) -> None:
-        """Redis is killed, or frozen: every call says so by its deadline."""
+        """Redis is killed, or frozen: every call is `Unavailable` by its deadline."""
         with redis_server() as server:
             async with redis.asyncio.Redis.from_url(server.url, socket_timeout=30) as client:
                 log = RedisPendingLog(client, "scope", lease_s=30)
@@ -220,9 +240,10 @@ class TestRedis:
     async def test_entries_cost_little_and_have_no_expiry(self, shared_redis: RedisServer, tmp_path: Path) -> None:
         """A thousand entries take at most 400 bytes each, and no `volatile-*` policy may take one."""
         async with redis.asyncio.Redis.from_url(shared_redis.url) as client:
+            await client.flushdb()
             log = RedisPendingLog(client, str(tmp_path), lease_s=30)
             await log.add(entries(*range(2000)), deadline=soon())
-            names = [name async for name in client.scan_iter(match=f"{log._root}:*")]
+            names = [name async for name in client.scan_iter(match="kvstore:pending:*")]
             assert len(names) == 3 * NUM_SHARDS
             assert [await client.ttl(name) for name in names] == [-1] * len(names)
             used_bytes = sum([await client.memory_usage(name, samples=0) or 0 for name in names])
@@ -239,7 +260,7 @@ class TestSqlite:
         assert await second.claim(10, deadline=soon()) == entries(1, 2)
         await second.aclose()
 
-    async def test_a_damaged_file_is_put_aside(self, tmp_path: Path) -> None:
+    async def test_a_damaged_file_is_renamed(self, tmp_path: Path) -> None:
         """The file holds something else: it is kept under another name, and a new one works."""
         path = tmp_path / "pending.db"
         path.write_bytes(b"no database at all" * 100)

@@ -10,18 +10,17 @@ import pytest
 from kvstore.format.names import format_name
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
-from kvstore.runtime.meters import Meters
-from kvstore.testing.damage import flipped
-from kvstore.testing.records import make_record
+from kvstore.runtime.instruments import Instruments
+from kvstore.testing.records import flipped, make_record
 from kvstore.testing.tier_contract import LastingTierContract, Medium, TierContract, soon
 from kvstore.tiers.base import Tier
 from kvstore.tiers.filesystem import FilesystemTier
+from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.verify import open_or_reason
-from kvstore.tiers.wrap import GuardedTier
 
 BUDGET_BYTES = 1 << 30
-FILE_VERDICTS = "kvstore.tiers.filesystem.reading"
+FILE_VERDICTS = "kvstore.tiers.filesystem.files"
 
 
 class MemoryMedium(Medium):
@@ -65,7 +64,7 @@ class FilesystemMedium(Medium):
 
 class GuardedMedium(FilesystemMedium):
     async def open_tier(self) -> Tier:
-        return GuardedTier(await super().open_tier(), meters=Meters())
+        return GuardedTier(await super().open_tier(), Instruments())
 
 
 class TestMemoryTier(TierContract):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -12,14 +12,12 @@ import uvloop
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.names import format_name
 from kvstore.runtime.deadline import Deadline
-from kvstore.testing.damage import flipped
-from kvstore.testing.records import make_key, make_record
+from kvstore.testing.records import flipped, make_key, make_record
 from kvstore.testing.servers import RedisServer
 from kvstore.testing.tier_contract import LARGE_BYTES, LastingTierContract, Medium, soon
 from kvstore.tiers.base import PutOutcome, Tier
-from kvstore.tiers.redis import RedisTier
-from kvstore.tiers.redis.reading import Reading
-from kvstore.tiers.redis.stripes import PART_BYTES, STRIPE_BYTES, stripe_names, stripe_ranges
+from kvstore.tiers.redis.node import Node
+from kvstore.tiers.redis.reading import PART_BYTES, STRIPE_BYTES, Reading, stripe_names, stripe_ranges
 from tests.contract.redis_media import RedisMedium
 
 pytestmark = pytest.mark.servers
@@ -104,15 +102,14 @@ async def test_a_stripe_that_goes_before_its_header_comes(
     """A Redis without room evicts a stripe, which may expire until the header stands: nothing was stored, and nothing
     of it is left that says otherwise."""
     record = make_record(1, LARGE_BYTES)
-    topology = tier._topology  # type: ignore[attr-defined]
-    move = topology.move
+    data = Node.data
 
-    async def move_and_lose(name: str, command: Sequence[Any], *, deadline: Deadline) -> object:
-        reply = await move(name, command, deadline=deadline)
+    async def data_and_lose(self: Node, *commands: Any, deadline: Deadline) -> object:
+        replies = await data(self, *commands, deadline=deadline)
         medium.raw.delete(stripe_names(record.header)[1])
-        return reply
+        return replies
 
-    monkeypatch.setattr(topology, "move", move_and_lose)
+    monkeypatch.setattr(Node, "data", data_and_lose)
     assert await tier.put(record, deadline=soon()) is PutOutcome.FULL
     assert await tier.head([record.key], deadline=soon()) == [None]
     assert all(medium.raw.ttl(name) > 0 for name in medium.raw.keys("*"))
@@ -129,11 +126,10 @@ async def test_a_record_that_is_replaced_while_it_is_read(
     and the one that is there is read, not put aside."""
     before, since = (make_record(1, 3 * PART_BYTES, seed=seed) for seed in (1, 2))
     await tier.put(since, deadline=soon())
-    topology = tier._topology  # type: ignore[attr-defined]
-    read = topology.read
+    read = Node.read
 
-    async def read_both(reading: Reading, *, deadline: Deadline) -> None:
-        monkeypatch.setattr(topology, "read", read)
+    async def read_both(self: Node, reading: Reading, *, deadline: Deadline) -> None:
+        monkeypatch.setattr(Node, "read", read)
         values = [before.data, since.data]
         while (command := reading.next()) is not None:
             _, _, first, last = command
@@ -141,7 +137,7 @@ async def test_a_record_that_is_replaced_while_it_is_read(
             reading.take(values[0][first : last + 1 if last >= 0 else None])
             values = values[-1:]
 
-    monkeypatch.setattr(topology, "read", read_both)
+    monkeypatch.setattr(Node, "read", read_both)
     stored = await tier.get(since.key, deadline=soon())
     assert stored is not None and stored.data == since.data
     assert tier.num_quarantined == 0
@@ -276,19 +272,18 @@ async def test_a_value_that_is_replaced_while_it_is_judged(
     data = bytes(bad.data)
     await tier.put(bad, deadline=soon())
     await medium.write(bad.key, flipped(data, 8 * (len(data) - 1)) if damage == "payload bit" else data[:-1])
-    looks = 0
-    read = RedisTier._read
+    num_reads = 0
+    read = Node.read
 
-    async def looked(self: RedisTier, *args: Any) -> Any:
-        nonlocal looks
-        verdict = await read(self, *args)
-        looks += 1
-        if looks == 2:  # it looks twice
-            await self.delete(bad.key, deadline=soon())
-            await self.put(good, deadline=soon())
-        return verdict
+    async def read_and_replace(self: Node, reading: Reading, *, deadline: Deadline) -> None:
+        nonlocal num_reads
+        await read(self, reading, deadline=deadline)
+        num_reads += 1
+        if num_reads == 2:  # a corrupt record is read twice
+            await tier.delete(bad.key, deadline=soon())
+            await tier.put(good, deadline=soon())
 
-    monkeypatch.setattr(RedisTier, "_read", looked)
+    monkeypatch.setattr(Node, "read", read_and_replace)
     assert await tier.get(bad.key, deadline=soon()) is None
     assert tier.num_quarantined == 0
     stored = await tier.get(good.key, deadline=soon())

@@ -9,8 +9,7 @@ import pytest
 from kvstore.format.names import format_name
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
-from kvstore.testing.damage import flipped
-from kvstore.testing.records import make_record
+from kvstore.testing.records import flipped, make_record
 from kvstore.testing.servers import CephRgw
 from kvstore.testing.tier_contract import LastingTierContract, Medium, soon
 from kvstore.tiers.base import Tier
@@ -32,13 +31,7 @@ class S3Medium(Medium):
         server.create_bucket(self.bucket)
 
     async def open_tier(self) -> Tier:
-        return await S3Tier.open(
-            self.bucket,
-            self.prefix,
-            endpoint_url=self.server.endpoint_url,
-            access_key=self.server.access_key,
-            secret_key=self.server.secret_key,
-        )
+        return await S3Tier.open(self.server.location(self.bucket, self.prefix), credentials=self.server.credentials)
 
     def path(self, key: RecordKey) -> str:
         return f"/{self.bucket}/{self.prefix}/{format_name(key)}"

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from connector.settings import ConnectorSettings
-from kvstore.service.credentials import read_credentials
+from kvstore.service.authentication import read_credentials
 from kvstore.settings import load_settings
 from tests.deployment.files import DEPLOY, compose_service, image_environment, manifests, stage_named
 from tests.deployment.test_compose_file import BEYOND_BYTES

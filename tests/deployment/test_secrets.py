@@ -8,7 +8,7 @@ import re
 import stat
 from pathlib import Path
 
-from kvstore.service.credentials import Scope, read_credentials
+from kvstore.service.authentication import Scope, read_credentials
 from kvstore.settings import load_settings
 from kvstore.tiers.locations import RedisLocation
 from tests.deployment.files import ROOT, compose, make_secrets, manifests

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.cli.main import _VERBS
-from kvstore.cli.readiness import notify_ready
+from kvstore.cli.serve import notify_ready
 from kvstore.settings import Settings, load_settings
 from tests.deployment.files import DEPLOY, ROOT
 

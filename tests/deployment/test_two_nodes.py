@@ -36,7 +36,7 @@ def test_one_saves_and_the_other_resumes(script: ModuleType, monkeypatch: pytest
 
     def connected(name: str, prompt: Prompt, *, connector: Mapping[str, Any], **_: Any) -> Run:
         seen.append((name, connector["url"]))
-        return Run(answer(0.1, len(prompt.tokens) - 16), {"connector_raw_bytes_loaded": 7}, {"redis": 8}, 5)
+        return Run(answer(0.1, len(prompt.tokens) - 16), {"connector_loaded_bytes": 7}, {"redis": 8}, 5)
 
     def saved(ask: Callable[[], Mapping[str, Any]]) -> None:
         seen.append(("wait", ask()["url"]))

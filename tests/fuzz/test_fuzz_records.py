@@ -1,4 +1,4 @@
-"""Records, manifests and payloads that nobody sealed, or somebody to deceive: refused, in bounded memory."""
+"""Records, manifests and payloads that were never sealed, or were forged: refused, in bounded memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_mutated_records(choose: random.Random) -> None:
 
 @fuzz(40_000)
 def test_headers_with_a_right_checksum_and_wrong_fields(choose: random.Random) -> None:
-    """Somebody who computes checksums lies about everything else: what opens is consistent with its name and size."""
+    """The checksums are right, all else is forged: a record that opens is consistent with its name and size."""
     payload = choose.randbytes(choose.choice((0, 1, 200)))
     number = lambda bits: choose.choice(NUMBERS) & (1 << bits) - 1  # noqa: E731
     key = make_key(choose.randrange(3))

@@ -13,17 +13,16 @@ import msgpack
 import pytest
 
 from kvstore.errors import KVStoreError
-from kvstore.runtime.budget import ByteBudget
+from kvstore.runtime.budget import ByteBudget, Shares
 from kvstore.service.answers import Answers
-from kvstore.service.credentials import Grant
+from kvstore.service.authentication import Authenticator, Grant
 from kvstore.service.limits import ServiceLimits
-from kvstore.service.session import Session
+from kvstore.service.session import Common, Session
 from kvstore.testing.dict_store import DictStore
 from kvstore.tiers.redis.resp import ProtocolError, ReplyParser
 from kvstore.wire import convert, messages
-from kvstore.wire.failures import raise_error
 from kvstore.wire.frames import LATER, FrameReader, Head, Later
-from kvstore.wire.messages import decode
+from kvstore.wire.messages import decode, raise_error
 from kvstore.wire.protocol import FrameConnection
 from tests.fuzz.frames import conversation, hostile_frame
 from tests.fuzz.inputs import bounded_memory, fuzz, mutated, pieces
@@ -125,7 +124,7 @@ class Pipe(asyncio.Transport):
     abort = close
 
 
-class AnyPeer:
+class AnyPeer(Authenticator):
     def check(self, connection: FrameConnection, token: str) -> Grant:
         return Grant("")
 
@@ -144,7 +143,8 @@ def heads_in(sent: bytes) -> Iterator[dict[str, Any]]:
 async def talk(choose: random.Random) -> None:
     budget, ended = ByteBudget(LIMITS.receive_bytes), list[Session]()
     store = DictStore()
-    session = Session(Answers(store, dict), AnyPeer(), LIMITS, budget, on_made=lambda _: None, on_ended=ended.append)
+    common = Common(Answers(store, dict), AnyPeer(), LIMITS, budget, Shares(LIMITS.request_bytes))
+    session = Session(common, None, on_made=lambda _: None, on_ended=ended.append)
     pipe = Pipe(session.connection)
     session.connection.connection_made(pipe)
     for piece in pieces(conversation(choose), choose):

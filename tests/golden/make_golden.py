@@ -15,14 +15,12 @@ from pathlib import Path
 from kvstore.codec import PLANES2, PLANES4, RAW, ZSTD, encode, max_payload_bytes
 from kvstore.format.encrypted import ENCRYPTION_BYTES, TenantKey, encrypt_record
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
-from kvstore.format.key_ids import pack_key_ids
-from kvstore.format.manifest import pack_manifest
+from kvstore.format.manifest import pack_key_ids, pack_manifest
 from kvstore.format.record import Record, seal
 from kvstore.model.keys import PrefixHash, RecordKey
 from kvstore.model.kinds import FullAttention, RecordKind, Recurrent
-from kvstore.model.layout import GroupLayout, Layout
+from kvstore.model.layout import GroupLayout, Layout, Span
 from kvstore.model.namespace import NamespaceDescription, describe_layout
-from kvstore.model.spans import Span
 
 FOLDER = Path(__file__).parent
 MANIFEST = "manifest-v1.kvm"

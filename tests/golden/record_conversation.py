@@ -94,7 +94,7 @@ async def talk(url: str) -> None:
     with contextlib.suppress(Unavailable):
         await store.load(LeaseId(bytes(16)), records[0].key, deadline=soon())
     detail = {"tier": "redis", "seconds": 1.5}
-    store.tell(Outcome("golden-1", PROMPT.namespace, 130, 128, 0, 64, "stage_timeout", detail, tenant=""))
+    store.report(Outcome("golden-1", PROMPT.namespace, 130, 128, 0, 64, "stage_timeout", detail, tenant=""))
     await store.explain("golden-1", deadline=soon())
     await store.explain("", deadline=soon())
     await store.release(staged.lease)

@@ -28,7 +28,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import convert, messages
 from kvstore.wire.address import TcpAddress, parse_address
-from kvstore.wire.failures import raise_error
+from kvstore.wire.messages import raise_error
 
 FILES = sorted(Path(__file__).parent.glob("wire-v1-*.jsonl"))
 EVERY_FILE = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -262,7 +262,7 @@ async def test_todays_client_at_a_service_of_that_release(file: Path) -> None:
                 assert bytes((await store.load(staged.lease, key, deadline=soon())).data) == by_key[key]
             with pytest.raises(Unavailable, match="the lease has ended"):
                 await store.load(LeaseId(bytes(16)), records[0].key, deadline=soon())
-            store.tell(outcome)
+            store.report(outcome)
             assert (await store.explain("golden-1", deadline=soon()))["reason"] == "stage_timeout"
             assert (await store.explain("", deadline=soon()))["requests"]
             await store.release(staged.lease)

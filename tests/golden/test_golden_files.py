@@ -7,8 +7,7 @@ from make_golden import CASES, DESCRIPTION, ENCRYPTED, FOLDER, KEY, KEY_IDS, MAN
 
 from kvstore.codec import RAW, decode_into
 from kvstore.format.encrypted import ENCRYPTION_BYTES, decrypt_record
-from kvstore.format.key_ids import pack_key_ids, parse_key_ids
-from kvstore.format.manifest import pack_manifest, parse_manifest
+from kvstore.format.manifest import pack_key_ids, pack_manifest, parse_key_ids, parse_manifest
 from kvstore.format.record import open_record
 from kvstore.model.layout import Layout
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 _PARENT = """
 import ctypes, os, signal, sys
-import kvstore.catalog.pending_redis, kvstore.catalog.redis_reconcile, kvstore.tiers.redis, kvstore.tiers.s3
+import kvstore.catalog.redis.pending, kvstore.catalog.redis.reconcile, kvstore.tiers.redis, kvstore.tiers.s3
 from kvstore.service.main import main
 
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets children as they end

@@ -12,7 +12,7 @@ from kvstore.api import Ack
 from kvstore.catalog.entry import Level
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer
-from tests.unit.admin.admin_world import World, soon, world
+from tests.unit.admin.service_harness import ServiceHarness, open_service, soon
 
 
 @pytest.mark.servers
@@ -27,8 +27,8 @@ async def test_what_one_service_was_told_another_one_does(tmp_path: Path, shared
         folder.mkdir()
     async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
         await client.flushdb()
-        async with asyncio.timeout(300), world(folders[1], hot=hot) as b:
-            async with world(folders[0], hot=hot) as a:
+        async with asyncio.timeout(300), open_service(folders[1], hot=hot) as b:
+            async with open_service(folders[0], hot=hot) as a:
                 old = await a.save(Prompt(ATTENTION, "a", 256, tenant="red", weights_id="old"))
                 await b.store.open_namespace(old.description, deadline=soon())
                 assert await hit(b, old) == 256
@@ -60,11 +60,10 @@ async def test_what_one_service_was_told_another_one_does(tmp_path: Path, shared
             assert await cold_bytes(b) > 6_000
 
 
-async def hit(made: World, prompt: Prompt) -> int:
+async def hit(made: ServiceHarness, prompt: Prompt) -> int:
     return (await made.store.lookup(prompt.query(), deadline=soon())).resume_tokens
 
 
-async def cold_bytes(made: World) -> int:
-    assert made.store._recorder is not None
-    totals = await made.store._recorder.catalog.totals(deadline=soon())
+async def cold_bytes(made: ServiceHarness) -> int:
+    totals = await made.catalog.totals(deadline=soon())
     return sum(held.levels[Level.COLD].num_bytes for held in totals.values())

@@ -11,7 +11,7 @@ from kvstore.compose import open_store
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
-from tests.unit.admin.admin_world import soon, world
+from tests.unit.admin.service_harness import open_service, soon
 
 
 @pytest.mark.servers
@@ -23,10 +23,10 @@ async def test_a_shared_redis_is_listed_pinned_and_deleted(tmp_path: Path, share
     prompt = Prompt(HYBRID, "a", 64 * 6, tenant="red")
     async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
         await client.flushdb()
-        async with world(tmp_path, hot=hot) as saved:
+        async with open_service(tmp_path, hot=hot) as saved:
             await saved.save(prompt)
         beside = load_settings({"memory_bytes": "16MiB", "hot": hot, "cold": "memory:"})
-        async with world(tmp_path, hot=hot) as made, open_store(beside) as other, made.client("red") as red:
+        async with open_service(tmp_path, hot=hot) as made, open_store(beside) as other, made.client("red") as red:
             namespace = prompt.namespace.hex()
             held = (await red.get(f"/v1/namespaces/{namespace}")).json()
             whole = {"num_boundaries": 6, "num_records": 30, "num_bytes": 35760}

@@ -23,10 +23,10 @@ from schemathesis.specs.openapi.checks import (
 
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.app import make_routes
-from kvstore.service.admin.context import AdminContext
+from kvstore.service.admin.data_loop import DataLoop
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer
-from tests.unit.admin.admin_world import World, world
+from tests.unit.admin.service_harness import ServiceHarness, open_service
 
 EXAMPLES = 5
 """Of each route, in a run whose requests are the same each time."""
@@ -52,14 +52,14 @@ async def test_made_up_requests_are_answered_as_described(
     """Right and wrong parameters and bodies for every route, with an operator's token and without one, over namespaces
     and prefixes that are there: no answer of the 500s, none that is not described.
     """
-    monkeypatch.setattr(AdminContext, "soon", lambda self, seconds=0.0: Deadline.after(60))  # on a slow machine too
-    for name in ("health", "metrics", "tiers"):
-        monkeypatch.setattr(f"kvstore.service.admin.{name}._ANSWER_S", 60.0)
-    monkeypatch.setattr("kvstore.service.admin.events._FOLLOW_S", 0.5)
+    monkeypatch.setattr(DataLoop, "soon", lambda self, within_s=0.0: Deadline.after(60))  # on a slow machine too
+    for name in ("service", "tiers"):
+        monkeypatch.setattr(f"kvstore.service.admin.resources.{name}._ANSWER_S", 60.0)
+    monkeypatch.setattr("kvstore.service.admin.resources.events._FOLLOW_S", 0.5)
     hot = f"redis://{shared_redis.host}:{shared_redis.port}"
     async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
         await client.flushdb()
-    async with world(tmp_path, hot=hot) as made:
+    async with open_service(tmp_path, hot=hot) as made:
         prompts = [await made.save(Prompt(ATTENTION, "a", 64 * 6, model=f"m{i}", tenant="red")) for i in range(2)]
         asked = await asyncio.to_thread(ask_all, made, prompts)
     print(f"{sum(asked.values())} requests: {asked}")
@@ -67,7 +67,7 @@ async def test_made_up_requests_are_answered_as_described(
     assert sum(asked.values()) > 3 * len(asked)
 
 
-def ask_all(made: World, prompts: list[Prompt]) -> dict[str, int]:
+def ask_all(made: ServiceHarness, prompts: list[Prompt]) -> dict[str, int]:
     """How many requests each route has answered."""
     asked: dict[str, int] = {}
     known = {

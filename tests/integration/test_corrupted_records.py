@@ -16,8 +16,8 @@ from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.tiered import TieredStore
-from kvstore.testing.damage import DAMAGE
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.records import DAMAGE
 from kvstore.testing.servers import CephRgw, RedisServer
 from kvstore.tiers.base import Tier
 from kvstore.tiers.filesystem import FilesystemTier
@@ -79,7 +79,7 @@ async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         yield DirectoryPlace(tier, tmp_path / "records")
     elif request.param == "redis":
         server: RedisServer = request.getfixturevalue("shared_redis")
-        tier = RedisTier.from_url(server.url)
+        tier = RedisTier(server.url)
         async with redis.asyncio.Redis.from_url(server.url) as client:
             yield RedisPlace(tier, client)
             await client.flushall()
@@ -87,9 +87,7 @@ async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         rgw: CephRgw = request.getfixturevalue("shared_rgw")
         bucket = f"corrupted-{secrets.token_hex(4)}"
         rgw.create_bucket(bucket)
-        tier = await S3Tier.open(
-            bucket, endpoint_url=rgw.endpoint_url, access_key=rgw.access_key, secret_key=rgw.secret_key
-        )
+        tier = await S3Tier.open(rgw.location(bucket), credentials=rgw.credentials)
         yield S3Place(tier, rgw, bucket)
     await tier.aclose()
 

@@ -21,7 +21,7 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.encrypted import ENCRYPTION_BYTES, encrypt_record
 from kvstore.format.record import HEADER_BYTES, seal
 from kvstore.model.keys import RecordKey
-from kvstore.service.credentials import Credentials
+from kvstore.service.authentication import Credentials
 from kvstore.service.server import Server
 from kvstore.settings import load_settings
 from kvstore.store.encrypted import EncryptedStore
@@ -112,7 +112,7 @@ async def test_a_wrong_or_missing_key_is_a_counted_miss_and_destroys_nothing(
             assert words in caplog.text
             stop = RED.boundary(64)
             outcome = Outcome("request", RED.namespace, 272, 272, 0, 0, "nothing_stored", stop=stop, tenant="red")
-            store.tell(outcome)
+            store.report(outcome)
             told = await store.explain("request", deadline=soon(), tenant="red")
             assert (told["reason"], bool(told["advice"])) == (reason, True)
             if reason != "missing_key":  # a new current key is a right one
@@ -175,7 +175,8 @@ async def test_keys_change_while_it_runs_and_both_generations_are_read(tmp_path:
         await store.open_namespace(prompt.description, deadline=soon())
         for part, keys in zip(parts, stages, strict=True):
             write_keys(path, keys)
-            store._keys.refresh()
+            store._keys.poll()
+            store._keys.poll()  # a change counts when it is seen twice
             for record in prompt.records(part):
                 assert await store.save(record, ack=Ack.COLD, deadline=soon()) is SaveOutcome.STORED
     async with opened(place, path) as store:
@@ -267,7 +268,7 @@ def test_what_is_wrong_with_keys_is_told_before_anything_opens(tmp_path: Path) -
         async with open_served_store(load_settings(flags)):
             pass
 
-    with pytest.raises(InvalidRequest, match="others may read the keys"):
+    with pytest.raises(InvalidRequest, match="other users may read the encryption key file"):
         asyncio.run(start())
     assert not folder.exists()
 

@@ -13,11 +13,12 @@ import pytest
 from redis.asyncio import Redis
 
 from connector.identity import describe_namespace
-from connector.scheduler.side import PromptFacts, SchedulerSide
+from connector.scheduler.facts import PromptFacts
+from connector.scheduler.side import SchedulerSide
 from connector.settings import ConnectorSettings
 from kvstore.api import Ack, Deadline, Outcome
-from kvstore.catalog.redis import RedisCatalog
-from kvstore.catalog.redis_reconcile import Reconciler
+from kvstore.catalog.redis.catalog import RedisCatalog
+from kvstore.catalog.redis.reconcile import Reconciler
 from kvstore.client import connect
 from kvstore.client.remote import RemoteStore
 from kvstore.compose import open_catalog, open_store
@@ -25,7 +26,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.runtime.meters import Meters
-from kvstore.service.credentials import Credentials
+from kvstore.service.authentication import Credentials
 from kvstore.service.server import Server
 from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore
@@ -128,7 +129,7 @@ class Engine:
         return len(self.bridge.run(lambda store: store._recorder.catalog.tombstones(limit=9, deadline=soon())))
 
     def close(self) -> None:
-        for state in self.side.ledger:
+        for state in list(self.side.requests.values()):
             self.side.on_finished(state.request_id)
         self.side.shutdown()
         self.bridge.close()
@@ -280,9 +281,9 @@ def test_lost_by_redis(redis: RedisServer, tmp_path: Path) -> None:
         async with Redis(host=redis.host, port=redis.port) as client, open_catalog(settings) as catalog:
             assert isinstance(catalog, RedisCatalog)
             reconciler = Reconciler(catalog, Meters())
-            await reconciler.look()
+            await reconciler.check()
             await client.unlink(*[name async for name in client.scan_iter(match="v1/*{*")])
-            return await reconciler.look()
+            return await reconciler.check()
 
     with engine(settings, tmp_path) as at:
         assert asyncio.run(lose()) > 0
@@ -360,7 +361,7 @@ async def test_tenants_see_their_own(tmp_path: Path) -> None:
             tenant = client(tokens[name])
             namespace = await tenant.open_namespace(description, deadline=soon())
             stop = records_of(tokens_of("a", TOKENS), facts, shape)[0]
-            tenant.tell(
+            tenant.report(
                 Outcome(
                     f"of {name}", namespace, local_tokens=0, resume_tokens=0, reason="nothing_stored",
                     stop=Boundary(64, stop.key.prefix), **content,  # type: ignore[arg-type]
@@ -389,7 +390,7 @@ async def test_a_group_that_was_not_stored(tmp_path: Path) -> None:
         found = await store.lookup(prompt.query(), deadline=soon())
         at_page = [boundary.tokens for boundary in prompt.query().boundaries].index(64)
         assert (found.resume_tokens, found.groups_present[at_page]) == (0, 0b01)
-        store.tell(
+        store.report(
             Outcome("a", prompt.namespace, 128, 112, 0, 0, "nothing_stored", stop=prompt.boundary(64), groups=0b01)
         )
         told: Any = await store.explain("a", deadline=soon())
@@ -405,7 +406,7 @@ async def test_a_slice_that_was_not_stored(tmp_path: Path) -> None:
         await store.open_namespace(prompt.description, deadline=soon())
         await store.save(first, ack=Ack.COLD, deadline=soon())
         await asyncio.sleep(1.1)  # times of the catalog are whole seconds
-        store.tell(miss)
+        store.report(miss)
         told: Any = await store.explain("a", deadline=soon())
         assert told["reason"] == "group_incomplete" and "on their way" not in told["advice"]
         assert told["detail"]["groups_missing"].startswith("0 (")
@@ -421,9 +422,9 @@ async def test_one_tenants_requests_do_not_push_out_anothers() -> None:
     store = TieredStore(MemoryTier(8 << 20))
     try:
         for number in range(5000):
-            store.tell(Outcome(f"red {number}", None, 100, 0, 0, 0, "mode", tenant="red"))
+            store.report(Outcome(f"red {number}", None, 100, 0, 0, 0, "mode", tenant="red"))
             if number == 100:
-                store.tell(Outcome("blue", None, 100, 0, 0, 0, "mode", tenant="blue"))
+                store.report(Outcome("blue", None, 100, 0, 0, 0, "mode", tenant="blue"))
         assert (await store.explain("blue", deadline=soon(), tenant="blue"))["request"] == "blue"
         with pytest.raises(InvalidRequest, match="no such request"):
             await store.explain("red 100", deadline=soon(), tenant="red")
@@ -441,7 +442,7 @@ async def test_more_misses_than_are_looked_into(tmp_path: Path) -> None:
         await store.open_namespace(prompt.description, deadline=soon())
         for number in range(1000):
             miss = Outcome(f"r{number}", prompt.namespace, 128, 112, 0, 0, "nothing_stored", stop=prompt.boundary(64))
-            store.tell(miss)
+            store.report(miss)
 
         async def reasons() -> dict[str, int]:
             status: Any = await store.status(deadline=soon())

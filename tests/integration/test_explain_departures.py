@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from connector.scheduler.side import PromptFacts
+from connector.scheduler.facts import PromptFacts
 from kvstore.store import retention
 from kvstore.testing.faulty_proxy import FaultyProxy
 from kvstore.testing.servers import RedisServer, redis_server

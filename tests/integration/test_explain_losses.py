@@ -16,10 +16,9 @@ from kvstore.api import Ack, Deadline, Outcome
 from kvstore.client import connect
 from kvstore.client.remote import RemoteStore
 from kvstore.compose import open_store
-from kvstore.doctor.finding import Finding, Verdict
-from kvstore.doctor.running import run_checks
+from kvstore.doctor.check import Finding, Verdict, run_checks
 from kvstore.doctor.service import ServiceAddress, service_check
-from kvstore.service.credentials import Credentials
+from kvstore.service.authentication import Credentials
 from kvstore.service.server import Server
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import HYBRID, Prompt
@@ -93,7 +92,7 @@ def miss(request: str, tokens: int, groups: int = 0) -> Outcome:
 async def tell(client: RemoteStore, *outcomes: Outcome) -> Mapping[str, Any]:
     """Tell the service, and wait until it has read that; returns its status."""
     for outcome in outcomes:
-        client.tell(outcome)
+        client.report(outcome)
     return await client.status(deadline=soon())  # behind it on the same connection
 
 
@@ -198,7 +197,7 @@ async def test_a_service_that_was_away(service: Service) -> None:
     async with asyncio.timeout(20):
         while engine._pool.now() is not None:
             await asyncio.sleep(0.01)
-    engine.tell(loss("first", 64, "save_failed", group=0))
+    engine.report(loss("first", 64, "save_failed", group=0))
     await service.start()
     await engine.wait_ready(deadline=soon())
     await other.wait_ready(deadline=soon())

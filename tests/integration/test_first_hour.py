@@ -126,7 +126,7 @@ async def _full(start: QuickStart, engine: RemoteStore, admin: httpx.AsyncClient
     top = await asyncio.to_thread(said, start, "top", "--once")
     for text in (status, top):
         assert limit in text and "evicted" in text, text
-    assert "s3: works, holds" in status and "left since its start:" in status
+    assert "s3: works, holds" in status and "evicted since its start:" in status
     tiers = {one["name"]: one for one in (await admin.get("/v1/tiers")).json()["tiers"]}
     used = tiers["s3"]["usage"]["used_bytes"]
     assert 0.5 * COLD_BYTES < used <= COLD_BYTES and tiers["redis"]["usage"]["limit_name"] == "maxmemory"
@@ -141,7 +141,7 @@ async def _misses(start: QuickStart, engine: RemoteStore, admin: httpx.AsyncClie
     await save(engine, prompt_of("typed", "float32"))
     salted = prompt_of("salted")
     await engine.open_namespace(salted.description, deadline=soon())
-    engine.tell(missed("earlier", salted, salt=1, content=7))
+    engine.report(missed("earlier", salted, salt=1, content=7))
     wanted = {
         "never": (missed("never", prompt_of("never asked before")), "never_stored"),
         "evicted": (missed("evicted", prompt_of("first")), "evicted"),
@@ -149,7 +149,7 @@ async def _misses(start: QuickStart, engine: RemoteStore, admin: httpx.AsyncClie
         "salt": (missed("salt", prompt_of("salted again"), salt=2, content=7), "other_salt"),
     }
     for outcome, _ in wanted.values():
-        engine.tell(outcome)
+        engine.report(outcome)
     async with asyncio.timeout(60):
         while True:
             listed = {one["request"]: one["reason"] for one in (await admin.get("/v1/requests")).json()["requests"]}

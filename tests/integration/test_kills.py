@@ -14,8 +14,8 @@ import pytest
 import redis.asyncio
 
 from kvstore.catalog.entry import Level
-from kvstore.catalog.pending_base import PendingTotals
-from kvstore.catalog.pending_redis import RedisPendingLog
+from kvstore.catalog.pending import PendingTotals
+from kvstore.catalog.redis.pending import RedisPendingLog
 from kvstore.client import connect
 from kvstore.compose import open_catalog
 from kvstore.runtime.deadline import Deadline
@@ -93,14 +93,7 @@ async def pending(hot: RedisServer, bucket: str) -> PendingTotals:
 
 @asynccontextmanager
 async def in_s3(rgw: CephRgw, bucket: str) -> AsyncIterator[S3Tier]:
-    tier = await S3Tier.open(
-        bucket,
-        "kills",
-        endpoint_url=rgw.endpoint_url,
-        region=rgw.region,
-        access_key=rgw.access_key,
-        secret_key=rgw.secret_key,
-    )
+    tier = await S3Tier.open(rgw.location(bucket, "kills"), credentials=rgw.credentials)
     try:
         yield tier
     finally:
@@ -110,7 +103,7 @@ async def in_s3(rgw: CephRgw, bucket: str) -> AsyncIterator[S3Tier]:
 async def the_catalog_equals_a_scan(hot: RedisServer, rgw: CephRgw, bucket: str) -> None:
     """Records and bytes of each tier, counted one by one, are what the catalog says."""
     found: dict[tuple[bytes, Level], tuple[int, int]] = {}
-    hot_tier = RedisTier.from_url(hot.url)
+    hot_tier = RedisTier(hot.url)
     async with in_s3(rgw, bucket) as cold_tier:
         for level, tier in ((Level.HOT, hot_tier), (Level.COLD, cold_tier)):
             async for entry in tier.scan():

@@ -18,7 +18,7 @@ from kvstore.cli.main import main
 from kvstore.settings import Settings
 from kvstore.testing.servers import RedisServer, redis_server
 from kvstore.testing.servers.ports import free_ports
-from tests.unit.admin.admin_world import write_credentials
+from tests.unit.admin.service_harness import write_credentials
 
 pytestmark = pytest.mark.servers
 

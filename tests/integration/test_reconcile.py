@@ -13,9 +13,8 @@ from redis.asyncio import Redis
 from kvstore.api import Ack, SaveOutcome
 from kvstore.catalog.base import Catalog
 from kvstore.catalog.entry import Level
-from kvstore.catalog.redis import RedisCatalog
-from kvstore.catalog.redis_reconcile import Reconciler, ServerCounters, format_counters
-from kvstore.catalog.redis_sample import Sample, Sampler
+from kvstore.catalog.redis.catalog import RedisCatalog
+from kvstore.catalog.redis.reconcile import Reconciler, Sample, Sampler, ServerCounters, format_counters
 from kvstore.compose import open_catalog, open_store, open_tier
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.deadline import Deadline
@@ -118,11 +117,13 @@ async def test_a_redis_that_was_replaced_while_nobody_looked(shared_redis: Redis
         assert isinstance(catalog, RedisCatalog)
         await catalog.clear(deadline=soon())
         await catalog.set_complete(True, deadline=soon())
-        await catalog.note("reconciled", format_counters([ServerCounters("a run that has ended", 0)]), deadline=soon())
-        await Reconciler(catalog, Meters()).look()
+        await catalog.write_note(
+            "reconciled", format_counters([ServerCounters("a run that has ended", 0)]), deadline=soon()
+        )
+        await Reconciler(catalog, Meters()).check()
         assert not await catalog.is_complete(deadline=soon())
         await catalog.set_complete(True, deadline=soon())
-        await Reconciler(catalog, Meters()).look()
+        await Reconciler(catalog, Meters()).check()
         assert await catalog.is_complete(deadline=soon())
 
 
@@ -146,10 +147,10 @@ async def test_records_that_somebody_deleted(
     async with open_catalog(settings) as catalog:
         assert isinstance(catalog, RedisCatalog)
         reconciler = Reconciler(catalog, Meters())
-        assert await reconciler.look() == 0
+        assert await reconciler.check() == 0
         names = [name async for name in client.scan_iter(match="v1/*{*")]
         await client.unlink(*names[: round(share * len(names))])
-        assert await reconciler.look() == round(share * len(names))
+        assert await reconciler.check() == round(share * len(names))
         assert await told(catalog) == await scanned(settings)
 
 
@@ -167,10 +168,10 @@ async def test_records_that_nobody_told_of(client: Redis, shared_redis: RedisSer
     async with open_catalog(settings) as catalog:
         assert isinstance(catalog, RedisCatalog)
         assert await told(catalog) != await scanned(settings)
-        assert await Sampler(catalog).look() == Sample(0, 0)  # whoever has put them may be about to tell
+        assert await Sampler(catalog).check() == Sample(0, 0)  # whoever has put them may be about to tell
         reconciler = Reconciler(catalog, Meters())
         reconciler._sampler = Sampler(catalog, grace_s=0.0)
-        await reconciler.look()
+        await reconciler.check()
         assert not await catalog.is_complete(deadline=soon())
         assert await told(catalog) == await scanned(settings)  # so small a Redis was sampled as a whole
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.api import Ack
-from kvstore.catalog.redis import RedisCatalog
+from kvstore.catalog.redis.catalog import RedisCatalog
 from kvstore.compose import open_catalog, open_store
 from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
@@ -21,7 +21,7 @@ from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisServer, TlsRedis, redis_server, redis_tls_server, valkey_server
 from kvstore.testing.servers.redis_tls import TLS_PASSWORD
 from kvstore.tiers.base import PutOutcome, Severity
-from kvstore.tiers.locations_redis import parse_redis
+from kvstore.tiers.locations import parse_redis
 from kvstore.tiers.redis import RedisTier, open_control
 from kvstore.tiers.redis.examine import examine_redis
 
@@ -36,7 +36,7 @@ def tls() -> Iterator[TlsRedis]:
 
 async def refused(url: str) -> str:
     """What a tier on `url` says."""
-    tier = RedisTier.from_url(url)
+    tier = RedisTier(url)
     with pytest.raises(Unavailable) as caught:
         await tier.get(make_key(1), deadline=Deadline.after(5))
     await tier.aclose()
@@ -77,14 +77,14 @@ async def test_a_user_that_lacks_rights(tls: TlsRedis) -> None:
     """A command that the user may not use is named, with who can help; it is no miss."""
     from redis import Redis
 
-    tier = RedisTier.from_url(tls.server.url)
+    tier = RedisTier(tls.server.url)
     assert await tier.put(make_record(1), deadline=Deadline.after(5)) in (PutOutcome.STORED, PutOutcome.EXISTS)
     await tier.aclose()
     with redis_server() as server, Redis(port=server.port) as admin:
         admin.acl_setuser(
             "reader", enabled=True, passwords=["+hunter2"], commands=["+get", "+getrange", "+ping"], keys=["*"]
         )
-        tier = RedisTier.from_url(f"redis://reader:hunter2@127.0.0.1:{server.port}")
+        tier = RedisTier(f"redis://reader:hunter2@127.0.0.1:{server.port}")
         assert await tier.get(make_key(1), deadline=Deadline.after(5)) is None
         with pytest.raises(Unavailable, match=r"commands and keys that it lacks \(ACL SETUSER\).*'set'"):
             await tier.put(make_record(1), deadline=Deadline.after(5))
@@ -125,7 +125,7 @@ async def test_a_store_over_it(tls: TlsRedis, tmp_path: Path) -> None:
         totals = (await catalog.totals(deadline=Deadline.after(10)))[prompt.namespace]
         assert [level.num_records for level in totals.levels] == [4, 4]
         async with asyncio.timeout(10):
-            while await catalog.noted("reconciled", deadline=Deadline.after(10)) is None:
+            while await catalog.read_note("reconciled", deadline=Deadline.after(10)) is None:
                 await asyncio.sleep(0.02)
     failures = {name: value for name, value in meters.snapshot().items() if "failures" in name and value}
     assert failures == {}
@@ -137,7 +137,7 @@ async def test_settings_of_a_server_that_need_a_change(caplog: pytest.LogCapture
         settings = load_settings({"memory_bytes": "16MiB", "cold": "memory:", "hot": server.url})
         async with open_store(settings):
             pass
-        tier = RedisTier.from_url(server.url)
+        tier = RedisTier(server.url)
         (facts,) = await tier.facts(deadline=Deadline.after(5))
         concerns = await tier.concerns(deadline=Deadline.after(5))
         await tier.aclose()
@@ -152,7 +152,7 @@ async def test_settings_of_a_server_that_need_a_change(caplog: pytest.LogCapture
 async def test_facts_of_a_valkey() -> None:
     """A Valkey says so, with its own version, and one that is set up well raises no concern."""
     with valkey_server(("--maxmemory", "1gb", "--maxmemory-policy", "volatile-lru")) as server:
-        tier = RedisTier.from_url(server.url)
+        tier = RedisTier(server.url)
         (facts,) = await tier.facts(deadline=Deadline.after(5))
         concerns = [
             concern for concern in await tier.concerns(deadline=Deadline.after(5)) if "round trip" not in concern.text

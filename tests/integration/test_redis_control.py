@@ -7,11 +7,11 @@ import asyncio
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from kvstore.catalog.redis import RedisCatalog
+from kvstore.catalog.redis.catalog import RedisCatalog
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisCluster, RedisServer, redis_server
-from kvstore.tiers.locations_redis import parse_redis
+from kvstore.tiers.locations import parse_redis
 from kvstore.tiers.redis import open_control
 
 pytestmark = pytest.mark.servers

@@ -24,7 +24,7 @@ async def test_only_what_may_go_is_evicted(policy: str) -> None:
     """Records that may go, one of them in stripes, make room for new ones; those that may not are all there when the
     server is full of them and refuses more."""
     with redis_server(maxmemory_bytes=96 << 20, arguments=("--maxmemory-policy", policy)) as server:
-        tier = RedisTier.from_url(server.url)
+        tier = RedisTier(server.url)
         kept, may_go = [make_record(number, 1 << 20) for number in range(10)], [make_record(99, 9 << 20)]
         may_go += [make_record(number, 1 << 20) for number in range(100, 130)]
         for record in kept + may_go:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.doctor.finding import Finding, Verdict
+from kvstore.doctor.check import Finding, Verdict
 from kvstore.doctor.redis import judge_redis
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.servers import redis_cluster, redis_sentinel
-from kvstore.tiers.locations_redis import parse_redis
+from kvstore.tiers.locations import parse_redis
 from kvstore.tiers.redis.examine import examine_redis
 
 pytestmark = [pytest.mark.servers, pytest.mark.full]  # six servers for each of them

@@ -15,13 +15,15 @@ from kvstore.errors import Unavailable
 from kvstore.format.names import format_name
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisServer, redis_server
 from kvstore.testing.servers.ports import free_ports
 from kvstore.tiers.base import PutOutcome, Tier
+from kvstore.tiers.breaker import Breaker
+from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.redis import RedisTier
-from kvstore.tiers.wrap import Breaker, GuardedTier
 
 pytestmark = pytest.mark.servers
 
@@ -34,7 +36,7 @@ def server() -> Iterator[RedisServer]:
 
 @pytest.fixture
 async def tier(server: RedisServer) -> AsyncIterator[RedisTier]:
-    tier = RedisTier.from_url(server.url)
+    tier = RedisTier(server.url)
     yield tier
     await tier.aclose()
 
@@ -131,7 +133,9 @@ async def test_breaker_opens_and_closes_by_itself(server: RedisServer, caplog: p
     """Frozen: one call waits, all others are refused at once; thawed: served again without any call having failed."""
     meters = Meters()
     tier = GuardedTier(
-        RedisTier.from_url(server.url), meters=meters, breaker=Breaker(hang_s=0.25, delay_first_s=0.1, delay_max_s=0.4)
+        RedisTier(server.url),
+        Instruments(meters=meters),
+        breaker=Breaker(hang_s=0.25, delay_first_s=0.1, delay_max_s=0.4),
     )
     record = make_record(1)
     await tier.put(record, deadline=Deadline.after(5))
@@ -141,7 +145,7 @@ async def test_breaker_opens_and_closes_by_itself(server: RedisServer, caplog: p
         await tier.get(record.key, deadline=Deadline.after(0.3))
     started_s = time.monotonic()
     for _ in range(100):
-        with pytest.raises(Unavailable, match="left alone"):
+        with pytest.raises(Unavailable, match="not used until"):
             await tier.get(record.key, deadline=Deadline.after(60))
     assert time.monotonic() - started_s < 10
     await asyncio.sleep(0.5)
@@ -155,7 +159,7 @@ async def test_breaker_opens_and_closes_by_itself(server: RedisServer, caplog: p
     assert stored is not None and stored.data == record.data
     assert meters.get("tier_refused", tier="redis") == 100
     assert meters.get("tier_open", tier="redis") == 0
-    lines = [entry for entry in caplog.records if entry.name == "kvstore.tiers.wrap.guarded"]
+    lines = [entry for entry in caplog.records if entry.name == "kvstore.tiers.guarded"]
     assert [entry.levelname for entry in lines] == ["WARNING", "INFO"]
     assert "check" in lines[0].getMessage()
     await tier.aclose()
@@ -164,7 +168,7 @@ async def test_breaker_opens_and_closes_by_itself(server: RedisServer, caplog: p
 async def test_at_its_memory_limit() -> None:
     """A server at `maxmemory` without eviction: puts are FULL, also large ones, which leave nothing; reads go on."""
     with redis_server(maxmemory_bytes=24 << 20) as server:
-        tier = RedisTier.from_url(server.url)
+        tier = RedisTier(server.url)
         records = [make_record(number, 2 << 20) for number in range(20)]
         outcomes = [await tier.put(record, deadline=Deadline.after(5)) for record in records]
         assert set(outcomes) == {PutOutcome.STORED, PutOutcome.FULL}
@@ -190,7 +194,7 @@ async def test_at_its_memory_limit() -> None:
 async def test_nothing_listens() -> None:
     """An address where nothing listens: the error names it, what was expected and the next step, at once."""
     (port,) = free_ports(1)
-    tier = RedisTier.from_url(f"redis://user:the-secret@127.0.0.1:{port}/0")
+    tier = RedisTier(f"redis://user:the-secret@127.0.0.1:{port}/0")
     with pytest.raises(Unavailable, match=rf"check that a server runs there .*127\.0\.0\.1:{port}") as caught:
         await tier.head([make_key(1)], deadline=Deadline.after(5))
     assert "the-secret" not in str(caught.value)
@@ -201,12 +205,12 @@ async def test_wrong_and_right_password() -> None:
     """A wrong or missing password says so and is never repeated; the right one works, also with odd characters."""
     with redis_server(password="p@ss/w:rd") as server:
         for login, hint in ((":wrong@", "check user and password"), ("", "put user and password into the url")):
-            tier = RedisTier.from_url(f"redis://{login}{server.host}:{server.port}/0")
+            tier = RedisTier(f"redis://{login}{server.host}:{server.port}/0")
             with pytest.raises(Unavailable, match=hint) as caught:
                 await tier.head([make_key(1)], deadline=Deadline.after(5))
             assert "wrong@" not in str(caught.value) and "=wrong" not in str(caught.value)
             await tier.aclose()
-        tier = RedisTier.from_url(f"redis://default:p%40ss%2Fw%3Ard@{server.host}:{server.port}/3")
+        tier = RedisTier(f"redis://default:p%40ss%2Fw%3Ard@{server.host}:{server.port}/3")
         assert await tier.put(make_record(1), deadline=Deadline.after(5)) is PutOutcome.STORED
         assert await tier.get(make_key(1), deadline=Deadline.after(5)) is not None
         await tier.aclose()
@@ -227,7 +231,7 @@ async def test_not_a_redis(answer: bytes) -> None:
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        tier = RedisTier.from_url(f"redis://127.0.0.1:{port}/0")
+        tier = RedisTier(f"redis://127.0.0.1:{port}/0")
         with pytest.raises(Unavailable):
             await tier.get(make_key(1), deadline=Deadline.after(1))
         await tier.aclose()

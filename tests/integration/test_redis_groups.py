@@ -11,7 +11,7 @@ import pytest
 from redis.exceptions import AskError
 
 from kvstore.catalog.entry import Level
-from kvstore.catalog.redis import RedisCatalog
+from kvstore.catalog.redis.catalog import RedisCatalog
 from kvstore.compose import open_catalog, open_store
 from kvstore.errors import Unavailable
 from kvstore.format.names import format_name
@@ -23,11 +23,11 @@ from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisCluster, RedisSentinel, RedisServer, redis_cluster, redis_sentinel
 from kvstore.testing.servers.redis_group import RedisGroup, ask
 from kvstore.tiers.base import PutOutcome
-from kvstore.tiers.locations_redis import parse_redis
+from kvstore.tiers.locations import parse_redis
 from kvstore.tiers.redis import RedisTier, open_control
+from kvstore.tiers.redis.cluster import slot_of
 from kvstore.tiers.redis.connection import Connection
-from kvstore.tiers.redis.slots import slot_of
-from kvstore.tiers.redis.stripes import stripe_names
+from kvstore.tiers.redis.reading import stripe_names
 from tests.integration.redis_traffic import CALL_S, LARGE_BYTES, Traffic, served_everywhere
 
 pytestmark = pytest.mark.servers
@@ -57,7 +57,7 @@ async def tier(request: pytest.FixtureRequest) -> AsyncIterator[RedisTier]:
     group: RedisGroup = request.getfixturevalue(request.param)
     await asyncio.to_thread(group.settle)
     group.flush()
-    tier = RedisTier.from_url(group.url)
+    tier = RedisTier(group.url)
     yield tier
     await tier.aclose()
 
@@ -126,13 +126,13 @@ async def test_a_sentinel_that_is_frozen_or_gone(tier: RedisTier, sentinel: Redi
     second.kill9()
     try:
         for _ in range(3):  # whoever is asked first
-            fresh = RedisTier.from_url(sentinel.url)
+            fresh = RedisTier(sentinel.url)
             assert await fresh.get(make_key(1), deadline=Deadline.after(3)) is None
             await fresh.aclose()
     finally:
         first.thaw()
         second.start()
-    wrong = RedisTier.from_url(sentinel.url.replace("/main/", "/other/"))
+    wrong = RedisTier(sentinel.url.replace("/main/", "/other/"))
     with pytest.raises(Unavailable, match=r"no sentinel names the primary: check .*service=other"):
         await wrong.get(make_key(1), deadline=Deadline.after(3))
     await wrong.aclose()
@@ -268,7 +268,7 @@ async def test_forms_that_are_mixed_up(sentinel: RedisSentinel, cluster: RedisCl
         (f"redis+cluster://127.0.0.1:{sentinel.primary().port}", r"no cluster: use redis://"),
         (f"redis+sentinel://127.0.0.1:{sentinel.primary().port}/main", "no sentinel names the primary"),
     ):
-        tier = RedisTier.from_url(url)
+        tier = RedisTier(url)
         with pytest.raises(Unavailable, match=advice):
             await tier.get(make_key(number), deadline=Deadline.after(3))
         await tier.aclose()
@@ -294,7 +294,7 @@ async def test_a_store_over_it(form: str, request: pytest.FixtureRequest) -> Non
         assert isinstance(catalog, RedisCatalog)
         assert await catalog.are_stored([prompt.key(64), prompt.key(16)], deadline=soon) == [True, False]
         async with asyncio.timeout(60):
-            while not meters.get("catalog_complete") or await catalog.noted("reconciled", deadline=soon) is None:
+            while not meters.get("catalog_complete") or await catalog.read_note("reconciled", deadline=soon) is None:
                 await asyncio.sleep(0.02)
     assert meters.get("catalog_failures", call="reconcile") == 0
     async with open_store(settings) as store:
@@ -319,7 +319,7 @@ async def test_a_frozen_node_costs_one_deadline(tier: RedisTier, cluster: RedisC
         assert time.monotonic() - started_s < 5
         started_s = time.monotonic()
         for _ in range(20):
-            with pytest.raises(Unavailable, match=f"left alone.*127.0.0.1:{frozen.port}"):
+            with pytest.raises(Unavailable, match=f"not used until.*127.0.0.1:{frozen.port}"):
                 await tier.get(here.key, deadline=Deadline.after(60))
             stored = await tier.get(there.key, deadline=Deadline.after(5))
             assert stored is not None and stored.data == there.data
@@ -349,11 +349,11 @@ async def test_servers_and_sentinels_that_ask_for_a_login() -> None:
             ask(sentinel, "SENTINEL", "SET", "main", "auth-pass", "hunter2")
             ask(sentinel, "ACL", "SETUSER", "default", ">hunter2", "on", "resetpass", ">hunter2")
         url = group.url.replace("://", "://:hunter2@")
-        without = RedisTier.from_url(url)
+        without = RedisTier(url)
         with pytest.raises(Unavailable, match=r"sentinel_login=same"):
             await without.get(make_key(1), deadline=Deadline.after(3))
         await without.aclose()
-        tier = RedisTier.from_url(f"{url}?sentinel_login=same")
+        tier = RedisTier(f"{url}?sentinel_login=same")
         assert await tier.put(make_record(1), deadline=Deadline.after(3)) is PutOutcome.STORED
         assert await tier.get(make_key(1), deadline=Deadline.after(3)) is not None
         await tier.aclose()

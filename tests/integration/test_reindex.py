@@ -17,8 +17,8 @@ from redis.asyncio import Redis
 from kvstore.api import Ack
 from kvstore.catalog.base import Catalog, NamespaceTotals
 from kvstore.catalog.entry import Level
-from kvstore.catalog.redis import RedisCatalog
-from kvstore.catalog.redis_reconcile import Reconciler
+from kvstore.catalog.redis.catalog import RedisCatalog
+from kvstore.catalog.redis.reconcile import Reconciler
 from kvstore.cli.main import main
 from kvstore.compose import open_catalog, open_store, open_tier
 from kvstore.model.keys import NamespaceId
@@ -168,10 +168,10 @@ KILLED = """
 import os, signal, sys
 import kvstore.store.reindexing as reindexing
 from kvstore.cli.main import main
-from kvstore.cli.reindex import _Remembered
+from kvstore.cli.reindex import SavedProgress
 
 reindexing._BATCH = 50
-save, calls = _Remembered.save, []
+save, calls = SavedProgress.save, []
 
 def save_and_die(self, level, num_records):
     save(self, level, num_records)
@@ -179,7 +179,7 @@ def save_and_die(self, level, num_records):
     if [one.name for one in calls[-2:]] == 2 * [os.environ["DIE_IN"]]:
         os.kill(os.getpid(), signal.SIGKILL)
 
-_Remembered.save = save_and_die
+SavedProgress.save = save_and_die
 sys.exit(main(sys.argv[1:]))
 """
 """The command, which is killed when the catalog knows of 100 records of the level that `DIE_IN` names."""
@@ -217,10 +217,10 @@ def test_a_killed_reindex_goes_on(
     assert all(lines[0].startswith(f"store: hot {hot}, cold {settings.cold}") for lines in told)
     assert [lines[1:] for lines in told] == [
         [],
-        [f"{hot}: continues after 100 records of an interrupted run"],
+        [f"{hot}: continues an interrupted run of 100 records"],
         [
             f"{hot}: done already, by an interrupted run",
-            f"{settings.cold}: continues after 100 records of an interrupted run",
+            f"{settings.cold}: continues an interrupted run of 100 records",
         ],
     ]
     report = json.loads(printed.out)[str(settings.cold)]
@@ -294,22 +294,22 @@ async def test_the_reconciler_looks_when_something_is_gone(tmp_path: Path, monke
             for one in (catalog, other):
                 await one.register(prompt.namespace, prompt.layout, "", deadline=soon())
             first, second = Reconciler(catalog, Meters()), Reconciler(other, Meters())
-            assert await first.look() == await second.look() == 0
+            assert await first.check() == await second.check() == 0
             used = (await client.info("memory"))["used_memory"]
             await client.config_set("maxmemory", used - 300_000)
             await client.set("something", "else")
             assert int((await client.info("stats"))["evicted_keys"]) > 0
             await client.config_set("maxmemory", 0)
             # the lease may be among what was evicted: then both look, and the second finds nothing
-            assert sum([await first.look(), await second.look()]) > 0
-            assert await first.look() == await second.look() == 0
+            assert sum([await first.check(), await second.check()]) > 0
+            assert await first.check() == await second.check() == 0
 
             async def walk() -> int:
                 raise AssertionError("nothing is gone that nobody has looked at")
 
             third = Reconciler(other, Meters())
-            monkeypatch.setattr(third, "walk", walk)
-            assert await third.look() == 0
+            monkeypatch.setattr(third, "compare", walk)
+            assert await third.check() == 0
         told = (await _totals(settings, prompt.namespace)).levels[Level.HOT]
         assert (told.num_records, told.num_bytes) == await _scanned(settings, Level.HOT)
         await client.aclose()

@@ -53,7 +53,7 @@ async def replace(client: Redis, server: RedisServer, by: str) -> bytes | None:
     whole = {"larger": 3 << 20, "smaller": 100, "in stripes": 9 << 20}
     if by in whole:
         record = of_size(whole[by])
-        tier = RedisTier.from_url(server.url)
+        tier = RedisTier(server.url)
         await tier.put(record, deadline=soon())
         await tier.aclose()
         return bytes(record.data)
@@ -118,7 +118,7 @@ async def test_a_put_gets_past_an_empty_value(payload_bytes: int, client: Redis,
     """It stands in the record's place and is none: whoever puts the record there is not refused for ever."""
     record = of_size(payload_bytes)
     await client.set(format_name(record.key), b"")
-    tier = RedisTier.from_url(shared_redis.url)
+    tier = RedisTier(shared_redis.url)
     try:
         assert await tier.put(record, deadline=soon()) is PutOutcome.STORED
         found = await tier.get(record.key, deadline=soon())

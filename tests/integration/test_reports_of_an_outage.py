@@ -95,13 +95,13 @@ async def test_a_killed_service(engine: Engine) -> None:
     """What a save lost as the service died explains the next miss at the service that was started in its place."""
     os.kill(engine.pid, signal.SIGKILL)  # told before, at and after the moment in which the clients notice
     for number in range(50):
-        engine.rank.tell(loss(f"lost {number}"))
+        engine.rank.report(loss(f"lost {number}"))
         await asyncio.sleep(0.002)
-    engine.scheduler.tell(failed("during"))
+    engine.scheduler.report(failed("during"))
     status = await engine.status()
     assert status["service"]["pid"] != engine.pid
     assert status["recent"]["losses"] == {"save_failed": 200}
-    engine.scheduler.tell(miss("after"))
+    engine.scheduler.report(miss("after"))
     told = await engine.explain("after")
     assert (told["reason"], told["detail"]["lost_by_request"]) == ("save_failed", "lost 49")
     assert (await engine.explain("during"))["reason"] == "lookup_failed"
@@ -113,8 +113,8 @@ async def test_a_frozen_service(engine: Engine) -> None:
     frozen_at_s = time.time()
     try:
         for number in range(100):
-            engine.rank.tell(loss(f"lost {number}"))
-            engine.scheduler.tell(failed(f"during {number}"))
+            engine.rank.report(loss(f"lost {number}"))
+            engine.scheduler.report(failed(f"during {number}"))
             if number % 20 == 5:  # as engines do, whose calls find out that the service is silent
                 for client in (engine.scheduler, engine.rank):
                     with pytest.raises(Unavailable):
@@ -144,7 +144,7 @@ async def test_telling_waits_for_nothing(engine: Engine, how: signal.Signals) ->
     os.kill(engine.pid, how)
     begun_s = time.monotonic()
     for number in range(KEPT + 100):
-        engine.rank.tell(loss(f"lost {number}"))
+        engine.rank.report(loss(f"lost {number}"))
     assert time.monotonic() - begun_s < 2.0
     assert len(engine.rank._reports) == KEPT
     begun_s = time.monotonic()
@@ -158,7 +158,7 @@ async def test_what_is_too_much_is_named(engine: Engine, caplog: pytest.LogCaptu
     """More reports than are kept: the service learns of the latest, and the log says how many it does not learn of."""
     os.kill(engine.pid, signal.SIGKILL)
     for number in range(KEPT + 100):
-        engine.rank.tell(loss(f"lost {number}", num_records=1))
+        engine.rank.report(loss(f"lost {number}", num_records=1))
     status = await engine.status()
     assert status["recent"]["losses"] == {"save_failed": KEPT}
     assert "does not learn of 100 reports" in caplog.text
@@ -166,7 +166,7 @@ async def test_what_is_too_much_is_named(engine: Engine, caplog: pytest.LogCaptu
 
 async def test_the_last_words_of_an_engine(engine: Engine) -> None:
     """What is told right before a client is closed arrives."""
-    engine.rank.tell(loss("last"))
+    engine.rank.report(loss("last"))
     await engine.rank.aclose()
     async with asyncio.timeout(20):
         while not (told := await engine.scheduler.status(deadline=soon()))["recent"]["losses"]:  # type: ignore[index]

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from kvstore.api import Ack
 from kvstore.catalog.base import BoundaryEntry
 from kvstore.catalog.entry import Level
-from kvstore.catalog.ownership_redis import RedisOwnership
+from kvstore.catalog.redis.coordination import RedisOwnership
 from kvstore.compose import open_catalog, open_store, open_tier
 from kvstore.errors import Unavailable
 from kvstore.format.record import Record

@@ -15,15 +15,15 @@ from redis.asyncio import Redis
 
 from kvstore.compose import open_store
 from kvstore.errors import KVStoreError
+from kvstore.format.manifest import STORE_VERSION, STORE_VERSION_PLACE, pack_store_version
 from kvstore.format.names import manifest_name
-from kvstore.format.versions import STORE_VERSION, STORE_VERSION_PLACE, pack_store_version
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer, redis_server
 from kvstore.testing.store_node import soon
-from kvstore.tiers.wrap import guarded
+from kvstore.tiers import guarded
 
 pytestmark = pytest.mark.servers
 

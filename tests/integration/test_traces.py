@@ -18,8 +18,7 @@ from opentelemetry.trace import StatusCode
 
 from kvstore.api import Ack, LeaseId
 from kvstore.client import connect, trace_parent
-from kvstore.client.connection import Connection
-from kvstore.client.options import ClientOptions
+from kvstore.client.connection import ClientOptions, Connection
 from kvstore.client.remote import RemoteStore
 from kvstore.compose import open_store
 from kvstore.errors import InvalidRequest, Unavailable

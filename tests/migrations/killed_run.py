@@ -2,7 +2,7 @@
 
 Each line of its input, `VERB COUNT WORD`, is one run in a process of its own, forked from this one, which has imported
 all. The run ends by SIGKILL at the COUNTth of its steps of that word (of any, where none is given), or not at all. A
-line of JSON tells how it ended.
+line of JSON has its result.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import sys
 import traceback
 from collections import Counter
 
-import kvstore.catalog.ownership_redis
-import kvstore.catalog.redis
+import kvstore.catalog.redis.catalog
+import kvstore.catalog.redis.coordination
 import kvstore.tiers.redis
-import kvstore.tiers.s3  # noqa: F401 - whatever a run imports late is here before it is forked
+import kvstore.tiers.s3  # noqa: F401 - imports of a run that happen late are here before it is forked
 from kvstore.cli.migrate import open_runner
 from kvstore.settings import load_settings
 from migrations.copying import Progress
@@ -44,7 +44,7 @@ def child(verb: str, count: int, last: str, answer: int) -> int:
     ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG: killed when its parent ends
     try:
         os.write(answer, json.dumps(asyncio.run(run(verb, count, last))).encode())
-    except Exception:  # noqa: BLE001 - a run's top: what it raised is told, not lost with the process
+    except Exception:  # noqa: BLE001 - a run's top: its error is printed, not lost with the process
         traceback.print_exc()
         return 1
     return 0

@@ -1,4 +1,4 @@
-"""`kvstore migrate` on a directory: what each verb says and does, statuses, and what it leaves alone."""
+"""`kvstore migrate` on a directory: what each verb prints and does, statuses, and what it does not change."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from kvstore.cli.migrate import open_runner
 from kvstore.compose import open_catalog, open_tier
 from kvstore.compose_encryption import open_served_store
 from kvstore.errors import Unavailable, UnsupportedFormat
+from kvstore.format.manifest import STORE_VERSION, STORE_VERSION_PLACE, pack_store_version
 from kvstore.format.names import manifest_name
-from kvstore.format.versions import STORE_VERSION, STORE_VERSION_PLACE, pack_store_version
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings, load_settings
@@ -31,9 +31,7 @@ from kvstore.testing.keys import tenant_key, write_keys
 from kvstore.testing.prompts import HYBRID, Prompt
 from migrations.copying import Progress
 from migrations.journal import _place
-from migrations.plan import Verdict
-from migrations.versions.m0001_initial import InitialStep
-from migrations.versions.m0002_keys import KeyStep
+from migrations.steps import KeyStep, Verdict
 
 PROMPT = Prompt(HYBRID, "prompt", 64 * 4, tenant="red", payload_bytes=2000)
 OTHER = replace(PROMPT, name="other", tenant="blue")
@@ -175,7 +173,7 @@ def test_encryption_is_turned_on_over_plain_records_and_the_key_is_changed_then(
 
 
 def test_a_migration_is_aborted_and_goes_back(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """After a run the operator puts the old key in front again: going on is refused, aborting is not, and a migration
+    """After a run the operator puts the old key in front again: finishing is refused, aborting is not, and a migration
     back removes what the first one made.
     """
     write_keys(keys, [("red", 1, 1)])
@@ -244,12 +242,12 @@ def test_ctrl_c_ends_a_run_and_the_next_one_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("word", "num_left"), [("state removing", 2), ("untold", 2), ("deleted", 1), ("sheet emptied", 0)]
+    ("word", "num_left"), [("state removing", 2), ("catalog removed", 2), ("deleted", 1), ("sheet emptied", 0)]
 )
 def test_what_a_run_was_cut_off_from_is_done_by_the_next_without_reading_again(
     keys: Path, capsys: pytest.CaptureFixture[str], word: str, num_left: int
 ) -> None:
-    """Of two namespaces: a `finish` that goes on looks at what is left alone. A copy that was lost is made again."""
+    """Of two namespaces: a `finish` that continues reads only what is left. A copy that was lost is made again."""
     prompts = (PROMPT, replace(PROMPT, model="another"))
     in_loop(save(*prompts))
     write_keys(keys, [("red", 1, 1), ("red", 0, 0)])
@@ -301,10 +299,10 @@ def test_verify_and_reindex_need_no_key(keys: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("flags", "status", "words"),
     [
-        ({"KVSTORE_ENCRYPTION_KEYS": None}, 2, "name the services' key file field=encryption_keys"),
+        ({"KVSTORE_ENCRYPTION_KEYS": None}, 2, "set encryption_keys (KVSTORE_ENCRYPTION_KEYS)"),
         ({"KVSTORE_COLD": "s3://bucket/prefix"}, 2, "a migration needs Redis as hot"),
         ({"KVSTORE_COLD": "memory:"}, 2, "a migration needs Redis as hot"),
-        ({"KVSTORE_ENCRYPTION_KEYS": "/nowhere"}, 2, "cannot read the keys"),
+        ({"KVSTORE_ENCRYPTION_KEYS": "/nowhere"}, 2, "cannot read the encryption key file"),
     ],
 )
 def test_what_it_cannot_work_on_is_said(
@@ -322,11 +320,31 @@ def test_what_it_cannot_work_on_is_said(
     assert (seen, words in complaint) == (status, True)
 
 
-@pytest.mark.parametrize("note", [pack_store_version(STORE_VERSION + 1), b"{}", b'{"kvstore_store_version": "x"}'])
-def test_nothing_is_written_to_what_a_newer_release_has_migrated(
-    keys: Path, capsys: pytest.CaptureFixture[str], note: bytes
+NEWER = (
+    UnsupportedFormat,
+    r"upgrade this release.*kvstore migrate status.*tier=filesystem",
+    "migrated by a newer release",
+)
+DAMAGED = (Unavailable, "remove the damaged note", "remove the damaged note")
+
+
+@pytest.mark.parametrize(
+    ("note", "refusal"),
+    [
+        (pack_store_version(STORE_VERSION + 1), NEWER),
+        (b"{}", NEWER),
+        (b'{"kvstore_store_version": "x"}', NEWER),
+        (b"?", DAMAGED),
+        (b"\xff\xfe", DAMAGED),
+        (b"1", DAMAGED),
+    ],
+)
+def test_nothing_is_written_to_a_tier_of_a_newer_release_or_an_unknown_one(
+    keys: Path, capsys: pytest.CaptureFixture[str], note: bytes, refusal: tuple[type[Exception], str, str]
 ) -> None:
-    """Neither the service nor the command starts, and both name the command that tells more."""
+    """A note of a newer release stops the service, a damaged one the writes; the command fails, and both name the next
+    step. After the note is repaired, records are read and written as before.
+    """
     in_loop(save(PROMPT))
 
     async def mark(data: bytes) -> None:
@@ -335,36 +353,15 @@ def test_nothing_is_written_to_what_a_newer_release_has_migrated(
 
     in_loop(mark(note))
     before = in_loop(names(load_settings()))
-    with pytest.raises(UnsupportedFormat, match=r"upgrade this one.*kvstore migrate status.*tier=filesystem"):
+    error, message, words = refusal
+    with pytest.raises(error, match=message):  # of a save that waits for the cold tier
         in_loop(save(OTHER))
     status, _, complaint = run(capsys, "status")
-    assert (status, "migrated by a newer release" in complaint) == (1, True)
+    assert (status, words in complaint) == (1, True)
     assert in_loop(names(load_settings())) == before
     in_loop(mark(pack_store_version(STORE_VERSION)))
     assert in_loop(resumes(PROMPT)) == PROMPT.num_tokens
     in_loop(save(OTHER))
-
-
-@pytest.mark.parametrize("note", [b"?", b"\xff\xfe", b"1"])
-def test_a_damaged_version_keeps_nobody_from_starting(
-    keys: Path, capsys: pytest.CaptureFixture[str], note: bytes
-) -> None:
-    """No release has written it. A service starts without the tier, says what to do, and writes nothing there."""
-    in_loop(save(PROMPT))
-
-    async def mark(data: bytes) -> None:
-        async with open_tier(load_settings().cold, load_settings(), is_owner=True) as tier:
-            await tier.put_manifest(STORE_VERSION_PLACE, data, deadline=soon())
-
-    in_loop(mark(note))
-    before = in_loop(names(load_settings()))
-    with pytest.raises(Unavailable, match="remove the damaged note"):  # a save that waits for the cold tier
-        in_loop(save(OTHER))
-    status, _, complaint = run(capsys, "status")
-    assert (status, "remove the damaged note" in complaint) == (1, True)
-    assert in_loop(names(load_settings())) == before
-    in_loop(mark(pack_store_version(STORE_VERSION)))
-    assert in_loop(resumes(PROMPT)) == PROMPT.num_tokens
 
 
 async def test_a_directory_that_a_service_has_is_left_to_it(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -376,16 +373,13 @@ async def test_a_directory_that_a_service_has_is_left_to_it(keys: Path, capsys: 
     assert "another" in capsys.readouterr().err
 
 
-def test_steps_are_pure_and_in_order(keys: Path) -> None:
-    """The first step changes nothing; the second knows what is current, foreign, forged, and what is the same."""
-    from kvstore.store.key_ring import open_key_source
+def test_the_step_of_keys_is_pure(keys: Path) -> None:
+    """It tells apart records that are current, foreign and forged, and compares an old record with its new one."""
+    from kvstore.store.key_ring import watch_keys
 
     record = PROMPT.records()[0]
-    assert [InitialStep.number, KeyStep.number] == [1, 2]
-    assert InitialStep().rewrite(record, "red").verdict is Verdict.CURRENT
-    assert InitialStep().target("red") is None and InitialStep().is_same(record, record, "red")
     write_keys(keys, [("red", 2, 2), ("red", 0, 0)])
-    step = KeyStep(open_key_source(str(keys)).ring)
+    step = KeyStep(watch_keys(str(keys)).value)
     made = step.rewrite(record, "red")
     assert made.verdict is Verdict.REWRITTEN and made.record is not None
     assert step.rewrite(made.record, "red").verdict is Verdict.CURRENT
@@ -393,6 +387,6 @@ def test_steps_are_pure_and_in_order(keys: Path) -> None:
     assert not step.is_same(PROMPT.records()[1], made.record, "red")
     assert step.target("nobody") is None
     write_keys(keys, [("red", 3, 3), ("red", 2, 9)])
-    wrong = KeyStep(open_key_source(str(keys)).ring)
+    wrong = KeyStep(watch_keys(str(keys)).value)
     assert wrong.rewrite(made.record, "red").verdict is Verdict.REFUSED
     assert wrong.rewrite(record, "red").verdict is Verdict.FOREIGN

@@ -1,4 +1,4 @@
-"""Pages that a device has split into byte planes: the same payloads, and whatever was encoded comes back split."""
+"""Pages that a device has split into byte planes: the same payloads, and every page comes back split."""
 
 from __future__ import annotations
 

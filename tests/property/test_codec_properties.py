@@ -1,4 +1,4 @@
-"""Codecs: every byte string comes back, and no payload whatever makes a reader crash, overrun or over-allocate."""
+"""Codecs: every byte string comes back, and no payload makes a reader crash, overrun or over-allocate."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_arbitrary_bytes_come_back(chain: int, source: bytes) -> None:
 
 @given(CHAIN_IDS, PATTERNED)
 def test_encoding_is_deterministic(chain: int, source: bytes) -> None:
-    """The same bytes make the same payload, whatever was encoded in between."""
+    """The same bytes make the same payload, also after other bytes were encoded."""
     first = encoded(chain, source)
     encoded(chain, source[::-1] + b"something else" * 50)
     assert encoded(chain, source) == first

@@ -36,7 +36,7 @@ class Situation:
 
 
 def tokens_read(kind: GroupKind, resume: int) -> set[int]:
-    """The earlier tokens whose keys and values an engine still reads when it goes on at token `resume`."""
+    """The earlier tokens whose keys and values an engine still reads when it continues at token `resume`."""
     earlier = set(range(resume))
     match kind:
         case FullAttention() | Latent():

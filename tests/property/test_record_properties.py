@@ -1,4 +1,4 @@
-"""Names, headers and sealed records: whatever goes in comes back, whatever was changed is found."""
+"""Names, headers and sealed records: every value comes back, every change is found."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstore.format.names import format_name, manifest_name, parse_name, stripe_
 from kvstore.format.record import Record, open_record, seal
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import RecordKind
-from kvstore.model.spans import Span
+from kvstore.model.layout import Span
 
 U16, U64 = (st.integers(0, (1 << bits) - 1) for bits in (16, 64))
 KEYS = st.builds(
@@ -102,7 +102,7 @@ def test_the_header_of_an_encrypted_record_round_trips(header: HeaderV1, key_id:
 
 @given(headers(), st.binary(max_size=300))
 def test_a_sealed_record_opens(header: HeaderV1, payload: bytes) -> None:
-    """Whatever is sealed opens under its key with the same payload, and under no other key."""
+    """A sealed record opens under its key with the same payload, and under no other key."""
     record = seal(header, bytearray(HEADER_BYTES) + payload)
     opened = open_record(record.data, expected=header.key)
     assert bytes(opened.payload) == payload
@@ -113,7 +113,7 @@ def test_a_sealed_record_opens(header: HeaderV1, payload: bytes) -> None:
 
 @given(st.binary(max_size=600))
 def test_arbitrary_bytes_are_no_record(data: bytes) -> None:
-    """Bytes that nobody sealed are corrupt, whatever their length."""
+    """Bytes of any length that were never sealed are corrupt."""
     with pytest.raises(CorruptRecord):
         open_record(data)
 

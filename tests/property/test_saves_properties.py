@@ -14,15 +14,18 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from connector.canonical.window import may_lose_blocks
+from connector.canonical.attention import may_lose_blocks
 from connector.identity import CacheShape
 from connector.jobs import RankReport, SaveJob
-from connector.losses import Lost
+from connector.losses import LossReason
 from connector.prefix_hash import PrefixChain
-from connector.scheduler.ledger import Ledger, RequestState
-from connector.scheduler.saves import Offer, Running, Saves
+from connector.scheduler.facts import StateOffer
+from connector.scheduler.requests import RequestState
+from connector.scheduler.save_jobs import SaveJobs
+from connector.scheduler.saves import RunningRequest, Saves
 from kvstore.model.keys import NamespaceId
 from kvstore.model.kinds import SlidingWindow
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from tests.unit.connector.support import BLOCK, FULL, STATES, WINDOW, ManualClock, make_facts, make_shape, tokens_of
 
@@ -108,22 +111,23 @@ class SavesMachine(RuleBasedStateMachine):
             for group in self.shape.groups
         )
         self.limit_bytes = limit_share * largest
-        self.pool, self.clock, self.ledger = Pool(), ManualClock(), Ledger()
+        self.pool, self.clock = Pool(), ManualClock()
+        self.states: dict[str, RequestState] = {}
         self.requests: dict[str, Request] = {}
         self.num_requests = 0
-        self.told: list[dict[str, Any]] = []
-        self.saves = Saves(
+        self.losses: list[dict[str, Any]] = []
+        self.jobs = SaveJobs(
             self.shape,
             num_ranks=num_ranks,
             limit_bytes=self.limit_bytes,
             num_blocks=NUM_BLOCKS,
-            ledger=self.ledger,
-            meters=Meters(),
-            losses=SimpleNamespace(tell=lambda **loss: self.told.append(loss)),  # type: ignore[arg-type]
-            clock=self.clock,
+            requests=self.states,
+            losses=SimpleNamespace(report=lambda **loss: self.losses.append(loss)),  # type: ignore[arg-type]
+            instruments=Instruments(self.clock),
         )
+        self.saves = Saves(self.shape, self.jobs, Meters())
         if has_pins:
-            self.saves.pins = self.pool
+            self.jobs.pins = self.pool
         self.sent: dict[int, SaveJob] = {}  # not answered by all ranks
         self.ranks: list[list[int]] = [[] for _ in range(num_ranks)]
         self.failed: set[int] = set()
@@ -138,9 +142,9 @@ class SavesMachine(RuleBasedStateMachine):
         self.num_requests += 1
         request = Request(f"r{self.num_requests}", prompt_tokens)
         self.requests[request.state.request_id] = request
-        self.ledger.open(request.state)
+        self.states[request.state.request_id] = request.state
 
-    def _compute(self, request: Request, num_tokens: int) -> list[Offer]:
+    def _compute(self, request: Request, num_tokens: int) -> list[StateOffer]:
         """vLLM's scheduler: drop what is out of windows, take blocks, and have the forward write them."""
         name, final = request.state.request_id, request.final_tokens
         for block_id in request.offered:
@@ -174,7 +178,7 @@ class SavesMachine(RuleBasedStateMachine):
             for feed in state_feeds:
                 block_id = self.pool.take((name, -1 - feed, boundary))
                 request.offered.append(block_id)
-                offers.append(Offer(feed, block_id, boundary))
+                offers.append(StateOffer(feed, block_id, boundary))
         return offers
 
     @rule(
@@ -194,9 +198,9 @@ class SavesMachine(RuleBasedStateMachine):
                     raise RuntimeError("no tables today")
                 return request.tables
 
-            running.append(Running(request.state, NAMESPACE, request.final_tokens, tables, offers))
+            running.append(RunningRequest(request.state, NAMESPACE, request.final_tokens, tables, offers))
         self.pool.fails_in = pin_fails
-        waiting_before = {job_id for _, job_id in self.saves._waiting}
+        waiting_before = {job_id for _, job_id in self.jobs._waiting}
         delayed = {each.state.request_id for each in running if each.state.pages_delayed}
         try:
             planned = self.saves.plan_step(running)
@@ -208,13 +212,13 @@ class SavesMachine(RuleBasedStateMachine):
         finally:
             self.pool.fails_in = None
         now_s = self.clock.monotonic_s()
-        for _, job_id in self.saves._waiting:
-            assert now_s - self.saves._saving[job_id].since_s <= WAIT_S
+        for _, job_id in self.jobs._waiting:
+            assert now_s - self.jobs._jobs[job_id].waits_since_s <= WAIT_S
         self._check_turns(planned, waiting_before)
         for job in planned:
             self._check_content(job)
         if withdraws:
-            self.saves.withdraw(planned)
+            self.jobs.withdraw(planned)
             return
         for job in planned:
             self.sent[job.job_id] = job
@@ -223,12 +227,12 @@ class SavesMachine(RuleBasedStateMachine):
 
     def _check_turns(self, planned: list[SaveJob], waiting_before: set[int]) -> None:
         """What goes first did not wait for what goes last."""
-        first_waiting = min((turn for turn, _ in self.saves._waiting), default=TURN_OF_FULL)
+        first_waiting = min((turn for turn, _ in self.jobs._waiting), default=TURN_OF_FULL)
         for job in planned:
             group = self.shape.groups[job.group]
             turn = 0 if group.is_state else 1 if may_lose_blocks(group.facts.kind) else 3
             if job.job_id in waiting_before:
-                turn = self.saves._saving[job.job_id].turn
+                turn = self.jobs._jobs[job.job_id].priority
             assert turn <= first_waiting
 
     def _check_content(self, job: SaveJob) -> None:
@@ -249,7 +253,7 @@ class SavesMachine(RuleBasedStateMachine):
             assert all(self.pool.refs[block_id] > 0 for block_id in ids)
             request = self.requests.get(name)
             holds = set() if request is None else {*request.offered, *(b for table in request.tables for b in table)}
-            pinned = set(self.saves._saving[job.job_id].pinned)
+            pinned = set(self.jobs._jobs[job.job_id].pinned)
             assert set(ids) <= holds | pinned
 
     def _drop_blocks(self, request: Request) -> None:
@@ -264,9 +268,9 @@ class SavesMachine(RuleBasedStateMachine):
         request = list(self.requests.values())[index]
         state = request.state
         del self.requests[state.request_id]
-        self.ledger.close(state.request_id)
+        del self.states[state.request_id]
         self.pool.fails_in = pin_fails
-        num_told = len(self.told)
+        num_losses = len(self.losses)
         fails = False
         # a request that was preempted ends well only once it has computed as much again
         ends_well = ends_well and request.final_tokens >= max([0, *state.cursors.values()])
@@ -276,14 +280,14 @@ class SavesMachine(RuleBasedStateMachine):
             except MemoryError:
                 fails = True
         self.pool.fails_in = None
-        if ends_well and not fails and self.saves.pins is not None and not state.save_stopped:
-            is_told = len(self.told) > num_told
+        if ends_well and not fails and self.jobs.pins is not None and not state.save_stopped:
+            is_lost = len(self.losses) > num_losses
             for group_index, group in enumerate(self.shape.groups):
                 if group.is_state or may_lose_blocks(group.facts.kind):
                     continue
                 last = request.final_tokens // BLOCK * BLOCK
                 for stop in {*range(self.page_tokens, last + 1, self.page_tokens), last} - {0}:
-                    assert self._is_safe(state, group_index, stop) or is_told
+                    assert self._is_safe(state, group_index, stop) or is_lost
         self._drop_blocks(request)
 
     @rule(index=st.integers(0, 3))
@@ -291,7 +295,7 @@ class SavesMachine(RuleBasedStateMachine):
         if index < len(self.requests):
             request = list(self.requests.values())[index]
             self._drop_blocks(request)
-            request.state.resume()
+            request.state.preempt()
             if request.state.hashed is None:
                 chain = request.state.chain
                 assert chain is not None
@@ -307,7 +311,7 @@ class SavesMachine(RuleBasedStateMachine):
         job_ids = [mine.pop(0) for _ in range(min(count, len(mine)))]
         report = RankReport(dict.fromkeys(job_ids, 1), set(job_ids[:1]) if fails else set())
         self.failed |= report.saves_failed
-        self.saves.on_rank_report(report)
+        self.jobs.on_rank_report(report)
         for job_id in job_ids:
             if job_id in self.sent and not any(job_id in rank for rank in self.ranks):
                 job = self.sent.pop(job_id)
@@ -316,7 +320,7 @@ class SavesMachine(RuleBasedStateMachine):
 
     @rule(job_id=st.integers(1000, 2000))
     def answer_of_an_unknown_job(self, job_id: int) -> None:
-        self.saves.on_rank_report(RankReport({job_id + 10_000: 1}, {job_id + 10_000}))
+        self.jobs.on_rank_report(RankReport({job_id + 10_000: 1}, {job_id + 10_000}))
 
     @rule(seconds=st.sampled_from((0.1, 3.0, 5.1)))
     def time_passes(self, seconds: float) -> None:
@@ -326,16 +330,16 @@ class SavesMachine(RuleBasedStateMachine):
     def abandon(self, often: int) -> None:
         if often:
             return
-        count = len(self.saves)
-        num_told = len(self.told)
-        assert self.saves.abandon(Lost.UNANSWERED) == count == len(self.told) - num_told
+        count = len(self.jobs)
+        num_losses = len(self.losses)
+        assert self.jobs.abandon(LossReason.UNANSWERED) == count == len(self.losses) - num_losses
         self.sent.clear()
 
     @rule(often=st.integers(0, 5))
     def close(self, often: int) -> None:
         if not often:
-            self.saves.close()
-            assert not self.saves._waiting
+            self.jobs.close()
+            assert not self.jobs._waiting
 
     # ---- what always holds
 
@@ -343,27 +347,27 @@ class SavesMachine(RuleBasedStateMachine):
         name = state.request_id
         on_its_way = any(
             (one.job.request_id, one.job.group, one.job.stop_tokens) == (name, group, stop)
-            for one in self.saves._saving.values()
+            for one in self.jobs._jobs.values()
         )
-        return on_its_way or (name, group, stop) in self.saved or bool(state.present.get(stop, 0) >> group & 1)
+        return on_its_way or (name, group, stop) in self.saved or state.is_stored(stop, group)
 
     @invariant()
     @precondition(lambda self: hasattr(self, "saves"))
     def room_adds_up(self) -> None:
-        saving, waiting = self.saves._saving, {job_id for _, job_id in self.saves._waiting}
+        saving, waiting = self.jobs._jobs, {job_id for _, job_id in self.jobs._waiting}
         assert set(saving) == waiting | set(self.sent) and not waiting & set(self.sent)
-        assert self.saves._in_flight_bytes == sum(saving[job_id].num_bytes for job_id in self.sent)
-        assert 0 <= self.saves._in_flight_bytes <= self.limit_bytes
+        assert self.jobs._in_flight_bytes == sum(saving[job_id].num_bytes for job_id in self.sent)
+        assert 0 <= self.jobs._in_flight_bytes <= self.limit_bytes
 
     @invariant()
     @precondition(lambda self: hasattr(self, "saves"))
     def pins_add_up(self) -> None:
-        saving, waiting = self.saves._saving, [job_id for _, job_id in self.saves._waiting]
+        saving, waiting = self.jobs._jobs, [job_id for _, job_id in self.jobs._waiting]
         pinned = Counter(block_id for one in saving.values() for block_id in one.pinned)
         assert pinned == +self.pool.pinned
-        assert self.saves._waiting_blocks == sum(len(saving[job_id].pinned) for job_id in waiting)
+        assert self.jobs._waiting_blocks == sum(len(saving[job_id].pinned) for job_id in waiting)
         assert all(saving[job_id].pinned for job_id in waiting)
-        assert self.saves._waiting_blocks <= NUM_BLOCKS // 2
+        assert self.jobs._waiting_blocks <= NUM_BLOCKS // 2
 
     @invariant()
     @precondition(lambda self: hasattr(self, "saves"))
@@ -382,12 +386,12 @@ class SavesMachine(RuleBasedStateMachine):
         for _ in range(len(self.requests)):
             self.end(0, True, None)
         for _ in range(1000):
-            if not len(self.saves):
+            if not len(self.jobs):
                 break
             self.step([], None, None, False)
             for rank in range(len(self.ranks)):
                 self.answer(rank, 100, False)
-        assert len(self.saves) == 0 and self.saves._in_flight_bytes == 0 and self.saves._waiting_blocks == 0
+        assert len(self.jobs) == 0 and self.jobs._in_flight_bytes == 0 and self.jobs._waiting_blocks == 0
         assert not +self.pool.pinned
         assert len(self.pool.free) == NUM_BLOCKS - 1
         assert not any(self.pool.refs[block] for block in range(1, NUM_BLOCKS))

@@ -25,7 +25,7 @@ class Certificate:
 
 
 class Authority:
-    """Makes certificates that whoever trusts `ca_file` trusts.
+    """Makes certificates that a client with `ca_file` trusts.
 
     Args:
         folder: Where its files are kept.

@@ -1,4 +1,4 @@
-"""A peer that sends whatever bytes it is told to, over any kind of address."""
+"""A peer that sends given bytes, over any kind of address."""
 
 from __future__ import annotations
 

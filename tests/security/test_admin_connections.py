@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvstore.service.admin import connections, gate
+from kvstore.service.admin import gate, serving
 from kvstore.testing.attacked import AttackedService
 from kvstore.testing.servers.redis_tls import make_certificate
-from tests.unit.admin.admin_world import world
+from tests.unit.admin.service_harness import open_service
 
 HALVES = {
     "nothing": b"",
@@ -79,22 +79,22 @@ def test_silent_connections_keep_nobody_out(service: AttackedService, kind: str,
         kept = sum(not is_ended(sock) for sock in silent)
     tell(f"{kind}: {kept} of 300 kept, answers within {max(took_s.values()) * 1e3:.0f} ms")
     assert max(took_s.values()) < 10.0
-    assert kept <= connections._IDLE_MAX + gate._REQUESTS_MAX
+    assert kept <= serving._IDLE_MAX + gate._REQUESTS_MAX
 
 
 @pytest.mark.parametrize("tls", [False, True])
 @pytest.mark.parametrize("kind", HALVES)
 async def test_silence_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, tls: bool) -> None:
-    """Whatever a connection stops in, it is closed at its deadline; with TLS also one without a handshake."""
-    for module, name in ((connections, "_HEAD_S"), (gate, "_BODY_S")):
+    """A connection that stops at any point is closed at its deadline; with TLS also one without a handshake."""
+    for module, name in ((serving, "_HEAD_S"), (gate, "_BODY_S")):
         monkeypatch.setattr(module, name, 0.5)
     flags: dict[str, object] = {}
     if tls:
         certificate, key = make_certificate(tmp_path)
         flags = {"admin_listen": "tls://127.0.0.1:0", "tls_certificate_file": certificate, "tls_key_file": key}
-    async with world(tmp_path, **flags) as made:
+    async with open_service(tmp_path, **flags) as made:
         data = HALVES[kind].replace(b"Bearer x", b"Bearer red token")
-        socks = [await asyncio.to_thread(said, made.port.address, data) for _ in range(3)]
+        socks = [await asyncio.to_thread(said, made.url.rpartition("/")[2], data) for _ in range(3)]
         started_s = time.monotonic()
         while sum(not is_ended(sock) for sock in socks):
             assert time.monotonic() - started_s < 15.0
@@ -105,12 +105,12 @@ async def test_silence_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 async def test_who_does_not_read_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks for a large answer again and again and reads none of it."""
-    monkeypatch.setattr(connections, "_READ_S", 0.5)
+    monkeypatch.setattr(serving, "_READ_S", 0.5)
     request = b"GET /v1/openapi.json HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer watcher token\r\n\r\n"
-    async with world(tmp_path) as made:
+    async with open_service(tmp_path) as made:
         async with made.client("watcher") as client:
             assert (await client.get("/livez")).status_code == 200
-        host, _, port = made.port.address.rpartition(":")
+        host, _, port = made.url.rpartition("/")[2].rpartition(":")
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.settimeout(20)

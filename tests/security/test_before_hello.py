@@ -1,4 +1,4 @@
-"""Before its hello a peer costs almost nothing, on every kind of connection, and keeps nobody else out."""
+"""Before its hello a peer costs almost nothing, on every kind of connection, and keeps no other peer out."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.service.limits import ServiceLimits
-from kvstore.service.newcomers import Newcomers
+from kvstore.service.limits import ServiceLimits, UnauthenticatedConnections
 from kvstore.service.server import Server
 from kvstore.testing.attacked import HEALTHY, AttackedService, beside
 from kvstore.testing.dict_store import DictStore
@@ -56,7 +55,7 @@ def test_heads_and_payloads_before_hello(service: AttackedService) -> None:
 
 
 def test_nothing_is_decoded_but_the_hello(service: AttackedService) -> None:
-    """A message of another type is refused for that, whatever its fields are; a hello with a token as long as a token
+    """A message of another type is refused for its type, not for its fields; a hello with a token as long as a token
     file may hold is answered."""
     for message in (
         messages.Ping(1, 1),
@@ -78,7 +77,7 @@ def test_nothing_is_decoded_but_the_hello(service: AttackedService) -> None:
 async def test_many_silent_peers(service: AttackedService, tell: Callable[[str], None]) -> None:
     """Six hundred peers come and say half a hello or nothing: few of them are kept, the service takes little memory,
     and a peer that says hello is greeted at once all the time, from the same address too."""
-    most = LIMITS.newcomers if service.url.startswith("unix") else LIMITS.newcomers_of_address
+    most = LIMITS.unauthenticated if service.url.startswith("unix") else LIMITS.unauthenticated_of_address
     greeted_s: list[float] = []
     kept: list[int] = []
 
@@ -118,7 +117,7 @@ def connected_only(service: AttackedService, number: int, hello: bytes) -> RawPe
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_silence_has_an_end(folder: Path, kind: str) -> None:
-    """Peers that say nothing, half a handshake or half a hello are let go at their deadline, and nothing of them is
+    """Peers that say nothing, half a handshake or half a hello are ended at their deadline, and nothing of them is
     left."""
     tls = ServerTls(*make_certificate(folder)) if kind == "tls" else None
     server = Server(DictStore(), ServiceLimits(hello_timeout_s=0.3), tls=tls)
@@ -144,10 +143,10 @@ async def test_silence_has_an_end(folder: Path, kind: str) -> None:
 
 def test_who_has_waited_longest_goes_first() -> None:
     """Of one address, of one IPv6 network, and in all; connections without an address count in all only."""
-    newcomers, ended = Newcomers(2, 4), list[str]()
+    unauthenticated, ended = UnauthenticatedConnections(2, 4), list[str]()
 
     def enter(address: str, name: str) -> None:
-        newcomers.enter(address).end_with(lambda: ended.append(name))
+        unauthenticated.enter(address).end_with(lambda: ended.append(name))
 
     for number in range(3):
         enter("10.0.0.1", f"red {number}")
@@ -159,4 +158,4 @@ def test_who_has_waited_longest_goes_first() -> None:
         enter("", f"local {number}")
     assert ended == ["red 0", "blue 0", "red 1", "red 2", "blue 1", "blue 2"]
     enter("::ffff:10.0.0.1", "red 3")
-    assert ended[-1] == "local 0" and len(newcomers) == 4
+    assert ended[-1] == "local 0" and len(unauthenticated) == 4

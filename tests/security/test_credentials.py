@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvstore.service.credentials import Credentials
+from kvstore.service.authentication import Credentials
 from kvstore.testing.attacked import HEALTHY, AttackedService
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers.ports import free_ports
@@ -54,7 +54,7 @@ class Service(AttackedService):
 
 
 def is_up(service: Service) -> bool:
-    # not by a connection: to a port of its own range that nobody listens on yet, one may be connected to itself
+    # not by a connection: to a port of its own range without a listener, one may be connected to itself
     return "ready: set url" in service.log_tail()
 
 
@@ -78,9 +78,9 @@ async def test_a_service_without_entries_admits_nobody(folder: Path, text: str) 
         for token in ("", "guess", HEALTHY):
             assert not made.admits(token)
         assert made.status_of("guess") == 401
-        assert "nobody is admitted by a token: add a [[credential]]" in made.log_tail()
+        assert "no token is accepted: add a [[credential]]" in made.log_tail()
         made.credentials.write_text(entry(HEALTHY, HEALTHY))
-        await made.until(lambda: "credentials read again" in made.log_tail(), 15)
+        await made.until(lambda: "reloaded the credentials" in made.log_tail(), 15)
         assert made.admits(HEALTHY)
         assert made.status_of(HEALTHY) == 200 and not made.admits("")
 
@@ -121,7 +121,7 @@ async def test_who_is_there_when_the_token_goes(service: Service, tell: Callable
     """A token is revoked while its engine is connected and its operator follows the events: both are ended within
     seconds; those of another token stay."""
     service.credentials.write_text(entry(HEALTHY, HEALTHY) + entry("red", "red"))
-    await service.until(lambda: "credentials read again" in service.log_tail(), 15)
+    await service.until(lambda: "reloaded the credentials" in service.log_tail(), 15)
     red, stays = RawPeer(service.url, "red"), RawPeer(service.url, HEALTHY)
     stream_ended = asyncio.Event()
     listening = asyncio.Event()
@@ -144,7 +144,7 @@ async def test_who_is_there_when_the_token_goes(service: Service, tell: Callable
         started_s = time.monotonic()
         service.credentials.write_text(entry(HEALTHY, HEALTHY))
         answer = await asyncio.to_thread(red.receive)
-        assert answer is not None and "token is not good any more" in answer["message"]
+        assert answer is not None and "token is no longer valid" in answer["message"]
         assert await asyncio.to_thread(red.receive) is None
         await asyncio.wait_for(stream_ended.wait(), 20)
     took_s = time.monotonic() - started_s
@@ -166,10 +166,10 @@ async def test_a_file_that_cannot_be_used_changes_nothing(service: Service) -> N
         (lambda: service.credentials.write_text(text + "nonsense"), service.credentials.unlink)
     ):
         harm()
-        await service.until(lambda n=number: service.log_tail().count("stay in force: correct it") > n, 15)  # type: ignore[misc]
+        await service.until(lambda n=number: service.log_tail().count("keeping the previous credentials") > n, 15)  # type: ignore[misc]
         assert service.admits(HEALTHY) and not service.admits("x y")
     await asyncio.sleep(2.5)
-    assert service.log_tail().count("stay in force: correct it") == 2
+    assert service.log_tail().count("keeping the previous credentials") == 2
     peer.send(head_bytes(messages.Ping(1, 1000)))
     assert (peer.receive() or {})["type"] == "pong"
     peer.die()

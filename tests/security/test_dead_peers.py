@@ -94,7 +94,7 @@ def waiting_for_room(service: AttackedService) -> None:
 
 
 def refused_record(service: AttackedService) -> None:
-    """A whole record has come that is none: it is answered with an error, which nobody reads."""
+    """A whole record has come that is none: it is answered with an error, which no peer reads."""
     for _ in range(NUM_PEERS):
         peer = connected(service)
         peer.send(save_of(LARGE_BYTES) + bytes(LARGE_BYTES))
@@ -125,7 +125,7 @@ def cut_off(service: AttackedService) -> None:
 
 
 def unread(service: AttackedService) -> None:
-    """Sixteen loads are answered with four MiB each, and nobody reads."""
+    """Sixteen loads are answered with four MiB each, and the peer does not read."""
     record = PROMPT.records()[0]
     peer = opened(service)
     peer.send(save_of(record.num_bytes) + bytes(record.data))
@@ -158,7 +158,7 @@ STATES: list[Callable[[AttackedService], None]] = [
 def test_memory_of_peers_that_die(service: AttackedService, tell: Callable[[str], None]) -> None:
     """Eight peers die in one state after the other: within seconds the service has no more memory than before."""
     unread(service)
-    refused_record(service)  # whatever libraries load once is loaded, the arena has been used
+    refused_record(service)  # what libraries load once is loaded, the arena has been used
     before_bytes = settled(service, 0)
     for state in STATES:
         state(service)

@@ -98,7 +98,7 @@ async def test_what_operators_see(folder: Any, caplog: pytest.LogCaptureFixture)
     await client.open_namespace(PROMPT.description, deadline=deadline)
     namespace = PROMPT.namespace
     for reason in (nasty, f"save_{nasty}", "stall"):
-        client.tell(Outcome(nasty, namespace, 64, 63, 0, 0, reason, {nasty: nasty}, PROMPT.boundary(64)))
+        client.report(Outcome(nasty, namespace, 64, 63, 0, 0, reason, {nasty: nasty}, PROMPT.boundary(64)))
     await client.discard(PROMPT.records()[0].key, nasty, deadline=deadline)
     told = await client.explain(nasty, deadline=deadline)
     listed = await client.explain("", deadline=deadline)

@@ -1,4 +1,4 @@
-"""Every request is answered once, whatever the store returns; and its id is free from then on."""
+"""Every request is answered once, for every result of the store; and its id is free from then on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Redis that is frozen, or refuses writes: nobody waits long, and everybody is told what it is."""
+"""A Redis that is frozen, or refuses writes: no request waits long, and every answer names the cause."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstore.settings import load_settings
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer, redis_server
 from kvstore.testing.store_node import soon
-from tests.unit.admin.admin_world import prompt_of, world
+from tests.unit.admin.service_harness import open_service, prompt_of
 
 pytestmark = pytest.mark.servers
 
@@ -60,8 +60,8 @@ async def test_a_lookup_waits_no_longer_than_the_store_allows(redis: RedisServer
 
 
 async def test_lists_say_that_it_is_frozen(redis: RedisServer, tmp_path: Path) -> None:
-    """Also before anybody has noticed, and while several ask at a time: in a second or two, with the cause."""
-    async with world(tmp_path, with_tokens=False, hot=hot(redis)) as made, made.client() as client:
+    """Also before the service has noticed, and for several requests at a time: in a second or two, with the cause."""
+    async with open_service(tmp_path, with_tokens=False, hot=hot(redis)) as made, made.client() as client:
         await made.save(prompt_of("a"))
         redis.freeze()
         for attempt in range(3):
@@ -70,7 +70,9 @@ async def test_lists_say_that_it_is_frozen(redis: RedisServer, tmp_path: Path) -
             answers = await asyncio.gather(*(client.get(path) for path in paths))
             waited_s = time.monotonic() - started_s
             assert answers[0].status_code == 503
-            assert "the hot tier does not answer" in answers[0].json()["detail"] or "left alone" in answers[0].text
+            assert (
+                "the catalog and does not answer" in answers[0].json()["detail"] or "not used until" in answers[0].text
+            )
             assert waited_s < 5.0, attempt
         command = [sys.executable, "-c", "import sys; from kvstore.cli.main import main; sys.exit(main())"]
         command += ["ls", "--admin-url", made.url]
@@ -79,18 +81,18 @@ async def test_lists_say_that_it_is_frozen(redis: RedisServer, tmp_path: Path) -
         process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env=environment)
         _, said = await process.communicate()
         assert process.returncode != 0
-        assert b"the hot tier does not answer" in said or b"left alone" in said, said
+        assert b"the catalog and does not answer" in said or b"not used until" in said, said
         assert time.monotonic() - started_s < 15.0  # most of it is the start of Python
         redis.thaw()
 
 
 async def test_sizes_are_the_last_known_ones(redis: RedisServer, tmp_path: Path) -> None:
     """What it held, with the time of that, and not zero; the history has no value for the time."""
-    async with world(tmp_path, with_tokens=False, hot=hot(redis)) as made, made.client() as client:
+    async with open_service(tmp_path, with_tokens=False, hot=hot(redis)) as made, made.client() as client:
         await made.save(prompt_of("a"))
         (before,) = [one for one in (await client.get("/v1/tiers")).json()["tiers"] if one["name"] == "redis"]
         assert before["usage"]["used_bytes"] > 0 and before["last_known"] is None and before["own_at_s"] is None
-        await made.port._watcher.step()
+        await made.port.watcher.step()
         redis.freeze()
         await asyncio.sleep(1.1)  # what the catalog told is believed for a second
         (after,) = [one for one in (await client.get("/v1/tiers")).json()["tiers"] if one["name"] == "redis"]
@@ -98,8 +100,8 @@ async def test_sizes_are_the_last_known_ones(redis: RedisServer, tmp_path: Path)
         assert after["last_known"]["used_bytes"] > 0
         assert abs(after["last_known"]["at_s"] - time.time()) < 60
         assert after["own"] == before["own"] and after["own_at_s"] is not None
-        await made.port._watcher.step()
-        samples = made.port._watcher._history.samples()
+        await made.port.watcher.step()
+        samples = made.service.history.samples()
         assert samples[0].tier_bytes["redis"] > 0 and "redis" not in samples[-1].tier_bytes
         redis.thaw()
 
@@ -124,10 +126,10 @@ REFUSALS: dict[str, tuple[Refuse, Refuse]] = {
 
 @pytest.mark.parametrize("cause", REFUSALS)
 async def test_it_is_not_ready_while_it_refuses_writes(cause: str, redis: RedisServer, tmp_path: Path) -> None:
-    """Nothing need have been written meanwhile. The cause is said; once it takes writes again, all is well."""
+    """Nothing need have been written until then. The cause is said; once it takes writes again, all is well."""
     refuse, allow = REFUSALS[cause]
     async with (
-        world(tmp_path, with_tokens=False, hot=hot(redis)) as made,
+        open_service(tmp_path, with_tokens=False, hot=hot(redis)) as made,
         made.client() as client,
         Redis(host=redis.host, port=redis.port) as direct,
     ):
@@ -150,7 +152,7 @@ async def test_it_is_not_ready_while_it_refuses_writes(cause: str, redis: RedisS
 async def test_it_is_not_ready_while_records_find_no_room(redis: RedisServer, tmp_path: Path) -> None:
     """A small write would still find room; a record did not."""
     async with (
-        world(tmp_path, with_tokens=False, hot=hot(redis)) as made,
+        open_service(tmp_path, with_tokens=False, hot=hot(redis)) as made,
         made.client() as client,
         Redis(host=redis.host, port=redis.port) as direct,
     ):

@@ -27,7 +27,7 @@ _IDLE_S = 0.05
 
 
 async def test_frames_of_every_kind(folder: Path, full: bool, tell: Callable[[str], None]) -> None:
-    """The service answers or refuses each conversation, none with an internal error; it serves others meanwhile, and
+    """The service answers or refuses each conversation, none with an internal error; it serves others during that, and
     everything still works afterwards."""
     num_frames, seed = 1_000_000 if full else 15_000, secrets.randbits(32)
     print(f"seed={seed}")

@@ -1,5 +1,5 @@
-"""Whoever answers in the place of a server, with a certificate of an authority that we trust but for another host, is
-told nothing: no key, no token, no signature. Each way to ask is tried against the right host as well, which is told."""
+"""An impostor with a certificate of an authority that we trust, but for another host, receives nothing: no key, no
+token, no signature. Each kind of request is tried against the right host as well, which receives it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 
-from kvstore.cli.administering import AdminClient
+from kvstore.cli.admin import AdminClient
 from kvstore.client import BlockingStore, ClientOptions, ClientTls
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.meters import Meters
 from kvstore.settings import load_settings
 from kvstore.testing.records import make_key, make_record
-from kvstore.tiers.locations_redis import parse_redis
+from kvstore.tiers.locations import S3Location, parse_redis
 from kvstore.tiers.redis import RedisTier, open_control
 from kvstore.tiers.redis.examine import examine_redis
 from kvstore.tiers.s3.client import S3Client
@@ -51,7 +50,7 @@ def other(authority: Authority) -> Certificate:
 
 
 async def check_told(ask: Ask, genuine: Certificate, other: Certificate, answer: bytes | None = None) -> None:
-    """The right host is told something, and answers with `answer` or not at all; the other one is told nothing."""
+    """The right host receives something, and answers with `answer` or not at all; the other one receives nothing."""
     for certificate, is_told in ((genuine, True), (other, False)):
         with tls_server(certificate, lambda _: answer) as server:
             with suppress(KVStoreError, OSError):
@@ -106,15 +105,7 @@ S3_REQUESTS: dict[str, Callable[[S3Client], Awaitable[object]]] = {
 
 
 async def _ask_s3(endpoint: str, request: Callable[[S3Client], Awaitable[object]]) -> None:
-    client = await S3Client.open(
-        "pages",
-        endpoint_url=endpoint,
-        region="us-east-1",
-        access_key=None,
-        secret_key=None,
-        num_connections=2,
-        meters=Meters(),
-    )
+    client = await S3Client.open(S3Location("pages", "", endpoint, "us-east-1"), num_connections=2)
     try:
         async with asyncio.timeout(20):
             await request(client)
@@ -167,7 +158,7 @@ def soon() -> Deadline:
 
 
 async def _over_the_byte_path(url: str) -> None:
-    tier = RedisTier.from_url(url)
+    tier = RedisTier(url)
     try:
         for call in (
             lambda: tier.get(make_key(1), deadline=soon()),
@@ -335,5 +326,5 @@ async def test_a_client_that_cannot_be_made_to_check_is_refused(aws: None, monke
         """As later releases do."""
 
     monkeypatch.setattr(AIOHTTPSession, "_create_connector", opens)
-    with pytest.raises(InvalidRequest, match="not known to check the host names"):
+    with pytest.raises(InvalidRequest, match="may not check the host name"):
         await _ask_s3("https://127.0.0.1:9", S3_REQUESTS["head"])

@@ -14,8 +14,8 @@ from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.record import Record, seal
 from kvstore.model.kinds import FullAttention, Recurrent, SlidingWindow
 from kvstore.model.layout import GroupLayout, Layout
-from kvstore.runtime.collector import collector_paused
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.pauses import collector_paused
 from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore

@@ -1,5 +1,5 @@
-"""Lookups as long as they may be, as many as a connection may ask at once: the event loop is never held for long, and
-other clients are served meanwhile."""
+"""Lookups of the largest size, as many as one connection may send at once: the event loop is never held for long, and
+other clients are served."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.catalog.sqlite import SqliteCatalog
+from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.model.kinds import FullAttention, Recurrent
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK
@@ -86,7 +86,7 @@ async def test_no_lookup_holds_the_event_loop(
 
 
 async def pipelined(service: AttackedService, prompt: Prompt, number: int, token: str = "") -> None:
-    """Ask for a prompt so many times in one go, and read all answers."""
+    """Look a prompt up a number of times in one go, and read all answers."""
     address = parse_address(service.url)
     assert isinstance(address, UnixAddress)
     reader, writer = await asyncio.open_unix_connection(address.path, limit=64 << 20)

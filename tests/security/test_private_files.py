@@ -1,4 +1,5 @@
-"""What a service writes is for its own user alone, whatever the mode of its folder; what it logs is one line each."""
+"""Files of a service are for its own user alone, also in a folder with open permissions; each log record is one
+line."""
 
 from __future__ import annotations
 

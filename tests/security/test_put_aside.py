@@ -1,4 +1,5 @@
-"""What is put aside as damaged is bounded on every tier, and counts: by a tenant's word, or where bytes are damaged."""
+"""Quarantined records are bounded on every tier, and count: those that a tenant reports, and those with damaged
+bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.api import SaveOutcome
-from kvstore.catalog.books import ORDERS, FileBook
+from kvstore.catalog.coordination import OPERATOR_RULES, FileTextStore
 from kvstore.eviction.holdings import Quota
 from kvstore.format.names import format_name
 from kvstore.runtime.clock import SYSTEM_CLOCK
@@ -44,7 +45,7 @@ async def tier_of(place: str, folder: Path, server: RedisServer) -> AsyncIterato
     if place == "directory":
         tier: Tier = await FilesystemTier.open(folder / "records", budget_bytes=64 << 20)
     else:
-        tier = RedisTier.from_url(server.url)
+        tier = RedisTier(server.url)
     try:
         yield tier
     finally:
@@ -59,7 +60,7 @@ async def test_discarding_good_records_stores_nothing_past_the_quota(
     """A tenant with a quota of 2 MiB saves 80 records, 16 MB, and calls each of them bad: what is kept of them is
     little of its quota, and none is served any more."""
     orders = StandingOrders(
-        FileBook(tmp_path, ORDERS), {"red": Quota(0, QUOTA_BYTES)}, meters=Meters(), clock=SYSTEM_CLOCK
+        FileTextStore(tmp_path, OPERATOR_RULES), {"red": Quota(0, QUOTA_BYTES)}, meters=Meters(), clock=SYSTEM_CLOCK
     )
     async with tier_of(place, tmp_path, shared_redis) as cold:
         store = TieredStore(MemoryTier(64 << 20), None, cold, orders=orders, limits=StoreLimits(stage_bytes=32 << 20))

@@ -46,8 +46,8 @@ def save_s(service: AttackedService) -> float:
 
 @pytest.mark.parametrize("num_bytes", [1, ROOM_BYTES // 2, ROOM_BYTES])
 def test_a_reader_announces_saves(service: AttackedService, num_bytes: int, tell: Callable[[str], None]) -> None:
-    """It announces four of them and sends a byte of each: others save at once. What it sends in full is refused for its
-    scope, and its connection goes on."""
+    """It announces four of them and sends a byte of each: others save at once. A save that it sends in full is refused
+    for its scope, and its connection stays."""
     readers = [RawPeer(service.url, "reader") for _ in range(4)]
     for peer in readers:
         peer.send(head_bytes(messages.Save(1, 20_000, "memory"), num_bytes) + b"\0")

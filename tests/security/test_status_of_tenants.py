@@ -1,4 +1,4 @@
-"""A tenant's `status` tells of that tenant alone: nothing that others do shows in it, neither how much nor when."""
+"""A tenant's `status` covers that tenant alone: nothing that others do shows in it, neither how much nor when."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvstore.api import Outcome
-from kvstore.cli.status_findings import findings
-from kvstore.cli.status_page import page_of
+from kvstore.cli.status import page_of
+from kvstore.cli.status_problems import problems_of
 from kvstore.client import ClientOptions, RemoteStore, connect
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.credentials import Credentials
+from kvstore.service.authentication import Credentials
 from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
@@ -27,7 +27,7 @@ def soon() -> Deadline:
 
 
 async def told(client: RemoteStore) -> Mapping[str, object]:
-    """What a client is told, without the time."""
+    """The status that a client gets, without the time."""
     values = dict(await client.status(deadline=soon()))
     service = dict(values["service"])  # type: ignore[call-overload]
     assert service.pop("uptime_s") >= 0
@@ -35,7 +35,7 @@ async def told(client: RemoteStore) -> Mapping[str, object]:
 
 
 async def be_busy(client: RemoteStore, tenant: str) -> None:
-    """Save, look up, lease, discard, tell, fail: whatever moves a number."""
+    """Save, look up, lease, discard, report, fail: everything that changes a number."""
     prompt = Prompt(ATTENTION, "busy", 512, payload_bytes=30_000, tenant=tenant)
     await client.open_namespace(prompt.description, deadline=soon())
     for record in prompt.records():
@@ -43,7 +43,7 @@ async def be_busy(client: RemoteStore, tenant: str) -> None:
     await client.lookup(prompt.query(), deadline=soon())
     await client.stage(prompt.query(), deadline=soon())
     await client.discard(prompt.key(64), "a test", deadline=soon())
-    client.tell(Outcome("a request", prompt.namespace, 512, 512, 0, 448, reason="nothing_stored"))
+    client.report(Outcome("a request", prompt.namespace, 512, 512, 0, 448, reason="nothing_stored"))
 
 
 async def test_nothing_of_others_shows(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ async def test_nothing_of_others_shows(tmp_path: Path) -> None:
     assert everything["namespaces"] == 2 and everything["counters"] and "pid of blue" in str(everything["service"])
     assert everything["recent"]["reasons"] == {"nothing_stored": 2}  # type: ignore[index]
     values = await red.status(deadline=soon())
-    assert page_of("here", values) is not None and findings(values) is not None  # what the command line shows of it
+    assert page_of("here", values) is not None and problems_of(values) is not None  # what the command line shows of it
     for client in (red, blue, ours):
         await client.aclose()
     await server.aclose()

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from kvstore.api import SaveOutcome
 from kvstore.catalog.base import Addition, Use
 from kvstore.catalog.entry import Level
-from kvstore.catalog.pending_redis import RedisPendingLog
+from kvstore.catalog.redis.pending import RedisPendingLog
 from kvstore.compose import open_catalog, open_store
 from kvstore.errors import CorruptRecord, Unavailable
 from kvstore.runtime.deadline import Deadline
@@ -26,7 +26,7 @@ from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisServer, redis_server
 from kvstore.testing.store_node import soon
 from kvstore.tiers.redis import RedisTier
-from kvstore.tiers.redis.facts import parse_info
+from kvstore.tiers.redis.examine import parse_info
 from tests.security.strange_redis import strange_redis
 
 pytestmark = pytest.mark.servers
@@ -62,7 +62,7 @@ STRANGE = {
 
 @pytest.fixture
 def no_bug(caplog: pytest.LogCaptureFixture) -> Callable[[], None]:
-    """Fails if anything was logged with a traceback, as the tops of tasks do with what nobody expected."""
+    """Fails if anything was logged with a traceback, as the tops of tasks do with an unexpected error."""
 
     def check() -> None:
         found = [record.getMessage() for record in caplog.records if record.exc_info or record.levelno > logging.ERROR]
@@ -77,7 +77,7 @@ def settings_of(port: int, folder: Path, **more: object) -> Settings:
 
 
 async def check_serves(store: TieredStore, name: str) -> None:
-    """Engines are served from memory and the directory, whatever the hot tier does; operators are told something."""
+    """Engines are served from memory and the directory, for every fault of the hot tier; operators see the fault."""
     prompt = Prompt(ATTENTION, name, 64)
     await store.open_namespace(prompt.description, deadline=soon())
     for record in prompt.records():
@@ -102,7 +102,7 @@ async def test_every_answer_is_strange(name: str, polite: bool, tmp_path: Path, 
         open_store(settings_of(port, tmp_path / "cold", drain_timeout_s=0.1)) as store,
     ):
         await check_serves(store, "a")
-        await asyncio.sleep(0.3)  # the reconciler, the finisher and the orders look meanwhile
+        await asyncio.sleep(0.3)  # the reconciler, the finisher and the orders check during that
     no_bug()
 
 
@@ -111,7 +111,7 @@ async def test_every_call_of_the_tier(name: str) -> None:
     """Each is refused, or answered as if the record were absent or damaged; a put is never taken for done."""
     polite_to = frozenset({b"PING", b"SELECT"})
     async with strange_redis(STRANGE[name], polite_to=polite_to) as port:
-        tier = RedisTier.from_url(f"redis://127.0.0.1:{port}/0")
+        tier = RedisTier(f"redis://127.0.0.1:{port}/0")
         calls = {
             "head": lambda: tier.head([make_key(1), make_key(2)], deadline=soon()),
             "get": lambda: tier.get(make_key(1), deadline=soon()),
@@ -137,7 +137,7 @@ async def test_every_call_of_the_tier(name: str) -> None:
 
 
 def test_facts_of_any_form() -> None:
-    """Numbers of a server's report fit into what is told of them."""
+    """Numbers of a server's report fit into the status."""
     for number in (b"", b"-1", b"abc", HUGE, ENDLESS, "٣".encode(), b"1e9"):
         report = b"".join(b"%b:%b\r\n" % (name, number) for name in (b"used_memory", b"maxmemory", b"evicted_keys"))
         facts = parse_info(report, "here", 0.1)
@@ -200,7 +200,7 @@ async def check_works(settings: Settings, store: TieredStore, name: str) -> None
         totals = await catalog.totals(deadline=soon())
         msgpack.packb([[held.num_bytes for held in one.levels] for one in totals.values()])
         await catalog.tombstones(limit=100, deadline=soon())
-        # what was stored before the damage can be told of, and used, again
+        # what was stored before the damage can be found, and used, again
         old = Prompt(ATTENTION, "before", 64)
         told = [Addition(record.key, Level.HOT, record.num_bytes, record.header.span.stop) for record in old.records()]
         assert all(await catalog.add(told, deadline=soon()))
@@ -218,7 +218,7 @@ def own_redis() -> Iterator[RedisServer]:
 async def test_keys_are_damaged_under_a_running_service(
     damage: str, own_redis: RedisServer, tmp_path: Path, no_bug: Callable[[], None]
 ) -> None:
-    """It goes on, and so does the next one: every damaged key is repaired by whoever needs it."""
+    """It continues, and so does the next one: every damaged key is repaired by the service that needs it."""
     server = own_redis
     settings = settings_of(server.port, tmp_path / "cold", pending_lease_s=1.0)
     async with Redis(host=server.host, port=server.port) as client:
@@ -242,7 +242,7 @@ async def test_keys_are_damaged_under_a_running_service(
 async def test_a_damaged_counter_of_pending_bytes_is_counted_again(
     text: bytes, shared_redis: RedisServer, tmp_path: Path
 ) -> None:
-    """Whichever call comes first, the sum is right again."""
+    """After any call the sum is right again."""
     from tests.contract.test_pending_logs import entries
 
     async with Redis.from_url(shared_redis.url) as client:
@@ -266,8 +266,8 @@ async def test_a_damaged_counter_of_pending_bytes_is_counted_again(
 
 
 async def test_a_lease_that_never_ends_gets_an_end(shared_redis: RedisServer, tmp_path: Path) -> None:
-    """Garbage without an expiry under a lease's name keeps nobody from the work for ever."""
-    from kvstore.catalog.ownership_redis import RedisOwnership
+    """Garbage without an expiry under a lease's name does not block the work for ever."""
+    from kvstore.catalog.redis.coordination import RedisOwnership
 
     async with Redis.from_url(shared_redis.url) as client:
         for damage in (lambda name: client.set(name, b"garbage"), lambda name: client.lpush(name, b"x")):

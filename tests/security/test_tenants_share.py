@@ -12,7 +12,7 @@ import pytest
 from kvstore.client import ClientOptions, RemoteStore, connect
 from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.credentials import Credentials, Grant
+from kvstore.service.authentication import Credentials, Grant
 from kvstore.service.limits import ServiceLimits
 from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits

@@ -1,4 +1,4 @@
-"""Peers that ask and never read: cut off on every kind of connection, and what they hold is bounded meanwhile."""
+"""Peers that ask and never read: cut off on every kind of connection, and what they hold until then is bounded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def service(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator
 
 
 def ask_for_much(peer: RawPeer, number: int) -> bool:
-    """Save a prompt of one's own, stage it, and ask for each record eight times. False: there was no room to stage."""
+    """Save a prompt, stage it, and load each record eight times. False: there was no room to stage."""
     prompt = prompt_of(number)
     peer.send(head_bytes(messages.OpenNamespace(1, 20_000, prompt.description.canonical)))
     assert (peer.receive() or {})["type"] == "namespace_opened"
@@ -66,7 +66,7 @@ def ask_for_much(peer: RawPeer, number: int) -> bool:
 
 
 async def test_peers_that_read_nothing(service: AttackedService, tell: Callable[[str], None]) -> None:
-    """A hundred peers, each with records of its own that the memory tier evicts meanwhile, ask for 32 MiB each and read
+    """A hundred peers, each with records of its own that the memory tier evicts, load 32 MiB each and read
     nothing: all are cut off, and memory and a healthy client are as if they were not there."""
     gone: list[int] = []
     asked: list[RawPeer] = []
@@ -80,7 +80,9 @@ async def test_peers_that_read_nothing(service: AttackedService, tell: Callable[
                         asked.append(peer)
             ends_s = time.monotonic() + 30
             log = service.folder / "service.log"  # to look at the connections themselves would be to read
-            while (cut_off := log.read_text().count("is cut off")) < len(asked) and time.monotonic() < ends_s:
+            while (cut_off := log.read_text().count("whose peer does not read")) < len(
+                asked
+            ) and time.monotonic() < ends_s:
                 time.sleep(0.5)
             gone.append(cut_off)
 

@@ -85,7 +85,7 @@ def tls_server(certificate: Certificate, answer: Answer = lambda _: None) -> Ite
 
 @contextmanager
 def proxy(target_port: int) -> Iterator[int]:
-    """An HTTP proxy that leads every CONNECT to one port of this machine; its own port. It may be run by anybody."""
+    """An HTTP proxy that leads every CONNECT to one port of this machine; its own port. Any user may run it."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(_POLL_S)
     stopping = threading.Event()

@@ -11,20 +11,20 @@ from tests.simulation.redis_catalog import Loss
 from tests.simulation.servers import Server
 
 if TYPE_CHECKING:
-    from tests.simulation.world import World
+    from tests.simulation.cluster import SimulatedCluster
 
 
 class Faults:
-    """Brings one fault after the other over a world, several at a time, until it is told to stop.
+    """Brings one fault after the other over a cluster, several at a time, until it is told to stop.
 
     Args:
-        world: Where.
+        cluster: Where.
         numbers: Decides which and when.
         often_s: Mean time from one to the next.
     """
 
-    def __init__(self, world: World, numbers: random.Random, often_s: float) -> None:
-        self._world = world
+    def __init__(self, cluster: SimulatedCluster, numbers: random.Random, often_s: float) -> None:
+        self._cluster = cluster
         self._numbers = numbers
         self._often_s = often_s
         self._running: set[asyncio.Task[None]] = set()
@@ -41,7 +41,7 @@ class Faults:
             (4, self._kill),
             (1, self._restart),
         ]
-        if world.plan.may_lose:
+        if cluster.plan.may_lose:
             deeds.append((2, self._lose))
         self._weights = [weight for weight, _ in deeds]
         self._deeds = [deed for _, deed in deeds]
@@ -63,13 +63,13 @@ class Faults:
             task.result()
 
     def _server(self) -> Server:
-        return self._numbers.choice((self._world.deployment.redis, self._world.deployment.s3))
+        return self._numbers.choice((self._cluster.deployment.redis, self._cluster.deployment.s3))
 
     async def _last(self) -> None:
         await asyncio.sleep(self._numbers.expovariate(1 / 1.5))
 
     def _say(self, what: str) -> None:
-        self._world.trace.add("FAULT", what)
+        self._cluster.trace.add("FAULT", what)
 
     async def _down(self) -> None:
         server = self._server()
@@ -99,7 +99,7 @@ class Faults:
         server.weather.failing = self._numbers.choice((0.05, 0.2, 0.6))
         self._say(f"{server.name} fails {server.weather.failing:.0%} of calls")
         await self._last()
-        server.weather.failing = self._world.plan.failing
+        server.weather.failing = self._cluster.plan.failing
 
     async def _mangling(self) -> None:
         server = self._server()
@@ -109,26 +109,26 @@ class Faults:
         server.weather.mangling = 0.0
 
     async def _full(self) -> None:
-        medium = self._numbers.choice((self._world.deployment.hot, self._world.deployment.cold))
+        medium = self._numbers.choice((self._cluster.deployment.hot, self._cluster.deployment.cold))
         self._say(f"{medium.name} is full")
         medium.is_full = True
         await self._last()
         medium.is_full = False
 
     async def _cut(self) -> None:
-        link = self._numbers.choice(self._numbers.choice(self._world.services).links)
+        link = self._numbers.choice(self._numbers.choice(self._cluster.services).links)
         self._say(f"{link.process.name} is cut off from {link.server.name}")
         link.is_cut = True
         await self._last()
         link.is_cut = False
 
     async def _evicting(self) -> None:
-        medium = self._world.deployment.hot
+        medium = self._cluster.deployment.hot
         count = medium.evict_some(self._numbers, self._numbers.choice((0.2, 1.0)))
         self._say(f"{medium.name} evicted {count}")
 
     async def _damage(self) -> None:
-        medium = self._numbers.choice((self._world.deployment.hot, self._world.deployment.cold))
+        medium = self._numbers.choice((self._cluster.deployment.hot, self._cluster.deployment.cold))
         if medium.records:
             key = self._numbers.choice(list(medium.records))
             self._say(f"a record in {medium.name} is damaged")
@@ -137,10 +137,10 @@ class Faults:
     async def _lose(self) -> None:
         loss = self._numbers.choice(list(Loss))
         self._say(f"redis loses {loss.value}")
-        self._world.lose(loss)
+        self._cluster.lose(loss)
 
     async def _kill(self) -> None:
-        await self._world.kill_one(self._numbers)
+        await self._cluster.kill_one(self._numbers)
 
     async def _restart(self) -> None:
-        await self._world.restart_one(self._numbers)
+        await self._cluster.restart_one(self._numbers)

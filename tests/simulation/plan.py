@@ -1,4 +1,4 @@
-"""What one seed's world looks like: sizes that are often too small, prompts that share prefixes."""
+"""What one seed's cluster looks like: sizes that are often too small, prompts that share prefixes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COST_BYTES = 1024
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is decided before the world begins.
+    """All that is decided before the cluster begins.
 
     Attributes:
         prompts: What engines are asked for.
@@ -83,5 +83,5 @@ def draw_plan(numbers: random.Random) -> Plan:
         may_lose=numbers.random() < 0.25,
     )
     # drawn last, so that all before is as it was
-    admission = numbers.choice(("auto", "auto", "second_sight", "second_sight", "by_size"))
+    admission = numbers.choice(("auto", "auto", "second_sight", "second_sight", "all"))
     return replace(plan, sizes=replace(sizes, admission=admission))

@@ -1,4 +1,4 @@
-"""A process of the simulated world: tasks that end together, without a word, when it is killed."""
+"""A process of the simulated cluster: tasks that end together, without a word, when it is killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REAPS_MAX = 500
 
 
 class ProcessDied(BaseException):
-    """Raised wherever a dead process touches the world: what it still does reaches nothing."""
+    """Raised wherever a dead process touches the cluster: what it still does reaches nothing."""
 
 
 class Process:
@@ -70,7 +70,7 @@ class Process:
 
 
 def current_process() -> Process | None:
-    """Whose task runs now; `None`: the world's."""
+    """Whose task runs now; `None`: the simulator's."""
     return _CURRENT.get()
 
 

@@ -7,15 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvstore.catalog.base import Addition, LeaveReason, Removal, Tombstone
-from kvstore.catalog.changes import entry_of
+from kvstore.catalog.base import Addition, LeaveReason, Removal, Tombstone, entry_of
+from kvstore.catalog.coordination import Ownership
 from kvstore.catalog.entry import Level
-from kvstore.catalog.ownership import Ownership
-from kvstore.errors import CorruptRecord, InvalidRequest, UnsupportedFormat
-from kvstore.format.manifest import parse_manifest
 from kvstore.format.names import format_name
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
-from kvstore.model.layout import Layout
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.dict_catalog import Ask, CatalogBooks, DictCatalog
@@ -23,7 +19,7 @@ from kvstore.testing.dict_pending import DictOwnership, LeaseBooks, PendingBooks
 from tests.simulation.media import Medium
 
 _NAMES_MAX = 256
-"""A step of a scan is shorter than was asked for, so that a small world takes several."""
+"""A step of a scan is shorter than was asked for, so that a small cluster takes several."""
 
 
 class Loss(Enum):
@@ -90,12 +86,7 @@ class SimulatedRedisCatalog(DictCatalog):
     def __init__(self, books: RedisBooks, *, clock: Clock, ask: Ask) -> None:
         super().__init__(books.catalog, clock=clock, ask=ask)
         self._redis = books
-        self._tenants: dict[NamespaceId, str] = {}
         self._cursor = ""
-
-    async def register(self, namespace: NamespaceId, layout: Layout, tenant: str, *, deadline: Deadline) -> None:
-        self._tenants[namespace] = tenant
-        await super().register(namespace, layout, tenant, deadline=deadline)
 
     async def register_again(self, *, deadline: Deadline) -> None:
         found, tenants = await self.namespaces(deadline=deadline), self._books.tenants
@@ -103,20 +94,11 @@ class SimulatedRedisCatalog(DictCatalog):
             if namespace not in found:
                 await self._run("register", lambda at=namespace, of=tenant: tenants.__setitem__(at, of), deadline)
 
-    async def know(self, namespace: NamespaceId, *, deadline: Deadline) -> bool:
-        self._check_open()
-        if namespace in self._shapes:
-            return True
-        manifest = await self._run("manifest", lambda: self._redis.records.manifests.get(namespace), deadline)
-        try:
-            description = parse_manifest(manifest, namespace) if manifest is not None else None
-            layout = description.layout() if description is not None else None
-        except (CorruptRecord, UnsupportedFormat, InvalidRequest):
-            return False
-        if description is None or layout is None:
-            return False
-        await self.register(namespace, layout, description.tenant, deadline=deadline)
-        return True
+    def is_registered(self, namespace: NamespaceId) -> bool:
+        return namespace in self._shapes
+
+    async def manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
+        return await self._run("manifest", lambda: self._redis.records.manifests.get(namespace), deadline)
 
     async def next_names(self, count: int, *, deadline: Deadline) -> list[bytes]:
         def work() -> list[str]:
@@ -141,7 +123,7 @@ class SimulatedRedisCatalog(DictCatalog):
     def _observe(self, namespace: NamespaceId, prefix: PrefixHash) -> int:
         """Make one entry's hot bits and bytes what the server holds; returns how many records were lost."""
         shape, records = self._shapes[namespace], self._redis.records.records
-        edit = self._edit(shape, namespace, prefix)
+        edit = self._edit(namespace, prefix)
         if edit is None or edit.leaves(Level.HOT):
             return 0
         places = [(group, slice_) for group, count in enumerate(shape.num_slices) for slice_ in range(count)]
@@ -159,13 +141,13 @@ class SimulatedRedisCatalog(DictCatalog):
             self._bury(Tombstone(namespace, prefix, Level.HOT, key.group, key.slice, 0, LeaveReason.LOST, now_s))
         more_bytes = sum(held.values()) - before.num_bytes(Level.HOT)
         self._books.count(namespace, Level.HOT, bool(held) - bool(told), len(held) - len(told), more_bytes)
-        self._books.write_or_drop(namespace, prefix, edit)
+        self._write_or_drop(namespace, prefix, edit)
         return len(lost)
 
-    async def note(self, name: str, text: str, *, deadline: Deadline) -> None:
+    async def write_note(self, name: str, text: str, *, deadline: Deadline) -> None:
         await self._run("note", lambda: self._redis.notes.__setitem__(name, text), deadline)
 
-    async def noted(self, name: str, *, deadline: Deadline) -> str | None:
+    async def read_note(self, name: str, *, deadline: Deadline) -> str | None:
         return await self._run("noted", lambda: self._redis.notes.get(name), deadline)
 
     def ownership(self, lease_s: float) -> Ownership:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from kvstore.catalog.changes import entry_of
+from kvstore.catalog.base import entry_of
 from kvstore.catalog.entry import EntryShape, Level
 from kvstore.errors import KVStoreError
 from kvstore.model.keys import RecordKey
@@ -20,7 +20,7 @@ from tests.simulation.service import OWNER_LEASE_S, Service
 from tests.simulation.tiers import SimulatedTier
 
 if TYPE_CHECKING:
-    from tests.simulation.world import World
+    from tests.simulation.cluster import SimulatedCluster
 
 _REST_S = 240.0
 _SAMPLED_S = 60.0
@@ -29,98 +29,98 @@ _RECONCILED_S = 60.0
 _OVER_BUDGET = 1.05
 
 
-async def settle(world: World) -> None:
+async def settle(cluster: SimulatedCluster) -> None:
     """End all faults, start what is dead, wait until nothing is under way."""
-    deployment = world.deployment
+    deployment = cluster.deployment
     for server in (deployment.redis, deployment.s3):
         weather = server.weather
         weather.slowness, weather.failing, weather.mangling, weather.is_down = 1.0, 0.0, 0.0, False
         server.thaw()
-    for service in world.services:
+    for service in cluster.services:
         for link in service.links:
             link.is_cut = False
     deployment.hot.is_full = deployment.cold.is_full = False
     began_s = deployment.clock.monotonic_s()
-    while left := under_way(world):
+    while left := under_way(cluster):
         await asyncio.sleep(1.0)
         if deployment.clock.monotonic_s() - began_s > _REST_S:
-            world.oracle.violate(f"no rest after {_REST_S:.0f} s without faults: {left}")
+            cluster.oracle.violate(f"no rest after {_REST_S:.0f} s without faults: {left}")
             return
     lost_manifests = not deployment.cold.manifests.keys() <= deployment.hot.manifests.keys()
-    if Loss.CATALOG in world.losses or lost_manifests:
+    if Loss.CATALOG in cluster.losses or lost_manifests:
         await asyncio.sleep(_SAMPLED_S)
-        _redis_tells_of_its_records(world)
+        _redis_tells_of_its_records(cluster)
     if not deployment.books.catalog.complete:
-        await _reindex(world)
+        await _reindex(cluster)
     # leases end and are swept, those of dead owners as well, and retention does what it then may
-    await asyncio.sleep(3.0 + OWNER_LEASE_S + world.plan.sizes.limits.lease_s)
+    await asyncio.sleep(3.0 + OWNER_LEASE_S + cluster.plan.sizes.limits.lease_s)
     rested_s = deployment.clock.monotonic_s()
-    while _told_and_lost(world) and deployment.clock.monotonic_s() - rested_s < _RECONCILED_S:
+    while _told_and_lost(cluster) and deployment.clock.monotonic_s() - rested_s < _RECONCILED_S:
         await asyncio.sleep(1.0)  # a look that a fault held up is made again after as long a pause
-    world.trace.add("WORLD", "rests")
+    cluster.trace.add("WORLD", "rests")
 
 
-async def _reindex(world: World) -> None:
+async def _reindex(cluster: SimulatedCluster) -> None:
     """As `kvstore reindex`, which the log asks for; services go on meanwhile."""
-    deployment, process = world.deployment, Process("reindex")
+    deployment, process = cluster.deployment, Process("reindex")
     to_redis, to_s3 = Link(process, deployment.redis), Link(process, deployment.s3)
-    clock, suspect = deployment.clock, world.oracle.suspect
+    clock, suspect = deployment.clock, cluster.oracle.suspect
     catalog = SimulatedRedisCatalog(deployment.books, clock=clock, ask=to_redis)
     hot = SimulatedTier("redis", deployment.hot, to_redis, clock, suspect)
     cold = SimulatedTier("s3", deployment.cold, to_s3, clock, suspect)
     for level, tier, to_ask in ((Level.HOT, hot, cold), (Level.COLD, cold, hot)):
         report = await reindex_level(catalog, tier, level, clock=clock, manifests=[to_ask])
-        world.trace.add(
+        cluster.trace.add(
             "WORLD", f"{tier.name} is reindexed: {report.num_records} records, {report.num_unknown} unknown"
         )
     await catalog.set_complete(True, deadline=Deadline.after(30.0, clock))
 
 
-def told(world: World, level: Level) -> set[RecordKey]:
+def told(cluster: SimulatedCluster, level: Level) -> set[RecordKey]:
     """Of which records the catalog tells."""
     records: set[RecordKey] = set()
-    for (namespace, prefix), data in world.deployment.books.catalog.entries.items():
-        layout = next(prompt.layout for prompt in world.plan.prompts if prompt.description.id == namespace)
+    for (namespace, prefix), data in cluster.deployment.books.catalog.entries.items():
+        layout = next(prompt.layout for prompt in cluster.plan.prompts if prompt.description.id == namespace)
         records.update(entry_of(EntryShape.of(layout), namespace, prefix, data).keys(level))
     return records
 
 
-def _redis_tells_of_its_records(world: World) -> None:
+def _redis_tells_of_its_records(cluster: SimulatedCluster) -> None:
     """Whatever was lost, the sampler has found every record that nobody told of."""
-    hot, told_of = world.deployment.hot, told(world, Level.HOT)
+    hot, told_of = cluster.deployment.hot, told(cluster, Level.HOT)
     for key in hot.records:
         if key not in told_of and key.namespace in hot.manifests:
-            world.oracle.violate("redis has a record, and the catalog was never told", key)
+            cluster.oracle.violate("redis has a record, and the catalog was never told", key)
 
 
-def _the_manifests_are_in_redis(world: World) -> None:
+def _the_manifests_are_in_redis(cluster: SimulatedCluster) -> None:
     """Those of what is open in a service, and of what the catalog tells of as far as the cold tier has them. Of a
     namespace whose every service was killed while Redis did not answer it tells after `kvstore reindex` alone.
     """
-    deployment = world.deployment
+    deployment = cluster.deployment
     told = deployment.cold.manifests.keys() & deployment.books.catalog.tenants.keys()
-    there = {*told, *(one for service in world.services for one in service.store._namespaces)}
+    there = {*told, *(one for service in cluster.services for one in service.store._namespaces)}
     for namespace in there.difference(deployment.hot.manifests):
-        world.oracle.violate(f"redis lacks a manifest that there is: {namespace.hex()}")
+        cluster.oracle.violate(f"redis lacks a manifest that there is: {namespace.hex()}")
 
 
-def _told_and_lost(world: World) -> set[RecordKey]:
+def _told_and_lost(cluster: SimulatedCluster) -> set[RecordKey]:
     """Records that Redis let go and the catalog still tells of. But for those of a namespace whose only manifest was
     lost, and that no service has open: nobody can read its entries.
     """
-    hot = world.deployment.hot
-    return {key for key in told(world, Level.HOT).difference(hot.records) if key.namespace in hot.manifests}
+    hot = cluster.deployment.hot
+    return {key for key in told(cluster, Level.HOT).difference(hot.records) if key.namespace in hot.manifests}
 
 
-def _the_catalog_tells_of_nothing_lost(world: World) -> None:
-    for key in _told_and_lost(world):
-        world.oracle.violate("redis let a record go, and the catalog still tells of it", key)
+def _the_catalog_tells_of_nothing_lost(cluster: SimulatedCluster) -> None:
+    for key in _told_and_lost(cluster):
+        cluster.oracle.violate("redis let a record go, and the catalog still tells of it", key)
 
 
-def under_way(world: World) -> str:
-    if world.deployment.books.pending.entries:
-        return f"{len(world.deployment.books.pending.entries)} records are pending"
-    for service in world.services:
+def under_way(cluster: SimulatedCluster) -> str:
+    if cluster.deployment.books.pending.entries:
+        return f"{len(cluster.deployment.books.pending.entries)} records are pending"
+    for service in cluster.services:
         if not service.is_open:
             return f"{service.name} is not there"
         saver = service.store._saver
@@ -136,72 +136,72 @@ def under_way(world: World) -> str:
     return ""
 
 
-async def check_at_rest(world: World) -> None:
+async def check_at_rest(cluster: SimulatedCluster) -> None:
     """Everything adds up: see the names of what is called."""
-    for service in world.services:
-        world.watch(service).look_at_rest()
-    _promises_are_in_the_cold_tier(world)
-    _redis_may_evict_everything(world)
-    _the_manifests_are_in_redis(world)
-    _the_catalog_tells_of_nothing_lost(world)
-    _the_cold_tier_is_within_its_budget(world)
-    world.oracle.check()
+    for service in cluster.services:
+        cluster.watch(service).look_at_rest()
+    _promises_are_in_the_cold_tier(cluster)
+    _redis_may_evict_everything(cluster)
+    _the_manifests_are_in_redis(cluster)
+    _the_catalog_tells_of_nothing_lost(cluster)
+    _the_cold_tier_is_within_its_budget(cluster)
+    cluster.oracle.check()
 
 
-async def check_at_the_end(world: World) -> None:
+async def check_at_the_end(cluster: SimulatedCluster) -> None:
     """Services stop, and what was promised is served by one that starts."""
-    for service in world.services:
-        await world.stop(service)
-    await _everything_promised_is_served(world)
+    for service in cluster.services:
+        await cluster.stop(service)
+    await _everything_promised_is_served(cluster)
 
 
-def _promises_are_in_the_cold_tier(world: World) -> None:
-    oracle, cold = world.oracle, world.deployment.cold
+def _promises_are_in_the_cold_tier(cluster: SimulatedCluster) -> None:
+    oracle, cold = cluster.oracle, cluster.deployment.cold
     for key, ack in oracle.promises.items():
         if cold.records.get(key) not in oracle.versions[key]:
             oracle.violate(f"acknowledged at {ack.value}, and not in the cold tier in the end", key)
 
 
-def _redis_may_evict_everything(world: World) -> None:
-    hot = world.deployment.hot
-    lost_pending = {Loss.EVERYTHING, Loss.ITS_RUN}.intersection(world.losses)
+def _redis_may_evict_everything(cluster: SimulatedCluster) -> None:
+    hot = cluster.deployment.hot
+    lost_pending = {Loss.EVERYTHING, Loss.ITS_RUN}.intersection(cluster.losses)
     for key in hot.records:
         if key not in hot.evictable and not lost_pending:
-            world.oracle.violate("redis must keep a record for which no pending entry stands", key)
+            cluster.oracle.violate("redis must keep a record for which no pending entry stands", key)
 
 
-def _the_cold_tier_is_within_its_budget(world: World) -> None:
-    budget_bytes, cold = world.plan.sizes.cold_bytes, world.deployment.cold
+def _the_cold_tier_is_within_its_budget(cluster: SimulatedCluster) -> None:
+    budget_bytes, cold = cluster.plan.sizes.cold_bytes, cluster.deployment.cold
     if budget_bytes is not None and cold.used_bytes > budget_bytes * _OVER_BUDGET:
-        world.oracle.violate(f"the cold tier holds {cold.used_bytes} of {budget_bytes} bytes")
+        cluster.oracle.violate(f"the cold tier holds {cold.used_bytes} of {budget_bytes} bytes")
 
 
-async def _everything_promised_is_served(world: World) -> None:
+async def _everything_promised_is_served(cluster: SimulatedCluster) -> None:
     """A service with empty memory serves each prompt as far as it was promised, bit for bit. The catalog is not
     believed in what it lacks: that it may lack a record after a crash costs a hit, and is no broken promise.
     """
-    service = world.new_service("fresh")
+    service = cluster.new_service("fresh")
     await service.start()
-    world.deployment.books.catalog.complete = False
-    world.services.append(service)
-    for prompt in world.plan.prompts:
+    cluster.deployment.books.catalog.complete = False
+    cluster.services.append(service)
+    for prompt in cluster.plan.prompts:
         try:
-            await _serve(world, service, prompt)
+            await _serve(cluster, service, prompt)
         except KVStoreError as error:
-            world.oracle.violate(f"the fresh service failed without any fault: {error}")
-    await world.stop(service)
-    world.services.remove(service)
+            cluster.oracle.violate(f"the fresh service failed without any fault: {error}")
+    await cluster.stop(service)
+    cluster.services.remove(service)
 
 
-async def _serve(world: World, service: Service, prompt: Prompt) -> None:
+async def _serve(cluster: SimulatedCluster, service: Service, prompt: Prompt) -> None:
     def soon() -> Deadline:
-        return Deadline.after(30.0, world.deployment.clock)
+        return Deadline.after(30.0, cluster.deployment.clock)
 
-    store, oracle = service.store, world.oracle
+    store, oracle = service.store, cluster.oracle
     await service.process.spawn(store.open_namespace(prompt.description, deadline=soon()))
     staged = await service.process.spawn(store.stage(prompt.query(), deadline=soon()))
-    promised = _promised_tokens(world, prompt)
-    sizes = [len(world.deployment.cold.records.get(key, b"")) for key in _keys(prompt)]
+    promised = _promised_tokens(cluster, prompt)
+    sizes = [len(cluster.deployment.cold.records.get(key, b"")) for key in _keys(prompt)]
     is_small = sum(sizes) + RECORD_OVERHEAD_BYTES * len(sizes) <= service.sizes.limits.stage_bytes
     if staged.resume_tokens < promised and is_small:  # a hit is cut to what may be staged
         oracle.violate(f"{promised} tokens of {prompt.name} were promised, {staged.resume_tokens} are served")
@@ -223,7 +223,7 @@ def _keys(prompt: Prompt) -> list[RecordKey]:
     ]
 
 
-def _promised_tokens(world: World, prompt: Prompt) -> int:
+def _promised_tokens(cluster: SimulatedCluster, prompt: Prompt) -> int:
     """The end of the last page up to which every record is promised."""
     page_tokens, reached = prompt.layout.page_tokens, 0
     for tokens in range(page_tokens, prompt.num_tokens + 1, page_tokens):
@@ -232,7 +232,7 @@ def _promised_tokens(world: World, prompt: Prompt) -> int:
             for group, layout in enumerate(prompt.layout.groups)
             for slice_ in range(layout.num_slices)
         ]
-        if not all(key in world.oracle.promises for key in keys):
+        if not all(key in cluster.oracle.promises for key in keys):
             break
         reached = tokens
     return reached

@@ -14,8 +14,8 @@ from tests.simulation.rest import told, under_way
 from tests.simulation.sightings import RULE
 
 if TYPE_CHECKING:
+    from tests.simulation.cluster import SimulatedCluster
     from tests.simulation.service import Service
-    from tests.simulation.world import World
 
 __all__ = ["check_what_is_seen_again"]
 
@@ -23,28 +23,30 @@ _TIMES_MAX = 12
 """Queues are short and Redis is small: so often a prompt is served until all of it must be kept."""
 
 
-async def check_what_is_seen_again(world: World) -> None:
+async def check_what_is_seen_again(cluster: SimulatedCluster) -> None:
     """Without faults, a prompt that a service which just started is asked for again and again is in an unbounded cold
     tier in the end, from its first page to its last.
     """
-    sizes = world.plan.sizes
+    sizes = cluster.plan.sizes
     if sizes.admission != RULE or sizes.cold_bytes is not None:
         return
-    service, prompt = world.new_service("again"), world.plan.prompts[0]
+    service, prompt = cluster.new_service("again"), cluster.plan.prompts[0]
     await service.start()
-    world.services.append(service)
+    cluster.services.append(service)
     for _ in range(_TIMES_MAX):
-        await _serve(world, service, prompt)
-        await _quiet(world)
-        if _kept_tokens(world, prompt) == prompt.num_tokens:
+        await _serve(cluster, service, prompt)
+        await _quiet(cluster)
+        if _kept_tokens(cluster, prompt) == prompt.num_tokens:
             return
-    world.oracle.violate(f"{prompt.name} is seen again and again, and kept up to {_kept_tokens(world, prompt)} tokens")
+    cluster.oracle.violate(
+        f"{prompt.name} is seen again and again, and kept up to {_kept_tokens(cluster, prompt)} tokens"
+    )
 
 
-async def _serve(world: World, service: Service, prompt: Prompt) -> None:
+async def _serve(cluster: SimulatedCluster, service: Service, prompt: Prompt) -> None:
     """As an engine does that has all the time there is."""
     store = service.store
-    sightings = world.oracle.sightings
+    sightings = cluster.oracle.sightings
     assert sightings is not None
     sightings.looks_up(prompt.query(), prompt.layout)
 
@@ -55,19 +57,19 @@ async def _serve(world: World, service: Service, prompt: Prompt) -> None:
     lookup = await service.process.spawn(store.lookup(prompt.query(), deadline=soon()))
     for record in prompt.records():
         if record.header.span.stop > lookup.resume_tokens:
-            world.oracle.offered(record)
+            cluster.oracle.offered(record)
             await service.process.spawn(store.save(record, deadline=soon()))
             await service.process.spawn(store.drain(soon()))
 
 
-async def _quiet(world: World) -> None:
-    while under_way(world):
+async def _quiet(cluster: SimulatedCluster) -> None:
+    while under_way(cluster):
         await asyncio.sleep(1.0)
 
 
-def _kept_tokens(world: World, prompt: Prompt) -> int:
+def _kept_tokens(cluster: SimulatedCluster, prompt: Prompt) -> int:
     """How far the cold tier serves a prompt, by what it has or what the catalog tells that it has."""
-    kept = told(world, Level.COLD).union(world.deployment.cold.records)
+    kept = told(cluster, Level.COLD).union(cluster.deployment.cold.records)
     query, layout = prompt.query(), prompt.layout
     bits = [
         sum(

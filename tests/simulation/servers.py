@@ -1,4 +1,4 @@
-"""The servers of the simulated world, which outlive every process, and connections to them, with all their faults."""
+"""The servers of the simulated cluster, which outlive every process, and connections to them, with all their faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A service of the simulated world: the real store over simulated servers, wired as `kvstore.compose` does it."""
+"""A service of the simulated cluster: the real store over simulated servers, wired as `kvstore.compose` does it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
 from kvstore.catalog.entry import Level
-from kvstore.catalog.redis_reconcile import Reconciler
+from kvstore.catalog.redis.reconcile import Reconciler
 from kvstore.errors import KVStoreError
-from kvstore.eviction.admission import AdmitAll
-from kvstore.eviction.candidates import AUTO
+from kvstore.eviction.candidates import AUTO, AdmitAll
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.store.catalogued import CataloguedTier
 from kvstore.store.cold_admission import ColdAdmission
@@ -24,8 +24,8 @@ from kvstore.store.retention_rules import RetentionRules, shares
 from kvstore.store.room import Room
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.dict_pending import DictPendingLog
+from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.wrap import GuardedTier
 from tests.simulation.media import Medium
 from tests.simulation.oracle import Oracle
 from tests.simulation.process import Process
@@ -105,22 +105,22 @@ class Service:
         await self.process.spawn(self._open())
 
     async def _open(self) -> None:
-        world, clock, meters, stack = self._deployment, self._deployment.clock, self.meters, self._stack
+        deployment, clock, meters, stack = self._deployment, self._deployment.clock, self.meters, self._stack
         # no arena: its memory is warmed by a thread, and records this small never stand in it
         self.memory = MemoryTier(self.sizes.memory_bytes)
         stack.push_async_callback(self.memory.aclose)
-        hot = self._guarded(SimulatedTier("redis", world.hot, self.to_redis, clock, world.oracle.suspect))
-        cold = self._guarded(SimulatedTier("s3", world.cold, self.to_s3, clock, world.oracle.suspect))
+        hot = self._guarded(SimulatedTier("redis", deployment.hot, self.to_redis, clock, deployment.oracle.suspect))
+        cold = self._guarded(SimulatedTier("s3", deployment.cold, self.to_s3, clock, deployment.oracle.suspect))
         # entries, like the catalog, stand in the same Redis as the records
         pending = DictPendingLog(
-            world.books.pending, lease_s=self.sizes.pending_lease_s, clock=clock, ask=self.to_redis
+            deployment.books.pending, lease_s=self.sizes.pending_lease_s, clock=clock, ask=self.to_redis
         )
-        catalog = SimulatedRedisCatalog(world.books, clock=clock, ask=self.to_redis)
+        catalog = SimulatedRedisCatalog(deployment.books, clock=clock, ask=self.to_redis)
         self.recorder = Recorder(catalog, meters, clock)
         stack.push_async_callback(self.recorder.aclose)
         background = Background("catalog")
         stack.push_async_callback(background.aclose)
-        self.reconciler = Reconciler(catalog, meters, look_s=LOOK_S, clock=clock)  # type: ignore[arg-type]
+        self.reconciler = Reconciler(catalog, meters, period_s=LOOK_S, clock=clock)  # type: ignore[arg-type]
         background.spawn(self.reconciler.run(), "reconcile")
         rule = self.sizes.admission
         own_rule, below = AdmitAll.name if rule == AUTO else rule, self.recorder.below
@@ -161,7 +161,7 @@ class Service:
         self.is_open = True
 
     def _guarded(self, tier: SimulatedTier) -> GuardedTier:
-        guarded = GuardedTier(tier, meters=self.meters, clock=self._deployment.clock)
+        guarded = GuardedTier(tier, Instruments(self._deployment.clock, self.meters))
         self._stack.push_async_callback(guarded.aclose)
         return guarded
 

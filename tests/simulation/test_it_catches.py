@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore.api import Ack, LeaseId, Retention, SaveOutcome
-from kvstore.catalog.redis_reconcile import Reconciler
+from kvstore.catalog.redis.reconcile import Reconciler
 from kvstore.errors import KVStoreError
 from kvstore.format.record import Record, read_record, verify_payload
 from kvstore.model.keys import RecordKey
@@ -19,8 +19,8 @@ from kvstore.store.saving import Saver
 from kvstore.store.tiered import TieredStore
 from kvstore.store.write_back import WriteBack
 from tests.simulation import tiers
+from tests.simulation.cluster import simulate
 from tests.simulation.oracle import Violation
-from tests.simulation.world import simulate
 
 _SEEDS_MAX = 12
 
@@ -110,7 +110,7 @@ def test_a_redis_that_nobody_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
     async def look(self: Reconciler) -> int:
         return 0
 
-    monkeypatch.setattr(Reconciler, "look", look)
+    monkeypatch.setattr(Reconciler, "check", look)
     assert "still tells of it" in first_violation()
 
 

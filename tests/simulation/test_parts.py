@@ -20,11 +20,11 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.testing.tier_contract import LastingTierContract
 from kvstore.testing.tier_contract import Medium as ContractMedium
 from kvstore.tiers.base import Tier
+from tests.simulation.cluster import simulate
 from tests.simulation.media import Gone, Medium
 from tests.simulation.process import Process, ProcessDied, adopt
 from tests.simulation.servers import Link, Server
 from tests.simulation.tiers import SimulatedTier
-from tests.simulation.world import simulate
 from tests.virtual_time import Deadlock, VirtualClock, VirtualLoop
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,7 +151,7 @@ def test_one_seed_is_one_run() -> None:
     here = simulate(5)
     assert simulate(5) == here
     assert simulate(6).digest != here.digest
-    command = [sys.executable, "-c", "from tests.simulation.world import simulate; print(simulate(5).digest)"]
+    command = [sys.executable, "-c", "from tests.simulation.cluster import simulate; print(simulate(5).digest)"]
     environment = {**os.environ, "PYTHONHASHSEED": "77"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == here.digest

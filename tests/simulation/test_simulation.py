@@ -7,8 +7,8 @@ import os
 
 import pytest
 
+from tests.simulation.cluster import Outcome, simulate
 from tests.simulation.oracle import Violation
-from tests.simulation.world import Outcome, simulate
 
 SEED_VARIABLE = "KVSTORE_TEST_SIM_SEED"
 _TOGETHER = 20

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from kvstore.errors import Closed
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
-from kvstore.tiers.buffers import allocate_exactly
-from kvstore.tiers.verify import open_off_loop
+from kvstore.tiers.verify import allocate_exactly, open_off_loop
 from tests.simulation.media import Gone, Medium, mangled
 from tests.simulation.servers import Link
 
@@ -37,12 +35,6 @@ class SimulatedTier(Tier):
         self._link = link
         self._clock = clock
         self._on_damage = on_damage
-        self._num_quarantined = 0
-        self._closed = False
-
-    @property
-    def num_quarantined(self) -> int:
-        return self._num_quarantined
 
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         self._check_open()
@@ -108,9 +100,7 @@ class SimulatedTier(Tier):
 
         is_aside = await self._link("quarantine", work, deadline)
         if is_aside:
-            self._num_quarantined += 1
-            if self.on_quarantine is not None:
-                self.on_quarantine(key, reason)
+            self._quarantined(key, reason)
         return is_aside
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
@@ -143,7 +133,3 @@ class SimulatedTier(Tier):
 
     async def aclose(self) -> None:
         self._closed = True
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Closed("the tier is closed", tier=self.name)

@@ -101,6 +101,18 @@ def test_other_peoples_variables_are_left_alone(monkeypatch: pytest.MonkeyPatch)
     load_settings()
 
 
+def test_a_removed_policy_or_rule_is_replaced_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A service that is set to one starts, and names the replacement."""
+    monkeypatch.setenv("KVSTORE_RETENTION_POLICY", "s3fifo")
+    monkeypatch.setenv("KVSTORE_RETENTION_ADMISSION", "by_size")
+    settings = load_settings()
+    assert (settings.retention_policy, settings.retention_admission) == ("auto", "auto")
+    assert "has no s3fifo, using auto; set one of auto, lru, flops_per_byte" in caplog.text
+    assert "has no by_size, using auto; set one of auto, all, second_sight" in caplog.text
+
+
 def test_every_wrong_value_is_told_with_field_expected_and_seen(tmp_path: Path) -> None:
     """Two wrong fields, two explanations, each with the name, what would do, and what was there."""
     with pytest.raises(InvalidRequest) as caught:
@@ -140,7 +152,7 @@ def test_values_that_do_not_fit_are_refused_by_name(bad: dict[str, object]) -> N
 
 
 def test_settings_are_frozen() -> None:
-    """Nobody changes them after the start."""
+    """They do not change after the start."""
     with pytest.raises(ValidationError):
         load_settings().lease_s = 1.0
 

@@ -1,8 +1,12 @@
-"""Who may ask for what: tokens and scopes, or without tokens this user's own processes on the loopback."""
+"""Who may send which request: tokens and scopes, or without tokens the processes of the service's own user."""
 
 from __future__ import annotations
 
 import ipaddress
+import os
+import struct
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -11,21 +15,18 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.datastructures import Headers
 from starlette.types import Scope as AsgiScope
 
-from kvstore.service.admin.dashboard_files import is_dashboard
-from kvstore.service.admin.local_user import is_own_user
 from kvstore.service.admin.problems import Refused
-from kvstore.service.credentials import Credentials, Grant, Scope
-from kvstore.service.failures import FailureLimit
+from kvstore.service.authentication import Credentials, FailureLimit, Grant, Scope
 
-__all__ = ["OPEN_PATHS", "Access", "Administrator", "Operator", "OperatorAdministrator", "Reader", "is_open"]
+__all__ = ["HEALTH_PATHS", "Access", "Administrator", "Operator", "OperatorAdministrator", "Reader", "is_open"]
 
-OPEN_PATHS = frozenset({"/livez", "/readyz"})
-"""Asked without a token, by whoever supervises the process; they tell nothing of what is stored."""
+HEALTH_PATHS = frozenset({"/livez", "/readyz"})
+"""For the supervisor of the process: they need no token and reveal nothing of what is stored."""
 
 
 def is_open(path: str) -> bool:
-    """Whether a path is answered to anybody: health, and the files of the dashboard."""
-    return path in OPEN_PATHS or is_dashboard(path)
+    """Whether a path needs no token: health, and the files of the dashboard."""
+    return path in HEALTH_PATHS or path == "/" or path.startswith("/dashboard/")
 
 
 _CHALLENGE = {"WWW-Authenticate": 'Bearer realm="kvstore"'}
@@ -33,54 +34,52 @@ _TOKEN_CHARS_MAX = 4096
 
 
 class Access:
-    """Finds out who asks, before anything else of a request is looked at.
+    """Finds the grant of a request before anything else of it is read.
 
-    Args:
-        credentials: Whose token is good for what. `None`: there are no tokens; then the address is a loopback one, and
-            processes of the service's own user, or root's, may do all.
-        failures: How often one address may be wrong.
+    Without credentials there are no tokens: the port listens on a loopback address, and processes of the service's own
+    user and of root may do everything.
     """
 
-    def __init__(self, credentials: Credentials | None, failures: FailureLimit | None = None) -> None:
+    def __init__(self, credentials: Credentials | None) -> None:
         self._credentials = credentials
-        self._failures = failures or FailureLimit()
+        self._failures = FailureLimit()
         self._proven: set[str] = set()
 
     def admit(self, scope: AsgiScope) -> Grant:
-        """What whoever sent a request may do.
+        """The grant of a request.
 
         Raises:
-            Refused: 401 without a token that is somebody's, 429 after too many wrong ones, 403 for other users'
-                processes and for web pages.
+            Refused: 401 without a valid token, 429 after too many wrong ones. Without credentials: 403 for processes of
+                other users and for web pages.
         """
         if self._credentials is None:
             return _local_grant(scope)
-        address = _host(scope.get("client"))
+        address = scope["client"][0] if scope.get("client") else ""
         kind, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
         token = token.strip(" ")
         if kind.lower() != "bearer" or not token:
             raise Refused(401, "a token is needed", field="authorization", expected="Bearer TOKEN", headers=_CHALLENGE)
         grant = self._credentials.grant_of(token) if len(token) <= _TOKEN_CHARS_MAX else None
         wait_s = self._failures.wait_s(address)
-        # a right guess is answered like a wrong one while the address waits; who was here before does not wait
+        # while an address waits, a right guess is answered like a wrong one; tokens used before still work
         if wait_s and (grant is None or grant.name not in self._proven):
             raise Refused(429, "too many wrong tokens from this address", headers={"Retry-After": str(wait_s)})
         if grant is None:
             self._failures.failed(address)
-            raise Refused(401, "the token is nobody's", field="authorization", headers=_CHALLENGE)
+            raise Refused(401, "the token is not valid", field="authorization", headers=_CHALLENGE)
         self._proven.add(grant.name)
         return grant
 
 
 def _local_grant(scope: AsgiScope) -> Grant:
-    """Without tokens: the kernel tells whose process asks, and the headers whether a web page made it ask."""
+    """Check the user of the peer's process, and the headers that a browser sends when a web page makes a request."""
     headers, client, server = Headers(scope=scope), scope.get("client"), scope.get("server")
-    hint = "name a credentials_file to let others in"
+    hint = "set credentials_file to admit others"
     if not client or not server or not is_own_user(tuple(client), tuple(server)):
         raise Refused(403, f"without tokens only processes of the service's own user are served: {hint}")
     host = headers.get("host", "")
-    if not _names_loopback(f"//{host}"):  # a name that leads here for a browser, and is another site's
-        raise Refused(403, f"without tokens the host is a loopback address: {hint}", field="host", seen=host)
+    if not _names_loopback(f"//{host}"):  # another site's name can resolve to this address in a browser
+        raise Refused(403, f"without tokens the host must be a loopback address: {hint}", field="host", seen=host)
     origin = headers.get("origin")
     if origin is not None and origin != f"{scope.get('scheme', 'http')}://{host}":
         raise Refused(403, f"without tokens pages of other sites are refused: {hint}", field="origin", seen=origin)
@@ -95,24 +94,63 @@ def _names_loopback(url: str) -> bool:
         return False
 
 
-def _host(client: tuple[str, int] | None) -> str:
-    return client[0] if client else ""
+_ESTABLISHED = "01"
+_TCP_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+_ROOT = 0
+
+
+def is_own_user(peer: tuple[str, int], own: tuple[str, int]) -> bool:
+    """Whether the process that connected from `peer` to `own`, both on the loopback, belongs to our user or to root.
+
+    Such a process gains nothing here: it can already end this process, read its files and use its Unix socket. False
+    also where the kernel does not tell.
+    """
+    for table in _TCP_TABLES:
+        try:
+            with table.open() as lines:
+                user = user_in_table(lines, peer, own)
+        except OSError:
+            continue
+        if user is not None:
+            return user in (_ROOT, os.geteuid())
+    return False
+
+
+def user_in_table(lines: Iterable[str], peer: tuple[str, int], own: tuple[str, int]) -> int | None:
+    """The user of the peer's end in a connection table of the kernel; `None`: the table does not have it.
+
+    Only an established connection with an inode counts: the kernel shows a closed one as owned by root.
+    """
+    local, remote = _spellings(*peer), _spellings(*own)
+    for line in lines:
+        fields = line.split(maxsplit=10)
+        if len(fields) > 9 and fields[1] in local and fields[2] in remote:
+            return int(fields[7]) if fields[3] == _ESTABLISHED and fields[9] != "0" else None
+    return None
+
+
+def _spellings(host: str, port: int) -> set[str]:
+    """How the tables write an address: 32-bit words in the machine's byte order; IPv4 also as mapped to IPv6."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    forms = [address.packed]
+    if isinstance(address, ipaddress.IPv4Address):
+        forms.append(bytes(10) + b"\xff\xff" + address.packed)
+    return {"".join(f"{word:08X}" for word in struct.unpack(f"={len(f) // 4}I", f)) + f":{port:04X}" for f in forms}
 
 
 _BEARER = HTTPBearer(
     auto_error=False,
     scheme_name="token",
-    description="A token of `credentials_file`. Without that file there are none, and processes of the service's own "
+    description="A token of `credentials_file`. Without that file no token is needed: processes of the service's own "
     "user are served on the loopback.",
 )
 
 
 class _Needs:
-    """A dependency: the grant of whoever asks, if it is good for a scope.
-
-    Args:
-        scope: What the route needs.
-        is_operators: The route is about all tenants together.
+    """A dependency that returns the grant of a request if it has the scope that the route needs, and is an operator's
+    if the route concerns all tenants.
     """
 
     def __init__(self, scope: Scope, *, is_operators: bool = False) -> None:
@@ -128,7 +166,7 @@ class _Needs:
             needed = self._scope.value
             raise Refused(403, f"the token lacks the scope {needed}", field="authorization", expected=needed)
         if self._is_operators and grant.tenant is not None:
-            raise Refused(403, "this is about all tenants: it needs an operator's token", field="authorization")
+            raise Refused(403, "this concerns all tenants: it needs an operator's token", field="authorization")
         return grant
 
 

@@ -1,100 +1,106 @@
-"""The application: every resource, behind one gate."""
+"""The application: every route behind one gate."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.dependencies.utils import get_flat_dependant
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 
 import kvstore
-from kvstore.runtime.events import Events
-from kvstore.service.admin import (
-    dashboard_files,
-    deletions,
+from kvstore.service.admin.access import Access, Reader
+from kvstore.service.admin.context import AdminContext
+from kvstore.service.admin.gate import Gate
+from kvstore.service.admin.jobs import deletions, gc, maintenance
+from kvstore.service.admin.jobs.board import JobBoard
+from kvstore.service.admin.problems import Problem, Refused, handle_problems, refusals
+from kvstore.service.admin.resources import (
+    dashboard,
     events,
-    gc,
-    health,
     history,
     jobs,
     lookup,
-    maintenance,
-    metrics,
     namespaces,
     pins,
     prefixes,
     quotas,
     requests,
-    settings,
+    service,
     tiers,
     weights,
 )
-from kvstore.service.admin.access import Access, Reader
-from kvstore.service.admin.context import AdminContext
-from kvstore.service.admin.gate import Gate
-from kvstore.service.admin.parameters import refuse_unknown_parameters
-from kvstore.service.admin.problems import Problem, handle_problems
 
 __all__ = ["make_app", "make_routes"]
 
 _TITLE = "kvstore"
 _DESCRIPTION = (
-    "Looks at and operates a kvstore service. Refusals are `application/problem+json`; times are seconds since the "
-    "Unix epoch; a token sees, counts and touches what belongs to its tenant, an operator's all. See docs/admin.md."
+    "Shows and operates a kvstore service. Errors are `application/problem+json`; times are seconds since the Unix "
+    "epoch. A tenant's token sees, counts and changes what belongs to that tenant, an operator's token everything. See "
+    "docs/admin.md."
 )
-_RESOURCES = (namespaces, prefixes, lookup, requests, pins, tiers, settings, history, events)
-_MANAGEMENT = (deletions, maintenance, quotas, weights, gc, jobs)
+_RESOURCES = (namespaces, prefixes, lookup, requests, pins, tiers, history, events, quotas, weights, jobs)
+_OPERATIONS = (deletions, maintenance, gc)
 
 
-def make_app(context: AdminContext, access: Access, told: Events) -> FastAPI:
-    """The application, for one server.
-
-    Args:
-        context: What the routes work with.
-        access: Who may ask.
-        told: Of what was changed.
-    """
+def make_app(context: AdminContext, jobs: JobBoard) -> FastAPI:
+    """The application of one server."""
     app = make_routes()
-    app.state.admin = context
-    app.add_middleware(Gate, access=access, events=told)
+    app.state.admin, app.state.jobs = context, jobs
+    app.add_middleware(Gate, access=Access(context.service.credentials), events=context.service.store.events)
     return app
 
 
 def make_routes() -> FastAPI:
-    """All routes and their description, which nothing but this release is needed for."""
+    """All routes and their description, which depends on the release alone."""
     app = FastAPI(
         title=_TITLE,
         version=kvstore.__version__,
         description=_DESCRIPTION,
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
-        dependencies=[Depends(refuse_unknown_parameters)],
-        openapi_url=None,  # like everything else it asks for a token, below
-        docs_url=None,  # those pages load scripts from elsewhere
+        dependencies=[Depends(_refuse_unknown_parameters)],
+        openapi_url=None,  # like every other route it needs a token, below
+        docs_url=None,  # those pages load scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,
     )
     handle_problems(app)
-    app.include_router(health.router)
-    app.include_router(metrics.router)
-    app.include_router(dashboard_files.router)
-    for resource in (*_RESOURCES, *_MANAGEMENT):
-        app.include_router(resource.router, prefix="/v1")
-    app.include_router(_own, prefix="/v1")
+    app.include_router(service.health)
+    app.include_router(dashboard.router)
+    common = refusals(401, 403, 422, 429, 503)
+    for module in (*_RESOURCES, service, *_OPERATIONS):
+        app.include_router(module.router, prefix="/v1", responses=common)
+    app.include_router(_description, prefix="/v1")
     _describe_problems(app)
     return app
 
 
-_own = APIRouter(include_in_schema=False)
+async def _refuse_unknown_parameters(request: Request) -> None:
+    """A dependency of every route: refuse a parameter that the route does not have, or that is given twice."""
+    route = request.scope.get("route")
+    fields = get_flat_dependant(route.dependant).query_params if isinstance(route, APIRoute) else []
+    known = {field.alias for field in fields}
+    given = [name for name, _ in request.query_params.multi_items()]
+    for name in given:
+        if name not in known:
+            expected = f"one of {', '.join(sorted(known))}" if known else "none"
+            raise Refused(422, "unknown parameter", field=f"query.{name}"[:100], expected=expected, seen=name)
+        if given.count(name) > 1:
+            raise Refused(422, "a parameter is given twice", field=f"query.{name}", expected="once")
 
 
-@_own.get("/openapi.json")
+_description = APIRouter(include_in_schema=False)
+
+
+@_description.get("/openapi.json")
 async def openapi(request: Request, grant: Reader) -> JSONResponse:
     """This description."""
     return JSONResponse(request.app.openapi())
 
 
 def _describe_problems(app: FastAPI) -> None:
-    """Put the shape of a refusal into the description, once, for all that refer to it."""
+    """Add the schema of an error to the description once; every route refers to it."""
     describe = app.openapi
 
     def openapi_with_problems() -> dict[str, Any]:

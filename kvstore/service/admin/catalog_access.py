@@ -1,39 +1,45 @@
-"""The catalog as a guest, on the administration's own loop and connection; namespaces as far as one may see them."""
+"""The catalog as the administration reads it: over a connection of its own, limited to what a token may see."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from kvstore.catalog.base import Catalog, NamespaceTotals
 from kvstore.catalog.entry import Level
 from kvstore.compose import open_catalog, open_tier
 from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
 from kvstore.format.manifest import parse_manifest
-from kvstore.model.keys import NamespaceId
+from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.admin.bridge import Bridge
+from kvstore.service.admin.data_loop import CALL_S, DataLoop
 from kvstore.service.admin.problems import Refused
-from kvstore.service.credentials import Grant
+from kvstore.service.authentication import Grant
 from kvstore.settings import Settings
 from kvstore.store.operations import StoreOperations
+from kvstore.store.standing_orders import WEIGHTS_FIELD
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import RedisLocation
 
-__all__ = ["CatalogAccess", "Namespace"]
+__all__ = ["NO_CATALOG", "CatalogAccess", "Namespace"]
+
+T = TypeVar("T")
+
+NO_CATALOG = "this service has no catalog: it needs Redis as the hot tier, or a directory as the cold tier"
 
 _FRESH_S = 1.0
-"""Totals over all slots of a cluster cost something: read so often at most."""
-_HANGS_S = 1.0
-"""A catalog that does not answer a small question for so long is taken for one that hangs."""
+"""Totals and tenants are read at most this often: in a Redis cluster a read asks every slot."""
+_PROBE_S = 1.0
+"""A catalog that does not answer a small request within this time counts as hanging."""
 _NEVER = float("-inf")
-_KEPT = 1024
+_NAMESPACES_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,44 +47,60 @@ class Namespace:
     """A namespace whose entries can be read.
 
     Attributes:
-        id: Its id.
-        description: In words; its tenant is a part of what the id is a digest of.
-        layout: Its groups and slices.
+        id: A digest of the description, of which the tenant is a part.
+        catalog: The catalog that has its entries.
     """
 
     id: NamespaceId
     description: NamespaceDescription
     layout: Layout
+    catalog: Catalog
+
+    @property
+    def weights_id(self) -> str:
+        """The weights that its pages were computed with; empty: the description does not say."""
+        return str(self.description.fields.get(WEIGHTS_FIELD, ""))
+
+    def keys_of(self, prefix: PrefixHash) -> list[RecordKey]:
+        """Every record that a boundary can have."""
+        return [
+            RecordKey(self.id, prefix, group, slice_)
+            for group, layout in enumerate(self.layout.groups)
+            for slice_ in range(layout.num_slices)
+        ]
+
+
+@dataclass(slots=True)
+class _Cached(Generic[T]):
+    """A value of the catalog, when it was read on the monotonic clock, and when since the Unix epoch; 0: never."""
+
+    value: T
+    read_s: float = _NEVER
+    at_s: int = 0
 
 
 class CatalogAccess:
-    """Opens the catalog when it is first needed, and again after it could not be opened.
-
-    Args:
-        settings: Where it is.
-        bridge: The way to the store, which finds manifests.
-        operations: The store's.
+    """Opens the catalog at the first use, and tries again at the next use after a failure. The store is used, over the
+    data loop, to find manifests.
     """
 
-    def __init__(self, settings: Settings, bridge: Bridge, operations: StoreOperations) -> None:
+    def __init__(self, settings: Settings, data_loop: DataLoop, operations: StoreOperations) -> None:
         self._settings = settings
-        self._bridge = bridge
+        self._data_loop = data_loop
         self._operations = operations
         self._stack = AsyncExitStack()
         self._catalog: Catalog | None = None
         self._opening = asyncio.Lock()
         self._known: OrderedDict[NamespaceId, Namespace] = OrderedDict()
-        self._tenants: tuple[float, Mapping[NamespaceId, str]] = _NEVER, {}
-        self._totals: tuple[float, Mapping[NamespaceId, NamespaceTotals]] = _NEVER, {}
-        self._last_totals: tuple[Mapping[NamespaceId, NamespaceTotals], int] | None = None
+        self._tenants = _Cached[Mapping[NamespaceId, str]]({})
+        self._totals = _Cached[Mapping[NamespaceId, NamespaceTotals]]({})
         self._hangs_until_s = _NEVER
-        self._why = ""
 
     async def open(self) -> Catalog:
         """The catalog.
 
         Raises:
-            Unavailable: There is none, or it cannot be opened now.
+            Unavailable: The service has no catalog, or it cannot be opened now.
         """
         async with self._opening:
             if self._catalog is None:
@@ -86,131 +108,127 @@ class CatalogAccess:
                     catalog = open_catalog(self._settings, is_guest=True, gate=self._operations.check_hot)
                     self._catalog = await self._stack.enter_async_context(catalog)
                 except InvalidRequest as error:
-                    raise Unavailable(
-                        "this service keeps no books: that needs a Redis as hot, or a directory as cold"
-                    ) from error
+                    raise Unavailable(NO_CATALOG) from error
             return self._catalog
 
-    async def totals(self, *, deadline: Deadline) -> Mapping[NamespaceId, NamespaceTotals]:
-        """What every namespace holds, at most a second ago."""
-        catalog = await self.open()
-        async with self._opening:
-            read_s, totals = self._totals
-            if SYSTEM_CLOCK.monotonic_s() - read_s > _FRESH_S:
-                await self._check_answers(catalog)
-                totals = await catalog.totals(deadline=deadline)
-                self._totals = SYSTEM_CLOCK.monotonic_s(), totals
-                self._last_totals = totals, SYSTEM_CLOCK.wall_ms() // 1000
-            return totals
+    async def totals(self, within_s: float = CALL_S) -> Mapping[NamespaceId, NamespaceTotals]:
+        """What every namespace holds, read at most one second ago."""
+        return await self._read(self._totals, lambda catalog, limit: catalog.totals(deadline=limit), within_s)
 
     def last_totals(self) -> tuple[Mapping[NamespaceId, NamespaceTotals], int] | None:
-        """What was held when the catalog answered last, and when, in seconds since the Unix epoch."""
-        return self._last_totals
+        """The totals that the catalog returned last, and when, in seconds since the Unix epoch."""
+        return (self._totals.value, self._totals.at_s) if self._totals.at_s else None
+
+    def forget_totals(self) -> None:
+        """Read the totals again at the next use, because records were deleted."""
+        self._totals.read_s = _NEVER
+
+    async def tenant_of(self, namespace: NamespaceId) -> str | None:
+        """The tenant of a namespace, read at most one second ago; `None`: the catalog has no such namespace."""
+        tenants = await self._read(self._tenants, lambda catalog, limit: catalog.namespaces(deadline=limit), CALL_S)
+        return tenants.get(namespace)
+
+    async def _read(self, cached: _Cached[T], read: Callable[[Catalog, Deadline], Awaitable[T]], within_s: float) -> T:
+        catalog = await self.open()
+        deadline = self._data_loop.soon(within_s)
+        async with self._opening:
+            if SYSTEM_CLOCK.monotonic_s() - cached.read_s > _FRESH_S:
+                await self._check_answers(catalog)
+                cached.value = await read(catalog, deadline)
+                cached.read_s, cached.at_s = SYSTEM_CLOCK.monotonic_s(), SYSTEM_CLOCK.wall_ms() // 1000
+            return cached.value
 
     async def _check_answers(self, catalog: Catalog) -> None:
-        """Ask something small first: a server that hangs is told soon and as such, however long the answer may take.
+        """Send a small request first, so that a server that hangs is reported after a second.
 
         Raises:
-            Unavailable: It does not answer; the message says what that means.
+            Unavailable: The catalog does not answer.
         """
+        where = "the hot tier" if isinstance(self._settings.hot, RedisLocation) else "the disk"
+        why = (
+            f"{where} holds the catalog and does not answer: it is frozen, overloaded, down or unreachable; run "
+            "`kvstore doctor` to find out"
+        )
         if SYSTEM_CLOCK.monotonic_s() < self._hangs_until_s:
-            raise Unavailable(self._why)
+            raise Unavailable(why)
         try:
-            await catalog.is_complete(deadline=Deadline.after(_HANGS_S))
+            await catalog.is_complete(deadline=Deadline.after(_PROBE_S))
         except Unavailable as error:
-            where = "the hot tier" if isinstance(self._settings.hot, RedisLocation) else "the disk"
-            self._why = (
-                f"{where} does not answer, and keeps the catalog, so what is held cannot be told now: it is frozen, "
-                "overloaded, down or cut off, `kvstore doctor` tells which"
-            )
             self._hangs_until_s = SYSTEM_CLOCK.monotonic_s() + _FRESH_S
-            raise Unavailable(self._why) from error
-
-    async def tenant_of(self, namespace: NamespaceId, *, deadline: Deadline) -> str | None:
-        """Whose a namespace is, as of a second ago at most; `None`: there is none."""
-        catalog = await self.open()
-        async with self._opening:
-            read_s, tenants = self._tenants
-            if SYSTEM_CLOCK.monotonic_s() - read_s > _FRESH_S:
-                await self._check_answers(catalog)
-                tenants = await catalog.namespaces(deadline=deadline)
-                self._tenants = SYSTEM_CLOCK.monotonic_s(), tenants
-            return tenants.get(namespace)
+            raise Unavailable(why) from error
 
     @asynccontextmanager
     async def tier(self, level: Level) -> AsyncIterator[Tier]:
-        """A slower tier over connections of our own, for walks over all of it; nobody else waits for what it does.
+        """A slower tier over connections of its own, for a scan of the whole tier that delays no other caller.
 
         Raises:
-            InvalidRequest: There is none.
+            InvalidRequest: The service has no such tier.
             Unavailable: It cannot be opened.
         """
         location = self._settings.hot if level is Level.HOT else self._settings.cold
         async with open_tier(location, self._settings) as opened:
             yield opened
 
-    def forget_totals(self) -> None:
-        """Something was deleted: read them anew."""
-        self._totals = _NEVER, {}
-
-    async def check(self, namespace: NamespaceId, grant: Grant, *, deadline: Deadline) -> None:
-        """Refuse a namespace that is not there for a token.
+    async def check(self, namespace: NamespaceId, grant: Grant) -> None:
+        """Refuse a namespace that does not exist for a token.
 
         Raises:
-            Refused: It is not there, or another tenant's.
+            Refused: The namespace does not exist, or belongs to another tenant.
         """
-        tenant = await self.tenant_of(namespace, deadline=deadline)
+        tenant = await self.tenant_of(namespace)
         if tenant is None or not grant.sees(tenant):
             raise _unknown(namespace)
 
-    async def find(self, namespace: NamespaceId, grant: Grant, *, deadline: Deadline) -> Namespace:
-        """A namespace that a token may see. Another tenant's is not there, and that is told as quickly.
+    async def find(self, namespace: NamespaceId, grant: Grant) -> Namespace:
+        """A namespace that a token may see. The answer for another tenant's is the same as for an unknown one, and
+        takes the same time.
 
         Raises:
-            Refused: It is not there.
-            Unavailable: Its manifest is nowhere.
+            Refused: It does not exist for this token.
+            Unavailable: No tier has its manifest.
         """
-        await self.check(namespace, grant, deadline=deadline)
-        found = self._known.get(namespace) or await self._learn(namespace, deadline)
-        # the tenant in the description is a part of what the id is a digest of: nobody can claim another's
+        await self.check(namespace, grant)
+        found = self._known.get(namespace) or await self._load(namespace, self._data_loop.soon())
+        # the id is a digest of the description with its tenant, so no tenant can claim another's namespace
         if not grant.sees(found.description.tenant):
             raise _unknown(namespace)
         return found
 
-    async def names(self, namespaces: Sequence[NamespaceId], *, deadline: Deadline) -> dict[NamespaceId, str]:
-        """What people call namespaces: model and types. Those whose description cannot be read in time are left out."""
+    async def names(self, namespaces: Sequence[NamespaceId], within_s: float) -> dict[NamespaceId, str]:
+        """Names of namespaces: model and types. Left out are those whose description cannot be read in time."""
+        deadline = self._data_loop.soon(within_s)
         found: dict[NamespaceId, str] = {}
         for namespace in namespaces:
             known = self._known.get(namespace)
             if known is None and not deadline.expired:
                 try:
-                    known = await self._learn(namespace, deadline)
+                    known = await self._load(namespace, deadline)
                 except (Unavailable, InvalidRequest):
                     continue
             if known is not None:
                 found[namespace] = known.description.name
         return found
 
-    async def _learn(self, namespace: NamespaceId, deadline: Deadline) -> Namespace:
-        manifest = await self._bridge.call(
-            lambda: self._operations.manifest(namespace, deadline=deadline), deadline=deadline
+    async def _load(self, namespace: NamespaceId, deadline: Deadline) -> Namespace:
+        """Read a namespace's manifest and register its layout with the catalog."""
+        manifest = await self._data_loop.call(
+            lambda limit: self._operations.manifest(namespace, deadline=limit), deadline.remaining_s
         )
         try:
             description = parse_manifest(manifest, namespace) if manifest is not None else None
         except (CorruptRecord, UnsupportedFormat) as error:
             raise Unavailable("the manifest of the namespace cannot be read", error=error) from error
         if description is None:
-            raise Unavailable("the manifest of the namespace is nowhere: an engine that opens it writes it again")
-        found = Namespace(namespace, description, description.layout())
-        catalog = await self.open()
-        await catalog.register(namespace, found.layout, description.tenant, deadline=deadline)
+            raise Unavailable("no tier has the manifest of the namespace; an engine that opens it writes it again")
+        found = Namespace(namespace, description, description.layout(), await self.open())
+        await found.catalog.register(namespace, found.layout, description.tenant, deadline=deadline)
         self._known[namespace] = found
-        while len(self._known) > _KEPT:
+        while len(self._known) > _NAMESPACES_MAX:
             self._known.popitem(last=False)
         return found
 
     async def aclose(self) -> None:
-        """Let go of it. Idempotent."""
+        """Close the catalog. Idempotent."""
         await self._stack.aclose()
 
 

@@ -1,39 +1,34 @@
-"""What the routes work with."""
+"""What every route works with, and the namespace that a request names."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Annotated
 
-from fastapi import Depends, Request
+from fastapi import Depends, Query, Request
 
-from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.errors import Unavailable
+from kvstore.model.keys import RecordKey
+from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.events import Events
-from kvstore.service.admin.bridge import Bridge
-from kvstore.service.admin.catalog_access import CatalogAccess, Namespace
-from kvstore.service.admin.followers import Followers
-from kvstore.service.admin.job_board import JobBoard
-from kvstore.service.credentials import Grant
-from kvstore.service.history import History
+from kvstore.service.admin.access import Reader
+from kvstore.service.admin.catalog_access import NO_CATALOG, CatalogAccess, Namespace
+from kvstore.service.admin.data_loop import CALL_S, DataLoop
+from kvstore.service.admin.models import NAMESPACE_EXAMPLE, NAMESPACE_PATTERN, NamespaceText, namespace_id
+from kvstore.service.admin.port import Administered
+from kvstore.service.authentication import Grant
+from kvstore.store.encrypted import EncryptedStore
 from kvstore.store.key_ring import Generation
-from kvstore.store.operations import StoreOperations
-from kvstore.store.standing_orders import WEIGHTS_FIELD
+from kvstore.store.operations import StoreOperations, TierState
+from kvstore.store.standing_orders import StandingOrders
 
-__all__ = ["AdminContext", "Context"]
+__all__ = ["AdminContext", "Context", "NamedNamespace", "QueriedNamespace"]
 
-_CALL_S = 5.0
-_WALKS_AT_ONCE = 2
-
-
-def _any(_: Grant) -> bool:
-    return True
-
-
-def _plain_only(tenant: str) -> Sequence[Generation]:
-    return (None,)
+_SCANS_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -41,53 +36,79 @@ class AdminContext:
     """Belongs to the administration's loop.
 
     Attributes:
-        bridge: The way to the data loop.
-        catalog: The catalog, over a connection of our own.
-        operations: What may be asked on the data loop.
-        describe: What the data port tells of itself; safe from any thread.
-        generations: Under which names a tenant's records stand, the current ones first; safe from any thread.
-        events: What happened lately; safe from any thread.
-        history: What was counted lately; safe from any thread.
-        is_stopping: Whether long answers should end; safe from any thread.
-        clock: For deadlines and expiry.
-        jobs: Long operations.
-        walks: Turns of those who walk over many entries.
-        followers: Who follows the events.
-        holds: Whether a grant is still in force; safe from any thread.
-        health_bridge: The way to the data loop for `/livez` and `/readyz`, which wait for nobody else's work.
-        settings: As `told_settings` returns them.
+        service: The service. Its settings, credentials, events and history are safe from any thread; its store is used
+            through `data_loop` only.
+        data_loop: Calls into the store's loop.
+        health_loop: The same for `/livez` and `/readyz`, which do not wait for other calls.
+        catalog: The catalog, over a connection of the administration's own.
+        is_stopping: Whether long responses should end.
+        scans: Turns of requests that read many entries.
+        followers: How many responses follow the events, by token.
     """
 
-    bridge: Bridge
+    service: Administered
+    data_loop: DataLoop
+    health_loop: DataLoop
     catalog: CatalogAccess
-    operations: StoreOperations
-    describe: Callable[[], Mapping[str, object]]
-    events: Events
-    history: History
     is_stopping: Callable[[], bool]
-    generations: Callable[[str], Sequence[Generation]] = _plain_only
-    clock: Clock = SYSTEM_CLOCK
-    jobs: JobBoard = field(default_factory=JobBoard)
-    walks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_WALKS_AT_ONCE))
-    followers: Followers = field(default_factory=Followers)
-    holds: Callable[[Grant], bool] = _any
-    health_bridge: Bridge | None = None
-    settings: Mapping[str, object] = field(default_factory=dict)
+    scans: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_SCANS_AT_ONCE))
+    followers: Counter[str] = field(default_factory=Counter)
 
-    def soon(self, seconds: float = _CALL_S) -> Deadline:
-        """When a call gives up."""
-        return Deadline.after(seconds, self.clock)
+    @property
+    def operations(self) -> StoreOperations:
+        """What the store does for operators. Its coroutines run on the data loop."""
+        return self.service.store.operations
 
-    def is_retired(self, namespace: Namespace) -> bool:
-        """Whether nothing of a namespace is served, because its weights are retired."""
-        orders, description = self.operations.orders, namespace.description
-        return orders is not None and orders.are_retired(
-            description.tenant, str(description.fields.get(WEIGHTS_FIELD, ""))
-        )
+    @property
+    def rules(self) -> StandingOrders:
+        """Quotas and retired weights that operators have set for all services.
+
+        Raises:
+            Unavailable: The service has no place to keep them.
+        """
+        if self.operations.orders is None:
+            raise Unavailable(NO_CATALOG)
+        return self.operations.orders
+
+    def generations(self, tenant: str) -> Sequence[Generation]:
+        """The keys under whose names a tenant's records are stored, the current one first; `None`: plain names."""
+        store = self.service.store
+        return store.generations(tenant) if isinstance(store, EncryptedStore) else (None,)
+
+    def is_valid(self, grant: Grant) -> bool:
+        """Whether a token still has this grant."""
+        return self.service.credentials is None or self.service.credentials.holds(grant)
+
+    def soon(self, within_s: float = CALL_S) -> Deadline:
+        """The deadline of a call that starts now."""
+        return self.data_loop.soon(within_s)
 
     def now_s(self) -> int:
         """Seconds since the Unix epoch."""
-        return self.clock.wall_ms() // 1000
+        return SYSTEM_CLOCK.wall_ms() // 1000
+
+    def is_retired(self, namespace: Namespace) -> bool:
+        """Whether nothing of a namespace is served, because its weights are retired."""
+        rules = self.operations.orders
+        return rules is not None and rules.are_retired(namespace.description.tenant, namespace.weights_id)
+
+    async def memory_sizes(self, keys: Sequence[RecordKey]) -> list[int | None]:
+        """For each record its bytes in this node's memory; `None`: it is not there."""
+        pieces = await self.data_loop.call_in_pieces(
+            keys, lambda piece, deadline: self.operations.memory_sizes(piece, deadline=deadline)
+        )
+        return list(chain.from_iterable(pieces))
+
+    async def tier_states(self, within_s: float, *, is_health: bool = False) -> list[TierState]:
+        """The state of each tier, the fastest first. A tier has half of the time to answer.
+
+        Raises:
+            Unavailable: The data loop does not answer.
+        """
+        loop = self.health_loop if is_health else self.data_loop
+        return await loop.call(
+            lambda deadline: self.operations.tiers(deadline=deadline.earlier(within_s / 2)), within_s
+        )
 
 
 async def _context(request: Request) -> AdminContext:
@@ -97,3 +118,23 @@ async def _context(request: Request) -> AdminContext:
 
 
 Context = Annotated[AdminContext, Depends(_context)]
+
+
+async def _in_path(context: Context, grant: Reader, namespace: NamespaceText) -> Namespace:
+    return await context.catalog.find(namespace_id(namespace), grant)
+
+
+async def _in_query(
+    context: Context,
+    grant: Reader,
+    namespace: Annotated[
+        str, Query(pattern=NAMESPACE_PATTERN, examples=[NAMESPACE_EXAMPLE], description="the namespace to list")
+    ],
+) -> Namespace:
+    return await context.catalog.find(namespace_id(namespace), grant)
+
+
+NamedNamespace = Annotated[Namespace, Depends(_in_path)]
+"""The namespace in the path of a request, if the token may see it; else the answer is 404."""
+QueriedNamespace = Annotated[Namespace, Depends(_in_query)]
+"""The same for a parameter `namespace`."""

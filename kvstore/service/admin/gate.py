@@ -1,4 +1,4 @@
-"""What every request passes first: who asks, how large it is, and a line in the audit log when it changes something."""
+"""The first step of every request: access, limits, and a line in the audit log when it changes something."""
 
 from __future__ import annotations
 
@@ -13,65 +13,59 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstore.runtime.events import EventKind, Events
-from kvstore.runtime.log_context import RequestContext, request_context
-from kvstore.service.admin.access import OPEN_PATHS, Access, is_open
+from kvstore.runtime.tracing import RequestContext, request_context
+from kvstore.service.admin.access import HEALTH_PATHS, Access, is_open
 from kvstore.service.admin.problems import Refused, answer
 
 __all__ = ["BODY_BYTES_MAX", "Gate"]
 
 BODY_BYTES_MAX = 4 << 20
-"""The token ids of a prompt of some hundred thousand tokens."""
+"""Room for the token ids of a prompt of some hundred thousand tokens."""
 _BODY_S = 30.0
 _REQUESTS_MAX, _REQUESTS_OF_ADDRESS_MAX = 128, 64
 _HEALTH_REQUESTS_MAX = 256
-"""Requests at a time. Those for the health of the service are counted apart: nobody keeps a supervisor out."""
+"""Limits of requests that run at a time. Health requests have their own, so that a supervisor always gets through."""
 
 _audit = logging.getLogger("kvstore.audit")
 
 _HEALTH = "health"
-"""Where requests for `OPEN_PATHS` are counted; no address is called so."""
+"""The key under which requests for `HEALTH_PATHS` are counted; no address has this name."""
 _REQUEST_ID = b"x-request-id"
 _REQUEST_ID_FORM = re.compile("[A-Za-z0-9._:-]{1,64}")
-_LOOKS = ("GET", "HEAD", "OPTIONS")
+_READ_METHODS = ("GET", "HEAD", "OPTIONS")
+_READ_PATHS = ("/v1/lookup",)
+"""Sent as POST because a prompt is too long for an address; changes nothing."""
 _NAMESPACE = re.compile("/([0-9a-f]{32})(?:/|$)")
-_DONE = {
+_EVENT_TEXTS = {
     "DELETE /v1/prefixes/": "a prefix was deleted",
-    "DELETE /v1/namespaces/": "a namespace was deleted, but for what pins protect",
+    "DELETE /v1/namespaces/": "a namespace was deleted, except pinned boundaries",
     "POST /v1/pins": "a prefix was pinned",
     "DELETE /v1/pins/": "a pin was removed",
     "POST /v1/deletions": "a deletion of many prefixes was started",
-    "POST /v1/gc": "the collection of garbage was started",
+    "POST /v1/gc": "a garbage collection was started",
     "PUT /v1/quotas/": "a quota was set",
     "DELETE /v1/quotas/": "a quota was withdrawn",
     "POST /v1/weights/retired": "weights were retired",
-    "DELETE /v1/weights/retired": "weights are served again",
+    "DELETE /v1/weights/retired": "a retirement of weights was undone",
     "DELETE /v1/jobs/": "a job was cancelled",
 }
-_ON_A_TIER = {
+_TIER_EVENT_TEXTS = {
     "pause": "the write-back to the {} tier was paused",
     "resume": "the write-back to the {} tier was resumed",
     "drain": "a drain of the write-back to the {} tier was started",
     "verify": "a verification of the {} tier was started",
     "reindex": "a reindex of the {} tier was started",
 }
-_DONE |= {
-    f"POST /v1/tiers/{level}/{verb}": words.format(level)
+_EVENT_TEXTS |= {
+    f"POST /v1/tiers/{level}/{verb}": text.format(level)
     for level in ("hot", "cold")
-    for verb, words in _ON_A_TIER.items()
+    for verb, text in _TIER_EVENT_TEXTS.items()
 }
-"""What a change is called among the events; others by their method and path."""
-_ASKS = ("/v1/lookup",)
-"""Sent as POST because a prompt is too long for an address; changes nothing."""
+"""The text of the event on a change. Other changes have their method and path as the text."""
 
 
 class Gate:
-    """Refuses before a body is read or a parameter parsed.
-
-    Args:
-        app: What is behind.
-        access: Who may come in.
-        events: Told of what was changed.
-    """
+    """Middleware that refuses a request before its body is read or a parameter is parsed, and reports each change."""
 
     def __init__(self, app: ASGIApp, access: Access, events: Events) -> None:
         self._app = app
@@ -94,11 +88,11 @@ class Gate:
                 message["headers"] = [*message.get("headers", ()), (_REQUEST_ID, request_id.encode())]
             await send(message)
 
-        place = _HEALTH if scope["path"] in OPEN_PATHS else scope["client"][0] if scope.get("client") else ""
-        self._running[place] += 1
+        source = _HEALTH if scope["path"] in HEALTH_PATHS else scope["client"][0] if scope.get("client") else ""
+        self._running[source] += 1
         try:
             try:
-                self._check_number(place)
+                self._check_number(source)
                 if not is_open(scope["path"]):
                     grant = state["grant"] = self._access.admit(scope)
                     request_context.set(RequestContext(request=request_id, tenant=grant.tenant or ""))
@@ -108,57 +102,56 @@ class Gate:
                 return
             await self._app(scope, receive, watched)
         finally:
-            self._running[place] -= 1
-            if not self._running[place]:
-                del self._running[place]
-            if scope["method"] not in _LOOKS and scope["path"] not in _ASKS:
-                _tell(scope, state, status)
-                self._tell_event(scope, state, status)
+            self._running[source] -= 1
+            if not self._running[source]:
+                del self._running[source]
+            if scope["method"] not in _READ_METHODS and scope["path"] not in _READ_PATHS:
+                _log_change(scope, state, status)
+                self._report_change(scope, state, status)
 
-    def _check_number(self, place: str) -> None:
-        """Refuse a request beyond the bounds of those that run at a time."""
+    def _check_number(self, source: str) -> None:
+        """Refuse a request when too many run already."""
         others = self._running.total() - self._running[_HEALTH]
-        if place == _HEALTH:
-            is_too_many = self._running[place] > _HEALTH_REQUESTS_MAX
+        if source == _HEALTH:
+            is_too_many = self._running[source] > _HEALTH_REQUESTS_MAX
         else:
-            is_too_many = others > _REQUESTS_MAX or self._running[place] > _REQUESTS_OF_ADDRESS_MAX
+            is_too_many = others > _REQUESTS_MAX or self._running[source] > _REQUESTS_OF_ADDRESS_MAX
         if is_too_many:
-            raise Refused(503, "too many requests run at a time: ask again", headers={"Retry-After": "1"})
+            raise Refused(503, "too many requests run at a time: retry later", headers={"Retry-After": "1"})
 
-    def _tell_event(self, scope: Scope, state: dict[str, Any], status: int) -> None:
+    def _report_change(self, scope: Scope, state: dict[str, Any], status: int) -> None:
+        """Emit an event if the request changed something."""
         audit, grant = state.get("audit", {}), state.get("grant")
         if status >= 400 or grant is None or audit.get("dry_run"):
             return
-        done = next(
-            (words for start, words in _DONE.items() if f"{scope['method']} {scope['path']}".startswith(start)), ""
-        )
-        about = _NAMESPACE.search(scope["path"])
-        namespace = about[1] if about is not None else str(audit.get("namespace", ""))
+        done = f"{scope['method']} {scope['path']}"
+        text = next((text for start, text in _EVENT_TEXTS.items() if done.startswith(start)), done)
+        named = _NAMESPACE.search(scope["path"])
+        namespace = named[1] if named is not None else str(audit.get("namespace", ""))
         detail = {name: value for name, value in audit.items() if isinstance(value, int | str) and name != "namespace"}
-        detail |= {"who": grant.name, "what": f"{scope['method']} {scope['path']}"}
-        text = done or f"{scope['method']} {scope['path']}"
-        self._events.tell(EventKind.ADMIN, text, namespace=namespace, tenant=grant.tenant, detail=detail)
+        detail |= {"who": grant.name, "what": done}
+        self._events.add(EventKind.ADMIN, text, namespace=namespace, tenant=grant.tenant, detail=detail)
 
 
 def _request_id(scope: Scope) -> str:
-    """What the peer calls its request, where that can stand in a log; else what we call it. Answers repeat it."""
+    """The peer's request id if it is safe in a log line, else a new one. Responses repeat it."""
     given: str = dict(scope["headers"]).get(_REQUEST_ID, b"").decode("latin-1")
-    # not a seeded generator: ids of several services meet in one place
+    # not from a seeded generator: the ids of several services must differ
     return given if _REQUEST_ID_FORM.fullmatch(given) else secrets.token_hex(8)
 
 
 def _limited(scope: Scope, receive: Receive) -> Receive:
-    """`receive`, which refuses more than the limit, whatever the sender said it would be, and what comes too slowly."""
+    """`receive`, which refuses a body that is too large, even if its declared length is not, or arrives too slowly."""
     refused = Refused(413, "the body is too large", field="body", expected=f"at most {BODY_BYTES_MAX} bytes")
-    told = dict(scope["headers"]).get(b"content-length", b"0")
-    if not told.isdigit() or int(told) > BODY_BYTES_MAX:
+    length = dict(scope["headers"]).get(b"content-length", b"0")
+    if not length.isdigit() or int(length) > BODY_BYTES_MAX:
         raise refused
     num_bytes, is_whole = 0, False
     ends_s = asyncio.get_running_loop().time() + _BODY_S
 
     async def counted() -> Message:
         nonlocal num_bytes, is_whole
-        if is_whole:  # who asks now waits for the peer to leave
+        if is_whole:  # the caller now waits for the peer to disconnect
             return await receive()
         try:
             async with asyncio.timeout_at(ends_s):
@@ -168,13 +161,13 @@ def _limited(scope: Scope, receive: Receive) -> Receive:
         is_whole = not message.get("more_body", False)
         num_bytes += len(message.get("body", b""))
         if num_bytes > BODY_BYTES_MAX:
-            raise HTTPException(413, refused.problem.detail)  # the one kind that the framework passes on from here
+            raise HTTPException(413, refused.problem.detail)  # the one exception that the framework lets through here
         return message
 
     return counted
 
 
-def _tell(scope: Scope, state: dict[str, Any], status: int) -> None:
+def _log_change(scope: Scope, state: dict[str, Any], status: int) -> None:
     grant = state.get("grant")
     _audit.info(
         "method=%s path=%s query=%r status=%d who=%r peer=%s%s",

@@ -1,4 +1,4 @@
-"""Walks over a namespace's entries for lists: in bounded steps, with a cursor, within a time."""
+"""Pages of a namespace's entries: read in bounded steps, continued by a cursor, limited in time."""
 
 from __future__ import annotations
 
@@ -10,46 +10,47 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.catalog.base import BoundaryEntry, Catalog, Step
-from kvstore.catalog.changes import entry_of
+from kvstore.catalog.base import BoundaryEntry, Step, entry_of
 from kvstore.catalog.entry import FIRST_USE_AT, HITS_AT, LAST_USE_AT, EntryShape, EntryTable, Level
 from kvstore.errors import InvalidRequest
-from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash
+from kvstore.model.keys import PREFIX_BYTES, PrefixHash
 from kvstore.runtime.deadline import Deadline
+from kvstore.service.admin.catalog_access import Namespace
+from kvstore.service.admin.context import AdminContext
 
-__all__ = ["Listed", "Order", "Rows", "entry_at", "first_in_order", "some_of", "steps_of"]
+__all__ = ["STEP_ENTRIES", "Order", "Page", "Rows", "entry_at", "list_entries", "steps_of"]
 
 STEP_ENTRIES = 512
-"""Entries that are read and looked at before whoever else waits for this thread, or for Python's lock, gets a turn."""
+"""Entries per step. Between steps other users of this thread and of Python's lock get a turn."""
 
 _STEP_S = 10.0
+_PAGE_S = 10.0
 
 Rows = npt.NDArray[np.bool_]
 
 
 class Order(Enum):
-    """In which order prefixes are listed."""
+    """The order of a list of prefixes."""
 
     STORED = "stored"
-    """None: a page costs what it holds."""
+    """No order; a page costs what it holds. Each page in any other order reads every entry of the namespace."""
     HITS = "hits"
-    """The most hits first. This and the others look at every entry of the namespace, for each page."""
+    """Most hits first."""
     BYTES = "bytes"
-    """The largest first."""
+    """Largest first."""
     AGE = "age"
-    """The oldest first."""
+    """Oldest first."""
     IDLE = "idle"
-    """First what was not used for the longest time."""
+    """Least recently used first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class Page:
     """A page of a list.
 
     Attributes:
-        entries: In order.
-        next_cursor: For what comes behind; `None`: nothing does.
-        is_complete: Every entry was looked at that belongs before the cursor; else the time was up.
+        next_cursor: For the next page; `None`: this is the last one.
+        is_complete: Every entry before the cursor was read; false: the time was up.
     """
 
     entries: list[BoundaryEntry]
@@ -57,75 +58,70 @@ class Listed:
     is_complete: bool
 
 
-async def some_of(
-    catalog: Catalog,
-    namespace: NamespaceId,
-    cursor: str,
+async def list_entries(
+    context: AdminContext,
+    namespace: Namespace,
     *,
     limit: int,
-    deadline: Deadline,
+    cursor: str = "",
+    order: Order = Order.STORED,
     wanted: Callable[[EntryTable], Rows] = EntryTable.present,
-) -> Listed:
-    """A page in no order. It may be short, even empty, and still have a cursor: then the time was up.
+) -> Page:
+    """A page of at most `limit` entries, read within ten seconds. At most two requests read at a time.
 
     Args:
-        catalog: Where to read.
-        namespace: Whose entries.
-        cursor: From the page before; empty: from the start.
-        limit: How many at most.
-        deadline: When to answer with what was found.
-        wanted: Which of a step's entries.
+        context: For the turn and the deadline.
+        namespace: The namespace to list.
+        limit: Entries at most.
+        cursor: From the previous page; empty: from the start.
+        order: How to sort. Without an order a page can be short, even empty, and have a cursor: then the time was up.
+        wanted: Selects entries of a step; without an order only.
 
     Raises:
-        InvalidRequest: No cursor.
+        InvalidRequest: The cursor is not one of this list.
         Unavailable: The catalog does not answer.
     """
+    async with context.scans:
+        deadline = context.soon(_PAGE_S)
+        if order is Order.STORED:
+            return await _unordered(namespace, cursor, limit, deadline, wanted)
+        return await _ordered(namespace, order, cursor, limit, deadline)
+
+
+async def _unordered(
+    namespace: Namespace, cursor: str, limit: int, deadline: Deadline, wanted: Callable[[EntryTable], Rows]
+) -> Page:
+    """The cursor is that of the catalog, and behind `~` the number of entries to skip there."""
     at, _, text = cursor.partition("~")
     if not text.isascii() or (text and not text.isdecimal()) or len(text) > 6:
-        raise InvalidRequest("not a cursor of this list: begin again without one", field="cursor", seen=cursor[:80])
+        raise _wrong(cursor)
     skip = int(text or 0)
     found: list[BoundaryEntry] = []
-    async for place, step in steps_of(catalog, namespace, at, deadline):
+    async for start, step in steps_of(namespace, deadline, at):
         rows = np.flatnonzero(wanted(step.table) & step.table.present())
         for number, row in enumerate(rows.tolist()):
             if number < skip:
                 continue
             if len(found) == limit:
-                return Listed(found, f"{place}~{number}", True)
+                return Page(found, f"{start}~{number}", True)
             found.append(entry_at(namespace, step, row))
         skip = 0
         if step.cursor is None:
-            return Listed(found, None, True)
+            return Page(found, None, True)
         if len(found) == limit:
-            return Listed(found, step.cursor, True)
+            return Page(found, step.cursor, True)
         at = step.cursor
-    return Listed(found, at, False)
+    return Page(found, at, False)
 
 
-async def first_in_order(
-    catalog: Catalog, namespace: NamespaceId, order: Order, cursor: str, *, limit: int, deadline: Deadline
-) -> Listed:
-    """The first entries behind a cursor, by a look at all of them; memory for `limit` of them is needed.
-
-    Args:
-        catalog: Where to read.
-        namespace: Whose entries.
-        order: Any but `STORED`.
-        cursor: From the page before; empty: from the start.
-        limit: How many at most.
-        deadline: When to answer with the best of what was seen.
-
-    Raises:
-        InvalidRequest: No cursor.
-        Unavailable: The catalog does not answer.
-    """
-    after = _parse_place(cursor)
+async def _ordered(namespace: Namespace, order: Order, cursor: str, limit: int, deadline: Deadline) -> Page:
+    """Reads every entry and keeps the first `limit` ones behind the cursor, which is a sort key and a prefix."""
+    after = _parse_ordered(cursor)
     best: list[tuple[int, PrefixHash, bytes]] = []
     num_behind = 0
     is_complete = False
-    shape: EntryShape | None = None
-    async for _, step in steps_of(catalog, namespace, "", deadline):
-        shape, keys = step.table.shape, _keys(order, step.table)
+    async for _, step in steps_of(namespace, deadline):
+        keys = _sort_keys(order, step.table)
         is_in = step.table.present()
         if after is not None:
             is_in &= keys >= after[0]
@@ -141,28 +137,26 @@ async def first_in_order(
         best = heapq.nsmallest(limit, [*best, *fresh])
         is_complete = step.cursor is None
     next_cursor = f"{best[-1][0]}.{best[-1][1].hex()}" if best and (num_behind > len(best) or not is_complete) else None
-    assert shape is not None
-    return Listed([entry_of(shape, namespace, prefix, data) for _, prefix, data in best], next_cursor, is_complete)
+    shape = EntryShape.of(namespace.layout)
+    return Page([entry_of(shape, namespace.id, prefix, data) for _, prefix, data in best], next_cursor, is_complete)
 
 
-async def steps_of(
-    catalog: Catalog, namespace: NamespaceId, cursor: str, deadline: Deadline
-) -> AsyncIterator[tuple[str, Step]]:
-    """Steps, each with the cursor it began at, until the last one or the deadline; one at least."""
-    place: str | None = cursor
-    while place is not None:
-        step = await catalog.step(namespace, place, count=STEP_ENTRIES, deadline=Deadline.after(_STEP_S))
-        yield place, step
-        place = None if deadline.expired else step.cursor
+async def steps_of(namespace: Namespace, deadline: Deadline, cursor: str = "") -> AsyncIterator[tuple[str, Step]]:
+    """Steps with the cursor that each began at, until the last one or the deadline; at least one."""
+    at: str | None = cursor
+    while at is not None:
+        step = await namespace.catalog.step(namespace.id, at, count=STEP_ENTRIES, deadline=Deadline.after(_STEP_S))
+        yield at, step
+        at = None if deadline.expired else step.cursor
 
 
-def entry_at(namespace: NamespaceId, step: Step, row: int) -> BoundaryEntry:
+def entry_at(namespace: Namespace, step: Step, row: int) -> BoundaryEntry:
     """One entry of a step."""
-    return entry_of(step.table.shape, namespace, step.prefixes[row], step.table.data[row].tobytes())
+    return entry_of(step.table.shape, namespace.id, step.prefixes[row], step.table.data[row].tobytes())
 
 
-def _keys(order: Order, table: EntryTable) -> npt.NDArray[np.int64]:
-    """What the order goes by, the smallest first."""
+def _sort_keys(order: Order, table: EntryTable) -> npt.NDArray[np.int64]:
+    """[entries]: the smallest comes first."""
     match order:
         case Order.HITS:
             return -table.numbers(HITS_AT)
@@ -176,7 +170,7 @@ def _keys(order: Order, table: EntryTable) -> npt.NDArray[np.int64]:
             raise InvalidRequest("no order to sort by", field="order")
 
 
-def _parse_place(cursor: str) -> tuple[int, PrefixHash] | None:
+def _parse_ordered(cursor: str) -> tuple[int, PrefixHash] | None:
     if not cursor:
         return None
     number, _, prefix = cursor.partition(".")
@@ -185,6 +179,8 @@ def _parse_place(cursor: str) -> tuple[int, PrefixHash] | None:
             raise ValueError
         return int(number), PrefixHash(bytes.fromhex(prefix))
     except ValueError as error:
-        raise InvalidRequest(
-            "not a cursor of this list: begin again without one", field="cursor", seen=cursor[:80]
-        ) from error
+        raise _wrong(cursor) from error
+
+
+def _wrong(cursor: str) -> InvalidRequest:
+    return InvalidRequest("not a cursor of this list: start again without one", field="cursor", seen=cursor[:80])

@@ -1,22 +1,73 @@
-"""What several resources answer with."""
+"""Parameters that several routes take, and models that several routes return."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import Path, Query
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from kvstore.catalog.base import BoundaryEntry, LevelTotals, NamespaceTotals
 from kvstore.catalog.entry import Level
-from kvstore.service.admin.parameters import PREFIX_EXAMPLE
+from kvstore.model.keys import NamespaceId, PrefixHash
 
-__all__ = ["Amount", "PrefixSummary", "amounts_of", "sum_of", "summary_of"]
+__all__ = [
+    "WHOLE_NUMBER",
+    "Amount",
+    "Confirm",
+    "Cursor",
+    "Limit",
+    "NamespaceText",
+    "PrefixSummary",
+    "PrefixText",
+    "TokenId",
+    "amounts_of",
+    "namespace_id",
+    "prefix_hash",
+    "sum_of",
+    "summary_of",
+]
+
+NAMESPACE_PATTERN, PREFIX_PATTERN = "^[0-9a-f]{32}$", "^[0-9a-f]{64}$"
+NAMESPACE_EXAMPLE, PREFIX_EXAMPLE = "6b1f0c6d2f7e4a1b9c3d5e7f90a1b2c3", "9f86d081884c7d65" * 4
+
+
+def _as_whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE_NUMBER = BeforeValidator(_as_whole)
+"""For a strict integer field: accepts 5.0, since JSON has no integers, and refuses "5" and true."""
+NamespaceText = Annotated[
+    str, Path(pattern=NAMESPACE_PATTERN, examples=[NAMESPACE_EXAMPLE], description="32 hex digits, as in the list")
+]
+PrefixText = Annotated[
+    str, Path(pattern=PREFIX_PATTERN, examples=[PREFIX_EXAMPLE], description="64 hex digits: hash of a prompt's start")
+]
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32), WHOLE_NUMBER]
+Limit = Annotated[int, Query(ge=1, le=1000, description="entries per page at most")]
+Cursor = Annotated[str, Query(max_length=200, description="`next_cursor` of the previous page")]
+Confirm = Annotated[bool, Query(description="true: delete; false: only report what would be deleted")]
+
+
+def namespace_id(text: str) -> NamespaceId:
+    """A namespace from its 32 hex digits."""
+    return NamespaceId(bytes.fromhex(text))
+
+
+def prefix_hash(text: str) -> PrefixHash:
+    """A boundary from its 64 hex digits."""
+    return PrefixHash(bytes.fromhex(text))
+
 
 Names = Mapping[Level | None, str]
 
 
 class Amount(BaseModel):
     """How much is held."""
+
+    model_config = ConfigDict(from_attributes=True)
 
     num_boundaries: int = Field(description="boundaries with at least one record", examples=[512])
     num_records: int = Field(description="records", examples=[4096])
@@ -26,33 +77,22 @@ class Amount(BaseModel):
 class PrefixSummary(BaseModel):
     """One boundary of a prompt: the start of a prompt up to it, named by its hash."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {
-                "prefix": PREFIX_EXAMPLE,
-                "tokens": 8192,
-                "parent": None,
-                "hits": 17,
-                "first_use_s": 1763800000,
-                "last_use_s": 1763803600,
-                "pinned_until_s": 0,
-                "num_bytes": {"redis": 2097152, "s3": 2097152},
-            }
-        }
+    prefix: str = Field(description="hash of all tokens before the boundary", examples=[PREFIX_EXAMPLE])
+    tokens: int = Field(description="position of the boundary; 0: not known until it is read", examples=[8192])
+    parent: str | None = Field(description="the previous page boundary; null: none, or not known until it is read")
+    hits: int = Field(description="how often it was read", examples=[17])
+    first_use_s: int = Field(
+        description="when its first record was stored, in seconds since the Unix epoch", examples=[1763800000]
     )
-
-    prefix: str = Field(description="hash of all tokens before the boundary")
-    tokens: int = Field(description="position of the boundary; 0: not known until it is read")
-    parent: str | None = Field(description="the page boundary before it; null: none, or not known until it is read")
-    hits: int = Field(description="how often it was read")
-    first_use_s: int = Field(description="when its first record was stored, in seconds since the Unix epoch")
-    last_use_s: int = Field(description="when it was stored or read last")
-    pinned_until_s: int = Field(description="when its pin ends; 0: not pinned")
-    num_bytes: dict[str, int] = Field(description="bytes of its records by tier")
+    last_use_s: int = Field(description="when it was last stored or read", examples=[1763803600])
+    pinned_until_s: int = Field(description="when its pin ends; 0: not pinned", examples=[0])
+    num_bytes: dict[str, int] = Field(
+        description="bytes of its records by tier", examples=[{"redis": 2097152, "s3": 2097152}]
+    )
 
 
 def summary_of(entry: BoundaryEntry, names: Names, now_s: int) -> PrefixSummary:
-    """An entry as it is told."""
+    """The model of a catalog entry."""
     return PrefixSummary(
         prefix=entry.prefix.hex(),
         tokens=entry.tokens,
@@ -78,7 +118,7 @@ def sum_of(totals: Iterable[NamespaceTotals]) -> NamespaceTotals:
 def amounts_of(totals: NamespaceTotals, names: Names) -> dict[str, Amount]:
     """What is held, by tier."""
     return {
-        names[level]: Amount(num_boundaries=held.num_boundaries, num_records=held.num_records, num_bytes=held.num_bytes)
+        names[level]: Amount.model_validate(held)
         for level, held in zip(Level, totals.levels, strict=True)
         if level in names
     }

@@ -1,4 +1,7 @@
-"""The port of the administration interface: open from the start, served from its first peer on. Without framework."""
+"""The port of the administration interface. It listens from the start; its thread starts with the first connection.
+
+This module imports no web framework, so a service without requests for its administration never loads one.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,11 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 import kvstore
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InternalError, InvalidRequest
 from kvstore.runtime.events import EventKind
-from kvstore.service.credentials import Credentials
-from kvstore.service.history import History
+from kvstore.service.authentication import Credentials
+from kvstore.service.history import History, Watcher
 from kvstore.service.server import Server
-from kvstore.service.watching import Watcher
 from kvstore.settings import Settings
 from kvstore.store.encrypted import EncryptedStore
 from kvstore.store.tiered import TieredStore
@@ -31,23 +33,24 @@ __all__ = ["AdminPort", "Administered", "admin_port", "check_admin_listen"]
 _log = logging.getLogger(__name__)
 _BACKLOG = 128
 _JOIN_S = 5.0
-_NEEDED = ("fastapi", "uvicorn")
+_PACKAGES = ("fastapi", "uvicorn")
 
 
 def check_admin_listen(
     address: TcpAddress | None, credentials: Credentials | None, *, has_certificate: bool = False
 ) -> None:
-    """Refuse to administer for the whole network without tokens, and to speak TLS without a certificate.
+    """Require tokens on an address that other machines can reach, and a certificate for TLS.
 
     Raises:
-        InvalidRequest: An address that is not the loopback's, and no credentials; or one of TLS, and no certificate.
+        InvalidRequest: The address is not a loopback address and there are no credentials, or it is a TLS address and
+            there is no certificate.
     """
     if address is not None and address.tls and not has_certificate:
         raise InvalidRequest("tls:// needs a certificate", field="tls_certificate_file", seen=None)
     if address is not None and credentials is None and not _is_loopback(address.host):
         raise InvalidRequest(
-            "an administration interface that others can reach needs tokens: name a credentials_file, or listen on "
-            "127.0.0.1",
+            "an administration interface that other machines can reach needs tokens: set credentials_file, or listen "
+            "on 127.0.0.1",
             field="admin_listen",
             seen=f"{address.host}:{address.port}",
         )
@@ -62,14 +65,12 @@ def _is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class Administered:
-    """A service, as its administration sees it.
+    """A service as its administration sees it.
 
     Attributes:
-        settings: Where to listen, and where the catalog is.
-        credentials: Whose token is good for what; `None`: whoever is the service's own user may do all.
-        store: Lives on the data loop.
+        credentials: The grant of each token; `None`: processes of the service's own user may do everything.
+        store: Belongs to the data loop.
         server: The data port.
-        history: What was counted lately.
     """
 
     settings: Settings
@@ -81,8 +82,8 @@ class Administered:
 
 @asynccontextmanager
 async def admin_port(service: Administered) -> AsyncIterator[AdminPort | None]:
-    """Listen on `admin_listen` until the end of the block. What stands in the way is a warning that names the setting,
-    and the service goes on without. The store and the data port are open for as long as the block.
+    """Listen on `admin_listen` until the end of the block, during which the store and the data port stay open. If that
+    is not possible, log a warning that names the setting, and yield `None`.
     """
     port = await _open(service)
     try:
@@ -96,7 +97,7 @@ async def _open(service: Administered) -> AdminPort | None:
     address = service.settings.admin_listen
     if address is None:
         return None
-    missing = [name for name in _NEEDED if find_spec(name) is None]
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         _log.warning(
             "no administration interface: pip install 'kvstore-vllm[admin]', or set admin_listen to off missing=%s",
@@ -108,27 +109,29 @@ async def _open(service: Administered) -> AdminPort | None:
     except OSError as error:
         hint = "another program listens there" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
         _log.warning(
-            "no administration interface, the service goes on without: cannot listen: %s; set admin_listen to another "
+            "no administration interface; the service runs without it: cannot listen: %s; set admin_listen to another "
             "address, or to off field=admin_listen seen=%s:%d",
             hint,
             address.host,
             address.port,
         )
         return None
-    _tell_start(service)
-    return AdminPort(sock, service, service.settings.tls() if address.tls else None)
+    _report_start(service)
+    if address.tls and service.server.tls is None:
+        raise InternalError("the administration port needs the service's TLS certificate")
+    return AdminPort(sock, service, service.server.tls if address.tls else None)
 
 
-def _tell_start(service: Administered) -> None:
+def _report_start(service: Administered) -> None:
     settings = service.settings
-    set_here = sorted(settings.model_fields_set)
     detail: dict[str, str | int | float] = {
         "hot": str(settings.hot),
         "cold": str(settings.cold),
         "memory_bytes": settings.memory_bytes,
+        "release": kvstore.__version__,
+        "settings": ", ".join(sorted(settings.model_fields_set)),
     }
-    detail |= {"release": kvstore.__version__, "settings": ", ".join(set_here)}
-    service.store.events.tell(EventKind.STARTED, "the service started", is_public=True, detail=detail)
+    service.store.events.add(EventKind.STARTED, "the service started", is_public=True, detail=detail)
 
 
 def _bind(address: TcpAddress) -> socket.socket:
@@ -148,13 +151,16 @@ def _bind(address: TcpAddress) -> socket.socket:
 
 
 class AdminPort:
-    """A listening socket, and from its first peer on a thread with a loop of its own that serves it: a service that
-    nobody looks at spends neither time nor memory on it, and no request of an operator runs where engines are answered.
+    """A listening socket, and a thread with an event loop of its own that starts with the first connection. Requests of
+    operators therefore never run on the data loop, and a service without any spends neither time nor memory on them.
 
     Args:
         sock: Bound and listening; owned from now on.
-        service: What is administered.
-        tls: What it shows, where it speaks TLS; not shared with the data port, which looks for renewals on its own.
+        service: The service.
+        tls: The certificate to present; `None`: plain HTTP. Not shared with the data port, which reloads its own.
+
+    Attributes:
+        watcher: Adds samples to the history, on the data loop.
     """
 
     def __init__(self, sock: socket.socket, service: Administered, tls: ServerTls | None = None) -> None:
@@ -164,29 +170,19 @@ class AdminPort:
         self._loop = asyncio.get_running_loop()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._watcher = Watcher(service.store, service.history, service.store.events, credentials=service.credentials)
-        self._watcher.start()
+        self.watcher = Watcher(service.store, service.history, service.store.events, credentials=service.credentials)
+        self.watcher.start()
         self._loop.add_reader(sock.fileno(), self._start)
         _log.info("administration address=%s", self.url)
 
     @property
-    def address(self) -> str:
-        """`host:port`; a port 0 has become the real one."""
-        host, port = self._sock.getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-    @property
     def url(self) -> str:
-        """`http://host:port`, or `https://`."""
-        return f"{'http' if self._tls is None else 'https'}://{self.address}"
-
-    @property
-    def is_started(self) -> bool:
-        """Whether somebody has asked."""
-        return self._thread is not None
+        """`http://host:port`, or `https://`; a port of 0 is replaced by the real one."""
+        host, port = self._sock.getsockname()[:2]
+        return f"{'http' if self._tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def _start(self) -> None:
-        """Somebody connects."""
+        """Start the thread: the first peer connects."""
         self._loop.remove_reader(self._sock.fileno())
         self._thread = threading.Thread(target=self._run, name="kvstore-admin", daemon=True)
         self._thread.start()
@@ -196,14 +192,14 @@ class AdminPort:
             from kvstore.service.admin.serving import serve_admin
 
             serve_admin(self._sock, self._loop, self._stop, self._service, self._tls)
-        except Exception:  # noqa: BLE001 - a thread's top: the data path goes on
-            _log.exception("the administration interface has ended, the service goes on without field=admin_listen")
+        except Exception:  # noqa: BLE001 - a thread's top: the data path is not affected
+            _log.exception("the administration interface failed; the service runs without it field=admin_listen")
             self._sock.close()
 
     async def aclose(self) -> None:
-        """Answer what was asked, for a moment, and end. Idempotent."""
+        """Give running requests a moment to end, then stop. Idempotent."""
         self._stop.set()
-        await self._watcher.aclose()
+        await self.watcher.aclose()
         if self._thread is None:
             if self._sock.fileno() >= 0:
                 self._loop.remove_reader(self._sock.fileno())

@@ -1,4 +1,4 @@
-"""Refusals as `application/problem+json` (RFC 9457): which field is wrong, what was expected, what was seen."""
+"""Errors as `application/problem+json` (RFC 9457): which field is wrong, what was expected, what was seen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from kvstore.errors import Closed, InvalidRequest, KVStoreError, Unavailable
@@ -26,39 +26,27 @@ _SEEN_CHARS_MAX = 100
 class Problem(BaseModel):
     """Why a request was refused."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {
-                "type": "about:blank",
-                "title": "Unprocessable Content",
-                "status": 422,
-                "detail": "input should be less than or equal to 1000",
-                "field": "query.limit",
-                "expected": "less than or equal to 1000",
-                "seen": "5000",
-            }
-        }
-    )
-
     type: str = Field(default="about:blank", description="`about:blank`: the status says it all")
-    title: str = Field(description="the status in words")
-    status: int = Field(description="the status of the answer")
-    detail: str = Field(description="what is wrong, for people")
-    field: str | None = Field(default=None, description="the parameter or field, like `query.limit`")
-    expected: str | None = Field(default=None, description="what would be right")
-    seen: str | None = Field(default=None, description="what was sent, cut at 100 characters")
+    title: str = Field(description="the status in words", examples=["Unprocessable Content"])
+    status: int = Field(description="the status of the response", examples=[422])
+    detail: str = Field(description="what is wrong", examples=["input should be less than or equal to 1000"])
+    field: str | None = Field(default=None, description="the parameter or field", examples=["query.limit"])
+    expected: str | None = Field(
+        default=None, description="what would be right", examples=["less than or equal to 1000"]
+    )
+    seen: str | None = Field(default=None, description="what was sent, cut at 100 characters", examples=["5000"])
 
 
 class Refused(Exception):
-    """A request that is not carried out.
+    """A request that is not carried out; the arguments are the fields of a `Problem`.
 
     Args:
-        status: Of the answer.
-        detail: What is wrong, in lower case.
+        status: Of the response.
+        detail: In lower case.
         field: The parameter or field.
         expected: What would be right.
         seen: What was sent; never a token.
-        headers: Of the answer.
+        headers: Of the response.
     """
 
     def __init__(
@@ -72,32 +60,30 @@ class Refused(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(detail)
-        shown = None if seen is None else _sendable(str(seen)[:_SEEN_CHARS_MAX])
-        title = _phrase(status)
         self.problem = Problem(
-            title=title,
+            title=_phrase(status),
             status=status,
             detail=_sendable(detail),
             field=field and _sendable(field),
             expected=expected,
-            seen=shown,
+            seen=None if seen is None else _sendable(str(seen)[:_SEEN_CHARS_MAX]),
         )
         self.headers = dict(headers or {})
 
 
 def _sendable(text: str) -> str:
-    """A text that may hold half a character, which JSON can say and UTF-8 cannot."""
+    """Without lone surrogates, which JSON can contain and UTF-8 cannot."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def answer(refused: Refused) -> Response:
-    """The answer that says so."""
+    """The response to a refused request."""
     content = refused.problem.model_dump_json(exclude_none=True)
     return Response(content, refused.problem.status, refused.headers, PROBLEM_JSON)
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For the description of a route: which refusals it may answer with."""
+    """For the description of a route: the statuses of its errors."""
     return {status: {"description": _phrase(status), "content": _CONTENT} for status in sorted(statuses)}
 
 
@@ -105,13 +91,13 @@ def _phrase(status: int) -> str:
     return _PHRASES_OF_RFC_9110.get(status) or HTTPStatus(status).phrase
 
 
-# Python has these from 3.13 on; an answer does not depend on the Python of the service.
+# in Python only from 3.13 on; responses do not depend on the Python version
 _PHRASES_OF_RFC_9110 = {413: "Content Too Large", 422: "Unprocessable Content"}
 _CONTENT = {PROBLEM_JSON: {"schema": {"$ref": "#/components/schemas/Problem"}}}
 
 
 def handle_problems(app: FastAPI) -> None:
-    """Have everything that goes wrong answered as a problem."""
+    """Turn every exception into a problem."""
     app.add_exception_handler(Refused, _on_refused)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
@@ -140,7 +126,7 @@ async def _on_invalid(_: Request, error: Exception) -> Response:
 
 
 def _shown(value: object) -> object:
-    """What was sent, without building the text of a list of a hundred thousand; nothing where nothing was."""
+    """What was sent; a long list or object as its size only."""
     if value is None:
         return None
     if isinstance(value, list | dict):
@@ -165,4 +151,4 @@ async def _on_store(request: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     _log.error("a request of the administration failed path=%s", request.url.path, exc_info=error)
-    return answer(Refused(500, "the service failed: its log says why"))
+    return answer(Refused(500, "internal error: see the log of the service"))

@@ -1,4 +1,4 @@
-"""The thread of the administration interface: its loop, its HTTP server, its own way to the catalog."""
+"""The thread of the administration interface: its event loop, its HTTP server and the limits of its connections."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ import asyncio
 import socket
 import threading
 from contextlib import suppress
-from dataclasses import replace
+from typing import Any
 
 import uvicorn
 import uvloop
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvstore.compose_retention import open_job_book
 from kvstore.errors import KVStoreError
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK
-from kvstore.service.admin.access import Access
 from kvstore.service.admin.app import make_app
-from kvstore.service.admin.bridge import Bridge
 from kvstore.service.admin.catalog_access import CatalogAccess
-from kvstore.service.admin.connections import AdminServer
 from kvstore.service.admin.context import AdminContext
-from kvstore.service.admin.job_board import JobBoard
-from kvstore.service.admin.job_keeper import JobKeeper
+from kvstore.service.admin.data_loop import DataLoop
+from kvstore.service.admin.jobs.board import JobBoard
+from kvstore.service.admin.jobs.job import JobKeeper
 from kvstore.service.admin.models import amounts_of, sum_of
 from kvstore.service.admin.port import Administered
-from kvstore.service.told_settings import told_settings
-from kvstore.store.encrypted import EncryptedStore
+from kvstore.service.limits import UnauthenticatedConnection, UnauthenticatedConnections
+from kvstore.service.listener import Acceptor
 from kvstore.wire.tls import ServerTls
 
 __all__ = ["serve_admin"]
@@ -34,8 +33,15 @@ __all__ = ["serve_admin"]
 _STOP_POLL_S = 0.1
 _GRACE_S = 2
 _TOTALS_POLL_S, _TOTALS_S, _TOTALS_SHARE = 1.0, 60.0, 0.01
-"""Totals are wanted or not; read so often at most; the share of the time that reading them may take."""
+"""How often to check whether totals are needed, the least time between two reads, and the share of the time that reads
+may take."""
 _HEAD_BYTES_MAX = 32 << 10
+_IDLE_OF_ADDRESS_MAX, _IDLE_MAX = 64, 128
+"""Connections without a request, per address and in all. Above that the one that has waited longest is closed."""
+_HEAD_S = 10.0
+"""For a TLS handshake, and for the head of a request, counted from the connection or the previous response."""
+_READ_S = 30.0
+"""A peer that leaves the connection's buffers full for this long is disconnected."""
 
 
 def serve_admin(
@@ -45,82 +51,71 @@ def serve_admin(
     service: Administered,
     tls: ServerTls | None = None,
 ) -> None:
-    """Serve on a loop of this thread's own until `stop`.
+    """Serve in the calling thread, on an event loop of its own, until `stop`.
 
     Args:
         sock: Listening; stays the caller's.
-        data_loop: Where the store lives.
-        stop: Ends it, some tenths of a second later.
-        service: What is administered.
-        tls: What is shown to peers; `None`: plain HTTP. This thread's own.
+        data_loop: The loop of the store.
+        stop: Ends the server some tenths of a second later.
+        service: The service.
+        tls: The certificate to present, used by this thread alone; `None`: plain HTTP.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(sock, Bridge(data_loop), stop, service, tls))
+        runner.run(_serve(sock, data_loop, stop, service, tls))
 
 
 async def _serve(
-    sock: socket.socket, bridge: Bridge, stop: threading.Event, service: Administered, tls: ServerTls | None
-) -> None:
-    async with open_job_book(service.settings) as book:
-        keeper = JobKeeper(book, f"{socket.gethostname()} {service.settings.listen}") if book is not None else None
-        await _serve_with(sock, bridge, stop, service, tls, jobs=JobBoard(keeper=keeper))
-
-
-async def _serve_with(
     sock: socket.socket,
-    bridge: Bridge,
+    data_loop: asyncio.AbstractEventLoop,
     stop: threading.Event,
     service: Administered,
     tls: ServerTls | None,
-    *,
-    jobs: JobBoard,
 ) -> None:
-    operations = service.store.operations
-    catalog = CatalogAccess(service.settings, bridge, operations)
-    context = AdminContext(
-        bridge, catalog, operations, service.server.describe, service.store.events, service.history, stop.is_set
-    )
-    context = replace(context, jobs=jobs, health_bridge=Bridge(bridge.loop), settings=told_settings(service.settings))
-    if service.credentials is not None:
-        context = replace(context, holds=service.credentials.holds)
-    if isinstance(service.store, EncryptedStore):
-        context = replace(context, generations=service.store.generations)
+    calls = DataLoop(data_loop)
+    catalog = CatalogAccess(service.settings, calls, service.store.operations)
+    context = AdminContext(service, calls, DataLoop(data_loop), catalog, stop.is_set)
+    async with open_job_book(service.settings) as book:
+        keeper = JobKeeper(book, f"{socket.gethostname()} {service.settings.listen}") if book is not None else None
+        jobs = JobBoard(keeper)
+        http = _Server(_config(make_app(context, jobs)), tls)
+        background = Background("administration")
+        background.spawn(_stop_with(stop, http), "stop")
+        background.spawn(_read_totals(context), "totals")
+        try:
+            await http.serve(sockets=[sock])
+        finally:
+            await background.aclose()
+            await jobs.aclose()
+            await catalog.aclose()
+
+
+def _config(app: Any) -> uvicorn.Config:
     config = uvicorn.Config(
-        make_app(context, Access(service.credentials), service.store.events),
+        app,
         ws="none",
         lifespan="off",
         log_config=None,
         log_level="warning",
         access_log=False,
-        proxy_headers=False,  # who asks is who is connected
+        proxy_headers=False,  # the client's address is that of the connection
         server_header=False,
         timeout_graceful_shutdown=_GRACE_S,
         h11_max_incomplete_event_size=_HEAD_BYTES_MAX,
     )
     config.load()
-    http = AdminServer(config, tls)
-    background = Background("administration")
-    background.spawn(_stop_with(stop, http), "stop")
-    background.spawn(_look_at_totals(context), "totals")
-    try:
-        await http.serve(sockets=[sock])
-    finally:
-        await background.aclose()
-        await context.jobs.aclose()
-        await catalog.aclose()
+    return config
 
 
-async def _look_at_totals(context: AdminContext) -> None:
-    """What the catalog says that tiers hold which do not tell it themselves; from here, since it is long to read."""
-    names = context.operations.tier_names
+async def _read_totals(context: AdminContext) -> None:
+    """Read from the catalog what is held by tiers that cannot tell it themselves. It takes long, so it runs here."""
+    names, history = context.operations.tier_names, context.service.history
     while True:
         wait_s = _TOTALS_POLL_S
-        if untold := context.history.untold:
+        if unmeasured := history.unmeasured:
             started_s = SYSTEM_CLOCK.monotonic_s()
             with suppress(KVStoreError):
-                totals = await context.catalog.totals(deadline=context.soon(_TOTALS_S))
-                held = amounts_of(sum_of(totals.values()), names)
-                context.history.held = {name: amount.num_bytes for name, amount in held.items() if name in untold}
+                held = amounts_of(sum_of((await context.catalog.totals(_TOTALS_S)).values()), names)
+                history.held = {name: amount.num_bytes for name, amount in held.items() if name in unmeasured}
             wait_s = max(_TOTALS_S, (SYSTEM_CLOCK.monotonic_s() - started_s) / _TOTALS_SHARE)
         await asyncio.sleep(wait_s)
 
@@ -129,3 +124,82 @@ async def _stop_with(stop: threading.Event, http: uvicorn.Server) -> None:
     while not stop.is_set():
         await asyncio.sleep(_STOP_POLL_S)
     http.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """An HTTP server that bounds connections without a request; the `Gate` bounds requests."""
+
+    def __init__(self, config: uvicorn.Config, tls: ServerTls | None) -> None:
+        super().__init__(config)
+        self._tls = tls
+        self._unauthenticated = UnauthenticatedConnections(_IDLE_OF_ADDRESS_MAX, _IDLE_MAX)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections on these listening sockets."""
+        await self.lifespan.startup()
+        self.servers: Any = [
+            Acceptor(sock, self._protocol, self._unauthenticated, tls=self._tls, handshake_s=_HEAD_S)
+            for sock in sockets or ()
+        ]
+        self.started = True
+
+    def _protocol(self, entry: UnauthenticatedConnection) -> asyncio.BaseProtocol:
+        state = self.lifespan.state
+        return _Connection(
+            self._unauthenticated, entry, config=self.config, server_state=self.server_state, app_state=state
+        )
+
+
+class _Connection(H11Protocol):
+    """A connection that is bounded, and has a deadline, while it has no request."""
+
+    def __init__(
+        self, unauthenticated: UnauthenticatedConnections, entry: UnauthenticatedConnection, **more: Any
+    ) -> None:
+        super().__init__(**more)
+        self._unauthenticated = unauthenticated
+        self._entry: UnauthenticatedConnection | None = entry
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head_timer = self.loop.call_later(_HEAD_S, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for timer in (self._head_timer, self._read_timer):
+            if timer is not None:
+                timer.cancel()
+        if self._entry is not None:
+            self._entry.leave()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._update()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._update()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._read_timer = self.loop.call_later(_READ_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+
+    def _update(self) -> None:
+        """Start or end the deadline after a request may have begun or ended."""
+        has_request = self.cycle is not None and not self.cycle.response_complete
+        if has_request and self._entry is not None:
+            self._entry.leave()
+            self._entry = None
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+        elif not has_request and self._entry is None:
+            self._entry = self._unauthenticated.enter(self.client[0] if self.client else "")
+            self._entry.end_with(self.transport.abort)
+            self._head_timer = self.loop.call_later(_HEAD_S, self.transport.abort)

@@ -1,4 +1,4 @@
-"""Our side of an engine's process: start it, ask it, end it, whatever happens."""
+"""The test's side of an engine's process: start it, send requests, and end it in any case."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from kvstore.testing.engine.environment import engine_environment
-from kvstore.testing.engine.spec import Answer, EngineSpec, Request, TrafficReport, TrafficRequest
-from kvstore.testing.engine.warm import WarmChild, start_warm
+from kvstore.testing.engine.forked import ForkedEngine, start_warm
+from kvstore.testing.engine.spec import Answer, EngineSpec, Request, TrafficReport, TrafficRequest, engine_environment
 
 __all__ = ["EngineFailed", "EngineProcess", "start_engine"]
 
@@ -42,7 +41,7 @@ class EngineProcess:
         self._log_start = log.stat().st_size if log.exists() else 0
         read_end, write_end = os.pipe()
         command = [sys.executable, "-m", "kvstore.testing.engine.main", str(write_end), str(os.getpid())]
-        self._child: subprocess.Popen[bytes] | WarmChild
+        self._child: subprocess.Popen[bytes] | ForkedEngine
         try:
             with log.open("ab") as output:
                 # A session of its own: Ctrl-C reaches us, and we end it with all that it started.
@@ -94,7 +93,7 @@ class EngineProcess:
         return self.receive(timeout_s=timeout_s)
 
     def send(self, requests: Sequence[Request]) -> None:
-        """Hand requests over and return; `receive` must follow before anything else is asked."""
+        """Submit requests and return; `receive` must be called before any other request."""
         self._ask({"op": "generate", "requests": [request.as_json() for request in requests]})
 
     def receive(self, *, timeout_s: float = 240.0) -> list[Answer]:
@@ -114,8 +113,8 @@ class EngineProcess:
 
         Args:
             requests: In the order of their arrival.
-            in_flight: How many are handed over and not answered at any time.
-            resets: Steps before which the engine is told to forget its own cache.
+            in_flight: Requests that are submitted and not answered, at any time.
+            resets: Steps before which the engine is asked to drop its own cache.
             stop_after_aborts: Return as soon as all aborts are done; requests are left in the engine.
             timeout_s: For all of it.
         """
@@ -149,7 +148,7 @@ class EngineProcess:
         return bool(self._next("reset", timeout_s)["done"])
 
     def evaluate(self, expression: str, *, timeout_s: float = 60.0) -> Any:
-        """Evaluate a Python expression in the engine's process, `llm` at hand; for tests that look inside."""
+        """Evaluate a Python expression in the engine's process, where `llm` is defined."""
         self._ask({"op": "evaluate", "expression": expression})
         return self._next("value", timeout_s)["value"]
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvstore.testing.engine.environment import engine_environment
-from kvstore.testing.engine.spec import EngineSpec, Request
+from kvstore.testing.engine.spec import EngineSpec, Request, engine_environment
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.process import ServerFailed, ServerProcess
 

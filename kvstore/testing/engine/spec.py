@@ -1,8 +1,9 @@
-"""What travels between us and an engine's process."""
+"""What an engine is started with, and what travels between a test and the engine's process."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,8 +18,12 @@ __all__ = [
     "TrafficReport",
     "TrafficRequest",
     "connector_config",
+    "engine_environment",
     "seeded_prompt",
 ]
+
+
+_TRITON_ON_CPU = Path(__file__).parent / "triton_on_cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +101,37 @@ def connector_config(extra: Mapping[str, Any] | None) -> dict[str, Any] | None:
     }
 
 
+def engine_environment(spec: EngineSpec, work: Path) -> dict[str, str]:
+    """The whole environment.
+
+    Args:
+        spec: The engine.
+        work: Folder for what vLLM compiles: one folder for all engines, so that the first one's work is not repeated.
+    """
+    env = {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if spec.multiprocess else "0",
+        "VLLM_CACHE_ROOT": str(work / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if spec.multiprocess:
+        # vLLM sets one core aside, and one more where there is a connector: engines with and without one would then
+        # compute with different numbers of threads, whose sums differ in the last bits
+        env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"
+    env.pop("TRITON_ON_CPU", None)  # the V1 runner does not start with it
+    env.pop("TRITON_INTERPRET", None)
+    env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    if spec.runner == "v2":
+        path = [str(_TRITON_ON_CPU), *filter(None, [env.get("PYTHONPATH")])]
+        env |= {"PYTHONPATH": os.pathsep.join(path), "TRITON_ON_CPU": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    return {**env, **spec.environment}
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt, answered greedily.
@@ -105,7 +141,7 @@ class Request:
         max_tokens: Tokens to generate, no fewer: the end-of-text token is ignored.
         logprobs: How many of the most likely tokens to report at each position.
         cache_salt: vLLM's own: equal prompts under different salts share nothing.
-        kv_transfer_params: What connectors are told about this request.
+        kv_transfer_params: For the connectors.
         adapter: Name, number and folder of a LoRA adapter.
         embeddings: File with a tensor of embeddings that are given instead of the prompt's ids.
     """

@@ -1,4 +1,4 @@
-"""Many requests at once in an in-process engine: so many in flight, aborts at chosen moments, a census of leaks.
+"""Many requests at once in an in-process engine: a fixed number in flight, aborts at chosen moments, a census of leaks.
 
 The engine is stepped here, so that a moment is a step and a request's state can be read between steps.
 """
@@ -25,8 +25,8 @@ def run_traffic(
         llm: vLLM's, with the engine core in this process.
         requests: As JSON of `TrafficRequest`.
         in_flight: Requests that are handed over and not answered.
-        resets: Before these steps the engine is told to forget its own cache, and to take their blocks from the
-            requests that run. vLLM refuses the former while a block is loaded to or saved from, and does the latter.
+        resets: Before these steps the engine is asked to drop its own cache and to take the blocks of running requests.
+            vLLM does the second, and refuses the first while a block is loaded to or saved from.
         stop_after_aborts: Return at once when the last request was handed over and the last abort is done; what still
             runs is left in the engine.
 
@@ -128,8 +128,8 @@ def state_of(core: Any, own_name: str) -> str:
     if status == "RUNNING":
         return "decoding" if request.num_computed_tokens >= request.num_prompt_tokens else "prefilling"
     side = getattr(core.scheduler.connector, "scheduler_side", None)
-    state = side.ledger.find(own_name) if side is not None else None
-    if state is None or not state.is_asking:
+    state = side.requests.get(own_name) if side is not None else None
+    if state is None or not state.is_polled:
         return "queued"
     return "staging" if state.fetch is not None else "asking"
 
@@ -161,8 +161,8 @@ def take_census(llm: Any) -> dict[str, Any]:
     }
     side = getattr(scheduler.connector, "scheduler_side", None)
     if side is not None:
-        census["remembered_requests"] = len(side.ledger)
-        census["saves_in_flight"] = len(side.saves)
+        census["remembered_requests"] = len(side.requests)
+        census["saves_in_flight"] = len(side.save_jobs)
     return census
 
 

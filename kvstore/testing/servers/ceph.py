@@ -18,10 +18,10 @@ from email.utils import formatdate
 from pathlib import Path
 from urllib.parse import quote
 
-from kvstore.testing.servers.ceph_conf import ceph_conf
 from kvstore.testing.servers.install import Installation, find_or_install
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.process import ServerFailed, ServerProcess
+from kvstore.tiers.locations import S3Location
 
 __all__ = ["CephRgw", "ceph_rgw"]
 
@@ -50,6 +50,15 @@ class CephRgw:
     @property
     def endpoint_url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def credentials(self) -> tuple[str, str]:
+        """Access key and secret key."""
+        return self.access_key, self.secret_key
+
+    def location(self, bucket: str, prefix: str = "") -> S3Location:
+        """Where a bucket is, for a tier."""
+        return S3Location(bucket, prefix, self.endpoint_url, self.region)
 
     def create_bucket(self, name: str) -> None:
         """Make a bucket; one that is there stays."""
@@ -82,8 +91,8 @@ class CephRgw:
         libraries = next(
             (path for path in self._installation.libraries() if (path / "ceph").is_dir()), Path("/usr/lib")
         )
-        conf = ceph_conf(
-            folder,
+        conf = _CONFIGURATION.format(
+            folder=folder,
             fsid=fsid,
             mon_v2=self._mon_v2,
             mon_v1=self._mon_v1,
@@ -192,7 +201,7 @@ def ceph_rgw() -> Iterator[CephRgw]:
             try:
                 try:
                     server.start()
-                except (ServerFailed, subprocess.TimeoutExpired):  # most likely somebody took one of the ports
+                except (ServerFailed, subprocess.TimeoutExpired):  # another process may have taken one of the ports
                     if attempt + 1 == _START_ATTEMPTS:
                         raise
                     time.sleep(0.1)
@@ -201,3 +210,63 @@ def ceph_rgw() -> Iterator[CephRgw]:
                 return
             finally:
                 server.stop()
+
+
+_CONFIGURATION = """[global]
+fsid = {fsid}
+mon host = [v2:127.0.0.1:{mon_v2}/0,v1:127.0.0.1:{mon_v1}/0]
+public addr = 127.0.0.1
+cluster addr = 127.0.0.1
+ms bind ipv6 = false
+auth cluster required = cephx
+auth service required = cephx
+auth client required = cephx
+auth allow insecure global id reclaim = false
+keyring = {folder}/keyring
+run dir = {folder}/run
+admin socket = {folder}/run/$name.asok
+log file = {folder}/log/$name.log
+mon cluster log file = {folder}/log/cluster.log
+mon data = {folder}/mon
+osd data = {folder}/osd
+mgr data = {folder}/mgr
+rgw data = {folder}/rgw
+plugin dir = {libraries}/ceph
+osd class dir = {libraries}/rados-classes
+erasure code dir = {libraries}/ceph/erasure-code
+# one copy on one node
+osd pool default size = 1
+osd pool default min size = 1
+mon allow pool size one = true
+mon warn on pool no redundancy = false
+osd pool default pg num = 1
+osd pool default pgp num = 1
+osd pool default pg autoscale mode = off
+rgw rados pool pg num min = 1
+osd crush chooseleaf type = 0
+osd crush update on start = true
+# objects in memory
+osd objectstore = memstore
+memstore device bytes = {memory_bytes}
+osd memory target = 1073741824
+# a developer's disk is often nearly full, and the monitor's database is tiny
+mon data avail crit = 1
+mon osd nearfull ratio = 0.95
+mon osd backfillfull ratio = 0.96
+mon osd full ratio = 0.97
+# start fast, stay patient on a loaded machine
+paxos propose interval = 0.02
+paxos min wait = 0.005
+mon tick interval = 1
+osd heartbeat grace = 60
+osd beacon report interval = 5
+rgw dynamic resharding = false
+rgw override bucket index max shards = 1
+debug ms = 0/0
+
+[client.rgw]
+rgw frontends = beast endpoint=127.0.0.1:{rgw_port} tcp_nodelay=1
+rgw enable usage log = false
+rgw enable ops log = false
+rgw thread pool size = 64
+"""

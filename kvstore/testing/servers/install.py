@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CannotInstall", "Installation", "find_or_install"]
+__all__ = ["CannotInstall", "Installation", "chromium_program", "find_or_install"]
 
 _TIMEOUT_S = 600
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -84,6 +84,19 @@ def find_or_install(programs: Sequence[str], packages: Sequence[str]) -> Install
     if here is None:
         raise CannotInstall(f"packages {' '.join(packages)} were installed but lack {', '.join(programs)}")
     return here
+
+
+def chromium_program() -> str:
+    """The full path of a Chromium. As root it is installed when it is absent.
+
+    Raises:
+        CannotInstall: There is none; the message says what to do.
+    """
+    if (program := shutil.which("chromium")) is not None:
+        return program
+    if os.geteuid() == 0 and (program := find_or_install(["chromium"], ["chromium"]).program("chromium")) is not None:
+        return program
+    raise CannotInstall("a browser is needed: as root run `apt-get install --no-install-recommends chromium`")
 
 
 def _first_whole(candidates: Sequence[Installation], programs: Sequence[str]) -> Installation | None:

@@ -9,7 +9,7 @@ __all__ = ["free_ports"]
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listened on a moment ago, all different. Somebody may still be faster: retry the start."""
+    """Ports that were free a moment ago, all different. Another process may take one first: then retry the start."""
     with ExitStack() as stack:
         ports = []
         for _ in range(count):

@@ -90,7 +90,7 @@ class ServerProcess:
         os.kill(self.pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """SIGCONT: goes on where `freeze` stopped it."""
+        """SIGCONT: it continues where `freeze` stopped it."""
         os.kill(self.pid, signal.SIGCONT)
 
     def kill9(self) -> None:

@@ -140,7 +140,7 @@ def redis_process(folder: Path, port: int, options: Sequence[str]) -> ServerProc
 
 
 def started(make: Callable[[], RedisServer]) -> RedisServer:
-    """A server that was made and started; again with another port when somebody took it between our look and its bind.
+    """A server that was made and started; again with another port if another process took the first one.
 
     Raises:
         ServerFailed: It did not start.

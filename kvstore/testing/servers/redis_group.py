@@ -233,7 +233,7 @@ def _running(
                         server.start()
                     join(group)
                     group.settle()
-                except ServerFailed:  # most likely somebody took one of the ports between our look and its bind
+                except ServerFailed:  # another process may have taken one of the ports
                     if attempt + 1 == _START_ATTEMPTS:
                         raise
                     continue

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import logging
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.format.names import ROOT, format_name, manifest_name, parse_name
+from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
+from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
+from kvstore.format.names import ROOT, format_name, manifest_name, pack_key, parse_name
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.tiers.base import PutOutcome
-from kvstore.tiers.filesystem.failures import is_full, unavailable
-from kvstore.tiers.filesystem.index_log import Held, IndexLog, pack_key
-from kvstore.tiers.filesystem.reading import damage_of, holds, opened, read_opened
+from kvstore.tiers.filesystem.index import Held, IndexLog
+from kvstore.tiers.verify import is_same, open_or_reason
 
 __all__ = ["Fsync", "RecordFiles"]
 
@@ -32,6 +35,19 @@ Fsync = Literal["none", "data"]
 (about 1 ms on NVMe, 10 ms on a disk). Directories are never synced: a lost name is a miss too."""
 
 _QUARANTINE_FILES_MAX = 64
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NEXT_STEP = {
+    errno.EACCES: "check the owner and the permissions of the directory",
+    errno.EPERM: "check the permissions, and that the filesystem has hard links",
+    errno.EOPNOTSUPP: "use a filesystem that has hard links and flock",
+    errno.EMLINK: "use a filesystem that has hard links",
+    errno.EROFS: "mount the filesystem writable",
+    errno.EIO: "check the disk and the kernel log",
+    errno.ESTALE: "mount the network filesystem again",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the system's limit of open files (fs.file-max)",
+    errno.ENOTDIR: "remove the file that has the name of a directory",
+}
 
 
 class RecordFiles:
@@ -40,10 +56,11 @@ class RecordFiles:
     Args:
         root: Made if absent, readable by its owner only.
         fsync: See `Fsync`.
-        quarantine_bytes_max: Bytes of records that are kept aside; beyond, the oldest are removed.
+        quarantine_bytes_max: Limit of the quarantine; beyond it, the oldest files are removed.
 
     Attributes:
-        quarantined_bytes: Bytes of what is kept aside now.
+        quarantined_bytes: Bytes in the quarantine now.
+        num_quarantined: Records quarantined since the start.
     """
 
     def __init__(self, root: Path, fsync: Fsync = "none", *, quarantine_bytes_max: int = 256 << 20) -> None:
@@ -68,29 +85,25 @@ class RecordFiles:
         Raises:
             Unavailable: Another process owns the directory, or it cannot be used.
         """
-        try:
+        with _translated("open the directory", self.root):
             for folder in (self.root, self._temp, self._quarantine, self.root / ROOT):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock_fd = _lock(self.root / "LOCK")
             for leftover in self._temp.glob("*.tmp"):
                 leftover.unlink(missing_ok=True)
             self._bound_quarantine()
-        except OSError as error:
-            raise unavailable(error, "open the directory", self.root) from error
 
     def held(self) -> Held:
-        """What is held, oldest first: from an earlier owner's log or, if that cannot be trusted, from the directory.
+        """The records, oldest first: from an earlier owner's log or, if that cannot be trusted, from the directory.
 
-        From now on the log notes what is added and removed. If the disk is too full for a new log there is none, and
-        the next owner reads the directory again.
+        From now on the log records additions and removals. If the disk is too full for a new log there is none, and the
+        next owner scans the directory again.
 
         Raises:
             Unavailable: The directory cannot be read.
         """
-        try:
+        with _translated("read the index", self.root):
             held = self._log.resume()
-        except OSError as error:
-            raise unavailable(error, "read the index", self.root) from error
         if held is None:
             held = {pack_key(key): num_bytes for key, num_bytes in self.recover()}
             try:
@@ -101,7 +114,7 @@ class RecordFiles:
         return held
 
     def end_log(self, order: Iterable[bytes]) -> None:
-        """Write what is held to the log, in order of use. Idempotent."""
+        """Write the records to the log, in order of use. Idempotent."""
         try:
             self._log.end(order)
         except OSError as error:
@@ -110,24 +123,21 @@ class RecordFiles:
     def recover(self) -> list[tuple[RecordKey, int]]:
         """Every whole record with its bytes, oldest file first. A record of the wrong size is quarantined."""
         found: list[tuple[int, RecordKey, int]] = []
-        try:
+        with _translated("read the directory", self.root):
             for path in self._candidates():
                 try:
                     key = parse_name(str(path.relative_to(self.root)))
                 except InvalidRequest:
-                    _log.debug("not a record, left alone path=%s", path)
+                    _log.debug("not a record, skipped path=%s", path)
                     continue
-                with opened(path) as file:
+                with _opened(path) as file:
                     status = os.fstat(file)
-                    reason = damage_of(file, key)
+                    reason = _damage_of(file, key)
                     if reason is None:
                         found.append((status.st_mtime_ns, key, status.st_size))
                     else:
-                        self._put_aside(key, reason, file)
-        except OSError as error:
-            raise unavailable(error, "read the directory", self.root) from error
-        found.sort()
-        return [(key, num_bytes) for _, key, num_bytes in found]
+                        self._move_to_quarantine(key, reason, file)
+        return [(key, num_bytes) for _, key, num_bytes in sorted(found)]
 
     def names(self) -> list[tuple[RecordKey, int]]:
         """Every record by its name alone, with its file's size; no record is read or changed.
@@ -136,26 +146,23 @@ class RecordFiles:
             Unavailable: There is no such directory, or it cannot be read.
         """
         found = []
-        try:
+        with _translated("read the directory", self.root):
             if not (self.root / ROOT).is_dir():
                 raise Unavailable("there are no records: check the path", path=self.root)
             for path in self._candidates():
-                with contextlib.suppress(InvalidRequest, FileNotFoundError):  # not ours, or gone meanwhile
+                with contextlib.suppress(InvalidRequest, FileNotFoundError):  # not ours, or removed since
                     found.append((parse_name(str(path.relative_to(self.root))), path.stat().st_size))
-        except OSError as error:
-            raise unavailable(error, "read the directory", self.root) from error
         return found
 
     def sizes(self, keys: Iterable[RecordKey]) -> list[int | None]:
         """For each key the size of the file that has its name, or `None`."""
         found: list[int | None] = []
         for key in keys:
-            try:
-                found.append(self._path(key).lstat().st_size)
-            except FileNotFoundError:
-                found.append(None)
-            except OSError as error:
-                raise unavailable(error, "look for a record", self._path(key)) from error
+            with _translated("look for a record", self._path(key)):
+                try:
+                    found.append(self._path(key).lstat().st_size)
+                except FileNotFoundError:
+                    found.append(None)
         return found
 
     def _candidates(self) -> Iterator[Path]:
@@ -189,50 +196,48 @@ class RecordFiles:
                     self._log.added(record.key, record.num_bytes)
                     self._link(temp, path)
                 except FileExistsError:
-                    return PutOutcome.EXISTS, self._note_size(record.key, path)
+                    return PutOutcome.EXISTS, self._log_size(record.key, path)
                 except OSError:
-                    self._note_size(record.key, path)
+                    self._log_size(record.key, path)
                     raise
             return PutOutcome.STORED, record.num_bytes
         except OSError as error:
-            if is_full(error):
+            if error.errno in _FULL:
                 return PutOutcome.FULL, 0
-            raise unavailable(error, "write a record", path) from error
+            raise _unavailable(error, "write a record", path) from error
         finally:
             with contextlib.suppress(OSError):
                 temp.unlink()
 
     def read(self, key: RecordKey, buffer: memoryview) -> Record | None:
-        """Read a record of exactly `len(buffer)` bytes and verify it; what does not match its seal is quarantined.
+        """Read a record of exactly `len(buffer)` bytes and verify it. A corrupt one is quarantined.
 
-        `None`: it is not there, was put aside, or another one of another size has the name by now.
+        `None`: it is absent, was quarantined, or another record of another size has the name by now.
         """
         path = self._path(key)
-        try:
-            with opened(path) as file:
-                record = read_opened(file, buffer, key)
-                if not isinstance(record, str):
-                    return record
-                if self._put_aside(key, record, file):
+        while True:
+            with _translated("read a record", path):
+                try:
+                    with _opened(path) as file:
+                        record = _read_opened(file, buffer, key)
+                        if not isinstance(record, str):
+                            return record
+                        if self._move_to_quarantine(key, record, file):
+                            return None
+                except FileNotFoundError:
+                    self._log_absence(key)
                     return None
-        except FileNotFoundError:
-            self._strike_out(key)
-            return None
-        except OSError as error:
-            raise unavailable(error, "read a record", path) from error
-        return self.read(key, buffer)  # it was removed while it was read, and perhaps put again
+            # it was removed during the read, and may have been put again
 
     def remove(self, key: RecordKey) -> bool:
         """Remove a record's file. False: it was not there."""
         path = self._path(key)
-        with self._lock_of(key):
+        with self._lock_of(key), _translated("remove a record", path):
             try:
                 path.unlink()
             except FileNotFoundError:
                 self._log.removed(key)
                 return False
-            except OSError as error:
-                raise unavailable(error, "remove a record", path) from error
             self._log.removed(key)
         return True
 
@@ -248,82 +253,79 @@ class RecordFiles:
             raise failure
 
     def quarantine(self, key: RecordKey, reason: str, seen: Record | None = None) -> tuple[bool, int]:
-        """Put aside a record that was found bad, but no other than `seen` (`None`: whatever stands there).
+        """Quarantine a corrupt record, but no other record than `seen` (`None`: any).
 
         Returns:
-            Whether it was put aside, and the size of the file that has the name now (0: none).
+            Whether it was quarantined, and the size of the file that has the name now (0: none).
         """
         path = self._path(key)
-        try:
-            with opened(path) as file:
-                if (seen is None or holds(file, seen.data)) and self._put_aside(key, reason, file):
-                    return True, 0
-        except FileNotFoundError:
-            self._strike_out(key)
-            return False, 0
-        except OSError as error:
-            raise unavailable(error, "quarantine a record", path) from error
+        with _translated("quarantine a record", path):
+            try:
+                with _opened(path) as file:
+                    if (seen is None or _holds(file, seen.data)) and self._move_to_quarantine(key, reason, file):
+                        return True, 0
+            except FileNotFoundError:
+                self._log_absence(key)
+                return False, 0
         with self._lock_of(key):
-            return False, self._note_size(key, path)
+            return False, self._log_size(key, path)
 
-    def _put_aside(self, key: RecordKey, reason: str, file: int) -> bool:
-        """Rename a record out of reach, count and log it, and drop the oldest beyond the limits.
+    def _move_to_quarantine(self, key: RecordKey, reason: str, file: int) -> bool:
+        """Move a record into the quarantine, count and log it, and remove the oldest files beyond the limits.
 
         False: the name is free by now, or has another file than the open one. In a process beside the owner
-        (`kvstore verify`) the owner may put another one between our look and the renaming, microseconds later.
+        (`kvstore verify`) the owner may put another one between the check and the renaming, microseconds later.
         """
         path = self._path(key)
-        name = f"{SYSTEM_CLOCK.wall_ms():016d}-{format_name(key).replace('/', '_')}"
-        with self._lock_of(key):
+        target = self._quarantine / f"{SYSTEM_CLOCK.wall_ms():016d}-{format_name(key).replace('/', '_')}"
+        with self._lock_of(key), _translated("quarantine a record", path):
             try:
                 if not os.path.samestat(path.lstat(), os.fstat(file)):
                     return False
-                path.rename(self._quarantine / name)
+                path.rename(target)
             except FileNotFoundError:
                 self._log.removed(key)
                 return False
-            except OSError as error:
-                raise unavailable(error, "quarantine a record", path) from error
             self._log.removed(key)
         self.num_quarantined += 1
         if self.on_quarantine is not None:
             self.on_quarantine(key, reason)
-        _log.warning("record quarantined key=%s reason=%s file=%s", key, reason, self._quarantine / name)
+        _log.warning("record quarantined key=%s reason=%s file=%s", key, reason, target)
         with contextlib.suppress(OSError):  # another thread may do the same; the next quarantine finishes the job
             self._bound_quarantine()
         return True
 
     def write_manifest(self, namespace: NamespaceId, manifest: bytes) -> None:
-        """Keep a namespace's description; the last one written stays."""
+        """Keep a namespace's description, in place of an earlier one."""
         path = self.root / manifest_name(namespace)
         temp = self._new_temp()
-        try:
-            self._write_temp(temp, memoryview(manifest))
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            temp.replace(path)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                temp.unlink()
-            raise unavailable(error, "write a manifest", path) from error
+        with _translated("write a manifest", path):
+            try:
+                self._write_temp(temp, memoryview(manifest))
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                temp.replace(path)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    temp.unlink()
+                raise
 
     def read_manifest(self, namespace: NamespaceId) -> bytes | None:
         """The description that was kept, or `None`."""
         path = self.root / manifest_name(namespace)
-        try:
-            return path.read_bytes()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise unavailable(error, "read a manifest", path) from error
+        with _translated("read a manifest", path):
+            try:
+                return path.read_bytes()
+            except FileNotFoundError:
+                return None
 
-    def _strike_out(self, key: RecordKey) -> None:
-        """Tell the log of a file that another process has removed."""
+    def _log_absence(self, key: RecordKey) -> None:
+        """Log that another process has removed a file."""
         with self._lock_of(key):
             if not self._path(key).exists():
                 self._log.removed(key)
 
     def _lock_of(self, key: RecordKey) -> threading.Lock:
-        """Held while a name appears or goes and the log is told, so that the log's last entry on it is right."""
+        """Held while a name appears or goes and this is logged, so that the last entry for the name is right."""
         return self._locks[key.prefix[0] % len(self._locks)]
 
     def _path(self, key: RecordKey) -> Path:
@@ -350,8 +352,8 @@ class RecordFiles:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.link(temp, path)
 
-    def _note_size(self, key: RecordKey, path: Path) -> int:
-        """Note and return the size of the file that has a name although our write did not put it there; 0: none."""
+    def _log_size(self, key: RecordKey, path: Path) -> int:
+        """Log and return the size of a file that our write did not put there; 0: there is none."""
         try:
             num_bytes = path.stat().st_size
             self._log.added(key, num_bytes)
@@ -386,3 +388,87 @@ def _lock(path: Path) -> int:
         os.close(fd)
         raise
     return fd
+
+
+@contextmanager
+def _translated(action: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _unavailable(error, action, path) from error
+
+
+def _unavailable(error: OSError, action: str, path: Path) -> Unavailable:
+    """The error for a tier's caller, naming the path, the errno and the next step."""
+    code = errno.errorcode.get(error.errno or 0, str(error.errno))
+    next_step = _NEXT_STEP.get(error.errno or 0, "check that the directory is mounted and writable")
+    return Unavailable(f"cannot {action}: {next_step}", errno=code, path=path)
+
+
+# One file, which may be anything: a record, a corrupt one, or another program's file under its name.
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """A descriptor of the file that has this name. While it is open, no other file gets the same inode number.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+    try:  # without following a link, or blocking on a pipe
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        file = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)  # the link itself, to recognize it
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _read_opened(file: int, buffer: memoryview, key: RecordKey) -> Record | str | None:
+    """The record in an open file, verified in `buffer`, or why it must be quarantined.
+
+    `None`: it may be whole, but has another size than the buffer.
+    """
+    if not stat.S_ISREG(os.fstat(file).st_mode) or os.fstat(file).st_size != len(buffer):
+        return _damage_of(file, key)
+    if not _fill(file, buffer):
+        return f"file was cut short while it was read expected={len(buffer)}"
+    return open_or_reason(buffer, key)
+
+
+def _damage_of(file: int, key: RecordKey) -> str | None:
+    """Why an open file cannot be the record of its name, by header and size alone; `None`: it may be."""
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode):
+        return "this name has a link or a special file"
+    try:
+        header = HeaderV1.unpack(os.pread(file, HEADER_BYTES, 0))
+    except (CorruptRecord, UnsupportedFormat) as error:
+        return str(error)
+    if header.key != key:
+        return f"this name has another record seen={header.key}"
+    if header.payload_bytes + HEADER_BYTES != status.st_size:
+        return f"file has the wrong size expected={header.payload_bytes + HEADER_BYTES} seen={status.st_size}"
+    return None
+
+
+def _holds(file: int, data: memoryview) -> bool:
+    """Whether an open file has exactly these bytes."""
+    if not stat.S_ISREG(os.fstat(file).st_mode) or os.fstat(file).st_size != len(data):
+        return False
+    buffer = memoryview(bytearray(len(data)))
+    return _fill(file, buffer) and is_same(buffer, data)
+
+
+def _fill(file: int, buffer: memoryview) -> bool:
+    """Fill `buffer` from the start of an open file. False: it has become too short."""
+    done = 0
+    while done < len(buffer):
+        num_bytes = os.preadv(file, [buffer[done:]], done)
+        if num_bytes == 0:
+            return False
+        done += num_bytes
+    return True

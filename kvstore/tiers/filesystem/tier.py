@@ -13,77 +13,68 @@ from typing import Any, TypeVar
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
-from kvstore.runtime.background import Background
+from kvstore.runtime.background import Background, Work, outcome_of
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
-from kvstore.tiers.buffers import allocate_exactly
-from kvstore.tiers.detached import Work, outcome_of, see_through
 from kvstore.tiers.filesystem.files import Fsync, RecordFiles
 from kvstore.tiers.filesystem.index import Index, cost_bytes
-from kvstore.tiers.verify import check_deadline
+from kvstore.tiers.verify import allocate_exactly
 
 __all__ = ["FilesystemTier"]
 
 T = TypeVar("T")
 
+_THREADS = 4
 _JOBS_MAX = 256
 _CLOSE_S = 5.0
 _QUARANTINE_BYTES_MAX, _QUARANTINE_SHARE = 256 << 20, 1 / 16
-"""What is kept of damaged records: so many bytes, and no more than this share of the budget, which counts them."""
+"""Limits of the quarantine: in bytes, and as a share of the budget, which includes it."""
 
 
 class FilesystemTier(Tier):
     """Stores each record as a file, at most `budget_bytes` of them; make one with `open`.
 
     Over its budget it evicts the least recently used records one by one. That is the last resort: retention, which
-    keeps prefixes whole, should keep it below.
+    evicts whole prefixes, should act before.
 
-    A full disk answers `FULL` and does not affect reads. A call that gives up at its deadline leaves its thread to
-    finish; with too many of these (a frozen network filesystem) calls are refused at once instead of piling up.
+    A full disk answers `FULL` and does not affect reads. A call that ends at its deadline leaves its thread running. If
+    too many threads are busy (a frozen network filesystem), calls are refused at once.
     """
 
-    def __init__(self, files: RecordFiles, index: Index, pool: ThreadPoolExecutor, name: str) -> None:
-        self.name = name
+    name = "filesystem"
+
+    def __init__(self, files: RecordFiles, index: Index, pool: ThreadPoolExecutor) -> None:
         self._files = files
-        files.on_quarantine = self._put_aside
+        files.on_quarantine = self._file_quarantined
         self._index = index
         self._pool = pool
-        self._background = Background(f"{name} tier")
-        self._closed = False
+        self._background = Background("filesystem tier")
         self._is_beside = False
-        self._going: dict[RecordKey, asyncio.Event] = {}  # names whose files are being removed: set when they are
+        self._removals: dict[RecordKey, asyncio.Event] = {}  # of files that are being removed; set at their end
         self._num_jobs = 0
         self._jobs_lock = threading.Lock()
 
     @classmethod
-    async def open(
-        cls,
-        root: Path,
-        *,
-        budget_bytes: int,
-        fsync: Fsync = "none",
-        num_threads: int = 4,
-        name: str = "filesystem",
-    ) -> FilesystemTier:
+    async def open(cls, root: Path, *, budget_bytes: int, fsync: Fsync = "none") -> FilesystemTier:
         """Own `root`: lock it, clean up after an earlier owner, load the index.
 
-        Takes about 2 s for a million records, and a minute after a power failure or without the index, when every file
-        is looked at. Records over the budget are removed, the least recently used first.
+        Takes about 2 s for a million records. After a power failure, or without the index, every file is examined,
+        which takes a minute. Records over the budget are removed, the least recently used first.
 
         Raises:
             Unavailable: Another process owns the directory, or it cannot be used; the message names the next step.
         """
         if budget_bytes <= 0:
             raise InvalidRequest("the filesystem tier's budget must be positive", budget_bytes=budget_bytes)
-        aside_bytes = min(_QUARANTINE_BYTES_MAX, int(budget_bytes * _QUARANTINE_SHARE))
-        files = RecordFiles(Path(root), fsync, quarantine_bytes_max=aside_bytes)
+        quarantine_bytes = min(_QUARANTINE_BYTES_MAX, int(budget_bytes * _QUARANTINE_SHARE))
+        files = RecordFiles(Path(root), fsync, quarantine_bytes_max=quarantine_bytes)
         index = Index(budget_bytes)
-        pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"kvstore-{name}")
+        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-filesystem")
 
         def recover() -> None:
             files.open()
             index.load(files.held())
-            index.aside_bytes = files.quarantined_bytes
+            index.quarantined_bytes = files.quarantined_bytes
             for victim in index.shrink():
                 files.remove(victim)
 
@@ -93,27 +84,27 @@ class FilesystemTier(Tier):
             pool.shutdown(wait=False, cancel_futures=True)
             files.close()
             raise
-        return cls(files, index, pool, name)
+        return cls(files, index, pool)
 
     @classmethod
-    async def open_beside(cls, root: Path, *, num_threads: int = 4, name: str = "filesystem") -> FilesystemTier:
-        """Open a directory that another process may own: to read what is there now, and to put aside what is bad.
+    async def open_beside(cls, root: Path) -> FilesystemTier:
+        """Open a directory that another process may own, to read its records and to quarantine corrupt ones.
 
-        To the owner, a record that was put aside is missing, as after an eviction. Do not put anything.
+        To the owner, a quarantined record is missing, as after an eviction. Do not put records.
 
         Raises:
             Unavailable: There is no such directory, or it cannot be read.
         """
         files = RecordFiles(Path(root))
         index = Index(sys.maxsize)
-        pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"kvstore-{name}")
+        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-filesystem")
         try:
             for key, num_bytes in await asyncio.wrap_future(pool.submit(files.names)):
                 index.add(key, num_bytes)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-        tier = cls(files, index, pool, name)
+        tier = cls(files, index, pool)
         tier._is_beside = True
         return tier
 
@@ -123,7 +114,7 @@ class FilesystemTier(Tier):
 
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         self._check(deadline)
-        if self._is_beside:  # the owner has put and removed records since the directory was listed
+        if self._is_beside:  # the owner may have put and removed records since the directory was listed
             looking = asyncio.wrap_future(self._submit(self._files.sizes, list(keys)))
             return await outcome_of(looking, f"look for records in {self._files.root}", deadline)
         return [self._index.size_of(key) for key in keys]
@@ -141,28 +132,28 @@ class FilesystemTier(Tier):
         try:
             record = await outcome_of(reading, f"read a record in {self._files.root}", deadline)
         finally:
-            reading.cancel()  # removes it from the queue if no thread has begun it
-        self._index.aside_bytes = self._files.quarantined_bytes  # what was read may have been put aside
+            reading.cancel()  # removes it from the queue if no thread has started it
+        self._index.quarantined_bytes = self._files.quarantined_bytes
         if record is None and self._index.size_of(key) == num_bytes:
             self._index.remove(key)
         return record
 
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
         self._check(deadline)
-        while (gone := self._going.get(record.key)) is not None:  # the file that is there still is not to be relied on
+        while (removal := self._removals.get(record.key)) is not None:  # its file may still exist
             async with deadline.scope(f"waiting for the removal of an earlier record in {self._files.root}"):
-                await gone.wait()
+                await removal.wait()
             self._check_open()
         if record.key in self._index:
             self._index.touch(record.key)
             return PutOutcome.EXISTS
-        self._check_room()
+        self._check_load()
         victims = self._index.reserve(record.num_bytes)
         if victims is None:
             return PutOutcome.FULL
         if victims and self.on_drop is not None:
             self.on_drop(victims)
-        write = self._job(self._files.write, record, victims, going=victims)
+        write = self._job(self._files.write, record, victims, removed=victims)
 
         async def store() -> PutOutcome:
             try:
@@ -173,7 +164,7 @@ class FilesystemTier(Tier):
                 self._index.add(record.key, num_bytes)
             return outcome
 
-        return await self._see_through(store, "write a record", deadline)
+        return await self._run_to_end(store, "write a record", deadline)
 
     def cost_bytes(self, num_bytes: int) -> int:
         return cost_bytes(num_bytes)
@@ -182,9 +173,9 @@ class FilesystemTier(Tier):
         self._check(deadline)
         if key not in self._index:
             return False
-        self._check_room()
+        self._check_load()
         self._index.remove(key)
-        return await self._see_through(self._job(self._files.remove, key, going=[key]), "remove a record", deadline)
+        return await self._run_to_end(self._job(self._files.remove, key, removed=[key]), "remove a record", deadline)
 
     async def delete_all(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
         """As `Tier.delete_all`, in one job."""
@@ -192,27 +183,27 @@ class FilesystemTier(Tier):
         held = [key for key in keys if key in self._index]
         if not held:
             return
-        self._check_room()
+        self._check_load()
         for key in held:
             self._index.remove(key)
-        await self._see_through(self._job(self._files.remove_all, held, going=held), "remove records", deadline)
+        await self._run_to_end(self._job(self._files.remove_all, held, removed=held), "remove records", deadline)
 
     async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
         self._check(deadline)
         if key not in self._index:
             return False
-        self._check_room()
+        self._check_load()
         self._index.remove(key)
-        quarantine = self._job(self._files.quarantine, key, reason, seen, going=[key])
+        quarantine = self._job(self._files.quarantine, key, reason, seen, removed=[key])
 
-        async def put_aside() -> bool:
-            is_aside, kept_bytes = await quarantine()
-            self._index.aside_bytes = self._files.quarantined_bytes
-            if kept_bytes:
-                self._index.add(key, kept_bytes)
-            return is_aside
+        async def update() -> bool:
+            is_quarantined, left_bytes = await quarantine()
+            self._index.quarantined_bytes = self._files.quarantined_bytes
+            if left_bytes:
+                self._index.add(key, left_bytes)
+            return is_quarantined
 
-        return await self._see_through(put_aside, "quarantine a record", deadline)
+        return await self._run_to_end(update, "quarantine a record", deadline)
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
         self._check_open()
@@ -223,12 +214,12 @@ class FilesystemTier(Tier):
     async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
         self._check(deadline)
         writing = self._job(self._files.write_manifest, namespace, bytes(manifest))
-        await self._see_through(writing, "write a manifest", deadline)
+        await self._run_to_end(writing, "write a manifest", deadline)
 
     async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
         self._check(deadline)
         reading = self._job(self._files.read_manifest, namespace)
-        return await self._see_through(reading, "read a manifest", deadline)
+        return await self._run_to_end(reading, "read a manifest", deadline)
 
     async def usage(self, *, deadline: Deadline) -> TierUsage:
         self._check(deadline)
@@ -237,13 +228,13 @@ class FilesystemTier(Tier):
         return TierUsage(len(index), used_bytes, index.limit_bytes, self._files.num_quarantined, "disk_bytes")
 
     async def aclose(self) -> None:
-        """Wait up to five seconds for what is being written, then release the directory. Idempotent."""
+        """Wait up to five seconds for running writes, then release the directory. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        await asyncio.sleep(0)  # let jobs of this turn reach the pool
+        await asyncio.sleep(0)  # jobs that were started just now reach the pool
         try:
-            ending = threading.Thread(target=self._end, daemon=True)  # a frozen disk must not hold us up
+            ending = threading.Thread(target=self._end, daemon=True)  # a frozen disk must not delay us
             ending.start()
             give_up = Deadline.after(_CLOSE_S)
             while ending.is_alive() and not give_up.expired:
@@ -257,32 +248,32 @@ class FilesystemTier(Tier):
         self._pool.shutdown()
         self._files.end_log([packed for packed, _ in self._index.packed()])
 
-    def _put_aside(self, key: RecordKey, reason: str) -> None:
+    def _file_quarantined(self, key: RecordKey, reason: str) -> None:
         if self.on_quarantine is not None:
             self.on_quarantine(key, reason)
 
-    def _job(self, function: Callable[..., T], *args: Any, going: Sequence[RecordKey] = ()) -> Work[T]:
-        """A call in a thread that removes the files of `going`, which the index has forgotten: puts wait until then."""
-        gone = asyncio.Event()
-        self._going.update(dict.fromkeys(going, gone))
+    def _job(self, function: Callable[..., T], *args: Any, removed: Sequence[RecordKey] = ()) -> Work[T]:
+        """A call in a thread. It removes the files of `removed`, which the index lacks already: puts of them wait."""
+        ended = asyncio.Event()
+        self._removals.update(dict.fromkeys(removed, ended))
 
         async def run() -> T:
             try:
                 return await asyncio.wrap_future(self._submit(function, *args))
             finally:
-                for key in going:
-                    if self._going.get(key) is gone:
-                        del self._going[key]
-                gone.set()
+                for key in removed:
+                    if self._removals.get(key) is ended:
+                        del self._removals[key]
+                ended.set()
 
         return run
 
-    async def _see_through(self, work: Work[T], what: str, deadline: Deadline) -> T:
-        """Run `work` to its end even when the caller is cancelled or out of time, so that index and files agree."""
-        return await see_through(self._background, work, f"{what} in {self._files.root}", deadline)
+    async def _run_to_end(self, work: Work[T], what: str, deadline: Deadline) -> T:
+        """Run `work` to its end even if the caller is cancelled or out of time, so that index and files agree."""
+        return await self._background.run_to_end(work, f"{what} in {self._files.root}", deadline)
 
     def _submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        self._check_room()
+        self._check_load()
         try:
             future = self._pool.submit(function, *args)
         except RuntimeError as error:  # the pool was shut down
@@ -296,16 +287,8 @@ class FilesystemTier(Tier):
         with self._jobs_lock:
             self._num_jobs -= 1
 
-    def _check_room(self) -> None:
+    def _check_load(self) -> None:
         if self._num_jobs >= _JOBS_MAX:
             raise Unavailable(
                 "too many calls wait for the disk: check its load and health", path=self._files.root, limit=_JOBS_MAX
             )
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Closed("the tier is closed", tier=self.name)
-
-    def _check(self, deadline: Deadline) -> None:
-        self._check_open()
-        check_deadline(deadline, self.name)

@@ -1,16 +1,16 @@
-"""How to connect and log in to the servers of one location."""
+"""Connects and logs in to the servers of one location: TLS, user, role."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
 from collections.abc import Sequence
-from pathlib import Path
 
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
-from kvstore.tiers.locations_redis import HostPort, RedisLocation
+from kvstore.tiers.locations import HostPort, RedisLocation
 from kvstore.tiers.redis.connection import Connection
 from kvstore.tiers.redis.replies import check_replies
 from kvstore.tiers.redis.resp import Argument, Reply
@@ -19,53 +19,22 @@ __all__ = ["Access"]
 
 
 class Access:
-    """Makes connections that are logged in.
-
-    Args:
-        username: `None`: the default user.
-        password: `None`: do not log in.
-        database: The database to select.
-        tls: How to speak TLS; `None`: not at all.
-        primary_only: Refuse a server that is not, or no longer, a primary.
+    """Makes connections that are logged in, to the servers that hold records or to the sentinels that know these.
 
     Raises:
         InvalidRequest: A certificate or key cannot be read.
     """
 
-    def __init__(
-        self,
-        *,
-        username: str | None,
-        password: str | None,
-        database: int = 0,
-        tls: ssl.SSLContext | None = None,
-        primary_only: bool = False,
-    ) -> None:
-        self._tls = tls
-        self._primary_only = primary_only
+    def __init__(self, location: RedisLocation, *, to_sentinels: bool = False) -> None:
+        self._tls = _tls_context(location)
+        self._primary_only = location.mode == "sentinel" and not to_sentinels
         self._greeting: list[Sequence[Argument]] = []
-        if password is not None:
-            self._greeting.append(("AUTH", *((username,) if username is not None else ()), password))
-        if database:
-            self._greeting.append(("SELECT", database))
-        self._greeting.append(("ROLE",) if primary_only else ("PING",))
-
-    @classmethod
-    def to_servers(cls, location: RedisLocation) -> Access:
-        """Access to the servers that hold records."""
-        return cls(
-            username=location.username,
-            password=location.password,
-            database=location.database,
-            tls=_tls_context(location),
-            primary_only=location.mode == "sentinel",
-        )
-
-    @classmethod
-    def to_sentinels(cls, location: RedisLocation) -> Access:
-        """Access to the sentinels that know these servers."""
-        login = (location.username, location.password) if location.sentinel_login else (None, None)
-        return cls(username=login[0], password=login[1], tls=_tls_context(location))
+        if location.password is not None and (location.sentinel_login or not to_sentinels):
+            user = (location.username,) if location.username is not None else ()
+            self._greeting.append(("AUTH", *user, location.password))
+        if location.database and not to_sentinels:
+            self._greeting.append(("SELECT", location.database))
+        self._greeting.append(("ROLE",) if self._primary_only else ("PING",))
 
     async def connect(self, address: HostPort, deadline: Deadline) -> Connection:
         """A connection that commands can be sent on.
@@ -80,7 +49,7 @@ class Access:
             check_replies(replies)
             role = replies[-1]
             if self._primary_only and not (isinstance(role, list) and role and role[0] == b"master"):
-                raise Unavailable("the server is not a primary any more, or not yet", address=str(address))
+                raise Unavailable("the server is not a primary", address=str(address))
         except BaseException:
             connection.abort()
             raise
@@ -92,12 +61,12 @@ class Access:
         except Unavailable as error:
             if deadline.expired or connection.alive:
                 raise
-            # A server that requires TLS drops peers without it. One that requires a certificate does the same, with
-            # TLS 1.3 only after the handshake.
+            # A server that requires TLS, or a certificate, drops other peers. With TLS 1.3 it does so only after the
+            # handshake if the certificate is missing.
             next_step = (
-                "if it speaks TLS, use rediss://"
+                "if it uses TLS, write rediss://"
                 if self._tls is None
-                else "if it asks clients for a certificate, name ours with ?cert_file=/path and ?key_file=/path"
+                else "if it requires a certificate, name ours with ?cert_file=/path and ?key_file=/path"
             )
             raise Unavailable(f"Redis dropped the connection at login: {next_step}", **error.details) from error
 
@@ -110,19 +79,19 @@ class Access:
         except TimeoutError as error:
             next_step = "check that it is not frozen and that no firewall drops us"
             if self._tls is not None:
-                next_step += "; if it speaks no TLS, use redis://"
+                next_step += "; without TLS, use redis://"
             raise Unavailable(
                 f"Redis does not answer a connection attempt: {next_step}", address=str(address)
             ) from error
         except ssl.SSLError as error:
             raise Unavailable(_tls_advice(error), address=str(address), error=error) from error
-        except (ValueError, OverflowError) as error:  # as a sentinel or another node has told it
-            told = "cannot connect to Redis: its address is none, see what the sentinels or the cluster announce"
-            raise Unavailable(told, address=str(address), error=error) from error
+        except (ValueError, OverflowError) as error:  # an address that a sentinel or another node has announced
+            text = "cannot connect to Redis: its address is invalid, see what the sentinels or the cluster announce"
+            raise Unavailable(text, address=str(address), error=error) from error
         except OSError as error:
             next_step = "check that a server runs there and that the url names it"
             if self._tls is not None and isinstance(error, ConnectionError):
-                next_step += "; one that speaks no TLS is redis://, not rediss://"
+                next_step += "; without TLS, use redis://, not rediss://"
             raise Unavailable(
                 f"cannot connect to Redis: {next_step}", address=str(address), error=error.strerror or error
             ) from error
@@ -137,21 +106,13 @@ def _tls_context(location: RedisLocation) -> ssl.SSLContext | None:
             context.load_cert_chain(location.cert_file, location.key_file)
     except (OSError, ssl.SSLError) as error:
         given = [path for path in (location.ca_file, location.cert_file, location.key_file) if path is not None]
-        unreadable = [str(path) for path in given if not _readable(path)]
+        unreadable = [str(path) for path in given if not os.access(path, os.R_OK)]
         raise InvalidRequest(
             "a certificate or key in the url of Redis cannot be used: check that it exists, is PEM and may be read",
             files=",".join(unreadable or map(str, given)),
             error=error,
         ) from error
     return context
-
-
-def _readable(path: Path) -> bool:
-    try:
-        path.read_bytes()
-    except OSError:
-        return False
-    return True
 
 
 def _tls_advice(error: ssl.SSLError) -> str:
@@ -161,5 +122,5 @@ def _tls_advice(error: ssl.SSLError) -> str:
             "certificate does"
         )
     if error.reason == "WRONG_VERSION_NUMBER":
-        return "Redis speaks no TLS there: use redis://, or the port that speaks it"
-    return "Redis refused TLS: check its certificate settings, and ?cert_file=/path if it asks for ours"
+        return "Redis uses no TLS on this port: use redis://, or the port with TLS"
+    return "Redis refused TLS: check its certificate settings, and ?cert_file=/path if it requires ours"

@@ -1,77 +1,143 @@
-"""A Redis Cluster: maps names to nodes by hash slot, follows redirections, and reloads the map when it is stale."""
+"""A Redis Cluster: maps names to nodes by hash slot, follows redirections, and reloads an outdated map.
+
+The map is our own, not redis-py's: see README.md.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+
 from kvstore.errors import Closed, Unavailable
-from kvstore.runtime.background import Background
+from kvstore.runtime.background import Background, gather_all
 from kvstore.runtime.deadline import Deadline
-from kvstore.tiers.gather import gather_all
-from kvstore.tiers.locations_redis import HostPort, RedisLocation
+from kvstore.tiers.breaker import Breaker
+from kvstore.tiers.locations import HostPort, RedisLocation
 from kvstore.tiers.redis.access import Access
-from kvstore.tiers.redis.member import Member
 from kvstore.tiers.redis.node import Node
 from kvstore.tiers.redis.reading import Reading
-from kvstore.tiers.redis.replies import Redirect, check_reply, redirect_of
+from kvstore.tiers.redis.replies import check_reply
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
-from kvstore.tiers.redis.slots import SlotMap, parse_slots, slot_of
 
-__all__ = ["Cluster"]
+__all__ = ["Cluster", "Redirect", "SlotMap", "parse_slots", "redirect_of", "slot_of"]
 
 _log = logging.getLogger(__name__)
 
 _ROUNDS_MAX = 6
 _TRY_AGAIN_S = 0.02
-_REFRESH_S = 1.0
-_WATCH_FIRST_S = 0.05
-_WATCH_MAX_S = 0.5
+_MAP_S = 1.0
+_RELOAD_FIRST_S = 0.05
+_RELOAD_MAX_S = 0.5
+_PROBE_S = 1.0
+
+SlotMap = list[HostPort | None]
+"""The primary of each hash slot; `None`: no node serves it."""
+
+
+def slot_of(name: str) -> int:
+    """The hash slot of a name, or of its hash tag."""
+    return int(key_slot(name.encode()))
+
+
+def parse_slots(reply: Reply, asked: HostPort) -> SlotMap | None:
+    """Parse the reply to `CLUSTER SLOTS`: items `[first, last, [host, port, ...] of the primary, replicas...]`.
+
+    Args:
+        reply: The reply.
+        asked: The node that sent it. If it does not know a host, it leaves it empty and means its own.
+
+    Returns:
+        The map; `None` if the reply has another form, or names no slot at all (a node outside any cluster).
+    """
+    if not isinstance(reply, list):
+        return None
+    slots: SlotMap = [None] * REDIS_CLUSTER_HASH_SLOTS
+    for item in reply:
+        match item:
+            case [int(first), int(last), [host, int(port), *_], *_] if 0 <= first <= last < len(slots):
+                name = host.decode(errors="replace") if isinstance(host, bytes) else ""
+                address = HostPort(asked.host if name in ("", "?") else name, port)
+                slots[first : last + 1] = [address] * (last + 1 - first)
+            case _:
+                return None
+    return slots if any(slots) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Redirect:
+    """A cluster node's reply that another node has the name.
+
+    Attributes:
+        address: The other node.
+        slot: The hash slot.
+        once: Only these names have moved so far: send `ASKING` first, and send commands on other names as before.
+    """
+
+    address: HostPort
+    slot: int
+    once: bool
+
+
+def redirect_of(reply: Reply, asked: HostPort) -> Redirect | None:
+    """Parse `MOVED <slot> <host>:<port>` and `ASK ...`; `None` for any other reply."""
+    if not isinstance(reply, ErrorReply) or reply.code not in ("MOVED", "ASK"):
+        return None
+    try:
+        _, slot, place = reply.message.split(" ")[:3]
+        host, _, port = place.rpartition(":")
+        # an empty host: the node does not know its own address, and means the one that we used
+        redirect = Redirect(HostPort(host.strip("[]") or asked.host, int(port)), int(slot), reply.code == "ASK")
+    except ValueError:
+        return None
+    return redirect if 0 <= redirect.slot < REDIS_CLUSTER_HASH_SLOTS else None
 
 
 class Cluster:
     """The nodes of a cluster that hold slots. Reads and writes go to primaries.
 
-    A node that fails is left alone by its own breaker; meanwhile the map is reloaded until another node has its slots
-    or it answers again. Calls about names on other nodes are not affected.
+    A node that fails is not used until a probe succeeds; until then the map is reloaded, in case another node has taken
+    its slots. Calls about names on other nodes are not affected.
 
     Args:
         location: Seed nodes, of which one must answer.
-        num_data_connections: Connections per node that carry pages.
+        num_data_connections: Connections per node that carry records.
     """
 
     def __init__(self, location: RedisLocation, num_data_connections: int) -> None:
-        self._access = Access.to_servers(location)
+        self._access = Access(location)
         self._seeds = location.addresses
         self._num_data_connections = num_data_connections
-        self._members: dict[HostPort, Member] = {}
+        self._members: dict[HostPort, _Member] = {}
         self._slots: SlotMap | None = None
-        self._reading = asyncio.Lock()
+        self._loading = asyncio.Lock()
         self._background = Background("Redis Cluster")
-        self._watching = False
-        self._is_troubled = False
+        self._is_reloading = False
+        self._is_outdated = False
         self._turn = 0
         self._closed = False
 
-    async def ask(self, commands: Sequence[tuple[str, Command]], *, deadline: Deadline) -> list[Reply]:
-        """See `Topology.ask`."""
+    async def query(self, commands: Sequence[tuple[str, Command]], *, deadline: Deadline) -> list[Reply]:
+        """See `Topology.query`."""
         slots = [slot_of(name) for name, _ in commands]
         replies: list[Reply] = [None] * len(commands)
         open_: dict[int, Redirect | None] = dict.fromkeys(range(len(commands)))
         for _ in range(_ROUNDS_MAX):
-            batches: dict[Member, list[int]] = {}
+            batches: dict[_Member, list[int]] = {}
             owners = await self._map(deadline)
             for index, redirect in open_.items():
                 member = self._member(redirect.address) if redirect else self._owner(owners, slots[index])
                 batches.setdefault(member, []).append(index)
-            answered = await _together(
-                [
-                    self._ask_one(member, [(commands[index][1], open_[index]) for index in batch], deadline)
-                    for member, batch in batches.items()
-                ]
-            )
+            work = [
+                self._query_one(member, [(commands[index][1], open_[index]) for index in batch], deadline)
+                for member, batch in batches.items()
+            ]
+            answered = [await work[0]] if len(work) == 1 else await gather_all(work)
             redirected: dict[int, Redirect | None] = {}
             for (member, batch), part in zip(batches.items(), answered, strict=True):
                 for index, reply in zip(batch, part, strict=True):
@@ -84,15 +150,16 @@ class Cluster:
             await self._pause(replies[index] for index in open_)
         raise _in_circles()
 
-    async def move(self, name: str, command: Command, *, deadline: Deadline) -> Reply:
-        """See `Topology.move`."""
+    async def transfer(self, name: str, command: Command, *, deadline: Deadline) -> Reply:
+        """See `Topology.transfer`."""
         slot = slot_of(name)
         redirect: Redirect | None = None
         for _ in range(_ROUNDS_MAX):
             owners = await self._map(deadline)
             member = self._member(redirect.address) if redirect else self._owner(owners, slot)
             asking: list[Command] = [("ASKING",)] if redirect is not None and redirect.once else []
-            reply = (await member.data(*asking, command, deadline=deadline))[-1]
+            with member.call(deadline):
+                reply = (await member.node.data(*asking, command, deadline=deadline))[-1]
             if not self._is_elsewhere(reply):
                 return reply
             redirect = self._follow(reply, member.address)
@@ -102,17 +169,22 @@ class Cluster:
     async def read(self, reading: Reading, *, deadline: Deadline) -> None:
         """See `Topology.read`."""
         owner = self._owner(await self._map(deadline), slot_of(reading.name))
-        await owner.read(reading, deadline=deadline)
+        with owner.call(deadline):
+            await owner.node.read(reading, deadline=deadline)
         if self._is_elsewhere(reading.error):
-            # while a slot moves, a record's values are on two nodes: ask for each part, wherever it is
+            # while a slot moves, a record's values may be on two nodes: request each part from the node that has it
             reading.begin()
             while (command := reading.next()) is not None:
-                reading.take(await self.move(reading.name, command, deadline=deadline))
+                reading.take(await self.transfer(reading.name, command, deadline=deadline))
 
     async def nodes(self, deadline: Deadline) -> Sequence[Node]:
         """See `Topology.nodes`."""
         slots = await self._map(deadline)
         return [self._member(address).node for address in dict.fromkeys(slots) if address is not None]
+
+    async def num_slots_missing(self, deadline: Deadline) -> int:
+        """Hash slots that no node serves."""
+        return (await self._map(deadline)).count(None)
 
     async def aclose(self) -> None:
         """Drop all connections. Idempotent."""
@@ -120,8 +192,8 @@ class Cluster:
         await self._background.aclose()
         await asyncio.gather(*(member.node.aclose() for member in self._members.values()))
 
-    async def _ask_one(
-        self, member: Member, commands: Sequence[tuple[Command, Redirect | None]], deadline: Deadline
+    async def _query_one(
+        self, member: _Member, commands: Sequence[tuple[Command, Redirect | None]], deadline: Deadline
     ) -> list[Reply]:
         sent: list[Command] = []
         places: list[int] = []
@@ -130,18 +202,19 @@ class Cluster:
                 sent.append(("ASKING",))
             places.append(len(sent))
             sent.append(command)
-        replies = await member.control(*sent, deadline=deadline)
+        with member.call(deadline):
+            replies = await member.node.control(*sent, deadline=deadline)
         return [replies[place] for place in places]
 
     # Redirections
 
     def _is_elsewhere(self, reply: Reply) -> bool:
-        """Whether to ask again, here or at another node."""
+        """Whether the command must be sent again, to this or another node."""
         if isinstance(reply, ErrorReply):
             if reply.code in ("MOVED", "ASK", "TRYAGAIN"):
                 return True
             if reply.code in ("CLUSTERDOWN", "READONLY", "LOADING"):
-                self._trouble()
+                self._reload_soon()
         return False
 
     def _follow(self, reply: Reply, asked: HostPort) -> Redirect | None:
@@ -149,7 +222,7 @@ class Cluster:
         if redirect is not None and not redirect.once:
             if self._slots is not None:
                 self._slots[redirect.slot] = redirect.address
-            self._trouble()  # where one slot has moved, others have
+            self._reload_soon()  # other slots may have moved too
         return redirect
 
     async def _pause(self, replies: Any) -> None:
@@ -159,31 +232,37 @@ class Cluster:
 
     # The map
 
-    def _owner(self, owners: SlotMap, slot: int) -> Member:
+    def _owner(self, owners: SlotMap, slot: int) -> _Member:
         address = owners[slot]
         if address is None:
-            self._trouble()
+            self._reload_soon()
             raise Unavailable("no node of the Redis Cluster serves this slot: check CLUSTER INFO", slot=slot)
         return self._member(address)
 
+    def _member(self, address: HostPort) -> _Member:
+        if self._closed:
+            raise Closed("the connections to the Redis Cluster are closed")
+        if address not in self._members:
+            node = Node(self._access, address, self._num_data_connections)
+            self._members[address] = _Member(address, node, self._reload_soon)
+        return self._members[address]
+
     async def _map(self, deadline: Deadline) -> SlotMap:
         if self._slots is None:
-            async with deadline.scope("reading the map of the Redis Cluster"), self._reading:
+            async with deadline.scope("reading the map of the Redis Cluster"), self._loading:
                 if self._slots is None:
-                    self._slots = await self._read(deadline)
+                    self._slots = await self._load(deadline)
         return self._slots
 
-    async def _read(self, deadline: Deadline) -> SlotMap:
-        """The map, from the first node that answers; each call starts with another node."""
+    async def _load(self, deadline: Deadline) -> SlotMap:
+        """The map, from the first node that answers. Each call starts with another node; failed nodes come last."""
         known = [*dict.fromkeys((*self._members, *self._seeds))]
         self._turn = (self._turn + 1) % len(known)
-        problem = Unavailable("no node was asked")
-        for address in sorted(
-            known[self._turn :] + known[: self._turn], key=lambda one: self._member(one).is_left_alone
-        ):
+        problem = Unavailable("no node was queried")
+        for address in sorted(known[self._turn :] + known[: self._turn], key=lambda one: self._member(one).is_refused):
             try:
                 node = self._member(address).node
-                (reply,) = await node.control(("CLUSTER", "SLOTS"), deadline=deadline.earlier(_REFRESH_S))
+                (reply,) = await node.control(("CLUSTER", "SLOTS"), deadline=deadline.earlier(_MAP_S))
                 check_reply(reply)
             except Unavailable as error:
                 problem = error
@@ -193,55 +272,93 @@ class Cluster:
             problem = Unavailable("the node serves no slots, and knows none that does", address=str(address))
         raise Unavailable(f"cannot read the map of the Redis Cluster: {problem.message}", **problem.details)
 
-    def _member(self, address: HostPort) -> Member:
-        if self._closed:
-            raise Closed("the connections to the Redis Cluster are closed")
-        if address not in self._members:
-            self._members[address] = Member(self._access, address, self._num_data_connections, self._trouble)
-        return self._members[address]
+    def _reload_soon(self) -> None:
+        """Reload the map in the background: it is outdated, or a node fails."""
+        self._is_outdated = True
+        if not self._is_reloading and not self._closed:
+            self._is_reloading = True
+            self._background.spawn(self._reload_until_settled(), "reload")
 
-    def _trouble(self) -> None:
-        """Reload the map soon: something is not where it says."""
-        self._is_troubled = True
-        if not self._watching and not self._closed:
-            self._watching = True
-            self._background.spawn(self._watch(), "watch")
-
-    async def _watch(self) -> None:
-        """Reload the map and probe nodes that are left alone, until the map is whole and all nodes answer."""
-        pause_s = _WATCH_FIRST_S
+    async def _reload_until_settled(self) -> None:
+        """Reload the map and probe failed nodes, until the map is complete and all nodes answer."""
+        pause_s = _RELOAD_FIRST_S
         try:
-            while self._is_troubled:
-                self._is_troubled = False
-                await self._look()
+            while self._is_outdated:
+                self._is_outdated = False
+                await self._reload()
                 await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _WATCH_MAX_S)
+                pause_s = min(2 * pause_s, _RELOAD_MAX_S)
         finally:
-            self._watching = False
+            self._is_reloading = False
 
-    async def _look(self) -> None:
+    async def _reload(self) -> None:
         try:
-            self._slots = await self._read(Deadline.after(2 * _REFRESH_S))
+            self._slots = await self._load(Deadline.after(2 * _MAP_S))
         except Unavailable as error:
             _log.debug("the map of the Redis Cluster cannot be read: %s", error)
-            self._is_troubled = True
+            self._is_outdated = True
             return
         if None in self._slots:
-            self._is_troubled = True
+            self._is_outdated = True
         serving = set(self._slots)
         for address, member in list(self._members.items()):
             if address not in serving:
                 if member.node.num_in_flight == 0:
                     del self._members[address]
                     await member.node.aclose()
-            elif member.is_left_alone:
+            elif member.is_refused:
                 await member.probe()
-                self._is_troubled = True
+                self._is_outdated = True
 
 
-async def _together(work: Sequence[Coroutine[Any, Any, list[Reply]]]) -> list[list[Reply]]:
-    return [await work[0]] if len(work) == 1 else await gather_all(work)
+class _Member:
+    """A node of a cluster behind its own breaker, so that if it hangs only one call waits for its deadline.
+
+    Args:
+        address: Where it is.
+        node: Its connections; owned.
+        on_failure: Called when a call fails or is refused.
+    """
+
+    def __init__(self, address: HostPort, node: Node, on_failure: Callable[[], None]) -> None:
+        self.address = address
+        self.node = node
+        self._breaker = Breaker()
+        self._breaker.on_open = lambda _: on_failure()
+        self._on_failure = on_failure
+
+    @property
+    def is_refused(self) -> bool:
+        """True while calls are refused."""
+        return self._breaker.is_open
+
+    async def probe(self) -> None:
+        """Check whether the node is back; if so, calls are accepted again. Never raises `Unavailable`."""
+        try:
+            await self.node.control(("PING",), deadline=Deadline.after(_PROBE_S))
+        except Unavailable:
+            self._breaker.probe_failed()
+        else:
+            self._breaker.probe_succeeded()
+
+    @contextmanager
+    def call(self, deadline: Deadline) -> Iterator[None]:
+        """Refuse a call to the node, or run it and count how it ended."""
+        try:
+            if self._breaker.is_open:
+                raise Unavailable(
+                    "a node of the Redis Cluster failed and is not used until it answers or another takes its slots",
+                    address=str(self.address),
+                )
+            with self._breaker.observe(deadline):
+                yield
+        except Closed as error:  # it left the cluster after we read the map
+            self._on_failure()
+            raise Unavailable("the node has just left the Redis Cluster", address=str(self.address)) from error
+        except Unavailable:
+            self._on_failure()
+            raise
 
 
 def _in_circles() -> Unavailable:
-    return Unavailable("the nodes of the Redis Cluster send us in circles: check CLUSTER NODES on each")
+    return Unavailable("the nodes of the Redis Cluster redirect in circles: check CLUSTER NODES on each")

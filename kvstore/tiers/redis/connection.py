@@ -6,10 +6,9 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
 
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.runtime.buffers import fresh_buffer
+from kvstore.runtime.buffers import BufferedConnection, fresh_buffer
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.redis.reading import Reading
 from kvstore.tiers.redis.replies import check_form
@@ -21,16 +20,16 @@ _HANG_S = 0.2
 _UNSENT_BYTES_MAX = 64 << 20
 
 _AHEAD = 2
-"""Parts of a reading that are requested ahead: the server prepares one while another is received."""
+"""Parts of a read that are requested at a time: the server prepares one while another is received."""
 
 
 class _Call:
     """Commands whose replies a caller waits for.
 
     Attributes:
-        num_due: Replies that are still to come.
-        ended: Whether the last of them came, or the connection was lost.
-        wanted: False once the caller is gone.
+        num_due: Replies that have not arrived yet.
+        ended: The last reply has arrived, or the connection was lost.
+        wanted: False once the caller has left.
     """
 
     __slots__ = ("ended", "error", "future", "num_due", "reading", "replies", "sent_s", "wanted")
@@ -55,23 +54,21 @@ class _Call:
             self.future.set_result(None)
 
 
-class Connection(asyncio.BufferedProtocol):
-    """Made by `asyncio`'s `create_connection`; unusable once `alive` is false.
+class Connection(BufferedConnection):
+    """Many commands in flight; unusable once `alive` is false.
+
+    When the caller of a read is cancelled or out of time, the rest is received into scratch memory: its buffer is free.
 
     Args:
         address: The peer, for messages.
-
-    When a read's caller is cancelled or out of time, the rest is received into scratch memory: its buffer is free.
     """
 
     def __init__(self, address: str) -> None:
+        super().__init__()
         self.address = address
-        self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport | None = None
         self._parser = ReplyParser(self._sink_for, self._on_reply)
         self._waiting: deque[_Call] = deque()  # the calls of the next replies, one entry per reply
         self._received_s = self._loop.time()
-        self._closed = asyncio.Event()
 
     @property
     def alive(self) -> bool:
@@ -79,13 +76,12 @@ class Connection(asyncio.BufferedProtocol):
         return self._transport is not None and not self._transport.is_closing()
 
     async def run(self, commands: Sequence[Sequence[Argument]], *, deadline: Deadline) -> list[Reply]:
-        """Send commands in one go and return their replies; errors of single commands are `ErrorReply` values.
+        """Send commands together and return their replies; errors of single commands are `ErrorReply` values.
 
         Raises:
-            Unavailable: The connection was lost, or the deadline came first; what was sent may still be executed. Or
-                too many bytes of earlier callers wait to be sent.
+            Unavailable: The connection was lost, the deadline came first, or too many bytes wait to be sent.
 
-        If cancelled, what was sent may still be executed.
+        After an error or a cancellation, commands that were sent may still be executed.
         """
         transport = self._writable()
         call = _Call(None, self._loop.time(), self._loop.create_future())
@@ -98,12 +94,12 @@ class Connection(asyncio.BufferedProtocol):
             for command, reply in zip(commands, call.replies, strict=True):
                 check_form(command, reply, self.address)
         except Unavailable:
-            self.abort()  # whatever comes next would be as strange
+            self.abort()  # later replies cannot be trusted either
             raise
         return call.replies
 
     async def read(self, reading: Reading, *, deadline: Deadline) -> None:
-        """Send the commands of a reading, a few at a time, and hand it their replies; the result is in the reading.
+        """Send the commands of a reading, a few at a time, and pass it the replies; the result is in the reading.
 
         Raises:
             Unavailable: As `run`.
@@ -120,13 +116,13 @@ class Connection(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             raise Unavailable("the connection to Redis is lost", address=self.address)
-        if transport.get_write_buffer_size() > _UNSENT_BYTES_MAX:
-            # callers that gave up leave their bytes here, outside every limit on bytes in flight
+        if self.unsent_bytes > _UNSENT_BYTES_MAX:
+            # bytes of callers that left stay here, and are not counted as bytes in flight
             raise Unavailable("Redis takes bytes too slowly: check its load and the network", address=self.address)
         return transport
 
     def _send_next(self, call: _Call) -> None:
-        """Send a reading's next commands, as far ahead as allowed."""
+        """Send a reading's next commands, as far ahead as `_AHEAD` allows."""
         reading, transport = call.reading, self._transport
         while reading is not None and transport is not None and call.wanted and call.error is None:
             if call.num_due >= _AHEAD or (command := reading.next()) is None:
@@ -155,27 +151,11 @@ class Connection(asyncio.BufferedProtocol):
         call.wanted = False
         if self._waiting and self._waiting[0] is call:
             self._parser.drop_target()
-        # If nothing at all has come although something is due, the server hangs, and later commands would hang too. A
-        # caller that leaves early proves nothing, and must not end what others have in flight.
+        # If replies are due and no byte has arrived, the server hangs, and later commands would hang too. Otherwise the
+        # connection stays: it has the commands of other callers in flight.
         due_s = max(self._received_s, self._waiting[0].sent_s)
         if self._loop.time() - due_s >= _HANG_S:
             self.abort()
-
-    def abort(self) -> None:
-        """Drop the connection at once; everything in flight fails with `Unavailable`. Idempotent."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    async def aclose(self) -> None:
-        """Drop the connection and wait until it is gone. Idempotent."""
-        if self._transport is not None:
-            self._transport.abort()
-            await self._closed.wait()
-
-    # asyncio.BufferedProtocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._parser.buffer()
@@ -194,9 +174,8 @@ class Connection(asyncio.BufferedProtocol):
             )
             self.abort()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._fail(Unavailable("the connection to Redis was lost", address=self.address, error=exc))
-        self._closed.set()
+    def on_lost(self, error: Exception | None) -> None:
+        self._fail(Unavailable("the connection to Redis was lost", address=self.address, error=error))
 
     def _fail(self, error: Unavailable) -> None:
         while self._waiting:
@@ -204,7 +183,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _sink_for(self, num_bytes: int) -> memoryview | None:
         if not self._waiting:
-            raise ProtocolError("a reply that nobody asked for")
+            raise ProtocolError("a reply without a command")
         call = self._waiting[0]
         if not call.wanted or call.error is not None:
             return None
@@ -216,12 +195,12 @@ class Connection(asyncio.BufferedProtocol):
             call.error = error
             return None
         self._parser.on_piece = call.reading.received
-        self._send_next(call)  # with the size known, it may have more to request
+        self._send_next(call)  # the size is known now, and so are the next parts
         return place
 
     def _on_reply(self, reply: Reply) -> None:
         if not self._waiting:
-            raise ProtocolError("a reply that nobody asked for")
+            raise ProtocolError("a reply without a command")
         call = self._waiting.popleft()
         call.num_due -= 1
         if isinstance(reply, ErrorReply):

@@ -1,4 +1,4 @@
-"""A general Redis client, for the scripts and small commands of the catalog and the pending log."""
+"""redis-py as a general client, for the scripts and small commands of the catalog and the pending writes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from redis.backoff import ExponentialBackoff
 from redis.exceptions import ConnectionError, RedisError
 
 from kvstore.errors import Unavailable, UnsupportedFormat
+from kvstore.format.manifest import STORE_VERSION_PLACE, check_store_version
 from kvstore.format.names import manifest_name
-from kvstore.format.versions import STORE_VERSION_PLACE, check_store_version
 from kvstore.runtime.background import Background
 from kvstore.tiers.locations import RedisLocation
 
 __all__ = ["ControlClient", "open_control"]
 
 ControlClient = Redis | RedisCluster
-"""Talks to the primary, or to all nodes of a cluster; replies are `bytes`. Its errors are redis-py's
-(`redis.exceptions.RedisError`): its users translate them."""
+"""A client of the primary, or of all nodes of a cluster; replies are `bytes`. Its errors are redis-py's
+(`redis.exceptions.RedisError`); its users translate them."""
 
 _WATCH_S = 0.5
 _SENTINEL_S = 0.5
@@ -35,7 +35,7 @@ _SENTINEL_S = 0.5
 async def open_control(
     location: RedisLocation, *, timeout_s: float = 2.0, connections_max: int = 32, refuses_newer: bool = False
 ) -> AsyncIterator[ControlClient]:
-    """A client of the Redis at `location`, whatever its mode, closed at the end of the block.
+    """A client of the Redis at `location`, in any mode, closed at the end of the block.
 
     It connects at the first command, and recovers by itself from lost connections, failovers and moved slots. In a
     cluster all keys of one script or transaction must share a hash tag.
@@ -43,10 +43,10 @@ async def open_control(
     Args:
         location: Where, and how to log in.
         timeout_s: Limit for a connection attempt. Commands have none: run each within its deadline's scope.
-        connections_max: Size of the pool (per node in a cluster); one command more fails with `ConnectionError`.
-        refuses_newer: Read the store's version on each new connection, before any command, and refuse a server that a
-            newer release has taken over, with `ConnectionError`: it may have done so while we were cut off. Not in a
-            cluster, where one node alone has the version.
+        connections_max: Size of the pool (per node in a cluster). Further commands fail with `ConnectionError`.
+        refuses_newer: Read the store's version on each new connection, before other commands, and refuse a server that
+            a newer release has taken over, with `ConnectionError`. Without effect in a cluster, where only one node has
+            the version.
     """
     options = _options(location, timeout_s)
     async with AsyncExitStack() as stack:
@@ -62,9 +62,9 @@ async def open_control(
         if location.mode == "sentinel":
             assert location.service is not None
             login = {} if location.sentinel_login else {"username": None, "password": None}
-            asking = _options(location, timeout_s) | login | {"socket_timeout": _SENTINEL_S}
+            sentinel_options = _options(location, timeout_s) | login | {"socket_timeout": _SENTINEL_S}
             addresses = [tuple(address) for address in location.addresses]
-            sentinel = Sentinel(addresses, sentinel_kwargs=asking, **options)  # type: ignore[no-untyped-call]
+            sentinel = Sentinel(addresses, sentinel_kwargs=sentinel_options, **options)  # type: ignore[no-untyped-call]
             for one in sentinel.sentinels:
                 stack.push_async_callback(one.aclose)
             client = sentinel.master_for(location.service)
@@ -80,13 +80,13 @@ async def open_control(
 
 async def _close(cluster: RedisCluster) -> None:
     await cluster.aclose()
-    # `aclose` closes nothing if the first command was cancelled while it was still discovering the nodes
+    # `aclose` closes nothing if the first command was cancelled during the discovery of nodes
     await cluster.nodes_manager.aclose()
     await cluster.nodes_manager.aclose("startup_nodes")
 
 
 async def _follow(client: Redis) -> None:
-    """Leave an old primary when sentinels name another: it accepts writes for some ten more seconds, and loses them."""
+    """Leave the old primary when sentinels name another: it accepts writes for ten more seconds, and loses them."""
     pool = cast(SentinelConnectionPool, client.connection_pool)
     while True:
         await asyncio.sleep(_WATCH_S)
@@ -96,7 +96,7 @@ async def _follow(client: Redis) -> None:
 
 
 async def _greet(connection: AbstractConnection) -> None:
-    """Log in, then look whether this release may write here."""
+    """Log in, then check whether this release may write to the server."""
     await connection.on_connect()
     await connection.send_command("GET", manifest_name(STORE_VERSION_PLACE))
     note = await connection.read_response(disable_decoding=True)
@@ -110,8 +110,8 @@ def _options(location: RedisLocation, timeout_s: float) -> dict[str, Any]:
     options: dict[str, Any] = {
         "username": location.username,
         "password": location.password,
-        # With a limit, redis-py sends with `asyncio.wait_for`, which before Python 3.12 may swallow its caller's
-        # cancellation, so that a service would not stop.
+        # With a limit, redis-py sends with `asyncio.wait_for`, which before Python 3.12 may ignore a cancellation, so
+        # that a service would not stop.
         "socket_timeout": None,
         "socket_connect_timeout": timeout_s,
         "protocol": 2,
@@ -127,5 +127,5 @@ def _options(location: RedisLocation, timeout_s: float) -> dict[str, Any]:
 
 
 def _retry(attempts: int) -> Retry:
-    """Retry over a fresh connection, since the pool's may lead to a dead server; in a cluster with a reloaded map."""
+    """Retry on a new connection, since the pool's may lead to a dead server; in a cluster with a reloaded map."""
     return Retry(ExponentialBackoff(cap=0.2, base=0.01), attempts)

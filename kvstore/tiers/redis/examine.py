@@ -1,43 +1,97 @@
-"""Examines the servers of a location for operators: what they report, what this user may do, their clocks."""
+"""Examines servers for operators: what they report, and what of that to change; what our user may do; their clocks."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import Unavailable
+from kvstore.runtime.background import gather_all
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
-from kvstore.tiers.gather import gather_all
-from kvstore.tiers.locations_redis import HostPort, RedisLocation
+from kvstore.tiers.base import Concern, Severity
+from kvstore.tiers.locations import HostPort, RedisLocation
 from kvstore.tiers.redis.access import Access
-from kvstore.tiers.redis.facts import SLOW_S, ServerFacts, parse_info
+from kvstore.tiers.redis.cluster import Cluster
 from kvstore.tiers.redis.node import Node
 from kvstore.tiers.redis.replies import check_replies, strange_reply
-from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
-from kvstore.tiers.redis.slots import NUM_SLOTS, parse_slots
-from kvstore.tiers.redis.topology import Topology, open_topology
+from kvstore.tiers.redis.resp import Command, ErrorReply
+from kvstore.tiers.redis.topology import Topology, open_topology, query_sentinel
 
-__all__ = ["RedisExamination", "examine_redis"]
+__all__ = [
+    "MEMORY_BYTES_MIN",
+    "SLOW_S",
+    "VERSION_MIN",
+    "RedisExamination",
+    "ServerFacts",
+    "concerns_of",
+    "examine_redis",
+    "parse_info",
+    "parse_version",
+    "read_facts",
+]
 
+MEMORY_BYTES_MIN = 256 << 20
+"""Less does not hold the pages of one long prompt (8,192 tokens of a 7B model: 0.5-4 GiB)."""
+VERSION_MIN = (6, 2)
+SLOW_S = 0.005
+_DIGITS_MAX = 18
+"""Of a number that fits into 64 bits."""
+_DISK_STATES = ("rdb_last_bgsave_status", "aof_last_write_status", "aof_last_bgrewrite_status")
 _KEYS = ("v1/", "quarantine:v1/", "c1/", "c1t/", "c1d/", "c1o/", "kvstore:")
 """Prefixes of our keys, as docs/redis.md lists them for the rights of a user."""
 _PINGS_MAX = 10
 _PAUSE_S = 0.03
 _PROBE_MS = 10_000
-_DIGITS_MAX = 18
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """One server that holds records.
+
+    Attributes:
+        address: `host:port`.
+        product: `redis` or `valkey`.
+        version: As reported, for example `7.0.15`; a Valkey's own version, not the Redis version it is compatible with.
+        role: `master`, or `slave`.
+        num_replicas: Replicas that are connected to it.
+        used_bytes: Its memory in use, also by other users.
+        limit_bytes: Its `maxmemory`; `None`: no limit.
+        eviction_policy: Its `maxmemory-policy`.
+        num_evicted: Keys evicted since it started.
+        latency_s: One small round trip, just now.
+        machine_bytes: Memory of its machine; `None`: not reported.
+        writes_log: Whether it appends every write to a file.
+        disk_problem: Which part of its persistence failed last; empty: none. It may refuse writes until this is fixed.
+        is_cluster_node: Whether it is a node of a cluster.
+    """
+
+    address: str
+    product: str
+    version: str
+    role: str
+    num_replicas: int
+    used_bytes: int
+    limit_bytes: int | None
+    eviction_policy: str
+    num_evicted: int
+    latency_s: float
+    machine_bytes: int | None = None
+    writes_log: bool = False
+    disk_problem: str = ""
+    is_cluster_node: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RedisExamination:
-    """What was seen.
+    """The result of `examine_redis`.
 
     Attributes:
         servers: Those that hold records; their latency is the best of a few round trips.
-        clock_offsets_s: By address: how far a server's clock is ahead of ours, and by how much that may be wrong.
-        refused: By what was tried, in words: the server's refusal. Empty: this user may do all that we do.
+        clock_offsets_s: By address: how far a server's clock is ahead of ours, and the largest error of this number.
+        refused: By attempt, in words: the server's refusal. Empty: this user may do everything that we do.
         num_slots_missing: Hash slots of a cluster that no node serves; 0 without a cluster.
         sentinels: By address: the primary that a sentinel names, or why it names none. Empty without sentinels.
     """
@@ -50,7 +104,7 @@ class RedisExamination:
 
 
 async def examine_redis(location: RedisLocation, *, deadline: Deadline) -> RedisExamination:
-    """Examine a location. All that is written is one small key, which is removed again, or else expires.
+    """Examine a location. It writes one small key, which is removed again, or else expires.
 
     Raises:
         InvalidRequest: A certificate cannot be used.
@@ -59,48 +113,57 @@ async def examine_redis(location: RedisLocation, *, deadline: Deadline) -> Redis
     topology = open_topology(location, 1)
     try:
         nodes = list(await topology.nodes(deadline))
-        looks = await gather_all([_look_at(node, deadline) for node in nodes])
+        servers = tuple(await gather_all([read_facts(node, deadline, _PINGS_MAX) for node in nodes]))
+        offsets = await gather_all([_clock_offset_s(node, deadline) for node in nodes])
         return RedisExamination(
-            servers=tuple(facts for facts, _ in looks),
-            clock_offsets_s={facts.address: offset for facts, offset in looks},
+            servers=servers,
+            clock_offsets_s={facts.address: offset for facts, offset in zip(servers, offsets, strict=True)},
             refused=await _refused(topology, deadline),
-            num_slots_missing=await _slots_missing(nodes[0], deadline) if location.mode == "cluster" else 0,
+            num_slots_missing=await topology.num_slots_missing(deadline) if isinstance(topology, Cluster) else 0,
             sentinels=await _sentinels(location, deadline) if location.mode == "sentinel" else {},
         )
     finally:
         await topology.aclose()
 
 
-async def _look_at(node: Node, deadline: Deadline) -> tuple[ServerFacts, tuple[float, float]]:
-    now_s = asyncio.get_running_loop().time
-    await _ping(node, deadline)  # it may include a connection attempt
-    latency_s = await _ping(node, deadline)
-    for _ in range(_PINGS_MAX - 1):
+async def read_facts(node: Node, deadline: Deadline, num_pings_max: int = 1) -> ServerFacts:
+    """What a server reports. While its latency is high, it is measured again, because a busy processor of ours may be
+    the cause.
+    """
+    await _ping_s(node, deadline)  # it may include a connection attempt
+    latency_s = await _ping_s(node, deadline)
+    for _ in range(num_pings_max - 1):
         if latency_s <= SLOW_S:
             break
-        await asyncio.sleep(_PAUSE_S)  # the delay may be ours: a processor that is busy for a moment
-        latency_s = min(latency_s, await _ping(node, deadline))
-    before_ms, started_s = SYSTEM_CLOCK.wall_ms(), now_s()
-    (told,) = await node.control(("TIME",), deadline=deadline)
-    taken_s = now_s() - started_s
+        await asyncio.sleep(_PAUSE_S)
+        latency_s = min(latency_s, await _ping_s(node, deadline))
     (info,) = await node.control(("INFO",), deadline=deadline)
-    check_replies([told, info])
-    seconds, micros = _pair(told) or ("", "")
-    if not (seconds.isdecimal() and micros.isdecimal() and max(len(seconds), len(micros)) <= _DIGITS_MAX):
-        raise strange_reply("TIME", told, node.address)
-    offset_s = int(seconds) + int(micros) / 1e6 - (before_ms / 1000 + taken_s / 2)
-    facts = parse_info(bytes(info) if isinstance(info, bytes | memoryview) else b"", node.address, latency_s)
-    return facts, (offset_s, taken_s / 2)
+    check_replies([info])
+    return parse_info(bytes(info) if isinstance(info, memoryview) else b"", node.address, latency_s)
 
 
-async def _ping(node: Node, deadline: Deadline) -> float:
+async def _ping_s(node: Node, deadline: Deadline) -> float:
     started_s = asyncio.get_running_loop().time()
     check_replies(await node.control(("PING",), deadline=deadline))
     return asyncio.get_running_loop().time() - started_s
 
 
+async def _clock_offset_s(node: Node, deadline: Deadline) -> tuple[float, float]:
+    """How far the server's clock is ahead of ours, and the largest error of this number."""
+    before_ms, started_s = SYSTEM_CLOCK.wall_ms(), asyncio.get_running_loop().time()
+    (reply,) = await node.control(("TIME",), deadline=deadline)
+    taken_s = asyncio.get_running_loop().time() - started_s
+    check_replies([reply])
+    parts = reply if isinstance(reply, list) else []
+    digits = [part for part in parts if isinstance(part, bytes) and part.isdigit() and len(part) <= _DIGITS_MAX]
+    if len(digits) == len(parts) == 2:
+        time_s = int(digits[0]) + int(digits[1]) / 1e6
+        return time_s - (before_ms / 1000 + taken_s / 2), taken_s / 2
+    raise strange_reply("TIME", reply, node.address)
+
+
 async def _refused(topology: Topology, deadline: Deadline) -> dict[str, str]:
-    """Try what the tier, the catalog and pending writes do, where that changes nothing, and one write."""
+    """Try what the tier, the catalog and pending writes do, as far as that changes nothing, and one write."""
     name = f"kvstore:doctor:{secrets.token_hex(8)}"  # unique, so that two examinations at a time do not collide
     tries: dict[str, tuple[str, Command]] = {
         f"keys {key}*": (f"{key}doctor", ("EXISTS", f"{key}doctor")) for key in _KEYS
@@ -108,41 +171,107 @@ async def _refused(topology: Topology, deadline: Deadline) -> dict[str, str]:
     tries["scripts"] = (name, ("EVAL", "return 1", 0))
     tries["writes"] = (name, ("SET", name, "1", "NX", "PX", _PROBE_MS))
     tries["deletes"] = (name, ("DEL", name))
-    replies = await topology.ask(list(tries.values()), deadline=deadline)
+    replies = await topology.query(list(tries.values()), deadline=deadline)
     found = zip(tries, replies, strict=True)
     return {what: reply.message[:200] for what, reply in found if isinstance(reply, ErrorReply)}
 
 
-async def _slots_missing(node: Node, deadline: Deadline) -> int:
-    (reply,) = await node.control(("CLUSTER", "SLOTS"), deadline=deadline)
-    slots = parse_slots(reply, HostPort("", 0))
-    return NUM_SLOTS if slots is None else slots.count(None)
-
-
 async def _sentinels(location: RedisLocation, deadline: Deadline) -> dict[str, str]:
-    access = Access.to_sentinels(location)
+    access = Access(location, to_sentinels=True)
 
-    async def ask(address: HostPort) -> str:
+    async def query(address: HostPort) -> str:
+        sentinel = Node(access, address)
         try:
-            connection = await access.connect(address, deadline)
-            try:
-                question = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", location.service or "")
-                (reply,) = await connection.run([question], deadline=deadline)
-                check_replies([reply])
-            finally:
-                await connection.aclose()
-        except KVStoreError as error:
+            return str(await query_sentinel(sentinel, location.service or "", deadline))
+        except Unavailable as error:
             return f"no answer: {error}"
-        known = _pair(reply)
-        return f"{known[0]}:{known[1]}" if known is not None else "it does not know the service"
+        finally:
+            await sentinel.aclose()
 
-    answers = await gather_all([ask(address) for address in location.addresses])
+    answers = await gather_all([query(address) for address in location.addresses])
     return dict(zip(map(str, location.addresses), answers, strict=True))
 
 
-def _pair(reply: Reply) -> tuple[str, str] | None:
-    if isinstance(reply, list) and len(reply) == 2:
-        first, second = reply
-        if isinstance(first, bytes) and isinstance(second, bytes):
-            return first.decode(errors="replace"), second.decode(errors="replace")
-    return None
+def parse_info(info: bytes, address: str, latency_s: float) -> ServerFacts:
+    """Parse the reply to `INFO`; a missing value is 0 or empty."""
+    lines = (line.partition(":") for line in info.decode(errors="replace").splitlines())
+    facts = {name: value for name, _, value in lines}
+    is_valkey = "valkey_version" in facts
+
+    def number(name: str) -> int:
+        text = facts.get(name, "")
+        return int(text) if text.isascii() and text.isdecimal() and len(text) <= _DIGITS_MAX else 0
+
+    return ServerFacts(
+        address=address,
+        product="valkey" if is_valkey else "redis",
+        version=facts.get("valkey_version" if is_valkey else "redis_version", ""),
+        role=facts.get("role", ""),
+        num_replicas=number("connected_slaves"),
+        used_bytes=number("used_memory"),
+        limit_bytes=number("maxmemory") or None,
+        eviction_policy=facts.get("maxmemory_policy", ""),
+        num_evicted=number("evicted_keys"),
+        latency_s=latency_s,
+        machine_bytes=number("total_system_memory") or None,
+        writes_log=facts.get("aof_enabled") == "1",
+        disk_problem=", ".join(name for name in _DISK_STATES if facts.get(name, "ok") != "ok"),
+        is_cluster_node=facts.get("cluster_enabled") == "1",
+    )
+
+
+def concerns_of(facts: Sequence[ServerFacts]) -> list[Concern]:
+    """What an operator should change about these servers, dangers first."""
+    concerns = [concern for server in facts for concern in _concerns_of(server)]
+    return sorted(concerns, key=lambda concern: concern.severity is not Severity.DANGER)
+
+
+def _concerns_of(server: ServerFacts) -> list[Concern]:
+    concerns: list[Concern] = []
+
+    def add(severity: Severity, text: str) -> None:
+        concerns.append(Concern(severity, server.address, text))
+
+    if server.eviction_policy.startswith("allkeys"):
+        add(
+            Severity.DANGER,
+            f"this Redis may evict any key (maxmemory-policy {server.eviction_policy}): records that no slower tier "
+            "has, pending writes and the catalog too; run CONFIG SET maxmemory-policy volatile-lru, which evicts only "
+            "records that the slower tier has",
+        )
+    elif server.eviction_policy == "noeviction" and server.limit_bytes is not None:
+        add(
+            Severity.ADVICE,
+            "this Redis evicts nothing (maxmemory-policy noeviction): once it is full it takes no new record; run "
+            "CONFIG SET maxmemory-policy volatile-lru to let it evict records that the slower tier has",
+        )
+    if server.limit_bytes is None:
+        add(
+            Severity.ADVICE,
+            "this Redis has no memory limit (maxmemory 0): it grows until the machine kills it; run CONFIG SET "
+            "maxmemory with at most three quarters of its machine's memory",
+        )
+    elif server.limit_bytes < MEMORY_BYTES_MIN:
+        add(
+            Severity.ADVICE,
+            f"this Redis has too little memory for pages (maxmemory {server.limit_bytes} bytes, useful from "
+            f"{MEMORY_BYTES_MIN}): run CONFIG SET maxmemory with more, or set hot to memory:",
+        )
+    if (version := parse_version(server.version)) is not None and server.product == "redis" and version < VERSION_MIN:
+        add(
+            Severity.ADVICE,
+            f"this Redis is older than the versions that we test (version {server.version}): upgrade to 6.2 or later",
+        )
+    if server.latency_s > SLOW_S:
+        add(
+            Severity.ADVICE,
+            f"a small round trip takes {server.latency_s * 1000:.1f} ms (up to {SLOW_S * 1000:.0f} ms is usual in one "
+            "data centre): check the network, SLOWLOG, and whether it swaps",
+        )
+    return concerns
+
+
+def parse_version(text: str) -> tuple[int, ...] | None:
+    """The first two numbers of a version, or `None`."""
+    parts = text.split(".")[:2]
+    return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) and len(parts) == 2 else None

@@ -1,4 +1,4 @@
-"""The connections to one Redis server: control apart from data, reopened when lost."""
+"""The connections to one Redis server: one for small commands, others for records. Lost ones are reopened."""
 
 from __future__ import annotations
 
@@ -9,65 +9,59 @@ from operator import attrgetter
 from kvstore.errors import Closed, Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.turns import Turns
-from kvstore.tiers.locations_redis import HostPort
+from kvstore.tiers.locations import HostPort
 from kvstore.tiers.redis.access import Access
 from kvstore.tiers.redis.connection import Connection
-from kvstore.tiers.redis.reading import Reading
+from kvstore.tiers.redis.reading import PART_BYTES, Reading
 from kvstore.tiers.redis.resp import Argument, ErrorReply, Reply
-from kvstore.tiers.redis.stripes import PART_BYTES
 
-__all__ = ["Node", "Where", "at"]
+__all__ = ["Node"]
 
 _CONNECT_S = 2.0
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_MAX_S = 0.5
 _READS_BYTES = 4 * PART_BYTES
-"""Bytes that readings receive at a time, each a part or, if smaller, a whole record; as much again is requested ahead.
+"""Bytes that all reads receive at a time, each a part of a record or a small record; as many again are requested ahead.
 With fewer, Redis runs out of work between two replies and sleeps, and waking it costs both sides. With many more it
-spends more on each byte, since it copies each reply before it sends it."""
+needs more processor time per byte, because it copies each reply before it sends it."""
 _READS_MIN = 2
-"""Readings at a time whatever their size: one runs while the other waits for the network or its caller."""
+"""Reads at a time for any size: one runs while the other waits for the network or its caller."""
 
 _num_in_flight = attrgetter("num_in_flight")
 
-Where = Callable[[Deadline], Awaitable[HostPort]]
-"""Returns where the server is now; called for each connection attempt."""
-
-
-def at(address: HostPort) -> Where:
-    """The `Where` of a server that never moves."""
-
-    async def where(deadline: Deadline) -> HostPort:
-        return address
-
-    return where
-
 
 class Node:
-    """One server, or whichever server currently has its role.
+    """One server, or the server that has its role now.
 
-    Small commands have a connection of their own, so that a lookup never queues behind pages. A lost connection is
-    reopened by the next call; after a failure calls are refused at once for 0.05 s, growing to 0.5 s.
+    Small commands have a connection of their own, so that a lookup never waits for records. The next call reopens a
+    lost connection. After a failed attempt, calls are refused at once for 0.05 s, growing to 0.5 s.
 
     Args:
-        access: How to log in.
-        where: Where the server is. When it has moved, connections to its old place are dropped.
+        access: Opens connections.
+        where: The server's address; or finds it for each connection attempt. When it has changed, connections to the
+            old address are dropped.
+        num_data_connections: Connections that carry records.
         name: For messages, until the address is known.
-        num_data_connections: Connections that carry pages.
     """
 
-    def __init__(self, access: Access, where: Where, name: str, num_data_connections: int) -> None:
+    def __init__(
+        self,
+        access: Access,
+        where: HostPort | Callable[[Deadline], Awaitable[HostPort]],
+        num_data_connections: int = 0,
+        name: str = "",
+    ) -> None:
         self._access = access
         self._where = where
-        self.address = name
+        self.address = name or str(where)
         self._control = _Link(self)
         self._data = [_Link(self) for _ in range(num_data_connections)]
         self._reads = Turns(_READS_MIN)
-        self._read_bytes = PART_BYTES  # the largest part of a recent reading
+        self._read_bytes = PART_BYTES  # the largest part of recent reads
 
     @property
     def num_in_flight(self) -> int:
-        """Calls that wait for an answer."""
+        """Calls that wait for a reply."""
         return sum(link.num_in_flight for link in (self._control, *self._data))
 
     async def control(self, *commands: Sequence[Argument], deadline: Deadline) -> list[Reply]:
@@ -75,13 +69,13 @@ class Node:
         return await self._control.run(commands, deadline)
 
     async def data(self, *commands: Sequence[Argument], deadline: Deadline) -> list[Reply]:
-        """Run commands that carry pages, on the connection with the least in flight; see `Connection.run`."""
+        """Run commands that carry records, on the connection with the fewest calls; see `Connection.run`."""
         return await self._least_busy().run(commands, deadline)
 
     async def read(self, reading: Reading, *, deadline: Deadline) -> None:
-        """Read a record on the connection with the least in flight; see `Connection.read`.
+        """Read a record on the connection with the fewest calls; see `Connection.read`.
 
-        Few are read at a time; further ones wait within their deadline.
+        A few records are read at a time. Further reads wait within their deadline.
         """
         if not self._reads.try_begin():
             async with deadline.scope(f"waiting for other reads from Redis at {self.address} (check its load)"):
@@ -98,14 +92,14 @@ class Node:
 
     async def connect(self, deadline: Deadline) -> Connection:
         """A new connection to the server's current address; connections to earlier ones are dropped."""
-        address = await self._where(deadline)
+        address = self._where if isinstance(self._where, HostPort) else await self._where(deadline)
         connection = await self._access.connect(address, deadline)
         if self.address != str(address):
             self.leave_all_but(address)
         return connection
 
     def leave_all_but(self, address: HostPort) -> None:
-        """Drop connections to any other address: the server is at `address` now."""
+        """Drop connections to other addresses: the server is at `address` now."""
         self.address = str(address)
         for link in (self._control, *self._data):
             link.leave(self.address)
@@ -136,7 +130,7 @@ class _Link:
         finally:
             self.num_in_flight -= 1
         if any(isinstance(reply, ErrorReply) and reply.code == "READONLY" for reply in replies):
-            connection.abort()  # it was demoted: the next call looks for the primary again
+            connection.abort()  # the server was demoted: the next call looks for the primary again
         return replies
 
     async def read(self, reading: Reading, deadline: Deadline) -> None:
@@ -153,7 +147,7 @@ class _Link:
             self._connection.abort()
 
     async def _living(self, deadline: Deadline) -> Connection:
-        """The connection, opened now if there is none alive."""
+        """The connection, opened now if it is not alive."""
         if self._connection is not None and self._connection.alive and not self._connecting.locked():
             return self._connection
         async with deadline.scope(f"connecting to Redis at {self._node.address}"), self._connecting:

@@ -1,25 +1,19 @@
-"""What replies mean for us: errors are `Unavailable` with the next step, or a redirection to another node; a reply that
-its command cannot have is `Unavailable` too.
-"""
+"""Checks replies: an error, or a reply that its command cannot have, is `Unavailable` with the next step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from kvstore.errors import Unavailable
-from kvstore.tiers.locations_redis import HostPort
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
-from kvstore.tiers.redis.slots import NUM_SLOTS
 
 __all__ = [
     "NO_ROOM",
     "WRITE_PROBE",
-    "Redirect",
     "check_form",
     "check_replies",
     "check_reply",
-    "redirect_of",
+    "is_wrong_type",
     "strange_reply",
     "writes_refused",
 ]
@@ -34,24 +28,12 @@ _NEXT_STEP = {
     "MOVED": "this is a Redis Cluster: use redis+cluster://",
     "CLUSTERDOWN": "bring the cluster's missing nodes back",
     "MASTERDOWN": "bring its primary back",
-    "IDONTKNOW": "ask again once the sentinel has seen the primary",
+    "IDONTKNOW": "try again once the sentinel has seen the primary",
 }
 
 
 def _is_count(reply: Reply) -> bool:
     return isinstance(reply, int) and reply >= 0
-
-
-def _is_value(reply: Reply) -> bool:
-    return isinstance(reply, memoryview)
-
-
-def _is_value_or_none(reply: Reply) -> bool:
-    return reply is None or isinstance(reply, memoryview)
-
-
-def _is_done(reply: Reply) -> bool:
-    return reply == "OK"
 
 
 def _is_scan(reply: Reply) -> bool:
@@ -63,21 +45,21 @@ def _is_scan(reply: Reply) -> bool:
 
 _FORMS: Mapping[str, Callable[[Reply], bool]] = {
     **dict.fromkeys(("STRLEN", "EXISTS", "UNLINK", "DEL", "EXPIRE", "PERSIST", "EVAL"), _is_count),
-    **dict.fromkeys(("GETRANGE", "INFO"), _is_value),
-    **dict.fromkeys(("AUTH", "SELECT", "ASKING"), _is_done),
-    "GET": _is_value_or_none,
+    **dict.fromkeys(("GETRANGE", "INFO"), lambda reply: isinstance(reply, memoryview)),
+    **dict.fromkeys(("AUTH", "SELECT", "ASKING"), lambda reply: reply == "OK"),
+    "GET": lambda reply: reply is None or isinstance(reply, memoryview),
     "PING": lambda reply: reply == "PONG",
     "ROLE": lambda reply: isinstance(reply, list),
     "SCAN": _is_scan,
     "SET": lambda reply: reply is None or reply == "OK",
 }
-"""By command, whether it can have a reply that is no error; a command that is not listed is judged by whoever sent it.
-Our scripts return counts."""
+"""By command, whether it can have a reply that is no error. The callers of other commands check their replies. Our
+scripts return counts."""
 
 
 WRITE_PROBE = ("EVAL", "#!lua\nreturn 1", 0)
-"""Changes nothing and has no key, but Redis 7 treats it as a write: a server that refuses writes refuses it, as a node
-of a cluster does too. Older servers know no such scripts, and refuse it with another error."""
+"""Changes nothing and has no key, but Redis 7 treats it as a write: a server that refuses writes refuses it, also as a
+node of a cluster. Older servers do not support such scripts, and refuse it with another error."""
 
 NO_ROOM = "it has no memory left: raise maxmemory, or set maxmemory-policy volatile-lru"
 
@@ -90,16 +72,12 @@ _WRITES_REFUSED = {
 
 
 def writes_refused(reply: Reply) -> str:
-    """Why a server takes no writes, by its reply to `WRITE_PROBE`; empty: it does, or does not tell."""
+    """Why a server refuses writes, by its reply to `WRITE_PROBE`; empty: it accepts them, or this is unknown."""
     return _WRITES_REFUSED.get(reply.code, "") if isinstance(reply, ErrorReply) else ""
 
 
 def check_form(command: Command, reply: Reply, address: str) -> None:
-    """Refuse a reply that no Redis gives to a command: somebody else's, or a damaged one.
-
-    Raises:
-        Unavailable: It is one.
-    """
+    """Raise `Unavailable` for a reply that no Redis gives to a command: another server's, or a damaged one."""
     form = _FORMS.get(str(command[0]))
     if form is not None and not isinstance(reply, ErrorReply) and not form(reply):
         raise strange_reply(str(command[0]), reply, address)
@@ -108,11 +86,16 @@ def check_form(command: Command, reply: Reply, address: str) -> None:
 def strange_reply(verb: str, reply: object, address: str) -> Unavailable:
     """The error for a reply that its command cannot have."""
     return Unavailable(
-        "what answers at the address of Redis does not answer like one: check the address, and what stands between",
+        "the server at the address of Redis does not reply like a Redis: check the address, and proxies on the way",
         address=address,
         command=verb,
         seen=repr(bytes(reply[:40]) if isinstance(reply, memoryview) else reply)[:80],
     )
+
+
+def is_wrong_type(reply: Reply) -> bool:
+    """Whether the name has a value that is not a string."""
+    return isinstance(reply, ErrorReply) and reply.code == "WRONGTYPE"
 
 
 def check_replies(replies: Sequence[Reply]) -> None:
@@ -128,32 +111,3 @@ def check_reply(reply: Reply) -> None:
         if "cluster support disabled" in reply.message:
             next_step = "this is no cluster: use redis://"
         raise Unavailable(f"Redis refused a command: {next_step}", address=reply.address, seen=reply.message[:200])
-
-
-@dataclass(frozen=True, slots=True)
-class Redirect:
-    """A cluster node's answer that another node has the keys.
-
-    Attributes:
-        address: The node to ask.
-        slot: The hash slot in question.
-        once: Only these keys have moved so far: send `ASKING` first, and keep asking the old node for others.
-    """
-
-    address: HostPort
-    slot: int
-    once: bool
-
-
-def redirect_of(reply: Reply, asked: HostPort) -> Redirect | None:
-    """Read `MOVED <slot> <host>:<port>` and `ASK ...`; `None` for any other reply."""
-    if not isinstance(reply, ErrorReply) or reply.code not in ("MOVED", "ASK"):
-        return None
-    try:
-        _, slot, place = reply.message.split(" ")[:3]
-        host, _, port = place.rpartition(":")
-        # an empty host: the node does not know its own address, and means the one that we used
-        redirect = Redirect(HostPort(host.strip("[]") or asked.host, int(port)), int(slot), reply.code == "ASK")
-    except ValueError:
-        return None
-    return redirect if 0 <= redirect.slot < NUM_SLOTS else None

@@ -1,6 +1,6 @@
-"""The bytes of the Redis protocol (RESP2), without I/O: commands out, replies in.
+"""The bytes of the Redis protocol (RESP2), without I/O.
 
-Large replies are received straight into the buffer that a sink names, so nothing is copied after `recv_into`.
+Large replies are received straight into a buffer that the caller provides, so nothing is copied after `recv_into`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,12 @@ _DEPTH_MAX = 8
 _INLINE_BYTES = 8 * 1024
 _INTEGER_END = 1 << 63
 _PIECE_BYTES = 512 * 1024
-"""Bytes of a bulk string received at a time while it is being summed: they are then still in the core's own cache."""
+"""Bytes of a bulk string received at a time if it is summed: they are then still in the core's own cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """An error that the server answered, e.g. `OOM command not allowed ...`.
-
-    Attributes:
-        message: Its text.
-        address: The server that sent it, if known.
-    """
+    """An error that the server at `address` replied, for example `OOM command not allowed ...`."""
 
     message: str
     address: str = ""
@@ -44,15 +39,15 @@ class ErrorReply:
 
 
 Reply = Union[None, int, str, bytes, memoryview, ErrorReply, "list[Reply]"]
-"""A bulk string is `bytes`, or the sink's `memoryview`; a simple string is `str`."""
+"""A bulk string is `bytes`, or a `memoryview` of the caller's buffer; a simple string is `str`."""
 
 
 class ProtocolError(Exception):
-    """The peer does not speak RESP2; the connection is unusable. Stays inside this package."""
+    """The peer does not use RESP2; the connection is unusable. Does not leave this package."""
 
 
 def encode_command(*arguments: Argument) -> list[bytes | memoryview]:
-    """The command as parts to write one after the other; a large argument is a part of its own, not copied."""
+    """The command as parts to write in order; a large argument is a part of its own, not copied."""
     parts: list[bytes | memoryview] = []
     small = [b"*%d\r\n" % len(arguments)]
     for argument in arguments:
@@ -72,19 +67,19 @@ def encode_command(*arguments: Argument) -> list[bytes | memoryview]:
 
 
 class ReplyParser:
-    """Turns received bytes into replies.
+    """Parses replies.
 
-    The caller receives into `buffer()` and at once passes the number of bytes to `received`, so that no byte is ever on
-    its way into a buffer that `drop_target` was called for.
+    The caller receives into `buffer()` and at once passes the number of bytes to `received`. So after `drop_target` no
+    byte is written into the dropped buffer.
 
     Args:
-        sink_for: Called with the size of each bulk string that is a reply of its own; returns where to put it, or
-            `None` to drop it.
-        on_reply: Called with each reply; one that was dropped is `None`.
+        sink_for: Called with the size of each bulk string that is a reply of its own. Returns its buffer, or `None` to
+            drop it.
+        on_reply: Called with each reply; a dropped one is `None`.
 
     Attributes:
-        on_piece: Called with each piece, in order, of the bulk string that `sink_for` was last called for; set by
-            `sink_for`, for this one bulk string.
+        on_piece: Called with each piece, in order, of one bulk string; `sink_for` sets it for the string that it was
+            called for.
     """
 
     def __init__(self, sink_for: Callable[[int], memoryview | None], on_reply: Callable[[Reply], None]) -> None:
@@ -93,7 +88,7 @@ class ReplyParser:
         self._scratch = bytearray(_SCRATCH_BYTES)
         self._scratch_view = memoryview(self._scratch)
         self._scrap = memoryview(bytearray(64 * 1024))
-        self._start = 0  # what is received but not yet read is scratch[start:end]
+        self._start = 0  # scratch[start:end] is received and not yet parsed
         self._end = 0
         self._target: memoryview | None = None  # of the bulk string that is being received
         self._filled = 0
@@ -113,11 +108,11 @@ class ReplyParser:
         return self._target[self._filled :]
 
     def head(self) -> memoryview:
-        """What has arrived of the bulk string that `sink_for` is being asked about; may be empty."""
+        """The received part of the bulk string that `sink_for` is called for; may be empty."""
         return self._scratch_view[self._start : min(self._end, self._start + self._body_left)]
 
     def received(self, num_bytes: int) -> None:
-        """Take note of bytes that were received into `buffer()`.
+        """Parse bytes that were received into `buffer()`.
 
         Raises:
             ProtocolError: They are not RESP2.
@@ -144,7 +139,7 @@ class ReplyParser:
         self._target = None
 
     def _step(self) -> bool:
-        """Read one line, and what has arrived of a body after it. False: more bytes are needed."""
+        """Parse one line, and the received part of the body after it. False: more bytes are needed."""
         if self._newline_due:
             if self._end - self._start < 2:
                 return False

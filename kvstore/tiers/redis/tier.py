@@ -2,116 +2,80 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
-from kvstore.format.header_v1 import HEADER_BYTES
+from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable
+from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.names import ROOT, format_name, manifest_name, namespace_root, parse_name
 from kvstore.format.record import MAX_RECORD_BYTES, Record
 from kvstore.model.keys import NamespaceId, RecordKey
-from kvstore.runtime.background import Background
+from kvstore.runtime.background import Background, gather_all
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import Concern, Entry, PutOutcome, Tier, TierUsage
-from kvstore.tiers.buffers import allocate_exactly
-from kvstore.tiers.detached import see_through
-from kvstore.tiers.gather import gather_all
-from kvstore.tiers.locations_redis import RedisLocation, parse_redis
-from kvstore.tiers.quarantine import QuarantineBudget
-from kvstore.tiers.redis.facts import ServerFacts, concerns_of, parse_info
-from kvstore.tiers.redis.node import Node
-from kvstore.tiers.redis.reading import Reading, striped_header
-from kvstore.tiers.redis.replies import NO_ROOM, WRITE_PROBE, check_replies, check_reply, writes_refused
-from kvstore.tiers.redis.resp import ErrorReply, Reply
-from kvstore.tiers.redis.stripes import STRIPE_BYTES, is_striped, stripe_names
-from kvstore.tiers.redis.topology import Topology, open_topology
+from kvstore.tiers.locations import RedisLocation, parse_redis
+from kvstore.tiers.redis.examine import ServerFacts, concerns_of, read_facts
+from kvstore.tiers.redis.reading import STRIPE_BYTES, Reading, is_striped, stripe_names, striped_header
+from kvstore.tiers.redis.replies import NO_ROOM, WRITE_PROBE, check_replies, check_reply, is_wrong_type, writes_refused
+from kvstore.tiers.redis.resp import Reply
+from kvstore.tiers.redis.topology import open_topology
 from kvstore.tiers.redis.values import Values, each_alone
-from kvstore.tiers.verify import check_deadline, is_same, open_or_reason
+from kvstore.tiers.verify import QuarantineBudget, allocate_exactly, is_same, open_or_reason
 
 __all__ = ["RedisTier"]
 
 _log = logging.getLogger(__name__)
 
 _QUARANTINE_S = 7 * 24 * 3600
-_QUARANTINE_BYTES_MAX = 256 << 20
 _REMOVED_S = 1
-"""What is not kept aside expires after so long: as good as at once."""
+"""Expiry of quarantined records beyond the budget: they are removed almost at once."""
 _EVICTABLE_S = 7 * 24 * 3600
-"""Expiry of a record that the cold tier has, which is then read from there again; until then Redis decides."""
+"""Expiry of a record that the cold tier has too. Until then Redis decides whether to evict it."""
 _PUT_ATTEMPTS = 3
 _SCAN_COUNT = 512
 _FULL_S = 30.0
-"""So long after a record that found no room the server counts as full, unless one found room since."""
+"""How long the server counts as full after it had no room for a record, unless a later one found room."""
 _SCAN_STEP_S = 10.0
 
 
 class RedisTier(Tier):
-    """Stores records on the nodes of a topology; make one with `from_url`. Connects when first used.
+    """Stores records in a Redis. Connects when first used.
 
     Args:
-        topology: Which node a name lives on; owned by the tier.
-        in_flight_bytes: Limit for bytes in flight to or from Redis; further calls wait within their deadline.
-        name: Shown in metrics and answers.
+        location: One server, a cluster, or the primary that sentinels name; or its url.
+        num_connections: Connections to each server that carry records; one more carries small commands.
+        in_flight_bytes: Limit for bytes in flight to or from Redis. Further calls wait within their deadline.
+
+    Raises:
+        InvalidRequest: The url is malformed, or a certificate cannot be used.
     """
 
-    def __init__(self, topology: Topology, *, in_flight_bytes: int = 256 << 20, name: str = "redis") -> None:
+    name = "redis"
+
+    def __init__(
+        self, location: RedisLocation | str, *, num_connections: int = 4, in_flight_bytes: int = 256 << 20
+    ) -> None:
         if in_flight_bytes < STRIPE_BYTES:
             raise InvalidRequest("in_flight_bytes must hold one value", least=STRIPE_BYTES, seen=in_flight_bytes)
-        self.name = name
-        self._topology = topology
-        self._values = Values(topology, ByteBudget(in_flight_bytes))
-        self._background = Background(f"{name} tier")
-        self._num_quarantined = 0
-        self._aside = QuarantineBudget(_QUARANTINE_BYTES_MAX)
-        self._full_s = -math.inf  # when a record found no room last
-        self._closed = False
-
-    @classmethod
-    def from_url(
-        cls, url: str, *, num_connections: int = 4, in_flight_bytes: int = 256 << 20, name: str = "redis"
-    ) -> RedisTier:
-        """As `at`, with the location given as a url.
-
-        Raises:
-            InvalidRequest: The url is malformed, or names a certificate that cannot be used.
-        """
-        location = parse_redis(url)
-        return cls.at(location, num_connections=num_connections, in_flight_bytes=in_flight_bytes, name=name)
-
-    @classmethod
-    def at(
-        cls, location: RedisLocation, *, num_connections: int = 4, in_flight_bytes: int = 256 << 20, name: str = "redis"
-    ) -> RedisTier:
-        """A tier on the Redis at `location`; connects when first used.
-
-        Args:
-            location: One server, a cluster, or the primary that sentinels name.
-            num_connections: Connections to each server that carry records; one more carries small commands.
-            in_flight_bytes: As in the constructor.
-            name: As in the constructor.
-
-        Raises:
-            InvalidRequest: A certificate cannot be used.
-        """
         if num_connections < 1:
             raise InvalidRequest("num_connections must be at least 1", seen=num_connections)
-        return cls(open_topology(location, num_connections), in_flight_bytes=in_flight_bytes, name=name)
-
-    @property
-    def num_quarantined(self) -> int:
-        return self._num_quarantined
+        location = parse_redis(location) if isinstance(location, str) else location
+        self._topology = open_topology(location, num_connections)
+        self._values = Values(self._topology, ByteBudget(in_flight_bytes))
+        self._background = Background("redis tier")
+        self._quarantine_budget = QuarantineBudget()
+        self._full_s = -math.inf  # when a record last found no room
 
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         """One round trip per node. A striped record's bytes are unknown here: 0."""
         self._check(deadline)
         if not keys:
             return []
-        replies = await self._topology.ask(each_alone("STRLEN", list(map(format_name, keys))), deadline=deadline)
+        replies = await self._topology.query(each_alone("STRLEN", list(map(format_name, keys))), deadline=deadline)
         return list(map(_size_of, replies))
 
     async def get(
@@ -121,16 +85,16 @@ class RedisTier(Tier):
         reading = Reading(key, lambda num_bytes: allocate_exactly(num_bytes, allocate))
         opened = await self._read(reading, key, deadline)
         if isinstance(opened, str):
-            # it may have been evicted and put again, by another engine, between two parts: then neither is damaged
+            # another engine may have replaced an evicted record between two parts: then neither is damaged
             reading.begin()
             opened = await self._read(reading, key, deadline)
         if isinstance(opened, str):
-            await self._put_aside(key, opened, reading.striped or reading.data, deadline)
+            await self._quarantine(key, opened, reading.striped or reading.data, deadline)
             return None
         return opened
 
     async def _read(self, reading: Reading, key: RecordKey, deadline: Deadline) -> Record | str | None:
-        """The record, `None` where there is none, or what is wrong with it."""
+        """The record, `None` if there is none, or why it is corrupt."""
         try:
             await self._values.read(reading, deadline=deadline)
         except CorruptRecord as error:
@@ -141,48 +105,45 @@ class RedisTier(Tier):
         self._check(deadline)
         _check_size(record)
         for _ in range(_PUT_ATTEMPTS):
-            outcome = self._noted(await self._put_once(record, deadline))
-            # a caller may rely on a record that exists, but this one may have been evictable: make it stay
+            outcome = await self._put_once(record, deadline)
+            # a caller relies on a record that exists, but this one may have been evictable: make it stay
             if outcome is not PutOutcome.EXISTS or await self._values.keep(
                 format_name(record.key), record.key, deadline=deadline
             ):
                 return outcome
-        raise Unavailable("the record under this name went away again and again: put it later", key=record.key)
+        raise Unavailable("the record of this name was removed again and again: put it later", key=record.key)
 
     async def put_evictable(self, record: Record, *, deadline: Deadline) -> PutOutcome:
         """As `Tier.put_evictable`: with an expiry, set by the command that writes the record."""
         self._check(deadline)
         _check_size(record)
-        return self._noted(await self._put_once(record, deadline, expires_s=_EVICTABLE_S))
-
-    def _noted(self, outcome: PutOutcome) -> PutOutcome:
-        """Note whether there was room for a record."""
-        if outcome is not PutOutcome.EXISTS:
-            self._full_s = SYSTEM_CLOCK.monotonic_s() if outcome is PutOutcome.FULL else -math.inf
-        return outcome
+        return await self._put_once(record, deadline, expires_s=_EVICTABLE_S)
 
     async def _put_once(self, record: Record, deadline: Deadline, expires_s: int | None = None) -> PutOutcome:
         if is_striped(record.header):
-            return await see_through(
-                self._background,
+            outcome = await self._background.run_to_end(
                 lambda: self._values.put_striped(record, expires_s=expires_s, deadline=deadline),
                 "write a striped record to Redis",
                 deadline,
             )
-        options = ("NX",) if expires_s is None else ("NX", "EX", expires_s)
-        return await self._values.store(format_name(record.key), record.data, *options, deadline=deadline)
+        else:
+            options = ("NX",) if expires_s is None else ("NX", "EX", expires_s)
+            outcome = await self._values.store(format_name(record.key), record.data, *options, deadline=deadline)
+        if outcome is not PutOutcome.EXISTS:
+            self._full_s = SYSTEM_CLOCK.monotonic_s() if outcome is PutOutcome.FULL else -math.inf
+        return outcome
 
     async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
         self._check(deadline)
         name = format_name(key)
         commands = [(name, ("GETRANGE", name, 0, HEADER_BYTES - 1)), (name, ("UNLINK", name))]
-        head, removed = await self._topology.ask(commands, deadline=deadline)
-        if not _is_foreign(head):
+        head, removed = await self._topology.query(commands, deadline=deadline)
+        if not is_wrong_type(head):
             check_reply(head)
         check_reply(removed)
-        if isinstance(head, memoryview) and (header := striped_header(head, key)) is not None:
+        if (header := striped_header(head, key)) is not None:
             stripes = each_alone("UNLINK", stripe_names(header))
-            check_replies(await self._topology.ask(stripes, deadline=deadline))
+            check_replies(await self._topology.query(stripes, deadline=deadline))
         return removed == 1
 
     async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
@@ -192,36 +153,29 @@ class RedisTier(Tier):
             return
         names = [format_name(key) for key in keys]
         commands = [(name, command) for name in names for command in (("EXPIRE", name, _EVICTABLE_S), ("STRLEN", name))]
-        replies = await self._topology.ask(commands, deadline=deadline)
+        replies = await self._topology.query(commands, deadline=deadline)
         check_replies(replies[::2])
-        short = [index for index, length in enumerate(replies[1::2]) if length == HEADER_BYTES]
-        if not short:
-            return
-        heads = await self._topology.ask(each_alone("GET", [names[index] for index in short]), deadline=deadline)
-        stripes = [
-            (stripe, ("EXPIRE", stripe, _EVICTABLE_S))
-            for index, head in zip(short, heads, strict=True)
-            if isinstance(head, memoryview) and (header := striped_header(head, keys[index])) is not None
-            for stripe in stripe_names(header)
-        ]
+        striped = await self._striped(keys, replies[1::2], deadline)
+        stripes = [stripe for header in striped.values() for stripe in stripe_names(header)]
         if stripes:
-            check_replies(await self._topology.ask(stripes, deadline=deadline))
+            expire = [(stripe, ("EXPIRE", stripe, _EVICTABLE_S)) for stripe in stripes]
+            check_replies(await self._topology.query(expire, deadline=deadline))
 
     async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
-        """Rename the record to `quarantine:<name>` for a week; stripes get that expiry in place. Beyond 256 MiB that
-        this process keeps so, it is removed.
+        """Rename the record to `quarantine:<name>` for a week; stripes get that expiry under their own names. Once this
+        process has 256 MiB there, the record is removed.
         """
         self._check(deadline)
         if seen is None or not is_striped(seen.header):
             value = None if seen is None else seen.data
-            return await self._put_aside(key, reason, value, deadline, is_forced=True)
+            return await self._quarantine(key, reason, value, deadline, is_forced=True)
         reading = Reading(key, fresh_buffer)
         await self._read(reading, key, deadline)
         if reading.data is None or not is_same(reading.data, seen.data):
             return False
-        return await self._put_aside(key, reason, reading.striped, deadline)
+        return await self._quarantine(key, reason, reading.striped, deadline)
 
-    async def _put_aside(
+    async def _quarantine(
         self,
         key: RecordKey,
         reason: str,
@@ -230,17 +184,14 @@ class RedisTier(Tier):
         *,
         is_forced: bool = False,
     ) -> bool:
-        """As `Values.put_aside`, counted and told. False: nothing was put aside."""
+        """As `Values.quarantine`, counted and reported. False: nothing was quarantined."""
         num_bytes = len(seen) if seen is not None and len(seen) > HEADER_BYTES else STRIPE_BYTES
-        expires_s = _QUARANTINE_S if self._aside.keeps(num_bytes) else _REMOVED_S
-        aside = await self._values.put_aside(key, seen, is_forced=is_forced, expires_s=expires_s, deadline=deadline)
-        if aside is None:
-            _log.info("a record was read damaged, and is gone or another by now tier=%s key=%s", self.name, key)
+        expires_s = _QUARANTINE_S if self._quarantine_budget.keeps(num_bytes) else _REMOVED_S
+        name = await self._values.quarantine(key, seen, is_forced=is_forced, expires_s=expires_s, deadline=deadline)
+        if name is None:
+            _log.info("a corrupt record went away before its quarantine tier=%s key=%s", self.name, key)
             return False
-        self._num_quarantined += 1
-        if self.on_quarantine is not None:
-            self.on_quarantine(key, reason)
-        _log.warning("record quarantined tier=%s key=%s reason=%s name=%s", self.name, key, reason, aside)
+        self._quarantined(key, reason, name)
         return True
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
@@ -266,34 +217,41 @@ class RedisTier(Tier):
                         yield Entry(key, num_bytes)
 
     async def _sizes(self, keys: Sequence[RecordKey], deadline: Deadline) -> list[int]:
-        """Bytes of records, striped ones included; 0 for what is gone."""
+        """Bytes of records, striped ones included; 0 for records that are gone."""
         if not keys:
             return []
-        names = [format_name(key) for key in keys]
-        replies = await self._topology.ask(each_alone("STRLEN", names), deadline=deadline)
-        sizes = [reply if isinstance(reply, int) else 0 for reply in replies]
-        short = [index for index, num_bytes in enumerate(sizes) if num_bytes == HEADER_BYTES]
-        if short:
-            heads = await self._topology.ask(each_alone("GET", [names[index] for index in short]), deadline=deadline)
-            for index, head in zip(short, heads, strict=True):
-                if isinstance(head, memoryview) and (header := striped_header(head, keys[index])) is not None:
-                    sizes[index] = HEADER_BYTES + header.payload_bytes
-        return sizes
+        lengths = await self._topology.query(each_alone("STRLEN", list(map(format_name, keys))), deadline=deadline)
+        striped = await self._striped(keys, lengths, deadline)
+        sizes = {key: HEADER_BYTES + header.payload_bytes for key, header in striped.items()}
+        return [
+            sizes.get(key, length if isinstance(length, int) else 0) for key, length in zip(keys, lengths, strict=True)
+        ]
+
+    async def _striped(
+        self, keys: Sequence[RecordKey], lengths: Sequence[Reply], deadline: Deadline
+    ) -> dict[RecordKey, HeaderV1]:
+        """The headers of striped records, which are found by the length of their values."""
+        short = [key for key, length in zip(keys, lengths, strict=True) if length == HEADER_BYTES]
+        if not short:
+            return {}
+        heads = await self._topology.query(each_alone("GET", list(map(format_name, short))), deadline=deadline)
+        found = ((key, striped_header(head, key)) for key, head in zip(short, heads, strict=True))
+        return {key: header for key, header in found if header is not None}
 
     async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
         self._check(deadline)
         name = manifest_name(namespace)
-        check_replies(await self._topology.ask([(name, ("SET", name, manifest))], deadline=deadline))
+        check_replies(await self._topology.query([(name, ("SET", name, manifest))], deadline=deadline))
 
     async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
         self._check(deadline)
         name = manifest_name(namespace)
-        (reply,) = await self._topology.ask([(name, ("GET", name))], deadline=deadline)
+        (reply,) = await self._topology.query([(name, ("GET", name))], deadline=deadline)
         check_reply(reply)
         return bytes(reply) if isinstance(reply, memoryview) else None
 
     async def usage(self, *, deadline: Deadline) -> TierUsage:
-        """The servers' memory as they report it, other users' included."""
+        """The servers' memory as they report it, also that of other users."""
         facts = await self.facts(deadline=deadline)
         limits = [server.limit_bytes for server in facts]
         limit_bytes = None if None in limits else sum(limit for limit in limits if limit is not None)
@@ -302,8 +260,9 @@ class RedisTier(Tier):
         return TierUsage(None, used_bytes, limit_bytes, self._num_quarantined, name, refused)
 
     async def _refuses_writes(self, deadline: Deadline) -> str:
-        """Why one of the servers takes no writes; empty: all do. One that has room for small values alone has refused a
-        record lately.
+        """Why one of the servers refuses writes; empty: all accept them.
+
+        A server with room only for small values accepts the probe, but has refused a record recently.
         """
         nodes = await self._topology.nodes(deadline)
         replies = await gather_all([node.control(WRITE_PROBE, deadline=deadline) for node in nodes])
@@ -313,21 +272,9 @@ class RedisTier(Tier):
         return refused[0] if refused else ""
 
     async def facts(self, *, deadline: Deadline) -> list[ServerFacts]:
-        """What the servers that hold records report about themselves, for `concerns_of` and for operators."""
+        """What the servers that hold records report."""
         self._check(deadline)
-
-        async def ask(node: Node) -> ServerFacts:
-            now_s = asyncio.get_running_loop().time
-            # the first answer may include a connection attempt
-            check_replies(await node.control(("PING",), deadline=deadline))
-            started_s = now_s()
-            check_replies(await node.control(("PING",), deadline=deadline))
-            latency_s = now_s() - started_s
-            (reply,) = await node.control(("INFO",), deadline=deadline)
-            check_reply(reply)
-            return parse_info(bytes(reply) if isinstance(reply, memoryview) else b"", node.address, latency_s)
-
-        return await gather_all([ask(node) for node in await self._topology.nodes(deadline)])
+        return await gather_all([read_facts(node, deadline) for node in await self._topology.nodes(deadline)])
 
     async def concerns(self, *, deadline: Deadline) -> list[Concern]:
         return concerns_of(await self.facts(deadline=deadline))
@@ -338,14 +285,6 @@ class RedisTier(Tier):
             await self._background.aclose()
             await self._topology.aclose()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Closed("the tier is closed", tier=self.name)
-
-    def _check(self, deadline: Deadline) -> None:
-        self._check_open()
-        check_deadline(deadline, self.name)
-
 
 def _check_size(record: Record) -> None:
     if record.num_bytes > MAX_RECORD_BYTES:
@@ -353,22 +292,17 @@ def _check_size(record: Record) -> None:
 
 
 def _size_of(reply: Reply) -> int | None:
-    """What a STRLEN says of a record: its bytes, 0 if it is there but its size is unknown, `None` if it is absent."""
-    if _is_foreign(reply):
-        return 0  # present, but not a record: the next get puts it aside
+    """A record's bytes by the reply to STRLEN; 0 if it exists and its size is unknown, `None` if it is absent."""
+    if is_wrong_type(reply):
+        return 0  # present, but not a record: the next get quarantines it
     check_reply(reply)
     if not isinstance(reply, int) or reply == 0:
         return None
     return 0 if reply == HEADER_BYTES else reply
 
 
-def _is_foreign(reply: Reply) -> bool:
-    """Whether the name holds something that is not a string."""
-    return isinstance(reply, ErrorReply) and reply.code == "WRONGTYPE"
-
-
 def _record_key(name: Reply) -> RecordKey | None:
-    """The key that a name spells; `None` for stripes, manifests and what is not ours."""
+    """The key of a name; `None` for stripes, manifests and names that are not ours."""
     try:
         return parse_name(name.decode()) if isinstance(name, bytes) else None
     except (InvalidRequest, UnicodeDecodeError):

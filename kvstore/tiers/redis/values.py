@@ -1,49 +1,54 @@
-"""The byte path: whole values and striped records, under one limit for bytes in flight."""
+"""Reads, writes and quarantines values and striped records, under one limit for bytes in flight."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from kvstore.errors import CorruptRecord, UnsupportedFormat
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.names import format_name
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
-from kvstore.runtime.budget import ByteBudget, Grant
+from kvstore.runtime.background import gather_all
+from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import PutOutcome
-from kvstore.tiers.gather import gather_all
-from kvstore.tiers.redis.reading import Reading, striped_header
-from kvstore.tiers.redis.replies import check_replies, check_reply
+from kvstore.tiers.redis.reading import (
+    PART_BYTES,
+    STRIPE_BYTES,
+    Reading,
+    is_striped,
+    stripe_names,
+    stripe_ranges,
+    striped_header,
+)
+from kvstore.tiers.redis.replies import check_replies, check_reply, is_wrong_type
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
-from kvstore.tiers.redis.stripes import PART_BYTES, STRIPE_BYTES, is_striped, stripe_names, stripe_ranges
 from kvstore.tiers.redis.topology import Topology
 
 __all__ = ["Values", "each_alone"]
 
-_ORPHAN_S = 10 * 60  # expiry of stripes whose writer died; a living writer is done long before
+_ORPHAN_S = 10 * 60  # expiry of stripes until their header is written, in case the writer dies
 
 _READING_BYTES = 2 * PART_BYTES
-"""Bytes that one reading has in flight at most."""
+"""The most bytes that one read has in flight."""
 
-_DROP = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('UNLINK', KEYS[1]) end return 0"
-"""Removes a value, unless it was replaced since we read it."""
-
-_DROP_BROKEN = """
+_DROP = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 local missing = false
 for i = 2, #KEYS do
   if redis.call('EXISTS', KEYS[i]) == 0 then missing = true end
 end
-if not missing then return 0 end
+if #KEYS > 1 and not missing then return 0 end
 for i = 2, #KEYS do redis.call('EXPIRE', KEYS[i], ARGV[2]) end
 return redis.call('UNLINK', KEYS[1])
 """
-"""Removes the header of a striped record that lacks a stripe, and lets the others expire; unless somebody has stored
-another one since we read it, or what was missing."""
+"""Removes an empty value, or the header of a striped record that lacks a stripe, whose other stripes expire; unless
+another value has replaced it since we read it, or no stripe is missing any more."""
 
-_PUT_ASIDE = """
+_QUARANTINE = """
 local kind = redis.call('TYPE', KEYS[1]).ok
 if kind == 'none' or (kind == 'string') ~= (ARGV[1] ~= '') then return 0 end
 if kind == 'string' then
@@ -55,8 +60,8 @@ redis.call('RENAME', KEYS[1], KEYS[2])
 for i = 2, #KEYS do redis.call('EXPIRE', KEYS[i], ARGV[4]) end
 return 1
 """
-"""Renames a value and lets it and its stripes expire, unless it is another one by now: arguments are its bytes (empty:
-it is not a string), what it begins with, its SHA-1 where that was seen, and the expiry."""
+"""Renames a value and lets it and its stripes expire, unless another value has replaced it. Arguments: its length
+(empty: it is not a string), its first bytes, its SHA-1 or nothing, and the expiry."""
 
 
 class Values:
@@ -72,7 +77,7 @@ class Values:
         self._in_flight = in_flight
 
     async def read(self, reading: Reading, *, deadline: Deadline) -> None:
-        """Read a record, even one that is being written meanwhile.
+        """Read a record, also one that is written at the same time.
 
         Raises:
             CorruptRecord: The value is not a string, is empty, or has another size than its header says.
@@ -83,98 +88,82 @@ class Values:
             reading.begin()
             await self._read_once(reading, deadline)
         if reading.data is None and reading.striped is not None:
-            # Stripes were evicted or expired. The header goes too: it would answer every later put with EXISTS.
+            # stripes were evicted or expired: remove the header too, or every later put would be answered with EXISTS
             stripes = stripe_names(HeaderV1.unpack(reading.striped))
-            await self._drop_broken(reading.name, reading.striped, stripes, deadline)
+            await self._drop(reading.name, reading.striped, stripes, deadline)
 
     async def _read_once(self, reading: Reading, deadline: Deadline) -> None:
-        grant = await self._granted(_READING_BYTES, deadline)
-        try:
+        async with self._granted(_READING_BYTES, deadline):
             await self._topology.read(reading, deadline=deadline)
-        finally:
-            self._in_flight.give_back(grant)
         _check_string(reading.error, reading.name)
 
     async def _is_there(self, name: str, deadline: Deadline) -> bool:
-        """Whether there is a value where a reading found nothing; only `GET` tells an empty one from none."""
-        grant = await self._granted(STRIPE_BYTES, deadline)
-        try:
-            value = await self._topology.move(name, ("GET", name), deadline=deadline)
-        finally:
-            self._in_flight.give_back(grant)
+        """Whether there is a value although a read found nothing; only `GET` tells an empty value from no value."""
+        async with self._granted(STRIPE_BYTES, deadline):
+            value = await self._topology.transfer(name, ("GET", name), deadline=deadline)
         _check_string(value, name)
         if isinstance(value, memoryview) and not len(value):
-            raise CorruptRecord("an empty value stands under this name", name=name)
+            raise CorruptRecord("this name has an empty value", name=name)
         return value is not None
 
     async def store(self, name: str, value: memoryview, *options: str | int, deadline: Deadline) -> PutOutcome:
-        """SET a value; `EXISTS` only with the option NX."""
-        grant = await self._granted(len(value), deadline)
-        try:
-            reply = await self._topology.move(name, ("SET", name, value, *options), deadline=deadline)
-        finally:
-            self._in_flight.give_back(grant)
+        """SET a value; `EXISTS` is possible only with the option NX."""
+        async with self._granted(len(value), deadline):
+            reply = await self._topology.transfer(name, ("SET", name, value, *options), deadline=deadline)
         return _put_outcome(reply)
 
     async def keep(self, name: str, key: RecordKey, *, deadline: Deadline) -> bool:
-        """Make an existing record stay, stripes included, in case it was evictable. False: it is not there. What would
-        block every put is removed: an empty value, or a header that has lost a stripe.
+        """Make an existing record stay, stripes included, in case it was evictable. False: it is not there.
+
+        A value that would block every put is removed: an empty one, or a header that has lost a stripe.
         """
         commands: list[tuple[str, Command]] = [
             (name, ("PERSIST", name)),
             (name, ("GETRANGE", name, 0, HEADER_BYTES - 1)),
         ]
-        replies = await self._topology.ask(commands, deadline=deadline)
-        if isinstance(replies[1], ErrorReply) and replies[1].code == "WRONGTYPE":
-            return True  # present, but not a record: the next get puts it aside
+        replies = await self._topology.query(commands, deadline=deadline)
+        if is_wrong_type(replies[1]):
+            return True  # present, but not a record: the next get quarantines it
         check_replies(replies)
         head = replies[1]
         if not isinstance(head, memoryview) or not len(head):
-            await self._drop(name, b"", deadline)
+            await self._drop(name, b"", (), deadline)
             return False
-        if len(head) == HEADER_BYTES and (header := striped_header(head, key)) is not None:
+        if (header := striped_header(head, key)) is not None:
             return await self._keep_stripes(name, head, stripe_names(header), deadline)
         return True
 
     async def _keep_stripes(
         self, name: str, head: bytes | memoryview, stripes: Sequence[str], deadline: Deadline
     ) -> bool:
-        """Make all stripes of a record stay. False: one is not there, since until now the server was free to evict it;
-        then the header is not there any more either.
-        """
+        """Make all stripes of a record stay. False: one was evicted before; then the header is removed too."""
         commands: list[tuple[str, Command]] = []
         for stripe in stripes:
             commands += [(stripe, ("PERSIST", stripe)), (stripe, ("EXISTS", stripe))]
-        replies = await self._topology.ask(commands, deadline=deadline)
+        replies = await self._topology.query(commands, deadline=deadline)
         check_replies(replies)
         if 0 not in replies[1::2]:
             return True
-        await self._drop_broken(name, head, stripes, deadline)
+        await self._drop(name, head, stripes, deadline)
         return False
 
-    async def _drop_broken(
-        self, name: str, head: bytes | memoryview, stripes: Sequence[str], deadline: Deadline
-    ) -> None:
-        drop = ("EVAL", _DROP_BROKEN, 1 + len(stripes), name, *stripes, head, _ORPHAN_S)
-        check_replies(await self._topology.ask([(name, drop)], deadline=deadline))
+    async def _drop(self, name: str, seen: bytes | memoryview, stripes: Sequence[str], deadline: Deadline) -> None:
+        drop = ("EVAL", _DROP, 1 + len(stripes), name, *stripes, seen, _ORPHAN_S)
+        check_replies(await self._topology.query([(name, drop)], deadline=deadline))
 
-    async def _drop(self, name: str, seen: bytes | memoryview, deadline: Deadline) -> None:
-        drop = ("EVAL", _DROP, 1, name, seen)
-        check_replies(await self._topology.ask([(name, drop)], deadline=deadline))
-
-    async def put_aside(
+    async def quarantine(
         self, key: RecordKey, seen: bytes | memoryview | None, *, is_forced: bool, expires_s: int, deadline: Deadline
     ) -> str | None:
-        """Rename the value under a record's name, with an expiry that its stripes get in place.
+        """Rename the value of a record, with an expiry, which its stripes get under their own names.
 
-        Of a striped record the header alone is compared. A stripe that was damaged when it was seen, and has been put
-        anew since with the same bytes, goes with it: readers look twice just before, so that the race is a round trip.
+        Of a striped record only the header is compared. If another writer has replaced a damaged stripe by a good one
+        since it was read, the good one expires too. Readers read twice just before, so this race is one round trip.
 
         Args:
             key: The record's key.
-            seen: The value that was found bad: any other stays. `None`: it was no value of a record at all, by its type
-                or size, and stays if it is one by now.
-            is_forced: With `seen` of `None`, put aside whatever stands there.
+            seen: The corrupt value: any other stays. `None`: it could not be a record by its type or size, and stays if
+                it can be one by now.
+            is_forced: With `seen` of `None`, quarantine any value.
             expires_s: The expiry.
             deadline: When to give up.
 
@@ -182,12 +171,12 @@ class Values:
             The new name; `None`: nothing was renamed.
         """
         name = format_name(key)
-        look: list[tuple[str, Command]] = [
+        commands: list[tuple[str, Command]] = [
             (name, ("STRLEN", name)),
             (name, ("GETRANGE", name, 0, HEADER_BYTES - 1)),
         ]
-        length, head = await self._topology.ask(look, deadline=deadline)
-        if isinstance(length, ErrorReply) and length.code == "WRONGTYPE":
+        length, head = await self._topology.query(commands, deadline=deadline)
+        if is_wrong_type(length):
             length, head = "", b""
         else:
             check_replies([length, head])
@@ -197,28 +186,28 @@ class Values:
         if seen is not None and (length != len(seen) or head != seen[:HEADER_BYTES]):
             return None
         digest = hashlib.sha1(seen, usedforsecurity=False).hexdigest() if seen is not None else ""
-        header = striped_header(memoryview(head), key) if length == HEADER_BYTES else None
+        header = striped_header(head, key) if length == HEADER_BYTES else None
         stripes = stripe_names(header) if header is not None else []
-        aside = f"quarantine:{name}"
-        names = (name, aside, *stripes)
-        rename = ("EVAL", _PUT_ASIDE, len(names), *names, length, head, digest, expires_s)
-        (renamed,) = await self._topology.ask([(name, rename)], deadline=deadline)
+        target = f"quarantine:{name}"
+        names = (name, target, *stripes)
+        rename = ("EVAL", _QUARANTINE, len(names), *names, length, head, digest, expires_s)
+        (renamed,) = await self._topology.query([(name, rename)], deadline=deadline)
         check_reply(renamed)
-        return aside if renamed else None
+        return target if renamed else None
 
     async def put_striped(self, record: Record, *, expires_s: int | None = None, deadline: Deadline) -> PutOutcome:
         """Write the stripes, then the header with NX, then make the stripes stay as long as the header.
 
         Args:
             record: The record.
-            expires_s: Expiry of all of it, which makes it evictable from the start; `None`: it stays.
+            expires_s: Expiry of the record, which makes it evictable from the start; `None`: it stays.
             deadline: When to give up.
 
-        If cancelled or interrupted, there is either no header or every stripe; stripes without a header expire. The
-        caller must let a cancelled put run to its end once the header is written.
+        If interrupted, there is either no header or every stripe; stripes without a header expire. The caller must let
+        a cancelled put run to its end once the header is written.
         """
         header, name = record.header, format_name(record.key)
-        (exists,) = await self._topology.ask([(name, ("EXISTS", name))], deadline=deadline)
+        (exists,) = await self._topology.query([(name, ("EXISTS", name))], deadline=deadline)
         check_reply(exists)
         if exists:
             return PutOutcome.EXISTS
@@ -228,35 +217,39 @@ class Values:
             for stripe, (start, stop) in zip(names, stripe_ranges(header), strict=True)
         ]
         if PutOutcome.FULL in await gather_all(stores):
-            await self._topology.ask(each_alone("UNLINK", names), deadline=deadline)
+            await self._topology.query(each_alone("UNLINK", names), deadline=deadline)
             return PutOutcome.FULL
         head = record.data[:HEADER_BYTES]
         options = ("NX",) if expires_s is None else ("NX", "EX", expires_s)
-        replies = await self._topology.ask(
+        replies = await self._topology.query(
             [(name, ("SET", name, head, *options)), (name, ("GET", name))], deadline=deadline
         )
         outcome = _put_outcome(replies[0])
         if outcome is PutOutcome.STORED and expires_s is not None:
             expire = [(stripe, ("EXPIRE", stripe, expires_s)) for stripe in names]
-            check_replies(await self._topology.ask(expire, deadline=deadline))
+            check_replies(await self._topology.query(expire, deadline=deadline))
         elif outcome is PutOutcome.STORED or _same_payload(replies[1], header):
-            # After a lost race against equal bytes the stripes are the winner's too.
+            # after a lost race against equal bytes, the stripes are the winner's too
             if not await self._keep_stripes(name, head, names, deadline) and outcome is PutOutcome.STORED:
-                outcome = PutOutcome.FULL  # stripes could expire until now: a server without room has let one go
+                outcome = PutOutcome.FULL  # a server without room has evicted a stripe, which could expire until now
         else:
-            await self._topology.ask(each_alone("UNLINK", names), deadline=deadline)
+            await self._topology.query(each_alone("UNLINK", names), deadline=deadline)
         return outcome
 
-    async def _granted(self, num_bytes: int, deadline: Deadline) -> Grant:
+    @asynccontextmanager
+    async def _granted(self, num_bytes: int, deadline: Deadline) -> AsyncIterator[None]:
         grant = self._in_flight.try_take(num_bytes)
         if grant is None:
             async with deadline.scope("waiting for bytes in flight to Redis (check its load)"):
                 grant = await self._in_flight.take(num_bytes)
-        return grant
+        try:
+            yield
+        finally:
+            self._in_flight.give_back(grant)
 
 
 def each_alone(verb: str, names: Sequence[str]) -> list[tuple[str, Command]]:
-    """A command per name, not one for all: while a cluster moves a slot it refuses commands on several names."""
+    """One command per name: while a cluster moves a slot, it refuses commands on several names."""
     return [(name, (verb, name)) for name in names]
 
 
@@ -271,14 +264,12 @@ def _may_be_whole(length: int | str, head: bytes | memoryview, key: RecordKey) -
 
 
 def _check_string(reply: Reply, name: str) -> None:
-    if isinstance(reply, ErrorReply) and reply.code == "WRONGTYPE":
-        raise CorruptRecord("a foreign type of value stands under this name", name=name)
+    if is_wrong_type(reply):
+        raise CorruptRecord("this name has a value that is not a string", name=name)
     check_reply(reply)
 
 
 def _same_payload(stored: Reply, header: HeaderV1) -> bool:
-    if not isinstance(stored, memoryview) or len(stored) != HEADER_BYTES:
-        return False
     other = striped_header(stored, header.key)
     return other is not None and other.payload_checksum == header.payload_checksum
 

@@ -1,4 +1,4 @@
-"""What an error of S3 means for a tier."""
+"""Turns errors of S3 and of its client into the errors of this package."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = [
     "Transient",
     "broken_off",
     "cannot_connect",
-    "plain",
     "refusal",
     "translated",
+    "unexpected",
     "untrusted",
 ]
 
 _CREDENTIALS = "check the access key, the secret key and that they belong to this endpoint"
-_POLICY = "give the credentials s3:GetObject, PutObject, DeleteObject and ListBucket on the bucket, or use other ones"
-_BUSY = "the endpoint is over its limits: it may be asked again later"
+_POLICY = "give the credentials s3:GetObject, PutObject, DeleteObject and ListBucket on the bucket, or use others"
+_BUSY = "the endpoint is over its limits: try again later"
 
 _NEXT_STEP = {
     "InvalidAccessKeyId": _CREDENTIALS,
@@ -48,7 +48,7 @@ _PASSING_STATUS = frozenset({500, 502, 504})
 
 
 class Absent(Exception):
-    """No such object. Stays inside this package, as do the others."""
+    """No such object. This error and the next three do not leave this package."""
 
 
 class NoBucket(Exception):
@@ -60,7 +60,7 @@ class Taken(Exception):
 
 
 class Conflict(Exception):
-    """A conditional put met another one in progress."""
+    """A conditional put of this name is in progress."""
 
 
 class Transient(Unavailable):
@@ -88,24 +88,22 @@ def refusal(code: str, status: int | None, where: dict[str, str]) -> Exception:
     return kind(f"S3 refused a request: {next_step}", **where, code=code, status=status)
 
 
-def plain(error: Exception, where: dict[str, str]) -> Exception:
-    """The same error for a request without a condition: what is an outcome of a conditional put is none of it."""
-    if isinstance(error, Taken | Conflict):
-        return Unavailable("S3 refused a request as if it had a condition: see the endpoint's log", **where)
-    return error
+def unexpected(where: dict[str, str]) -> Unavailable:
+    """`Taken` or `Conflict` for a request without a condition."""
+    return Unavailable("S3 refused a request as if it had a condition: see the endpoint's log", **where)
 
 
 def cannot_connect(where: dict[str, str]) -> Transient:
-    """Nobody listens at the endpoint, or its name is unknown."""
+    """No server listens at the endpoint, or its name is unknown."""
     return Transient("cannot connect to S3: check the endpoint's address and that something listens there", **where)
 
 
 def untrusted(where: dict[str, str], reason: object) -> Unavailable:
-    """TLS with the endpoint failed; above all because its certificate is not to be believed."""
+    """TLS with the endpoint failed, usually because its certificate is not trusted."""
     if isinstance(reason, ssl.SSLCertVerificationError):
         step = "name the authority in AWS_CA_BUNDLE, and the endpoint as its certificate does"
         return Unavailable(f"the certificate of S3 is not trusted: {step}", **where, error=reason.verify_message)
-    return Unavailable("S3 refused TLS: one that does not use it is http://, not https://", **where, error=reason)
+    return Unavailable("S3 refused TLS: without TLS, the endpoint is http://, not https://", **where, error=reason)
 
 
 def broken_off(where: dict[str, str], reason: object) -> Transient:
@@ -114,9 +112,8 @@ def broken_off(where: dict[str, str], reason: object) -> Transient:
 
 
 @contextmanager
-def translated(bucket: str, endpoint: str) -> Iterator[None]:
-    """Turn errors of the client into `Unavailable` with the next step, or into one of the outcomes above."""
-    where = {"bucket": bucket, "endpoint": endpoint}
+def translated(where: dict[str, str]) -> Iterator[None]:
+    """Turn errors of the client into `Unavailable` with the next step, or into one of the errors above."""
     try:
         yield
     except ClientError as error:

@@ -1,21 +1,24 @@
-"""One HTTP/1.1 connection for large bodies: received straight into their target, sent without a copy.
+"""HTTP/1.1 connections for large bodies: received straight into their target, sent without a copy; and their pool.
 
-Why our own: records are most of what this tier moves, and a general client delivers every body in pieces that are
-copied again, at several times the processor time per byte. It supports what S3 needs: one request at a time, answers
-with a length, and chunked errors.
+A general client delivers every body in pieces that are copied again, at several times the processor time per byte. This
+one supports what S3 needs: one request at a time, answers with a length, and chunked errors.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import cast
+from urllib.parse import urlsplit
 
 from kvstore.errors import KVStoreError
+from kvstore.runtime.buffers import BufferedConnection
+from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 
-__all__ = ["Answer", "HttpConnection", "Lost"]
+__all__ = ["Answer", "Connections", "HttpConnection", "Lost"]
 
 _HEAD_BYTES_MAX = 32 << 10
 _SMALL_BYTES_MAX = 64 << 10
@@ -25,10 +28,10 @@ Place = Callable[[int], memoryview]
 
 
 class Lost(Exception):
-    """The connection broke, or the answer is not HTTP. Stays inside this package.
+    """The connection broke, or the answer is not HTTP. Does not leave this package.
 
     Attributes:
-        before_answer: No byte of the answer had arrived: if the connection was idle before, the peer had closed it.
+        before_answer: No byte of the answer had arrived. If the connection was idle before, the peer had closed it.
     """
 
     def __init__(self, reason: str, *, before_answer: bool) -> None:
@@ -38,12 +41,10 @@ class Lost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer.
+    """An answer; names of `fields` are in lower case.
 
     Attributes:
-        status: The HTTP status code.
-        fields: Header fields, names in lower case.
-        body: For a success, in the buffer that `place` returned; else as much of it as is useful.
+        body: Of a success, in the buffer that `place` returned; otherwise at most 64 KiB of it.
     """
 
     status: int
@@ -60,16 +61,14 @@ class _Phase(Enum):
     REST = auto()
 
 
-class HttpConnection(asyncio.BufferedProtocol):
-    """Made by `asyncio`'s `create_connection`; unusable once `reusable` is false while no request runs."""
+class HttpConnection(BufferedConnection):
+    """Sends one request at a time; unusable once `reusable` is false while no request runs."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport | None = None
-        self._lost = asyncio.Event()
+        super().__init__()
         self._phase = _Phase.IDLE
         self._scratch = memoryview(bytearray(_HEAD_BYTES_MAX))
-        self._end = 0  # of what stands in the scratch: a head, then what came with it
+        self._end = 0  # of what the scratch holds: a head, then bytes that came with it
         self._target = self._scratch
         self._filled = 0
         self._needed = 0
@@ -117,21 +116,8 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self.abort()
 
     def abort(self) -> None:
-        """Drop the connection at once. Idempotent."""
         self._keep = False
-        if self._transport is not None:
-            self._transport.abort()
-
-    async def aclose(self) -> None:
-        """Drop the connection and wait until it is gone. Idempotent."""
-        if self._transport is not None:
-            self._transport.abort()
-            await self._lost.wait()
-
-    # asyncio.BufferedProtocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        super().abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._phase is _Phase.BODY:
@@ -151,7 +137,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._end += nbytes
                 self._read_head()
             elif self._phase is _Phase.IDLE:
-                raise Lost("bytes that nobody asked for", before_answer=False)
+                raise Lost("bytes without a request", before_answer=False)
             else:
                 self._more(self._scratch[:nbytes])
         except (Lost, KVStoreError) as error:
@@ -163,13 +149,9 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._done(memoryview(bytes(self._small)))
         return False
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
+    def on_lost(self, error: Exception | None) -> None:
         self._keep = False
-        self._lost.set()
-        self._fail(Lost(str(exc or "closed by the other side"), before_answer=not self._any_byte))
-
-    # the answer
+        self._fail(Lost(str(error or "closed by the other side"), before_answer=not self._any_byte))
 
     def _read_head(self) -> None:
         while (stop := bytes(self._scratch[: self._end]).find(b"\r\n\r\n")) >= 0:
@@ -180,7 +162,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._keep = self._keep and _keeps(version, self._fields)
                 self._begin_body(behind)
                 return
-            self._scratch[: len(behind)] = behind  # an interim answer like 100 Continue: the final one follows
+            self._scratch[: len(behind)] = behind  # it was an interim answer like 100 Continue
             self._end = len(behind)
         if self._end == len(self._scratch):
             raise Lost("the head of the answer is too long", before_answer=False)
@@ -210,7 +192,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._more(memoryview(behind))
 
     def _first(self, behind: bytes) -> None:
-        """Take what arrived together with the head: the only part of a body that is copied."""
+        """Take the bytes that arrived together with the head: the only part of a body that is copied."""
         if len(behind) > self._needed:
             raise Lost("more came than the answer announced", before_answer=False)
         self._target[: len(behind)] = behind
@@ -229,7 +211,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         elif self._phase is _Phase.CHUNKS and (joined := _join_chunks(self._small)) is not None:
             self._done(memoryview(joined))
             return
-        if len(self._small) > _SMALL_BYTES_MAX:  # enough to see what went wrong
+        if len(self._small) > _SMALL_BYTES_MAX:  # enough for the error's code
             self._keep = False
             self._done(memoryview(bytes(self._small)))
 
@@ -280,3 +262,71 @@ def _join_chunks(data: bytearray) -> bytes | None:
         body += data[start : start + num_bytes]
         at = start + num_bytes + 2
     return None
+
+
+_CONNECT_S = 3.0
+_IDLE_S = 15.0
+"""Servers close connections that were idle for 20 s or more. A request sent at that moment fails."""
+
+
+class Connections:
+    """Connections to one endpoint: one per concurrent request; the most recently used one is used first.
+
+    Args:
+        endpoint: `http://host:port` or `https://host`.
+        tls: Checks an `https` endpoint.
+        num_idle_max: Idle connections to keep; others are closed after use.
+        clock: For the time that connections were idle.
+    """
+
+    def __init__(self, endpoint: str, tls: ssl.SSLContext, *, num_idle_max: int, clock: Clock = SYSTEM_CLOCK) -> None:
+        parts = urlsplit(endpoint)
+        self._host = parts.hostname or ""
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._tls = tls if parts.scheme == "https" else None
+        self._num_idle_max = num_idle_max
+        self._clock = clock
+        self._idle: list[tuple[HttpConnection, float]] = []
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[tuple[HttpConnection, bool]]:
+        """A connection for one request, and whether it was used before.
+
+        Raises:
+            OSError: No connection could be opened within 3 s.
+
+        If cancelled during the request, the connection is dropped.
+        """
+        connection = self._take()
+        is_used = connection is not None
+        if connection is None:
+            connection = await self._connect()
+        try:
+            yield connection, is_used
+        finally:
+            if connection.reusable and len(self._idle) < self._num_idle_max:
+                self._idle.append((connection, self._clock.monotonic_s()))
+            else:
+                connection.abort()
+
+    def _take(self) -> HttpConnection | None:
+        while self._idle:
+            connection, since_s = self._idle.pop()
+            if connection.reusable and self._clock.monotonic_s() - since_s < _IDLE_S:
+                return connection
+            connection.abort()
+        return None
+
+    async def _connect(self) -> HttpConnection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                _, connection = await loop.create_connection(HttpConnection, self._host, self._port, ssl=self._tls)
+        except TimeoutError as error:
+            raise ConnectionError("no answer to a connection attempt") from error
+        return connection
+
+    async def aclose(self) -> None:
+        """Drop idle connections and wait until they are gone. Idempotent."""
+        idle, self._idle = self._idle, []
+        await asyncio.gather(*(connection.aclose() for connection, _ in idle))

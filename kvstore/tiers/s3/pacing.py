@@ -1,18 +1,23 @@
-"""Limits the load on an endpoint: fewer concurrent requests when it says `SlowDown`, and a budget for retries."""
+"""Limits the load on an endpoint: fewer concurrent requests after `SlowDown`, and a budget for retries."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.runtime.meters import Meters
 from kvstore.runtime.turns import Turns
-from kvstore.tiers.s3.failures import Throttled
+from kvstore.tiers.s3.failures import Throttled, Transient
 
 __all__ = ["Pace", "RetryBudget", "backoff_s", "next_window"]
 
+T = TypeVar("T")
+
+_ATTEMPTS = 3
 _RETRIES_KEPT = 32.0
 _EARNED = 0.1
 _BACKOFF_FIRST_S = 0.05
@@ -24,7 +29,7 @@ _GOLDEN = 0.6180339887498949
 class RetryBudget:
     """Allows 32 retries, and after that one for every ten requests that succeed.
 
-    So retries add at most a tenth to the load on a failing endpoint, however many callers it has.
+    So retries add at most a tenth to the load on a failing endpoint, for any number of callers.
     """
 
     def __init__(self) -> None:
@@ -38,7 +43,7 @@ class RetryBudget:
         return True
 
     def earn(self) -> None:
-        """Note a request that succeeded."""
+        """Count a request that succeeded."""
         self._left = min(_RETRIES_KEPT, self._left + _EARNED)
 
 
@@ -57,27 +62,48 @@ def next_window(window: float, *, limit: int, slowed: bool) -> float:
 
 
 class Pace:
-    """Lets a changing number of requests run, first come first served; after a `SlowDown` none begins for 0.2 s."""
+    """Sends requests, a changing number at a time, first come first served. After a `SlowDown` none starts for 0.2 s.
 
-    def __init__(self, num_requests_max: int, clock: Clock = SYSTEM_CLOCK) -> None:
+    Args:
+        meters: Counts `s3_throttled` and `s3_retries`.
+    """
+
+    def __init__(self, num_requests_max: int, meters: Meters | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
         self.window = float(num_requests_max)
         self._limit = num_requests_max
         self._turns = Turns(num_requests_max)
+        self._retries = RetryBudget()
+        self._meters = meters or Meters()
         self._clock = clock
         self._resume_s = 0.0
-        self._spread = (os.getpid() * _GOLDEN) % 1.0
+        self._spread = (os.getpid() * _GOLDEN) % 1.0  # each process has its own sequence
 
-    def spread(self) -> float:
-        """A number from 0 to 1, far from the previous ones; each process has its own sequence."""
-        self._spread = (self._spread + _GOLDEN) % 1.0
-        return self._spread
-
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Run a block as one request; `Throttled` from it slows the next ones down.
+    async def send(self, request: Callable[[], Awaitable[T]]) -> T:
+        """Run a request; up to twice more after a `Transient` error, if the budget allows.
 
         If cancelled while waiting, it leaves the queue.
         """
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                async with self.turn():
+                    answer = await request()
+            except Transient as error:
+                if isinstance(error, Throttled):
+                    self._meters.add("s3_throttled")
+                if attempt == _ATTEMPTS or not self._retries.take():
+                    raise
+                self._meters.add("s3_retries")
+                self._spread = (self._spread + _GOLDEN) % 1.0  # far from the previous ones
+                await asyncio.sleep(backoff_s(attempt, self._spread))
+                continue
+            self._retries.earn()
+            return answer
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Run a block as one request; `Throttled` from it slows the next ones down."""
         async with self._turns.turn():
             if (pause_s := self._resume_s - self._clock.monotonic_s()) > 0:
                 await asyncio.sleep(pause_s)
@@ -90,7 +116,7 @@ class Pace:
 
     def _slow_down(self) -> None:
         now_s = self._clock.monotonic_s()
-        if now_s >= self._resume_s:  # requests that were in flight then only repeat the message
+        if now_s >= self._resume_s:  # once for all requests that were in flight
             self._set(next_window(self.window, limit=self._limit, slowed=True))
             self._resume_s = now_s + _PAUSE_S
 

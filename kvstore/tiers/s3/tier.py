@@ -7,20 +7,19 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
-from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
+from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable
 from kvstore.format.names import ROOT, format_name, manifest_name, namespace_root, parse_name
 from kvstore.format.record import MAX_RECORD_BYTES, Record
 from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.runtime.background import gather_all
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
-from kvstore.tiers.buffers import allocate_exactly
-from kvstore.tiers.gather import gather_all
-from kvstore.tiers.quarantine import QuarantineBudget
-from kvstore.tiers.s3.client import S3Client
+from kvstore.tiers.locations import S3Location
+from kvstore.tiers.s3.client import Credentials, S3Client
 from kvstore.tiers.s3.failures import Conflict, Taken
-from kvstore.tiers.verify import check_deadline, is_same, open_off_loop
+from kvstore.tiers.verify import QuarantineBudget, allocate_exactly, is_same, open_off_loop
 
 __all__ = ["S3Tier"]
 
@@ -29,7 +28,7 @@ _log = logging.getLogger(__name__)
 _CONFLICT_ATTEMPTS = 4
 _CONFLICT_WAIT_S = 0.05
 _SCAN_STEP_S = 60.0
-_QUARANTINE_BYTES_MAX = 256 << 20
+_REQUESTS_MAX = 32
 
 
 class S3Tier(Tier):
@@ -38,62 +37,45 @@ class S3Tier(Tier):
     Args:
         client: Owned by the tier.
         prefix: Prefix of all names, without slashes at its ends; may be empty.
-        name: Shown in metrics and answers.
     """
 
-    def __init__(self, client: S3Client, prefix: str, *, name: str = "s3") -> None:
-        self.name = name
+    name = "s3"
+
+    def __init__(self, client: S3Client, prefix: str) -> None:
         self._client = client
         self._root = f"{prefix}/" if prefix else ""
-        self._num_quarantined = 0
-        self._aside = QuarantineBudget(_QUARANTINE_BYTES_MAX)
-        self._closed = False
+        self._quarantine_budget = QuarantineBudget()
 
     @classmethod
     async def open(
         cls,
-        bucket: str,
-        prefix: str = "",
+        location: S3Location,
         *,
-        endpoint_url: str | None = None,
-        region: str | None = None,
-        access_key: str | None = None,
-        secret_key: str | None = None,
-        num_requests_max: int = 32,
+        credentials: Credentials | None = None,
         meters: Meters | None = None,
-        name: str = "s3",
     ) -> S3Tier:
         """Make a tier on a bucket that exists; no request is sent yet.
 
-        What is `None` comes from the usual AWS environment (variables, profile, instance role). At most
-        `num_requests_max` requests run at a time, fewer while the endpoint says `SlowDown`; further ones wait within
-        their deadline. It counts `s3_requests{verb} s3_retries s3_throttled s3_received_bytes s3_sent_bytes`.
+        At most 32 requests run at a time, fewer while the endpoint answers `SlowDown`. Further ones wait within their
+        deadline.
+
+        Args:
+            location: Where it is.
+            credentials: `None`: those of the AWS environment (variables, profile, instance role).
+            meters: Counts `s3_requests{verb} s3_retries s3_throttled s3_received_bytes s3_sent_bytes`.
 
         Raises:
-            InvalidRequest: The AWS settings are wrong, or only half of the credentials was given.
+            InvalidRequest: The AWS settings are wrong.
         """
-        if (access_key is None) != (secret_key is None):
-            raise InvalidRequest("give access_key and secret_key, or neither", bucket=bucket)
-        client = await S3Client.open(
-            bucket,
-            endpoint_url=endpoint_url,
-            region=region,
-            access_key=access_key,
-            secret_key=secret_key,
-            num_connections=num_requests_max,
-            meters=meters or Meters(),
-        )
-        return cls(client, prefix.strip("/"), name=name)
-
-    @property
-    def num_quarantined(self) -> int:
-        return self._num_quarantined
+        client = await S3Client.open(location, credentials=credentials, num_connections=_REQUESTS_MAX, meters=meters)
+        return cls(client, location.prefix)
 
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         """One request for each key, a limited number at a time."""
         self._check(deadline)
-        async with self._until(deadline, "asking S3 for records"):
-            return await gather_all(self._client.head(self._name(key)) for key in keys)
+        async with self._until(deadline, "looking for records"):
+            found = await gather_all(self._client.head(self._name(key)) for key in keys)
+        return [None if one is None else one[0] for one in found]
 
     async def get(
         self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
@@ -109,15 +91,15 @@ class S3Tier(Tier):
             async with self._until(deadline, "reading a record"):
                 found = await self._client.get_record(self._name(key), receive_into)
         except CorruptRecord as error:
-            await self._put_aside_too_large(key, str(error), deadline)
+            await self._quarantine_too_large(key, str(error), deadline)
             return None
         if found is None:
             return None
-        # outside the deadline: S3 has done its part, and must not be blamed for a busy processor
+        # outside the deadline: a busy processor must not count as a failure of S3
         opened = await open_off_loop(found.data, key)
         if isinstance(opened, Record):
             return opened
-        await self._put_aside(key, opened, found.tag, deadline)
+        await self._quarantine(key, opened, found.tag, deadline)
         return None
 
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
@@ -128,7 +110,7 @@ class S3Tier(Tier):
                     await self._client.put_record(self._name(record.key), record.data)
                 except Taken:
                     return PutOutcome.EXISTS
-                except Conflict:  # another put of the same name is under way: retry when it has ended
+                except Conflict:  # another put of the same name is in progress: retry when it has ended
                     await asyncio.sleep(_CONFLICT_WAIT_S)
                     continue
                 return PutOutcome.STORED
@@ -150,42 +132,39 @@ class S3Tier(Tier):
             await self._client.delete_all([self._name(key) for key in keys])
 
     async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
-        """Copy the object under `quarantine/` beside the records, then remove it. A later one replaces the copy. Beyond
-        256 MiB that this process keeps so, it is only removed.
+        """Copy the object under `quarantine/` beside the records, then remove it. A later one replaces the copy. Once
+        this process has 256 MiB there, the object is only removed.
         """
         self._check(deadline)
         if seen is None:
-            return await self._put_aside(key, reason, None, deadline)
-        async with self._until(deadline, "reading a record that was found bad"):
+            return await self._quarantine(key, reason, None, deadline)
+        async with self._until(deadline, "reading a corrupt record again"):
             found = await self._client.get_record(self._name(key), fresh_buffer)
         if found is None or not is_same(found.data, seen.data):
             return False
-        return await self._put_aside(key, reason, found.tag, deadline)
+        return await self._quarantine(key, reason, found.tag, deadline)
 
-    async def _put_aside_too_large(self, key: RecordKey, reason: str, deadline: Deadline) -> None:
-        """Put aside an object that was not read, unless it has made way for one of a possible size."""
-        async with self._until(deadline, "looking at a record that was found bad"):
-            looked = await self._client.look(self._name(key))
-        if looked is not None and looked[0] > MAX_RECORD_BYTES:
-            await self._put_aside(key, reason, looked[1], deadline, is_record=False)
+    async def _quarantine_too_large(self, key: RecordKey, reason: str, deadline: Deadline) -> None:
+        """Quarantine an object that was not read, unless one of a possible size has replaced it."""
+        async with self._until(deadline, "looking at a corrupt record"):
+            found = await self._client.head(self._name(key))
+        if found is not None and found[0] > MAX_RECORD_BYTES:
+            await self._quarantine(key, reason, found[1], deadline, is_record=False)
 
-    async def _put_aside(
+    async def _quarantine(
         self, key: RecordKey, reason: str, tag: str | None, deadline: Deadline, *, is_record: bool = True
     ) -> bool:
-        """Put aside the object that was seen with this ETag (`None`: any). False: it is gone, or another one by now.
+        """Quarantine the object that had this ETag (`None`: any). False: it is gone, or another one by now.
 
-        What cannot be a record of ours is kept in any case.
+        An object that cannot be a record of ours is always kept.
         """
-        aside = f"{self._root}quarantine/{format_name(key)}"
-        keeps = self._aside.keeps if is_record else lambda _: True
+        target = f"{self._root}quarantine/{format_name(key)}"
+        keeps = self._quarantine_budget.keeps if is_record else lambda _: True
         async with self._until(deadline, "quarantining a record"):
-            if not await self._client.move(self._name(key), aside, tag, keeps=keeps):
-                _log.info("a record was read damaged, and is gone or another by now tier=%s key=%s", self.name, key)
+            if not await self._client.move(self._name(key), target, tag, keeps=keeps):
+                _log.info("a corrupt record went away before its quarantine tier=%s key=%s", self.name, key)
                 return False
-        self._num_quarantined += 1
-        if self.on_quarantine is not None:
-            self.on_quarantine(key, reason)
-        _log.warning("record quarantined tier=%s key=%s reason=%s object=%s", self.name, key, reason, aside)
+        self._quarantined(key, reason, target)
         return True
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
@@ -213,13 +192,11 @@ class S3Tier(Tier):
     async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
         self._check(deadline)
         async with self._until(deadline, "reading a manifest"):
-            found = await self._client.get(
-                self._root + manifest_name(namespace), lambda num_bytes: memoryview(bytearray(num_bytes))
-            )
+            found = await self._client.get(self._root + manifest_name(namespace), fresh_buffer)
         return None if found is None else bytes(found.data)
 
     async def usage(self, *, deadline: Deadline) -> TierUsage:
-        """Only what this process put aside is known: counting records would mean a scan."""
+        """Only the number of quarantined records: counting records would mean a scan."""
         self._check(deadline)
         return TierUsage(None, None, None, self._num_quarantined)
 
@@ -235,11 +212,3 @@ class S3Tier(Tier):
 
     def _name(self, key: RecordKey) -> str:
         return self._root + format_name(key)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Closed("the tier is closed", tier=self.name)
-
-    def _check(self, deadline: Deadline) -> None:
-        self._check_open()
-        check_deadline(deadline, self.name)

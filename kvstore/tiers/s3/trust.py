@@ -1,8 +1,8 @@
-"""Which endpoints are trusted: those whose certificate is an authority's and names the host that was asked for.
+"""Trusts an endpoint only if its certificate is signed by an authority and contains the endpoint's host name.
 
 aiobotocore 2.25 does not check the host name: botocore leaves that to urllib3, which aiobotocore does not use. Behind a
-proxy it checks no certificate at all. So whoever holds any certificate of a trusted authority could answer in the place
-of S3. `require_host_names` mends this for every connection that the library opens in this process: those of our client,
+proxy it checks no certificate at all. So a server with any certificate of a trusted authority could pose as S3.
+`require_host_names` corrects this for every connection that the library opens in this process: those of our client,
 and those of the clients that the library makes to fetch credentials. aiobotocore 3.10 checks by itself.
 """
 
@@ -23,10 +23,10 @@ __all__ = ["endpoint_tls", "require_host_names"]
 
 
 def endpoint_tls(verify: bool | str) -> ssl.SSLContext:
-    """How to check an endpoint.
+    """The TLS context that checks an endpoint.
 
     Args:
-        verify: A file of authorities, or true: those that come with botocore.
+        verify: A file of authorities. True: those that come with botocore.
 
     Raises:
         OSError: The file cannot be read; `ssl.SSLError` is one too.
@@ -35,18 +35,17 @@ def endpoint_tls(verify: bool | str) -> ssl.SSLContext:
 
 
 def require_host_names() -> None:
-    """Make each connection that aiobotocore opens from now on check the certificate, and the host name in it.
-    Idempotent.
+    """Make each connection that aiobotocore opens from now on check the certificate and its host name. Idempotent.
 
     Raises:
-        InvalidRequest: The installed release opens its connections in another way than the one that is mended here.
+        InvalidRequest: The installed release opens its connections in another way than 2.25.
     """
     opens = getattr(AIOHTTPSession, "_create_connector", None)
     if opens is _create_connector:
         return
     if opens is None or inspect.iscoroutinefunction(opens) or [*inspect.signature(opens).parameters] != _PARAMETERS:
         raise InvalidRequest(
-            "this release of aiobotocore is not known to check the host names of S3: install aioboto3 15.5",
+            "this release of aiobotocore may not check the host name of S3: install aioboto3 15.5",
             expected="aiobotocore 2.25",
             seen=version("aiobotocore"),
         )

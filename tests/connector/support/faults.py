@@ -1,4 +1,4 @@
-"""Every fault of the failure table: how it is brought about in a running world, and how it ends."""
+"""Every fault of the failure table: how it is brought about in a running stack, and how it ends."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import redis
 
+from tests.connector.support.stack import Stack
 from tests.connector.support.stores import wait_for_engine
 from tests.connector.support.traffic import Traffic
-from tests.connector.support.world import World
 
 __all__ = ["FAULTS", "Fault"]
 
@@ -34,7 +34,7 @@ class Fault:
 
     Attributes:
         name: As printed.
-        place: The service that it happens to, as `World.prepare` takes it.
+        place: The service that it happens to, as `Stack.prepare` takes it.
         run: Breaks, lets the traffic go on, and mends. Returns when it was mended.
         felt: A counter of the service, and its tier, that must grow by the fault; `None`: a stored prompt is computed.
         healed: One that must grow again after the fault's end, beside whole hits.
@@ -42,68 +42,68 @@ class Fault:
 
     name: str
     place: str
-    run: Callable[[World, Traffic], float]
+    run: Callable[[Stack, Traffic], float]
     felt: tuple[str, str] | None = None
     healed: tuple[str, str] | None = None
 
 
-def service_killed(world: World, traffic: Traffic) -> float:
-    world.service.kill()
+def service_killed(stack: Stack, traffic: Traffic) -> float:
+    stack.service.kill()
     traffic.go_on(SHORT_S)
-    world.service.start()
+    stack.service.start()
     return time.monotonic()
 
 
-def service_frozen(world: World, traffic: Traffic) -> float:
-    world.service.freeze()
+def service_frozen(stack: Stack, traffic: Traffic) -> float:
+    stack.service.freeze()
     traffic.go_on(FREEZE_S)
-    world.service.thaw()
+    stack.service.thaw()
     return time.monotonic()
 
 
-def service_restarted(world: World, traffic: Traffic) -> float:
-    world.service.stop()
-    world.service.start()
+def service_restarted(stack: Stack, traffic: Traffic) -> float:
+    stack.service.stop()
+    stack.service.start()
     return time.monotonic()
 
 
-def redis_killed(world: World, traffic: Traffic) -> float:
-    world.redis.kill9()
+def redis_killed(stack: Stack, traffic: Traffic) -> float:
+    stack.redis.kill9()
     traffic.go_on(SHORT_S)
-    world.redis.start()
+    stack.redis.start()
     return time.monotonic()
 
 
-def redis_frozen(world: World, traffic: Traffic) -> float:
-    world.redis.freeze()
+def redis_frozen(stack: Stack, traffic: Traffic) -> float:
+    stack.redis.freeze()
     traffic.go_on(FREEZE_S)
-    world.redis.thaw()
+    stack.redis.thaw()
     return time.monotonic()
 
 
-def redis_restarted(world: World, traffic: Traffic) -> float:
+def redis_restarted(stack: Stack, traffic: Traffic) -> float:
     """Restart it as soon as it is asked; again where it had answered before it ended."""
-    before = world.counter("tier_errors", "redis")
+    before = stack.counter("tier_errors", "redis")
     for _ in range(2 * _TURNS):
-        _wait_for_command(world.redis.port, _QUESTIONS)
-        world.redis.restart()
+        _wait_for_command(stack.redis.port, _QUESTIONS)
+        stack.redis.restart()
         mended_s = time.monotonic()
         traffic.go_on(1.0)
-        if world.counter("tier_errors", "redis") > before:
+        if stack.counter("tier_errors", "redis") > before:
             break
     return mended_s
 
 
-def redis_flushed(world: World, traffic: Traffic) -> float:
+def redis_flushed(stack: Stack, traffic: Traffic) -> float:
     """Empty Redis when it receives a lookup's or a stage's command, until a stage has missed what its lookup found.
 
     Which of the commands that follow come before the flush is a matter of luck, so this is repeated.
     """
-    before, ends_s = world.counter("stage_misses", "redis"), time.monotonic() + _PATIENCE_S
-    with redis.Redis(port=world.redis.port) as client:
-        while world.counter("stage_misses", "redis") == before and time.monotonic() < ends_s:
+    before, ends_s = stack.counter("stage_misses", "redis"), time.monotonic() + _PATIENCE_S
+    with redis.Redis(port=stack.redis.port) as client:
+        while stack.counter("stage_misses", "redis") == before and time.monotonic() < ends_s:
             for commands in (_QUESTIONS, _READS):
-                _wait_for_command(world.redis.port, commands)
+                _wait_for_command(stack.redis.port, commands)
                 client.flushall()
                 traffic.go_on(1.5)  # what S3 still has comes back
     return time.monotonic()
@@ -120,50 +120,50 @@ def _wait_for_command(port: int, commands: re.Pattern[str]) -> None:
 
 
 @contextmanager
-def _felt(world: World, traffic: Traffic, counter: str, tier: str) -> Iterator[None]:
+def _felt(stack: Stack, traffic: Traffic, counter: str, tier: str) -> Iterator[None]:
     """Let the traffic go on after the block until the service has counted what the block brings about."""
-    before = world.counter(counter, tier)
+    before = stack.counter(counter, tier)
     yield
     ends_s = time.monotonic() + _PATIENCE_S
-    while world.counter(counter, tier) == before and time.monotonic() < ends_s:
+    while stack.counter(counter, tier) == before and time.monotonic() < ends_s:
         traffic.go_on(0.3)
 
 
-def redis_full(world: World, traffic: Traffic) -> float:
-    with redis.Redis(port=world.redis.port) as client, _felt(world, traffic, "tier_full", "redis"):
+def redis_full(stack: Stack, traffic: Traffic) -> float:
+    with redis.Redis(port=stack.redis.port) as client, _felt(stack, traffic, "tier_full", "redis"):
         client.config_set("maxmemory", client.info("memory")["used_memory"])
         traffic.go_on(2 * SHORT_S)
-    with redis.Redis(port=world.redis.port) as client:
+    with redis.Redis(port=stack.redis.port) as client:
         client.config_set("maxmemory", 0)
     return time.monotonic()
 
 
-def s3_unreachable(world: World, traffic: Traffic) -> float:
-    with _felt(world, traffic, "tier_refused", "s3"):
-        world.proxy.refuse()
+def s3_unreachable(stack: Stack, traffic: Traffic) -> float:
+    with _felt(stack, traffic, "tier_refused", "s3"):
+        stack.proxy.refuse()
         traffic.go_on(2 * SHORT_S)
-    world.proxy.heal()
+    stack.proxy.heal()
     return time.monotonic()
 
 
-def s3_busy(world: World, traffic: Traffic) -> float:
-    world.proxy.answer_503()
+def s3_busy(stack: Stack, traffic: Traffic) -> float:
+    stack.proxy.answer_503()
     traffic.go_on(BUSY_S)
-    world.proxy.heal()
+    stack.proxy.heal()
     return time.monotonic()
 
 
-def s3_slow(world: World, traffic: Traffic) -> float:
-    with _felt(world, traffic, "tier_refused", "s3"):
-        world.proxy.delay(5.0)
+def s3_slow(stack: Stack, traffic: Traffic) -> float:
+    with _felt(stack, traffic, "tier_refused", "s3"):
+        stack.proxy.delay(5.0)
         traffic.go_on(4 * SHORT_S)
-    world.proxy.heal()
+    stack.proxy.heal()
     return time.monotonic()
 
 
-def disk_full(world: World, traffic: Traffic) -> float:
-    filler = Path(f"/proc/{world.service.pid}/root{world.disk}/filler")  # as the service sees it
-    with _felt(world, traffic, "write_back_dropped", "filesystem"):
+def disk_full(stack: Stack, traffic: Traffic) -> float:
+    filler = Path(f"/proc/{stack.service.pid}/root{stack.disk}/filler")  # as the service sees it
+    with _felt(stack, traffic, "write_back_dropped", "filesystem"):
         with filler.open("wb", buffering=0) as file, suppress(OSError):
             while True:
                 file.write(bytes(1 << 20))
@@ -172,49 +172,49 @@ def disk_full(world: World, traffic: Traffic) -> float:
     return time.monotonic()
 
 
-def record_corrupted(world: World, traffic: Traffic) -> float:
+def record_corrupted(stack: Stack, traffic: Traffic) -> float:
     """Flip a bit of one record of a stored prompt, in Redis and later in S3; mended when the store has noticed both."""
-    traffic.focus = prompt = world.prompts.old[0]
-    name = sorted(world.objects_of[prompt])[0]
-    status, good = world.rgw.request("GET", f"/{world.bucket}/{name}")
+    traffic.focus = prompt = stack.prompts.old[0]
+    name = sorted(stack.objects_of[prompt])[0]
+    status, good = stack.rgw.request("GET", f"/{stack.bucket}/{name}")
     assert status == 200
     bad = good[: len(good) // 2] + bytes([good[len(good) // 2] ^ 1]) + good[len(good) // 2 + 1 :]
-    with redis.Redis(port=world.redis.port) as client:
+    with redis.Redis(port=stack.redis.port) as client:
 
         def break_in_redis() -> None:
             client.set(name, bad)
 
         def break_in_s3() -> None:
             client.delete(name)
-            assert world.rgw.request("PUT", f"/{world.bucket}/{name}", bad)[0] == 200
+            assert stack.rgw.request("PUT", f"/{stack.bucket}/{name}", bad)[0] == 200
 
         for tier, break_it in (("redis", break_in_redis), ("s3", break_in_s3)):
-            assert any(_is_noticed(world, traffic, tier, break_it) for _ in range(_TURNS)), f"not noticed in {tier}"
+            assert any(_is_noticed(stack, traffic, tier, break_it) for _ in range(_TURNS)), f"not noticed in {tier}"
     return time.monotonic()
 
 
-def _is_noticed(world: World, traffic: Traffic, tier: str, break_it: Callable[[], None]) -> bool:
+def _is_noticed(stack: Stack, traffic: Traffic, tier: str, break_it: Callable[[], None]) -> bool:
     """Break a record behind the service's back, and let it be asked for some time.
 
     What stands before the tier must be empty, so the service starts anew. Meanwhile nobody asks: a prompt that was
     computed without it would be saved again, and a good record would stand before the bad one.
     """
     with traffic.paused():
-        world.service.stop()
+        stack.service.stop()
         break_it()
-        world.service.start()
-        wait_for_engine(world.service.url)
+        stack.service.start()
+        wait_for_engine(stack.service.url)
     ends_s = time.monotonic() + _PATIENCE_S
     while time.monotonic() < ends_s:
         traffic.go_on(0.3)
-        if world.counter("tier_quarantined", tier):
+        if stack.counter("tier_quarantined", tier):
             return True
     return False
 
 
-def clock_jumps(world: World, traffic: Traffic) -> float:
+def clock_jumps(stack: Stack, traffic: Traffic) -> float:
     for offset in ("+1d", "-1d", "+0"):
-        world.set_clock(offset)
+        stack.set_clock(offset)
         if offset != "+0":
             traffic.go_on(SHORT_S)
     return time.monotonic()

@@ -6,7 +6,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-from connector.contract import Release, release_of
+from connector.vllm.contract import Release, release_of
 
 __all__ = ["IS_SUITES_OWN", "RELEASE", "vllm_version"]
 

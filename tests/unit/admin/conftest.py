@@ -1,4 +1,4 @@
-"""Patience: whatever is not about time waits as long as it takes, however busy the machine is."""
+"""Long deadlines, so that a busy machine fails no test that is not about time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _PATIENCE_S = 60.0
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of the interface get a minute, except those that get no time at all."""
-    from kvstore.service.admin.context import AdminContext
+    from kvstore.service.admin.data_loop import DataLoop
 
-    def soon(context: AdminContext, seconds: float = _PATIENCE_S) -> Deadline:
-        return Deadline.after(seconds and max(seconds, _PATIENCE_S), context.clock)
+    def soon(loop: DataLoop, within_s: float = _PATIENCE_S) -> Deadline:
+        return Deadline.after(within_s and max(within_s, _PATIENCE_S))
 
-    monkeypatch.setattr(AdminContext, "soon", soon)
+    monkeypatch.setattr(DataLoop, "soon", soon)

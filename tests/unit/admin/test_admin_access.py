@@ -1,4 +1,4 @@
-"""Who may ask for what: every route, by the routes' own list."""
+"""Which token may use which route, over the routes' own list."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstore.model.keys import NamespaceId
 from kvstore.service.admin.access import is_open
 from kvstore.service.admin.app import make_routes
 from kvstore.testing.prompts import Prompt
-from tests.unit.admin.admin_world import TOKENS, World, prompt_of, world, write_credentials
+from tests.unit.admin.service_harness import TOKENS, ServiceHarness, open_service, prompt_of, write_credentials
 
 CHANGES = ("POST", "PUT", "PATCH", "DELETE")
 OPERATORS_ONLY = ("/metrics",)
@@ -42,7 +42,7 @@ OWN_ONLY = (
 
 
 def routes() -> Iterator[tuple[str, str]]:
-    """Method and path of every route that there is, those of included routers too."""
+    """Method and path of every route, including those of included routers."""
     found = [route for route in _leaves(make_routes().routes) if isinstance(route, APIRoute)]
     assert len(found) > 10
     for route in found:
@@ -56,9 +56,9 @@ def _leaves(listed: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-async def tenants(tmp_path: Path) -> AsyncIterator[tuple[World, Prompt]]:
+async def tenants(tmp_path: Path) -> AsyncIterator[tuple[ServiceHarness, Prompt]]:
     """Red has a prompt with a pin, blue another prompt."""
-    async with world(tmp_path) as made:
+    async with open_service(tmp_path) as made:
         red = await made.save(prompt_of("a", "red"))
         await made.save(prompt_of("b", "blue"))
         async with made.client("red") as client:
@@ -67,12 +67,12 @@ async def tenants(tmp_path: Path) -> AsyncIterator[tuple[World, Prompt]]:
             job = JOBS[red.namespace] = (await client.post("/v1/gc")).json()["job"]
             while (await client.get(f"/v1/jobs/{job}")).json()["ended_s"] is None:
                 await asyncio.sleep(0.01)
-        made.store.tell(Outcome("asked by red", red.namespace, 336, 320, 0, 0, "nothing_stored", tenant="red"))
+        made.store.report(Outcome("asked by red", red.namespace, 336, 320, 0, 0, "nothing_stored", tenant="red"))
         yield made, red
 
 
 async def ask(client: httpx.AsyncClient, method: str, path: str, of: Prompt) -> httpx.Response:
-    """A right request about a prompt of red's, that would delete where it can."""
+    """A valid request about red's prompt, which deletes where the route can."""
     namespace, prefix = of.namespace.hex(), of.boundary(320).prefix.hex()
     filled = path.format(
         namespace=namespace, prefix=prefix, job=JOBS[of.namespace], tenant="red", level="cold", name="app.js"
@@ -97,8 +97,8 @@ async def ask(client: httpx.AsyncClient, method: str, path: str, of: Prompt) -> 
     return await client.request(method, filled, params=query, json=body)
 
 
-async def everything(made: World, of: Prompt) -> list[object]:
-    """What red has, as red sees it."""
+async def everything(made: ServiceHarness, of: Prompt) -> list[object]:
+    """What red's token sees."""
     async with made.client("red") as client:
         paths = (
             "/v1/namespaces",
@@ -109,9 +109,11 @@ async def everything(made: World, of: Prompt) -> list[object]:
         return [(await client.get(path)).json() for path in paths]
 
 
-async def test_every_route_refuses_who_may_not(tenants: tuple[World, Prompt], tell: Callable[[str], None]) -> None:
-    """Without a token, with one of nobody, with too small a scope and with another tenant's: refused on every route,
-    and red's things are as before. Printed as one table.
+async def test_every_route_refuses_wrong_tokens(
+    tenants: tuple[ServiceHarness, Prompt], tell: Callable[[str], None]
+) -> None:
+    """Every route refuses a request without a token, with an invalid one, with too small a scope and of another tenant,
+    and changes nothing. Printed as one table.
     """
     made, red = tenants
     before = await everything(made, red)
@@ -149,9 +151,9 @@ async def test_every_route_refuses_who_may_not(tenants: tuple[World, Prompt], te
     assert await everything(made, red) == before
 
 
-async def test_a_tenant_counts_its_own_only(tenants: tuple[World, Prompt]) -> None:
-    """Lists, totals and tiers of red and blue add up to the operator's, and neither has the other's; a namespace of
-    another tenant is told like one that is not there.
+async def test_a_tenant_counts_its_own_only(tenants: tuple[ServiceHarness, Prompt]) -> None:
+    """Lists, totals and tiers of red and blue add up to the operator's, and neither sees the other's. Another tenant's
+    namespace and an unknown one get the same answer.
     """
     made, red = tenants
     seen: dict[str, Any] = {}
@@ -168,8 +170,8 @@ async def test_a_tenant_counts_its_own_only(tenants: tuple[World, Prompt]) -> No
     assert [answer.json() | {"seen": ""} for answer in answers] == [answers[0].json() | {"seen": ""}] * 2
 
 
-async def test_engines_tokens_may_look(tenants: tuple[World, Prompt]) -> None:
-    """A token made for the data port sees its tenant's things and changes none."""
+async def test_an_engines_token_may_read(tenants: tuple[ServiceHarness, Prompt]) -> None:
+    """A token for the data port sees its tenant's data and changes nothing."""
     made, _ = tenants
     async with made.client("blue engine") as client:
         assert (await client.get("/v1/namespaces")).json()["namespaces"][0]["tenant"] == "blue"
@@ -177,8 +179,10 @@ async def test_engines_tokens_may_look(tenants: tuple[World, Prompt]) -> None:
         assert (await client.delete(f"/v1/namespaces/{namespace}")).status_code == 403
 
 
-async def test_wrong_tokens_are_limited(tenants: tuple[World, Prompt]) -> None:
-    """After ten wrong ones the address waits, even with a right one that is new to it; who was here does not."""
+async def test_wrong_tokens_are_limited(tenants: tuple[ServiceHarness, Prompt]) -> None:
+    """After ten wrong tokens an address must wait, also with a valid token that it has not used before; tokens that
+    were used before still work.
+    """
     made, _ = tenants
     async with made.client("wrong") as wrong, made.client("red") as red, made.client("blue") as fresh:
         answers = [await wrong.get("/v1/tiers") for _ in range(12)]
@@ -189,8 +193,8 @@ async def test_wrong_tokens_are_limited(tenants: tuple[World, Prompt]) -> None:
         assert (await fresh.get("/livez")).status_code == 200
 
 
-async def test_a_token_is_revoked_without_a_restart(tenants: tuple[World, Prompt]) -> None:
-    """The file loses red's token and gains green's: requests know within seconds."""
+async def test_a_token_is_revoked_without_a_restart(tenants: tuple[ServiceHarness, Prompt]) -> None:
+    """The file loses red's token and gains green's; both take effect within seconds."""
     made, _ = tenants
     assert made.credentials is not None
     kept = {name: TOKENS[name] for name in ("operator", "blue")}
@@ -202,9 +206,9 @@ async def test_a_token_is_revoked_without_a_restart(tenants: tuple[World, Prompt
         assert (await green.get("/v1/namespaces")).json()["namespaces"][0]["tenant"] == "red"
 
 
-async def test_changes_are_audited(tenants: tuple[World, Prompt], caplog: pytest.LogCaptureFixture) -> None:
-    """Each changing call is one line with who, what and how it ended, refused ones too; looks are none, no token is
-    shown.
+async def test_changes_are_audited(tenants: tuple[ServiceHarness, Prompt], caplog: pytest.LogCaptureFixture) -> None:
+    """Each changing request, also a refused one, is one line with the token's name, the request and the status. Reads
+    are not logged, and no token is.
     """
     made, red = tenants
     namespace, prefix = red.namespace.hex(), red.boundary(320).prefix.hex()

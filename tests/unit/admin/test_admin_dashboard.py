@@ -1,4 +1,4 @@
-"""The files of the dashboard, as they are sent: to anybody, packed, kept, and under a strict policy."""
+"""The files of the dashboard: without a token, compressed, cached, and under a strict policy."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.service.admin import dashboard_files
-from kvstore.service.admin.dashboard_files import FOLDER
-from tests.unit.admin.admin_world import world
+from kvstore.service.admin.resources import dashboard
+from kvstore.service.admin.resources.dashboard import FOLDER
+from tests.unit.admin.service_harness import open_service
 
 
-async def test_files_are_sent_to_anybody(tmp_path: Path) -> None:
-    """The page and each file without a token; the policy allows nothing inline and nothing from elsewhere."""
-    async with world(tmp_path) as made, made.client() as client:
+async def test_files_need_no_token(tmp_path: Path) -> None:
+    """The page and each file need no token; the policy allows nothing inline and no other host."""
+    async with open_service(tmp_path) as made, made.client() as client:
         for name in ("", *(f"dashboard/{path.name}" for path in FOLDER.iterdir())):
             answer = await client.get(f"/{name}")
             assert answer.status_code == 200 and answer.headers["x-content-type-options"] == "nosniff"
@@ -28,10 +28,10 @@ async def test_files_are_sent_to_anybody(tmp_path: Path) -> None:
 
 
 async def test_the_library_is_kept_by_its_digest(tmp_path: Path) -> None:
-    """The page names the library by its digest: that address is kept for a year, every other file is asked for
-    again, and not sent again while it is the same.
+    """The address of the library contains its digest and is cached for a year. Every other file is revalidated, and not
+    sent again while it is unchanged.
     """
-    async with world(tmp_path) as made, made.client() as client:
+    async with open_service(tmp_path) as made, made.client() as client:
         page = await client.get("/")
         found = re.search(r'data-charts="(/dashboard/charts\.js\?v=[0-9a-f]{16})"', page.text)
         assert found is not None
@@ -45,19 +45,19 @@ async def test_the_library_is_kept_by_its_digest(tmp_path: Path) -> None:
 
 
 async def test_without_the_library_the_rest_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installation without the package of the library: the page names none."""
-    monkeypatch.setattr(dashboard_files, "find_spec", lambda name: None)
-    dashboard_files._load.cache_clear()
+    """Without the package of the library the page works without charts."""
+    monkeypatch.setattr(dashboard, "find_spec", lambda name: None)
+    dashboard._load.cache_clear()
     try:
-        async with world(tmp_path) as made, made.client() as client:
+        async with open_service(tmp_path) as made, made.client() as client:
             assert 'data-charts=""' in (await client.get("/")).text
             assert (await client.get("/dashboard/charts.js")).status_code == 404
     finally:
-        dashboard_files._load.cache_clear()
+        dashboard._load.cache_clear()
 
 
-def test_nothing_is_fetched_from_elsewhere() -> None:
-    """No file names another host, has a script or a style in a page, or puts text in as HTML."""
+def test_files_name_no_other_host() -> None:
+    """No file names another host, has an inline script or style, or inserts text as HTML."""
     for path in FOLDER.iterdir():
         text = path.read_text().replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?://|//[a-z]+\.[a-z]+/", text), path.name

@@ -1,4 +1,4 @@
-"""`/v1/events` and `/v1/history`, from a real service: who sees what, and how following begins and ends."""
+"""`/v1/events` and `/v1/history`: who sees what, and how following begins and ends."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import pytest
 from kvstore.api import Outcome
 from kvstore.eviction.holdings import Quota
 from kvstore.runtime.events import EventKind
-from tests.unit.admin.admin_world import World, prompt_of, soon, world
+from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of, soon
 
 
 @pytest.fixture
-async def made(tmp_path: Path) -> AsyncIterator[World]:
-    async with world(tmp_path) as opened:
+async def made(tmp_path: Path) -> AsyncIterator[ServiceHarness]:
+    async with open_service(tmp_path) as opened:
         yield opened
 
 
 @asynccontextmanager
 async def following(client: httpx.AsyncClient, last: str = "") -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
-    """The events as they come."""
+    """The events as they are sent."""
     headers = {"Last-Event-ID": last} if last else {}
     async with client.stream("GET", "/v1/events", headers=headers) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -51,9 +51,11 @@ async def listed(client: httpx.AsyncClient, **query: Any) -> list[dict[str, Any]
     return found
 
 
-async def test_what_happens_is_told_as_it_happens(made: World) -> None:
-    """A follower gets what is kept, then what happens; after a break it goes on behind the last one it saw."""
-    tell = made.store.events.tell
+async def test_events_are_sent_as_they_happen(made: ServiceHarness) -> None:
+    """A follower gets the kept events, then new ones. After a disconnection it continues after the last event that it
+    saw.
+    """
+    tell = made.store.events.add
     async with made.client("operator") as client:
         async with following(client) as events:
             assert (await anext(events))["kind"] == "started"
@@ -67,12 +69,12 @@ async def test_what_happens_is_told_as_it_happens(made: World) -> None:
         assert [one["text"] for one in await listed(client, limit=1)] == ["two left"]
 
 
-async def test_a_tenant_sees_its_own_and_what_is_nobodys(made: World) -> None:
-    """Red and blue each see their own records put aside and their own changes, and that a tier went, without why;
-    what sums up all tenants is the operators'.
+async def test_a_tenant_sees_its_own_and_public_events(made: ServiceHarness) -> None:
+    """Red and blue each see their own quarantined records and changes, and that a tier failed, without the reason. Only
+    operators see events on all tenants.
     """
     red, blue = await made.save(prompt_of("a", "red")), await made.save(prompt_of("b", "blue"))
-    tell = made.store.events.tell
+    tell = made.store.events.add
     tell(EventKind.TIER_DOWN, "tier s3 is off", is_public=True, detail={"tier": "s3", "reason": "10.0.0.7 refused"})
     tell(EventKind.EVICTED, "12 left", detail={"tier": "s3"})
     for prompt in (red, blue):
@@ -96,27 +98,29 @@ async def test_a_tenant_sees_its_own_and_what_is_nobodys(made: World) -> None:
             assert [(await anext(events))["text"] for _ in range(3)][-1] == "of b"
 
 
-async def test_orders_that_take_effect_are_told(made: World) -> None:
-    """A quota and retired weights, ordered at whichever service: told where they are followed, once, and withdrawn."""
+async def test_operator_rules_that_take_effect_are_events(made: ServiceHarness) -> None:
+    """A quota and retired weights, set at any service, are reported once by each service where they take effect, and so
+    is their end.
+    """
     orders = made.store.operations.orders
     assert orders is not None
     await orders.set_quota("red", Quota(4096, 1 << 20), deadline=soon())
     await orders.retire(None, "w1", is_retired=True, deadline=soon())
-    await made.port._watcher.step()
-    await made.port._watcher.step()
+    await made.port.watcher.step()
+    await made.port.watcher.step()
     await orders.set_quota("red", None, deadline=soon())
-    await made.port._watcher.step()
+    await made.port.watcher.step()
     async with made.client("operator") as operator, made.client("red") as red, made.client("blue") as blue:
         told = [one for one in await listed(operator) if one["kind"] == "settings"]
-        withdrawn, weights, held = [one["text"] for one in told]
-        assert "holds" in held and "withdrawn" in withdrawn and "w1 are retired" in weights
+        removed, weights, held = [one["text"] for one in told]
+        assert "in force" in held and "removed" in removed and "w1 are retired" in weights
         assert told[-1]["detail"] == {"tenant": "red", "guaranteed_bytes": 4096, "maximum_bytes": 1 << 20}
-        assert [one["text"] for one in await listed(red)] == [withdrawn, held, "the service started"]
+        assert [one["text"] for one in await listed(red)] == [removed, held, "the service started"]
         assert [one["text"] for one in await listed(blue)] == ["the service started"]
 
 
-async def test_what_was_tried_or_refused_is_no_event(made: World) -> None:
-    """A dry run and a refusal change nothing; a look is none either."""
+async def test_dry_runs_and_refusals_are_no_events(made: ServiceHarness) -> None:
+    """A dry run, a refused request and a read add no event."""
     red = await made.save(prompt_of("a", "red"))
     async with made.client("red") as client, made.client("red reader") as reader:
         path = f"/v1/namespaces/{red.namespace.hex()}"
@@ -128,8 +132,8 @@ async def test_what_was_tried_or_refused_is_no_event(made: World) -> None:
         assert (await listed(client))[0]["detail"]["records"] > 0
 
 
-async def test_followers_are_few_and_leave(made: World) -> None:
-    """The ninth of one token is refused; when the others have gone, there is room again."""
+async def test_followers_are_few_and_leave(made: ServiceHarness) -> None:
+    """The ninth follower of one token is refused; when the others have left, a new one is admitted."""
     async with made.client("red") as client:
         async with asyncio.TaskGroup() as group:
             inside, leave = asyncio.Semaphore(0), asyncio.Event()
@@ -154,11 +158,11 @@ async def test_followers_are_few_and_leave(made: World) -> None:
 
 
 async def test_following_ends_with_the_time_and_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer ends after its time, with comments in between that keep it alive, or when the service stops."""
-    monkeypatch.setattr("kvstore.service.admin.events._HEARTBEAT_S", 0.0)
-    async with world(tmp_path) as made, made.client("operator") as client:
+    """A response ends after its time, with comments in between that keep it alive, or when the service stops."""
+    monkeypatch.setattr("kvstore.service.admin.resources.events._HEARTBEAT_S", 0.0)
+    async with open_service(tmp_path) as made, made.client("operator") as client:
         with monkeypatch.context() as patched:
-            patched.setattr("kvstore.service.admin.events._FOLLOW_S", 0.1)
+            patched.setattr("kvstore.service.admin.resources.events._FOLLOW_S", 0.1)
             whole = (await client.get("/v1/events")).text
             assert whole.startswith("retry: 2000\n\n") and "\n: still here\n\n" in whole
         async with client.stream("GET", "/v1/events") as answer:
@@ -168,19 +172,19 @@ async def test_following_ends_with_the_time_and_the_service(tmp_path: Path, monk
             assert [line async for line in lines][-1] == ""  # ended, not cut off
 
 
-async def test_wrong_numbers_are_refused(made: World) -> None:
-    """`Last-Event-ID` is one of ours, or a mistake to be told."""
+async def test_wrong_numbers_are_refused(made: ServiceHarness) -> None:
+    """An invalid `Last-Event-ID` is refused."""
     async with made.client("red") as client:
         answer = await client.get("/v1/events?follow=false", headers={"Last-Event-ID": "abc"})
         assert answer.status_code == 422 and "last-event-id" in answer.json()["field"].lower()
 
 
-async def test_history_is_all_or_the_tenants_own(made: World) -> None:
-    """Operators see what the service counted; a tenant its own requests, and nothing that sums up others."""
+async def test_history_is_all_or_the_tenants_own(made: ServiceHarness) -> None:
+    """Operators see what the service counted; a tenant sees its own requests and no totals of others."""
     red = await made.save(prompt_of("a", "red"))
-    made.store.tell(Outcome("r1", red.namespace, 336, 320, 0, 256, "nothing_stored", tenant="red"))
-    made.store.tell(Outcome("b1", None, 1000, 1000, 0, 0, "too_short", tenant="blue"))
-    await made.port._watcher.step()
+    made.store.report(Outcome("r1", red.namespace, 336, 320, 0, 256, "nothing_stored", tenant="red"))
+    made.store.report(Outcome("b1", None, 1000, 1000, 0, 0, "too_short", tenant="blue"))
+    await made.port.watcher.step()
     async with made.client("operator") as client:
         for hours in (1, 6):
             whole = (await client.get("/v1/history", params={"hours": hours})).json()

@@ -1,4 +1,4 @@
-"""Jobs beyond the service that runs them: cut short by a restart or a crash, they are told with what starts them."""
+"""Jobs that a restart or a crash interrupts are listed with the call that starts them again."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
-from kvstore.catalog.books import JOBS, FileBook
+from kvstore.catalog.coordination import JOBS, FileTextStore
 from kvstore.cli.main import main
-from kvstore.service.admin.job import Job, JobKind, JobState
-from kvstore.service.admin.job_keeper import JobKeeper, again_of
+from kvstore.service.admin.jobs.job import Job, JobKeeper, JobKind, JobProgress, JobState
 from kvstore.testing.servers.ports import free_ports
-from tests.unit.admin.admin_world import ended, prompt_of, world
+from tests.unit.admin.service_harness import ended, open_service, prompt_of
 
 START_S = 60
 HOME = "here unix:/s"
@@ -40,27 +39,33 @@ class HandClock:
         return 1000 * self.now_s
 
 
-class SharedJobs(FileBook):
+class SharedJobs(FileTextStore):
     """As if others wrote to it too."""
 
     is_shared = True
 
 
 def job_of(number: int, kind: JobKind = JobKind.GC, *, tenant: str | None = None, **about: str) -> Job:
-    return Job(f"{number:016x}", kind, tenant, about, False, 1_700_000_000 + number)
+    return Job(
+        f"{number:016x}",
+        kind,
+        tenant,
+        about,
+        False,
+        1_700_000_000 + number,
+        JobProgress(done=0, total=None, unit="records"),
+    )
 
 
-async def test_a_job_that_a_restart_cuts_short_is_told_by_the_next_service(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To its own tenant and the operators, until it is dismissed; the report of one that ended is not among them."""
+async def test_the_next_service_lists_an_interrupted_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tenant and the operators see it until it is dismissed. A job that ended is not listed."""
     began = asyncio.Event()
 
     async def hang(*_: object, **__: object) -> None:
         began.set()
         await asyncio.Event().wait()
 
-    async with world(tmp_path) as made:
+    async with open_service(tmp_path) as made:
         prompt = await made.save(prompt_of("a"))
         async with made.client("red") as client:
             assert (await ended(client, await client.post("/v1/gc")))["state"] == "done"
@@ -71,7 +76,7 @@ async def test_a_job_that_a_restart_cuts_short_is_told_by_the_next_service(
                 await began.wait()
                 assert job["again"] is None
     async with (
-        world(tmp_path) as made,
+        open_service(tmp_path) as made,
         made.client("red") as client,
         made.client("blue") as blue,
         made.client("operator") as operator,
@@ -90,7 +95,7 @@ async def test_a_job_that_a_restart_cuts_short_is_told_by_the_next_service(
 
 @contextmanager
 def served(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A service process over the directory of `world`, when it is ready; killed at the end."""
+    """A service process over the directory of `open_service`, once it is ready; killed at the end."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready:
         place = folder / "notify"
         place.unlink(missing_ok=True)
@@ -108,9 +113,9 @@ def served(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
             service.wait()
 
 
-async def test_a_killed_service_leaves_word_of_its_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """SIGKILL in the middle of a verification: the next service and `kvstore jobs` tell of it; done again it goes."""
-    async with world(tmp_path) as made:
+async def test_jobs_of_a_killed_service_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """SIGKILL during a verification: the next service and `kvstore jobs` list it, until the same job is done."""
+    async with open_service(tmp_path) as made:
         await made.save(prompt_of("a"))
     [port], book = free_ports(1), tmp_path / "records/jobs.json"
     url = f"http://127.0.0.1:{port}"
@@ -139,24 +144,24 @@ async def test_a_killed_service_leaves_word_of_its_jobs(tmp_path: Path, capsys: 
         listed: list[dict[str, Any]] = json.loads(said("--json"))["jobs"]
         assert [(one["job"], one["state"]) for one in listed] == [(again["job"], "done")]
         assert main(["jobs", "--cancel", "--admin-url", url]) == 2
-        assert "name its id" in capsys.readouterr().err
+        assert "needs the id of a job" in capsys.readouterr().err
 
 
-async def test_whose_service_is_gone(tmp_path: Path) -> None:
-    """In a shared book: at once what the same place left, after a minute what another one does not write any more,
-    never what runs here or there; after a week it is forgotten.
+async def test_jobs_of_ended_services_are_found(tmp_path: Path) -> None:
+    """In a shared book: jobs of the same place count as interrupted at once, those of another place after a minute
+    without an update, running ones never. After a week they are forgotten.
     """
     clock = HandClock()
     book = SharedJobs(tmp_path, JOBS)
     here, there = JobKeeper(book, HOME, clock), JobKeeper(book, "there unix:/s", clock)
     mine, theirs = job_of(1, tenant="red"), job_of(2)
-    mine.done, mine.total, mine.unit, mine.who = 5, 9, "boundaries", "red/12345678"
+    mine.progress, mine.who = JobProgress(done=5, total=9, unit="boundaries"), "red/12345678"
     await here.write(mine)
     await there.write(theirs)
     assert await here.interrupted({mine.id}) == []
     [left] = await here.interrupted(())
     assert (left.id, left.state, left.ended_s) == (mine.id, JobState.INTERRUPTED, clock.now_s)
-    assert (left.done, left.total, left.unit, left.who, left.tenant) == (5, 9, "boundaries", "red/12345678", "red")
+    assert (left.progress, left.who, left.tenant) == (mine.progress, "red/12345678", "red")
     clock.now_s += 61
     await here.write(mine)
     assert [job.id for job in await here.interrupted({mine.id})] == [theirs.id]
@@ -165,9 +170,11 @@ async def test_whose_service_is_gone(tmp_path: Path) -> None:
     assert await here.interrupted(()) == [] and (tmp_path / "jobs.json").read_text() == "{}"
 
 
-async def test_one_that_is_done_makes_up_for_those_of_the_same_aim(tmp_path: Path) -> None:
-    """And for no other's: another tier, another tenant. One that failed makes up for none."""
-    keeper = JobKeeper(FileBook(tmp_path, JOBS), HOME, HandClock())
+async def test_a_finished_job_removes_interrupted_ones_with_the_same_aim(tmp_path: Path) -> None:
+    """A finished job removes interrupted ones with the same aim, but not those of another tier or tenant. A failed job
+    removes none.
+    """
+    keeper = JobKeeper(FileTextStore(tmp_path, JOBS), HOME, HandClock())
     kept = [job_of(2, JobKind.DRAIN, tier="hot"), job_of(3, JobKind.DRAIN, tenant="red", tier="cold")]
     for job in (job_of(1, JobKind.DRAIN, tier="cold"), *kept):
         await keeper.write(job)
@@ -180,35 +187,33 @@ async def test_one_that_is_done_makes_up_for_those_of_the_same_aim(tmp_path: Pat
     assert {job.id for job in await keeper.interrupted(())} == {job.id for job in kept}
 
 
-async def test_a_book_that_does_not_answer_costs_no_job_anything(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is said once. What a later release has written there is passed over."""
+async def test_jobs_run_without_a_book(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The failure is logged once. Entries of a later release are skipped."""
     (tmp_path / "jobs.json").write_text('{"a": "{", "b": "[]", "c": "{\\"kind\\": \\"unheard\\"}"}')
-    assert await JobKeeper(FileBook(tmp_path, JOBS), HOME).interrupted(()) == []
+    assert await JobKeeper(FileTextStore(tmp_path, JOBS), HOME).interrupted(()) == []
     (tmp_path / "jobs.json").write_text("{")
-    keeper = JobKeeper(FileBook(tmp_path, JOBS), HOME)
+    keeper = JobKeeper(FileTextStore(tmp_path, JOBS), HOME)
     job = job_of(1)
     await keeper.write(job)
     await keeper.ended(job)
     assert await keeper.interrupted(()) == []
-    assert [record.message for record in caplog.records if "not remembered" in record.message] == [
-        "jobs are not remembered beyond a restart: the jobs cannot be read: repair or delete the file "
+    assert [record.message for record in caplog.records if "will forget" in record.message] == [
+        "a restart will forget the jobs that it interrupts: the jobs cannot be read: repair or delete the file "
         f"path={tmp_path}/jobs.json"
     ]
 
 
-def test_what_starts_it_again_is_never_more_than_it_was() -> None:
-    """A dry run stays one; a deletion's salt or age is not remembered, so that no command is told without it."""
+def test_a_suggested_call_does_no_more_than_the_job() -> None:
+    """A dry run stays one. A deletion's salt and age are not stored, so no call without them is suggested."""
     told = {}
     for kind in JobKind:
         job = job_of(1, kind, tier="cold", namespace="0" * 32)
-        assert again_of(job) is None
+        assert job.again is None
         job.state = JobState.INTERRUPTED
-        told[kind] = again_of(job) or ""
+        told[kind] = job.again or ""
         assert told[kind]
     assert told[JobKind.GC] == "kvstore gc --yes" and told[JobKind.DRAIN] == "POST /v1/tiers/cold/drain"
     assert "0" * 32 not in told[JobKind.DELETION]
     trial = job_of(2)
     trial.is_dry_run, trial.state = True, JobState.INTERRUPTED
-    assert again_of(trial) == "kvstore gc"
+    assert trial.again == "kvstore gc"

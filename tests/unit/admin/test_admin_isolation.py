@@ -1,47 +1,46 @@
-"""What operators ask never stands in the way of engines."""
+"""Requests of operators never delay engines."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from kvstore.catalog.base import Addition, Step
 from kvstore.catalog.entry import Level
-from kvstore.catalog.sqlite import SqliteCatalog
+from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.client import connect
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.admin.bridge import Bridge
 from kvstore.service.admin.listing import STEP_ENTRIES
 from kvstore.testing.prompts import Prompt
-from tests.unit.admin.admin_world import World, prompt_of, soon, world
+from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of, soon
 
 MANY = 5000
 
 
 @pytest.fixture
-async def large(tmp_path: Path) -> AsyncIterator[tuple[World, Prompt]]:
+async def large(tmp_path: Path) -> AsyncIterator[tuple[ServiceHarness, Prompt]]:
     """A prompt, and thousands of further entries of its namespace."""
-    async with world(tmp_path) as made:
+    async with open_service(tmp_path) as made:
         prompt = await made.save(prompt_of("a"))
-        assert made.store._recorder is not None
-        catalog = made.store._recorder.catalog
         prefixes = [PrefixHash(number.to_bytes(32, "big")) for number in range(1, MANY + 1)]
         keys = [RecordKey(prompt.namespace, prefix, 0, 0) for prefix in prefixes]
-        await catalog.add([Addition(key, Level.COLD, 100, 64) for key in keys], deadline=soon())
+        await made.catalog.add([Addition(key, Level.COLD, 100, 64) for key in keys], deadline=soon())
         yield made, prompt
 
 
 async def test_engines_are_served_while_a_list_hangs(
-    large: tuple[World, Prompt], monkeypatch: pytest.MonkeyPatch
+    large: tuple[ServiceHarness, Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The administration's thread stands still in the middle of a walk, as long as we like: an engine opens, looks up,
-    stages, loads and saves meanwhile. Then the list is answered whole.
+    """The administration's thread is blocked in the middle of a list. Meanwhile an engine opens, looks up, stages,
+    loads and saves. Then the list is answered in full.
     """
     made, prompt = large
     inside, go_on = threading.Event(), threading.Event()
@@ -77,13 +76,15 @@ async def test_engines_are_served_while_a_list_hangs(
     assert page["is_complete"] and len(page["prefixes"]) == 1000
 
 
-async def test_lists_are_walks_in_bounded_steps(large: tuple[World, Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the order, no step reads more than its bound, no page has more than its limit, all pages together have
-    every entry, and of all that nothing runs on the data loop.
+async def test_lists_read_in_bounded_steps(
+    large: tuple[ServiceHarness, Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every order, no step reads more than its bound, no page exceeds its limit, all pages together have every
+    entry, and nothing runs on the data loop.
     """
     made, prompt = large
     counts: list[int] = []
-    step, call = SqliteCatalog.step, Bridge.call
+    step, call = SqliteCatalog.step, asyncio.run_coroutine_threadsafe
     calls: list[object] = []
 
     async def counted(
@@ -93,14 +94,14 @@ async def test_lists_are_walks_in_bounded_steps(large: tuple[World, Prompt], mon
         counts.append(len(found.prefixes))
         return found
 
-    async def noted(self: Bridge, *arguments: object, **options: object) -> object:
-        calls.append(arguments)
-        return await call(self, *arguments, **options)  # type: ignore[arg-type]
+    def noted(work: Coroutine[Any, Any, object], loop: asyncio.AbstractEventLoop) -> Future[object]:
+        calls.append(work)
+        return call(work, loop)
 
     monkeypatch.setattr(SqliteCatalog, "step", counted)
     async with made.client("red") as client:
         await pages(client, prompt, "stored", limit=1000)  # the namespace's manifest is read once
-        monkeypatch.setattr(Bridge, "call", noted)
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", noted)
         for order in ("stored", "idle"):
             listed = await pages(client, prompt, order, limit=1000)
             assert len(listed) == len(set(listed)) == MANY + 6
@@ -122,10 +123,12 @@ async def pages(client: httpx.AsyncClient, prompt: Prompt, order: str, *, limit:
     return listed
 
 
-async def test_a_walk_that_is_out_of_time_says_so(large: tuple[World, Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each page takes one step: it has what that step showed, is not complete, and its cursor leads on."""
+async def test_a_page_that_runs_out_of_time_is_incomplete(
+    large: tuple[ServiceHarness, Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that runs out of time has the entries of one step, is not complete, and its cursor continues."""
     made, prompt = large
-    monkeypatch.setattr("kvstore.service.admin.prefixes._WALK_S", 0.0)
+    monkeypatch.setattr("kvstore.service.admin.listing._PAGE_S", 0.0)
     async with made.client("red") as client:
         query = {"namespace": prompt.namespace.hex(), "limit": 1000}
         page = (await client.get("/v1/prefixes", params=query)).json()
@@ -136,11 +139,11 @@ async def test_a_walk_that_is_out_of_time_says_so(large: tuple[World, Prompt], m
 
 
 async def test_a_namespace_is_deleted_over_several_calls(
-    large: tuple[World, Prompt], monkeypatch: pytest.MonkeyPatch
+    large: tuple[ServiceHarness, Prompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call that is out of time says that there is more; the same call again goes on, until nothing is left."""
+    """A call that runs out of time is not complete; repeated calls delete everything."""
     made, prompt = large
-    monkeypatch.setattr("kvstore.service.admin.deletion._WHOLE_S", 0.0)
+    monkeypatch.setattr("kvstore.service.admin.jobs.deletion._DELETE_S", 0.0)
     path, num_deleted, num_calls = f"/v1/namespaces/{prompt.namespace.hex()}?confirm=true", 0, 0
     async with made.client("red") as client:
         while True:

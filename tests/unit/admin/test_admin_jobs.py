@@ -1,46 +1,44 @@
-"""Long operations: watched, cancelled, bounded, one's own, and what each of them does, over a directory."""
+"""Long operations: watched, cancelled, bounded, visible to their tenant, and what each of them does."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import random
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from kvstore.api import Ack
-from kvstore.catalog.base import Catalog, LeaveReason, Removal
+from kvstore.catalog.base import LeaveReason, Leaving, Removal
 from kvstore.catalog.entry import Level
-from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.names import format_name
-from kvstore.format.record import seal
-from kvstore.model.keys import Boundary, RecordKey
-from kvstore.model.prefix_chain import PlainChain
+from kvstore.model.keys import PlainChain
+from kvstore.service.admin.jobs.deletions import descendants
 from kvstore.testing.keys import write_keys
 from kvstore.testing.prompts import ATTENTION, Prompt
-from tests.unit.admin.admin_world import World, ended, prompt_of, soon, world
+from tests.unit.admin.service_harness import ServiceHarness, ended, open_service, prompt_of, soon
 
 
 @pytest.fixture
-async def made(tmp_path: Path) -> AsyncIterator[World]:
-    async with world(tmp_path) as opened:
+async def made(tmp_path: Path) -> AsyncIterator[ServiceHarness]:
+    async with open_service(tmp_path) as opened:
         yield opened
 
 
-def catalog_of(made: World) -> Catalog:
-    assert made.tiered._recorder is not None
-    return made.tiered._recorder.catalog
-
-
-async def held(made: World, prompt: Prompt) -> int:
+async def held(made: ServiceHarness, prompt: Prompt) -> int:
     await made.store.open_namespace(prompt.description, deadline=soon())
     return (await made.store.lookup(prompt.query(), deadline=soon())).resume_tokens
 
 
-async def test_what_goes_on_from_a_boundary_is_deleted(made: World, caplog: pytest.LogCaptureFixture) -> None:
-    """A boundary with all behind it, other prompts of the same start included; what is before it stays, and what a pin
-    protects. Without `confirm` nothing is deleted, and the report is the same.
+async def test_a_boundary_is_deleted_with_its_descendants(
+    made: ServiceHarness, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A boundary is deleted with all that continue it; earlier boundaries and pinned ones stay. Without `confirm`
+    nothing is deleted, and the report is the same.
     """
     caplog.set_level(logging.INFO, "kvstore.audit")
     prompt = await made.save(prompt_of("a"))
@@ -63,55 +61,33 @@ async def test_what_goes_on_from_a_boundary_is_deleted(made: World, caplog: pyte
         )
 
 
-async def save_for(made: World, salt: str, tokens: list[int]) -> list[Boundary]:
-    """A prompt of a user, under the hashes of its salt and tokens; parents are learnt as from an engine."""
-    from kvstore.api import PrefixQuery
-
-    prompt = Prompt(ATTENTION, "tokens", 64, tenant="red")
-    await made.store.open_namespace(prompt.description, deadline=soon())
-    boundaries = PlainChain(salt).extend(tokens)
-    query = PrefixQuery(
-        prompt.namespace, tuple(boundaries), local_tokens=0, cap_tokens=boundaries[-1].tokens, step_tokens=16
-    )
-    await made.store.lookup(query, deadline=soon())
-    pages = [boundary for boundary in boundaries if boundary.tokens % 64 == 0]
-    for boundary in pages:
-        kind, span = ATTENTION.groups[0].record_at(boundary.tokens, 64)
-        for slice_ in range(2):
-            key = RecordKey(prompt.namespace, boundary.prefix, 0, slice_)
-            header = HeaderV1(key, kind, span, 0, 100, 0, bytes(16), created_ms=1_700_000_000_000)
-            await made.store.save(seal(header, bytearray(HEADER_BYTES + 100)), ack=Ack.COLD, deadline=soon())
-    await made.settle()
-    return pages
-
-
 @pytest.mark.parametrize("is_encrypted", [False, True])
 async def test_one_users_prompts_are_deleted_by_salt(tmp_path: Path, is_encrypted: bool) -> None:
-    """Two users ask with the same tokens under their own salts; one's prompts, told by the salt and what they begin
-    with, go with all turns that went on from there, and the other's stay. Likewise where names are keyed.
+    """Two users send the same tokens with their own salts. One user's prompts, given by the salt and their first
+    tokens, are deleted with all later turns; the other's stay. The same with keyed names.
     """
-    system, namespace = list(range(64)), Prompt(ATTENTION, "tokens", 64, tenant="red").namespace
+    system, prompt = list(range(64)), Prompt(ATTENTION, "tokens", 64, tenant="red")
     keys = {"encryption_keys": str(write_keys(tmp_path / "keys.toml", [("red", 1, 1)]))} if is_encrypted else {}
-    async with world(tmp_path, **keys) as made, made.client("red") as client:
+    async with open_service(tmp_path, **keys) as made, made.client("red") as client:
         for user in ("anna", "ben"):
             for turn in (1, 2, 3):
-                await save_for(made, user, system + [turn] * 64 * turn)
-        body = {"namespace": namespace.hex(), "token_ids": system, "cache_salt": "anna"}
+                await made.save_pages(prompt, PlainChain(user).extend(system + [turn] * 64 * turn))
+        body = {"namespace": prompt.namespace.hex(), "token_ids": system, "cache_salt": "anna"}
         told = await ended(client, await client.post("/v1/deletions", json=body))
         assert told["report"]["by_tier"]["filesystem"]["num_boundaries"] == 1 + 1 + 2 + 3
         done = await ended(client, await client.post("/v1/deletions?confirm=true", json=body))
         assert done["report"]["by_tier"] == told["report"]["by_tier"]
         for user, resumes in (("anna", 0), ("ben", 64 * 3)):
-            asked = {"namespace": namespace.hex(), "token_ids": system + [2] * 128, "cache_salt": user}
+            asked = {"namespace": prompt.namespace.hex(), "token_ids": system + [2] * 128, "cache_salt": user}
             assert (await client.post("/v1/lookup", json=asked)).json()["resume_tokens"] == resumes
-        alone = await client.post("/v1/deletions", json={"namespace": namespace.hex(), "cache_salt": "anna"})
+        alone = await client.post("/v1/deletions", json={"namespace": prompt.namespace.hex(), "cache_salt": "anna"})
         assert (alone.status_code, alone.json()["field"]) == (422, "body.token_ids")
         assert "tokens" in alone.json()["detail"]
 
 
-async def test_a_running_job_is_cancelled(made: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It hangs in the tier: it is listed as running, to its own tenant alone, and ends when it is told to; what it had
-    hidden is served again. One that has ended is told as it is.
+async def test_a_running_job_is_cancelled(made: ServiceHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that hangs in the tier is listed as running, to its own tenant only. Cancelled, it ends, and hidden
+    boundaries are visible again. A second cancellation changes nothing.
     """
     prompt = await made.save(prompt_of("a"))
     began, go_on = asyncio.Event(), asyncio.Event()
@@ -135,14 +111,14 @@ async def test_a_running_job_is_cancelled(made: World, monkeypatch: pytest.Monke
         cancelled = (await client.delete(f"/v1/jobs/{job}")).json()
         assert cancelled["state"] == "cancelled" and cancelled["ended_s"] is not None
         assert (await client.delete(f"/v1/jobs/{job}")).json() == cancelled
-        entry = await catalog_of(made).get(prompt.namespace, prompt.boundary(128).prefix, deadline=soon())
+        entry = await made.catalog.get(prompt.namespace, prompt.boundary(128).prefix, deadline=soon())
         assert entry is not None and not entry.leaving
 
 
 async def test_jobs_are_bounded_and_end_with_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenant's third job is refused while two run, another tenant's is not; the service ends although they hang."""
+    """A tenant's third job is refused while two run; another tenant's is not. The service stops although jobs hang."""
     began = asyncio.Semaphore(0)
-    async with world(tmp_path) as made:
+    async with open_service(tmp_path) as made:
         red, blue = await made.save(prompt_of("a")), await made.save(prompt_of("b", "blue"))
 
         async def hang(*_: object, **__: object) -> None:
@@ -160,24 +136,24 @@ async def test_jobs_are_bounded_and_end_with_the_service(tmp_path: Path, monkeyp
             assert started.status_code == 202
             for _ in range(3):
                 await began.acquire()
-    assert not made.port._thread or not made.port._thread.is_alive()
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvstore-admin"]
 
 
-async def test_what_serves_no_hit_is_collected(made: World, tmp_path: Path) -> None:
-    """Retired weights, a boundary without a slice with all that stands on it, a deletion that was cut off, and a record
-    that the catalog lacks: found by a dry run, deleted by the next, and nothing else is.
+async def test_what_serves_no_hit_is_collected(made: ServiceHarness, tmp_path: Path) -> None:
+    """Retired weights, a boundary that lacks a slice with all that continue it, an interrupted deletion, and a record
+    that the catalog lacks: a dry run finds them, the next run deletes them and nothing else.
     """
     old = await made.save(Prompt(ATTENTION, "a", 128, tenant="red", weights_id="old"))
     kept = await made.save(prompt_of("a"))
-    catalog = catalog_of(made)
     broken = await made.save(Prompt(ATTENTION, "broken", 64 * 4, tenant="red", model="broken"))
     key = broken.key(128, 0, 1)
     await made.store.operations.delete([key], Level.COLD, deadline=soon())
-    await catalog.remove([Removal(key, Level.COLD, None, LeaveReason.LOST)], deadline=soon())
+    await made.catalog.remove([Removal(key, Level.COLD, None, LeaveReason.LOST)], deadline=soon())
     cut = await made.save(Prompt(ATTENTION, "cut", 64, tenant="red", model="cut"))
-    await catalog.start_leaving(cut.namespace, cut.boundary(64).prefix, Level.COLD, deadline=soon())
+    leaving = Leaving(cut.namespace, cut.boundary(64).prefix)
+    await made.catalog.start_leaving([leaving], Level.COLD, deadline=soon())
     lost = await made.save(Prompt(ATTENTION, "lost", 64, tenant="red", model="lost"))
-    await catalog.remove(
+    await made.catalog.remove(
         [Removal(key, Level.COLD, None, LeaveReason.LOST) for key in lost.record_keys()], deadline=soon()
     )
     orders = made.store.operations.orders
@@ -188,7 +164,7 @@ async def test_what_serves_no_hit_is_collected(made: World, tmp_path: Path) -> N
         fresh = await ended(red, await red.post("/v1/gc"))
         assert fresh["report"]["incomplete"] == {} and fresh["report"]["orphans"] == {}
         pushed = pytest.MonkeyPatch()
-        pushed.setattr("kvstore.service.admin.gc._MENDED_S", 0)  # a minute has passed
+        pushed.setattr("kvstore.service.admin.jobs.gc._UNUSED_S", 0)  # a minute has passed
         waiting = await ended(red, await red.post("/v1/gc"))
         assert waiting["report"]["incomplete"] == {}  # memory has what the tier lacks, and may have still to write it
         await made.store.operations.forget([key])
@@ -207,9 +183,9 @@ async def test_what_serves_no_hit_is_collected(made: World, tmp_path: Path) -> N
     assert (await held(made, old), await held(made, broken)) == (0, 64)
 
 
-async def test_the_write_back_is_paused_drained_and_resumed(made: World) -> None:
-    """Paused, what is saved waits, and a drain is refused; resumed, the drain ends when it has been written. The events
-    tell of all three.
+async def test_the_write_back_is_paused_drained_and_resumed(made: ServiceHarness) -> None:
+    """While the write-back is paused, saves wait and a drain is refused. Resumed, the drain ends when everything is
+    written. All three are events.
     """
     prompt = prompt_of("a")
     await made.store.open_namespace(prompt.description, deadline=soon())
@@ -239,8 +215,8 @@ async def test_the_write_back_is_paused_drained_and_resumed(made: World) -> None
         assert (await client.post("/v1/tiers/memory/pause")).status_code == 422
 
 
-async def test_a_tier_is_verified_and_reindexed(made: World, tmp_path: Path) -> None:
-    """A damaged record is named and put aside, and the catalog knows; what the catalog lost is told to it again."""
+async def test_a_tier_is_verified_and_reindexed(made: ServiceHarness, tmp_path: Path) -> None:
+    """A corrupt record is named, quarantined and removed from the catalog. A reindex adds what the catalog lost."""
     prompt = await made.save(prompt_of("a"))
     path = tmp_path / "records" / format_name(prompt.key(128))
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
@@ -251,7 +227,42 @@ async def test_a_tier_is_verified_and_reindexed(made: World, tmp_path: Path) -> 
         assert report["bad"][0]["name"] == format_name(prompt.key(128))
         found = (await client.get(f"/v1/namespaces/{prompt.namespace.hex()}")).json()["held"]["filesystem"]
         assert found["num_records"] == 11
-        await catalog_of(made).clear(deadline=soon())
+        await made.catalog.clear(deadline=soon())
         job = await ended(client, await client.post("/v1/tiers/cold/reindex?confirm=true"))
         assert (job["state"], job["report"]["num_records"]) == ("done", 11)
-        assert await catalog_of(made).is_complete(deadline=soon())
+        assert await made.catalog.is_complete(deadline=soon())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_descendants_of_roots_are_found(seed: int) -> None:
+    """In a random forest with boundaries that are not stored: found are those whose stored ancestors lead to a root,
+    stored or not.
+    """
+    chance = random.Random(seed)
+    names = [hashlib.sha256(f"{seed} {i}".encode()).digest() for i in range(200)]
+    parent_of = {
+        name: names[chance.randrange(i)] if i and chance.random() < 0.9 else bytes(32) for i, name in enumerate(names)
+    }
+    stored = [name for name in names if chance.random() < 0.8]
+    roots = chance.sample(names, 5)
+
+    def is_below(name: bytes) -> bool:
+        while name in stored:
+            if name in roots or parent_of[name] in roots:
+                return True
+            name = parent_of[name]
+        return False
+
+    found = descendants(array(stored), array([parent_of[name] for name in stored]), array(roots))
+    assert [bool(one) for one in found] == [is_below(name) for name in stored]
+
+
+def test_a_cycle_of_parents_ends_the_search() -> None:
+    """A cycle in a corrupt catalog does not hang the search."""
+    names = [hashlib.sha256(bytes([i])).digest() for i in range(3)]
+    found = descendants(array(names), array([names[0], names[2], names[1]]), array([names[0]]))
+    assert found.tolist() == [True, False, False]
+
+
+def array(names: list[bytes]) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+    return np.frombuffer(b"".join(names), dtype=np.uint8).reshape(-1, 32)

@@ -1,4 +1,4 @@
-"""Limits: what is used against each bound, by tier and tenant, and what left and why, wherever an operator looks."""
+"""Limits: what is used of each, by tier and tenant, and what was evicted and why, in every view of an operator."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 from rich.console import Console
 
-from kvstore.cli.administering import AdminClient
-from kvstore.cli.status_page import page_of
-from kvstore.cli.top import _look, _shown
+from kvstore.cli.admin import AdminClient
+from kvstore.cli.status import page_of
+from kvstore.cli.top import read_values, screen_of
 from kvstore.client import connect
-from kvstore.service.watching import Watcher
+from kvstore.service.history import Watcher
 from kvstore.testing.prompts import ATTENTION, Prompt
 from tests.deployment.test_monitoring import METRIC, expressions
-from tests.unit.admin.admin_world import soon, world
+from tests.unit.admin.service_harness import open_service, soon
 
 COLD, QUOTA = 400 << 10, 20 << 10
 
@@ -30,12 +30,12 @@ def text_of(shown: Any) -> str:
 
 
 async def test_a_full_cold_tier_is_seen_everywhere(tmp_path: Path) -> None:
-    """More is saved than `cold_bytes` and a quota allow: `status`, `top`, `/v1/tiers`, metrics and the history have
-    what is used, the bound by its name, the share, and the number of boundaries that left for each cause; so do events.
+    """More is saved than `cold_bytes` and a quota allow: `status`, `top`, `/v1/tiers`, metrics, the history and events
+    have the use, the limit by its name, the share, and the evictions by cause.
     """
     bounds = {"cold_bytes": COLD, "quotas": f"red=:{QUOTA}", "retention_policy": "lru"}
-    async with world(tmp_path, with_tokens=False, **bounds) as made:
-        watcher = Watcher(made.store, made.port._service.history, made.store.events)
+    async with open_service(tmp_path, with_tokens=False, **bounds) as made:
+        watcher = Watcher(made.store, made.service.history, made.store.events)
         for number in range(40):
             tenant = "red" if number % 2 else "blue"
             await made.save(Prompt(ATTENTION, f"{tenant} {number}", 64 * 5, tenant=tenant))
@@ -71,24 +71,24 @@ async def test_a_full_cold_tier_is_seen_everywhere(tmp_path: Path) -> None:
 
 def _top(url: str) -> str:
     client = AdminClient(url, "", timeout_s=60)
-    return text_of(_shown(url, _look(client), None, 0))
+    return text_of(screen_of(url, read_values(client)))
 
 
 async def test_every_series_that_alerts_and_charts_read_is_there_from_the_start(tmp_path: Path) -> None:
-    """Of a service where all is well and nobody has asked: a series that only appears with the first fault cannot grow
-    from 0, so that the fault would not be seen. What is read of engines, S3 and Redis, which this one lacks, aside, and
-    what is known once a lookup has asked."""
+    """Every series that alerts and charts read exists before the first fault; else its increase could not be seen. Not
+    those of engines, S3 and Redis, which this service lacks, nor those that need a lookup.
+    """
     others = ("s3_", "pending_", "tenant_", "stages_cut", "catalog_unknown", "catalog_complete")
     elsewhere = re.compile(rf"vllm:|kvstore_({'|'.join(others)})")
-    async with world(tmp_path, with_tokens=False) as made, made.client() as admin:
+    async with open_service(tmp_path, with_tokens=False) as made, made.client() as admin:
         there = {re.split("[{ ]", line)[0] for line in (await admin.get("/metrics")).text.splitlines()}
     wanted = {name for _, expression in expressions() for name in METRIC.findall(expression)}
     assert {name for name in wanted if not elsewhere.match(name)} <= there
 
 
-async def test_a_tenant_is_told_of_its_own_quota_only(tmp_path: Path) -> None:
-    """By its token, on the data port."""
-    async with world(tmp_path, quotas="red=:1MiB,blue=:2MiB") as made:
+async def test_a_tenant_sees_its_own_quota_only(tmp_path: Path) -> None:
+    """On the data port a tenant's token sees only its own quota."""
+    async with open_service(tmp_path, quotas="red=:1MiB,blue=:2MiB") as made:
         store = connect(str(made.server.addresses[0]), token="red token")
         try:
             status: Any = await store.status(deadline=soon())

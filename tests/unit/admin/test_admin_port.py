@@ -1,4 +1,4 @@
-"""The port: who is served without tokens, what stands in its way, and that the data path goes on."""
+"""The port: who is served without tokens, what prevents it from opening, and that the data port works without it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ import pytest
 
 from kvstore.client import connect
 from kvstore.errors import InvalidRequest
-from kvstore.service.admin.local_user import is_own_user, user_in_table
+from kvstore.service.admin.access import is_own_user, user_in_table
 from kvstore.service.admin.port import Administered, admin_port, check_admin_listen
-from kvstore.service.credentials import Credentials
-from kvstore.service.failures import FailureLimit
+from kvstore.service.authentication import Credentials, FailureLimit
 from kvstore.settings import load_settings
 from kvstore.wire.address import TcpAddress
-from tests.unit.admin.admin_world import World, prompt_of, soon, world
+from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of, soon
 
 
 async def test_without_tokens_the_own_user_may_do_all(tmp_path: Path) -> None:
-    """A single user's machine needs no set-up: every tenant is seen, and changed."""
-    async with world(tmp_path, with_tokens=False) as made, made.client() as client:
+    """On a single user's machine no set-up is needed: that user sees and changes every tenant's data."""
+    async with open_service(tmp_path, with_tokens=False) as made, made.client() as client:
         red = await made.save(prompt_of("a", "red"))
         assert [one["tenant"] for one in (await client.get("/v1/namespaces")).json()["namespaces"]] == ["red"]
         assert (await client.get("/metrics")).status_code == 200
@@ -32,8 +31,10 @@ async def test_without_tokens_the_own_user_may_do_all(tmp_path: Path) -> None:
 
 
 async def test_web_pages_are_refused_without_tokens(tmp_path: Path) -> None:
-    """A page in the user's own browser, by another site's name that leads here or by its own, may not even look."""
-    async with world(tmp_path, with_tokens=False) as made, made.client() as client:
+    """A web page in the user's own browser may not even read, under another site's name that resolves here or under its
+    own.
+    """
+    async with open_service(tmp_path, with_tokens=False) as made, made.client() as client:
         hosts = ("evil.example", "127.0.0.1.evil.example:80", "", "user@127.0.0.1.evil.example", "[")
         for field, values in (("host", hosts), ("origin", ("http://evil.example", "null", ""))):
             for value in values:
@@ -45,16 +46,16 @@ async def test_web_pages_are_refused_without_tokens(tmp_path: Path) -> None:
 
 
 async def test_other_users_are_refused_without_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever connects as another user is told what would let it in. (Only root could be another user for real.)"""
+    """Another user is refused, with a hint at credentials_file. (Only root could test this with a real second user.)"""
     monkeypatch.setattr("kvstore.service.admin.access.is_own_user", lambda peer, own: False)
-    async with world(tmp_path, with_tokens=False) as made, made.client() as client:
+    async with open_service(tmp_path, with_tokens=False) as made, made.client() as client:
         answer = await client.get("/v1/namespaces")
         assert answer.status_code == 403 and "credentials_file" in answer.json()["detail"]
         assert (await client.get("/livez")).status_code == 200
 
 
-def test_the_kernel_tells_the_user_of_a_connection() -> None:
-    """An established connection, by IPv4 and by IPv6, is ours; one that was closed, or is not there, is nobody's."""
+def test_the_user_of_a_connection_is_known() -> None:
+    """An established connection is ours, over IPv4 and IPv6; a closed or unknown one is not."""
     for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         with socket.create_server((host, 0), family=family) as listener:
             peer = socket.create_connection(listener.getsockname()[:2])
@@ -68,7 +69,7 @@ def test_the_kernel_tells_the_user_of_a_connection() -> None:
 
 @pytest.mark.parametrize(("state", "inode", "user"), [("01", "77", 1000), ("01", "0", None), ("06", "0", None)])
 def test_closed_connections_are_not_roots(state: str, inode: str, user: int | None) -> None:
-    """The kernel shows what was closed as user 0: it does not count."""
+    """The kernel shows a closed connection as owned by user 0; it does not count."""
     shown = 1000 if state == "01" and inode != "0" else 0
     line = f"   0: 0100007F:9387 0100007F:1B9E {state} 0:0 00:0 0 {shown} 0 {inode} 1 0"
     assert user_in_table([line], ("127.0.0.1", 0x9387), ("127.0.0.1", 0x1B9E)) == user
@@ -77,7 +78,7 @@ def test_closed_connections_are_not_roots(state: str, inode: str, user: int | No
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", "::", "example.org"])
 def test_others_need_tokens(host: str) -> None:
-    """An address beyond the loopback without credentials is refused at the start, by the setting's name."""
+    """An address beyond the loopback without credentials is refused at the start; the message names the setting."""
     with pytest.raises(InvalidRequest, match="field=admin_listen"):
         check_admin_listen(TcpAddress(host, 7070), None)
     check_admin_listen(TcpAddress(host, 7070), Credentials({"0" * 64: "red"}))
@@ -88,8 +89,8 @@ def test_others_need_tokens(host: str) -> None:
     check_admin_listen(loopback, None, has_certificate=True)
 
 
-async def asked(made: World) -> None:
-    """The data port answers."""
+async def asked(made: ServiceHarness) -> None:
+    """Check that the data port answers."""
     store = connect(str(made.server.addresses[0]), token="red token")
     try:
         assert (await store.status(deadline=soon()))["namespaces"] == 0
@@ -98,8 +99,8 @@ async def asked(made: World) -> None:
 
 
 async def test_a_port_in_use_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Another program has it, or it may not be used: the setting is named, and the service goes on."""
-    async with world(tmp_path) as made:
+    """If the port is in use or not permitted, a warning names the setting, and the service runs without it."""
+    async with open_service(tmp_path) as made:
         port = int(made.url.rpartition(":")[2])
         for host, said in (("127.0.0.1", "another program listens there"), ("192.0.2.1", "cannot listen")):
             settings = load_settings({"admin_listen": f"{host}:{port}", "cold": "memory:"})
@@ -113,8 +114,8 @@ async def test_a_port_in_use_is_a_warning(tmp_path: Path, caplog: pytest.LogCapt
 async def test_a_missing_package_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is not installed is named with the command that installs it."""
-    async with world(tmp_path) as made:
+    """A missing package is named with the command that installs it."""
+    async with open_service(tmp_path) as made:
         monkeypatch.setattr("kvstore.service.admin.port.find_spec", lambda name: None)
         settings = load_settings({"admin_listen": "127.0.0.1:0"})
         async with admin_port(Administered(settings, None, made.store, made.server)) as port:
@@ -123,14 +124,15 @@ async def test_a_missing_package_is_a_warning(
         await asked(made)
 
 
-async def test_nothing_is_loaded_before_somebody_asks(tmp_path: Path) -> None:
-    """A service that nobody administers imports no framework and starts no thread; the first request is answered."""
+async def test_nothing_is_loaded_before_the_first_request(tmp_path: Path) -> None:
+    """Without requests the service imports no framework and starts no thread; the first request is answered."""
     code = (
         "import asyncio, sys, pathlib, threading\n"
-        "from tests.unit.admin.admin_world import world\n"
+        "from tests.unit.admin.service_harness import open_service\n"
         "async def main():\n"
-        "    async with world(pathlib.Path(sys.argv[1])) as made:\n"
-        "        print(made.port.is_started, 'fastapi' in sys.modules, 'uvicorn' in sys.modules)\n"
+        "    async with open_service(pathlib.Path(sys.argv[1])) as made:\n"
+        "        names = [thread.name for thread in threading.enumerate()]\n"
+        "        print('kvstore-admin' in names, 'fastapi' in sys.modules, 'uvicorn' in sys.modules)\n"
         "        async with made.client() as client:\n"
         "            print((await client.get('/livez')).text)\n"
         "asyncio.run(main())\n"
@@ -143,9 +145,9 @@ async def test_nothing_is_loaded_before_somebody_asks(tmp_path: Path) -> None:
 
 
 async def test_it_ends_with_the_service(tmp_path: Path) -> None:
-    """After the end nobody listens there, whether it was asked or not."""
+    """After the end the port is closed, with and without earlier requests."""
     for is_asked in (False, True):
-        async with world(tmp_path) as made:
+        async with open_service(tmp_path) as made:
             if is_asked:
                 async with made.client() as client:
                     assert (await client.get("/livez")).status_code == 200
@@ -155,7 +157,7 @@ async def test_it_ends_with_the_service(tmp_path: Path) -> None:
 
 
 def test_failures_are_counted_by_window() -> None:
-    """Ten in a minute are too many; another address is not meant; when the minute is over all begins anew."""
+    """Ten failures in a minute are too many, for one address; after the minute the count starts again."""
 
     class Clock:
         now_s = 5.0

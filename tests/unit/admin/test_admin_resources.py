@@ -1,34 +1,34 @@
-"""What each resource answers, from a real service over a directory."""
+"""What each resource returns, from a real service over a directory."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from connector.prefix_hash import PrefixChain
 from kvstore.api import Outcome
 from kvstore.catalog.base import Use
 from kvstore.catalog.entry import Level
-from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
-from kvstore.format.record import Record, seal
-from kvstore.model.keys import RecordKey
-from kvstore.model.prefix_chain import PlainChain
-from kvstore.model.spans import Span
+from kvstore.cli.main import main
+from kvstore.errors import Unavailable
+from kvstore.model.namespace import NamespaceDescription, describe_layout
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
-from tests.unit.admin.admin_world import World, prompt_of, soon, world
+from kvstore.testing.servers.ports import free_ports
+from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of, soon
 
 
 @pytest.fixture
-async def made(tmp_path: Path) -> AsyncIterator[World]:
-    async with world(tmp_path) as opened:
+async def made(tmp_path: Path) -> AsyncIterator[ServiceHarness]:
+    async with open_service(tmp_path) as opened:
         yield opened
 
 
-async def test_a_namespace_is_described_in_full(made: World) -> None:
-    """Everything that makes it this one, and what it holds; the list has totals over all its pages."""
+async def test_a_namespace_is_described_in_full(made: ServiceHarness) -> None:
+    """All fields that identify it, and what it holds; the list has totals over all its pages."""
     prompts = [await made.save(Prompt(ATTENTION, "a", 128, model=f"m{i}", tenant="red")) for i in range(3)]
     async with made.client("red") as client:
         listed, cursor = [], ""
@@ -44,14 +44,12 @@ async def test_a_namespace_is_described_in_full(made: World) -> None:
         assert detail["held"] == {"filesystem": {"num_boundaries": 2, "num_records": 4, "num_bytes": 4768}}
 
 
-async def test_prefixes_are_listed_in_pages(made: World) -> None:
-    """Every boundary once, in the order that was asked for, also where many are equal."""
+async def test_prefixes_are_listed_in_pages(made: ServiceHarness) -> None:
+    """Every boundary once, in the requested order, also with equal sort keys."""
     prompt = await made.save(Prompt(ATTENTION, "a", 64 * 11, tenant="red"))
-    assert made.store._recorder is not None
-    catalog = made.store._recorder.catalog
     hits = {tokens: tokens // 64 // 3 for tokens in range(64, 64 * 12, 64)}
     uses = [Use(prompt.boundary(tokens).prefix, count) for tokens, count in hits.items() if count]
-    await catalog.use(prompt.namespace, uses, deadline=soon())
+    await made.catalog.use(prompt.namespace, uses, deadline=soon())
     async with made.client("red") as client:
         for order in ("stored", "hits", "bytes", "age", "idle"):
             listed, cursor = [], ""
@@ -70,8 +68,8 @@ async def test_prefixes_are_listed_in_pages(made: World) -> None:
             assert one["prefix"] == prompt.boundary(one["tokens"]).prefix.hex()
 
 
-async def test_one_prefix_with_its_family(made: World) -> None:
-    """Groups, slices and tiers, this node's memory too; parents up to the start, and what goes on from it."""
+async def test_one_prefix_with_its_family(made: ServiceHarness) -> None:
+    """Groups, slices and tiers, including this node's memory; parents up to the start, and children."""
     prompt = await made.save(Prompt(HYBRID, "a", 64 * 4 + 16, tenant="red"))
     async with made.client("red") as client:
 
@@ -109,71 +107,8 @@ async def test_one_prefix_with_its_family(made: World) -> None:
         assert (unknown["status"], unknown["field"]) == (404, "prefix")
 
 
-@pytest.mark.parametrize("salt", [None, "", "a tenant's user"])
-def test_plain_tokens_are_hashed_as_engines_do(salt: str | None) -> None:
-    """At every multiple of 16 tokens the hash is the one that the connector names records by."""
-    tokens = [i * 7919 % (1 << 32) for i in range(1000)]
-    engine = PrefixChain(16, salt)
-    engine.extend(tokens)
-    chain = PlainChain(salt)
-    assert chain.extend(tokens[:512]) + chain.extend(tokens[512:]) == engine.boundaries
-
-
-async def save_tokens(made: World, tokens: list[int], *, without: tuple[int, int] | None = None) -> Prompt:
-    """Pages of a prompt under the hashes of its tokens, but for one slice at one boundary."""
-    prompt = Prompt(HYBRID, "tokens", 64, tenant="red")
-    await made.store.open_namespace(prompt.description, deadline=soon())
-    for boundary in PlainChain().extend(tokens):
-        if boundary.tokens % 64:
-            continue
-        for group, layout in enumerate(HYBRID.groups):
-            for slice_ in range(layout.num_slices):
-                if (boundary.tokens, slice_) == without and group == 0:
-                    continue
-                key = RecordKey(prompt.namespace, boundary.prefix, group, slice_)
-                kind, span = layout.record_at(boundary.tokens, 64)
-                await made.store.save(sealed(key, kind, span), deadline=soon())
-    await made.settle()
-    return prompt
-
-
-def sealed(key: RecordKey, kind: object, span: Span) -> Record:
-    data = bytearray(HEADER_BYTES) + bytearray(100)
-    return seal(HeaderV1(key, kind, span, 0, 100, 0, bytes(16), created_ms=1_700_000_000_000), data)  # type: ignore[arg-type]
-
-
-async def test_a_lookup_tells_where_it_stops(made: World) -> None:
-    """A slice of the third page is nowhere: the prompt resumes behind the second, and the group, page and slice are
-    named. A salt is another prompt; nothing counts as a use.
-    """
-    tokens = list(range(1000, 1000 + 64 * 5 + 20))
-    prompt = await save_tokens(made, tokens, without=(192, 1))
-    body = {"namespace": prompt.namespace.hex(), "token_ids": tokens}
-    lookups = made.store.meters.get("lookups")
-    async with made.client("red") as client:
-        found = (await client.post("/v1/lookup", json=body)).json()
-        salted = (await client.post("/v1/lookup", json={**body, "cache_salt": "x"})).json()
-        empty = (await client.post("/v1/lookup", json={**body, "token_ids": [1] * 15})).json()
-    assert (found["num_tokens"], found["resume_tokens"], found["is_certain"]) == (336, 128, True)
-    attention, state = found["groups"]
-    assert (attention["resume_tokens"], attention["next_tokens"], attention["missing_slices"]) == (128, 192, [1])
-    assert (state["resume_tokens"], state["next_tokens"], state["missing_slices"]) == (320, None, [])
-    assert [(one["tokens"], one["is_whole"]) for one in found["boundaries"]] == [
-        (64, True),
-        (128, True),
-        (192, False),
-        (256, True),
-        (320, True),
-    ]
-    assert found["boundaries"][0]["tiers"] == ["memory", "filesystem"]
-    assert (salted["resume_tokens"], salted["boundaries"]) == (0, [])
-    assert salted["groups"][0]["missing_slices"] == [0, 1]
-    assert (empty["num_tokens"], empty["resume_tokens"], empty["groups"][0]["next_tokens"]) == (0, 0, None)
-    assert made.store.meters.get("lookups") == lookups
-
-
-async def test_pins_protect_until_they_end(made: World) -> None:
-    """A pin is listed and keeps its boundary and all before it from deletion; without it all goes."""
+async def test_pins_protect_until_they_end(made: ServiceHarness) -> None:
+    """A pin is listed and protects its boundary and all before it from deletion; without it all are deleted."""
     prompt = await made.save(prompt_of("a"))
     namespace, prefixes = prompt.namespace.hex(), {t: prompt.boundary(t).prefix.hex() for t in (64, 128, 192, 320, 336)}
     async with made.client("red") as client:
@@ -200,9 +135,9 @@ async def test_pins_protect_until_they_end(made: World) -> None:
         assert (await client.delete(f"/v1/pins/{namespace}/{prefixes[192]}")).status_code == 404
 
 
-async def test_deletion_asks_first(made: World) -> None:
-    """Without `confirm` it tells what would go; with it the records are gone from every tier and the totals, for
-    engines too, and a second time there is nothing. What is deleted can be saved again.
+async def test_deletion_asks_first(made: ServiceHarness) -> None:
+    """Without `confirm` the answer says what would be deleted. With it the records are gone from every tier and the
+    totals, for engines too, and a second deletion finds nothing. Deleted records can be saved again.
     """
     prompt = await made.save(prompt_of("a"))
     namespace, last = prompt.namespace.hex(), prompt.boundary(336).prefix.hex()
@@ -231,10 +166,8 @@ async def test_deletion_asks_first(made: World) -> None:
     assert (await made.store.lookup(prompt.query(), deadline=soon())).resume_tokens == 336
 
 
-async def test_a_deletion_that_failed_is_seen_again(made: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tier refuses: the answer says that it is the service's turn, and what was hidden is served as before."""
-    from kvstore.errors import Unavailable
-
+async def test_a_failed_deletion_is_undone(made: ServiceHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tier fails: the answer is 503, and hidden boundaries are served again."""
     prompt = await made.save(prompt_of("a"))
 
     async def refuse(*_: object, **__: object) -> None:
@@ -246,8 +179,7 @@ async def test_a_deletion_that_failed_is_seen_again(made: World, monkeypatch: py
         answer = await client.delete(path, params={"confirm": "true"})
         assert (answer.status_code, answer.json()["detail"]) == (503, "the disk went away")
         assert answer.headers["retry-after"] == "1"
-    assert made.store._recorder is not None
-    entry = await made.store._recorder.catalog.get(prompt.namespace, prompt.boundary(128).prefix, deadline=soon())
+    entry = await made.catalog.get(prompt.namespace, prompt.boundary(128).prefix, deadline=soon())
     assert entry is not None and not entry.leaving and entry.num_records(Level.COLD) == 2
     assert (await made.store.stage(prompt.query(), deadline=soon())).resume_tokens == 336
 
@@ -268,8 +200,8 @@ BAD = [
 ]
 
 
-async def test_bad_parameters_are_named(made: World) -> None:
-    """Which field, what was expected and what was seen, as a problem."""
+async def test_bad_parameters_are_named(made: ServiceHarness) -> None:
+    """A problem names the field, what was expected and what was seen."""
     prompt = await made.save(Prompt(ATTENTION, "a", 64, tenant="red"))
     async with made.client("red") as client:
         for path, field, seen in BAD:
@@ -284,8 +216,8 @@ JSON = {"content-type": "application/json"}
 LONE_SURROGATE = b'{"namespace":"' + b"0" * 32 + b'","token_ids":[],"cache_salt":"\\ud800"}'
 
 
-async def test_bad_bodies_are_named(made: World) -> None:
-    """Not JSON, not sent as JSON, unknown fields, ids that are none, and more than a body may have."""
+async def test_bad_bodies_are_named(made: ServiceHarness) -> None:
+    """Bodies that are not JSON or not sent as JSON, with unknown fields, invalid ids, or too large."""
     async with made.client("red") as client:
         cases = [
             ({"content": b"{", "headers": JSON}, 422, "body"),
@@ -318,13 +250,11 @@ async def test_bad_bodies_are_named(made: World) -> None:
 
 
 async def test_readiness_names_the_tier(tmp_path: Path) -> None:
-    """Redis is not there: the service lives and is not ready, says which tier and nothing more to strangers; metrics
-    and tiers tell the same, and listing is the service's turn.
+    """Without Redis the service is alive and not ready; it names the tier and nothing more. Metrics and tiers agree,
+    and a list is answered with 503.
     """
-    from kvstore.testing.servers.ports import free_ports
-
     hot = f"redis://127.0.0.1:{free_ports(1)[0]}"
-    async with world(tmp_path, hot=hot, drain_timeout_s=0) as made, made.client() as client:
+    async with open_service(tmp_path, hot=hot, drain_timeout_s=0) as made, made.client() as client:
         assert (await client.get("/livez")).status_code == 200
         answer = await client.get("/readyz")
         tiers = {tier["name"]: tier for tier in answer.json()["tiers"]}
@@ -344,12 +274,14 @@ async def test_readiness_names_the_tier(tmp_path: Path) -> None:
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
 
 
-async def test_requests_are_explained_to_their_tenant(made: World) -> None:
-    """Newest first, one's own alone; one in full; an operator sees all; what nobody told of is not there."""
+async def test_requests_are_explained_to_their_tenant(made: ServiceHarness) -> None:
+    """A tenant sees its own requests, newest first, and an explanation of each; an operator sees all. An unknown
+    request is 404.
+    """
     prompt = await made.save(Prompt(ATTENTION, "a", 128, tenant="red"))
     for tenant, request in (("red", "chatcmpl-1"), ("blue", "chatcmpl-2"), ("red", "chatcmpl-3")):
         told = Outcome(request, prompt.namespace, 300, 256, 0, 128, reason="deadline", detail={"tier": "s3"})
-        made.store.tell(replace(told, tenant=tenant))
+        made.store.report(replace(told, tenant=tenant))
     async with made.client("red") as client:
         listed = (await client.get("/v1/requests")).json()["requests"]
         assert [one["request"] for one in listed] == ["chatcmpl-3", "chatcmpl-1"]
@@ -362,3 +294,46 @@ async def test_requests_are_explained_to_their_tenant(made: World) -> None:
     async with made.client("operator") as client:
         listed = (await client.get("/v1/requests")).json()["requests"]
         assert [one["tenant"] for one in listed] == ["red", "blue", "red"]
+
+
+LAYOUT = describe_layout(ATTENTION)
+LLAMA = {"architecture": "LlamaForCausalLM", "compute_dtype": "bfloat16", "cache_dtype": "auto", "layout": LAYOUT}
+FP8 = {**LLAMA, "cache_dtype": "fp8_e4m3"}
+
+
+async def saved(made: ServiceHarness, fields: dict[str, object]) -> Prompt:
+    prompt = Prompt(ATTENTION, "a", 64 * 2)
+    object.__setattr__(prompt, "description", NamespaceDescription.from_fields(fields))
+    return await made.save(prompt)
+
+
+async def test_every_list_names_the_model_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`ls`, `top`, `show` and the routes show model and types; two namespaces of one model are told apart by what
+    differs. `show --compare` has only the fields that differ, with both values. An emptied namespace is not listed.
+    """
+    async with open_service(tmp_path, with_tokens=False) as made, made.client() as admin:
+        monkeypatch.setenv("KVSTORE_ADMIN_LISTEN", made.url.removeprefix("http://"))
+        one, other = await saved(made, LLAMA), await saved(made, FP8)
+
+        async def run(*arguments: str) -> str:
+            capsys.readouterr()
+            assert await asyncio.to_thread(main, arguments) == 0
+            return capsys.readouterr().out
+
+        for verb in (["ls"], ["top", "--once"]):
+            out = await run(*verb)
+            assert "LlamaForCausalLM bfloat16" in out and "LlamaForCausalLM bfloat16, cache fp8_e4m3" in out
+        assert "LlamaForCausalLM bfloat16" in await run("show", one.namespace.hex())
+        compared = await run("show", one.namespace.hex(), "--compare", other.namespace.hex()[:10])
+        assert "cache_dtype" in compared and "auto" in compared and "fp8_e4m3" in compared
+        assert "compute_dtype" not in compared and "1 fields differ" not in compared and "1 field differs" in compared
+        asked = json.loads(await run("show", one.namespace.hex(), "--compare", other.namespace.hex(), "--json"))
+        assert asked["differences"] == {"cache_dtype": ["auto", "fp8_e4m3"]}
+        await run("rm", one.namespace.hex(), "--yes")
+        listed = (await admin.get("/v1/namespaces")).json()["namespaces"]
+        assert [(row["name"], row["namespace"]) for row in listed] == [
+            ("LlamaForCausalLM bfloat16, cache fp8_e4m3", other.namespace.hex())
+        ]
+        assert one.namespace.hex() not in await run("ls")

@@ -1,4 +1,4 @@
-"""TLS on the administration port: who is believed, who is let in, renewal, and what the doctor says of each."""
+"""TLS on the administration port: certificates of both sides, renewal, and the doctor's findings."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvstore.doctor.administration import administration_finding
-from kvstore.doctor.finding import Verdict
+from kvstore.doctor.check import Verdict
+from kvstore.doctor.service import examine_admin
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.redis_tls import make_certificate
-from kvstore.wire import tls as tls_module
 from kvstore.wire.address import TcpAddress
 from kvstore.wire.tls import ClientTls
 from tests.deployment.files import manifests
-from tests.unit.admin.admin_world import World, soon, world
+from tests.unit.admin.service_harness import ServiceHarness, open_service, soon
 
 Certificate = tuple[Path, Path]
 BEARER = {"Authorization": "Bearer operator token"}
@@ -34,7 +33,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
-    """Somebody else's."""
+    """Another authority's certificate, and its key."""
     return make_certificate(tmp_path_factory.mktemp("theirs"))
 
 
@@ -43,18 +42,20 @@ def flags_of(certificate: Certificate, **more: object) -> dict[str, object]:
     return {"admin_listen": "tls://127.0.0.1:0", "tls_certificate_file": cert, "tls_key_file": key, **more}
 
 
-async def get(made: World, tls: ClientTls, path: str = "/v1/namespaces") -> int:
-    """The status of an answer to a new connection."""
+async def get(made: ServiceHarness, tls: ClientTls, path: str = "/v1/namespaces") -> int:
+    """The status of a response on a new connection."""
     async with httpx.AsyncClient(verify=tls.context(), base_url=made.url, timeout=60.0) as client:
         return (await client.get(path, headers=BEARER)).status_code
 
 
-async def test_it_is_believed_by_its_authority_alone(
+async def test_its_authority_alone_trusts_it(
     tmp_path: Path, ours: Certificate, theirs: Certificate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """HTTPS with a token as ever; a stranger's authority and the system's do not believe it; plain HTTP is lost."""
+    """HTTPS with a token works; clients with another authority or the system's refuse the certificate; plain HTTP
+    fails.
+    """
     caplog.set_level("INFO", "kvstore")
-    async with world(tmp_path, **flags_of(ours)) as made:
+    async with open_service(tmp_path, **flags_of(ours)) as made:
         assert made.url.startswith("https://") and f"administration address={made.url}" in caplog.text
         assert await get(made, ClientTls(ours[0])) == 200
         for tls in (ClientTls(theirs[0]), ClientTls()):
@@ -68,10 +69,10 @@ async def test_it_is_believed_by_its_authority_alone(
 
 
 async def test_without_tokens_the_own_user_is_known_through_tls(tmp_path: Path, ours: Certificate) -> None:
-    """The kernel tells the peer as ever, and a page of the interface itself is the one of its scheme."""
+    """The kernel reports the peer's user as without TLS, and the allowed origin has the scheme https."""
     verify = ClientTls(ours[0]).context()
     async with (
-        world(tmp_path, with_tokens=False, **flags_of(ours)) as made,
+        open_service(tmp_path, with_tokens=False, **flags_of(ours)) as made,
         httpx.AsyncClient(verify=verify, base_url=made.url, timeout=60.0) as client,
     ):
         for origin, status in ((made.url, 200), (made.url.replace("https:", "http:"), 403)):
@@ -79,8 +80,10 @@ async def test_without_tokens_the_own_user_is_known_through_tls(tmp_path: Path, 
 
 
 async def test_only_peers_with_a_certificate(tmp_path: Path, ours: Certificate, theirs: Certificate) -> None:
-    """Mutual TLS: none and a stranger's do not get as far as a request, health included; the right one does."""
-    async with world(tmp_path, **flags_of(ours, tls_client_ca_file=ours[0])) as made:
+    """Mutual TLS: a client without a certificate, or with another authority's, gets no answer, not even health; the
+    right one does.
+    """
+    async with open_service(tmp_path, **flags_of(ours, tls_client_ca_file=ours[0])) as made:
         for tls in (ClientTls(ours[0]), ClientTls(ours[0], *theirs)):
             for path in ("/livez", "/v1/namespaces"):
                 with pytest.raises((httpx.ReadError, httpx.ConnectError, httpx.RemoteProtocolError, ssl.SSLError)):
@@ -89,9 +92,7 @@ async def test_only_peers_with_a_certificate(tmp_path: Path, ours: Certificate, 
 
 
 async def test_probes_need_no_certificate(tmp_path: Path, ours: Certificate) -> None:
-    """Mutual TLS and tokens: the manifests' probes ask the data port's socket and show nothing; with the service gone
-    they fail.
-    """
+    """Mutual TLS and tokens: the manifests' probes use the data port's socket; they fail when the service has ended."""
     container = manifests()["DaemonSet", "kvstore"]["spec"]["template"]["spec"]["containers"][0]
     program, *probe = container["readinessProbe"]["exec"]["command"]
     assert program == "kvstore"
@@ -107,37 +108,38 @@ async def test_probes_need_no_certificate(tmp_path: Path, ours: Certificate) -> 
         )
         return await run.wait()
 
-    async with world(tmp_path, **flags_of(ours, tls_client_ca_file=ours[0])):
+    async with open_service(tmp_path, **flags_of(ours, tls_client_ca_file=ours[0])):
         assert await status() == 0
     assert await status() != 0
 
 
 async def test_a_renewed_certificate_is_shown_without_a_restart(
-    tmp_path: Path, ours: Certificate, theirs: Certificate, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ours: Certificate, theirs: Certificate
 ) -> None:
-    """New connections see the new one; while key and certificate do not fit, the one before stays in use."""
-    monkeypatch.setattr(tls_module, "_LOOK_S", 0.0)
+    """New connections get the renewed certificate, on both ports."""
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     cert.write_bytes(ours[0].read_bytes())
     key.write_bytes(ours[1].read_bytes())
-    async with world(tmp_path, **flags_of((cert, key))) as made:
+    async with open_service(tmp_path, **flags_of((cert, key))) as made:
         assert await get(made, ClientTls(ours[0])) == 200
-        cert.write_bytes(theirs[0].read_bytes())  # half renewed
-        assert await get(made, ClientTls(ours[0])) == 200
+        cert.write_bytes(theirs[0].read_bytes())
         key.write_bytes(theirs[1].read_bytes())
+        assert made.server.tls is not None
+        made.server.tls.poll()
+        made.server.tls.poll()
         assert await get(made, ClientTls(theirs[0])) == 200
         with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
             await get(made, ClientTls(ours[0]))
 
 
 async def test_the_doctor_asks_it(tmp_path: Path, ours: Certificate, theirs: Certificate) -> None:
-    """Healthy; not believed; without our certificate; spoken to in the wrong way; nobody there; off."""
+    """The doctor's findings: healthy, untrusted, without our certificate, the wrong protocol, no service, off."""
     (nobody,) = free_ports(1)
-    async with world(tmp_path, **flags_of(ours, tls_client_ca_file=ours[0])) as made:
+    async with open_service(tmp_path, **flags_of(ours, tls_client_ca_file=ours[0])) as made:
         port = int(made.url.rpartition(":")[2])
 
         async def verdict(tls: ClientTls, *, host: str = "127.0.0.1", port: int = port, speaks: bool = True) -> str:
-            found = await administration_finding(TcpAddress(host, port, tls=speaks), tls, soon())
+            found = await examine_admin(TcpAddress(host, port, tls=speaks), tls, soon())
             assert found.verdict is (Verdict.OK if not found.fix else Verdict.WARNING)
             return found.fix or "ok"
 
@@ -148,13 +150,13 @@ async def test_the_doctor_asks_it(tmp_path: Path, ours: Certificate, theirs: Cer
         assert "tls_ca_file" in await verdict(ClientTls(tmp_path / "missing.pem"))
         assert "set admin_listen to tls://" in await verdict(ClientTls(), speaks=False)
         assert "no administration interface" in await verdict(ClientTls(), speaks=False, port=nobody)
-    assert (await administration_finding(None, ClientTls(), Deadline.after(1))).verdict is Verdict.SKIPPED
+    assert (await examine_admin(None, ClientTls(), Deadline.after(1))).verdict is Verdict.SKIPPED
 
 
 async def test_the_doctor_knows_an_interface_without_tls(tmp_path: Path, ours: Certificate) -> None:
-    """Asked in HTTPS where HTTP is spoken, it names the restart; in HTTP all is well."""
-    async with world(tmp_path) as made:
+    """With an https address of a service without TLS the doctor suggests a restart; with http all is well."""
+    async with open_service(tmp_path) as made:
         port = int(made.url.rpartition(":")[2])
-        asked = await administration_finding(TcpAddress("127.0.0.1", port, tls=True), ClientTls(ours[0]), soon())
+        asked = await examine_admin(TcpAddress("127.0.0.1", port, tls=True), ClientTls(ours[0]), soon())
         assert asked.verdict is Verdict.WARNING and "without TLS" in asked.fix
-        assert (await administration_finding(TcpAddress("127.0.0.1", port), ClientTls(), soon())).verdict is Verdict.OK
+        assert (await examine_admin(TcpAddress("127.0.0.1", port), ClientTls(), soon())).verdict is Verdict.OK

@@ -1,4 +1,4 @@
-"""A catalog's file beside the one who keeps it: read, never made, never put aside, followed when it is replaced."""
+"""A catalog's file that another process owns: read, never created or renamed, and followed when it is replaced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.catalog.base import Addition
 from kvstore.catalog.entry import Level
-from kvstore.catalog.sqlite import SqliteCatalog
+from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.prompts import ATTENTION, Prompt
@@ -33,7 +33,7 @@ async def held(guest: SqliteCatalog) -> int:
 
 
 async def test_a_guest_follows_a_file_that_was_begun_anew(tmp_path: Path) -> None:
-    """The keeper finds its file damaged and begins another one: the guest sees that one, and both may write."""
+    """The owner finds its file damaged and creates another one: the guest opens that one, and both may write."""
     path = tmp_path / "catalog.db"
     keeper = await keeper_with(path, 64, 128)
     guest = SqliteCatalog(path, is_guest=True)
@@ -50,7 +50,7 @@ async def test_a_guest_follows_a_file_that_was_begun_anew(tmp_path: Path) -> Non
 
 
 async def test_a_guest_makes_and_moves_nothing(tmp_path: Path) -> None:
-    """No file, another version, or something else altogether: it says so and leaves what is there as it is."""
+    """No file, another version, or no database: it raises, and changes nothing."""
     path = tmp_path / "folder" / "catalog.db"
     with pytest.raises(Unavailable):
         SqliteCatalog(path, is_guest=True)

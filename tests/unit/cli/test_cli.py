@@ -1,9 +1,11 @@
-"""The `kvstore` command as a process: statuses, one-line errors, a service that can be asked and ended."""
+"""The `kvstore` command: statuses, errors of one line, its reference, a service that is started, queried and ended."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,13 +16,21 @@ import pytest
 
 import kvstore
 from kvstore.catalog.entry import Level
+from kvstore.cli import programs as cli_programs
 from kvstore.cli.main import main
-from kvstore.cli.reindex import _Remembered
+from kvstore.cli.programs import BENCHMARKS
+from kvstore.cli.reindex import SavedProgress
+from kvstore.format.names import format_name
+from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings
+from kvstore.testing.records import make_key, make_record
 from kvstore.testing.service_process import ServiceProcess
+from kvstore.tiers.filesystem import FilesystemTier
 from kvstore.tiers.locations import FileLocation
+from tests.architecture.sources import ROOT
 
 COMMAND = [sys.executable, "-m", "kvstore.cli"]
+SOCKET = "unix:/nonexistent/s"
 
 
 def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
@@ -35,79 +45,71 @@ def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+def test_the_process() -> None:
+    """The release is one line; a wrong call is status 2 and one line on standard error."""
+    assert run("--version") == (0, f"kvstore {kvstore.__version__}\n", "")
+    code, out, err = run("serve", "--listen", "here")
+    assert (code, out, len(err.splitlines())) == (2, "", 1) and err.startswith("kvstore: ")
+
+
 @pytest.mark.parametrize("verb", ["status", "explain"])
 def test_a_frozen_service_is_called_frozen(tmp_path: Path, verb: str) -> None:
-    """The likelier cause comes first; whoever answers nothing at all is seldom another port."""
+    """The message names the likelier cause first: a frozen service, then the wrong port."""
     with ServiceProcess(f"unix:{tmp_path / 's'}") as service:
         service.freeze()
         code, _, err = run(verb, "--url", service.url, "--timeout-s", "1")
     assert code == 1 and len(err.splitlines()) == 1
-    assert err.index("frozen or very busy") < err.index("administration port")
-
-
-def test_version() -> None:
-    """One line."""
-    assert run("--version") == (0, f"kvstore {kvstore.__version__}\n", "")
+    assert err.index("frozen or very busy") < err.index("administration interface")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "texts"),
+    ("call", "status", "texts"),
     [
-        (["frobnicate"], 2, ["frobnicate"]),
-        (["serve", "--lisen", "unix:/x"], 2, ["--lisen", "--listen"]),
-        (["serve", "--listen", "here"], 2, ["listen", "unix:/path", "'here'"]),
-        (["serve", "--memory-bytes", "lots"], 2, ["memory_bytes", "8GiB", "'lots'"]),
-        (["serve", "--listen", "tcp://127.0.0.1:0", "--cold", "memory:"], 2, ["token_file"]),
-        (["serve", "--config", "/nonexistent.toml"], 2, ["/nonexistent.toml"]),
-        (["status", "--url", "unix:/nonexistent/s"], 1, ["not reachable", "/nonexistent/s"]),
-        (["explain", "some-id", "--url", "unix:/nonexistent/s"], 1, ["not reachable", "/nonexistent/s"]),
-        (["bench", "stroe"], 2, ["store, lookup", "stroe"]),
-        (["status", "--url", "nowhere"], 2, ["unix:/path", "nowhere"]),
-        (["status", "--timeout-s", "soon"], 2, ["timeout-s", "kvstore status --help"]),
+        ("frobnicate", 2, ["frobnicate"]),
+        ("serve --lisen unix:/x", 2, ["--lisen", "--listen"]),
+        ("serve --listen here", 2, ["listen", "unix:/path", "got 'here'"]),
+        ("serve --memory-bytes lots", 2, ["memory_bytes", "8GiB", "got 'lots'"]),
+        ("serve --listen tcp://127.0.0.1:0 --cold memory:", 2, ["token_file"]),
+        ("serve --config /nonexistent.toml", 2, ["path /nonexistent.toml: No such file"]),
+        ("serve --admin-listen 7070", 2, ["admin_listen", "host:port", "127.0.0.1:7070", "'7070'"]),
+        ("serve --quotas team-a", 2, ["quotas", "guaranteed and maximum", "'team-a'"]),
+        (f"status --url {SOCKET}", 1, ["not reachable", SOCKET, "`kvstore serve`", "--url", "KVSTORE_LISTEN"]),
+        (f"explain some-id --url {SOCKET}", 1, ["not reachable", SOCKET]),
+        ("status --url nowhere", 2, ["--url", "unix:/path", "'nowhere'"]),
+        ("status --url embeded:", 2, ["unix:/path", "'embeded:'", "or embedded:"]),
+        ("status --url embedded:", 1, ["no embedded service is running"]),
+        ("status --token-file /nonexistent/token", 2, ["--token-file", "/nonexistent/token: No such file"]),
+        ("status --timeout-s soon", 2, ["timeout-s", "kvstore status --help"]),
+        ("weights retire", 2, ["kvstore weights retire --help"]),
+        (f"pin ab {'1' * 64} --for 7", 2, ["--for", "with its unit", "'7'"]),
+        ("show ab abcd", 2, ["64 hex digits", "kvstore ls", "'abcd'"]),
+        ("verify hot", 2, ["no such tier", "KVSTORE_HOT"]),
+        ("verify warm", 2, ["hot, cold or a location"]),
+        ("verify memory:", 2, ["no such tier"]),
+        ("verify tape://drive", 2, ["cold must be s3://bucket/prefix"]),
+        ("verify file:///nonexistent/records", 1, ["there are no records: check the path"]),
+        ("verify --rate quick", 2, ["--rate: expected bytes"]),
+        ("verify --rate 0", 2, ["--rate: expected at least 1 B"]),
+        ("verify --namespace all", 2, ["--namespace", "32 hex digits"]),
+        ("bench stroe", 2, ["store, lookup", "stroe"]),
+        ("simulate /nonexistent/trace", 2, ["trace", "No such file"]),
     ],
 )
-def test_errors_are_one_line_that_names_what_to_change(arguments: list[str], status: int, texts: list[str]) -> None:
-    """A wrong call is 2, a failure is 1; neither shows a traceback."""
-    code, out, err = run(*arguments)
-    assert (code, out) == (status, "")
-    assert len(err.splitlines()) == 1
-    assert err.startswith("kvstore: ")
-    for text in texts:
-        assert text in err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "texts"),
-    [
-        (["status", "--url", "unix:/nonexistent/s"], 1, ["`kvstore serve`", "--url", "KVSTORE_LISTEN"]),
-        (["status", "--url", "embeded:"], 2, ["unix:/path", "'embeded:'", "or embedded:"]),
-        (["status", "--url", "embedded:"], 1, ["no private service runs"]),
-        (["status", "--token-file", "/nonexistent/token"], 2, ["token_file", "No such file"]),
-        (["weights", "retire"], 2, ["kvstore weights retire --help"]),
-        (["serve", "--admin-listen", "7070"], 2, ["admin_listen", "host:port", "127.0.0.1:7070", "'7070'"]),
-        (["serve", "--quotas", "team-a"], 2, ["quotas", "guaranteed and maximum", "'team-a'"]),
-        (["pin", "ab", "1" * 64, "--for", "7"], 2, ["for", "with its unit", "'7'"]),
-        (["show", "ab", "abcd"], 2, ["64 hex digits", "kvstore ls", "'abcd'"]),
-        (["verify", "hot"], 2, ["no such tier", "KVSTORE_HOT"]),
-        (["verify", "warm"], 2, ["hot, cold or a location"]),
-        (["simulate", "/nonexistent/trace"], 2, ["trace", "No such file"]),
-    ],
-)
-def test_what_helps_is_named(
-    arguments: list[str],
+def test_errors_name_what_to_change(
+    call: str,
     status: int,
     texts: list[str],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Likewise for mistakes that are easily made: the message has the setting, the flag or the verb that helps."""
+    """A wrong call is 2, a failure is 1: one line in words, with the flag, the setting or the verb that helps."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    code = main(arguments)
+    code = main(call.split())
     out, err = capsys.readouterr()
     assert (code, out, len(err.splitlines())) == (status, "", 1)
-    for text in texts:
-        assert text in err
+    assert err.startswith("kvstore: ") and [text for text in texts if text not in err] == []
+    assert re.search(r" [a-z_]+=\S", err) is None
 
 
 def test_serve_has_a_flag_and_a_help_for_every_setting() -> None:
@@ -159,27 +161,49 @@ def test_a_service_is_served_asked_and_ended(tmp_path: Path) -> None:
     assert not (tmp_path / "s").exists()
 
 
-@pytest.mark.parametrize("arguments", [["verify"], ["reindex"]])
-def test_a_path_with_a_typing_mistake_stays_without_a_directory(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_directory_is_verified_before_and_after_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All whole is 0; a corrupt record is 3, once, with its name and reason; then it is quarantined and 0 again."""
+
+    async def fill() -> None:
+        tier = await FilesystemTier.open(tmp_path / "records", budget_bytes=1 << 30)
+        for number in range(5):
+            await tier.put(make_record(number, 3000), deadline=Deadline.after(30))
+        await tier.aclose()
+
+    asyncio.run(fill())
+    where = f"file://{tmp_path / 'records'}"
+    assert main(["verify", where]) == 0
+    assert f"{where}: 5 records, 5 whole (15,960 bytes" in capsys.readouterr().out
+    path = tmp_path / "records" / format_name(make_key(3))
+    path.write_bytes(path.read_bytes().replace(b"KVR1", b"KVR?"))
+    assert main(["verify", where, "--json", "--rate", "1GiB"]) == 3
+    report = json.loads(capsys.readouterr().out)
+    assert (report["tier"], report["num_records"], report["num_whole"], report["num_bad"]) == (where, 5, 4, 1)
+    assert report["bad"][0]["name"] == format_name(make_key(3)) and "magic" in report["bad"][0]["reason"]
+    assert main(["verify", where]) == 0
+
+
+@pytest.mark.parametrize("verb", ["verify", "reindex"])
+def test_a_mistyped_directory_is_not_created(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What looks at records makes none of its own where there are none."""
+    """Verbs that read records create no directory for them."""
     monkeypatch.setenv("KVSTORE_COLD", f"file://{tmp_path / 'recrods'}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert main(arguments) == 1
+    assert main([verb, "--url", "none"]) == 1
     assert "there are no records: check the path" in capsys.readouterr().err
     assert not (tmp_path / "recrods").exists()
 
 
-def test_a_reindex_goes_on_where_it_can_remember_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """As in a container whose file system is not to be written to: it says so once."""
-    remembered = _Remembered(Path("/proc/nobody/kvstore"), {Level.COLD: FileLocation(Path("/r"))})
+def test_a_reindex_continues_where_it_can_save_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    """As in a container with a read-only file system: it says so once."""
+    progress = SavedProgress(Path("/proc/nobody/kvstore"), {Level.COLD: FileLocation(Path("/r"))})
     for num_records in (1, 2):
-        remembered.save(Level.COLD, num_records)
-    remembered.finish(Level.COLD)
-    assert remembered.num_records(Level.COLD) == 2 and remembered.is_done(Level.COLD)
-    remembered.forget()
-    assert not remembered.is_done(Level.COLD)
+        progress.save(Level.COLD, num_records)
+    progress.finish(Level.COLD)
+    assert progress.num_records(Level.COLD) == 2 and progress.is_done(Level.COLD)
+    progress.clear()
+    assert not progress.is_done(Level.COLD)
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines())) == ("", 1) and "--state" in err
 
@@ -194,3 +218,61 @@ def test_a_verb_that_is_interrupted_says_so(tmp_path: Path) -> None:
             assert verb.stderr is not None
             assert verb.stderr.read() == "kvstore: interrupted\n"
         assert verb.wait(60) == 130
+
+
+def test_every_verb_is_in_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/cli.md lists each verb, and no other; `kvstore --help` shows the same."""
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", (ROOT / "docs/cli.md").read_text(), re.MULTILINE)
+    assert main(["--help"]) == 0
+    shown = set(re.findall(r"^│ (\w+) ", capsys.readouterr().out, re.MULTILINE))
+    assert shown == {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+
+
+def test_shells_complete_verbs() -> None:
+    """With the variables that a shell sets."""
+    words = {"_KVSTORE_COMPLETE": "complete_bash", "COMP_WORDS": "kvstore w", "COMP_CWORD": "1"}
+    code = "import sys; sys.argv = ['kvstore']; from kvstore.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, **words},
+    )
+    assert done.stdout.split() == ["weights"]
+
+
+@pytest.mark.parametrize(("call", "option"), [("demo --help", "--backends"), ("bench store --help", "--in-flight")])
+def test_options_of_a_program_are_its_own(call: str, option: str, tmp_path: Path) -> None:
+    """From any folder, also from one with a program of that name."""
+    (tmp_path / "demo.py").write_text("raise SystemExit('another one')")
+    done = subprocess.run(
+        [sys.executable, "-c", "from kvstore.cli.main import main; raise SystemExit(main())", *call.split()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert option in done.stdout
+
+
+def test_every_benchmark_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The list names programs that exist, and all of them but the parts of others."""
+    found = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()}
+    found |= {path.parent.name for path in (ROOT / "benchmarks").glob("*/__main__.py")}
+    assert {module for module, _ in BENCHMARKS.values()} == found - {"peer"}
+    assert main(["bench"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in BENCHMARKS)
+
+
+def test_an_installed_package_says_where_its_programs_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has no source tree around it."""
+    monkeypatch.setattr(cli_programs, "_ROOT", tmp_path)
+    assert main(["bench", "ttft"]) == 2
+    assert "clone the repository" in capsys.readouterr().err

@@ -19,22 +19,22 @@ import pytest
 
 from kvstore.api import Outcome
 from kvstore.cli.main import main
-from kvstore.model.prefix_chain import PlainChain
-from kvstore.service.admin.job import Job
-from kvstore.service.admin.job_board import JobBoard
-from kvstore.service.credentials import Grant
+from kvstore.model.keys import PlainChain
+from kvstore.service.admin.jobs.board import JobBoard
+from kvstore.service.admin.jobs.job import Job
+from kvstore.service.authentication import Grant
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.redis_tls import make_certificate
-from tests.unit.admin.admin_world import World, prompt_of, soon, world
+from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of, soon
 
 Run = Callable[..., Coroutine[Any, Any, tuple[int, str, str]]]
 
 
 @pytest.fixture
-async def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+async def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ServiceHarness]:
     """A service that the environment names, with an operator's token there."""
-    async with world(tmp_path) as opened:
+    async with open_service(tmp_path) as opened:
         monkeypatch.setenv("KVSTORE_ADMIN_LISTEN", opened.url.removeprefix("http://"))
         monkeypatch.setenv("KVSTORE_TOKEN", "operator token")
         yield opened
@@ -60,11 +60,11 @@ async def told(run: Run, *arguments: str) -> Any:
     return json.loads(out)
 
 
-async def hit(made: World, prompt: Prompt) -> int:
+async def hit(made: ServiceHarness, prompt: Prompt) -> int:
     return (await made.store.lookup(prompt.query(), deadline=soon())).resume_tokens
 
 
-async def test_what_is_stored_is_listed_and_shown(made: World, run: Run) -> None:
+async def test_what_is_stored_is_listed_and_shown(made: ServiceHarness, run: Run) -> None:
     """Namespaces, boundaries and pins as tables with whole names and as JSON; a start of a namespace's id is enough."""
     prompt = await made.save(prompt_of("a"))
     namespace, prefix = prompt.namespace.hex(), prompt.boundary(128).prefix.hex()
@@ -88,7 +88,7 @@ async def test_what_is_stored_is_listed_and_shown(made: World, run: Run) -> None
     assert (await told(run, "ls", namespace, "--pins"))["pins"] == []
 
 
-async def test_deletion_asks_first(made: World, run: Run, tmp_path: Path) -> None:
+async def test_deletion_asks_first(made: ServiceHarness, run: Run, tmp_path: Path) -> None:
     """Without --yes nothing goes; one boundary, all behind one, one user's prompts by salt, a whole namespace."""
     prompt = await made.save(prompt_of("a"))
     namespace, prefix = prompt.namespace.hex(), prompt.boundary(336).prefix.hex()
@@ -110,7 +110,7 @@ async def test_deletion_asks_first(made: World, run: Run, tmp_path: Path) -> Non
     assert status == 0 and out.startswith("deleted: 3 boundaries in filesystem") and await hit(made, prompt) == 0
 
 
-async def test_orders_are_given(made: World, run: Run) -> None:
+async def test_orders_are_given(made: ServiceHarness, run: Run) -> None:
     """Quotas are set, shown and removed; weights are retired, collected and taken back; each asks where it deletes."""
     old = await made.save(Prompt(ATTENTION, "a", 128, tenant="red", weights_id="old"))
     assert (await run("quota"))[:2] == (0, "no quotas\n")
@@ -133,10 +133,12 @@ async def test_orders_are_given(made: World, run: Run) -> None:
     assert (await told(run, "gc", "--yes"))["report"]["retired"]["filesystem"]["num_records"] == 4
 
 
-async def test_the_service_is_shown_as_it_works(made: World, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_service_is_shown_as_it_works(
+    made: ServiceHarness, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once, as tables or JSON: counters, tiers, namespaces, requests; a tenant's token shows what is its own."""
     prompt = await made.save(prompt_of("a"))
-    made.store.tell(Outcome("chatcmpl-1", prompt.namespace, 336, 320, 0, 0, "nothing_stored", tenant="red"))
+    made.store.report(Outcome("chatcmpl-1", prompt.namespace, 336, 320, 0, 0, "nothing_stored", tenant="red"))
     status, out, err = await run("top", "--once", "--timeout", "60")
     assert (status, err) == (0, "")
     for text in ("since its start: 1 lookups", "filesystem", "healthy", prompt.namespace.hex(), "chatcmpl-1"):
@@ -150,7 +152,7 @@ async def test_the_service_is_shown_as_it_works(made: World, run: Run, monkeypat
 
 
 async def test_the_doctor_shows_the_token_of_the_environment(
-    made: World, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: ServiceHarness, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As all verbs do: with a right one the service answers, with a wrong one that is what is wrong. It makes logs
     quiet while it runs, and no longer."""
@@ -163,12 +165,12 @@ async def test_the_doctor_shows_the_token_of_the_environment(
     assert [logging.getLogger(name).level for name in ("kvstore", "asyncio")] == [logging.NOTSET] * 2
 
 
-async def test_requests_are_listed_by_their_whole_ids(made: World, run: Run, tmp_path: Path) -> None:
+async def test_requests_are_listed_by_their_whole_ids(made: ServiceHarness, run: Run, tmp_path: Path) -> None:
     """They are there to be copied; a part that several have asks for more, one that none has tells how to go on."""
     prompt = await made.save(prompt_of("a"))
     ids = [f"chatcmpl-{digit * 50}" for digit in "12"]
     for id_ in ids:
-        made.store.tell(Outcome(id_, prompt.namespace, 336, 320, 0, 0, "nothing_stored", tenant="red"))
+        made.store.report(Outcome(id_, prompt.namespace, 336, 320, 0, 0, "nothing_stored", tenant="red"))
     url = ("--url", f"unix:{tmp_path / 'socket'}")
     status, out, err = await run("explain", *url)
     assert (status, err) == (0, "") and all(id_ in out for id_ in ids)
@@ -184,20 +186,20 @@ async def test_requests_are_listed_by_their_whole_ids(made: World, run: Run, tmp
     ("arguments", "status", "texts"),
     [
         (["show", "0" * 32], 1, ["no such namespace"]),
-        (["show", "f" * 31], 2, ["no namespace starts like that", "kvstore ls"]),
+        (["show", "f" * 31], 2, ["no namespace starts with", "kvstore ls"]),
         (["show", "x"], 2, ["32 hex digits"]),
         (["pin", "0" * 32, "1" * 64, "--for", "soon"], 2, ["for", "7d"]),
         (["rm", "0" * 32, "--recursive"], 2, ["--recursive"]),
-        (["quota", "--maximum", "1GiB"], 2, ["whose quota"]),
+        (["quota", "--maximum", "1GiB"], 2, ["need a tenant"]),
         (["quota", "red", "--maximum", "much"], 2, ["maximum", "8GiB"]),
         (["quota", "red", "--guaranteed", "1PiB"], 2, ["three quarters"]),
-        (["weights", "retire", "nobody's"], 1, ["nothing is known of these weights"]),
+        (["weights", "retire", "nobody's"], 1, ["these weights are unknown"]),
         (["ls", "--admin-url", "ftp://x"], 2, ["http://host:port"]),
-        (["ls", "--token-file", "/nonexistent"], 2, ["token_file", "/nonexistent"]),
+        (["ls", "--token-file", "/nonexistent"], 2, ["--token-file", "/nonexistent"]),
     ],
 )
 async def test_errors_name_the_next_step(
-    made: World, run: Run, arguments: list[str], status: int, texts: list[str]
+    made: ServiceHarness, run: Run, arguments: list[str], status: int, texts: list[str]
 ) -> None:
     """A wrong call is 2, what is not there or refused is 1; one line each."""
     code, out, err = await run(*arguments)
@@ -206,7 +208,7 @@ async def test_errors_name_the_next_step(
 
 
 async def test_a_token_that_is_refused_is_told(
-    made: World, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    made: ServiceHarness, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """None, a wrong one, one that may not: how to show another; a file is stronger than the environment. A service that
     is not there, and something else that listens, are told too, and no token is ever said.
@@ -242,7 +244,7 @@ async def test_a_service_behind_tls_is_asked(tmp_path: Path, run: Run, monkeypat
     cert, key = make_certificate(tmp_path)
     flags = {"admin_listen": "tls://127.0.0.1:0", "tls_certificate_file": cert, "tls_key_file": key}
     monkeypatch.setenv("KVSTORE_TOKEN", "operator token")
-    async with world(tmp_path, **flags) as made:
+    async with open_service(tmp_path, **flags) as made:
         code, _, err = await run("ls", "--admin-url", made.url)
         assert code == 1 and "certificate" in err
         monkeypatch.setenv("KVSTORE_TLS_CA_FILE", str(cert))
@@ -252,7 +254,7 @@ async def test_a_service_behind_tls_is_asked(tmp_path: Path, run: Run, monkeypat
         assert (await run("ls"))[0] == 0
 
 
-async def test_an_interrupted_verb_cancels_its_job(made: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_interrupted_verb_cancels_its_job(made: ServiceHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while the service deletes: the job is cancelled, the status is 130, and what was hidden is served."""
     prompt = await made.save(prompt_of("a"))
     watched = threading.Event()
@@ -280,7 +282,7 @@ async def test_an_interrupted_verb_cancels_its_job(made: World, monkeypatch: pyt
     assert (await made.store.stage(prompt.query(), deadline=soon())).resume_tokens == 336
 
 
-async def test_top_is_live_in_a_terminal(made: World) -> None:
+async def test_top_is_live_in_a_terminal(made: ServiceHarness) -> None:
     """It goes on showing until Ctrl-C, which is an ordinary end."""
     await made.save(prompt_of("a"))
     ours, theirs = pty.openpty()

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvstore.cli.main import _VERBS, main
-from kvstore.cli.shown import amounts_text, counted
+from kvstore.cli.printing import amounts_text, counted
 from kvstore.settings import Settings
 from kvstore.wire.address import parse_address
-from tests.unit.admin.admin_world import prompt_of, world
+from tests.unit.admin.service_harness import open_service, prompt_of
 
 Run = Callable[..., Coroutine[Any, Any, tuple[int, str]]]
 
@@ -75,13 +75,13 @@ def test_numbers_have_their_nouns() -> None:
 def test_simulate_names_all_policies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["simulate", str(tmp_path / "x.jsonl"), "--policy", "foo"]) == 2
     said = capsys.readouterr().err
-    assert all(policy in said for policy in ("auto", "clairvoyant", "lru", "s3fifo", "flops_per_byte"))
+    assert all(policy in said for policy in ("auto", "clairvoyant", "lru", "flops_per_byte"))
 
 
 async def test_unpin_and_quota_say_what_they_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     """Of a pin whether there was one; of a quota what was removed. Setting a maximum keeps the guarantee, and the other
     way round."""
-    async with world(tmp_path, with_tokens=False) as made:
+    async with open_service(tmp_path, with_tokens=False) as made:
         monkeypatch.setenv("KVSTORE_ADMIN_LISTEN", made.url.removeprefix("http://"))
         prompt = await made.save(prompt_of("a"))
         place = (prompt.namespace.hex(), prompt.boundary(64).prefix.hex())
@@ -101,10 +101,10 @@ async def test_a_wrong_token_is_not_an_absent_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     """The service answers: the verb says so, and where a token is given."""
-    async with world(tmp_path) as made:
+    async with open_service(tmp_path) as made:
         await made.server.listen([parse_address("tcp://127.0.0.1:0")])
         url = str(made.server.addresses[-1])
         monkeypatch.setenv("KVSTORE_TOKEN", "nobody's token")
         status, said = await run("status", "--url", url, "--timeout", "30")
     assert status == 1 and "not reachable" not in said
-    assert "the service answers, and refuses this token" in said and "--token-file" in said
+    assert "the service refuses this token" in said and "--token-file" in said

@@ -11,11 +11,12 @@ import pytest
 from rich.console import Console
 
 from kvstore.api import Outcome
-from kvstore.cli.status_findings import findings, part_of
-from kvstore.cli.status_page import page_of
+from kvstore.cli.printing import share_text
+from kvstore.cli.status import page_of
+from kvstore.cli.status_problems import problems_of
 from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.store.recent import WINDOW_S, Recent
-from tests.unit.admin.admin_world import World, prompt_of, world
+from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
 from tests.unit.cli.test_cli_admin import Run, run
 
 __all__ = ["run"]
@@ -77,18 +78,18 @@ def test_a_healthy_service_says_so_first() -> None:
         "",
         "working     yes",
         "hits        last 5 minutes: 64% of 80,000 prompt tokens came from here; 62 of 80 requests resumed",
-        "              why no further: never_stored 17, evicted 1 (kvstore explain has each request)",
-        "            since its start: 60% of 1,000,000 prompt tokens came from here, 5% from engines' own caches; 700 "
-        "of 1,000 requests resumed",
+        "              why not more: never_stored 17, evicted 1 (kvstore explain shows each request)",
+        "            since its start: 60% of 1,000,000 prompt tokens came from here, 5% from the engines' own caches; "
+        "700 of 1,000 requests resumed",
         "tiers       memory: works, holds 1.0 GiB in 1,234 records, 50% of 2.0 GiB",
-        "            redis: works, holds 3.0 GiB, without a bound",
-        "            s3: works, what it holds is not counted here (kvstore top)",
+        "            redis: works, holds 3.0 GiB, without a limit",
+        "            s3: works, its bytes are not counted here (kvstore top)",
         "write-back  12 records (24.0 MiB) wait here for s3",
-        "            of all services 40 records (90.0 MiB, at most 8.0 GiB) are hot and not yet cold",
+        "            40 records (90.0 MiB, at most 8.0 GiB) of all services are in the hot tier and not yet cold",
         "engines     6 connections; 2 namespaces opened since its start",
         "            vllm llama, pid 17",
         "            vllm [x], pid 18",
-        "memory      1.0 GiB of 2.0 GiB hold pages (50%), of these 256.0 MiB are leased to engines",
+        "memory      pages use 1.0 GiB of 2.0 GiB (50%), of which 256.0 MiB are leased to engines",
     ]
 
 
@@ -124,13 +125,17 @@ def change(*path: str, to: object) -> Callable[[dict[str, Any]], None]:
             "s3 does not answer (no bucket)",
             "doctor",
         ),
-        (change("counters", 'tier_open{tier="redis"}', to=1), "redis failed and is left alone", "doctor"),
+        (
+            change("counters", 'tier_open{tier="redis"}', to=1),
+            "redis failed and is not used until a probe succeeds",
+            "doctor",
+        ),
         (change("write_back", "s3", "failing", to=True), "writes to s3 fail", "doctor"),
         (change("write_back", "s3", "paused", to=True), "the write-back to s3 is paused", "resume"),
         (change("counters", "pending_bytes", to=7 * GIB), "7.0 GiB of at most 8.0 GiB wait", "pending_bytes"),
         (change("counters", "pending_bytes", to=9 * GIB), "new records are not written to the hot", "pending_bytes"),
-        (change("counters", "catalog_complete", to=0), "the catalog may lack records", "kvstore reindex"),
-        (change("leases", "pinned_bytes", to=2 * GIB), "engines hold 100% of the memory", "memory_bytes"),
+        (change("counters", "catalog_complete", to=0), "the catalog may be incomplete", "kvstore reindex"),
+        (change("leases", "pinned_bytes", to=2 * GIB), "engines lease 100% of the memory", "memory_bytes"),
         (
             change("recent", "losses", to={"save_busy": 1200, "save_no_room": 4}),
             "1,204 records were computed in the last 5 minutes, but not saved (save_busy 1,200, save_no_room 4)",
@@ -141,17 +146,17 @@ def change(*path: str, to: object) -> Callable[[dict[str, Any]], None]:
             "an engine never saves some of its pages or states: they need 309MiB of pinned_bytes and it has 128MiB",
             '"pinned_bytes":"309MiB"',
         ),
-        (change("recent", "reasons", to={"stall": 20}), "20 of the last 80 requests found no answer", "explain"),
+        (change("recent", "reasons", to={"stall": 20}), "20 of the last 80 requests got no answer", "explain"),
     ],
 )
 def test_what_is_wrong_is_one_line_with_the_next_step(
     broken: Callable[[dict[str, Any]], None], what: str, step: str
 ) -> None:
     """On the line that says that it works in part; and nowhere when it is as it should be."""
-    assert findings(healthy()) == []
+    assert problems_of(healthy()) == []
     values = healthy()
     broken(values)
-    [found] = findings(values)
+    [found] = problems_of(values)
     assert found.is_now and what in found.what and step in found.step
     [line] = [line for line in printed(values, 400) if line.startswith("working")]
     assert line == f"working     in part: {found.what}. Next: {found.step}"
@@ -164,12 +169,12 @@ def test_several_wrong_things_are_a_line_each() -> None:
     values["counters"] |= {'corrupt_records{reason="header",tier="s3"}': 1.0}
     lines = printed(values, 400)
     assert lines[2] == "working     yes"
-    assert "3 damaged records were found in s3; none was served. Next: kvstore verify" in lines[3]
-    assert "5 saves were turned away: there was no room." in lines[4]
+    assert "3 corrupt records were found in s3; none was served. Next: kvstore verify" in lines[3]
+    assert "5 saves were refused: the tiers were full." in lines[4]
     values["tiers"]["s3"] = {"healthy": False, "reason": "away"}
     values["counters"]["catalog_complete"] = 0
     lines = printed(values, 400)
-    assert lines[2] == "working     in part, 2 things are wrong:"
+    assert lines[2] == "working     in part, 2 problems:"
     assert "- s3 does not answer" in lines[3] and "- the catalog" in lines[4] and "since its start" in lines[5]
 
 
@@ -187,7 +192,7 @@ def test_a_service_of_the_release_before_is_shown_as_far_as_it_tells() -> None:
 )
 def test_a_share_is_none_or_all_only_where_it_is(amount: int, whole: int, told: str) -> None:
     """A single miss in ten thousand is seen."""
-    assert part_of(amount, whole) == told
+    assert share_text(amount, whole) == told
 
 
 class HandClock:
@@ -238,14 +243,14 @@ def test_recent_losses_are_forgotten_after_the_window() -> None:
 
 
 @pytest.fixture
-async def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    async with world(tmp_path) as opened:
+async def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ServiceHarness]:
+    async with open_service(tmp_path) as opened:
         monkeypatch.setenv("KVSTORE_LISTEN", f"unix:{tmp_path / 'socket'}")
         monkeypatch.setenv("KVSTORE_TOKEN", "operator token")
         yield opened
 
 
-async def test_a_real_service_is_shown(made: World, run: Run) -> None:
+async def test_a_real_service_is_shown(made: ServiceHarness, run: Run) -> None:
     """The page, with --all every value behind it, with --json the fields that it always had."""
     await made.save(prompt_of("a"))
     status, out, err = await run("status")

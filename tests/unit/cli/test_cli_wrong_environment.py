@@ -96,7 +96,7 @@ def test_a_tier_that_is_not_there_is_told_by_log_and_status(tmp_path: Path, caps
     with served(tmp_path, *tiers, **keys, AWS_ENDPOINT_URL_S3=endpoint, AWS_REGION="eu-1") as (url, log):
         assert main(["status", "--url", url, "--timeout", "60"]) == 0
         out = " ".join(capsys.readouterr().out.split())
-        assert "working in part, 2 things are wrong:" in out
+        assert "working in part, 2 problems:" in out
         assert "redis does not answer" in out and "check that a server runs there" in out
         assert "s3 does not answer" in out and endpoint in out
         # the second where a busy machine had no time for all attempts

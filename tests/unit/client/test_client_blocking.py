@@ -63,7 +63,7 @@ def test_every_call_from_plain_threads(store: BlockingStore) -> None:
 
 
 def test_waiting_on_the_loops_own_thread_is_refused(store: BlockingStore) -> None:
-    """A callback that waits would wait for ever: it is told what to do instead; `submit_...` works there."""
+    """A callback that waits would wait for ever: the error says what to do instead; `submit_...` works there."""
     seen: list[object] = []
     done = threading.Event()
 
@@ -209,7 +209,7 @@ def sessions(store: BlockingStore) -> object:
 
 
 def test_a_name_that_is_resolved_too_late_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever connected has given up and said so; what else nobody awaited is logged as ever."""
+    """The caller that connected has given up and reported it. Other exceptions that no task awaited are logged."""
     with BlockingStore("unix:/nowhere") as store:
         for error in (socket.gaierror(-2, "Name or service not known"), ValueError("lost")):
             store._loop.call_soon_threadsafe(store._loop.call_exception_handler, {"message": "m", "exception": error})

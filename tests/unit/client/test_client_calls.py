@@ -208,7 +208,7 @@ async def test_stages_that_nobody_waits_for_leave_no_lease(node: Node) -> None:
 async def test_a_stage_cancelled_in_the_turn_of_its_answer_leaves_no_lease(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer has come and its caller has not run yet: nobody but the connection knows the lease."""
+    """The answer has come and its caller has not run yet: only the connection knows the lease."""
     client = await node.client()
     await node.staged(client)
     answered = Connection._answered
@@ -289,7 +289,7 @@ async def test_saves_without_room_end_at_their_deadline(node: Node) -> None:
 
 
 async def test_too_large_records_are_refused_before_they_are_sent(node: Node) -> None:
-    """A record over the service's limit costs nobody anything."""
+    """A record over the service's limit is not sent."""
     client = await node.client()
     with pytest.raises(InvalidRequest, match="too large"):
         await client.save(Prompt(ATTENTION, "x", 64, payload_bytes=6 << 20).record(64), deadline=soon())

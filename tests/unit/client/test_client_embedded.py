@@ -1,4 +1,4 @@
-"""`embedded:`: one private service per directory, started by whoever comes first, gone after whoever goes last."""
+"""`embedded:`: one private service per directory, started by the first client, gone after the last one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def soon() -> Deadline:
 def options(tmp_path: Path) -> Iterator[EmbeddedOptions]:
     options = EmbeddedOptions(tmp_path / "e", memory_bytes=32 << 20, disk_bytes=64 << 20, idle_exit_s=IDLE_S)
     yield options
-    gone(options.directory, 10)  # whatever a test did: no service is left
+    gone(options.directory, 10)  # no service is left, even if a test fails
 
 
 def gone(directory: Path, seconds: float) -> None:
@@ -172,7 +172,8 @@ def test_the_service_is_nobodys_child(options: EmbeddedOptions) -> None:
 async def test_a_service_that_ends_at_once_is_not_started_over_and_over(
     options: EmbeddedOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A `kvstore serve` has its directory: what it says is told, and asking again starts no further process. After a
+    """A `kvstore serve` has its directory: the error shows its message, and another call starts no further process.
+    After a
     pause it is tried again.
     """
     settings = load_settings({"cold": f"file://{options.directory}/records", "disk_bytes": "64MiB"})
@@ -219,8 +220,8 @@ def test_a_service_that_cannot_start_names_its_log(tmp_path: Path, caplog: pytes
     ):
         store.wait_ready(deadline=Deadline.after(3))
     assert "memory_bytes" in (tmp_path / "e" / "service.log").read_text()
-    (warning,) = (record.message for record in caplog.records if "going on without it" in record.message)
-    assert "correct what it says" in warning
+    (warning,) = (record.message for record in caplog.records if "continuing without it" in record.message)
+    assert "correct the reason below" in warning
     assert "said=kvstore service:" in warning and "memory_bytes" in warning
 
 
@@ -242,7 +243,7 @@ def test_a_frozen_service_is_not_to_be_mended(options: EmbeddedOptions, caplog: 
             os.kill(pid, signal.SIGCONT)
         store.wait_ready(deadline=soon())
     warning, cleared = (record.message for record in caplog.records[:2])
-    assert "going on without it" in warning and "nothing to do" in warning and "correct what" not in warning
+    assert "continuing without it" in warning and "as soon as it responds" in warning and "correct the" not in warning
     assert "is reachable" in cleared
 
 

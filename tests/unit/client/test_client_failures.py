@@ -19,7 +19,7 @@ from kvstore.testing.service_process import ServiceProcess, free_tcp_url
 PROMPT = Prompt(ATTENTION, "failures", 256, payload_bytes=1 << 20)
 CALL_S = 0.3
 AT_ONCE_S = 5.0
-"""The machines are shared: what is told at once may come late, but not as late as the deadline of such a call."""
+"""The machines are shared: an immediate answer may come late, but not as late as the deadline of such a call."""
 PATIENT_S = 60.0
 HEALS_S = 20.0
 
@@ -104,7 +104,7 @@ async def test_a_frozen_service_costs_one_deadline(service: ServiceProcess, clie
 
 
 async def test_a_service_frozen_in_the_middle_of_loads_heals(service: ServiceProcess, client: RemoteStore) -> None:
-    """SIGSTOP while payloads are on their way: bounded, and after the thaw their late bytes disturb nobody."""
+    """SIGSTOP while payloads are on their way: bounded, and after the thaw their late bytes disturb no other call."""
     staged = await save_all(client)
     assert staged.lease is not None
     loads = [
@@ -183,7 +183,8 @@ async def test_a_service_frozen_from_the_start_is_given_up_and_found_again(tmp_p
 
 
 async def test_a_long_frozen_service_is_connected_to_anew(service: ServiceProcess, client: RemoteStore) -> None:
-    """Silent for longer than a connection is trusted: the client connects anew, and heals as soon as it is thawed."""
+    """Silent for longer than a connection is trusted: the client connects again, and recovers as soon as it is
+    thawed."""
     await client.aclose()
     client = connect(service.url, options=ClientOptions(dead_after_s=0.3, hello_timeout_s=0.3))
     await save_all(client)
@@ -210,7 +211,7 @@ async def heals_status(client: RemoteStore) -> None:
 
 
 async def test_a_person_waits_for_a_service_that_greets_late(service: ServiceProcess) -> None:
-    """Whoever asks once, as `kvstore doctor` does, is not told that a busy service is not there."""
+    """A command that makes one request, as `kvstore doctor` does, does not report a busy service as missing."""
     assert ClientOptions().hello_timeout_s <= 2.0  # as engines wait
     with service:
         service.freeze()

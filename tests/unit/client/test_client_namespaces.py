@@ -1,4 +1,4 @@
-"""Many namespaces, as of an engine whose weights change all the time: none is refused for those that nobody uses."""
+"""Many namespaces, as of an engine whose weights change often: unused ones do not keep out new ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address
-from kvstore.wire.failures import error_of
+from kvstore.wire.messages import error_of
 
 OPEN_MAX = 3
 
@@ -30,7 +30,7 @@ def soon() -> Deadline:
 
 
 class Clock:
-    """Runs as the system's does, and leaps when it is told to."""
+    """Runs as the system's does, and leaps on demand."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -85,7 +85,7 @@ def prompt_of(weights: int) -> Prompt:
 
 async def test_a_new_namespace_closes_one_that_nobody_uses(node: Node, client: RemoteStore) -> None:
     """All are open that may be: one more is refused while they are in use, later it takes the place of the one that was
-    not used for longest. Whoever uses that one again opens it by doing so."""
+    not used for longest. A client that uses that one again opens it by doing so."""
     prompts = [prompt_of(weights) for weights in range(OPEN_MAX + 1)]
     for prompt in prompts[:-1]:
         await client.open_namespace(prompt.description, deadline=soon())
@@ -133,7 +133,7 @@ async def test_an_engine_that_had_many_namespaces_connects_again(
     node: Node, client: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine has used more namespaces than a service has open, and its connection ends: it opens again the last ones
-    that it used, those that are refused are no hindrance, and goes on."""
+    that it used; refused ones do not stop it."""
     monkeypatch.setattr("kvstore.client.remote._NAMESPACES_MAX", 5)
     for weights in range(20):
         node.clock.ahead_s += 1000.0

@@ -105,7 +105,7 @@ async def test_records_travel_where_they_cannot_be_shared(tmp_path: Path, why: s
 
 
 async def test_a_buffer_that_is_too_small_is_refused(tmp_path: Path) -> None:
-    """The caller's mistake is told as for records that are sent."""
+    """The caller's mistake gives the same error as for records that are sent."""
     async with node_at(f"unix:{tmp_path / 's'}") as node:
         await node.saved(LARGE)
         staged = await node.client.stage(LARGE.query(), deadline=soon())

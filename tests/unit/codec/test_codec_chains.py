@@ -122,7 +122,7 @@ def test_encoding_goes_straight_behind_a_headers_space_at_any_alignment() -> Non
 
 @pytest.mark.parametrize("shape", [(256, 512), (131072,)])
 def test_buffers_of_other_shapes_and_formats_are_bytes_to_the_codec(shape: tuple[int, ...]) -> None:
-    """Whoever hands in a contiguous array of another format gets it read and written as its bytes."""
+    """A contiguous array of another format is read and written as its bytes."""
     source = np.frombuffer(BF16, "<u2")[:131072].reshape(shape)
     target = bytearray(source.nbytes)
     encoded = encode(PLANES2, memoryview(source), target)

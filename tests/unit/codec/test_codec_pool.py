@@ -1,4 +1,4 @@
-"""The codec pool: bytes bound what runs, waiters are served in order, nothing leaks when somebody gives up."""
+"""The codec pool: a byte budget bounds jobs, waiters are served in order, nothing leaks when a caller is cancelled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvstore.runtime.deadline import Deadline
 
 
 class Gate:
-    """Work that tells that it started and ends when it is let go."""
+    """Work that reports its start and ends when it is released."""
 
     def __init__(self) -> None:
         self.started = threading.Event()
@@ -77,7 +77,7 @@ async def test_waiters_are_served_in_order(pool: CodecPool) -> None:
 
 
 async def test_run_gives_up_at_its_deadline(pool: CodecPool) -> None:
-    """A task that waits for room longer than its deadline is turned away, and whoever stands behind it moves up."""
+    """A caller whose deadline passes while it waits is refused, and the next one moves up."""
     gate, never = Gate(), Gate()
     first = asyncio.ensure_future(pool.run(60, gate, deadline=soon()))
     await asyncio.to_thread(gate.started.wait, 10)
@@ -207,7 +207,7 @@ def test_many_threads_and_one_budget() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")
 async def test_a_nice_pool_leaves_the_processors_to_others() -> None:
-    """Its threads have the niceness that was asked for, and nobody else has."""
+    """Only its threads have the requested niceness."""
 
     def niceness() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())

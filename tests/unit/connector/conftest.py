@@ -10,7 +10,7 @@ import pytest
 from tests.unit.connector.support import LoopBridge, bridge_to_memory
 
 if TYPE_CHECKING:
-    from tests.unit.connector.rank_world import Make
+    from tests.unit.connector.rank_harness import Make
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def bridge() -> Iterator[LoopBridge]:
 
 @pytest.fixture
 def rank(bridge: LoopBridge) -> Iterator[Make]:
-    from tests.unit.connector.rank_world import ranks_on  # which needs torch, as the other tests here do not
+    from tests.unit.connector.rank_harness import ranks_on  # which needs torch, as the other tests here do not
 
     with ranks_on(bridge) as make:
         yield make

@@ -163,9 +163,9 @@ class SteeredStore(PageStore):
         await self._pass("discard", deadline)
         await self.inner.discard(key, reason, deadline=deadline)
 
-    def tell(self, outcome: Outcome) -> None:
+    def report(self, outcome: Outcome) -> None:
         self.calls["tell"] += 1
-        self.inner.tell(outcome)
+        self.inner.report(outcome)
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
         return await self.inner.explain(request, deadline=deadline, tenant=tenant)

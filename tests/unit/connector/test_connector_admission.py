@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from connector.identity import describe_namespace
-from connector.request_flags import RequestFlags
-from connector.scheduler.admission import Admission
-from connector.scheduler.flights import common_tokens
-from connector.scheduler.ledger import RequestState
-from connector.scheduler.side import PromptFacts
+from connector.request_parameters import RequestFlags
+from connector.scheduler.costs import Costs
+from connector.scheduler.decide import HitPolicy
+from connector.scheduler.facts import PromptFacts
+from connector.scheduler.fetching import common_tokens
+from connector.scheduler.requests import RequestState
 from kvstore.api import LeaseId, Lookup, Offer, Retention, Staged
 from kvstore.errors import Unavailable
 from kvstore.format.record import Record
@@ -22,40 +23,40 @@ from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.faults import FaultyTier
 from kvstore.tiers.memory import MemoryTier
-from tests.unit.connector.scheduler_world import World, world
+from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
 from tests.unit.connector.support import MIB, WEIGHTS, SteeredStore, eventually, records_of, soon, tokens_of
 
 
 @pytest.fixture
-def at(tmp_path: Path) -> Iterator[World]:
-    with world(tmp_path) as made:
+def at(tmp_path: Path) -> Iterator[SchedulerHarness]:
+    with harness(tmp_path) as made:
         yield made
 
 
-def misses(at: World, reason: str) -> float:
+def misses(at: SchedulerHarness, reason: str) -> float:
     return at.side.meters.get("connector_misses", reason=reason)
 
 
-def still_asked(at: World, request_id: str, local_tokens: int = 0) -> bool:
+def still_asked(at: SchedulerHarness, request_id: str, local_tokens: int = 0) -> bool:
     """Whether vLLM is told to ask again, however often it does, though it is known what is stored."""
     at.hashed(request_id)
     return {at.side.matched_tokens(request_id, local_tokens) for _ in range(20)} == {None}
 
 
-def teach_prefill(at: World, token_s: float) -> None:
+def teach_prefill(at: SchedulerHarness, token_s: float) -> None:
     for size in (128, 256, 384, 512) * 4:
-        at.side._admission.prefill.observe([(0, size)], size * token_s)
+        at.side.costs.prefill.observe([(0, size)], size * token_s)
 
 
-def teach_tier(at: World, tier: str, seconds: float) -> None:
+def teach_tier(at: SchedulerHarness, tier: str, seconds: float) -> None:
     """A fetch from this tier takes so long, whatever its size."""
     sources = {tier: 1}
     for num_bytes in (1000, 10_000, 100_000) * 3:
         staged = Staged(LeaseId(bytes(16)), 64, sources=sources, num_bytes=num_bytes)
-        at.side._admission.on_staged(staged, seconds, now_s=SYSTEM_CLOCK.monotonic_s())
+        at.side.costs.on_staged(staged, seconds, now_s=SYSTEM_CLOCK.monotonic_s())
 
 
-def use_tiers(at: World, memory: list[Record], cold: list[Record], **limits: int) -> None:
+def use_tiers(at: SchedulerHarness, memory: list[Record], cold: list[Record], **limits: int) -> None:
     """Another store behind the bridge, with these records in its memory and in its cold tier."""
 
     async def exchange(store: SteeredStore) -> None:
@@ -73,7 +74,7 @@ def use_tiers(at: World, memory: list[Record], cold: list[Record], **limits: int
 
 
 class TestOneFetchForOnePrefix:
-    def test_the_others_wait_and_hit_locally(self, at: World) -> None:
+    def test_the_others_wait_and_hit_locally(self, at: SchedulerHarness) -> None:
         """Of 32 requests with one stored prompt one fetches and loads; the others then find it in vLLM's own cache."""
         at.keep("a", 170)
         names = [f"r{index}" for index in range(32)]
@@ -89,11 +90,13 @@ class TestOneFetchForOnePrefix:
         assert [at.side.matched_tokens(name, 160) for name in others] == [0] * 31
         assert at.store.calls["stage"] == 1
         at.no_leases()
-        assert not any(at.state(name).closed or at.state(name).is_asking for name in names), "no miss, no more asking"
+        assert not any(at.state(name).no_more_hits or at.state(name).is_polled for name in names), (
+            "no miss, no more asking"
+        )
         assert at.side.meters.get("connector_requests_followed") == 31
         assert not any(name.startswith("connector_misses") for name in at.side.meters.snapshot())
 
-    def test_the_rest_is_fetched_afterwards(self, at: World) -> None:
+    def test_the_rest_is_fetched_afterwards(self, at: SchedulerHarness) -> None:
         """A prompt that shares most of its beginning waits for that, and fetches only what lies behind it."""
         at.keep("a", 170)
         mixed = tokens_of("a", 128) + tokens_of("b", 170)[128:]
@@ -109,7 +112,7 @@ class TestOneFetchForOnePrefix:
         assert sorted({block for piece in job.pieces for ids in piece.block_ids for block in ids}) == [9, 10]
         at.finished("mixed")
 
-    def test_a_short_common_beginning_is_not_waited_for(self, at: World) -> None:
+    def test_a_short_common_beginning_is_not_waited_for(self, at: SchedulerHarness) -> None:
         """Two prompts that share their first quarter are fetched at the same time."""
         at.keep("a", 170)
         mixed = tokens_of("a", 48) + tokens_of("b", 170)[48:]
@@ -119,7 +122,7 @@ class TestOneFetchForOnePrefix:
         assert (at.ask("a"), at.ask("mixed")) == (160, 160)
 
     @pytest.mark.parametrize("end", ["aborted while staging", "aborted while loading", "load failed", "not taken"])
-    def test_another_one_fetches_when_the_first_one_ends(self, at: World, end: str) -> None:
+    def test_another_one_fetches_when_the_first_one_ends(self, at: SchedulerHarness, end: str) -> None:
         """Whatever becomes of the request that fetches, exactly one of those that waited takes its place."""
         at.keep("a", 170)
         for name in ("a1", "a2", "a3"):
@@ -146,7 +149,7 @@ class TestOneFetchForOnePrefix:
         at.finished("a2")
         assert at.side.matched_tokens("a3", 160) == 0
 
-    def test_a_fetch_that_fails_fails_for_all(self, at: World) -> None:
+    def test_a_fetch_that_fails_fails_for_all(self, at: SchedulerHarness) -> None:
         """The store does not bring what one request asks for: the others that waited compute at once."""
         at.keep("a", 170)
         for name in ("a1", "a2", "a3"):
@@ -164,7 +167,7 @@ class TestOneFetchForOnePrefix:
 
     def test_waiting_has_an_end(self, tmp_path: Path) -> None:
         """A request whose leader gets no further fetches for itself after the time that it could have fetched in."""
-        with world(tmp_path, max_wait_ms=200) as at:
+        with harness(tmp_path, max_wait_ms=200) as at:
             at.keep("a", 170)
             at.new("a", 170)
             at.new("b", 170, "a")
@@ -174,7 +177,7 @@ class TestOneFetchForOnePrefix:
             assert fetch is not None
             assert fetch.ceiling_s == pytest.approx(0.2), "no more than for any request"
 
-    def test_waiting_that_did_not_help_is_not_repeated(self, at: World) -> None:
+    def test_waiting_that_did_not_help_is_not_repeated(self, at: SchedulerHarness) -> None:
         """vLLM dropped what was loaded: the request that waited loads it, and waits for nobody else."""
         at.keep("a", 170)
         for name in ("a1", "a2", "a3"):
@@ -186,7 +189,7 @@ class TestOneFetchForOnePrefix:
         assert (at.ask("a2"), at.ask("a3")) == (160, 160)
 
     @staticmethod
-    def keep_tokens(at: World, tokens: tuple[int, ...]) -> None:
+    def keep_tokens(at: SchedulerHarness, tokens: tuple[int, ...]) -> None:
         async def save(store: SteeredStore) -> None:
             for record in records_of(tokens, at.facts, at.shape):
                 await store.inner.save(record, deadline=soon())
@@ -194,7 +197,7 @@ class TestOneFetchForOnePrefix:
         at.bridge.run(save)
 
     @staticmethod
-    def new_tokens(at: World, request_id: str, tokens: tuple[int, ...]) -> RequestState:
+    def new_tokens(at: SchedulerHarness, request_id: str, tokens: tuple[int, ...]) -> RequestState:
         at.side.on_new_request(PromptFacts(request_id, tokens))
         return at.state(request_id)
 
@@ -209,7 +212,7 @@ def test_common_tokens() -> None:
 
 
 class TestLoadOrRecompute:
-    def test_nothing(self, at: World) -> None:
+    def test_nothing(self, at: SchedulerHarness) -> None:
         """Fetching would take a hundred times as long as computing: computed, and counted as what it is."""
         at.keep("a", 170)
         teach_prefill(at, 1e-5)
@@ -219,7 +222,7 @@ class TestLoadOrRecompute:
         assert misses(at, "cheaper_to_compute") == 1
         assert at.store.calls["stage"] == 0
 
-    def test_everything(self, at: World) -> None:
+    def test_everything(self, at: SchedulerHarness) -> None:
         """The same tier and a slow engine: fetched."""
         at.keep("a", 170)
         teach_prefill(at, 1e-1)
@@ -227,7 +230,7 @@ class TestLoadOrRecompute:
         at.new("a", 170)
         assert at.ask("a") == 160
 
-    def test_a_part(self, at: World) -> None:
+    def test_a_part(self, at: SchedulerHarness) -> None:
         """What is in memory is taken, what is in a slow tier behind it is not even fetched."""
         records = records_of(tokens_of("a", 170), at.facts, at.shape)
         use_tiers(at, [record for record in records if record.header.span.stop == 64], records)
@@ -243,7 +246,7 @@ class TestLoadOrRecompute:
         assert {piece.key.prefix for piece in job.pieces} == {records[0].key.prefix}
         at.finished("a")
 
-    def test_without_measurements_everything_is_fetched(self, at: World) -> None:
+    def test_without_measurements_everything_is_fetched(self, at: SchedulerHarness) -> None:
         """Nothing is known of the cold tier: it is tried."""
         records = records_of(tokens_of("a", 170), at.facts, at.shape)
         use_tiers(at, [], records)
@@ -254,7 +257,7 @@ class TestLoadOrRecompute:
 
 
 class TestCeiling:
-    def test_a_fetch_is_waited_for_as_long_as_computing_takes(self, at: World) -> None:
+    def test_a_fetch_is_waited_for_as_long_as_computing_takes(self, at: SchedulerHarness) -> None:
         """Records that do not come cost a prompt of 40 ms less than a second, not the ten seconds of the setting."""
         at.keep("a", 170)
         teach_prefill(at, 0.04 / 160)
@@ -269,28 +272,30 @@ class TestCeiling:
 
     def test_of_a_slow_engine(self) -> None:
         """As long as computing takes, within the setting; the setting alone while nothing is known."""
-        admission = Admission()
-        assert admission.ceiling_s(0, 4096, most_s=10.0) == 10.0
+        costs = Costs()
+        policy = HitPolicy(costs)
+        assert policy.ceiling_s(0, 4096, most_s=10.0) == 10.0
         for size in (512, 1024, 2048, 4096):
-            admission.prefill.observe([(0, size)], size * 1e-3)
-        assert admission.ceiling_s(0, 4096, most_s=10.0) == pytest.approx(4.1, rel=0.05)
-        assert admission.ceiling_s(3072, 4096, most_s=10.0) == pytest.approx(1.0, rel=0.1)
-        assert admission.ceiling_s(0, 4096, most_s=2.0) == 2.0
-        assert admission.ceiling_s(0, 16, most_s=10.0) == 0.8
+            costs.prefill.observe([(0, size)], size * 1e-3)
+        assert policy.ceiling_s(0, 4096, most_s=10.0) == pytest.approx(4.1, rel=0.05)
+        assert policy.ceiling_s(3072, 4096, most_s=10.0) == pytest.approx(1.0, rel=0.1)
+        assert policy.ceiling_s(0, 4096, most_s=2.0) == 2.0
+        assert policy.ceiling_s(0, 16, most_s=10.0) == 0.8
 
     def test_of_an_engine_that_loads_always(self) -> None:
         """Neither the time nor the length of a hit depends on what computing it would cost."""
-        admission = Admission(always=True)
+        costs = Costs()
+        policy = HitPolicy(costs, always=True)
         for size in (512, 1024, 2048, 4096):
-            admission.prefill.observe([(0, size)], size * 1e-6)
-        admission.on_loaded(1 << 20, 100.0, now_s=0.0)
-        assert admission.ceiling_s(0, 4096, most_s=10.0) == 10.0
+            costs.prefill.observe([(0, size)], size * 1e-6)
+        costs.loads.observe(1 << 20, 100.0, now_s=0.0)
+        assert policy.ceiling_s(0, 4096, most_s=10.0) == 10.0
         lookup = Lookup(4096, (), offers=(Offer(4096, {"s3": 1 << 20}),))
-        assert admission.choose(lookup, 0, now_s=0.0).resume_tokens == 4096
+        assert policy.choose(lookup, 0, now_s=0.0).resume_tokens == 4096
 
     def test_what_has_come_at_the_deadline_is_used(self, tmp_path: Path) -> None:
         """The cold tier delivers the first pages and then hangs: the hit ends there, and the request goes on."""
-        with world(tmp_path, max_wait_ms=1500) as at:
+        with harness(tmp_path, max_wait_ms=1500) as at:
             records = records_of(tokens_of("a", 170), at.facts, at.shape)
             use_tiers(at, [], records)
             cold = at.store.inner._slower[-1]
@@ -300,7 +305,7 @@ class TestCeiling:
             assert at.ask("a") == 128
             assert at.side.meters.get("connector_hits_cut", reason="staged_less") == 1
 
-    def test_a_hit_larger_than_the_node_may_stage(self, at: World) -> None:
+    def test_a_hit_larger_than_the_node_may_stage(self, at: SchedulerHarness) -> None:
         """The node's budget holds two pages of the prompt: these are admitted, the rest is computed."""
         records = records_of(tokens_of("a", 170), at.facts, at.shape)
         room = sum(record.num_bytes + 1024 for record in records if record.header.span.stop <= 128)
@@ -309,7 +314,7 @@ class TestCeiling:
         assert at.ask("a") == 128
 
 
-def test_a_lease_that_the_service_lost_is_staged_anew(at: World) -> None:
+def test_a_lease_that_the_service_lost_is_staged_anew(at: SchedulerHarness) -> None:
     """A service that was restarted knows no leases: the next renewal says so, and the records are staged again."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -321,14 +326,14 @@ def test_a_lease_that_the_service_lost_is_staged_anew(at: World) -> None:
     at.bridge.run(lambda store: store.inner.release(lease))
     fetch.renewed_s -= 15
     assert at.side.matched_tokens("a", 0) == 160, "the renewal is on its way"
-    eventually(lambda: fetch.lost)
+    eventually(lambda: fetch.lease_lost)
     assert at.ask("a") == 160
     assert at.store.calls["stage"] == 2
     assert at.store.num_leases == 1
 
 
 class TestFlags:
-    def test_a_request_that_must_not_be_loaded(self, at: World) -> None:
+    def test_a_request_that_must_not_be_loaded(self, at: SchedulerHarness) -> None:
         """It is computed although it is stored, saved where it is not, and counted."""
         at.keep("a", 64)
         at.new("a", 170, flags=RequestFlags(load=False))
@@ -338,7 +343,7 @@ class TestFlags:
         assert {job.stop_tokens for job in at.step({"a": 170}).saves} == {128, 160}
         assert at.side.meters.get("connector_requests_opted_out", of="load") == 1
 
-    def test_a_request_that_must_not_be_saved(self, at: World) -> None:
+    def test_a_request_that_must_not_be_saved(self, at: SchedulerHarness) -> None:
         """It is resumed, and neither its prompt nor what it generates is stored."""
         at.keep("a", 64)
         at.new("a", 170, flags=RequestFlags(save=False))
@@ -349,7 +354,7 @@ class TestFlags:
         assert at.step().saves == ()
         assert at.side.meters.get("connector_requests_opted_out", of="save") == 1
 
-    def test_a_retention_hint_goes_with_every_page(self, at: World) -> None:
+    def test_a_retention_hint_goes_with_every_page(self, at: SchedulerHarness) -> None:
         """Its pages and its tail carry it to the ranks, and those of other requests do not."""
         at.new("a", 170, flags=RequestFlags(retention=Retention.SHORT))
         at.new("b", 170)
@@ -357,7 +362,7 @@ class TestFlags:
         assert [job.retention for job in at.step({"a": 170}).saves] == [Retention.SHORT] * 3
         assert [job.retention for job in at.step({"b": 170}).saves] == [Retention.NORMAL] * 3
 
-    def test_a_request_that_wants_neither(self, at: World) -> None:
+    def test_a_request_that_wants_neither(self, at: SchedulerHarness) -> None:
         """It is not even hashed."""
         at.keep("a", 64)
         state = at.new("a", 170, flags=RequestFlags(load=False, save=False))

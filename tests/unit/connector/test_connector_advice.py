@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from connector.advice import advise_at_start, advise_on_block_size
 from connector.facts import EngineFacts, StateFacts
 from connector.settings import ConnectorSettings
+from connector.vllm.advice import advise_at_start, advise_on_block_size
 from kvstore.model.kinds import Recurrent
 from tests.unit.connector.support import make_facts
 

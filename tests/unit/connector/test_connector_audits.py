@@ -9,26 +9,28 @@ import pytest
 
 from connector.jobs import AuditJob, RankReport
 from connector.scheduler.audits import is_sampled
-from connector.scheduler.side import StepFacts
+from connector.scheduler.facts import StepFacts
 from kvstore.model.keys import PrefixHash
-from tests.unit.connector.scheduler_world import World, world
-from tests.unit.connector.support import eventually
+from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
+from tests.unit.connector.support import ManualClock, eventually
 
 
 @pytest.fixture
-def audited(tmp_path: Path) -> Iterator[World]:
-    with world(tmp_path, audit_rate=1.0) as made:
+def audited(tmp_path: Path) -> Iterator[SchedulerHarness]:
+    with harness(tmp_path, audit_rate=1.0) as made:
         yield made
 
 
-def compute(made: World, request_id: str, start: int, stop: int, *, table: int = 100) -> tuple[AuditJob, ...]:
+def compute(
+    made: SchedulerHarness, request_id: str, start: int, stop: int, *, table: int = 100
+) -> tuple[AuditJob, ...]:
     """One step that computes some of a request, whose block `i` has the id `table + i`; the records to compare."""
     tables = {request_id: [tuple(range(table, table + 64))]}
     jobs = made.side.plan_step(StepFacts({request_id: stop}, tables, computed_tokens={request_id: start}))
-    return jobs.audit.records
+    return jobs.audits
 
 
-def done(made: World, *jobs: AuditJob) -> None:
+def done(made: SchedulerHarness, *jobs: AuditJob) -> None:
     made.side.on_rank_report(RankReport(audits_done={job.audit_id: 1 for job in jobs}))
 
 
@@ -38,7 +40,7 @@ def spans(jobs: tuple[AuditJob, ...]) -> list[tuple[int, int, tuple[int, ...]]]:
     return [(piece.span_blocks, piece.first_block, piece.block_ids[0]) for piece in pieces]
 
 
-def test_the_first_hit_is_computed_and_compared(audited: World) -> None:
+def test_the_first_hit_is_computed_and_compared(audited: SchedulerHarness) -> None:
     """Two pages and a tail are stored: the request computes them, each is compared when it is final, the lease ends."""
     audited.keep("a", 170)
     audited.new("r", 170, "a")
@@ -53,8 +55,8 @@ def test_the_first_hit_is_computed_and_compared(audited: World) -> None:
     audited.no_leases()
 
 
-def test_the_second_hit_is_loaded_and_read_back(audited: World) -> None:
-    """Once is enough: the next request resumes, and its blocks are read back in its first forward only."""
+def test_the_second_hit_is_loaded_and_read_back(audited: SchedulerHarness) -> None:
+    """Once is enough: the next request resumes, and the ranks read its blocks back."""
     audited.keep("a", 170)
     audited.new("r", 170, "a")
     audited.ask("r")
@@ -63,14 +65,12 @@ def test_the_second_hit_is_loaded_and_read_back(audited: World) -> None:
     audited.new("s", 170, "a")
     assert audited.ask("s") == 160
     (load,) = audited.admit("s", 160).loads
-    assert load.audited
+    assert load.read_back
     audited.finished("s")
-    jobs = audited.side.plan_step(StepFacts({"s": 170}, {"s": [tuple(range(1, 20))]}, computed_tokens={"s": 160}))
-    assert jobs.audit.read_backs == ("s",)
-    assert audited.step({"s": 171}).audit.read_backs == ()
+    assert audited.step({"s": 170}).audits == ()
 
 
-def test_only_the_part_from_the_first_unaudited_record_on_is_computed(audited: World) -> None:
+def test_only_the_part_from_the_first_unaudited_record_on_is_computed(audited: SchedulerHarness) -> None:
     """With the first page audited a longer prompt resumes at its end and computes the rest."""
     audited.keep("a", 70)
     audited.new("r", 70, "a")
@@ -87,7 +87,7 @@ def test_only_the_part_from_the_first_unaudited_record_on_is_computed(audited: W
     done(audited, *jobs)
 
 
-def test_what_the_engine_has_itself_is_not_compared(audited: World) -> None:
+def test_what_the_engine_has_itself_is_not_compared(audited: SchedulerHarness) -> None:
     """With 96 tokens of its own only the blocks behind them are compared."""
     audited.keep("a", 170)
     audited.new("r", 170, "a")
@@ -97,7 +97,7 @@ def test_what_the_engine_has_itself_is_not_compared(audited: World) -> None:
     done(audited, *jobs)
 
 
-def test_a_preempted_request_leaves_the_rest_to_another(audited: World) -> None:
+def test_a_preempted_request_leaves_the_rest_to_another(audited: SchedulerHarness) -> None:
     """What it had not computed is audited by the next request; it takes its own hit and computes no second time."""
     audited.keep("a", 170)
     audited.new("r", 170, "a")
@@ -112,7 +112,7 @@ def test_a_preempted_request_leaves_the_rest_to_another(audited: World) -> None:
 
 
 @pytest.mark.parametrize("computes", [False, True])
-def test_a_request_that_ends_before_it_has_computed(audited: World, computes: bool) -> None:
+def test_a_request_that_ends_before_it_has_computed(audited: SchedulerHarness, computes: bool) -> None:
     """Its lease ends with it, or with the last answer of the ranks; the engine steps on that long."""
     audited.keep("a", 170)
     audited.new("r", 170, "a")
@@ -127,90 +127,43 @@ def test_a_request_that_ends_before_it_has_computed(audited: World, computes: bo
     assert audited.ask("s") == (64 if computes else 0)
 
 
-def test_blocks_that_cannot_be_found_are_not_compared(audited: World) -> None:
+def test_blocks_that_cannot_be_found_are_not_compared(audited: SchedulerHarness) -> None:
     """A table that is too short: what of the audit can be looked at is, the rest is left to another request."""
     audited.keep("a", 170)
     audited.new("r", 170, "a")
     audited.ask("r")
     jobs = audited.side.plan_step(StepFacts({"r": 170}, {"r": [tuple(range(100, 105))]}, computed_tokens={"r": 0}))
-    assert spans(jobs.audit.records) == [(4, 0, (100, 101, 102, 103))]
+    assert spans(jobs.audits) == [(4, 0, (100, 101, 102, 103))]
     assert audited.side.meters.get("connector_audit_skipped") == 2
     audited.side.on_finished("r")
-    done(audited, *jobs.audit.records)
+    done(audited, *jobs.audits)
     assert not audited.side.has_pending_saves
     audited.no_leases()
 
 
-def test_blocks_that_are_gone_are_not_read_back(audited: World) -> None:
-    """A load whose request is preempted before its first forward is forgotten by the ranks."""
-    audited.keep("a", 170)
-    audited.new("r", 170, "a")
-    audited.ask("r")
-    done(audited, *compute(audited, "r", 0, 170))
-    audited.new("s", 170, "a")
-    audited.ask("s")
-    audited.admit("s", 160)
-    audited.finished("s")
-    assert audited.step(preempted=("s",)).audit.gone == ("s",)
-    assert audited.step({"s": 170}).audit.read_backs == ()
-
-
-def test_a_load_that_is_newer_than_the_news_of_a_preemption_is_read_back(audited: World) -> None:
-    """vLLM tells of a preemption in the step in which the request may have been given blocks again."""
-    audited.keep("a", 170)
-    audited.new("r", 170, "a")
-    audited.ask("r")
-    done(audited, *compute(audited, "r", 0, 170))
-    audited.new("s", 170, "a")
-    audited.ask("s")
-    audited.side.on_allocated("s", [list(range(1, 13))], 160)
-    assert audited.step(preempted=("s",)).audit.gone == ()
-    audited.finished("s")
-    jobs = audited.side.plan_step(StepFacts({"s": 170}, {"s": [tuple(range(1, 20))]}, computed_tokens={"s": 160}))
-    assert jobs.audit.read_backs == ("s",)
-
-
-@pytest.mark.parametrize("how", ["aborted", "failed", "reset"])
-def test_a_load_that_nobody_computes_with_is_forgotten(tmp_path: Path, how: str) -> None:
-    """By the ranks, and only once it has ended: until then they remember more of it."""
-    with world(tmp_path, audit_rate=1.0, weights_may_change=True) as made:
+def test_leases_are_renewed_while_the_engine_computes(tmp_path: Path) -> None:
+    """However long the pages take, their records stay readable."""
+    clock = ManualClock()
+    with harness(tmp_path, clock=clock, audit_rate=1.0) as made:
         made.keep("a", 170)
         made.new("r", 170, "a")
         made.ask("r")
-        done(made, *compute(made, "r", 0, 170))
-        made.new("s", 170, "a")
-        made.ask("s")
-        made.admit("s", 160)
-        if how == "aborted":
-            made.side.on_finished("s")
-        elif how == "reset":
-            made.side.reset_cache(is_empty=False)
-        made.step()
-        made.finished("s", failed=how == "failed")
-        assert made.step().audit.gone == ("s",)
-
-
-def test_leases_are_renewed_while_the_engine_computes(audited: World) -> None:
-    """However long the pages take, their records stay readable."""
-    audited.keep("a", 170)
-    audited.new("r", 170, "a")
-    audited.ask("r")
-    assert audited.side._audits is not None
-    ((audit,),) = audited.side._audits._audits.values()
-    audit.renewed_s -= audit.lease_s / 2
-    before = audited.store.calls["renew"]
-    compute(audited, "r", 0, 10)
-    eventually(lambda: audited.store.calls["renew"] == before + 1)
+        before = made.store.calls["renew"]
+        compute(made, "r", 0, 10)
+        assert made.store.calls["renew"] == before
+        clock.now_s += made.store.inner.limits.lease_s / 2
+        compute(made, "r", 10, 20)
+        eventually(lambda: made.store.calls["renew"] == before + 1)
 
 
 def test_without_a_rate_nothing_is_audited(tmp_path: Path) -> None:
     """A hit is a hit, and steps carry no audit."""
-    with world(tmp_path) as made:
+    with harness(tmp_path) as made:
         made.keep("a", 170)
         made.new("r", 170, "a")
         assert made.ask("r") == 160
         (load,) = made.admit("r", 160).loads
-        assert not load.audited
+        assert not load.read_back
 
 
 def test_the_share_is_a_share_and_grows_by_adding() -> None:

@@ -10,13 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.canonical.attention import AttentionPages, page_tokens_for
-from connector.canonical.latent import latent_pages
+from connector.canonical.attention import AttentionPages, latent_pages, page_tokens_for, within_windows
 from connector.canonical.recurrent import StatePages, layer_bands
-from connector.canonical.runs import BlockRun, LayerGeometry
+from connector.canonical.runs import BlockRun, LayerGeometry, prove_tiling
 from connector.canonical.slices import HeadGrid, SliceGrid
-from connector.canonical.tiling import prove_tiling
-from connector.canonical.window import within_windows
 from kvstore.errors import InvalidRequest
 from kvstore.model.kinds import ChunkedLocal, FullAttention, SlidingWindow
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 import connector
-from connector import inert
-from connector.connector import KVStoreConnector
-from connector.contract import BASE, Use, is_tested, missing, release_of
 from connector.plugin import register
+from connector.vllm import inert
+from connector.vllm.connector import KVStoreConnector
+from connector.vllm.contract import BASE, Use, is_tested, missing, release_of
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +91,7 @@ def test_the_installed_vllm_has_all_of_it() -> None:
 def test_every_hook_of_ours_is_in_the_table() -> None:
     """What we override and vLLM no longer calls would be a silent loss. Hooks that came after 0.30 may be missing."""
     later = {"get_external_cache_hit_sources", "unregister_kv_caches", "restore_kv_caches"}
-    hooks = {name for use in connector.contract.USES if use.module == BASE for name in use.hooks}
+    hooks = {name for use in connector.vllm.contract.USES if use.module == BASE for name in use.hooks}
     ours = {
         name
         for cls in KVStoreConnector.__mro__
@@ -196,10 +199,10 @@ def test_an_error_that_the_table_did_not_foresee(
 
     class Failing:
         def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-            if name == "connector.connector":
+            if name == "connector.vllm.connector":
                 raise error
 
-    monkeypatch.delitem(sys.modules, "connector.connector")
+    monkeypatch.delitem(sys.modules, "connector.vllm.connector")
     monkeypatch.setattr(sys, "meta_path", [Failing(), *sys.meta_path])
     _, (warning,) = start(connector.KVStoreConnector, caplog)
     assert type(error).__name__ in warning and "this engine is not cached" in warning
@@ -247,3 +250,40 @@ def test_an_engine_that_is_off_says_nothing(monkeypatch: pytest.MonkeyPatch, cap
     """Whoever has switched it off knows."""
     monkeypatch.setattr(vllm, "__version__", "0.34.0")
     assert start(KVStoreConnector, caplog, mode="off")[1] == []
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+REGISTERED = """
+import sys
+from connector.plugin import register
+
+register()
+register()
+ours = [name for name in sys.modules if name.split(".")[0] in ("connector", "kvstore")]
+assert sorted(ours) == ["connector", "connector.plugin"], ours
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+found = KVConnectorFactory.get_connector_class_by_name("KVStoreConnector")
+from connector import KVStoreConnector
+
+assert found is KVStoreConnector
+print("found")
+"""
+
+
+def test_the_package_names_its_plugin() -> None:
+    """Where the package is installed, vLLM finds the entry point in its own group."""
+    (ours,) = [entry for entry in entry_points(group="vllm.general_plugins") if entry.name == "kvstore"]
+    assert ours.value == "connector.plugin:register"
+
+
+def test_registering_loads_nothing_of_ours() -> None:
+    """Any number of calls makes the name known; the connector is imported when somebody asks for it, by any path."""
+    pytest.importorskip("vllm")
+    done = subprocess.run(
+        [sys.executable, "-c", REGISTERED], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "found"

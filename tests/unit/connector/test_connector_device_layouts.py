@@ -18,12 +18,11 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from connector.device.base import PageGather
-from connector.device.copy import StreamDevice
-from connector.device.host_pages import HostPages
+from connector.device.gpu import StreamDevice
+from connector.device.host_memory import HostPages
 from connector.device.streams import InlineStreams
 from connector.identity import CacheShape, describe_namespace, read_shape
-from connector.worker.groups import RankGroup, prove_group
-from connector.worker.self_check import check_round_trip
+from connector.worker.groups import RankGroup, check_round_trip, prove_group
 from tests.unit.connector.device_contract import joined
 from tests.unit.connector.support import make_facts
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.unit.connector.stream_world import PAGE_BYTES, Engine, SimulatedEvent, SimulatedStreams, WrongBytes
+from tests.unit.connector.simulated_streams import PAGE_BYTES, Engine, SimulatedEvent, SimulatedStreams, WrongBytes
 
 SEEDS = range(150)
 STEPS = 60

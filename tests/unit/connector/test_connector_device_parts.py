@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 from connector.canonical.attention import AttentionPages
 from connector.canonical.runs import BlockRun, LayerGeometry
 from connector.canonical.slices import HeadGrid
+from connector.device import open_device
 from connector.device.base import PageGather
-from connector.device.choose import open_device
-from connector.device.copy import Ring, StreamDevice
-from connector.device.cpu import CpuDevice
-from connector.device.kernels import join_planes, split_planes
-from connector.device.rows import CacheGeometry, plan_rows
+from connector.device.cpu import CpuDevice, LayerPlace, Strip, fold_runs
+from connector.device.gpu import Ring, StreamDevice
+from connector.device.rows import CacheGeometry, join_planes, plan_rows, split_planes
 from connector.device.streams import InlineStreams
-from connector.device.strips import LayerPlace, Strip, fold_runs
 from kvstore.errors import InternalError, InvalidRequest
 
 LAYERS = [LayerPlace(0, 1000 * layer, 96, 0) for layer in range(5)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from connector.device.pinned import near_processors, pin_near
+from connector.device.host_memory import near_processors, pin_near
 
 SIZE = (1 << 20) + 512
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 
-from connector.connector import KVStoreConnector
 from connector.device.base import Device
-from connector.device.copy import StreamDevice
+from connector.device.gpu import StreamDevice
 from connector.device.streams import InlineStreams, Streams
 from connector.jobs import StepJobs
+from connector.vllm.connector import KVStoreConnector
 from kvstore.codec import PLANES2, PLANES4
 from tests.unit.connector.device_contract import LAYOUTS
-from tests.unit.connector.rank_world import NUM_BLOCKS, SOURCE, TARGET, Make, Rank
-from tests.unit.connector.stream_world import SimulatedEvent, SimulatedStreams
+from tests.unit.connector.rank_harness import NUM_BLOCKS, SOURCE, TARGET, Make, Rank
+from tests.unit.connector.simulated_streams import SimulatedEvent, SimulatedStreams
 from tests.unit.connector.support import LoopBridge
 
 ALL = tuple(range(NUM_BLOCKS))

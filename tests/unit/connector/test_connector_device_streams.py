@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from connector.device.base import Fence
-from connector.device.copy import StreamCopier, StreamDevice
+from connector.device.gpu import StreamCopier, StreamDevice
 from connector.device.streams import CudaStreams, InlineStreams
 from tests.unit.connector.device_contract import BlockCopierContract
-from tests.unit.connector.stream_world import SimulatedStreams
+from tests.unit.connector.simulated_streams import SimulatedStreams
 
 
 class StreamCopierContract(BlockCopierContract):

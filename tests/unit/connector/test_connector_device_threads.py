@@ -15,7 +15,7 @@ import torch
 
 from connector.canonical.runs import BlockRun
 from connector.device.base import PageGather
-from connector.device.copy import StreamDevice
+from connector.device.gpu import StreamDevice
 from connector.device.streams import CudaStreams
 from kvstore.errors import InvalidRequest
 

@@ -11,18 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from connector.connector import KVStoreConnector
-from connector.jobs import AuditJob, AuditJobs, LoadPiece, StepJobs
-from connector.scheduler.side import StepFacts
-from connector.worker.staging import RecordMemory
-from tests.unit.connector.rank_world import SOURCE, Make, Rank
-from tests.unit.connector.scheduler_world import World, world
+from connector.jobs import AuditJob, LoadPiece, StepJobs
+from connector.scheduler.facts import StepFacts
+from connector.vllm.connector import KVStoreConnector
+from connector.worker.memory import RecordMemory
+from tests.unit.connector.rank_harness import SOURCE, Make, Rank
+from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
 from tests.unit.connector.support import eventually
 
 
 @pytest.fixture
-def at(tmp_path: Path) -> Iterator[World]:
-    with world(tmp_path) as made:
+def at(tmp_path: Path) -> Iterator[SchedulerHarness]:
+    with harness(tmp_path) as made:
         yield made
 
 
@@ -34,7 +34,7 @@ def stops(jobs: StepJobs) -> list[int]:
     return [job.stop_tokens for job in jobs.saves]
 
 
-def test_a_request_that_cannot_be_planned_holds_up_nobody(at: World) -> None:
+def test_a_request_that_cannot_be_planned_holds_up_nobody(at: SchedulerHarness) -> None:
     """However long it runs: its own saves end with its error, loads and saves of others reach the ranks."""
     at.keep("h", 70)
     at.new("h", 70)
@@ -55,23 +55,38 @@ def test_a_request_that_cannot_be_planned_holds_up_nobody(at: World) -> None:
 def test_an_error_of_the_audit_ends_the_audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing else: a page of a request that ended, whose blocks are pinned, goes out with the next step."""
     pinned: list[int] = []
-    with world(tmp_path, audit_rate=1.0) as at:
+    with harness(tmp_path, audit_rate=1.0) as at:
         at.side.bind_pins(SimpleNamespace(pin=pinned.extend, unpin=lambda _: pinned.clear()))
         at.new("a", 64)
         at.hashed("a")
         at.side.on_finished("a", 64, [range(1, 5)])
         assert pinned == [1, 2, 3, 4]
-        assert at.side._audits is not None
-        monkeypatch.setattr(at.side._audits, "plan_step", raising)
+        at.keep("r", 170)
+        at.new("r", 170)
+        assert at.ask("r") == 0
+        monkeypatch.setattr(at.side._audits, "_pieces", raising)
         with pytest.raises(ZeroDivisionError):
-            at.step()
-        (job,) = at.step().saves
+            at.step({"r": 70})
+        (job,) = [job for job in at.step({"r": 70}).saves if job.request_id == "a"]
         at.ranks_done(job.job_id)
         assert not pinned and not at.side.has_pending_saves
 
 
-@pytest.mark.parametrize("where", ["_lookups._outcomes.hit", "_timing.on_load_ordered", "_lookups.admitted"])
-def test_an_error_in_an_admission(at: World, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_an_error_of_the_audit_ends_no_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine of an untested release whose pages were not compared yet: nothing is loaded from then on."""
+    with harness(tmp_path, facts={"untested_release": "0.34.0"}) as at:
+        at.keep("a", 70)
+        at.new("a", 70)
+        assert at.ask("a") == 0
+        monkeypatch.setattr(at.side._audits, "_pieces", raising)
+        with pytest.raises(ZeroDivisionError):
+            at.step({"a": 70})
+        at.new("b", 70, "a")
+        assert at.ask("b") == 0
+
+
+@pytest.mark.parametrize("where", ["_outcomes.report_hit", "_stopwatch.on_load_ordered", "hits.admit"])
+def test_an_error_in_an_admission(at: SchedulerHarness, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """vLLM waits for the load from here on: the ranks are told to report it as failed, and it is asked for no more."""
     connector = KVStoreConnector.__new__(KVStoreConnector)
     connector.guarded_errors = 0
@@ -92,7 +107,7 @@ def test_an_error_in_an_admission(at: World, monkeypatch: pytest.MonkeyPatch, wh
     at.no_leases()
 
 
-def test_an_error_at_the_end_of_a_request(at: World) -> None:
+def test_an_error_at_the_end_of_a_request(at: SchedulerHarness) -> None:
     """Blocks that cannot be found: no room is lost, no block stays pinned, and its fetch ends with it."""
     at.side.bind_pins(SimpleNamespace(pin=raising, unpin=raising))
     at.keep("a", 128)
@@ -101,7 +116,7 @@ def test_an_error_at_the_end_of_a_request(at: World) -> None:
     at.keep("a", 170)
     at.state("a").lookup = None
     assert at.ask("a") == 160
-    at.state("a").present.clear()
+    at.state("a").stored_groups.clear()
     with pytest.raises(ZeroDivisionError):
         at.side.on_finished("a", 170, [range(1, 12)])
     assert not at.side.has_pending_saves
@@ -122,12 +137,12 @@ def test_a_reset_that_fails_says_so() -> None:
 
 
 def loaded(rank: Make) -> Rank:
-    """A rank whose audited load has ended and is not told yet."""
+    """A rank whose load has ended and is to be read back."""
     source = rank()
     source.save()
     engine = rank(seed=2, audit_rate=1.0)
     jobs = engine.load_job(engine.stage())
-    engine.side.start_loads(replace(jobs, loads=tuple(replace(job, audited=True) for job in jobs.loads)))
+    engine.side.start_loads(replace(jobs, loads=tuple(replace(job, read_back=True) for job in jobs.loads)))
     loader = engine.side.loader
     assert loader is not None
     eventually(lambda: loader._to_read_back)
@@ -148,7 +163,7 @@ def test_a_load_that_cannot_be_read_back_is_reported(rank: Make, monkeypatch: py
 def test_a_comparison_that_dies_is_counted_and_told(
     rank: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing was compared: the load is as good as one that was not audited, and the log has the traceback."""
+    """Nothing was compared: the load counts as one that is not read back, and the log has the traceback."""
     engine = loaded(rank)
     monkeypatch.setattr(engine.side.auditor, "_is_equal", raising)
     with caplog.at_level(logging.ERROR, logger="vllm.kvstore"):
@@ -165,13 +180,11 @@ def test_an_audit_that_dies_loses_no_report(rank: Make, monkeypatch: pytest.Monk
     staged = engine.stage()
     assert staged.lease is not None
     piece = LoadPiece(staged.keys[0], 4, 0, (SOURCE[:4],))
-    records = tuple(AuditJob(number, staged.lease, (piece,)) for number in range(3))
-    audit = AuditJobs(records, read_backs=("r",))
+    audits = tuple(AuditJob(number, staged.lease, (piece,)) for number in range(3))
     monkeypatch.setattr(engine.side.auditor, "_gather", raising)
     assert engine.side.auditor is not None and engine.side.saver is not None
-    engine.side.auditor._placed["r"] = [SimpleNamespace(piece=piece)]  # type: ignore[list-item]
     with pytest.raises(ZeroDivisionError):
-        engine.side.save(replace(engine.jobs(first_id=20), audit=audit))
+        engine.side.save(replace(engine.jobs(first_id=20), audits=audits))
     assert engine.side.saver.drain(10)
     report = engine.side.take_report()
     assert report is not None

@@ -13,10 +13,10 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
 from connector.facts import EngineFacts
 from connector.identity import describe_namespace, read_shape
-from connector.vllm_facts import read_facts
+from connector.vllm.engine_facts import read_facts
 from kvstore.model.kinds import FullAttention, Latent, Recurrent
-from tests.unit.connector import test_connector_vllm_facts as engines
-from tests.unit.connector.test_connector_vllm_facts import MAMBA, full, group, mla, window
+from tests.unit.connector import test_connector_engine_facts as engines
+from tests.unit.connector.test_connector_engine_facts import MAMBA, full, group, mla, window
 
 
 def platform(name: str) -> SimpleNamespace:
@@ -26,7 +26,7 @@ def platform(name: str) -> SimpleNamespace:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("connector.vllm_facts.current_platform", platform("cuda"))
+    monkeypatch.setattr("connector.vllm.engine_facts.current_platform", platform("cuda"))
 
 
 def facts(monkeypatch: pytest.MonkeyPatch, backends: dict[int, str], *groups: Any, **changes: Any) -> EngineFacts:
@@ -71,7 +71,7 @@ def test_minor_releases_share_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cpu_is_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a CPU engine keeps in a block is ordered by its instructions: the two never meet."""
     cpu = facts(monkeypatch, {}, group(full(block_size=128), 0))
-    monkeypatch.setattr("connector.vllm_facts.current_platform", platform("cuda"))
+    monkeypatch.setattr("connector.vllm.engine_facts.current_platform", platform("cuda"))
     gpu = facts(monkeypatch, {0: "FLASH_ATTN"}, group(full(block_size=128), 0))
     names = [describe_namespace(read, read_shape(read), "w").id for read in (cpu, gpu)]  # type: ignore[arg-type]
     assert names[0] != names[1]
@@ -144,7 +144,7 @@ def test_a_layer_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """AMD's GPUs call themselves cuda as well; their kernels lay blocks out in other ways."""
-    monkeypatch.setattr("connector.vllm_facts.current_platform", platform("rocm"))
+    monkeypatch.setattr("connector.vllm.engine_facts.current_platform", platform("rocm"))
     read = facts(monkeypatch, {0: "TRITON_ATTN"}, group(full(), 0))
     assert read.unsupported is not None
     assert "rocm" in read.unsupported

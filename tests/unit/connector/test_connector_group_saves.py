@@ -11,12 +11,14 @@ import pytest
 from connector.facts import CellFacts, GroupFacts
 from connector.identity import CacheShape, read_shape
 from connector.jobs import RankReport, SaveJob
-from connector.losses import Losses
+from connector.losses import LossReporter
 from connector.prefix_hash import PrefixChain
-from connector.scheduler.ledger import Ledger, RequestState
-from connector.scheduler.saves import Offer, Running, Saves
+from connector.scheduler.facts import StateOffer
+from connector.scheduler.requests import RequestState
+from connector.scheduler.save_jobs import SaveJobs
+from connector.scheduler.saves import RunningRequest, Saves
 from kvstore.model.keys import Boundary, NamespaceId
-from kvstore.runtime.meters import Meters
+from kvstore.runtime.instruments import Instruments
 from tests.unit.connector.support import BLOCK, CELLS, FULL, STATES, WINDOW, ManualClock, make_facts, tokens_of
 
 NAMESPACE = NamespaceId(bytes(16))
@@ -42,38 +44,41 @@ class Pins:
             self.held.remove(block_id)
 
 
-class Told(Losses):
+class KeptLosses(LossReporter):
     """Keeps what is told."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, int, int, str]] = []
+        self.reported: list[tuple[str, int, int, str]] = []
         self.num_records = 0
 
-    def tell(  # type: ignore[override]
+    def report(  # type: ignore[override]
         self, *, request_id: str, boundary: Boundary, group: int, reason: str, records: int, **_: object
     ) -> None:
-        self.told.append((request_id, boundary.tokens, group, reason))
+        self.reported.append((request_id, boundary.tokens, group, reason))
         self.num_records += records
 
 
-class World:
+class SavesHarness:
     """Saves of one request, whose tokens grow as a test says."""
 
     def __init__(self, *groups: GroupFacts, prompt: int, limit_bytes: int = 1 << 20, num_blocks: int = 100) -> None:
         self.shape = shape_of(*groups)
-        self.ledger, self.meters, self.pins, self.clock = Ledger(), Meters(), Pins(), ManualClock()
-        self.losses = Told()
-        self.saves = Saves(
+        self.pins, self.clock = Pins(), ManualClock()
+        instruments = Instruments(self.clock)
+        self.meters = instruments.meters
+        self.requests: dict[str, RequestState] = {}
+        self.losses = KeptLosses()
+        self.jobs = SaveJobs(
             self.shape,
             num_ranks=1,
             limit_bytes=limit_bytes,
             num_blocks=num_blocks,
-            ledger=self.ledger,
-            meters=self.meters,
+            requests=self.requests,
             losses=self.losses,
-            clock=self.clock,
+            instruments=instruments,
         )
-        self.saves.pins = self.pins
+        self.jobs.pins = self.pins
+        self.saves = Saves(self.shape, self.jobs, self.meters)
         self.tokens = list(tokens_of("a", 2000))
         self.state = self.open("a", prompt)
 
@@ -84,20 +89,22 @@ class World:
         chain.extend(state.prompt)
         state.hashed = Future()
         state.hashed.set_result(None)
-        self.ledger.open(state)
+        self.requests[name] = state
         return state
 
-    def running(self, state: RequestState, final: int, *tables: Sequence[int], offers: Sequence[Offer] = ()) -> Running:
-        return Running(state, NAMESPACE, final, lambda: tables, offers)
+    def running(
+        self, state: RequestState, final: int, *tables: Sequence[int], offers: Sequence[StateOffer] = ()
+    ) -> RunningRequest:
+        return RunningRequest(state, NAMESPACE, final, lambda: tables, offers)
 
     def step(
-        self, final: int, *tables: Sequence[int], offers: Sequence[Offer] = (), known: int | None = None
+        self, final: int, *tables: Sequence[int], offers: Sequence[StateOffer] = (), known: int | None = None
     ) -> list[SaveJob]:
-        self.state.known = self.tokens[: known or max(final, len(self.state.known))]
+        self.state.tokens = self.tokens[: known or max(final, len(self.state.tokens))]
         return self.saves.plan_step([self.running(self.state, final, *tables, offers=offers)])
 
     def done(self, jobs: Sequence[SaveJob], failed: Sequence[SaveJob] = ()) -> None:
-        self.saves.on_rank_report(RankReport({job.job_id: 1 for job in jobs}, {job.job_id for job in failed}))
+        self.jobs.on_rank_report(RankReport({job.job_id: 1 for job in jobs}, {job.job_id for job in failed}))
 
 
 def spans(jobs: Sequence[SaveJob]) -> list[tuple[int, int, int]]:
@@ -106,7 +113,7 @@ def spans(jobs: Sequence[SaveJob]) -> list[tuple[int, int, int]]:
 
 def test_pages_are_no_longer_than_the_window() -> None:
     """With a window of two blocks pages are two blocks, of both groups, each with the blocks of all its feeds."""
-    at = World(WINDOW, FULL, prompt=64)
+    at = SavesHarness(WINDOW, FULL, prompt=64)
     jobs = at.step(64, [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12])
     assert spans(jobs) == [(0, 0, 32), (0, 32, 64), (1, 0, 32), (1, 32, 64)]
     assert [job.block_ids for job in jobs] == [((1, 2), (9, 10)), ((3, 4), (11, 12)), ((5, 6),), ((7, 8),)]
@@ -116,7 +123,7 @@ def test_a_window_that_passed_leaves_only_its_own_page_out() -> None:
     """A page that found no room in time has lost its blocks: the window goes on without it, full attention does not
     lose anything."""
     small = len(FULL.layer_names) * CELLS.token_bytes * BLOCK
-    at = World(WINDOW, FULL, prompt=96, limit_bytes=4 * small)
+    at = SavesHarness(WINDOW, FULL, prompt=96, limit_bytes=4 * small)
     first = at.step(32, [1, 2], [5, 6], [9, 10])
     assert spans(first) == [(0, 0, 32)]  # no room for the full group's
     at.done(first)
@@ -129,15 +136,15 @@ def test_a_window_that_passed_leaves_only_its_own_page_out() -> None:
 
 def test_a_lost_block_of_full_attention_is_an_error() -> None:
     """Full attention never loses a block; were one gone, nothing would be saved under its name."""
-    at = World(FULL, prompt=64)
+    at = SavesHarness(FULL, prompt=64)
     with pytest.raises(AssertionError, match="full attention"):
         at.step(64, [], [5, 0, 7, 8])
 
 
 def test_states_are_saved_where_they_are_offered() -> None:
     """A state goes with the blocks of all its groups, under the hash of its boundary; once."""
-    at = World(STATES, FULL, prompt=100)
-    offers = [Offer(0, 21, 96), Offer(2, 22, 96)]
+    at = SavesHarness(STATES, FULL, prompt=100)
+    offers = [StateOffer(0, 21, 96), StateOffer(2, 22, 96)]
     jobs = at.step(100, [0, 0, 0, 0, 0, 21], list(range(1, 8)), [0, 0, 0, 0, 0, 22], offers=offers)
     assert spans(jobs) == [(0, 96, 96), *((1, start, start + BLOCK) for start in range(0, 96, BLOCK))]
     assert (jobs[0].block_ids, jobs[0].prefix) == (((21,), (22,)), jobs[-1].prefix)
@@ -147,84 +154,84 @@ def test_states_are_saved_where_they_are_offered() -> None:
 @pytest.mark.parametrize(
     "offers",
     [
-        [Offer(0, 21, 96)],  # one of two groups
-        [Offer(0, 21, 90), Offer(2, 22, 90)],  # inside a block
-        [Offer(0, 0, 96), Offer(2, 22, 96)],  # the null block
-        [Offer(0, 21, 112), Offer(2, 22, 112)],  # tokens that are not known yet
+        [StateOffer(0, 21, 96)],  # one of two groups
+        [StateOffer(0, 21, 90), StateOffer(2, 22, 90)],  # inside a block
+        [StateOffer(0, 0, 96), StateOffer(2, 22, 96)],  # the null block
+        [StateOffer(0, 21, 112), StateOffer(2, 22, 112)],  # tokens that are not known yet
     ],
 )
-def test_offers_that_cannot_be_used(offers: list[Offer]) -> None:
+def test_offers_that_cannot_be_used(offers: list[StateOffer]) -> None:
     """Half a state, one inside a block or one of unknown tokens is left out."""
-    at = World(STATES, FULL, prompt=100)
+    at = SavesHarness(STATES, FULL, prompt=100)
     assert [job for job in at.step(100, [], list(range(1, 8)), [], offers=offers) if job.group == 0] == []
 
 
 def test_decoding_fills_pages_and_brings_states() -> None:
     """Behind the prompt pages and states follow as their tokens become known, one step late where need be."""
-    at = World(STATES, FULL, prompt=40)
+    at = SavesHarness(STATES, FULL, prompt=40)
     assert spans(at.step(40, [], [1, 2, 3], [])) == [(1, 0, 16), (1, 16, 32)]
     # asynchronous scheduling: the forward writes token 47, whose value the scheduler does not know yet
     assert at.step(48, [], [1, 2, 3], [], known=47) == []
-    offers = [Offer(0, 8, 48), Offer(2, 9, 48)]
+    offers = [StateOffer(0, 8, 48), StateOffer(2, 9, 48)]
     assert spans(at.step(49, [], [1, 2, 3], [], offers=offers, known=48)) == [(0, 48, 48), (1, 32, 48)]
 
 
 def test_the_end_of_a_request_saves_its_tail_from_pinned_blocks() -> None:
     """What was generated up to the last boundary is saved when the request ends; its blocks stay until it is."""
-    at = World(FULL, prompt=64)
+    at = SavesHarness(FULL, prompt=64)
     first = at.step(64, [], list(range(1, 5)))
     at.done(first)
-    at.state.known = at.tokens[:90]
-    at.ledger.close("a")
+    at.state.tokens = at.tokens[:90]
+    at.requests.pop("a")
     at.saves.plan_end(at.state, NAMESPACE, 89, [[], [1, 2, 3, 4, 5, 6]])
-    assert len(at.saves) == 1
+    assert len(at.jobs) == 1
     (job,) = at.saves.plan_step([])
     assert spans([job]) == [(0, 0, 80)]
     assert sorted(at.pins.held) == [1, 2, 3, 4, 5]
     at.done([job])
-    assert (at.pins.held, len(at.saves)) == ([], 0)
+    assert (at.pins.held, len(at.jobs)) == ([], 0)
 
 
 def test_the_end_without_a_block_pool() -> None:
     """Without vLLM's block pool a tail cannot be kept alive and is left out."""
-    at = World(FULL, prompt=40)
-    at.saves.pins = None
+    at = SavesHarness(FULL, prompt=40)
+    at.jobs.pins = None
     at.saves.plan_end(at.state, NAMESPACE, 39, [[], [1, 2, 3]])
     assert at.saves.plan_step([]) == []
 
 
 def test_pins_end_with_failed_saves_too() -> None:
     """A tail that could not be stored gives its blocks back."""
-    at = World(FULL, prompt=40)
+    at = SavesHarness(FULL, prompt=40)
     at.saves.plan_end(at.state, NAMESPACE, 39, [[], [1, 2, 3]])
     jobs = at.saves.plan_step([])
     assert jobs
     at.done(jobs, failed=jobs)
-    assert (at.pins.held, len(at.saves)) == ([], 0)
+    assert (at.pins.held, len(at.jobs)) == ([], 0)
 
 
 FULL_BLOCK = len(FULL.layer_names) * CELLS.token_bytes * BLOCK
 STATE_BYTES = STATES.rank_block_bytes
-STATE_AT_32 = (Offer(0, 8, 32), Offer(2, 9, 32))
+STATE_AT_32 = (StateOffer(0, 8, 32), StateOffer(2, 9, 32))
 
 
 def test_a_state_gets_room_before_pages() -> None:
     """In a step that makes both, the state is saved and the pages of full attention wait in their blocks."""
-    at = World(STATES, FULL, prompt=40, limit_bytes=STATE_BYTES + FULL_BLOCK)
+    at = SavesHarness(STATES, FULL, prompt=40, limit_bytes=STATE_BYTES + FULL_BLOCK)
     first = at.step(32, [], [1, 2, 3], [], offers=STATE_AT_32)
     assert spans(first) == [(0, 32, 32), (1, 0, 16)]
     assert at.meters.get("connector_saves_delayed") == 1
     at.done(first)
     assert spans(at.step(33, [], [1, 2, 3], [])) == [(1, 16, 32)]
-    assert at.losses.told == []
+    assert at.losses.reported == []
 
 
 def test_a_state_without_room_waits_in_its_pinned_blocks() -> None:
     """The room is full when the state is made: its blocks stay, no page of full attention gets room before it, and it
     is saved once there is room."""
-    at = World(STATES, FULL, prompt=64, limit_bytes=2 * STATE_BYTES)
+    at = SavesHarness(STATES, FULL, prompt=64, limit_bytes=2 * STATE_BYTES)
     other = at.open("b", 64)
-    offers = [Offer(0, 5, 32), Offer(2, 6, 32), Offer(0, 15, 48), Offer(2, 16, 48)]
+    offers = [StateOffer(0, 5, 32), StateOffer(2, 6, 32), StateOffer(0, 15, 48), StateOffer(2, 16, 48)]
     states = at.saves.plan_step([at.running(other, 48, [], [11, 12, 13], [], offers=offers)])
     assert spans(states) == [(0, 32, 32), (0, 48, 48)]
     assert at.step(32, [], [1, 2], [], offers=STATE_AT_32) == []
@@ -238,10 +245,10 @@ def test_a_state_without_room_waits_in_its_pinned_blocks() -> None:
 
 def test_an_end_without_room_waits_in_its_pinned_blocks() -> None:
     """What is left of a request that has ended is saved before pages of those that run, and all of it."""
-    at = World(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
+    at = SavesHarness(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
     other = at.open("b", 48)
     (first,) = at.step(48, [], [1, 2, 3], [])
-    at.ledger.close("a")
+    at.requests.pop("a")
     at.saves.plan_end(at.state, NAMESPACE, 48, [[], [1, 2, 3], []])
     assert sorted(at.pins.held) == [2, 3]
     at.done([first])
@@ -252,10 +259,10 @@ def test_an_end_without_room_waits_in_its_pinned_blocks() -> None:
         at.done(jobs)
     assert seen == [("a", 16), ("a", 32), ("b", 0), ("b", 16)]
     assert at.pins.held == []
-    assert at.losses.told == []
+    assert at.losses.reported == []
 
 
-def fill(at: World) -> list[SaveJob]:
+def fill(at: SavesHarness) -> list[SaveJob]:
     """Jobs that take all the room."""
     other = at.open("other", 16)
     return at.saves.plan_step([at.running(other, 16, [], [40], [])])
@@ -264,10 +271,10 @@ def fill(at: World) -> list[SaveJob]:
 def test_what_waits_too_long_is_lost_by_name() -> None:
     """A store that does not keep up does not hold the engine's blocks: after some seconds they are given back, and
     what was lost is counted and told."""
-    at = World(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
+    at = SavesHarness(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
     assert len(fill(at)) == 1
     assert at.step(32, [], [1, 2], [], offers=STATE_AT_32) == []
-    at.ledger.close("a")
+    at.requests.pop("a")
     at.saves.plan_end(at.state, NAMESPACE, 48, [[], [1, 2, 3], []])
     assert len(at.pins.held) == 5
     at.clock.now_s += 4.9
@@ -278,24 +285,24 @@ def test_what_waits_too_long_is_lost_by_name() -> None:
     assert at.pins.held == []
     assert at.meters.get("connector_saves", outcome="no_room") == 4
     lost = [(0, 32), (1, 16), (1, 32), (1, 48)]
-    assert at.losses.told == [("a", tokens, group, "save_no_room") for group, tokens in lost]
-    assert len(at.saves) == 1  # what the ranks have
+    assert at.losses.reported == [("a", tokens, group, "save_no_room") for group, tokens in lost]
+    assert len(at.jobs) == 1  # what the ranks have
 
 
 def test_a_long_step_is_no_reason_to_lose_anything() -> None:
     """What waited while one long step was computed gets the room that is free after it."""
-    at = World(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
+    at = SavesHarness(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
     jobs = fill(at)
     assert at.step(32, [], [1, 2], [], offers=STATE_AT_32) == []
     at.clock.now_s += 20
     at.done(jobs)
     assert spans(at.saves.plan_step([])) == [(0, 32, 32)]
-    assert at.losses.told == []
+    assert at.losses.reported == []
 
 
 def test_a_lost_state_may_come_again() -> None:
     """A state that was lost is saved if the request is computed again."""
-    at = World(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
+    at = SavesHarness(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
     jobs = fill(at)
     at.step(32, [], [1, 2], [], offers=STATE_AT_32)
     at.clock.now_s += 5.1
@@ -306,34 +313,34 @@ def test_a_lost_state_may_come_again() -> None:
 
 def test_only_so_many_blocks_wait() -> None:
     """Half of the engine's blocks at most: what is beyond is lost, so that requests that run keep the others."""
-    at = World(STATES, FULL, prompt=160, limit_bytes=FULL_BLOCK, num_blocks=8)
+    at = SavesHarness(STATES, FULL, prompt=160, limit_bytes=FULL_BLOCK, num_blocks=8)
     at.saves.plan_end(at.state, NAMESPACE, 160, [[], list(range(1, 11)), []])
     assert sorted(at.pins.held) == [1, 2, 3, 4]
-    assert at.losses.told == [("a", 80, 1, "save_no_room")]
+    assert at.losses.reported == [("a", 80, 1, "save_no_room")]
 
 
 def test_without_a_block_pool_a_state_cannot_wait() -> None:
     """It is lost at once: its blocks are not held by anybody."""
-    at = World(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
-    at.saves.pins = None
+    at = SavesHarness(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
+    at.jobs.pins = None
     fill(at)
     assert at.step(32, [], [1, 2], [], offers=STATE_AT_32) == []
-    assert at.losses.told == [("a", 32, 0, "save_no_room")]
+    assert at.losses.reported == [("a", 32, 0, "save_no_room")]
 
 
 def test_what_waits_when_the_engine_stops_is_told() -> None:
     """Its blocks are given back, once."""
-    at = World(FULL, prompt=40)
+    at = SavesHarness(FULL, prompt=40)
     at.saves.plan_end(at.state, NAMESPACE, 39, [[], [1, 2, 3]])
-    at.saves.close()
-    at.saves.close()
-    assert (at.pins.held, len(at.saves)) == ([], 0)
-    assert at.losses.told == [("a", 32, 0, "save_stopped")]
+    at.jobs.close()
+    at.jobs.close()
+    assert (at.pins.held, len(at.jobs)) == ([], 0)
+    assert at.losses.reported == [("a", 32, 0, "save_stopped")]
 
 
 def test_a_failed_state_is_no_hole() -> None:
     """Pages behind a lost state can be used from a later one: they are saved. Behind a lost page they cannot."""
-    at = World(STATES, FULL, prompt=96)
+    at = SavesHarness(STATES, FULL, prompt=96)
     state, page = at.step(32, [], [1, 2], [], offers=STATE_AT_32)[:2]
     at.done([state], failed=[state])
     assert spans(at.step(48, [], [1, 2, 3], [])) == [(1, 32, 48)]
@@ -343,36 +350,36 @@ def test_a_failed_state_is_no_hole() -> None:
 
 def test_jobs_that_were_never_sent() -> None:
     """An error later in the step takes its jobs back: pages and states are planned again, ends wait again."""
-    at = World(STATES, FULL, prompt=40)
+    at = SavesHarness(STATES, FULL, prompt=40)
     ended = at.open("b", 40)
-    at.ledger.close("b")
+    at.requests.pop("b")
     at.saves.plan_end(ended, NAMESPACE, 39, [[], [11, 12, 13], []])
     jobs = at.step(40, [], [1, 2, 3], [], offers=STATE_AT_32)
     assert [(job.request_id, job.group) for job in jobs] == [("a", 0), ("b", 1), ("b", 1), ("a", 1), ("a", 1)]
-    at.saves.withdraw(jobs)
-    assert len(at.saves) == 2
+    at.jobs.withdraw(jobs)
+    assert len(at.jobs) == 2
     again = at.step(40, [], [1, 2, 3], [], offers=STATE_AT_32)
     assert spans(again) == spans(jobs)
     at.done(again)
-    assert (at.pins.held, len(at.saves), at.saves._in_flight_bytes) == ([], 0, 0)
+    assert (at.pins.held, len(at.jobs), at.jobs._in_flight_bytes) == ([], 0, 0)
 
 
 def test_resumed_requests_hash_what_they_generated() -> None:
     """After a preemption the prompt to look up is everything known by then."""
-    at = World(FULL, prompt=40)
+    at = SavesHarness(FULL, prompt=40)
     at.step(60, [], [1, 2, 3, 4])
-    at.state.resume()
+    at.state.preempt()
     assert (len(at.state.prompt), at.state.hashed, at.state.lookup) == (60, None, None)
 
 
 def test_what_is_lost_before_a_rank_has_it_is_counted_in_records() -> None:
     """One for each slice, as the ranks count theirs."""
     four_heads = replace(FULL, content=CellFacts(4, 4, 4, 4, 2, "bfloat16"))
-    at = World(four_heads, prompt=40)
+    at = SavesHarness(four_heads, prompt=40)
     num_slices = at.shape.groups[0].slices.num_slices
     assert num_slices > 1
     at.saves.plan_end(at.state, NAMESPACE, 39, [[], [1, 2, 3]])
-    num_jobs = len(at.saves)
-    at.saves.close()
+    num_jobs = len(at.jobs)
+    at.jobs.close()
     assert at.losses.num_records == num_jobs * num_slices > 0
     assert at.meters.get("connector_saves", outcome="stopped") == num_jobs * num_slices

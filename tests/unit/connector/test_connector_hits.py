@@ -12,17 +12,17 @@ import pytest
 from connector.prefix_hash import PrefixChain
 from kvstore.client import trace_parent
 from kvstore.errors import Unavailable
-from tests.unit.connector.scheduler_world import World, world
+from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
 from tests.unit.connector.support import BLOCK, SteeredStore, eventually
 
 
 @pytest.fixture
-def at(tmp_path: Path) -> Iterator[World]:
-    with world(tmp_path) as made:
+def at(tmp_path: Path) -> Iterator[SchedulerHarness]:
+    with harness(tmp_path) as made:
         yield made
 
 
-def test_hit_path(at: World) -> None:
+def test_hit_path(at: SchedulerHarness) -> None:
     """A stored prompt is found, staged, loaded into the blocks that vLLM allocates; its lease ends with the load."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -40,7 +40,7 @@ def test_hit_path(at: World) -> None:
     at.side.on_finished("a")
 
 
-def test_the_trace_of_a_request_goes_with_its_questions(at: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trace_of_a_request_goes_with_its_questions(at: SchedulerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lookup and stage of a traced request are asked in its trace; those of another one, before and after, in none."""
     seen: list[tuple[str, str]] = []
     for name in ("lookup", "stage"):
@@ -64,7 +64,7 @@ def test_the_trace_of_a_request_goes_with_its_questions(at: World, monkeypatch: 
         at.no_leases()
 
 
-def test_hit_beyond_the_local_one(at: World) -> None:
+def test_hit_beyond_the_local_one(at: SchedulerHarness) -> None:
     """With 80 tokens in vLLM's own cache only what lies behind is staged and loaded."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -75,7 +75,7 @@ def test_hit_beyond_the_local_one(at: World) -> None:
     at.finished("a")
 
 
-def test_one_token_is_left_to_compute(at: World) -> None:
+def test_one_token_is_left_to_compute(at: SchedulerHarness) -> None:
     """A prompt that is stored to its last token is resumed one block earlier, from a record that reaches further."""
     at.keep("a", 160)
     at.new("a", 160)
@@ -88,13 +88,13 @@ def test_one_token_is_left_to_compute(at: World) -> None:
 
 def test_scheduler_blocks_larger_than_blocks(tmp_path: Path) -> None:
     """Hits end on multiples of vLLM's scheduler block."""
-    with world(tmp_path, {"scheduler_block_tokens": 64}) as at:
+    with harness(tmp_path, {"scheduler_block_tokens": 64}) as at:
         at.keep("a", 170)
         at.new("a", 170)
         assert at.ask("a") == 128
 
 
-def test_nothing_there(at: World) -> None:
+def test_nothing_there(at: SchedulerHarness) -> None:
     """A prompt that nobody stored is answered with 0 for good, and nothing is staged."""
     at.new("a", 170)
     assert at.ask("a") == 0
@@ -103,17 +103,17 @@ def test_nothing_there(at: World) -> None:
     assert at.store.calls["stage"] == 0
 
 
-def test_a_request_that_stood_in_the_queue_is_looked_up_again(at: World) -> None:
+def test_a_request_that_stood_in_the_queue_is_looked_up_again(at: SchedulerHarness) -> None:
     """Nothing was stored when it came; when it is its turn, those before it have saved what it shares with them."""
     at.new("a", 170)
     at.hashed("a")
     at.keep("a", 170)
-    at.state("a").looked_s -= 3.0
+    at.state("a").lookup_started_s -= 3.0
     assert at.ask("a") == 160
     assert at.store.calls["lookup"] == 2
 
 
-def test_nothing_beyond_the_local_hit(at: World) -> None:
+def test_nothing_beyond_the_local_hit(at: SchedulerHarness) -> None:
     """What vLLM holds itself is not fetched."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -121,14 +121,14 @@ def test_nothing_beyond_the_local_hit(at: World) -> None:
     assert at.store.calls["stage"] == 0
 
 
-def test_prompts_without_a_resume_point_never_wait(at: World) -> None:
+def test_prompts_without_a_resume_point_never_wait(at: SchedulerHarness) -> None:
     """A prompt of one block is answered at once: a step of waiting could not bring anything."""
     for count in (0, 1, BLOCK - 1, BLOCK):
         at.new(f"of {count}", count)
         assert at.side.matched_tokens(f"of {count}", 0) == 0
 
 
-def test_other_salt_other_pages(at: World) -> None:
+def test_other_salt_other_pages(at: SchedulerHarness) -> None:
     """A request with a salt does not see what was stored without."""
     at.keep("a", 170)
     at.new("a", 170, cache_salt="tenant")
@@ -136,7 +136,7 @@ def test_other_salt_other_pages(at: World) -> None:
 
 
 @pytest.mark.parametrize("reason", ["lora", "multimodal"])
-def test_uncacheable_requests(at: World, reason: str) -> None:
+def test_uncacheable_requests(at: SchedulerHarness, reason: str) -> None:
     """A request whose pages depend on more than its tokens is neither looked up nor saved, and is counted."""
     at.keep("a", 170)
     at.new("a", 170, uncacheable=reason)
@@ -145,7 +145,7 @@ def test_uncacheable_requests(at: World, reason: str) -> None:
     assert at.side.meters.get("connector_uncacheable_requests", reason=reason) == 1
 
 
-def test_unknown_requests(at: World) -> None:
+def test_unknown_requests(at: SchedulerHarness) -> None:
     """Questions about a request that we were never told of are answered as if there were no connector."""
     assert at.side.matched_tokens("x", 0) == 0
     at.side.on_allocated("x", [[1, 2]], 0)
@@ -157,7 +157,7 @@ def test_unknown_requests(at: World) -> None:
 
 def test_lookup_too_slow(tmp_path: Path) -> None:
     """An answer that does not come in time is 0, and stays 0 when it comes later."""
-    with world(tmp_path, lookup_timeout_ms=30) as at:
+    with harness(tmp_path, lookup_timeout_ms=30) as at:
         at.keep("a", 170)
         at.store.held.add("lookup")
         state = at.new("a", 170)
@@ -170,7 +170,7 @@ def test_lookup_too_slow(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["lookup", "stage"])
-def test_failing_calls(at: World, call: str) -> None:
+def test_failing_calls(at: SchedulerHarness, call: str) -> None:
     """A lookup or a stage that fails is 0, for this request only."""
     at.keep("a", 170)
     at.store.errors[call] = Unavailable("told to")
@@ -183,7 +183,7 @@ def test_failing_calls(at: World, call: str) -> None:
     assert at.ask("b") == 160
 
 
-def test_staging_brings_nothing(at: World) -> None:
+def test_staging_brings_nothing(at: SchedulerHarness) -> None:
     """Records that went between lookup and stage are a miss, not an endless wait."""
     records = at.keep("a", 170)
     at.store.held.add("stage")
@@ -200,7 +200,7 @@ def test_staging_brings_nothing(at: World) -> None:
     assert at.side.matched_tokens("a", 0) == 0
 
 
-def test_local_hit_grows_while_staged(at: World) -> None:
+def test_local_hit_grows_while_staged(at: SchedulerHarness) -> None:
     """vLLM's own hit may have grown when it asks again: it is promised, and loads, less."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -212,7 +212,7 @@ def test_local_hit_grows_while_staged(at: World) -> None:
     at.finished("a")
 
 
-def test_local_hit_outgrows_the_staged_one(at: World) -> None:
+def test_local_hit_outgrows_the_staged_one(at: SchedulerHarness) -> None:
     """When vLLM has everything itself, the lease ends."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -221,7 +221,7 @@ def test_local_hit_outgrows_the_staged_one(at: World) -> None:
     at.no_leases()
 
 
-def test_local_hit_shrinks_while_staged(at: World) -> None:
+def test_local_hit_shrinks_while_staged(at: SchedulerHarness) -> None:
     """vLLM evicted what it had when we fetched: the rest is fetched too, and the first lease ends."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -236,7 +236,7 @@ def test_local_hit_shrinks_while_staged(at: World) -> None:
     at.finished("a")
 
 
-def test_vllm_takes_less_than_it_was_promised(at: World) -> None:
+def test_vllm_takes_less_than_it_was_promised(at: SchedulerHarness) -> None:
     """The blocks behind its own hit are loaded up to what it took, not the last ones of the promise."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -248,7 +248,7 @@ def test_vllm_takes_less_than_it_was_promised(at: World) -> None:
 
 
 @pytest.mark.parametrize(("how", "hits"), [("loaded", 1), ("failed", 0), ("aborted", 0)])
-def test_a_hit_is_counted_once_it_is_loaded(at: World, how: str, hits: int) -> None:
+def test_a_hit_is_counted_once_it_is_loaded(at: SchedulerHarness, how: str, hits: int) -> None:
     """What a rank could not load is computed, and what nobody waits for any more is thrown away: no hit."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -258,10 +258,10 @@ def test_a_hit_is_counted_once_it_is_loaded(at: World, how: str, hits: int) -> N
     at.finished("a", failed=how == "failed")
     assert at.side.meters.get("connector_hits") == hits
     assert at.side.meters.get("connector_external_tokens") == 128 * hits
-    assert at.side.meters.get("connector_records_staged", tier="memory") == 6 * hits
+    assert at.side.meters.get("connector_staged_records", tier="memory") == 6 * hits
 
 
-def test_a_hit_of_which_nothing_came_is_no_shorter_hit(at: World) -> None:
+def test_a_hit_of_which_nothing_came_is_no_shorter_hit(at: SchedulerHarness) -> None:
     """What vanished between lookup and stage is a miss, and counted as that alone."""
     records = at.keep("a", 170)
     at.new("a", 170)
@@ -277,7 +277,7 @@ def test_a_hit_of_which_nothing_came_is_no_shorter_hit(at: World) -> None:
     assert at.side.meters.get("connector_hits_cut", reason="staged_less") == 0
 
 
-def test_not_taken(at: World) -> None:
+def test_not_taken(at: SchedulerHarness) -> None:
     """Blocks were allocated without the hit: the lease ends, nothing is loaded."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -287,7 +287,7 @@ def test_not_taken(at: World) -> None:
 
 
 @pytest.mark.parametrize("table", [[0, 0, 3, 4], [1, 2]])
-def test_a_load_that_cannot_be_planned(at: World, table: list[int]) -> None:
+def test_a_load_that_cannot_be_planned(at: SchedulerHarness, table: list[int]) -> None:
     """A null block or a short table where the load should go: the ranks are told to report a failure, none to write."""
     at.keep("a", 64)
     at.new("a", 70, "a")
@@ -299,7 +299,7 @@ def test_a_load_that_cannot_be_planned(at: World, table: list[int]) -> None:
     at.no_leases()
 
 
-def test_failed_load_is_never_asked_again(at: World) -> None:
+def test_failed_load_is_never_asked_again(at: SchedulerHarness) -> None:
     """After a failed load the request computes, even when it is preempted and asked for again; others still hit."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -314,7 +314,7 @@ def test_failed_load_is_never_asked_again(at: World) -> None:
     assert at.ask("b") == 160
 
 
-def test_preemption_asks_again(at: World) -> None:
+def test_preemption_asks_again(at: SchedulerHarness) -> None:
     """A preempted request may resume from the store, whether or not it had a hit before."""
     at.new("a", 170)
     assert at.ask("a") == 0
@@ -328,7 +328,7 @@ def test_preemption_asks_again(at: World) -> None:
     assert len({boundary.tokens for boundary in at.state("a").chain.boundaries}) == 10  # type: ignore[union-attr]
 
 
-def test_preemption_while_the_prompt_is_hashed(at: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preemption_while_the_prompt_is_hashed(at: SchedulerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt is hashed by one thread only, however often it is asked for: two would mix up the chain."""
     gate, running, overlaps = threading.Event(), [], []
     extend = PrefixChain.extend
@@ -355,7 +355,7 @@ def test_preemption_while_the_prompt_is_hashed(at: World, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("mode", ["save", "load"])
 def test_modes(tmp_path: Path, mode: str) -> None:
     """An engine that only saves never asks for a hit; one that only loads never saves."""
-    with world(tmp_path, mode=mode) as at:
+    with harness(tmp_path, mode=mode) as at:
         at.keep("a", 170)
         at.new("a", 170)
         assert at.ask("a") == (160 if mode == "load" else 0)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.device.host_pages import HostPages, PageShare
+from connector.device.host_memory import HostPages, PageShare
 from kvstore.errors import InternalError
 
 KIB = 1 << 10

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 import connector.losses
-from connector.losses import Losses, Lost
+from connector.losses import LossReason, LossReporter
 from kvstore.api import Outcome
 from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.runtime.meters import Meters
@@ -26,7 +26,7 @@ class Told(LoopBridge):
     def __init__(self) -> None:
         super().__init__()
         self.outcomes: list[Outcome] = []
-        self.store.tell = self.outcomes.append  # type: ignore[method-assign]
+        self.store.report = self.outcomes.append  # type: ignore[method-assign]
 
 
 @pytest.fixture
@@ -36,22 +36,24 @@ def bridge() -> Iterator[Told]:
     made.close()
 
 
-def lose(losses: Losses, request_id: str, tokens: int, reason: Lost = Lost.BUSY, **more: object) -> None:
+def lose(
+    losses: LossReporter, request_id: str, tokens: int, reason: LossReason = LossReason.BUSY, **more: object
+) -> None:
     boundary = PROMPT.boundary(tokens)
-    losses.tell(
+    losses.report(
         request_id=request_id, namespace=PROMPT.namespace, boundary=boundary, group=1, reason=reason, **more  # type: ignore[arg-type]
     )  # fmt: skip
 
 
 def test_every_word_is_known_to_the_service() -> None:
     """Each reason has a sentence there, and each such sentence a reason here."""
-    assert set(Lost) == {word for word in REASONS if word.startswith("save_")}
+    assert set(LossReason) == {word for word in REASONS if word.startswith("save_")}
 
 
 def test_a_loss_names_its_record(bridge: Told) -> None:
     """The boundary, the bit of the group, and how many slices; counted by its reason."""
     meters = Meters()
-    lose(Losses(bridge, meters), "r", 64, Lost.NO_ROOM, records=3, detail={"room_bytes": 5})
+    lose(LossReporter(bridge, meters), "r", 64, LossReason.NO_ROOM, records=3, detail={"room_bytes": 5})
     [told] = eventually(lambda: bridge.outcomes)
     assert told.is_loss and told.num_lost == 3
     assert (told.request, told.namespace, told.stop, told.groups) == ("r", PROMPT.namespace, PROMPT.boundary(64), 0b10)
@@ -65,9 +67,9 @@ def test_a_flood_is_summed_up(bridge: Told, monkeypatch: pytest.MonkeyPatch) -> 
     """
     monkeypatch.setattr(connector.losses, "_WINDOW_S", 0.2)
     clock = ManualClock()
-    losses = Losses(bridge, clock=clock)
+    losses = LossReporter(bridge, clock=clock)
     for number in range(1000):
-        lose(losses, f"r {number}", 64, Lost.BUSY if number % 2 else Lost.FAILED)
+        lose(losses, f"r {number}", 64, LossReason.BUSY if number % 2 else LossReason.FAILED)
     eventually(lambda: sum(told.num_lost for told in bridge.outcomes) == 1000)
     assert len(bridge.outcomes) == 102
     assert sorted(told.num_lost for told in bridge.outcomes)[-2:] == [450, 450]
@@ -79,9 +81,9 @@ def test_a_flood_is_summed_up(bridge: Told, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_end_sends_what_is_summed_up(bridge: Told) -> None:
     """An engine that stops tells what it lost by that, at once."""
-    losses = Losses(bridge)
+    losses = LossReporter(bridge)
     for number in range(500):
-        lose(losses, f"r {number}", 64, Lost.STOPPED)
+        lose(losses, f"r {number}", 64, LossReason.STOPPED)
     losses.close()
     eventually(lambda: sum(told.num_lost for told in bridge.outcomes) == 500)
     losses.close()
@@ -89,7 +91,7 @@ def test_the_end_sends_what_is_summed_up(bridge: Told) -> None:
 
 def test_a_closed_store_and_one_that_stands_still(bridge: Told) -> None:
     """Neither slows nor fails a caller: a thousand losses are noted in a moment."""
-    losses = Losses(bridge)
+    losses = LossReporter(bridge)
     with bridge.stopped():
         started_s = time.monotonic()
         for number in range(1000):
@@ -98,7 +100,7 @@ def test_a_closed_store_and_one_that_stands_still(bridge: Told) -> None:
     bridge.refuse_further_work()
     for number in range(1000):
         lose(losses, f"r {number}", 64)
-    losses.tell_always(namespace=PROMPT.namespace, group=1, reason=Lost.TOO_LARGE)
+    losses.report_always(namespace=PROMPT.namespace, group=1, reason=LossReason.TOO_LARGE, detail={})
     losses.close()
 
 
@@ -110,9 +112,9 @@ def test_what_never_fits_is_repeated_and_logged_once(
     """
     monkeypatch.setattr(connector.losses, "_REPEAT_S", 0.01)
     monkeypatch.setattr(connector.losses._log, "propagate", True)
-    losses = Losses(bridge)
+    losses = LossReporter(bridge)
     sizes = {"pinned_bytes": 128 << 20, "needs_bytes": (308 << 20) + 1}
-    losses.tell_always(namespace=PROMPT.namespace, group=1, reason=Lost.TOO_LARGE, detail=sizes)
+    losses.report_always(namespace=PROMPT.namespace, group=1, reason=LossReason.TOO_LARGE, detail=sizes)
     eventually(lambda: len(bridge.outcomes) > 3)
     told = bridge.outcomes[0]
     assert told.is_loss and (told.stop, told.num_lost, told.groups) == (None, 0, 0b10)
@@ -121,7 +123,7 @@ def test_what_never_fits_is_repeated_and_logged_once(
         'bytes: set "pinned_bytes":"309MiB" or more in kv_connector_extra_config'
     ]
     other = replace(PROMPT, model="other").namespace
-    losses.tell_always(namespace=other, group=1, reason=Lost.TOO_LARGE, detail=sizes)
+    losses.report_always(namespace=other, group=1, reason=LossReason.TOO_LARGE, detail=sizes)
     eventually(lambda: bridge.outcomes[-1].namespace == other)
     num_told = len(bridge.outcomes)
     eventually(lambda: len(bridge.outcomes) > num_told + 3)
@@ -140,13 +142,13 @@ async def _nothing(store: object) -> None:
 def test_a_real_store_counts_them() -> None:
     """Beside the requests, not among them."""
     with bridge_to_memory() as bridge:
-        losses = Losses(bridge)
-        losses.tell(
+        losses = LossReporter(bridge)
+        losses.report(
             request_id="r",
             namespace=PROMPT.namespace,
             boundary=Boundary(64, PrefixHash(bytes(32))),
             group=0,
-            reason=Lost.BUSY,
+            reason=LossReason.BUSY,
             records=2,
         )
         meters = bridge.store.inner.meters

@@ -20,7 +20,7 @@ def test_every_meter_is_shown() -> None:
     """What any part of the connector counts has a name in `/metrics`."""
     call = re.compile(r'meters\.(?:add|set|observe)\(\s*"(connector_\w+)"')
     counted = {name for file in CONNECTOR.rglob("*.py") for name in call.findall(file.read_text())}
-    gauges = set(re.findall(r'"(connector_\w+)":', (CONNECTOR / "surface.py").read_text()))
+    gauges = set(re.findall(r'"(connector_\w+)":', (CONNECTOR / "vllm" / "observability.py").read_text()))
     assert gauges
     assert counted | gauges <= {metric.meter for metric in (*COUNTERS, *TIMES, *GAUGES)}
 
@@ -116,7 +116,7 @@ def test_the_largest_difference_is_of_all_ranks_and_times(
     """A rank that has seen less does not hide what another one has seen, in one payload or in a later one."""
     from types import SimpleNamespace
 
-    from connector.stats import KVStorePromMetrics
+    from connector.vllm.observability import KVStorePromMetrics
 
     def seen(value: float) -> Payload:
         return {"gauges": {"connector_audit_max_difference": value}}
@@ -139,7 +139,7 @@ def test_the_log_line_is_short() -> None:
             "counters": {
                 "connector_hits": 2,
                 'connector_saves{outcome="stored"}': 3,
-                "connector_raw_bytes_loaded": 3 << 20,
+                "connector_loaded_bytes": 3 << 20,
                 "newer_release": 1,
             },
             "times": {"connector_stage_seconds": [0.010, 0.030]},
@@ -159,7 +159,7 @@ def test_prometheus_gets_what_was_counted(prometheus: tuple[CollectorRegistry, d
     """Metrics without labels are there from the start; payloads of two engines are kept apart."""
     from types import SimpleNamespace
 
-    from connector.stats import KVStorePromMetrics
+    from connector.vllm.observability import KVStorePromMetrics
 
     registry, kinds = prometheus
     shown = KVStorePromMetrics(
@@ -188,8 +188,8 @@ def test_statistics_survive_the_way_between_processes() -> None:
     """vLLM sends `to_dict()` as msgpack and builds the statistics again; they aggregate, and an empty one is empty."""
     import msgspec
 
-    from connector.connector import KVStoreConnector
-    from connector.stats import KVStoreStats
+    from connector.vllm.connector import KVStoreConnector
+    from connector.vllm.observability import KVStoreStats
 
     sent = KVStoreStats({"counters": {"connector_hits": 1}, "times": {"connector_load_seconds": [0.5]}})
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(sent.to_dict()))

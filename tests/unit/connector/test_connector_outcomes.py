@@ -8,22 +8,27 @@ from typing import Any
 
 import pytest
 
-from connector.request_flags import RequestFlags
-from connector.scheduler.side import PromptFacts
+from connector.request_parameters import RequestFlags
+from connector.scheduler.facts import PromptFacts
+from connector.scheduler.outcomes import stop_of
 from kvstore.api import LeaseId, Staged
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.model.keys import Boundary, PrefixHash
+from kvstore.model.kinds import FullAttention, Recurrent, SlidingWindow
+from kvstore.model.layout import GroupLayout, Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK
-from tests.unit.connector.scheduler_world import World, unready_world, world
+from kvstore.testing.prompts import ATTENTION, WINDOWED
+from tests.unit.connector.scheduler_harness import SchedulerHarness, harness, unready_harness
 from tests.unit.connector.support import eventually, soon, tokens_of
 
 
 @pytest.fixture
-def at(tmp_path: Path) -> Iterator[World]:
-    with world(tmp_path) as made:
+def at(tmp_path: Path) -> Iterator[SchedulerHarness]:
+    with harness(tmp_path) as made:
         yield made
 
 
-def explained(at: World, request_id: str) -> Mapping[str, Any]:
+def explained(at: SchedulerHarness, request_id: str) -> Mapping[str, Any]:
     """What the store says of a request, once it was told."""
     answers: list[Mapping[str, Any]] = []
 
@@ -38,7 +43,7 @@ def explained(at: World, request_id: str) -> Mapping[str, Any]:
     return answers[-1]
 
 
-def test_a_whole_hit(at: World) -> None:
+def test_a_whole_hit(at: SchedulerHarness) -> None:
     """Resumed from the furthest point: nothing is left to explain, and where it came from is said."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -50,7 +55,7 @@ def test_a_whole_hit(at: World) -> None:
     at.finished("a")
 
 
-def test_a_part_names_the_page_that_is_missing(at: World) -> None:
+def test_a_part_names_the_page_that_is_missing(at: SchedulerHarness) -> None:
     """Two pages of three are there: it stopped where the third begins, at that page's end."""
     at.keep("a", 200, ends=[64, 128])
     at.new("a", 200)
@@ -61,7 +66,7 @@ def test_a_part_names_the_page_that_is_missing(at: World) -> None:
     at.finished("a")
 
 
-def test_nothing_there_and_the_same_tokens_under_a_salt(at: World) -> None:
+def test_nothing_there_and_the_same_tokens_under_a_salt(at: SchedulerHarness) -> None:
     """A miss is no mystery when the same tokens were asked for with another salt, by anybody before."""
     at.new("a", 170)
     assert at.ask("a") == 0
@@ -73,7 +78,7 @@ def test_nothing_there_and_the_same_tokens_under_a_salt(at: World) -> None:
     assert explained(at, "a")["reason"] == "nothing_stored", "who came first was not kept apart from anybody"
 
 
-def test_held_by_the_engine(at: World) -> None:
+def test_held_by_the_engine(at: SchedulerHarness) -> None:
     """No miss: vLLM has as much itself."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -92,14 +97,14 @@ def test_held_by_the_engine(at: World) -> None:
 )
 def test_never_looked_up(tmp_path: Path, settings: dict[str, Any], prompt: dict[str, Any], reason: str) -> None:
     """What is stored does not matter then, and is not looked into."""
-    with world(tmp_path, **settings) as at:
+    with harness(tmp_path, **settings) as at:
         at.new("a", 170, **prompt)
         assert at.ask("a") == 0
         told = explained(at, "a")
         assert (told["reason"], told["namespace"], told["stopped_at_tokens"]) == (reason, "", None)
 
 
-def test_a_short_prompt(at: World) -> None:
+def test_a_short_prompt(at: SchedulerHarness) -> None:
     """Shorter than a block: nobody's fault."""
     at.new("a", 12)
     assert at.ask("a") == 0
@@ -108,7 +113,7 @@ def test_a_short_prompt(at: World) -> None:
 
 def test_an_engine_without_cache(tmp_path: Path) -> None:
     """The rank's refusal is told with each request."""
-    with unready_world(tmp_path, {0: "a layout nobody knows"}) as at:
+    with unready_harness(tmp_path, {0: "a layout nobody knows"}) as at:
         at.new("a", 170)
         assert at.ask("a") == 0
         told = explained(at, "a")
@@ -118,7 +123,7 @@ def test_an_engine_without_cache(tmp_path: Path) -> None:
 
 def test_an_engine_that_is_not_ready(tmp_path: Path) -> None:
     """The namespace does not open in time."""
-    with unready_world(tmp_path, lookup_timeout_ms=50) as at:
+    with unready_harness(tmp_path, lookup_timeout_ms=50) as at:
         at.new("a", 170)
         assert at.ask("a") == 0
         assert explained(at, "a")["reason"] == "not_ready"
@@ -126,7 +131,7 @@ def test_an_engine_that_is_not_ready(tmp_path: Path) -> None:
 
 def test_a_slow_and_a_failing_lookup(tmp_path: Path) -> None:
     """Nobody knows what was there: that is what is said."""
-    with world(tmp_path, lookup_timeout_ms=50) as at:
+    with harness(tmp_path, lookup_timeout_ms=50) as at:
         at.store.held.add("lookup")
         at.new("a", 170)
         assert at.ask("a") == 0
@@ -138,7 +143,7 @@ def test_a_slow_and_a_failing_lookup(tmp_path: Path) -> None:
         assert explained(at, "b")["reason"] == "lookup_failed"
 
 
-def test_a_failing_fetch_and_a_failing_load(at: World) -> None:
+def test_a_failing_fetch_and_a_failing_load(at: SchedulerHarness) -> None:
     """What was found did not come, or did not get into the blocks."""
     at.keep("a", 170)
     at.store.errors["stage"] = Unavailable("gone")
@@ -153,15 +158,15 @@ def test_a_failing_fetch_and_a_failing_load(at: World) -> None:
     assert explained(at, "b")["result"] == "miss"
 
 
-def test_cheaper_to_compute_has_its_numbers(at: World) -> None:
+def test_cheaper_to_compute_has_its_numbers(at: SchedulerHarness) -> None:
     """Both times are told, and how much there was."""
     at.keep("a", 170)
-    at.side._admission.prefill.observe([(0, 128)], 0.0001)
+    at.side.costs.prefill.observe([(0, 128)], 0.0001)
     for size in (128, 256, 384, 512) * 4:
-        at.side._admission.prefill.observe([(0, size)], size * 1e-6)
+        at.side.costs.prefill.observe([(0, size)], size * 1e-6)
     for num_bytes in (1000, 10_000, 100_000) * 3:
         staged = Staged(LeaseId(bytes(16)), 64, sources={"memory": 1}, num_bytes=num_bytes)
-        at.side._admission.on_staged(staged, 5.0, now_s=SYSTEM_CLOCK.monotonic_s())
+        at.side.costs.on_staged(staged, 5.0, now_s=SYSTEM_CLOCK.monotonic_s())
     at.new("a", 170)
     assert at.ask("a") == 0
     told = explained(at, "a")
@@ -171,7 +176,7 @@ def test_cheaper_to_compute_has_its_numbers(at: World) -> None:
     assert 0 < told["detail"]["compute_s"] < 0.1
 
 
-def test_what_vllm_asks_again_is_told_once(at: World) -> None:
+def test_what_vllm_asks_again_is_told_once(at: SchedulerHarness) -> None:
     """However often it asks, also after the answer."""
     at.new("a", 170)
     assert at.ask("a") == 0
@@ -181,7 +186,7 @@ def test_what_vllm_asks_again_is_told_once(at: World) -> None:
     assert at.store.calls["tell"] == 1
 
 
-def test_the_latest_requests_are_listed(at: World) -> None:
+def test_the_latest_requests_are_listed(at: SchedulerHarness) -> None:
     """Newest first; an id may be given by its start, if it is the only one."""
     for name in ("first", "second"):
         at.side.on_new_request(PromptFacts(f"chatcmpl-{name}", tokens_of(name, 170)))
@@ -194,3 +199,71 @@ def test_the_latest_requests_are_listed(at: World) -> None:
         at.bridge.run(lambda store: store.explain("chatcmpl", deadline=soon(), tenant=None))
     with pytest.raises(InvalidRequest, match=r"no such request.*nobody"):
         at.bridge.run(lambda store: store.explain("nobody", deadline=soon(), tenant=None))
+
+
+HYBRID = Layout(16, (GroupLayout(FullAttention(), 2), GroupLayout(Recurrent(), 3)))
+PURE = Layout(16, (GroupLayout(Recurrent(), 1),))
+ALL = Layout(64, (*WINDOWED.groups, GroupLayout(Recurrent(), 1)))
+
+
+def stop(layout: Layout, groups: dict[int, int], *, cap: int, resumed: int = 0) -> tuple[int, int] | None:
+    """The stop's tokens and groups, of boundaries every 16 tokens, where `groups` were complete and no others."""
+    seen = [
+        (Boundary(tokens, PrefixHash(tokens.to_bytes(32, "little"))), groups.get(tokens, 0))
+        for tokens in range(16, cap + 33, 16)
+    ]
+    found = stop_of(layout, seen, resume_tokens=resumed, cap_tokens=cap)
+    return (found[0].tokens, found[1]) if found is not None else None
+
+
+def test_attention_stops_at_the_next_page() -> None:
+    """The first page that is not there; without one the last boundary."""
+    assert stop(ATTENTION, {64: 1}, cap=192, resumed=64) == (128, 0)
+    assert stop(ATTENTION, {}, cap=192) == (64, 0)
+    assert stop(ATTENTION, {}, cap=48) == (48, 0)
+    assert stop(ATTENTION, {64: 1, 128: 1, 192: 1}, cap=192, resumed=192) is None
+
+
+def test_a_hybrid_stops_where_its_state_is_missing() -> None:
+    """Pages reach token 96, and no boundary has a state: the one at 96 would have helped most, not the one at
+    16, which no engine saves.
+    """
+    pages = dict.fromkeys(range(16, 97, 16), 0b01)
+    assert stop(HYBRID, pages, cap=160) == (96, 0b01)
+    assert stop(HYBRID, {**pages, 64: 0b11}, cap=160, resumed=64) == (96, 0b01)
+    assert stop(HYBRID, dict.fromkeys(range(16, 193, 16), 0b01), cap=160) == (160, 0b01), "not beyond what is useful"
+
+
+def test_a_hybrid_stops_at_the_next_page_where_pages_end() -> None:
+    """Pages and state end together: the next page is what is missing, whatever lies behind the gap."""
+    pages = dict.fromkeys(range(16, 65, 16), 0b01) | {64: 0b11}
+    assert stop(HYBRID, pages, cap=160, resumed=64) == (80, 0)
+    assert stop(HYBRID, {**pages, 96: 0b01, 112: 0b01}, cap=160, resumed=64) == (80, 0)
+    assert stop(HYBRID, {}, cap=160) == (16, 0)
+    assert stop(HYBRID, {32: 0b10}, cap=160) == (16, 0), "a state without pages"
+
+
+def test_states_alone() -> None:
+    """Nothing but states: the furthest one is missing."""
+    assert stop(PURE, {}, cap=160) == (160, 0)
+    assert stop(PURE, {64: 1}, cap=160, resumed=64) == (160, 0)
+
+
+def test_a_window_stops_at_its_own_missing_page() -> None:
+    """Attention reaches token 256; of the window's pages only those that its end needs could be missing: not the first
+    page, which left the window long before, but the one before the last.
+    """
+    window = SlidingWindow(100)
+    assert window.needed_from(256) == 157
+    full = dict.fromkeys((64, 128, 192, 256), 0b01)
+    assert stop(WINDOWED, {**full, 256: 0b11}, cap=256) == (192, 0b01)
+    assert stop(WINDOWED, {**full, 192: 0b11}, cap=256) == (256, 0b01)
+    assert stop(WINDOWED, {64: 0b01, 128: 0b01}, cap=256) == (64, 0b01), "resuming at 128 needs tokens from 29 on"
+    assert stop(WINDOWED, {}, cap=256) == (64, 0)
+
+
+def test_all_kinds_together() -> None:
+    """The window has what it needs, the state is missing."""
+    there = dict.fromkeys((64, 128, 192), 0b011)
+    assert stop(ALL, there, cap=256) == (192, 0b011)
+    assert stop(ALL, {**there, 128: 0b001}, cap=256) == (128, 0b001)

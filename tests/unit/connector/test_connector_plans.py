@@ -14,13 +14,12 @@ from connector.canonical.slices import HeadGrid, SliceGrid
 from connector.facts import CellFacts, GroupFacts
 from connector.identity import GroupShape
 from connector.jobs import LoadPiece
-from connector.scheduler.load_plan import plan_load
-from connector.scheduler.save_plan import PageToSave, final_pages
+from connector.scheduler.plans import final_pages, plan_load
 from kvstore.api import LeaseId, Staged
 from kvstore.errors import InternalError
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import ChunkedLocal, FullAttention, GroupKind, Recurrent, SlidingWindow
-from kvstore.model.spans import span_ending_at
+from kvstore.model.layout import Span, span_ending_at
 
 BLOCK = 16
 
@@ -101,7 +100,7 @@ def test_null_and_missing_blocks_are_refused(table: list[int]) -> None:
 
 def save_all(
     finals: list[int], prompt: int, page: int, present: dict[int, int], *, saved: int = 0
-) -> tuple[list[list[PageToSave]], int]:
+) -> tuple[list[list[Span]], int]:
     """What a request saves in steps that end at `finals`."""
     steps = []
     for final in finals:
@@ -132,13 +131,13 @@ def test_each_page_is_saved_once_as_soon_as_it_is_final(data: st.DataObject) -> 
     steps, cursor = save_all(finals, prompt, page, known)
     wanted = {at for at in boundaries_of(prompt, page) if not known.get(at)}
     saved = [saved_page for step in steps for saved_page in step]
-    assert sorted(saved_page.stop_tokens for saved_page in saved) == sorted(wanted)
+    assert sorted(saved_page.stop for saved_page in saved) == sorted(wanted)
     for final, before, step in zip(finals, [0, *finals], steps, strict=False):
         for saved_page in step:
-            assert before < saved_page.stop_tokens <= final
+            assert before < saved_page.stop <= final
     for saved_page in saved:
-        span = span_ending_at(saved_page.stop_tokens, page)
-        assert (saved_page.start_tokens, saved_page.stop_tokens) == (span.start, span.stop)
+        span = span_ending_at(saved_page.stop, page)
+        assert (saved_page.start, saved_page.stop) == (span.start, span.stop)
     # together with what was there, the block-aligned prompt is covered, each token by one record
     tokens = [
         token
@@ -154,7 +153,7 @@ def test_each_page_is_saved_once_as_soon_as_it_is_final(data: st.DataObject) -> 
 def test_nothing_before_it_is_final(prompt: int, page_blocks: int, final: int, more: int) -> None:
     """No page holds a token that the forward has not computed, and the cursor never passes what is final."""
     (pages,), cursor = save_all([final], prompt, page_blocks * BLOCK, {})
-    assert all(page.stop_tokens <= min(final, prompt) for page in pages)
+    assert all(page.stop <= min(final, prompt) for page in pages)
     assert cursor <= min(final, prompt)
     # the cursor never goes back, even when vLLM counts from zero again after a preemption
     _, again = save_all([min(more, final)], prompt, page_blocks * BLOCK, {}, saved=cursor)
@@ -164,9 +163,9 @@ def test_nothing_before_it_is_final(prompt: int, page_blocks: int, final: int, m
 def test_tails() -> None:
     """A prompt of 100 tokens with pages of 48 has two pages and no tail; of 112, a tail of one block."""
     (pages,), _ = save_all([100], 100, 48, {})
-    assert [(page.start_tokens, page.stop_tokens) for page in pages] == [(0, 48), (48, 96)]
+    assert [(page.start, page.stop) for page in pages] == [(0, 48), (48, 96)]
     (pages,), _ = save_all([112], 112, 48, {})
-    assert [(page.start_tokens, page.stop_tokens) for page in pages] == [(0, 48), (48, 96), (96, 112)]
+    assert [(page.start, page.stop) for page in pages] == [(0, 48), (48, 96), (96, 112)]
     (pages,), cursor = save_all([15], 15, 48, {})
     assert (pages, cursor) == ([], 0)
 
@@ -174,7 +173,7 @@ def test_tails() -> None:
 def test_a_tail_waits_for_its_blocks() -> None:
     """Half a prompt's last page makes no tail: only the prompt's own end does."""
     steps, _ = save_all([50, 80, 95, 96, 100, 150], 100, 256, {})
-    assert [[page.stop_tokens for page in step] for step in steps] == [[], [], [], [96], [], []]
+    assert [[page.stop for page in step] for step in steps] == [[], [], [], [96], [], []]
 
 
 def test_generated_tokens_fill_pages() -> None:
@@ -182,7 +181,7 @@ def test_generated_tokens_fill_pages() -> None:
     pages, cursor = final_pages(
         saved_tokens=64, final_tokens=200, tail_tokens=64, page_tokens=96, is_stored=lambda _: False
     )
-    assert pages == (PageToSave(0, 96), PageToSave(96, 192))
+    assert pages == (Span(0, 96), Span(96, 192))
     assert cursor == 192
 
 
@@ -191,7 +190,7 @@ def test_the_end_of_a_request_has_a_tail() -> None:
     pages, cursor = final_pages(
         saved_tokens=192, final_tokens=250, tail_tokens=240, page_tokens=96, is_stored=lambda _: False
     )
-    assert (pages, cursor) == ((PageToSave(192, 240),), 240)
+    assert (pages, cursor) == ((Span(192, 240),), 240)
 
 
 def test_plan_sizes_match_the_pages() -> None:

@@ -17,7 +17,7 @@ from kvstore.api import LeaseId
 from kvstore.errors import Unavailable
 from kvstore.format.record import HEADER_BYTES, Record
 from tests.unit.connector.device_contract import storage
-from tests.unit.connector.rank_world import SOURCE, TARGET, Make, Rank
+from tests.unit.connector.rank_harness import SOURCE, TARGET, Make, Rank
 from tests.unit.connector.support import (
     LoopBridge,
     SteeredStore,
@@ -218,7 +218,7 @@ def test_a_long_load_does_not_stand_before_a_short_one(
     target.side.start_loads(StepJobs(loads=(short,)))
     loader = target.side.loader
     assert loader is not None
-    eventually(lambda: len(loader._room._waiters or ()) >= 12)
+    eventually(lambda: len(loader._in_flight._waiters or ()) >= 12)
     bridge.store.held.remove("load")
     finished: set[str] = set()
     eventually(lambda: finished.update(target.side.take_results()[0]) or finished == {"long", "short"})

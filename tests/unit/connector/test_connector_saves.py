@@ -10,18 +10,17 @@ import pytest
 
 from connector.facts import GroupFacts
 from connector.jobs import RankReport, StepJobs
-from connector.scheduler.saves import Offer
-from connector.scheduler.side import PromptFacts, StepFacts
+from connector.scheduler.facts import PromptFacts, StateOffer, StepFacts
 from kvstore.errors import InternalError, InvalidRequest, Unavailable, UnsupportedFormat
-from tests.unit.connector.scheduler_world import BLOCK_BYTES, World, unready_world, world
+from tests.unit.connector.scheduler_harness import BLOCK_BYTES, SchedulerHarness, harness, unready_harness
 from tests.unit.connector.support import FULL, PAGE, STATES, WINDOW, eventually
 
 PAGE_BYTES = BLOCK_BYTES * 4
 
 
 @pytest.fixture
-def at(tmp_path: Path) -> Iterator[World]:
-    with world(tmp_path) as made:
+def at(tmp_path: Path) -> Iterator[SchedulerHarness]:
+    with harness(tmp_path) as made:
         yield made
 
 
@@ -29,7 +28,7 @@ def stops(jobs: StepJobs) -> list[int]:
     return [job.stop_tokens for job in jobs.saves]
 
 
-def test_pages_are_saved_as_they_become_final(at: World) -> None:
+def test_pages_are_saved_as_they_become_final(at: SchedulerHarness) -> None:
     """Chunks of a prompt order its pages and its tail, each once, with their blocks and their own hash."""
     state = at.new("a", 170)
     at.hashed("a")
@@ -47,7 +46,7 @@ def test_pages_are_saved_as_they_become_final(at: World) -> None:
     assert len({job.job_id for job in jobs}) == 3
 
 
-def test_an_idle_engine_steps_on_until_its_saves_are_done(at: World) -> None:
+def test_an_idle_engine_steps_on_until_its_saves_are_done(at: SchedulerHarness) -> None:
     """From the first save's order to the ranks' report of the last."""
     at.new("a", 130)
     at.hashed("a")
@@ -59,7 +58,7 @@ def test_an_idle_engine_steps_on_until_its_saves_are_done(at: World) -> None:
     assert not at.side.has_pending_saves
 
 
-def test_what_is_there_is_not_saved(at: World) -> None:
+def test_what_is_there_is_not_saved(at: SchedulerHarness) -> None:
     """Pages that the lookup saw are left out; the tail of a longer prompt is new."""
     at.keep("a", 128)
     at.new("b", 170, "a")
@@ -67,7 +66,7 @@ def test_what_is_there_is_not_saved(at: World) -> None:
     assert stops(at.step({"b": 170})) == [160]
 
 
-def test_a_page_of_which_a_slice_is_missing_is_saved(at: World) -> None:
+def test_a_page_of_which_a_slice_is_missing_is_saved(at: SchedulerHarness) -> None:
     """Half a page is no page."""
     records = at.keep("a", 128)
 
@@ -80,7 +79,7 @@ def test_a_page_of_which_a_slice_is_missing_is_saved(at: World) -> None:
     assert stops(at.step({"a": 128})) == [64]
 
 
-def test_nothing_twice_over_a_preemption(at: World) -> None:
+def test_nothing_twice_over_a_preemption(at: SchedulerHarness) -> None:
     """A preempted request computes its prompt again, and saves only what it had not saved."""
     at.new("a", 170)
     at.hashed("a")
@@ -90,7 +89,7 @@ def test_nothing_twice_over_a_preemption(at: World) -> None:
     assert stops(at.step({"a": 170})) == [160]
 
 
-def test_before_the_prompt_is_hashed(at: World) -> None:
+def test_before_the_prompt_is_hashed(at: SchedulerHarness) -> None:
     """Nothing is saved until the hash is known; then everything that is final by then."""
     at.store.held.add("lookup")
     state = at.new("a", 170)
@@ -104,8 +103,8 @@ def test_before_the_prompt_is_hashed(at: World) -> None:
 @pytest.mark.parametrize("fleeting", [STATES, WINDOW], ids=["states", "window"])
 def test_what_is_offered_once_is_not_computed_before_the_prompt_is_hashed(tmp_path: Path, fleeting: GroupFacts) -> None:
     """Also where nothing is looked up for it: an engine that only saves computes a short prompt in its first step."""
-    with world(tmp_path, {"groups": (fleeting, FULL)}, mode="save") as at:
-        offers = [Offer(feed, 7, 160) for feed in fleeting.feed_groups]
+    with harness(tmp_path, {"groups": (fleeting, FULL)}, mode="save") as at:
+        offers = [StateOffer(feed, 7, 160) for feed in fleeting.feed_groups]
         with at.bridge.stopped():
             state = at.new("a", 170)
             assert at.side.matched_tokens("a", 0) is None
@@ -119,21 +118,21 @@ def test_what_is_offered_once_is_not_computed_before_the_prompt_is_hashed(tmp_pa
 
 
 def test_a_prompt_that_cannot_be_hashed_in_time_is_computed(tmp_path: Path) -> None:
-    with world(tmp_path, {"groups": (STATES, FULL)}, mode="save", lookup_timeout_ms=20) as at, at.bridge.stopped():
+    with harness(tmp_path, {"groups": (STATES, FULL)}, mode="save", lookup_timeout_ms=20) as at, at.bridge.stopped():
         at.new("a", 170)
         assert at.ask("a") == 0
-        assert stops(at.step({"a": 170}, offers={"a": [Offer(0, 7, 160)]})) == []
+        assert stops(at.step({"a": 170}, offers={"a": [StateOffer(0, 7, 160)]})) == []
         assert at.side.meters.get("connector_saves", outcome="not_hashed") == 1
 
 
 def test_pages_that_can_be_saved_later_are_not_waited_for(tmp_path: Path) -> None:
     """Full attention keeps its blocks: the request is computed at once."""
-    with world(tmp_path, mode="save") as at, at.bridge.stopped():
+    with harness(tmp_path, mode="save") as at, at.bridge.stopped():
         at.new("a", 170)
         assert at.side.matched_tokens("a", 0) == 0
 
 
-def test_a_prompt_that_cannot_be_hashed(at: World) -> None:
+def test_a_prompt_that_cannot_be_hashed(at: SchedulerHarness) -> None:
     """Tokens that are no 32-bit numbers leave their own request uncached and nobody else."""
     at.side.on_new_request(PromptFacts("bad", (2**32, *range(99))))
     at.new("a", 64)
@@ -146,7 +145,7 @@ def test_a_prompt_that_cannot_be_hashed(at: World) -> None:
 
 def test_credits(tmp_path: Path) -> None:
     """With room for two pages a third waits for its turn, until the ranks report; nothing is skipped or repeated."""
-    with world(tmp_path, pinned_bytes=2 * 2 * PAGE_BYTES) as at:
+    with harness(tmp_path, pinned_bytes=2 * 2 * PAGE_BYTES) as at:
         at.new("a", 5 * PAGE)
         at.hashed("a")
         first = at.step({"a": 5 * PAGE})
@@ -162,7 +161,7 @@ def test_credits(tmp_path: Path) -> None:
 
 def test_credits_are_shared_by_requests(tmp_path: Path) -> None:
     """One request's saves in flight hold back another's, and a request's end does not give them back."""
-    with world(tmp_path, pinned_bytes=2 * PAGE_BYTES) as at:
+    with harness(tmp_path, pinned_bytes=2 * PAGE_BYTES) as at:
         at.new("a", 64)
         at.new("b", 64)
         at.hashed("a", "b")
@@ -177,14 +176,14 @@ def test_a_page_that_never_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture
     """Half of the room is less than a page: nothing is saved, the log says so once and names the value that would do,
     and with that value the page is saved."""
     caplog.set_level("INFO", logger="vllm.kvstore")
-    with world(tmp_path, pinned_bytes=10) as at:
+    with harness(tmp_path, pinned_bytes=10) as at:
         at.new("a", 128)
         at.hashed("a")
         assert at.step({"a": 128}).saves == ()
-        assert at.side.room.needed_bytes == 2 * PAGE_BYTES
+        assert at.side.budget.needed_bytes == 2 * PAGE_BYTES
     (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert "never saved" in said and 'set "pinned_bytes":"1MiB" or more' in said
-    with world(tmp_path, pinned_bytes=2 * PAGE_BYTES) as at:
+    with harness(tmp_path, pinned_bytes=2 * PAGE_BYTES) as at:
         at.new("a", 128)
         at.hashed("a")
         (job,) = at.step({"a": 128}).saves
@@ -194,7 +193,7 @@ def test_a_page_that_never_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 def test_every_rank_must_report(tmp_path: Path) -> None:
     """Room is given back when the last of two ranks has reported, in one report or in two."""
-    with world(tmp_path, {"tp_size": 2, "rank_heads": 1}, pinned_bytes=PAGE_BYTES) as at:
+    with harness(tmp_path, {"tp_size": 2, "rank_heads": 1}, pinned_bytes=PAGE_BYTES) as at:
         at.new("a", 5 * PAGE)
         at.hashed("a")
         (first,) = at.step({"a": 320}).saves
@@ -214,7 +213,7 @@ def test_reports_add_up() -> None:
     assert (one, other) == (RankReport({1: 1, 2: 1}, {7}), RankReport({2: 1, 3: 1}, {8}))
 
 
-def test_a_failed_save_ends_its_request_s_saves(at: World) -> None:
+def test_a_failed_save_ends_its_request_s_saves(at: SchedulerHarness) -> None:
     """Behind a page that was dropped nothing could ever be used; other requests go on."""
     at.new("a", 170)
     at.new("b", 170)
@@ -222,10 +221,10 @@ def test_a_failed_save_ends_its_request_s_saves(at: World) -> None:
     jobs = at.step({"a": 64, "b": 64}).saves
     at.ranks_done(jobs[0].job_id, jobs[1].job_id, failed=(jobs[0].job_id,))
     assert [job.start_tokens for job in at.step({"a": 170, "b": 170}).saves] == [64, 128]
-    assert at.side.status()["saves_in_flight"] == 2
+    assert len(at.side.save_jobs) == 2
 
 
-def test_reports_of_unknown_jobs(at: World) -> None:
+def test_reports_of_unknown_jobs(at: SchedulerHarness) -> None:
     """A report about a job that is long done changes nothing."""
     at.ranks_done(99, failed=(98, 99))
     at.new("a", 64)
@@ -235,7 +234,7 @@ def test_reports_of_unknown_jobs(at: World) -> None:
 
 def test_an_error_in_a_step_leaks_no_credit(tmp_path: Path) -> None:
     """Jobs of a step that ended with an error were never sent: their room is free again, and loads are not lost."""
-    with world(tmp_path, pinned_bytes=2 * PAGE_BYTES) as at:
+    with harness(tmp_path, pinned_bytes=2 * PAGE_BYTES) as at:
         at.keep("h", 70)
         at.new("h", 70)
         at.side.on_allocated("h", [[1, 2, 3, 4, 5]], at.ask("h"))
@@ -244,7 +243,7 @@ def test_an_error_in_a_step_leaks_no_credit(tmp_path: Path) -> None:
         at.hashed("a", "b")
         with pytest.raises(KeyError):
             at.side.plan_step(StepFacts({"a": 64, "b": 64}, {"a": [range(1, 5)]}))
-        assert at.side.status()["saves_in_flight"] == 0
+        assert len(at.side.save_jobs) == 0
         at.new("c", 64)
         at.hashed("c")
         jobs = at.step({"c": 64})
@@ -253,7 +252,7 @@ def test_an_error_in_a_step_leaks_no_credit(tmp_path: Path) -> None:
         at.finished("h")
 
 
-def test_a_chain_out_of_order_saves_nothing(at: World) -> None:
+def test_a_chain_out_of_order_saves_nothing(at: SchedulerHarness) -> None:
     """Were a boundary ever not where it belongs, the step would fail instead of storing a page under a wrong name."""
     state = at.new("a", 170)
     at.hashed("a")
@@ -262,16 +261,16 @@ def test_a_chain_out_of_order_saves_nothing(at: World) -> None:
     state.chain.boundaries.insert(1, state.chain.boundaries[1])
     with pytest.raises(AssertionError):
         at.step({"a": 170})
-    assert at.side.status()["saves_in_flight"] == 0
+    assert len(at.side.save_jobs) == 0
 
 
 @pytest.fixture
-def unready(tmp_path: Path) -> Iterator[World]:
-    with unready_world(tmp_path) as made:
+def unready(tmp_path: Path) -> Iterator[SchedulerHarness]:
+    with unready_harness(tmp_path) as made:
         yield made
 
 
-def neither_hits_nor_saves(at: World) -> None:
+def neither_hits_nor_saves(at: SchedulerHarness) -> None:
     at.new("n", 170)
     assert at.ask("n") == 0
     assert at.step({"n": 170}) == StepJobs()
@@ -281,7 +280,7 @@ def neither_hits_nor_saves(at: World) -> None:
 def test_not_ready_without_a_namespace(tmp_path: Path) -> None:
     """Until the service has opened the namespace there are neither hits nor saves; afterwards both, also for a request
     that came before."""
-    with unready_world(tmp_path, lookup_timeout_ms=50) as at:
+    with unready_harness(tmp_path, lookup_timeout_ms=50) as at:
         at.new("early", 170)
         neither_hits_nor_saves(at)
         at.store.held.clear()
@@ -294,7 +293,7 @@ def test_not_ready_without_a_namespace(tmp_path: Path) -> None:
         assert at.store.calls["lookup"] >= 1
 
 
-def test_first_request_waits_for_the_namespace(unready: World) -> None:
+def test_first_request_waits_for_the_namespace(unready: SchedulerHarness) -> None:
     """A request that comes while the namespace is opened is asked again, and then hits."""
     at = unready
     at.keep("a", 170)
@@ -306,7 +305,7 @@ def test_first_request_waits_for_the_namespace(unready: World) -> None:
 
 def test_a_service_that_is_not_there_slows_nobody(tmp_path: Path) -> None:
     """Once the first request has waited in vain, no other one waits at all."""
-    with unready_world(tmp_path, lookup_timeout_ms=20) as at:
+    with unready_harness(tmp_path, lookup_timeout_ms=20) as at:
         at.new("lora", 170, uncacheable="lora")
         assert at.side.matched_tokens("lora", 0) == 0
         at.new("a", 170)
@@ -321,11 +320,11 @@ def test_a_rank_that_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     """One rank whose layout is not proven leaves the whole engine uncached, and says why, once."""
     with (
         caplog.at_level("WARNING", logger="vllm.kvstore"),
-        unready_world(tmp_path, {0: None, 1: "unknown cache layout", 2: "another"}) as at,
+        unready_harness(tmp_path, {0: None, 1: "unknown cache layout", 2: "another"}) as at,
     ):
         at.store.held.clear()
         neither_hits_nor_saves(at)
-        assert at.side.status()["refused"] == "rank 1: unknown cache layout"
+        assert at.side.namespace.refusal == "rank 1: unknown cache layout"
         assert at.store.calls["open_namespace"] == 0
     assert len([record for record in caplog.records if "not cached" in record.message]) == 1
 
@@ -336,17 +335,17 @@ def test_a_rank_that_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 )
 def test_a_service_that_refuses(tmp_path: Path, error: Exception) -> None:
     """Whatever the service answers but "not now", the engine runs uncached and the reason can be read."""
-    with unready_world(tmp_path) as at:
+    with unready_harness(tmp_path) as at:
         at.store.errors["open_namespace"] = error
         at.store.held.clear()
-        assert str(error) in eventually(lambda: at.side.status()["refused"])
+        assert str(error) in eventually(lambda: at.side.namespace.refusal)
         neither_hits_nor_saves(at)
 
 
 def test_a_service_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that starts before its service is cached once the service is there."""
-    monkeypatch.setattr("connector.scheduler.opening._OPEN_RETRY_S", 0.01)
-    with unready_world(tmp_path) as at:
+    monkeypatch.setattr("connector.scheduler.namespace._OPEN_RETRY_S", 0.01)
+    with unready_harness(tmp_path) as at:
         at.store.errors["open_namespace"] = Unavailable("not yet")
         at.store.held.clear()
         eventually(lambda: at.store.calls["open_namespace"] >= 3)
@@ -357,8 +356,8 @@ def test_a_service_that_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_no_weights(tmp_path: Path) -> None:
     """Without weight files and without an id the engine runs uncached and says what to set."""
-    with unready_world(tmp_path, weights_id=None) as at:
-        assert "set weights_id" in eventually(lambda: at.side.status()["refused"])
+    with unready_harness(tmp_path, weights_id=None) as at:
+        assert "set weights_id" in eventually(lambda: at.side.namespace.refusal)
         neither_hits_nor_saves(at)
         assert at.store.calls["open_namespace"] == 0
 
@@ -371,15 +370,15 @@ def test_weights_are_digested_off_the_engine_s_thread(tmp_path: Path, monkeypatc
         assert gate.wait(10)
         return "digest"
 
-    monkeypatch.setattr("connector.scheduler.opening.find_weights_id", slow)
-    with unready_world(tmp_path, weights_id=None, lookup_timeout_ms=10) as at:
+    monkeypatch.setattr("connector.scheduler.namespace.find_weights_id", slow)
+    with unready_harness(tmp_path, weights_id=None, lookup_timeout_ms=10) as at:
         at.store.held.clear()
         neither_hits_nor_saves(at)
         gate.set()
         eventually(lambda: at.side.is_ready)
 
 
-def test_shutdown_twice(at: World) -> None:
+def test_shutdown_twice(at: SchedulerHarness) -> None:
     """Shutting down ends the leases of what was staged, and doing it again is fine."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -387,4 +386,4 @@ def test_shutdown_twice(at: World) -> None:
     at.side.shutdown()
     at.no_leases()
     at.side.shutdown()
-    assert at.side.status()["requests"] == 0
+    assert len(at.side.requests) == 0

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from connector.device import copy, cpu
-from connector.device.copy import StreamDevice
-from connector.device.host_pages import HostPages
+from connector.device import cpu, gpu
+from connector.device.gpu import StreamDevice
+from connector.device.host_memory import HostPages
 from connector.device.streams import InlineStreams
-from connector.worker.groups import prove_group
-from connector.worker.self_check import check_round_trip
+from connector.worker.groups import check_round_trip, prove_group
 from kvstore.errors import InvalidRequest
 from tests.unit.connector.device_contract import LAYOUTS, Cache, storage
-from tests.unit.connector.rank_world import Make, ranks_on
+from tests.unit.connector.rank_harness import Make, ranks_on
 from tests.unit.connector.support import bridge_to_memory
 
 HOST = HostPages(torch.empty(1 << 20, dtype=torch.uint8))
@@ -56,8 +55,8 @@ def test_kernels_that_do_not_copy(rank: Make, monkeypatch: pytest.MonkeyPatch, n
     group = prove_group(one.shape.groups[0], one.shape.layout.groups[0], one.layers, one.facts, device)
     check_round_trip(group, one.layers, device, HOST)
     before = storage(one.layers[0])
-    monkeypatch.setattr(copy, name, broken)
-    with pytest.raises(InvalidRequest, match="changes the cache"):
+    monkeypatch.setattr(gpu, name, broken)
+    with pytest.raises(InvalidRequest, match="changes bytes"):
         check_round_trip(group, one.layers, device, HOST)
     assert torch.equal(storage(one.layers[0]), before)
 
@@ -72,7 +71,7 @@ def test_a_rank_that_fails_it_is_refused(rank: Make, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cpu.CpuCopier, "scatter", scatter)
     one.side.register(lambda _: one.layers)
     assert one.side.refusal is not None
-    assert "changes the cache" in one.side.refusal
+    assert "changes bytes" in one.side.refusal
 
 
 def test_an_error_of_the_device_is_the_refusal(rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:

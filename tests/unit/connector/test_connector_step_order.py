@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
 
-from connector import vllm_facts
-from connector.connector import KVStoreConnector, _RankProof, _StepMetadata
 from connector.jobs import SaveJob, StepJobs
+from connector.vllm import engine_facts
+from connector.vllm.connector import KVStoreConnector, _RankProof, _StepMetadata
 from kvstore.model.keys import NamespaceId, PrefixHash
-from tests.unit.connector.scheduler_world import world
+from tests.unit.connector.scheduler_harness import harness
 
 ENDED = SaveJob(7, NamespaceId(bytes(16)), PrefixHash(bytes(16)), 0, 0, 64, ((1, 2, 3, 4),))
 
@@ -116,7 +116,7 @@ def test_an_engine_that_sleeps_ends_its_copies_first(made: tuple[KVStoreConnecto
 def test_an_engine_that_wakes_up_keeps_its_scheduler_side(tmp_path: Path) -> None:
     """vLLM gives the handshake again. The blocks are empty: what was to be saved of them is dropped, and unpinned."""
     unpinned: list[int] = []
-    with world(tmp_path) as at:
+    with harness(tmp_path) as at:
         at.side.bind_pins(SimpleNamespace(pin=lambda _: None, unpin=unpinned.extend))
         connector = KVStoreConnector.__new__(KVStoreConnector)
         connector.guarded_errors = 0
@@ -138,7 +138,7 @@ def test_a_configuration_that_is_not_as_it_was(
     def changed(*_: Any) -> Any:
         raise AttributeError("no attribute 'tensor_parallel_size'")
 
-    monkeypatch.setattr("connector.connector.read_facts", changed)
+    monkeypatch.setattr("connector.vllm.connector.read_facts", changed)
     transfer = SimpleNamespace(kv_connector_extra_config={}, kv_role="kv_both")
     rank = KVStoreConnector(SimpleNamespace(kv_transfer_config=transfer), KVConnectorRole.WORKER, SimpleNamespace())
     assert rank.worker_side is None and rank.get_handshake_metadata() is None
@@ -147,5 +147,5 @@ def test_a_configuration_that_is_not_as_it_was(
 
 def test_the_hashs_tokens_are_read_from_every_release(monkeypatch: pytest.MonkeyPatch) -> None:
     """`KVCacheConfig` tells them since 0.32 only; what vLLM itself computes them with tells them in all."""
-    monkeypatch.setattr(vllm_facts, "resolve_kv_cache_block_sizes", lambda kv_cache, vllm: (640, 128))
-    assert vllm_facts.hash_block_tokens(SimpleNamespace(), SimpleNamespace()) == 128
+    monkeypatch.setattr(engine_facts, "resolve_kv_cache_block_sizes", lambda kv_cache, vllm: (640, 128))
+    assert engine_facts.hash_block_tokens(SimpleNamespace(), SimpleNamespace()) == 128

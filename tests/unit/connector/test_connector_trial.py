@@ -12,23 +12,23 @@ import pytest
 
 from connector.identity import describe_namespace
 from connector.jobs import AuditJob, RankReport
-from connector.losses import Lost
+from connector.losses import LossReason
 from connector.scheduler.audits import TRIAL_POINTS
-from connector.scheduler.side import StepFacts
-from connector.scheduler.watchdog import Watchdog
-from tests.unit.connector.scheduler_world import World, world
+from connector.scheduler.facts import StepFacts
+from connector.scheduler.save_jobs import Watchdog
+from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
 from tests.unit.connector.support import make_facts, make_shape
 
 UNTESTED = {"untested_release": "0.34.0"}
 
 
 @pytest.fixture
-def untested(tmp_path: Path) -> Iterator[World]:
-    with world(tmp_path, facts=UNTESTED) as made:
+def untested(tmp_path: Path) -> Iterator[SchedulerHarness]:
+    with harness(tmp_path, facts=UNTESTED) as made:
         yield made
 
 
-def compute(made: World, name: str, *, request_id: str | None = None) -> tuple[AuditJob, ...]:
+def compute(made: SchedulerHarness, name: str, *, request_id: str | None = None) -> tuple[AuditJob, ...]:
     """A request whose prompt of 70 tokens is stored computes it; what the ranks are to compare."""
     request_id = request_id or name
     made.keep(name, 70)
@@ -36,10 +36,10 @@ def compute(made: World, name: str, *, request_id: str | None = None) -> tuple[A
     assert made.ask(request_id) == 0
     tables = {request_id: [tuple(range(100, 164))]}
     jobs = made.side.plan_step(StepFacts({request_id: 70}, tables, computed_tokens={request_id: 0}))
-    return jobs.audit.records
+    return jobs.audits
 
 
-def answer(made: World, *jobs: AuditJob, partial: bool = False, differs: bool = False) -> None:
+def answer(made: SchedulerHarness, *jobs: AuditJob, partial: bool = False, differs: bool = False) -> None:
     ids = {job.audit_id for job in jobs}
     report = RankReport(
         audits_done=dict.fromkeys(ids, 1),
@@ -49,19 +49,19 @@ def answer(made: World, *jobs: AuditJob, partial: bool = False, differs: bool = 
     made.side.on_rank_report(report)
 
 
-def test_nothing_is_loaded_until_the_first_resume_points_were_equal(untested: World) -> None:
+def test_nothing_is_loaded_until_the_first_resume_points_were_equal(untested: SchedulerHarness) -> None:
     """Each is computed by the first request that would resume there; then hits are taken, the first ones read back."""
     for number in range(TRIAL_POINTS):
         answer(untested, *compute(untested, f"p{number}"))
     untested.new("again", 70, "p0")
     assert untested.ask("again") == 64
     (load,) = untested.admit("again", 64).loads
-    assert load.audited
+    assert load.read_back
     untested.finished("again")
     assert untested.side.meters.get("connector_audits") == TRIAL_POINTS
 
 
-def test_what_was_not_compared_does_not_count(untested: World) -> None:
+def test_what_was_not_compared_does_not_count(untested: SchedulerHarness) -> None:
     """Neither a record without a buffer to compare it in, nor what a request left before it had computed it."""
     answer(untested, *compute(untested, "p0"), partial=True)
     untested.keep("p1", 70)
@@ -78,7 +78,7 @@ def test_what_was_not_compared_does_not_count(untested: World) -> None:
     assert untested.ask("third") == 64
 
 
-def test_a_hit_of_which_all_is_being_compared_is_not_loaded(untested: World) -> None:
+def test_a_hit_of_which_all_is_being_compared_is_not_loaded(untested: SchedulerHarness) -> None:
     """A second request of the same prompt, and one that lost its blocks, compute as well; no lease is left."""
     jobs = compute(untested, "p0")
     untested.new("second", 70, "p0")
@@ -89,7 +89,7 @@ def test_a_hit_of_which_all_is_being_compared_is_not_loaded(untested: World) -> 
     untested.no_leases()
 
 
-def test_a_difference_ends_the_engines_caching(untested: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_difference_ends_the_engines_caching(untested: SchedulerHarness, caplog: pytest.LogCaptureFixture) -> None:
     """Its pages are not what it computes: it neither loads nor saves any more, and says so once."""
     with caplog.at_level(logging.WARNING, logger="vllm.kvstore"):
         answer(untested, *compute(untested, "p0"), differs=True)
@@ -102,13 +102,11 @@ def test_a_difference_ends_the_engines_caching(untested: World, caplog: pytest.L
 
 def test_a_tested_release_loads_at_once_whatever_an_audit_finds(tmp_path: Path) -> None:
     """There a difference costs the record, as before."""
-    with world(tmp_path, audit_rate=1.0) as made:
+    with harness(tmp_path, audit_rate=1.0) as made:
         made.keep("a", 70)
         made.new("r", 70, "a")
         assert made.ask("r") == 0
-        (job,) = made.side.plan_step(
-            StepFacts({"r": 70}, {"r": [range(100, 164)]}, computed_tokens={"r": 0})
-        ).audit.records
+        (job,) = made.side.plan_step(StepFacts({"r": 70}, {"r": [range(100, 164)]}, computed_tokens={"r": 0})).audits
         answer(made, job, differs=True)
         assert made.side.is_ready
 
@@ -137,9 +135,9 @@ class Clock:
 def test_saves_that_nobody_answers_end_saving(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Their blocks are given back, an idle engine may rest, a late answer does no harm, hits are still found."""
     unpinned: list[int] = []
-    with world(tmp_path) as made:
+    with harness(tmp_path) as made:
         clock = Clock()
-        made.side._watchdog = Watchdog(made.side.saves, clock)
+        made.side._watchdog = Watchdog(made.side.save_jobs, clock)
         made.side.bind_pins(SimpleNamespace(pin=lambda _: None, unpin=unpinned.extend))
         made.new("a", 64)
         made.hashed("a")
@@ -151,7 +149,7 @@ def test_saves_that_nobody_answers_end_saving(tmp_path: Path, caplog: pytest.Log
         clock.now_s = 61.0
         made.step()
         assert sorted(unpinned) == [1, 2, 3, 4] and not made.side.has_pending_saves
-        assert "nothing is saved any more" in caplog.text
+        assert "saving has ended on this engine" in caplog.text
         made.ranks_done(job.job_id)
         made.new("b", 64)
         made.hashed("b")
@@ -166,9 +164,9 @@ def test_saves_that_are_answered_in_time() -> None:
     clock, oldest, abandoned = Clock(), [0], []  # type: ignore[var-annotated]
 
     class Answered:
-        oldest_job_id = property(lambda self: oldest[0])
+        oldest_id = property(lambda self: oldest[0])
 
-        def abandon(self, reason: Lost) -> int:
+        def abandon(self, reason: LossReason) -> int:
             abandoned.append(oldest[0])
             return 1
 

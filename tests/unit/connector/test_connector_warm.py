@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from connector.worker import warm
-from connector.worker.warm import Warmer, memory_ranges
+from connector.worker import memory as worker_memory
+from connector.worker.memory import Warmer, memory_ranges
 
 PAGE = mmap.PAGESIZE
 
@@ -55,7 +55,7 @@ def test_only_whole_pages_inside_the_range_are_touched(memory: mmap.mmap) -> Non
 
 def test_a_limit_is_shared_among_ranges(memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory is scarce each range gets its start, not the first one all."""
-    monkeypatch.setattr(warm, "spare_bytes", lambda: 16 * PAGE)
+    monkeypatch.setattr(worker_memory, "spare_bytes", lambda: 16 * PAGE)
     half = 32 * PAGE
     warmer = Warmer([(address_of(memory), half), (address_of(memory) + half, half)])
     assert warmer.wait(30)
@@ -68,7 +68,7 @@ def test_a_system_that_cannot_is_left_in_peace(memory: mmap.mmap, monkeypatch: p
     def refuse(*_: object) -> None:
         raise OSError(22, "madvise")
 
-    monkeypatch.setattr(warm, "populate_paced", refuse)
+    monkeypatch.setattr(worker_memory, "populate_paced", refuse)
     warmer = Warmer([(address_of(memory), len(memory))])
     assert warmer.wait(30)
     assert resident_pages(memory) == 0

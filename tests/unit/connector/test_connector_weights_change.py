@@ -10,7 +10,7 @@ import pytest
 
 from connector.identity import describe_namespace
 from kvstore.model.keys import NamespaceId
-from tests.unit.connector.scheduler_world import World, world
+from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
 from tests.unit.connector.support import WEIGHTS, eventually
 
 
@@ -20,8 +20,8 @@ def id_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def at(tmp_path: Path, id_file: Path) -> Iterator[World]:
-    with world(tmp_path, weights_may_change=True, weights_id_file=str(id_file)) as made:
+def at(tmp_path: Path, id_file: Path) -> Iterator[SchedulerHarness]:
+    with harness(tmp_path, weights_may_change=True, weights_id_file=str(id_file)) as made:
         yield made
 
 
@@ -32,11 +32,11 @@ def write(path: Path, weights_id: str) -> None:
     os.replace(new, path)
 
 
-def namespace(at: World, weights_id: str) -> NamespaceId:
+def namespace(at: SchedulerHarness, weights_id: str) -> NamespaceId:
     return describe_namespace(at.facts, at.shape, weights_id).id
 
 
-def nothing_is_cached(at: World, request_id: str) -> None:
+def nothing_is_cached(at: SchedulerHarness, request_id: str) -> None:
     """A request whose pages are stored gets no hit at once, asks nobody and saves nothing."""
     at.keep("stored", 170)
     asked = dict(at.store.calls)
@@ -50,14 +50,14 @@ def nothing_is_cached(at: World, request_id: str) -> None:
 
 def test_a_reset_changes_nothing_where_weights_stay(tmp_path: Path) -> None:
     """Without `weights_may_change` a reset of vLLM's cache is none of ours: names say what pages are."""
-    with world(tmp_path) as at:
+    with harness(tmp_path) as at:
         at.keep("a", 170)
         at.side.reset_cache(is_empty=True)
         at.new("a", 170)
         assert at.ask("a") == 160
 
 
-def test_detached_until_a_new_id(at: World, id_file: Path) -> None:
+def test_detached_until_a_new_id(at: SchedulerHarness, id_file: Path) -> None:
     """Between the reset and the reset with the new id there are neither hits nor saves; then both, under that id."""
     at.keep("a", 170)
     at.new("before", 170, "a")
@@ -70,7 +70,7 @@ def test_detached_until_a_new_id(at: World, id_file: Path) -> None:
     nothing_is_cached(at, "still between")
     at.side.reset_cache(is_empty=True)
     at.become_ready()
-    assert at.side.opening.namespace == namespace(at, "step-2") != namespace(at, WEIGHTS)
+    assert at.side.namespace.id == namespace(at, "step-2") != namespace(at, WEIGHTS)
     at.new("after", 170, "a")
     assert at.ask("after") == 0  # what the old weights made is another namespace's
     at.hashed("after")
@@ -79,7 +79,7 @@ def test_detached_until_a_new_id(at: World, id_file: Path) -> None:
     assert len(saves) == 3
 
 
-def test_requests_across_the_change_are_closed(at: World, id_file: Path) -> None:
+def test_requests_across_the_change_are_closed(at: SchedulerHarness, id_file: Path) -> None:
     """One that runs on through both resets saves nothing any more, not at its end nor after a preemption."""
     at.new("across", 170)
     at.hashed("across")
@@ -95,7 +95,7 @@ def test_requests_across_the_change_are_closed(at: World, id_file: Path) -> None
     assert at.step().saves == ()
 
 
-def test_saves_under_way_keep_their_id(at: World, id_file: Path) -> None:
+def test_saves_under_way_keep_their_id(at: SchedulerHarness, id_file: Path) -> None:
     """Pages of a request that ended before the reset are saved with the next step, as the old weights'."""
     pinned: list[int] = []
     at.side.bind_pins(Pins(pinned))
@@ -126,7 +126,7 @@ class Pins:
             self.held.remove(block_id)
 
 
-def test_hits_on_their_way_are_given_up(at: World) -> None:
+def test_hits_on_their_way_are_given_up(at: SchedulerHarness) -> None:
     """What is staged, promised or allocated at the reset is not loaded: its request computes, its lease ends."""
     at.keep("a", 170)
     at.new("staged", 170, "a")
@@ -136,7 +136,7 @@ def test_hits_on_their_way_are_given_up(at: World) -> None:
     at.no_leases()
 
 
-def test_loads_that_no_rank_has_begun_fail(at: World) -> None:
+def test_loads_that_no_rank_has_begun_fail(at: SchedulerHarness) -> None:
     """vLLM waits for a load that it allocated blocks for: the ranks are told to report it as failed."""
     at.keep("a", 170)
     at.new("a", 170)
@@ -149,7 +149,7 @@ def test_loads_that_no_rank_has_begun_fail(at: World) -> None:
     assert at.side.matched_tokens("a", 0) == 0
 
 
-def test_an_engine_that_holds_blocks_stays_detached(at: World, id_file: Path) -> None:
+def test_an_engine_that_holds_blocks_stays_detached(at: SchedulerHarness, id_file: Path) -> None:
     """Blocks of older weights could be taken for new ones: the id waits for a reset that finds the engine empty."""
     at.side.reset_cache(is_empty=True)
     write(id_file, "step-2")
@@ -157,10 +157,10 @@ def test_an_engine_that_holds_blocks_stays_detached(at: World, id_file: Path) ->
     nothing_is_cached(at, "a")
     at.side.reset_cache(is_empty=True)
     at.become_ready()
-    assert at.side.opening.namespace == namespace(at, "step-2")
+    assert at.side.namespace.id == namespace(at, "step-2")
 
 
-def test_each_id_is_taken_once(at: World, id_file: Path) -> None:
+def test_each_id_is_taken_once(at: SchedulerHarness, id_file: Path) -> None:
     """The reset before the next change detaches again, though the file still holds an id."""
     write(id_file, "step-2")
     at.side.reset_cache(is_empty=True)
@@ -170,20 +170,20 @@ def test_each_id_is_taken_once(at: World, id_file: Path) -> None:
     write(id_file, "step-2")  # said again: nothing has changed after all
     at.side.reset_cache(is_empty=True)
     at.become_ready()
-    assert at.side.opening.namespace == namespace(at, "step-2")
+    assert at.side.namespace.id == namespace(at, "step-2")
 
 
 def test_a_file_of_an_earlier_run_is_not_read(tmp_path: Path, id_file: Path) -> None:
     """The engine has the weights of the model's files when it starts, whatever a trainer wrote last week."""
     write(id_file, "step-400")
-    with world(tmp_path, weights_may_change=True, weights_id_file=str(id_file)) as at:
-        assert at.side.opening.namespace == namespace(at, WEIGHTS)
+    with harness(tmp_path, weights_may_change=True, weights_id_file=str(id_file)) as at:
+        assert at.side.namespace.id == namespace(at, WEIGHTS)
         at.side.reset_cache(is_empty=True)
         nothing_is_cached(at, "a")
 
 
 @pytest.mark.parametrize("written", ["", "   ", "two\nlines", "x" * 257, "töpfe"])
-def test_what_is_no_id(at: World, id_file: Path, written: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_no_id(at: SchedulerHarness, id_file: Path, written: str, caplog: pytest.LogCaptureFixture) -> None:
     """Anything but one printable line leaves the engine detached, and says why."""
     write(id_file, written)
     at.side.reset_cache(is_empty=True)
@@ -193,7 +193,7 @@ def test_what_is_no_id(at: World, id_file: Path, written: str, caplog: pytest.Lo
 
 def test_without_a_file_a_reset_is_for_good(tmp_path: Path) -> None:
     """An engine that cannot be told a new id is not cached after its first reset."""
-    with world(tmp_path, weights_may_change=True) as at:
+    with harness(tmp_path, weights_may_change=True) as at:
         at.side.reset_cache(is_empty=True)
         nothing_is_cached(at, "a")
         at.side.reset_cache(is_empty=True)
@@ -202,7 +202,7 @@ def test_without_a_file_a_reset_is_for_good(tmp_path: Path) -> None:
 
 def test_a_change_while_the_first_id_is_opened(tmp_path: Path, id_file: Path) -> None:
     """A namespace that is still being opened at the reset never becomes this engine's."""
-    with world(tmp_path, weights_may_change=True, weights_id_file=str(id_file)) as at:
+    with harness(tmp_path, weights_may_change=True, weights_id_file=str(id_file)) as at:
         at.store.held.add("open_namespace")
         write(id_file, "step-2")
         at.side.reset_cache(is_empty=True)
@@ -212,4 +212,4 @@ def test_a_change_while_the_first_id_is_opened(tmp_path: Path, id_file: Path) ->
         write(id_file, "step-3")
         at.side.reset_cache(is_empty=True)
         at.become_ready()
-        assert at.side.opening.namespace == namespace(at, "step-3")
+        assert at.side.namespace.id == namespace(at, "step-3")

@@ -24,7 +24,7 @@ from kvstore.errors import InternalError, InvalidRequest, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.kinds import RecordKind
 from tests.unit.connector.device_contract import LAYOUTS, Cache
-from tests.unit.connector.rank_world import HEADS, NUM_BLOCKS, SOURCE, TARGET, Make, Rank
+from tests.unit.connector.rank_harness import HEADS, NUM_BLOCKS, SOURCE, TARGET, Make, Rank
 from tests.unit.connector.support import (
     BLOCK,
     LoopBridge,
@@ -201,7 +201,7 @@ def test_no_page_of_memory_no_waiting(rank: Make) -> None:
     assert threads is not None and saver is not None
     saver._pages._limit_bytes = PAGE_BYTES
     for _ in range(source.side._num_threads):
-        for pool in (threads._spare, threads._normal):
+        for pool in (threads._low, threads._normal):
             pool._executor.submit(go_on.wait, 10)
     start = time.monotonic()
     source.side.save(source.jobs((64, 128)))
@@ -222,7 +222,7 @@ def stuck(source: Rank) -> Callable[[], None]:
     gate, threads = threading.Event(), source.side._save_threads
     assert threads is not None
     for _ in range(source.side._num_threads):
-        threads._spare._executor.submit(gate.wait, 60)
+        threads._low._executor.submit(gate.wait, 60)
     return gate.set
 
 
@@ -258,7 +258,7 @@ def test_what_an_engine_loses_when_it_stops_is_named(
     """Pages that the store does not take in time are counted, logged with their requests, and told, once."""
     source, told = rank(), []
     assert source.side.saver is not None
-    source.side.saver._losses.tell = lambda **loss: told.append(loss)  # type: ignore[method-assign]
+    source.side.saver._losses.report = lambda **loss: told.append(loss)  # type: ignore[method-assign]
     bridge.store.held.add("save")
     jobs = source.jobs()
     source.side.save(StepJobs(saves=tuple(replace(job, request_id=f"r{job.job_id % 2}") for job in jobs.saves)))
@@ -279,13 +279,13 @@ def test_each_lost_record_is_counted_once(rank: Make, bridge: LoopBridge) -> Non
     source, told = rank(), []
     saver = source.side.saver
     assert saver is not None
-    tell = saver._losses.tell
+    report = saver._losses.report
 
     def note(**loss: Any) -> None:
         told.append((loss["boundary"].tokens, loss["reason"], loss["records"]))
-        tell(**loss)
+        report(**loss)
 
-    saver._losses.tell = note  # type: ignore[method-assign]
+    saver._losses.report = note  # type: ignore[method-assign]
     bridge.store.held.add("save")
     source.side.save(source.jobs((64, 128, 160)))
     for job_id, outcomes in (
@@ -312,7 +312,7 @@ def test_an_engine_that_stops_tells_all_that_it_loses(
     """Also what is more than is told one by one in a second."""
     monkeypatch.setattr("connector.worker.side._DRAIN_S", 0.2)
     source, told = rank(), []
-    bridge.store.tell = told.append  # type: ignore[method-assign]
+    bridge.store.report = told.append  # type: ignore[method-assign]
     bridge.store.held.add("save")
     source.side.save(source.jobs((64,) * 150))
     source.side.shutdown()
@@ -326,14 +326,14 @@ def test_pages_for_which_there_is_no_processor_at_all(rank: Make, monkeypatch: p
     source, told = rank(), []
     threads, saver = source.side._save_threads, source.side.saver
     assert saver is not None and threads is not None
-    saver._losses.tell = lambda **loss: told.append(loss["reason"])  # type: ignore[method-assign]
-    for pool in (threads._spare, threads._normal):
+    saver._losses.report = lambda **loss: told.append(loss["reason"])  # type: ignore[method-assign]
+    for pool in (threads._low, threads._normal):
         pool._used_bytes = pool._limit_bytes  # others hold all of it
     source.side.save(source.jobs((64,)))
     assert saver.drain(10)
     assert source.meters.get("connector_saves", outcome="busy") == HEADS
     assert told == ["save_busy"]
-    for pool in (threads._spare, threads._normal):
+    for pool in (threads._low, threads._normal):
         pool._used_bytes = 0
 
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from connector.jobs import AuditJob, AuditJobs, LoadPiece, RankReport, StepJobs
+from connector.jobs import AuditJob, LoadPiece, RankReport, StepJobs
 from kvstore.codec import decode_into, encode, max_payload_bytes
 from kvstore.errors import Unavailable
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.record import Record, seal
-from tests.unit.connector.rank_world import SOURCE, TARGET, Make, Rank
+from tests.unit.connector.rank_harness import SOURCE, TARGET, Make, Rank
 from tests.unit.connector.support import LoopBridge, eventually
 
 
@@ -25,7 +25,7 @@ def audit_of(rank: Rank) -> StepJobs:
         LoadPiece(key, (stop - start) // 16, 0, (SOURCE[start // 16 : stop // 16],))
         for key, (start, stop) in zip(staged.keys, staged.spans, strict=True)
     )
-    return StepJobs(audit=AuditJobs(records=(AuditJob(7, staged.lease, pieces),)))
+    return StepJobs(audits=(AuditJob(7, staged.lease, pieces),))
 
 
 def compare(rank: Rank, jobs: StepJobs) -> None:
@@ -69,7 +69,7 @@ def test_a_wrong_page_with_a_right_seal_is_found(
     engine = rank(audit_rate=1.0)
     engine.save()
     jobs = audit_of(engine)
-    wrong = jobs.audit.records[0].pieces[5].key
+    wrong = jobs.audits[0].pieces[5].key
     bridge.store.on_load = lambda record: resealed(record, 0.01) if record.key == wrong else record
     with caplog.at_level(logging.ERROR):
         compare(engine, jobs)
@@ -103,19 +103,17 @@ def test_records_that_cannot_be_read_are_skipped(rank: Make, bridge: LoopBridge)
     assert engine.side.auditor._pages.used_bytes == 0
 
 
-def test_a_load_is_read_back_twice(rank: Make) -> None:
-    """Before it is reported and in the step of its first forward; each time all pieces hold what was stored."""
+def test_a_load_is_read_back(rank: Make) -> None:
+    """Before it is reported: all pieces hold what was stored, and every buffer is free again."""
     source = rank()
     source.save()
     engine = rank(seed=2, audit_rate=1.0)
     load(engine)
     assert engine.result() == ({"r"}, set())
     assert engine.meters.get("connector_audit_read_back_pages") == 12
-    engine.side.save(StepJobs(audit=AuditJobs(read_backs=("r",))))
-    eventually(lambda: engine.meters.get("connector_audit_read_back_pages") == 24)
     assert engine.meters.get("connector_audit_mismatches") == 0
     assert engine.side.auditor is not None
-    eventually(lambda: engine.side.auditor._pages.used_bytes == 0 and not engine.side.auditor._placed)
+    assert engine.side.auditor._pages.used_bytes == 0
 
 
 def test_a_load_beyond_a_local_hit_is_read_back(rank: Make) -> None:
@@ -144,21 +142,8 @@ def test_blocks_that_do_not_hold_what_was_loaded(rank: Make, caplog: pytest.LogC
     assert "do not hold what was loaded" in caplog.text
 
 
-def test_forgotten_loads_are_not_read_back(rank: Make) -> None:
-    """Blocks that vLLM took away belong to somebody else: nothing is said about them."""
-    source = rank()
-    source.save()
-    engine = rank(seed=2, audit_rate=1.0)
-    load(engine)
-    engine.result()
-    engine.layers[0][list(TARGET)] = 0
-    engine.side.save(StepJobs(audit=AuditJobs(read_backs=("r",), gone=("r",))))
-    assert engine.meters.get("connector_audit_read_back_pages") == 12
-    assert engine.meters.get("connector_audit_mismatches") == 0
-
-
 def load(engine: Rank, local_tokens: int = 0) -> None:
-    """Load the prompt, audited."""
+    """Load the prompt and have it read back."""
     jobs = engine.load_job(engine.stage(local_tokens), local_tokens=local_tokens)
     (job,) = jobs.loads
-    engine.side.start_loads(replace(jobs, loads=(replace(job, audited=True),)))
+    engine.side.start_loads(replace(jobs, loads=(replace(job, read_back=True),)))

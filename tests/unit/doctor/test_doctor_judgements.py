@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from connector.contract import TESTED_RELEASES
-from kvstore.doctor.clocks import judge_clock
+from connector.vllm.contract import TESTED_RELEASES
+from kvstore.doctor.check import Finding, Verdict
 from kvstore.doctor.directory import DirectoryFacts, judge_access, judge_medium, judge_space, medium_of
-from kvstore.doctor.finding import Finding, Verdict
-from kvstore.doctor.machine import MachineFacts, judge_memlock, judge_memory, judge_shared_memory
+from kvstore.doctor.machine import MachineFacts, judge_clock, judge_memlock, judge_memory, judge_shared_memory
 from kvstore.doctor.namespaces import differences, judge_namespaces
 from kvstore.doctor.redis import REDIS_NAMES, judge_redis, judge_refusal
-from kvstore.doctor.s3 import judge_clock_of, judge_conditional, judge_lifecycle, judge_rights
+from kvstore.doctor.s3 import judge_conditional, judge_lifecycle, judge_rights, judge_s3_clock
 from kvstore.doctor.s3 import judge_refusal as judge_s3_refusal
 from kvstore.doctor.service import judge_release, judge_tiers, judge_unreachable
 from kvstore.doctor.versions import (
@@ -33,12 +32,9 @@ from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.namespace import NamespaceDescription, describe_layout
 from kvstore.runtime.sizes import format_bytes, parse_bytes
-from kvstore.tiers.locations import S3Location
-from kvstore.tiers.locations_redis import parse_redis
-from kvstore.tiers.redis.examine import RedisExamination
-from kvstore.tiers.redis.facts import ServerFacts
-from kvstore.tiers.s3.examine import Trial
-from kvstore.tiers.s3.lifecycle import parse_rules
+from kvstore.tiers.locations import S3Location, parse_redis
+from kvstore.tiers.redis.examine import RedisExamination, ServerFacts
+from kvstore.tiers.s3.examine import Trial, parse_rules
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 1 << 30
@@ -120,8 +116,8 @@ def test_clocks() -> None:
     check(judge_clock("redis.clock", "Redis", -30.0, 0.1), WARNING, "30.0 s behind", "timedatectl")
     check(judge_clock("redis.clock", "Redis", 3600.0, 0.1), FAILED, "3600.0 s ahead")
     check(judge_clock("redis.clock", "Redis", 10.0, 9.0), OK)
-    check(judge_clock_of(None), SKIPPED)
-    check(judge_clock_of(-1200.0), FAILED)
+    check(judge_s3_clock(None), SKIPPED)
+    check(judge_s3_clock(-1200.0), FAILED)
 
 
 # the service
@@ -134,7 +130,7 @@ def test_services() -> None:
     check(judge_unreachable("tcp://h:7", down), FAILED, "", "firewall")
     refused = Unavailable("the service is not reachable", reason="the token is wrong")
     check(judge_unreachable("tcp://h:7", refused), FAILED, "token", "KVSTORE_TOKEN_FILE")
-    open_file = InvalidRequest("others may read the token: chmod 600 it", path="/etc/token")
+    open_file = InvalidRequest("other users may read the token: run chmod 600 on it", path="/etc/token")
     check(judge_unreachable("tcp://h:7", open_file), FAILED, "", "chmod 600 /etc/token")
     unbelieved = Unavailable("the service is not reachable", reason="the service's certificate is not believed")
     check(judge_unreachable("tls://h:7", unbelieved), FAILED, "not believed", "KVSTORE_TLS_CA_FILE")

@@ -8,14 +8,14 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from kvstore.cli.main import main
 from kvstore.doctor import directory
-from kvstore.doctor.finding import Verdict, ok, warning, without
-from kvstore.doctor.running import Check, Report, run_checks
+from kvstore.doctor.check import Check, Criterion, Finding, Verdict, run_checks, without
 from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
 
@@ -23,45 +23,54 @@ FIX = "start it again"
 
 
 def test_checks_that_do_not_end_well() -> None:
-    """One that blocks its thread, one that waits, one that raises, one with a bug: each costs itself alone."""
+    """One blocks its thread, one waits, one raises, one has a bug, one ends early: none delays another."""
     never = threading.Event()
 
-    async def blocks(report: Report, deadline: Deadline) -> None:
+    async def blocks(deadline: Deadline) -> AsyncIterator[Finding]:
         never.wait()
+        yield Criterion("blocks").ok("too late")
 
-    async def waits(report: Report, deadline: Deadline) -> None:
-        report(ok("waits", "begun"))
+    async def waits(deadline: Deadline) -> AsyncIterator[Finding]:
+        yield Criterion("waits").ok("begun")
         async with deadline.scope("the answer"):
             await asyncio.Event().wait()
 
-    async def raises(report: Report, deadline: Deadline) -> None:
-        raise Unavailable("there is nobody", address="h:1")
+    async def raises(deadline: Deadline) -> AsyncIterator[Finding]:
+        raise Unavailable("the peer is gone", address="h:1")
+        yield
 
-    async def has_a_bug(report: Report, deadline: Deadline) -> None:
+    async def has_a_bug(deadline: Deadline) -> AsyncIterator[Finding]:
         raise ZeroDivisionError("oh")
+        yield
 
-    async def is_fine(report: Report, deadline: Deadline) -> None:
-        report(ok("fine", "all well"))
+    async def ends_early(deadline: Deadline) -> AsyncIterator[Finding]:
+        yield Criterion("early").failed("broken", FIX)
 
-    names = {blocks: ("blocks", "b2"), waits: ("waits", "w2"), raises: ("raises",), has_a_bug: ("bug",)}
-    checks = [Check(names.get(run, ("fine",)), run, FIX) for run in (blocks, waits, raises, has_a_bug, is_fine)]
+    checks = [
+        Check(("blocks", "b2"), blocks, FIX),
+        Check(("waits", "w2"), waits, FIX),
+        Check(("raises",), raises, FIX),
+        Check(("bug",), has_a_bug, FIX),
+        Check(("early", "e2"), ends_early, FIX),
+    ]
     found = run_checks(checks, timeout_s=0.1)
     never.set()
-    assert [finding.name for finding in found] == ["blocks", "b2", "waits", "w2", "raises", "bug", "fine"]
+    assert [finding.name for finding in found] == ["blocks", "b2", "waits", "w2", "raises", "bug", "early", "e2"]
     told = {finding.name: (finding.verdict, finding.seen) for finding in found}
     assert told["blocks"] == (Verdict.FAILED, "no answer within 0.1 s")
     assert told["b2"] == (Verdict.SKIPPED, "see blocks")
     assert told["waits"] == (Verdict.OK, "begun")
     assert told["w2"][0] is Verdict.FAILED
-    assert told["raises"] == (Verdict.FAILED, "there is nobody address=h:1")
+    assert told["raises"] == (Verdict.FAILED, "the peer is gone (address h:1)")
     assert told["bug"] == (Verdict.FAILED, "a bug, please report it: ZeroDivisionError: oh")
-    assert told["fine"] == (Verdict.OK, "all well")
+    assert told["early"] == (Verdict.FAILED, "broken")
+    assert told["e2"] == (Verdict.SKIPPED, "see early")
     assert {finding.fix for finding in found if finding.verdict is Verdict.FAILED} == {FIX}
 
 
 def test_secrets_are_hidden() -> None:
     """Wherever they stand; an empty secret hides nothing."""
-    finding = without(warning("x", "said hunter2", "no hunter2", "not hunter2"), ["hunter2", ""])
+    finding = without(Criterion("x", "no hunter2").warning("said hunter2", "not hunter2"), ["hunter2", ""])
     assert (finding.seen, finding.expected, finding.fix) == ("said ***", "no ***", "not ***")
 
 
@@ -74,13 +83,13 @@ def test_an_embedded_user_needs_nothing(tmp_path: Path) -> None:
         "from kvstore.cli.main import main\nsys.exit(main(['doctor', '--json', '--timeout', '60']))"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("KVSTORE_", "AWS_"))}
-    environment["XDG_CACHE_HOME"] = str(tmp_path)
+    environment |= {"XDG_CACHE_HOME": str(tmp_path), "KVSTORE_ADMIN_LISTEN": "off"}  # others may run a service here
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
     why = {name: finding["seen"] for name, finding in found.items() if finding["verdict"] == "skipped"}
-    assert "no private service runs" in why["service"]
+    assert "no embedded service is running" in why["service"]
     assert "no Redis is used" in why["redis"] and "no S3 is used" in why["s3"]
     assert "no engine has opened one yet" in why["namespaces"]
     assert found["directory"]["verdict"] == "ok" and str(tmp_path) in found["directory"]["expected"]
@@ -93,6 +102,7 @@ def unset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         if name.startswith("KVSTORE_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("KVSTORE_ADMIN_LISTEN", "off")  # others may run a service here
 
 
 @pytest.mark.usefixtures("unset")

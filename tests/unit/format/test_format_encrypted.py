@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvstore.errors import CorruptRecord, InvalidRequest, UnsupportedFormat
 from kvstore.format.encrypted import ENCRYPTION_BYTES, TenantKey, decrypt_record, encrypt_record
 from kvstore.format.header_v1 import HEADER_BYTES
-from kvstore.format.key_ids import pack_key_ids, parse_key_ids
+from kvstore.format.manifest import pack_key_ids, parse_key_ids
 from kvstore.format.record import Record, open_record, seal
 from kvstore.testing.keys import secret_of, tenant_key
 from kvstore.testing.records import make_key, make_record
@@ -141,7 +141,7 @@ def test_notes_of_key_ids_round_trip(checks: dict[int, bytes]) -> None:
     ],
 )
 def test_what_is_no_note_is_corrupt_and_a_newer_one_is_not(data: bytes) -> None:
-    """Damage is made anew, what a newer release wrote is left alone."""
+    """A damaged note is written again; that of a newer release is not changed."""
     with pytest.raises(CorruptRecord):
         parse_key_ids(data)
     with pytest.raises(UnsupportedFormat):

@@ -16,8 +16,8 @@ from kvstore.format.names import parse_name
 from kvstore.format.record import open_record, read_record, seal, verify_payload
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import RecordKind
+from kvstore.model.layout import Span
 from kvstore.model.namespace import NamespaceDescription
-from kvstore.model.spans import Span
 
 KEY = RecordKey(NamespaceId(bytes(16)), PrefixHash(bytes(32)), 0, 0)
 
@@ -65,7 +65,7 @@ def test_spans_that_do_not_fit_the_kind_are_neither_written_nor_read(kind: Recor
 
 
 def test_a_newer_version_is_unsupported_and_not_corrupt() -> None:
-    """Headers of version 2, of our length, shorter or longer, are told apart from damage as long as they are intact."""
+    """Headers of version 2, of our length, shorter or longer, are distinguished from damage while they are intact."""
     packed = header().pack()
     newer = resealed(packed, 4, b"\x02\x00")
     longer = bytearray(newer + bytes(64) + b"payload")

@@ -17,8 +17,8 @@ from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.names import format_name, stripe_name
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import RecordKind
-from kvstore.model.spans import Span
-from kvstore.tiers.redis.stripes import STRIPE_BYTES, is_striped, stripe_names, stripe_ranges
+from kvstore.model.layout import Span
+from kvstore.tiers.redis.reading import STRIPE_BYTES, is_striped, stripe_names, stripe_ranges
 
 PAGE = (Path(__file__).parents[3] / "docs" / "formats" / "record-v1.md").read_text()
 ROW = re.compile(r"\| (?P<offset>\d+) \| (?P<size>\d+) \| (?P<field>\w+) \| (?P<meaning>.+) \|")

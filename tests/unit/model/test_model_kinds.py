@@ -18,8 +18,7 @@ from kvstore.model.kinds import (
     SlidingWindow,
     parse_kind,
 )
-from kvstore.model.layout import GroupLayout, Layout
-from kvstore.model.spans import Span, cell_of, span_ending_at
+from kvstore.model.layout import GroupLayout, Layout, Span, cell_of, span_ending_at
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def shuffled(value: Any) -> Any:
 
 @given(st.dictionaries(st.text(max_size=8), JSON, max_size=5), st.text(max_size=8))
 def test_a_description_is_canonical(extra: dict[str, Any], tenant: str) -> None:
-    """Any plain description has one spelling, whatever the order of its keys, and reads back from it."""
+    """Any plain description has one spelling for every order of its keys, and reads back from it."""
     fields = {**extra, "layout": FIELDS["layout"]}
     description = NamespaceDescription.from_fields(fields, tenant)
     assert NamespaceDescription.from_fields(shuffled(fields), tenant) == description

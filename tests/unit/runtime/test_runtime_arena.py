@@ -26,7 +26,7 @@ def arena():
 
 
 def test_buffers_share_nothing_and_their_memory_returns(arena: Arena) -> None:
-    """A thousand random lives of buffers: each keeps what was written to it, and in the end all memory is one range."""
+    """A thousand random lives of buffers: each keeps what was written to it, and after that all memory is one range."""
     generator = random.Random(7)
     living: list[tuple[memoryview, int]] = []
     for number in range(1000):
@@ -52,7 +52,7 @@ def test_buffers_share_nothing_and_their_memory_returns(arena: Arena) -> None:
 
 
 def test_a_slice_keeps_its_buffer(arena: Arena) -> None:
-    """Memory returns with the last view of it, not with the first, whichever thread drops it."""
+    """Memory returns with the last view of it, not with the first, in any thread."""
     buffer = arena.take(MIB)
     assert buffer is not None
     part = buffer[100:200].toreadonly()
@@ -151,7 +151,7 @@ def test_an_arena_that_is_smaller_than_said_is_not_mapped(arena: Arena) -> None:
 
 
 def test_memory_is_warmed_ahead_of_its_use() -> None:
-    """So much as was asked for is resident soon after the start, more as that is used, and content stays."""
+    """The requested part is resident soon after the start, more as that is used, and content stays."""
     arena = Arena.open(32 * MIB, ahead_bytes=8 * MIB)
     assert arena is not None
     try:

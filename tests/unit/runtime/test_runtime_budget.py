@@ -1,4 +1,4 @@
-"""Byte budgets: receipts, order, and waiters who leave at any moment."""
+"""Budgets: receipts, order, waiters that leave at any moment, and the shares of tenants."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import asyncio
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvstore.errors import InternalError, InvalidRequest
-from kvstore.runtime.budget import ByteBudget, Grant
+from kvstore.runtime.budget import ByteBudget, Grant, Shares
 
 
-async def waiting(budget: ByteBudget, *sizes: int) -> list[asyncio.Task[Grant]]:
-    tasks = [asyncio.ensure_future(budget.take(size)) for size in sizes]
+async def waiting(budget: ByteBudget, *sizes: int, tenant: str = "") -> list[asyncio.Task[Grant]]:
+    tasks = [asyncio.ensure_future(budget.take(size, tenant)) for size in sizes]
     await asyncio.sleep(0)
     return tasks
 
 
 def test_a_grant_is_a_receipt() -> None:
-    """Bytes are granted up to the limit, given back once, and a second time is a bug that is told."""
+    """Bytes are granted up to the limit, given back once, and a second time is an error."""
     budget = ByteBudget(10)
     grant = budget.try_take(7)
     assert grant is not None and grant.num_bytes == 7
@@ -114,3 +116,72 @@ async def test_nothing_leaks_under_random_cancels(seed: int) -> None:
     assert {type(outcome) for outcome in outcomes} <= {type(None), asyncio.CancelledError}
     assert budget.used_bytes == 0
     assert budget.try_take(20) is not None
+
+
+async def test_a_tenant_that_waits_for_its_share_delays_no_other() -> None:
+    """It has three quarters and asks for more: another tenant gets its bytes at once, and the waiter when the first
+    gives some back."""
+    budget = ByteBudget(100)
+    held = [await budget.take(25, "greedy") for _ in range(3)]
+    (late,) = await waiting(budget, 10, tenant="greedy")
+    assert not late.done() and budget.try_take(1, "greedy") is None
+    other = budget.try_take(12, "other")
+    assert other is not None
+    budget.give_back(held[0])
+    late_grant = await asyncio.wait_for(late, 5)
+    for grant in (*held[1:], other, late_grant):
+        budget.give_back(grant)
+    assert budget.used_bytes == 0
+
+
+async def test_one_large_item_of_a_tenant_is_granted() -> None:
+    """It is more than the tenant's share, which would never be enough: it gets in while the tenant holds nothing."""
+    budget = ByteBudget(100)
+    held = await budget.take(10, "other")
+    (large,) = await waiting(budget, 100, tenant="large")
+    assert not large.done()
+    budget.give_back(held)
+    grant = await asyncio.wait_for(large, 5)
+    assert budget.try_take(1, "other") is None
+    budget.give_back(grant)
+    assert budget.try_take(1, "other") is not None
+
+
+@pytest.mark.parametrize("num_tenants", [1, 2, 7])
+def test_greedy_tenants_leave_room_for_one_more(num_tenants: int) -> None:
+    """All of them take one by one as long as they may: they get the same, three quarters together at least, and
+    another one still gets at least half of what each has."""
+    shares = Shares(1000)
+    tenants = [f"tenant {number}" for number in range(num_tenants)]
+    while sum(shares.try_take(tenant, 1) for tenant in tenants):
+        pass
+    held = [shares.used_by(tenant) for tenant in tenants]
+    assert max(held) - min(held) <= 2
+    assert shares.used >= 740
+    taken = 0
+    while shares.try_take("late", 1):
+        taken += 1
+    assert taken >= 0.1 * min(held) and taken > 30
+
+
+def test_without_tenants_all_is_to_be_had() -> None:
+    """The service's own user may have everything, and gives it back."""
+    shares = Shares(10)
+    assert shares.try_take("", 10)
+    assert not shares.try_take("", 1)
+    assert not shares.try_take("a", 1)
+    shares.give_back("", 10)
+    assert shares.used == 0
+    with pytest.raises(InternalError):
+        shares.give_back("", 1)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 40)), max_size=60))
+def test_never_more_than_there_is(calls: list[tuple[str, int]]) -> None:
+    """Never more is held than there is, and all that was taken can be given back."""
+    shares = Shares(100)
+    taken = [(tenant, amount) for tenant, amount in calls if shares.try_take(tenant, amount)]
+    assert shares.used == sum(amount for _, amount in taken) <= 100
+    for tenant, amount in taken:
+        shares.give_back(tenant, amount)
+    assert shares.used == 0

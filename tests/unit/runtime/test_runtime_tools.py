@@ -40,7 +40,7 @@ def test_a_deadline_counts_down_on_its_own_clock() -> None:
 
 
 def test_an_earlier_deadline_is_never_later() -> None:
-    """A shorter limit brings the point forward, a longer one changes nothing."""
+    """A shorter limit makes the point earlier, a longer one changes nothing."""
     clock = ManualClock()
     deadline = Deadline.after(5, clock)
     assert deadline.earlier(2).at_s == 102
@@ -60,7 +60,7 @@ async def test_a_scope_ends_its_block_at_the_deadline() -> None:
 
 
 async def test_a_scope_lets_results_and_errors_through() -> None:
-    """A block that ends in time is not touched, whatever it raises."""
+    """A block that ends in time is not touched, also if it raises."""
     async with Deadline.after(10).scope("quick"):
         await asyncio.sleep(0)
     with pytest.raises(KeyError):
@@ -90,7 +90,7 @@ def test_the_system_clock_tells_both_times() -> None:
 
 
 async def test_background_counts_and_logs_failures(caplog: pytest.LogCaptureFixture) -> None:
-    """A task that raises is logged with its name and traceback, counted, and its sibling goes on."""
+    """A task that raises is logged with its name and traceback, counted, and its sibling continues."""
     background = Background("tests")
     go_on = asyncio.Event()
 

@@ -30,7 +30,7 @@ async def test_no_more_than_the_limit_in_order() -> None:
 
 
 async def test_a_changed_limit() -> None:
-    """A larger limit counts as soon as somebody leaves; a smaller one makes the next ones wait."""
+    """A larger limit counts as soon as a block ends; a smaller one makes the next ones wait."""
     turns = Turns(1)
     ends = [asyncio.Event() for _ in range(6)]
 

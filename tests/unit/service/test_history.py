@@ -12,9 +12,8 @@ from kvstore.api import Outcome
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import EventKind, Events
-from kvstore.service.credentials import CredentialsFile
-from kvstore.service.history import History, Sample, window_of
-from kvstore.service.watching import Watcher
+from kvstore.service.authentication import CredentialsFile
+from kvstore.service.history import History, Sample, Watcher, window_of
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.tiers.base import TierUsage
@@ -61,8 +60,8 @@ async def test_a_look_keeps_what_has_grown(store: TieredStore) -> None:
     prompt = Prompt(ATTENTION, "a", 128)
     await store.open_namespace(prompt.description, deadline=Deadline.after(60))
     await store.lookup(prompt.query(), deadline=Deadline.after(60))
-    store.tell(Outcome("one", prompt.namespace, 128, 128, 16, 64, "nothing_stored"))
-    store.tell(Outcome("two", prompt.namespace, 128, 128, 0, 0, "a word of a newer engine"))
+    store.report(Outcome("one", prompt.namespace, 128, 128, 16, 64, "nothing_stored"))
+    store.report(Outcome("two", prompt.namespace, 128, 128, 0, 0, "a word of a newer engine"))
     await watcher.step()
     await watcher.step()
     first, second = history.samples()
@@ -101,7 +100,7 @@ async def test_sums_become_events(store: TieredStore) -> None:
         *(EventKind.EVICTED, EventKind.SAVES_DROPPED, EventKind.SAVES_DROPPED, EventKind.SAVES_DROPPED),
         *(EventKind.CATALOG, EventKind.CATALOG),
     ]
-    assert told[0][1].startswith("3 boundaries left s3")
+    assert told[0][1].startswith("evicted 3 boundaries from s3")
     assert told[0][2] == {"tier": "s3", "num_bytes": 4096, "evicted": 2, "expired": 1}
     assert told[1][2] == {"records": 3} and told[3][2] == {"tier": "redis", "full": 4}
     assert told[2][1].startswith("9 records of engines are missing: it was computed, but not saved: the processors")
@@ -109,19 +108,19 @@ async def test_sums_become_events(store: TieredStore) -> None:
 
 
 class Silent(MemoryTier):
-    """Does not tell what it holds, as S3 does not."""
+    """Does not report what it holds, as S3 does not."""
 
     async def usage(self, *, deadline: Deadline) -> TierUsage:
         return replace(await super().usage(deadline=deadline), used_bytes=None)
 
 
 async def test_what_a_tier_does_not_tell_the_catalog_knows() -> None:
-    """Of a tier that would have to be scanned the history has what somebody read of the catalog, or nothing."""
+    """For a tier that would have to be scanned, the history has what was read from the catalog, or nothing."""
     memory, cold = MemoryTier(32 << 20), Silent(32 << 20, name="s3")
     store, history = TieredStore(memory, None, cold), History()
     watcher = Watcher(store, history, Events())
     await watcher.step()
-    assert history.untold == {"s3"}
+    assert history.unmeasured == {"s3"}
     history.held = {"s3": 4096}
     await watcher.step()
     assert [sample.tier_bytes for sample in history.samples()] == [{"memory": 0}, {"memory": 0, "s3": 4096}]
@@ -130,7 +129,7 @@ async def test_what_a_tier_does_not_tell_the_catalog_knows() -> None:
 
 
 async def test_credentials_that_change_are_told(store: TieredStore, tmp_path: Path) -> None:
-    """A token is added: an event; a file that is wrong: another one, and what was read before goes on to count."""
+    """A token is added: an event. The file becomes invalid: another event, and the previous credentials stay."""
     path, events = tmp_path / "credentials.toml", Events()
     path.write_text(f'[[credential]]\ntenant = "red"\ntoken_sha256 = "{"0" * 64}"\n')
     path.chmod(0o600)
@@ -140,7 +139,7 @@ async def test_credentials_that_change_are_told(store: TieredStore, tmp_path: Pa
     for text in ("", "wrong"):
         path.write_text(path.read_text() + text)
         for _ in range(2):
-            credentials.look()
+            credentials.file.poll()
         await watcher.step()
     assert [(event.kind, event.detail.get("tokens")) for event in events.after(0)] == [
         (EventKind.SETTINGS, 2),

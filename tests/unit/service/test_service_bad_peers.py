@@ -1,4 +1,4 @@
-"""What bad peers send to a live service: their connection ends with a reason, and nobody else notices."""
+"""Bad peers at a live service: their connection ends with a reason, and no other peer notices."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ import pytest
 from kvstore.api import Deadline
 from kvstore.client import RemoteStore, connect
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.service.limits import ServiceLimits
+from kvstore.service.limits import ServiceLimits, UnauthenticatedConnections
 from kvstore.service.listener import Listener
-from kvstore.service.newcomers import Newcomers
 from kvstore.service.server import Server
 from kvstore.testing.dict_store import DictStore
 from kvstore.testing.prompts import ATTENTION, Prompt
@@ -33,7 +32,7 @@ PROMPT = Prompt(ATTENTION, "bad peers", 64)
 
 
 class Peer:
-    """A raw connection that says what it is told."""
+    """A raw connection that sends given bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -76,9 +75,14 @@ async def peer_of(server: Server, *, greeted: bool = True) -> AsyncIterator[Peer
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Server]:
+def store() -> DictStore:
+    return DictStore()
+
+
+@pytest.fixture
+async def server(store: DictStore, tmp_path: Path) -> AsyncIterator[Server]:
     limits = ServiceLimits(receive_bytes=1 << 20, save_credit_bytes=512 << 10, max_requests=4, hello_timeout_s=0.3)
-    server = Server(DictStore(), limits)
+    server = Server(store, limits)
     await server.listen([parse_address(f"unix:{tmp_path / 's'}")])
     yield server
     await server.aclose()
@@ -154,7 +158,7 @@ async def test_requests_before_the_hello_are_refused(server: Server, bystander: 
 
 
 async def test_silent_peers_are_not_kept(server: Server, bystander: RemoteStore) -> None:
-    """A peer that connects and says nothing, or half a hello, is told so and let go."""
+    """A peer that connects and sends nothing, or half a hello, gets the reason, and its connection ends."""
     for begin in (b"", HELLO[:20]):
         async with peer_of(server, greeted=False) as peer:
             peer.send(begin)
@@ -178,10 +182,8 @@ async def test_truncated_frames_hold_nothing(server: Server, bystander: RemoteSt
     assert (await bystander.status(deadline=Deadline.after(5)))["records"] == 0
 
 
-async def test_saves_beyond_the_credit_are_refused(server: Server, bystander: RemoteStore) -> None:
+async def test_saves_beyond_the_credit_are_refused(server: Server, store: DictStore, bystander: RemoteStore) -> None:
     """A peer that ignores its window is cut off before its bytes are received."""
-    store = server._answers.store
-    assert isinstance(store, DictStore)
     prompt = Prompt(ATTENTION, "large", 64, payload_bytes=300 << 10)
     await bystander.open_namespace(prompt.description, deadline=Deadline.after(5))
     store.gate.clear()
@@ -196,10 +198,8 @@ async def test_saves_beyond_the_credit_are_refused(server: Server, bystander: Re
     await until(lambda: server.describe()["receive_bytes_used"] == 0)
 
 
-async def test_request_ids_in_use_are_refused(server: Server, bystander: RemoteStore) -> None:
-    """Two running requests with one id could not be told apart."""
-    store = server._answers.store
-    assert isinstance(store, DictStore)
+async def test_request_ids_in_use_are_refused(server: Server, store: DictStore, bystander: RemoteStore) -> None:
+    """Two running requests with one id could not be distinguished."""
     store.gate.clear()
     async with peer_of(server) as peer:
         peer.send(frame({"type": "status", "id": 1, "deadline_ms": 1000}) * 2)
@@ -209,10 +209,10 @@ async def test_request_ids_in_use_are_refused(server: Server, bystander: RemoteS
     store.gate.set()
 
 
-async def test_too_many_requests_are_answered_unavailable(server: Server, bystander: RemoteStore) -> None:
+async def test_too_many_requests_are_answered_unavailable(
+    server: Server, store: DictStore, bystander: RemoteStore
+) -> None:
     """The fifth of at most four running requests is answered at once; the others are answered when they can be."""
-    store = server._answers.store
-    assert isinstance(store, DictStore)
     store.gate.clear()
     async with peer_of(server) as peer:
         for number in range(5):
@@ -242,10 +242,8 @@ async def test_who_asks_and_takes_no_answer_is_let_go(
     await until(lambda: server.describe()["sessions"] == 3)
 
 
-async def test_cancelled_requests_are_answered_once(server: Server, bystander: RemoteStore) -> None:
-    """Cancelled in the same packet and later; unknown ids are ignored, and the connection goes on."""
-    store = server._answers.store
-    assert isinstance(store, DictStore)
+async def test_cancelled_requests_are_answered_once(server: Server, store: DictStore, bystander: RemoteStore) -> None:
+    """Cancelled in the same packet and later; unknown ids are ignored, and the connection stays."""
     store.gate.clear()
     async with peer_of(server) as peer:
         cancel = frame({"type": "cancel", "id": 1}) + frame({"type": "cancel", "id": 77})
@@ -286,19 +284,19 @@ async def test_unix_sockets_are_their_users_alone(tmp_path: Path) -> None:
     path.parent.mkdir(mode=0o700)
     stale.bind(str(path))
     stale.close()
-    newcomers = Newcomers(4, 4)
-    listener = await Listener.open(UnixAddress(str(path)), lambda _: asyncio.Protocol(), newcomers)
+    unauthenticated = UnauthenticatedConnections(4, 4)
+    listener = await Listener.open(UnixAddress(str(path)), lambda _: asyncio.Protocol(), unauthenticated)
     assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(InvalidRequest, match="another program listens"):
-        await Listener.open(UnixAddress(str(path)), lambda _: asyncio.Protocol(), newcomers)
+        await Listener.open(UnixAddress(str(path)), lambda _: asyncio.Protocol(), unauthenticated)
     await listener.aclose()
     assert os.listdir(path.parent) == []
     path.write_text("precious")
     with pytest.raises(InvalidRequest, match="not a socket"):
-        await Listener.open(UnixAddress(str(path)), lambda _: asyncio.Protocol(), newcomers)
+        await Listener.open(UnixAddress(str(path)), lambda _: asyncio.Protocol(), unauthenticated)
     assert path.read_text() == "precious"
     deep = tmp_path / "made" / "s"
-    listener = await Listener.open(UnixAddress(str(deep)), lambda _: asyncio.Protocol(), newcomers)
+    listener = await Listener.open(UnixAddress(str(deep)), lambda _: asyncio.Protocol(), unauthenticated)
     assert deep.parent.stat().st_mode & 0o777 == 0o700
     await listener.aclose()
 

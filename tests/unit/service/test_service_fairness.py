@@ -1,4 +1,4 @@
-"""Many engines at one service: nobody starves, nobody's bytes stay behind, whoever does not read holds little."""
+"""Many engines at one service: none starves, none leaves bytes behind, and one that does not read holds little."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ async def test_a_dead_engine_in_the_middle_of_a_record(node: Node) -> None:
 
 async def test_engines_that_stop_in_the_middle_of_a_record(node: Node) -> None:
     """Engines freeze with half a record sent, and their connections stay: at the deadline of their saves
-    the room is others'. What comes of the record later is dropped, and the connection goes on."""
+    the room is others'. The rest of the record is dropped when it comes, and the connection stays."""
     prompt = prompt_of("stopping")
     client = await node.client(prompt)
     address = parse_address(node.url)

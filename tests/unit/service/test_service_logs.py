@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 
 from kvstore.client import connect
-from kvstore.client.connection import Connection
-from kvstore.client.options import ClientOptions
+from kvstore.client.connection import ClientOptions, Connection
 from kvstore.errors import InternalError, InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.log_context import NO_REQUEST, RequestContext, request_context
-from kvstore.service.credentials import Credentials
+from kvstore.runtime.tracing import NO_REQUEST, RequestContext, request_context
+from kvstore.service.authentication import Credentials
 from kvstore.service.logs import ServiceFormatter, shape_logs
-from kvstore.service.secrets import secrets_of
+from kvstore.service.reported_settings import secrets_of
 from kvstore.service.server import Server
 from kvstore.settings import load_settings
 from kvstore.store.operations import StoreOperations
@@ -28,7 +27,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address
-from tests.unit.admin.admin_world import prompt_of, world
+from tests.unit.admin.service_harness import open_service, prompt_of
 
 PROMPT = Prompt(ATTENTION, "a", 128, tenant="red")
 
@@ -162,7 +161,7 @@ async def test_the_administration_repeats_the_request_id(
 ) -> None:
     """The peer's where it can stand in a log, else ours; the audit log has it, and a line of the data loop too."""
     prompt = prompt_of("a")
-    async with world(tmp_path) as made, made.client("red") as client:
+    async with open_service(tmp_path) as made, made.client("red") as client:
         await made.save(prompt)
         path = f"/v1/prefixes/{prompt.namespace.hex()}/{prompt.boundary(64).prefix.hex()}"
         answer = await client.delete(path, headers={"X-Request-Id": "ticket-4711"})
@@ -199,4 +198,4 @@ async def test_wrong_tokens_are_counted_on_the_data_port(written: Lines) -> None
         with pytest.raises(Unavailable, match="too many wrong tokens from this address"):
             await greeted("blue token")
         await greeted("red token")
-    assert sum("a wrong token was shown" in line for line in written.lines) == 10
+    assert sum("sent a wrong token to the data port" in line for line in written.lines) == 10

@@ -14,7 +14,7 @@ from kvstore.client import connect
 from kvstore.client.remote import RemoteStore
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.credentials import Credentials, CredentialsFile, Scope, read_credentials
+from kvstore.service.authentication import Credentials, CredentialsFile, Scope, read_credentials
 from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
@@ -67,7 +67,8 @@ async def test_one_description_is_a_namespace_for_each_tenant(client: Callable[[
 
 
 async def test_a_tenant_cannot_use_a_namespace_it_knows(client: Callable[[str], RemoteStore]) -> None:
-    """Whoever knows another tenant's namespace, keys and even a lease can neither look up, load, put nor remove."""
+    """A peer that knows another tenant's namespace, keys and even a lease can neither look up, load, save nor
+    discard."""
     owner, other = client("shared"), client("red token")
     await owner.open_namespace(PROMPT.description, deadline=soon())
     await other.open_namespace(PROMPT.description, deadline=soon())
@@ -94,7 +95,7 @@ async def test_a_tenant_cannot_use_a_namespace_it_knows(client: Callable[[str], 
 
 @pytest.mark.parametrize("token", ["wrong", "red tokem", sha256("red token")])
 async def test_unknown_tokens_are_refused(client: Callable[[str], RemoteStore], token: str) -> None:
-    """A token that nobody has is refused, also on a Unix socket, and so is the digest that the file holds."""
+    """An unknown token is refused, also on a Unix socket, and so is the digest that the file holds."""
     with pytest.raises(Unavailable, match="token_file"):
         await client(token).open_namespace(PROMPT.description, deadline=Deadline.after(1))
 
@@ -111,7 +112,7 @@ def entry(tenant: str, token: str) -> str:
 
 
 def test_credentials_file(tmp_path: Path) -> None:
-    """Tenants with one or several tokens; a token of nobody is nobody's."""
+    """Tenants with one or several tokens; an unknown token has no tenant."""
     path = write(tmp_path, entry("red", "1") + entry("red", "2") + entry("blue", "3"))
     credentials = read_credentials(path)
     grants = [credentials.grant_of(token) for token in ("1", "2", "3", "4", "")]
@@ -130,10 +131,10 @@ def test_credentials_file(tmp_path: Path) -> None:
         (entry("red", "1") + "scopes = ['read', 'all']", "list of read, save, admin"),
         (entry("red", "1") + "scopes = []", "field=scopes"),
         (entry("red", "1") + entry("red", "1") + "scopes = ['admin']", "two lists of scopes"),
-        (entry("red", "1") + entry("blue", "1"), "one token cannot be two tenants"),
+        (entry("red", "1") + entry("blue", "1"), "one token cannot have two tenants"),
         ("tokens = 1", "seen=tokens"),
         ("[credential]\ntenant = 'red'", "expected"),
-        ("not toml", "cannot read"),
+        ("not toml", "expected TOML"),
     ],
 )
 def test_wrong_credentials_files(tmp_path: Path, text: str, match: str) -> None:
@@ -176,52 +177,37 @@ async def test_a_token_without_the_scope_may_not_save(tmp_path: Path) -> None:
 
 
 def test_a_file_that_changes_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A change counts from the second look on that finds it; a file that cannot be used is said once for each change,
-    with what to do, and changes nothing until it is corrected; one without entries is good for nobody.
+    """Tokens come and go; an invalid file changes nothing; a file without entries admits no token, and is logged.
+
+    When a change counts: tests/unit/runtime/test_watched_file.py.
     """
 
-    def looked() -> list[bool]:
-        return [credentials.look() for _ in range(4)]
+    def polled() -> list[bool]:
+        return [credentials.file.poll() for _ in range(3)]
 
     credentials = CredentialsFile(write(tmp_path, entry("red", "1")))
-    assert looked() == [False] * 4
     write(tmp_path, entry("red", "2"))
     assert credentials.grant_of("1") is not None
-    assert looked() == [False, True, False, False]
+    assert polled() == [False, True, False]
     assert credentials.grant_of("1") is None and credentials.grant_of("2") is not None
     for text in ("not toml", "a = " + "[" * 100_000):
-        path = write(tmp_path, text)
-        caplog.clear()
-        assert looked() == [False] * 4 and credentials.grant_of("2") is not None
-        assert caplog.text.count("stay in force: correct it") == 1
-    path.unlink()
-    caplog.clear()
-    assert looked() == [False] * 4 and credentials.grant_of("2") is not None
-    assert caplog.text.count("No such file") == 1
-    write(tmp_path, entry("blue", "3"))
-    assert looked() == [False, True, False, False]
-    assert credentials.grant_of("2") is None and credentials.num_tokens == 1
-    for text in ("", "# nobody", "credential = []"):
         write(tmp_path, text)
         caplog.clear()
-        assert looked() == [False, True, False, False]
+        assert polled() == [False] * 3 and credentials.grant_of("2") is not None
+        assert caplog.text.count("keeping the previous credentials until this is corrected") == 1
+    write(tmp_path, entry("blue", "3"))
+    assert polled() == [False, True, False]
+    assert credentials.grant_of("2") is None and credentials.num_tokens == 1
+    for text in ("", "# no entry", "credential = []"):
+        write(tmp_path, text)
+        caplog.clear()
+        assert polled() == [False, True, False]
         assert credentials.grant_of("3") is None and credentials.num_tokens == 0
-        assert caplog.text.count("nobody is admitted by a token: add a [[credential]]") == 1
-
-
-def test_a_file_that_is_never_at_rest_changes_nothing(tmp_path: Path) -> None:
-    """It is rewritten in place again and again, and each look finds it empty or half written: what was read before
-    stays in force.
-    """
-    credentials = CredentialsFile(write(tmp_path, entry("red", "1")))
-    for number in range(200):
-        write(tmp_path, "" if number % 2 else "# " + "x" * number)
-        assert not credentials.look()
-        assert credentials.grant_of("1") is not None
+        assert caplog.text.count("no token is accepted: add a [[credential]]") == 1
 
 
 def test_credentials_that_others_may_write(tmp_path: Path) -> None:
-    """Whoever may write the file may become any tenant."""
+    """A user who may write the file could become any tenant."""
     with pytest.raises(InvalidRequest, match="chmod go-w"):
         read_credentials(write(tmp_path, entry("red", "1"), 0o666))
 

@@ -23,7 +23,6 @@ from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.redis_tls import make_certificate
 from kvstore.tiers.memory import MemoryTier
-from kvstore.wire import tls as tls_module
 from kvstore.wire.address import TcpAddress, parse_address
 from kvstore.wire.tls import ServerTls
 
@@ -123,7 +122,7 @@ async def test_only_peers_with_a_certificate(
 
 
 async def test_either_side_may_be_wrong_about_tls(serve: Callable[..., object], ours: Certificate) -> None:
-    """A client without TLS at a port with it, and the reverse, are told to be unavailable, and neither hangs."""
+    """A client without TLS at a port with it, and the reverse, get `Unavailable`, and neither hangs."""
     address, _ = await serve(ServerTls(*ours))  # type: ignore[misc]
     plain = connect(f"tcp://127.0.0.1:{address.port}", options=ClientOptions(hello_timeout_s=0.3))
     assert await why_not(plain)
@@ -145,19 +144,23 @@ async def test_a_renewed_certificate_is_shown_without_a_restart(
     ours: Certificate,
     theirs: Certificate,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """New peers see the new one; while key and certificate do not fit, the one before stays in use."""
-    monkeypatch.setattr(tls_module, "_LOOK_S", 0.0)
+    """New peers see the new one; while key and certificate do not fit, the one before stays in use, and the log says
+    so."""
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     cert.write_bytes(ours[0].read_bytes())
     key.write_bytes(ours[1].read_bytes())
-    _, client = await serve(ServerTls(cert, key))  # type: ignore[misc]
+    tls = ServerTls(cert, key)
+    _, client = await serve(tls)  # type: ignore[misc]
     first = client(ClientTls(ours[0]))
     assert await first.status(deadline=soon())
     cert.write_bytes(theirs[0].read_bytes())  # half renewed
+    assert not tls.poll() and not tls.poll()
+    assert "keeping the previous TLS certificate until this is corrected" in caplog.text
     assert await client(ClientTls(ours[0])).status(deadline=soon())
     key.write_bytes(theirs[1].read_bytes())
+    assert not tls.poll() and tls.poll()
     assert await client(ClientTls(theirs[0])).status(deadline=soon())
     assert "tls_ca_file" in await why_not(client(ClientTls(ours[0])))
     assert await first.status(deadline=soon()), "who is connected stays so"

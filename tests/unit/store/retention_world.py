@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from kvstore.catalog.base import Addition, LeaveReason, Removal
+from kvstore.catalog.coordination import Ownership, SoleOwnership
 from kvstore.catalog.entry import Level
-from kvstore.catalog.ownership import Ownership, SoleOwnership
-from kvstore.catalog.sqlite import SqliteCatalog
+from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import FullAttention, Recurrent
 from kvstore.model.layout import GroupLayout, Layout

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.api import Ack, Outcome, SaveOutcome
-from kvstore.catalog.books import ORDERS, FileBook
+from kvstore.catalog.coordination import OPERATOR_RULES, FileTextStore
 from kvstore.compose import open_store
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.eviction.holdings import Quota
@@ -28,10 +28,10 @@ def soon() -> Deadline:
 
 
 def orders_of(folder: Path, quotas: Mapping[str, Quota] | None = None) -> StandingOrders:
-    return orders_in(FileBook(folder, ORDERS), quotas or {})
+    return orders_in(FileTextStore(folder, OPERATOR_RULES), quotas or {})
 
 
-def orders_in(book: FileBook, quotas: Mapping[str, Quota]) -> StandingOrders:
+def orders_in(book: FileTextStore, quotas: Mapping[str, Quota]) -> StandingOrders:
     return StandingOrders(book, quotas, meters=Meters(), clock=SYSTEM_CLOCK)
 
 
@@ -121,7 +121,7 @@ async def test_retired_weights_serve_nothing(tmp_path: Path) -> None:
             await store.load(staged.lease, staged.keys[0], deadline=soon())
         assert await store.save(prompt.record(64), deadline=soon()) is SaveOutcome.FULL
         told = Outcome("r", prompt.namespace, 128, 128, 0, 0, "nothing_stored", stop=prompt.boundary(64), tenant="red")
-        store.tell(told)
+        store.report(told)
         explained = await store.explain("r", tenant="red", deadline=soon())
         assert explained["reason"] == "weights_retired" and "kvstore weights" in str(explained["advice"])
     async with open_store(settings) as store:
@@ -138,19 +138,19 @@ async def test_a_book_that_takes_nothing_back_is_read_all_the_same(
     """A book that all services share has lost an order, and is too full to take it again: what others order is followed
     as soon as there is room, and the service looks until then."""
     monkeypatch.setattr("kvstore.store.standing_orders._LOOK_S", 0.01)
-    monkeypatch.setattr(FileBook, "is_shared", True)
+    monkeypatch.setattr(FileTextStore, "is_shared", True)
     path = tmp_path / "orders.json"
-    book = FileBook(tmp_path, ORDERS)
+    book = FileTextStore(tmp_path, OPERATOR_RULES)
     told, other = orders_in(book, {}), orders_in(book, {})
     await told.start()
     await told.retire("red", "old", is_retired=True, deadline=soon())
     path.unlink()
-    book.kind = replace(ORDERS, texts_max=0)
+    book.kind = replace(OPERATOR_RULES, texts_max=0)
     meters = told._meters
     async with asyncio.timeout(60):
         while not meters.get("catalog_failures", call="orders"):
             await asyncio.sleep(0.01)
-    book.kind = ORDERS
+    book.kind = OPERATOR_RULES
     await other.retire("red", "older", is_retired=True, deadline=soon())
     async with asyncio.timeout(60):
         while not told.are_retired("red", "older"):

@@ -11,7 +11,7 @@ import pytest
 from store_world import LIMITS, MIB, slow_tier, soon, stage, until
 
 from kvstore.api import Ack, Retention, SaveOutcome
-from kvstore.catalog.ownership import SoleOwnership
+from kvstore.catalog.coordination import SoleOwnership
 from kvstore.errors import Unavailable
 from kvstore.eviction.candidates import CANDIDATES, Candidate
 from kvstore.format.record import Record
@@ -218,19 +218,6 @@ async def test_nothing_is_declined_by_default(world: World) -> None:
     assert service.meters.get("admitted_later_records") == 0
 
 
-async def test_short_prompts_are_declined_by_size(world: World) -> None:
-    """`by_size`: a prompt of 1,024 tokens is written, one of 960 is not until a longer one begins with it."""
-    short, long = Prompt(ATTENTION, "a", 960), Prompt(ATTENTION, "b", 1024)
-    service = await world.service(short, "by_size")
-    await service.serve(short)
-    assert world.cold.keys_put == []
-    await service.serve(long)
-    await world.arrive(keys_of(long))
-    longer = Prompt(ATTENTION, "a", 1088)
-    await service.serve(longer)
-    await world.arrive(keys_of(long, longer))
-
-
 async def test_what_is_for_a_short_time_is_not_brought(world: World) -> None:
     """A record that was saved for a short time stays in memory, however often it is seen."""
     prompt = Prompt(ATTENTION, "a", 320)
@@ -317,22 +304,20 @@ class TestTheRule:
         assert ownership.num_asked == 1
 
     async def test_an_unknown_word_is_not_followed(self) -> None:
-        """An owner of a later version may say what is not known here, and one of an earlier version says nothing."""
+        """An owner of another version may announce a rule that this one does not have, or none."""
         clock, books, namespace = Clock(), LeaseBooks(), NamespaceId(bytes(16))
-        admission = self.admission(clock, "by_size")
-        for word in ("on_third_sight", ""):
+        admission = self.admission(clock, "second_sight")
+        for word in ("on_third_sight", "by_size", ""):
             books.held["lease"] = "the owner", clock.now_s + 60, word
             await admission.agree({namespace: "lease"}, "all", DictOwnership(books, lease_s=9.0, clock=clock), soon())
-            assert admission.rule_of(namespace) == "by_size"
+            assert admission.rule_of(namespace) == "second_sight"
             clock.now_s += 4
 
     def test_a_choice_has_what_its_settings_name(self) -> None:
-        """Either setting may be `auto`; `auto` does not try admission by size, which can still be named."""
+        """Either setting may be `auto`."""
         assert candidates_of("auto", "auto") == list(CANDIDATES)
         assert candidates_of("lru", "second_sight") == [Candidate("lru", "second_sight")]
-        assert candidates_of("s3fifo", "auto") == [Candidate("s3fifo"), Candidate("s3fifo", "second_sight")]
-        assert {one.admission for one in candidates_of("auto", "by_size")} == {"by_size"}
-        assert len(candidates_of("auto", "by_size")) == 3
+        assert candidates_of("lru", "auto") == [Candidate("lru"), Candidate("lru", "second_sight")]
 
     @pytest.mark.parametrize("setting", ["auto", "second_sight"])
     async def test_auto_declines_only_where_the_tier_is_nearly_full(self, setting: str) -> None:

@@ -11,10 +11,10 @@ from typing import TypeVar
 import pytest
 
 from kvstore.api import Ack, SaveOutcome
-from kvstore.catalog.base import LeaveReason
+from kvstore.catalog.base import BoundaryEntry, LeaveReason, Leaving
 from kvstore.catalog.entry import Level
-from kvstore.catalog.pending_base import PendingEntry
-from kvstore.catalog.sqlite import SqliteCatalog
+from kvstore.catalog.pending import PendingEntry
+from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.errors import Unavailable
 from kvstore.format.record import Record
 from kvstore.runtime.clock import SYSTEM_CLOCK
@@ -210,15 +210,16 @@ async def test_a_put_into_a_leaving_boundary_is_tried_again(world: World) -> Non
     """A record that is written while its boundary is being deleted is refused, and stored once that has ended."""
     prompt = Prompt(ATTENTION, "a", 64)
     await world.save(prompt)
-    where = (prompt.namespace, prompt.boundary(64).prefix, Level.COLD)
-    assert await world.catalog.start_leaving(*where, deadline=soon()) is not None
+    leaving = Leaving(prompt.namespace, prompt.boundary(64).prefix)
+    (hidden,) = await world.catalog.start_leaving([leaving], Level.COLD, deadline=soon())
+    assert hidden is not None
     tier = CataloguedTier(world.cold, Level.COLD, world.recorder)
     record = prompt.record(64)
     with pytest.raises(Unavailable, match="being deleted"):
         await tier.put(record, deadline=soon())
     for one in prompt.records():
         await world.cold.delete(one.key, deadline=soon())
-    await world.catalog.finish_leaving(*where, LeaveReason.EVICTED, deadline=soon())
+    await world.catalog.finish_leaving([(hidden, LeaveReason.EVICTED)], Level.COLD, deadline=soon())
     await asyncio.gather(*(tier.put(one, deadline=soon()) for one in prompt.records()))
     entry = await world.catalog.get(prompt.namespace, prompt.boundary(64).prefix, deadline=soon())
     assert entry is not None and entry.num_records(Level.COLD) == 2
@@ -277,15 +278,13 @@ async def test_a_record_whose_boundary_leaves_before_the_catalog_is_told(
     await world.store.open_namespace(prompt.description, deadline=soon())
     await world.store.save(before, ack=Ack.COLD, deadline=soon())
     await world.store.drain(soon())
-    boundary = (prompt.namespace, since.key.prefix, Level.COLD)
-    add, is_leaving = world.catalog.add, False
+    boundary = (prompt.namespace, since.key.prefix)
+    add, hidden = world.catalog.add, list[BoundaryEntry | None]()
 
     async def refuse(additions, *, deadline):  # type: ignore[no-untyped-def]
-        nonlocal is_leaving
-        if additions[0].level is not Level.COLD or is_leaving:
+        if additions[0].level is not Level.COLD or hidden:
             return await add(additions, deadline=deadline)
-        is_leaving = True
-        await world.catalog.start_leaving(*boundary, deadline=soon())
+        hidden.extend(await world.catalog.start_leaving([Leaving(*boundary)], Level.COLD, deadline=soon()))
         raise Unavailable("not now")
 
     monkeypatch.setattr(world.catalog, "add", refuse)
@@ -294,10 +293,11 @@ async def test_a_record_whose_boundary_leaves_before_the_catalog_is_told(
         while not world.recorder.num_refused:
             await asyncio.sleep(0.01)
         await world.cold.inner.delete(before.key, deadline=soon())
-        await world.catalog.finish_leaving(*boundary, LeaveReason.EVICTED, deadline=soon())
+        gone = [(entry, LeaveReason.EVICTED) for entry in hidden if entry is not None]
+        await world.catalog.finish_leaving(gone, Level.COLD, deadline=soon())
         while (await world.catalog.totals(deadline=soon()))[prompt.namespace].levels[Level.COLD].num_records != 1:
             await asyncio.sleep(0.01)
-    entry = await world.catalog.get(*boundary[:2], deadline=soon())
+    entry = await world.catalog.get(*boundary, deadline=soon())
     assert entry is not None and entry.keys(Level.COLD) == [since.key]
 
 

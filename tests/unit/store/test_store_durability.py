@@ -12,9 +12,9 @@ import redis.asyncio
 from store_world import LIMITS, MIB, slow_tier, soon, stage, until
 
 from kvstore.api import Ack, Retention, SaveOutcome
-from kvstore.catalog.pending_base import PendingEntry, PendingLog, PendingTotals
-from kvstore.catalog.pending_redis import RedisPendingLog
-from kvstore.catalog.pending_sqlite import SqlitePendingLog
+from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals
+from kvstore.catalog.redis.pending import RedisPendingLog
+from kvstore.catalog.sqlite.pending import SqlitePendingLog
 from kvstore.errors import Unavailable
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey

@@ -13,14 +13,15 @@ from kvstore.catalog.entry import EntryTable
 from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.long_work import LongWork
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
+from kvstore.runtime.turns import LongWork
 from kvstore.store.catalog_lookup import CatalogLookup
 from kvstore.store.placement import Presence
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.wrap import GuardedTier
 
 pytestmark = pytest.mark.virtual_time
 
@@ -31,7 +32,7 @@ class TestLookup:
         prompt, hot, cold = Prompt(ATTENTION, "a", 250), slow_tier("redis"), slow_tier("s3")
         await fill(cold, prompt)
         hot.frozen = True
-        guard = GuardedTier(hot, meters=Meters())
+        guard = GuardedTier(hot, Instruments())
         async with opened(prompt, hot=guard, cold=cold) as store:
             for _ in range(3):
                 assert (await store.lookup(prompt.query(), deadline=soon(0.4))).resume_tokens == 240

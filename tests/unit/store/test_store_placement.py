@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvstore.api import PrefixQuery
 from kvstore.errors import CorruptRecord, InvalidRequest
 from kvstore.model.coverage import longest_resumable, records_to_resume
-from kvstore.model.spans import Span
+from kvstore.model.layout import Span
 from kvstore.store.admission import affordable_resume, check_header, check_sizes
 from kvstore.store.fetch_gate import next_window
 from kvstore.store.placement import fill as fill_gaps

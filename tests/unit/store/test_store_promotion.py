@@ -11,7 +11,7 @@ from store_world import LIMITS, fill, opened, slow_tier, soon, stage, until
 from kvstore.api import Staged
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.record import seal
-from kvstore.model.spans import Span
+from kvstore.model.layout import Span
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
 
 pytestmark = pytest.mark.virtual_time

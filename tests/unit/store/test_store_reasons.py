@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.catalog.base import LeaveReason
-from kvstore.cli.status_findings import _LATE
+from kvstore.cli.status_problems import _LATE
 from kvstore.store.reasons import LEFT, REASONS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -40,7 +40,7 @@ def test_every_way_to_leave_has_a_word() -> None:
 def test_every_word_of_the_connector_is_known() -> None:
     """What an engine tells has a sentence here."""
     text = "".join(path.read_text() for path in (ROOT / "connector/scheduler").glob("*.py"))
-    told = set(re.findall(r"""(?:_give_up|outcomes\.tell)\(state, "(\w+)\"""", text))
+    told = set(re.findall(r"""(?:_miss|outcomes\.report)\(state, "(\w+)\"""", text))
     told |= set(re.findall(r"""return "(\w+)", \{""", text))
     assert len(told) > 12
     assert told - {"nothing_staged"} <= set(REASONS)

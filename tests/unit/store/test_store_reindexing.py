@@ -111,7 +111,7 @@ async def test_clocks_that_differ(ahead_s: int) -> None:
     report = await reindex(books, hot, await described())
     assert report.num_stale == 2
     kept = [*records[:4], *records[6:]]
-    assert books.totals[PROMPT.namespace, Level.HOT][1:] == [len(kept), sum(record.num_bytes for record in kept)]
+    assert books.totals[PROMPT.namespace, Level.HOT][1:] == (len(kept), sum(record.num_bytes for record in kept))
     entry = await hot._catalog.get(PROMPT.namespace, records[4].key.prefix, deadline=soon())
     assert entry is None
 

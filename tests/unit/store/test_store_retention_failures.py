@@ -207,7 +207,7 @@ async def test_room_is_free_once_the_totals_tell_of_it(world: World, monkeypatch
     await world.save("a", 6)
     room = Room(5 * BOUNDARY_BYTES, 4 * BOUNDARY_BYTES, SYSTEM_CLOCK)
     retention = world.retention(room=room, budget_bytes=5 * BOUNDARY_BYTES)
-    real, told = world.catalog.finish_leaving_all, 0
+    real, told = world.catalog.finish_leaving, 0
 
     async def finish(gone: Sequence[tuple[BoundaryEntry, LeaveReason]], level: Level, *, deadline: Deadline) -> int:
         nonlocal told
@@ -215,7 +215,7 @@ async def test_room_is_free_once_the_totals_tell_of_it(world: World, monkeypatch
         told += await real(gone, level, deadline=deadline)
         return told
 
-    monkeypatch.setattr(world.catalog, "finish_leaving_all", finish)
+    monkeypatch.setattr(world.catalog, "finish_leaving", finish)
     assert await retention.round() >= 2 * BOUNDARY_BYTES
     assert room.used_bytes == await world.used_bytes() == 6 * BOUNDARY_BYTES - told
 

@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.format.names import format_name
+from kvstore.format.names import format_name, pack_key, unpack_key
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.records import make_key, make_record
 from kvstore.tiers.base import PutOutcome, TierUsage
-from kvstore.tiers.filesystem import FilesystemTier, index_log
+from kvstore.tiers.filesystem import FilesystemTier, index
 from kvstore.tiers.filesystem.files import RecordFiles
-from kvstore.tiers.filesystem.index import cost_bytes
-from kvstore.tiers.filesystem.index_log import ENTRY_BYTES, IndexLog, pack_key, replay, unpack_key
+from kvstore.tiers.filesystem.index import ENTRY_BYTES, IndexLog, cost_bytes, replay
 
 PAYLOAD_BYTES = 5000
 COST = cost_bytes(make_record(0, PAYLOAD_BYTES).num_bytes)
@@ -179,7 +178,7 @@ def test_the_log_against_a_dictionary(
 ) -> None:
     """Whatever is added and removed, over restarts and folds and with a torn last entry: the log says what is held."""
     path = tmp_path_factory.mktemp("log") / "index"
-    kept, index_log._TAIL_ENTRIES_MIN = index_log._TAIL_ENTRIES_MIN, 3  # so that it folds all the time
+    kept, index._TAIL_ENTRIES_MIN = index._TAIL_ENTRIES_MIN, 3  # so that it folds all the time
     try:
         held: dict[bytes, int] = {}
         log = IndexLog(path, BOOT)
@@ -201,7 +200,7 @@ def test_the_log_against_a_dictionary(
                     assert log.resume() == held
         assert replay(path.read_bytes(), BOOT) == held
     finally:
-        index_log._TAIL_ENTRIES_MIN = kept
+        index._TAIL_ENTRIES_MIN = kept
     assert all(pack_key(unpack_key(packed)) == packed for packed in held)
 
 

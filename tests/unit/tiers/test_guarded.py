@@ -10,10 +10,12 @@ import pytest
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import EventKind, Events
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.testing.records import make_key, make_record
+from kvstore.tiers.breaker import Breaker
+from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.wrap import Breaker, GuardedTier
 
 pytestmark = pytest.mark.virtual_time
 
@@ -62,7 +64,7 @@ def events() -> Events:
 @pytest.fixture
 async def guard(inner: FailingTier, meters: Meters, events: Events) -> AsyncIterator[GuardedTier]:
     breaker = Breaker(failures_max=3, notice_s=0.03, hang_s=0.08, delay_first_s=0.03, delay_max_s=0.1)
-    guard = GuardedTier(inner, meters=meters, breaker=breaker, calls_max=5, events=events)
+    guard = GuardedTier(inner, Instruments(meters=meters, events=events), breaker=breaker, calls_max=5)
     yield guard
     await guard.aclose()
 
@@ -92,7 +94,7 @@ async def test_opens_after_failures_in_a_row(guard: GuardedTier, inner: FailingT
         assert not guard.is_open
         await fail(guard, "out of order")
     assert guard.is_open
-    await fail(guard, "left alone")
+    await fail(guard, "not used until")
 
 
 async def test_opens_after_one_hang(guard: GuardedTier, inner: FailingTier) -> None:
@@ -195,10 +197,10 @@ async def test_a_probe_that_meets_a_bug_is_not_the_last_one(
 
 async def test_one_warning_one_info(guard: GuardedTier, inner: FailingTier, caplog: pytest.LogCaptureFixture) -> None:
     """However many calls fail, opening is one warning that carries the cause, closing one line of information."""
-    caplog.set_level("INFO", logger="kvstore.tiers.wrap")
+    caplog.set_level("INFO", logger="kvstore.tiers.guarded")
     inner.fails = True
     for _ in range(30):
-        await fail(guard, "out of order|left alone")
+        await fail(guard, "out of order|not used until")
     inner.fails = False
     await closed_again(guard)
     assert [(entry.levelname, "mend it" in entry.getMessage()) for entry in caplog.records] == [
@@ -214,7 +216,7 @@ async def test_events(guard: GuardedTier, inner: FailingTier, events: Events) ->
     await guard.quarantine(record.key, "a test", deadline=Deadline.after(5))
     inner.fails = True
     for _ in range(30):
-        await fail(guard, "out of order|left alone")
+        await fail(guard, "out of order|not used until")
     inner.fails = False
     await closed_again(guard)
     aside, down, back = events.after(0)
@@ -250,7 +252,7 @@ async def test_meters(guard: GuardedTier, inner: FailingTier, meters: Meters) ->
     await guard.quarantine(record.key, "a test", deadline=Deadline.after(5))
     inner.fails = True
     for _ in range(4):
-        await fail(guard, "out of order|left alone")
+        await fail(guard, "out of order|not used until")
 
     def seen(name: str) -> float:
         return meters.get(f"tier_{name}", tier="failing")
@@ -273,10 +275,12 @@ async def test_closed_while_open(guard: GuardedTier, inner: FailingTier) -> None
     assert inner.num_heads == heads
 
 
-def test_delays() -> None:
-    """Delays double up to the limit and start anew only after a caller's success."""
+async def test_delays() -> None:
+    """Delays double up to the limit. Only a caller's success resets them."""
     breaker = Breaker(failures_max=1, delay_first_s=1, delay_max_s=3)
-    assert breaker.failed()
+    with pytest.raises(Unavailable), breaker.observe(Deadline.after(5)):
+        raise Unavailable("out of order")
+    assert breaker.is_open
     delays = []
     for _ in range(3):
         breaker.probe_failed()
@@ -284,7 +288,8 @@ def test_delays() -> None:
     assert delays == [2, 3, 3]
     breaker.probe_succeeded()
     assert (breaker.is_open, breaker.delay_s) == (False, 3)
-    breaker.succeeded(now_s=1)
+    with breaker.observe(Deadline.after(5)):
+        pass
     assert breaker.delay_s == 1
 
 
@@ -299,11 +304,11 @@ async def test_a_tier_that_was_seen_to_be_away_is_left_alone_until_a_probe(
 ) -> None:
     """Told by whoever opened it: the first caller is refused at once, with the reason, and a probe brings it back."""
     inner.fails = True
-    guard.leave_alone("nobody listens there: start it")
-    guard.leave_alone("told twice")
+    guard.open_breaker("nobody listens there: start it")
+    guard.open_breaker("told twice")
     assert guard.is_open and meters.get("tier_open", tier="failing") == 1
     assert [event.kind for event in events.after(0)] == [EventKind.TIER_DOWN]
-    await fail(guard, "left alone.*nobody listens there: start it")
+    await fail(guard, "not used until.*nobody listens there: start it")
     with pytest.raises(Unavailable, match="nobody listens"):
         await guard.usage(deadline=Deadline.after(5))
     inner.fails = False

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.errors import InvalidRequest
 from kvstore.format.names import format_name, stripe_name
 from kvstore.testing.records import make_key
 from kvstore.tiers.base import Severity
-from kvstore.tiers.locations_redis import HostPort, parse_redis
-from kvstore.tiers.redis.facts import concerns_of, parse_info
-from kvstore.tiers.redis.replies import Redirect, redirect_of
+from kvstore.tiers.locations import HostPort
+from kvstore.tiers.redis.cluster import Redirect, parse_slots, redirect_of, slot_of
+from kvstore.tiers.redis.examine import concerns_of, parse_info
 from kvstore.tiers.redis.resp import ErrorReply, Reply
-from kvstore.tiers.redis.slots import parse_slots, slot_of
 
 ASKED = HostPort("10.0.0.1", 7000)
 
@@ -104,21 +102,3 @@ def test_concerns_of_an_old_and_slow_server() -> None:
     assert any("upgrade to 6.2" in text for text in texts)
     assert any("200.0 ms" in text for text in texts)
     assert concerns_of([parse_info(b"", "h:1", latency_s=0.0)])  # an empty INFO is no reason to fail
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "http://:hunter2@h", "redis://:hunter2@", "redis://:hunter2@h:port", "redis://:hunter2@h:1,i:2",
-        "redis://:hunter2@h/x", "redis+cluster://:hunter2@h/1", "redis+sentinel://:hunter2@h",
-        "redis+sentinel://:hunter2@h/main/x", "redis://:hunter2@h?ca_file=/a", "rediss://:hunter2@h?ca_file=a",
-        "rediss://:hunter2@h?key_file=/a", "rediss://:hunter2@h?colour=red", "redis://:hunter2@h#x",
-        "redis+cluster://:hunter2@h,,i", "redis+sentinel://:hunter2@h/main?sentinel_login=maybe",
-    ],
-)  # fmt: skip
-def test_malformed_urls(url: str) -> None:
-    """A url that is not of its scheme's form is refused with the form, and its password is not repeated."""
-    with pytest.raises(InvalidRequest) as caught:
-        parse_redis(url)
-    assert "hunter2" not in str(caught.value)
-    assert "hunter2" not in repr(caught.value.__cause__)

@@ -1,8 +1,9 @@
-"""Reading a record part by part: whole values, stripes, what is missing, odd or changes its size."""
+"""Reading a record part by part: whole values, stripes, missing, wrong and changed values; how a record is cut."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -10,15 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import CorruptRecord, Unavailable
-from kvstore.format.header_v1 import HEADER_BYTES
+from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.names import format_name
 from kvstore.format.record import Record
+from kvstore.model.kinds import RecordKind
+from kvstore.model.layout import Span
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.records import make_key, make_record
 from kvstore.tiers.redis.connection import Connection
-from kvstore.tiers.redis.reading import Reading
+from kvstore.tiers.redis.reading import PART_BYTES, STRIPE_BYTES, Reading, is_striped, stripe_names, stripe_ranges
 from kvstore.tiers.redis.resp import ErrorReply
-from kvstore.tiers.redis.stripes import PART_BYTES, STRIPE_BYTES, is_striped, stripe_names, stripe_ranges
 
 KEY = make_key(1)
 NAME = format_name(KEY)
@@ -230,3 +232,32 @@ async def test_a_connection_that_is_lost_within_an_answer() -> None:
         assert reading.data is None and not connection.alive
         with pytest.raises(Unavailable, match="is lost"):
             await connection.read(Reading(KEY, Buffers().allocate), deadline=Deadline.after(10))
+
+
+def header(payload_bytes: int, checksum: bytes = bytes(range(16))) -> HeaderV1:
+    return HeaderV1(make_key(1), RecordKind.PAGE, Span(0, 256), 0, payload_bytes, payload_bytes, checksum, 0)
+
+
+@given(st.integers(STRIPE_BYTES - HEADER_BYTES + 1, 1 << 30))
+def test_stripes_tile_the_payload(payload_bytes: int) -> None:
+    """Stripes cover the payload once, in order, and none is larger than a value may be."""
+    ranges = stripe_ranges(header(payload_bytes))
+    assert is_striped(header(payload_bytes))
+    assert ranges[0][0] == HEADER_BYTES
+    assert ranges[-1][1] == HEADER_BYTES + payload_bytes
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
+    assert all(0 < stop - start <= STRIPE_BYTES for start, stop in ranges)
+    assert len(stripe_names(header(payload_bytes))) == len(ranges)
+
+
+def test_up_to_the_limit_one_value() -> None:
+    """A record that fits one value is not cut."""
+    assert not is_striped(header(STRIPE_BYTES - HEADER_BYTES))
+
+
+def test_names() -> None:
+    """A stripe's name holds the record's, with its hash tag, and the payload's checksum."""
+    names = stripe_names(header(STRIPE_BYTES))
+    stem = f"{format_name(make_key(1))}.000102030405060708090a0b0c0d0e0f"
+    assert names == [f"{stem}.0"]
+    assert set(names).isdisjoint(stripe_names(header(STRIPE_BYTES, bytes(16))))

@@ -12,6 +12,7 @@ from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.records import make_key, make_record
 from kvstore.tiers.base import PutOutcome
+from kvstore.tiers.locations import S3Location
 from kvstore.tiers.s3 import S3Tier
 
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
@@ -37,7 +38,7 @@ async def tier_that_hears(*answers: bytes) -> AsyncIterator[tuple[S3Tier, list[b
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         endpoint_url = f"http://127.0.0.1:{port}"
-        tier = await S3Tier.open("pages", endpoint_url=endpoint_url, access_key="A", secret_key="b")
+        tier = await S3Tier.open(S3Location("pages", "", endpoint_url), credentials=("A", "b"))
         try:
             yield tier, requests
         finally:

@@ -12,7 +12,7 @@ from botocore.config import Config
 from botocore.credentials import ReadOnlyCredentials
 from botocore.utils import percent_encode
 
-from kvstore.tiers.s3.signing import Signer
+from kvstore.tiers.s3.objects import Signer
 
 HOST = "store.example:9000"
 NOON = datetime(2026, 3, 1, 12, 30, 59, tzinfo=UTC)

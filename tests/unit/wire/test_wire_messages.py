@@ -1,4 +1,4 @@
-"""Messages: each comes back as it was sent, and whatever is wrong is named."""
+"""Messages: each comes back as it was sent, and errors name the wrong field."""
 
 from __future__ import annotations
 
@@ -13,14 +13,9 @@ from kvstore.api import LeaseId, Lookup, Offer, Outcome, PrefixQuery, Staged
 from kvstore.errors import InternalError, InvalidRequest, KVStoreError
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.wire import convert, messages
-from kvstore.wire.failures import error_of, raise_error
-from kvstore.wire.messages import decode, encode
+from kvstore.wire.messages import decode, encode, error_of, raise_error
 
-ALL = [
-    cls
-    for name in messages.__all__
-    if isinstance(cls := getattr(messages, name), type) and issubclass(cls, messages.Message) and cls.type
-]
+ALL = list(messages.MESSAGE_TYPES.values())
 SAMPLES: dict[str, Any] = {"int": 7, "str": "text", "bytes": b"\0\1", "bool": True, "float": 1.5, "Mapping": {"a": 1}}
 WRONG: dict[str, list[Any]] = {
     "int": [-1, "7", 1.0, True, None, 1 << 63],
@@ -70,7 +65,7 @@ def test_fields_that_are_missing_or_wrong_are_named(cls: type[messages.Message])
 
 @pytest.mark.parametrize("kind", [None, 7, "lookupp", "", b"lookup", ["lookup"]])
 def test_unknown_types_are_refused(kind: object) -> None:
-    """A type nobody knows, of whatever kind, is refused by name."""
+    """An unknown type is refused by name, also one that is not text."""
     with pytest.raises(InvalidRequest, match="type"):
         decode({"type": kind})
 
@@ -187,7 +182,7 @@ def test_outcomes_whose_hashes_are_none_are_refused(field: str) -> None:
 
 
 def test_an_outcome_takes_no_more_room_than_it_may() -> None:
-    """Text is cut, and only so many plain values are kept: thousands of outcomes stand in the service's memory."""
+    """Text is cut, and the number of plain values is bounded: the service keeps thousands of outcomes in memory."""
     message = convert.outcome_message(Outcome("a" * 9999, None, 10, 0, 0, 0))
     detail = {f"{number}": "b" * 9999 for number in range(99)} | {"0": ["no plain value"]}
     kept = convert.parse_outcome(replace(message, detail=detail, reason="c" * 9999))

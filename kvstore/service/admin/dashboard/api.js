@@ -1,4 +1,4 @@
-// What the page asks of this port. The token lives in this tab's session storage alone, and is sent as a header.
+// Requests of the page to this port. The token is kept in this tab's session storage only, and sent as a header.
 
 const KEY = "kvstore-token";
 
@@ -9,8 +9,8 @@ export const forgetToken = () => sessionStorage.removeItem(KEY);
 export class Problem extends Error {
   constructor(status, detail, field) {
     super(detail);
-    this.status = status; // 0: nobody answers
-    this.field = field; // which is wrong, like "body.maximum_bytes"
+    this.status = status; // 0: no answer
+    this.field = field; // the wrong field, like "body.maximum_bytes"
   }
 }
 
@@ -37,7 +37,7 @@ export async function ask(path, options) {
   return answer.status === 204 ? null : answer.json();
 }
 
-// Events as they happen, until the signal; asks again from where it was when the answer ends.
+// Events as they happen, until the signal. When a response ends, the next one continues after the last event.
 export async function follow(last, onEvent, onState, signal) {
   let wait = 1000;
   while (!signal.aborted) {

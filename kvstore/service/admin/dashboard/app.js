@@ -1,4 +1,4 @@
-// The frame: which view is shown, when it is asked for again, what is said when the service cannot answer.
+// The frame: which view is shown, when it is refreshed, and what is shown when the service cannot answer.
 
 import { Problem, ask, forgetToken, keepToken, token } from "./api.js";
 import { h, loading, placeholder } from "./dom.js";
@@ -41,7 +41,7 @@ async function show({ isAgain = false } = {}) {
   }
   let isKept = Boolean(VIEWS[name].isLive);
   const context = { ask: (path, options = {}) => ask(path, { ...options, signal: mine.end.signal }), query, signal: mine.end.signal, refresh: () => show({ isAgain: true }),
-    keepUp: () => { isKept = true; } }; // the view looks again by itself, and calls refresh when it does no more
+    keepUp: () => { isKept = true; } }; // the view updates itself, and calls refresh when it stops
   try {
     const parts = await VIEWS[name].view(context);
     if (mine !== current) return;
@@ -63,7 +63,7 @@ async function show({ isAgain = false } = {}) {
   if (!isKept || shown !== name) mine.timer = setTimeout(again, AGAIN_MS);
 }
 
-// What is typed, opened or chosen is not taken away by a refresh.
+// No refresh while the user types, selects or has something open.
 function again() {
   const isBusy = document.hidden || document.querySelector("dialog") || main.querySelector("details[open]") || main.contains(document.activeElement) && document.activeElement.matches("select, input");
   if (isBusy) current.timer = setTimeout(again, AGAIN_MS);
@@ -76,15 +76,15 @@ function focusPath() {
 }
 
 const SAID = {
-  0: ["The service does not answer", "It may have stopped, or be starting. This page asks again by itself."],
-  403: ["This may not be seen with this token", ""],
+  0: ["The service does not answer", "It may have stopped, or be starting. This page tries again by itself."],
+  403: ["This token may not see this", ""],
   429: ["Too many wrong tokens came from this address", "Wait a minute."],
-  503: ["This cannot be told at the moment", ""],
+  503: ["This is not available at the moment", ""],
 };
 
 function failed(error, name) {
-  if (shown === name && (error.status === 0 || error.status === 503)) { // what was seen last stays, and is said to be old
-    trouble.textContent = `What you see is old: ${error.message}`;
+  if (shown === name && (error.status === 0 || error.status === 503)) { // the last values stay, marked as old
+    trouble.textContent = `These values are old: ${error.message}`;
     trouble.hidden = false;
     return;
   }
@@ -102,7 +102,7 @@ function enter(error) {
   const field = h("input", { type: "password", id: "token", autocomplete: "off", required: true, "aria-describedby": "token-hint", "aria-invalid": wasWrong });
   const form = h("form", { class: "stack", onsubmit: (event) => { event.preventDefault(); keepToken(field.value.trim()); show(); } },
     h("label", { for: "token" }, "Token", field),
-    h("p", { id: "token-hint", class: "quiet small" }, "It is kept in this tab until you close it, and sent to this service alone."),
+    h("p", { id: "token-hint", class: "quiet small" }, "It is kept in this tab until you close it, and sent to this service only."),
     h("div", {}, h("button", { type: "submit", class: "first" }, "Show the store")));
   main.replaceChildren(h("h1", {}, "A token is needed"), h("section", { class: "card" },
     wasWrong && h("p", { role: "alert" }, h("span", { class: "badge bad" }, "refused"), ` ${error.message}`), form));

@@ -1,4 +1,4 @@
-// What changes something: always asked first, and a deletion after it was tried dry.
+// Changes, which the user confirms first; a deletion after a dry run.
 
 import { ask } from "./api.js";
 import { bytes, count, dialog, h, placeholder, say, table } from "./dom.js";
@@ -11,7 +11,7 @@ export function pin(one, done) {
   const select = h("select", { id: "pin-span" }, Object.entries(SPANS).map(([seconds, text]) => h("option", { value: seconds, selected: seconds === "86400" }, text)));
   const problem = h("div", {});
   dialog("Pin this prefix", (close) => [
-    h("p", {}, "Retention leaves it, and all before it, alone for that long."),
+    h("p", {}, "Retention keeps this prefix, and all before it, for this time."),
     h("label", { for: "pin-span" }, "For", select), problem,
     h("div", { class: "actions" }, h("button", { type: "button", class: "first", onclick: async () => {
       try {
@@ -26,14 +26,14 @@ export function pin(one, done) {
 export async function unpin(one) {
   try {
     await ask(`/v1/pins/${one.namespace}/${one.prefix}`, { method: "DELETE" });
-    say("The pin is gone.");
+    say("The pin was removed.");
   } catch (error) {
     say(`Refused: ${error.message}`);
   }
 }
 
 export function confirmDelete(what, path, done) {
-  const place = h("div", {}, placeholder("Trying it dry…"));
+  const place = h("div", {}, placeholder("Dry run…"));
   const act = h("button", { type: "button", class: "danger first", disabled: true }, "Delete for good");
   dialog(`Delete ${what}?`, (close) => {
     act.addEventListener("click", async () => {
@@ -54,10 +54,10 @@ async function dry(path, place, act) {
   try {
     const would = await ask(path, { method: "DELETE" });
     const tiers = Object.entries(would.by_tier);
-    place.replaceChildren(h("p", {}, "This would go, and cannot be brought back:"),
-      table("What would go", [["tier", ([tier]) => tier], ["prefixes", ([, held]) => count(held.num_boundaries), true],
+    place.replaceChildren(h("p", {}, "This would be deleted, and cannot be restored:"),
+      table("What would be deleted", [["tier", ([tier]) => tier], ["prefixes", ([, held]) => count(held.num_boundaries), true],
         ["records", ([, held]) => count(held.num_records), true], ["bytes", ([, held]) => bytes(held.num_bytes), true]], tiers),
-      h("p", { class: "quiet small" }, "Nothing was deleted so far. What a pin protects stays."));
+      h("p", { class: "quiet small" }, "Nothing has been deleted yet. Pinned prefixes stay."));
     act.disabled = !tiers.length;
   } catch (error) { refused(place, error); }
 }

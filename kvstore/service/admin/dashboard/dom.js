@@ -13,7 +13,6 @@ export function h(tag, attributes = {}, ...children) {
 }
 
 export const badge = (text, kind = "") => h("span", { class: `badge ${kind}` }, text);
-export const button = (text, onclick, kind = "") => h("button", { type: "button", class: kind, onclick }, text);
 
 export function placeholder(strong, ...rest) {
   return h("div", { class: "placeholder" }, h("strong", {}, strong), ...rest.map((text) => h("span", {}, text)));
@@ -53,7 +52,7 @@ export function ago(seconds) {
   return left < 90 ? `${Math.round(left)} s ago` : `${duration(left)} ago`;
 }
 
-export function duration(seconds) {
+function duration(seconds) {
   if (seconds < 90) return `${Math.round(seconds)} s`;
   if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
   if (seconds < 172800) return `${Math.round(seconds / 3600)} h`;
@@ -69,7 +68,7 @@ export function say(text) {
   say.timer = setTimeout(() => { place.textContent = ""; }, 6000);
 }
 
-// A dialog that is gone when it is closed; fill gets a function that closes it.
+// A dialog that is removed when it is closed. `fill` gets a function that closes it.
 export function dialog(title, fill) {
   const heading = h("h2", { id: "dialog-title", tabindex: "-1", autofocus: true }, title);
   const box = h("dialog", { "aria-labelledby": "dialog-title" }, heading);

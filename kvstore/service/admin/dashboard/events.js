@@ -1,4 +1,4 @@
-// What happened, as it happens.
+// Events, as they happen.
 
 import { follow } from "./api.js";
 import { badge, clock, h, placeholder } from "./dom.js";
@@ -6,7 +6,7 @@ import { badge, clock, h, placeholder } from "./dom.js";
 export const isLive = true;
 const SHOWN_MAX = 500;
 const KINDS = {
-  started: "started", tier_down: "tier away", tier_back: "tier back", quarantined: "put aside", evicted: "evicted",
+  started: "started", tier_down: "tier failed", tier_back: "tier recovered", quarantined: "quarantined", evicted: "evicted",
   saves_dropped: "saves dropped", catalog: "catalog", settings: "settings", admin: "change",
 };
 const SEVERITY = { error: "bad", warning: "warn", info: "" };
@@ -24,7 +24,7 @@ export async function view({ ask, signal }) {
   const { events, last_id: last } = await ask("/v1/events", { query: { follow: "false", limit: SHOWN_MAX } });
   signal.throwIfAborted();
   const list = h("ul", { class: "events", "aria-live": "polite", "aria-relevant": "additions" }, events.map(item));
-  const nothing = placeholder("Nothing has happened yet", "What happens appears here at once.");
+  const nothing = placeholder("No events yet", "New events appear here at once.");
   nothing.hidden = events.length > 0;
   const state = h("span", { class: "badge", role: "status" }, "connecting…");
   const select = h("select", { onchange: () => { list.dataset.only = select.value; filter(list); } },

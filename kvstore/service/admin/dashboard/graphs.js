@@ -1,4 +1,4 @@
-// Charts, drawn by the library that the service carries; it is loaded when the first one is needed.
+// Charts, drawn by a library that is loaded with the first one.
 
 import { bytes, h, placeholder, sum } from "./dom.js";
 
@@ -21,7 +21,7 @@ export function forgetGraphs() {
 }
 
 // series: [{ label, values, stack, hasGaps }]; at: seconds since the epoch; write: a value as text. Where a value is null
-// the line goes on to the next one, or, with hasGaps, stops.
+// the line continues to the next one, or, with hasGaps, stops.
 export function graph(title, { at, series, kind = "line", write, max, empty }) {
   const card = h("section", { class: "card" }, h("h2", {}, title));
   if (!series.some(({ values }) => values.some((value) => value))) {
@@ -34,7 +34,7 @@ export function graph(title, { at, series, kind = "line", write, max, empty }) {
   const plot = h("div", { class: "plot" }, canvas);
   card.append(plot, numbers(title, at, series, write));
   load().then((Chart) => {
-    requestAnimationFrame(() => { // by then the card is on the page, or was taken off it
+    requestAnimationFrame(() => { // by then the card is on the page, or was removed
       if (!canvas.isConnected) return;
       drawn.add(new Chart(canvas, options(at, series, kind, write, max)));
       colourGraphs();
@@ -43,7 +43,7 @@ export function graph(title, { at, series, kind = "line", write, max, empty }) {
   return card;
 }
 
-// Colours are read again when the page changes its own.
+// Called again when the colours of the page change.
 export function colourGraphs() {
   for (const chart of drawn) {
     const [text, line] = [colour("--quiet"), colour("--line")];
@@ -59,7 +59,7 @@ export function colourGraphs() {
   }
 }
 
-// Between two gaps a line of one value would not be seen.
+// A line of one value between two gaps is invisible, so it gets a point.
 const isAlone = (values, step) => (values[step - 1] ?? null) === null && (values[step + 1] ?? null) === null;
 
 function options(at, series, kind, write, max) {
@@ -76,7 +76,7 @@ function options(at, series, kind, write, max) {
     ticks: { maxRotation: 0, autoSkipPadding: 24 },
   };
   const highest = Math.max(...at.map((_, step) => sum(series.map(({ values }) => values[step] ?? 0))));
-  const stepSize = write === bytes ? 2 ** Math.ceil(Math.log2(highest / 5)) : undefined; // bytes are counted by twos
+  const stepSize = write === bytes ? 2 ** Math.ceil(Math.log2(highest / 5)) : undefined; // powers of two for bytes
   const y = { stacked: isStacked, beginAtZero: true, max, grid: {}, border: { display: false },
     ticks: { maxTicksLimit: 6, stepSize, precision: 0, callback: (value) => write(value) } };
   return {
@@ -92,7 +92,7 @@ function options(at, series, kind, write, max) {
   };
 }
 
-// The same as numbers, for those who cannot see a chart.
+// The values as a table, for readers who cannot see a chart.
 function numbers(title, at, series, write) {
   const rows = at.map((seconds, step) => h("tr", {},
     h("td", {}, new Date(seconds * 1000).toLocaleTimeString("en-GB")),

@@ -1,10 +1,10 @@
-// Long operations of this service: what runs, how far it is, what came of those that ended within the last hour.
+// Long operations of this service: running ones with their progress, and the results of the last hour.
 
 import { badge, clock, h, placeholder, table } from "./dom.js";
 import { aboutOf, isRunning, nameOf, progressOf, resultOf, stateOf, whoseOf } from "./reports.js";
 import { collectGarbage, openJob } from "./running.js";
 
-const LOOK_MS = 1000; // while something runs
+const POLL_MS = 1000; // while a job runs
 
 export async function view({ ask, signal, refresh, keepUp }) {
   const { jobs } = await ask("/v1/jobs");
@@ -12,26 +12,26 @@ export async function view({ ask, signal, refresh, keepUp }) {
   const head = h("div", { class: "title" }, h("h1", {}, "Jobs"), h("div", { class: "controls" },
     h("button", { type: "button", onclick: () => collectGarbage(refresh) }, "Collect garbage…")));
   if (!jobs.length) {
-    return [head, h("section", { class: "card" }, placeholder("No job has run lately",
-      "Deletions of much, garbage collections and work on tiers appear here while they run, and for an hour after; a restart of the service forgets them."))];
+    return [head, h("section", { class: "card" }, placeholder("No recent jobs",
+      "Large deletions, garbage collections and work on tiers appear here while they run, and for an hour after. After a restart the service lists only jobs that it interrupted."))];
   }
   const lines = new Map(jobs.map((job) => [job.job, line(job)]));
   if (jobs.some(isRunning)) {
     keepUp();
-    look(lines, ask, signal, refresh);
+    poll(lines, ask, signal, refresh);
   }
   return [head, h("section", { class: "card" }, table("Jobs", [
     ["job", ({ job }) => h("button", { type: "button", class: "plain", "data-key": job.job, onclick: () => openJob(job.job, refresh) }, nameOf(job))],
     ["about", ({ job }) => aboutOf(job)],
-    ["asked for by", ({ job }) => whoseOf(job)],
-    ["at", ({ job }) => clock(1000 * job.created_s)],
+    ["started by", ({ job }) => whoseOf(job)],
+    ["started", ({ job }) => clock(1000 * job.created_s)],
     ["state", ({ state }) => state],
     ["progress", ({ progress }) => progress],
     ["result", ({ result }) => result],
   ], [...lines.values()]))];
 }
 
-// What changes while a job runs is changed in place, so that nobody's click or focus is lost.
+// A running job is updated in place, so that no click or focus is lost.
 function line(job) {
   const [state, progress, result] = ["span", "div", "span"].map((tag) => h(tag, {}));
   const update = (seen) => {
@@ -43,16 +43,16 @@ function line(job) {
   return { job, state, progress, result, update };
 }
 
-async function look(lines, ask, signal, refresh) {
+async function poll(lines, ask, signal, refresh) {
   for (;;) {
-    await new Promise((done) => { setTimeout(done, LOOK_MS); });
+    await new Promise((done) => { setTimeout(done, POLL_MS); });
     if (signal.aborted) return;
     if (document.hidden) continue;
     let jobs;
     try { ({ jobs } = await ask("/v1/jobs")); } catch { jobs = []; }
     if (signal.aborted) return;
     const isSame = jobs.length === lines.size && jobs.every(({ job }) => lines.has(job));
-    if (!isSame || !jobs.some(isRunning)) { // others, no answer, or nothing more to wait for: all of it anew
+    if (!isSame || !jobs.some(isRunning)) { // other jobs, no answer, or no running job: refresh the whole view
       refresh();
       return;
     }

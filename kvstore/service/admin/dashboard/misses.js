@@ -1,4 +1,4 @@
-// Where lookups stop, and why: in the words of docs/explain.md.
+// Where lookups stop, and why, in the words of docs/explain.md.
 
 import { ask as askAlone } from "./api.js"; // a dialog outlives the view behind it
 import { badge, clock, count, dialog, facts, h, placeholder, share, sum, table } from "./dom.js";
@@ -23,7 +23,7 @@ function over({ at_s: at, requests, reasons }) {
     ...stopped.slice(0, 4).map(([label, values]) => ({ label, values, stack: "requests" }))];
   const rest = stopped.slice(4);
   if (rest.length) series.push({ label: "other reasons", values: at.map((_, step) => sum(rest.map(([, values]) => values[step]))), stack: "requests" });
-  return graph("Requests by what ended their prefix", { at, series, kind: "bar", write: count, empty: "Engines have told of no request in this time." });
+  return graph("Requests by what ended their prefix", { at, series, kind: "bar", write: count, empty: "No engine reported a request in this time." });
 }
 
 function meanings({ reasons, words, requests }) {
@@ -37,7 +37,7 @@ function meanings({ reasons, words, requests }) {
       ["what it means", ([reason]) => words[reason]?.why ?? ""],
       ["what to do", ([reason]) => words[reason]?.advice || "–"],
     ], rows)
-    : placeholder("Nothing stopped short", "Every request of this time was resumed from the furthest point, or there was none.");
+    : placeholder("Nothing stopped early", "Every request of this time was resumed from the furthest point, or there was none.");
   return h("section", { class: "card" }, h("h2", {}, "Reasons"), body);
 }
 
@@ -56,20 +56,20 @@ function listed(requests) {
   return requests.length
     ? table("Latest requests", [
       ["request", (one) => h("button", { type: "button", class: "plain mono", "data-key": one.request, onclick: () => explain(one.request) }, one.request)],
-      ["told", (one) => clock(one.at)],
+      ["reported", (one) => clock(one.at)],
       ["tenant", (one) => one.tenant || "–"],
       ["result", (one) => badge(one.result, RESULT[one.result])],
       ["resumed", (one) => [h("progress", { max: Math.max(one.prompt_tokens, 1), value: one.resume_tokens, "aria-label": "share resumed" }),
         h("span", { class: "small quiet" }, `${count(one.resume_tokens)} of ${count(one.prompt_tokens)} tokens`)]],
       ["stopped by", (one) => (one.reason ? h("code", {}, one.reason) : "–")],
     ], requests)
-    : placeholder("No request yet", "Engines with the connector tell of each request when it is decided. This service remembers the latest 2,048 of each tenant.");
+    : placeholder("No request yet", "Engines with the connector report each request when it is decided. This service remembers the latest 2,048 of each tenant.");
 }
 
 async function explain(request) {
   history.replaceState(null, "", `#misses?${new URLSearchParams({ request })}`); // the address of this page is a link to it
-  const place = h("div", {}, placeholder("Looking into it…"));
-  const box = dialog("Why no further?", (close) => [place, h("div", { class: "actions" }, h("button", { type: "button", onclick: close }, "Close"))]);
+  const place = h("div", {}, placeholder("Loading…"));
+  const box = dialog("Why was it resumed no further?", (close) => [place, h("div", { class: "actions" }, h("button", { type: "button", onclick: close }, "Close"))]);
   box.addEventListener("close", () => history.replaceState(null, "", "#misses"));
   try {
     const told = await askAlone("/v1/requests/explain", { query: { request } });
@@ -77,9 +77,9 @@ async function explain(request) {
     place.replaceChildren(h("p", {}, h("code", {}, told.request), " ", badge(told.result, RESULT[told.result]), " ", told.reason && badge(told.reason)),
       h("p", {}, h("strong", {}, `${told.why}.`), told.advice ? ` What to do: ${told.advice}.` : ""),
       facts([["prompt", `${count(told.prompt_tokens)} tokens`], ["resumed up to", `${count(told.resume_tokens)} tokens`],
-        ["could have been", `${count(told.cap_tokens)} tokens`], ["engine held", `${count(told.local_tokens)} tokens`],
+        ["possible", `${count(told.cap_tokens)} tokens`], ["engine held", `${count(told.local_tokens)} tokens`],
         ["stopped at", told.stopped_at_tokens === null ? "–" : `${count(told.stopped_at_tokens)} tokens`],
-        ["told", clock(told.at)], ["namespace", told.namespace ? [told.namespace_name, told.namespace_name && " ", h("code", {}, told.namespace)] : "–"], ...detail]));
+        ["reported", clock(told.at)], ["namespace", told.namespace ? [told.namespace_name, told.namespace_name && " ", h("code", {}, told.namespace)] : "–"], ...detail]));
   } catch (error) {
     place.replaceChildren(placeholder("It cannot be explained", error.message));
   }

@@ -1,4 +1,4 @@
-// Is it working: hits and bytes over time, and what is wrong now.
+// Hits and bytes over time, and what is wrong now.
 
 import { ago, badge, bytes, count, h, share, sum } from "./dom.js";
 import { item } from "./events.js";
@@ -34,12 +34,12 @@ function tiles(history, { tiers }) {
   const kept = slower.reduce((most, one) => (one.held > (most?.held ?? -1) ? one : most), undefined); // tiers hold copies of each other: nothing is added up
   const sick = tiers.filter((tier) => !tier.healthy);
   return h("div", { class: "tiles" },
-    tile(share(sum(tokens.resumed), sum(tokens.prompt)), "of prompt tokens restored from here"),
+    tile(share(sum(tokens.resumed), sum(tokens.prompt)), "of prompt tokens restored from this store"),
     tile(lookups ? share(sum(lookups.hits), sum(lookups.all)) : share(sum(requests.hit) + sum(requests.part), asked), lookups ? "of lookups found something" : "of requests were resumed"),
     tile(count(lookups ? sum(lookups.all) : asked), lookups ? "lookups" : "requests"),
     tile(kept ? bytes(kept.held) : "not known", kept ? `kept in ${kept.name}` : "kept in the slower tiers",
       kept?.at ? badge(`last known, ${ago(kept.at)}`, "warn") : null),
-    tile(sick.length ? `${sick.length} of ${tiers.length}` : "All well", sick.length ? "tiers are away or take no writes" : `${tiers.length} tiers`,
+    tile(sick.length ? `${sick.length} of ${tiers.length}` : "All well", sick.length ? "tiers do not answer or take no writes" : `${tiers.length} tiers`,
       sick.length ? badge(sick.map((tier) => tier.name).join(", "), "bad") : null));
 }
 
@@ -47,24 +47,24 @@ function ratios({ at_s: at, tokens, lookups }) {
   const ratio = (parts, wholes) => parts.map((part, step) => (wholes[step] ? 100 * part / wholes[step] : null));
   const series = [{ label: "prompt tokens restored", values: ratio(tokens.resumed, tokens.prompt) }];
   if (lookups) series.push({ label: "lookups with a hit", values: ratio(lookups.hits, lookups.all) });
-  return graph("Hit ratio", { at, series, max: 100, write: (value) => `${Math.round(value)} %`, empty: "No engine has asked in this time." });
+  return graph("Hit ratio", { at, series, max: 100, write: (value) => `${Math.round(value)} %`, empty: "No engine sent a lookup in this time." });
 }
 
 function held({ at_s: at, tier_bytes: tiers, of }) {
-  // not stacked: tiers hold copies of the same records, and a tier that is away must not make the others fall
+  // not stacked: tiers hold copies of the same records, and a tier that fails must not lower the others
   const series = Object.entries(tiers).map(([label, values]) => ({ label, values, hasGaps: true }));
-  const empty = of === "tenant" ? "Over time it is told to operators only; see Tenants for what you hold now." : "The first look is ten seconds after the start.";
+  const empty = of === "tenant" ? "Only operators see this over time. Tenants shows what you hold now." : "The first sample is taken ten seconds after the start.";
   return graph("Bytes by tier", { at, series, write: bytes, empty });
 }
 
 function evictions({ at_s: at, evictions: causes }) {
   const series = Object.entries(causes).map(([label, values]) => ({ label, values, stack: "causes" }));
-  return series.length ? graph("Boundaries that left the cold tier, by cause", { at, series, kind: "bar", write: count, empty: "" }) : null;
+  return series.length ? graph("Boundaries evicted from the cold tier, by cause", { at, series, kind: "bar", write: count, empty: "" }) : null;
 }
 
 function recent({ events }) {
   const list = events.length
     ? h("ul", { class: "events" }, events.map(item))
-    : h("p", { class: "quiet" }, "Nothing has happened since the service started.");
+    : h("p", { class: "quiet" }, "No events since the service started.");
   return h("section", { class: "card" }, h("h2", {}, "Recent events"), list, h("p", { class: "small" }, h("a", { href: "#events" }, "All events")));
 }

@@ -1,4 +1,4 @@
-// Which prefixes are used, what comes before and behind one, and what can be done with it.
+// Prefixes with their use, what comes before and after one, and what can be done with it.
 
 import { ask as askAlone } from "./api.js"; // a dialog outlives the view behind it
 import { confirmDelete, pin, unpin } from "./changes.js";
@@ -27,11 +27,11 @@ export async function view({ ask, query, signal, refresh }) {
 function pages({ next_cursor: next, is_complete: isComplete }, cursor, go) {
   return h("div", { class: "actions" }, cursor && h("button", { type: "button", onclick: () => go({}) }, "First page"),
     next && h("button", { type: "button", onclick: () => go({ cursor: next }) }, "Next page"),
-    !isComplete && h("span", { class: "quiet" }, "The time for one page was up: some may be missing."));
+    !isComplete && h("span", { class: "quiet" }, "Reading took too long, so some prefixes may be missing."));
 }
 
 function listed({ prefixes }, namespace, refresh) {
-  if (!prefixes.length) return h("section", { class: "card" }, placeholder("This namespace holds nothing", "What it held has left, or is on its way."));
+  if (!prefixes.length) return h("section", { class: "card" }, placeholder("This namespace holds nothing", "Its data was evicted, or is not written yet."));
   return h("section", { class: "card" }, table("Prefixes", [
     ["prefix", (one) => h("button", { type: "button", class: "plain mono", "data-key": one.prefix, onclick: () => open(namespace, one.prefix, refresh) }, short(one.prefix))],
     ["tokens", (one) => count(one.tokens), true],
@@ -51,7 +51,7 @@ function open(namespace, prefix, refresh) {
       const one = await askAlone(`/v1/prefixes/${namespace}/${hex}`, { query: { children_limit: 20 } });
       place.replaceChildren(...detail(one, show), actions(one, box, () => show(hex), refresh));
     } catch (error) {
-      place.replaceChildren(placeholder(error.status === 404 ? "It is not stored any more" : "It cannot be shown", error.message));
+      place.replaceChildren(placeholder(error.status === 404 ? "It is no longer stored" : "It cannot be shown", error.message));
     }
   };
   show(prefix);
@@ -63,14 +63,14 @@ function detail(one, show) {
   return [
     facts([["prefix", h("code", {}, one.prefix)], ["position", `${count(one.tokens)} tokens`], ["hits", count(one.hits)],
       ["stored", ago(one.first_use_s)], ["last used", ago(one.last_use_s)], ["pinned", pinned]]),
-    h("h3", {}, "What is where"),
+    h("h3", {}, "Where its records are"),
     table("Groups", [
       ["group", ([group]) => `${group.group} ${group.kind}`],
       ["record", ([group]) => group.record],
       ["slices", ([group, held]) => held.map(([tier, { slices }]) => `${tier} ${slices.length} of ${group.num_slices}`).join(", ") || "none"],
       ["bytes", ([, held]) => bytes(Math.max(0, ...held.map(([, { num_bytes: size }]) => size))), true],
     ], groups),
-    h("h3", {}, "Its place"), tree(one, show),
+    h("h3", {}, "Before and after it"), tree(one, show),
   ];
 }
 
@@ -78,13 +78,13 @@ function tree(one, show) {
   const name = (each) => `${count(each.tokens)} tokens · ${short(each.prefix)} · ${count(each.hits)} hits`;
   const link = (each) => h("button", { type: "button", class: "plain", onclick: () => show(each.prefix) }, name(each));
   const children = one.children.map((child) => h("li", {}, link(child)));
-  if (!one.children_complete) children.push(h("li", { class: "quiet" }, "and perhaps more"));
+  if (!one.children_complete) children.push(h("li", { class: "quiet" }, "there may be more"));
   let inner = h("ul", { class: "tree" }, h("li", {}, h("span", { class: "here", "aria-current": "true" }, name(one)),
-    children.length ? h("ul", { class: "tree" }, children) : h("p", { class: "quiet small" }, "Nothing goes on from it.")));
+    children.length ? h("ul", { class: "tree" }, children) : h("p", { class: "quiet small" }, "No stored prefix continues it.")));
   const shown = one.parents.slice(0, 6);
   for (const parent of shown) inner = h("ul", { class: "tree" }, h("li", {}, link(parent), inner));
   const above = one.parents.length - shown.length;
-  return h("div", {}, above > 0 && h("p", { class: "quiet small" }, `${above} more above`), inner);
+  return h("div", {}, above > 0 && h("p", { class: "quiet small" }, `${above} more before these`), inner);
 }
 
 function actions(one, box, again, refresh) {
@@ -95,5 +95,5 @@ function actions(one, box, again, refresh) {
       ? h("button", { type: "button", onclick: () => unpin(one).then(changed) }, "Unpin")
       : h("button", { type: "button", onclick: () => pin(one, changed) }, "Pin…"),
     h("button", { type: "button", class: "danger", onclick: () => confirmDelete("this prefix", `/v1/prefixes/${one.namespace}/${one.prefix}`, gone) }, "Delete…"),
-    sum(Object.values(one.num_bytes)) === 0 && h("span", { class: "quiet small" }, "in this node's memory alone"));
+    sum(Object.values(one.num_bytes)) === 0 && h("span", { class: "quiet small" }, "only in this node's memory"));
 }

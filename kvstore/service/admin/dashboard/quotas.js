@@ -1,4 +1,4 @@
-// What tenants get of the cold tier: typed, checked, shown once more, and only then ordered.
+// Quotas of the cold tier: typed, checked, confirmed, and only then set.
 
 import { ask } from "./api.js";
 import { refused } from "./changes.js";
@@ -7,26 +7,26 @@ import { parseBytes, typedBytes } from "./sizes.js";
 
 const TENANT = /^[!-~]{1,128}$/;
 const SIZE = "expected bytes, like 8GiB, 500MB or 1048576";
-const TOO_LARGE = "expected less than 8PiB"; // beyond, a page's numbers are not exact
+const TOO_LARGE = "expected less than 8PiB"; // above this, numbers in JavaScript are not exact
 const path = (tenant) => `/v1/quotas/${encodeURIComponent(tenant)}`;
 const exact = (value) => (value === null ? "no limit of its own" : value ? `${bytes(value)} (${count(value)} bytes)` : "nothing");
 
 // What is wrong with what was typed, by field; or what it means.
 function read({ tenant, guaranteed, maximum }) {
   const wrong = {};
-  if (!TENANT.test(tenant)) wrong.tenant = "expected up to 128 letters, digits and signs without spaces, as the credentials file names it";
+  if (!TENANT.test(tenant)) wrong.tenant = "expected up to 128 letters, digits and signs without spaces, as in the credentials file";
   const [least, most] = [guaranteed, maximum].map((text) => (text ? parseBytes(text) : undefined));
   if (least === null) wrong.guaranteed = SIZE;
   if (least > Number.MAX_SAFE_INTEGER) wrong.guaranteed = TOO_LARGE;
   if (most === null) wrong.maximum = SIZE;
   else if (most > Number.MAX_SAFE_INTEGER) wrong.maximum = TOO_LARGE;
-  else if (most === 0) wrong.maximum = "expected more than nothing; leave it empty for no limit";
-  else if (most !== undefined && !wrong.guaranteed && most < (least ?? 0)) wrong.maximum = "it is less than what is guaranteed";
+  else if (most === 0) wrong.maximum = "expected more than 0; leave it empty for no limit";
+  else if (most !== undefined && !wrong.guaranteed && most < (least ?? 0)) wrong.maximum = "it is less than the guaranteed size";
   if (!guaranteed && !maximum) wrong.guaranteed = "expected a size here or below; for neither, type 0";
   return { wrong, quota: { guaranteed_bytes: least ?? 0, maximum_bytes: most ?? null } };
 }
 
-// `tenant`: empty for one that is still to be named. `quotas`: those of now.
+// `tenant`: empty if the user names it. `quotas`: the current ones.
 export function changeQuota(tenant, quotas, done) {
   const quotaOf = (name) => quotas.find((one) => one.tenant === name);
   const place = h("div", {});
@@ -43,13 +43,13 @@ export function changeQuota(tenant, quotas, done) {
         h("p", { id: `quota-${name}-hint`, class: wrong[name] ? "small wrong" : "small quiet", role: wrong[name] && "alert" }, wrong[name] ? `${label}: ${wrong[name]}` : hint));
     };
     place.replaceChildren(h("form", { class: "stack", novalidate: true, onsubmit: (event) => { event.preventDefault(); check(); } },
-      !tenant && field("tenant", "Tenant", "As the credentials file names it."),
-      field("guaranteed", "Guaranteed", "Within these bytes of the cold tier nothing of it leaves on behalf of others, like 10GiB. Empty: nothing."),
-      field("maximum", "Maximum", "Beyond these it leaves before all others, like 50GiB. Empty: no limit of its own."),
-      h("div", { class: "actions" }, h("button", { type: "submit", class: "first" }, "Go on…"),
+      !tenant && field("tenant", "Tenant", "As in the credentials file."),
+      field("guaranteed", "Guaranteed", "Up to this size of the cold tier, other tenants evict nothing of it. Like 10GiB; empty: nothing."),
+      field("maximum", "Maximum", "Above this size its data is evicted first. Like 50GiB; empty: no limit of its own."),
+      h("div", { class: "actions" }, h("button", { type: "submit", class: "first" }, "Continue…"),
         now?.is_ordered && h("button", { type: "button", class: "danger", onclick: confirmRemoval }, "Withdraw it…"),
         h("button", { type: "button", onclick: close }, "Cancel")),
-      now && !now.is_ordered && h("p", { class: "quiet small" }, "It comes from the settings of this service; what is set here takes its place.")));
+      now && !now.is_ordered && h("p", { class: "quiet small" }, "This quota comes from the settings of this service. A quota that is set here replaces it.")));
     place.querySelector(Object.keys(wrong).length ? "[aria-invalid]" : "input").focus();
   };
 
@@ -59,17 +59,17 @@ export function changeQuota(tenant, quotas, done) {
     const before = quotaOf(typed.tenant);
     const isOver = quota.maximum_bytes !== null && before?.used_bytes > quota.maximum_bytes;
     return confirm([
-      h("p", {}, "On every service that shares the catalog, within seconds, and after restarts:"),
+      h("p", {}, "This quota will apply on every service that shares the catalog, within seconds and after restarts:"),
       facts([["tenant", typed.tenant], ["guaranteed", exact(quota.guaranteed_bytes)], ["maximum", exact(quota.maximum_bytes)],
-        ...(before ? [["until now", `${exact(before.guaranteed_bytes)} guaranteed; at most: ${exact(before.maximum_bytes)}`], ["takes", bytes(before.used_bytes)]] : [])]),
-      isOver && h("p", { class: "wrong" }, "It takes more than that by now: what is beyond is evicted, ends of prefixes first, when the tier needs room."),
+        ...(before ? [["current", `${exact(before.guaranteed_bytes)} guaranteed; at most: ${exact(before.maximum_bytes)}`], ["used", bytes(before.used_bytes)]] : [])]),
+      isOver && h("p", { class: "wrong" }, "It uses more than that now. When the tier is full, the excess is evicted, ends of prefixes first."),
     ], "Set the quota", "first", () => ask(path(typed.tenant), { method: "PUT", body: quota }), `The quota of ${typed.tenant} is set.`);
   };
 
   const confirmRemoval = () => confirm([
-    h("p", {}, "This counts no more, on any service that shares the catalog:"),
+    h("p", {}, "This quota will no longer apply, on any service that shares the catalog:"),
     facts([["tenant", tenant], ["guaranteed", exact(now.guaranteed_bytes)], ["maximum", exact(now.maximum_bytes)]]),
-    h("p", {}, "What the settings of each service say counts again; where they say nothing, it has no quota."),
+    h("p", {}, "The quota in the settings of each service applies again. Without one, the tenant has no quota."),
   ], "Withdraw it", "danger first", () => ask(path(tenant), { method: "DELETE" }), `The quota of ${tenant} is withdrawn.`);
 
   const confirm = (words, verb, kind, act, said) => {

@@ -1,15 +1,15 @@
-// What a job is and what came of it, in words and tables; the fields are those of docs/admin.md.
+// A job and its result, in words and tables; docs/admin.md has the fields.
 
 import { badge, bytes, count, facts, h, short, sum, table } from "./dom.js";
 
 const KINDS = { deletion: "deletion", gc: "garbage collection", verify: "verification", reindex: "reindex", drain: "drain" };
 const STATES = { running: ["running", ""], done: ["done", "good"], failed: ["failed", "bad"], cancelled: ["cancelled", "warn"],
   interrupted: ["interrupted by a restart", "warn"] };
-const GARBAGE = { retired: "of retired weights", incomplete: "incomplete", unfinished: "half deleted", orphans: "unknown to the catalog" };
+const GARBAGE = { retired: "of retired weights", incomplete: "incomplete", unfinished: "interrupted deletions", orphans: "not in the catalog" };
 
 export const isRunning = ({ state }) => state === "running";
 export const stateOf = ({ state }) => STATES[state];
-export const nameOf = ({ kind, is_dry_run: isDry }) => `${KINDS[kind] ?? kind}${isDry ? ", tried dry" : ""}`;
+export const nameOf = ({ kind, is_dry_run: isDry }) => `${KINDS[kind] ?? kind}${isDry ? ", dry run" : ""}`;
 export const whoseOf = ({ tenant }) => (tenant === null ? "an operator" : tenant || "no tenant");
 export const aboutOf = ({ about }) => Object.entries(about).map(([what, of]) => `${what} ${of.length > 20 ? short(of) : of}`).join(", ") || "everything";
 
@@ -19,7 +19,7 @@ export function progressOf(job) {
   const { done, total, unit } = job.progress;
   const [isKnown, isEnded] = [total !== null, !isRunning(job)];
   const words = unit === "bytes" ? bytes(done) : `${count(done)} ${unit}`;
-  const bar = isKnown ? { max: Math.max(total, 1), value: total ? done : Number(isEnded) } : isEnded ? null : { max: 1 }; // no value: it moves, and tells no share
+  const bar = isKnown ? { max: Math.max(total, 1), value: total ? done : Number(isEnded) } : isEnded ? null : { max: 1 }; // without a value the bar moves and shows no share
   return [bar && h("progress", { ...bar, "aria-label": `progress of the ${nameOf(job)}` }),
     h("span", { class: "small quiet" }, isKnown ? `${amount(unit, done)} of ${amount(unit, total)}${unit === "bytes" ? "" : ` ${unit}`}` : words)].filter(Boolean);
 }
@@ -40,13 +40,13 @@ export function resultOf(job) {
   const { kind, report, is_dry_run: isDry } = job;
   if (kind === "deletion" || kind === "gc") {
     const words = amounts(goneOf(job));
-    if (!words) return isRunning(job) ? "nothing so far" : isDry ? "nothing would go" : "nothing went";
-    return isDry ? `would go: ${words}` : `gone: ${words}`;
+    if (!words) return isRunning(job) ? "nothing so far" : isDry ? "nothing to delete" : "nothing deleted";
+    return isDry ? `would delete: ${words}` : `deleted: ${words}`;
   }
   if (kind === "verify" && "num_whole" in report) {
-    return [`${count(report.num_whole)} whole`, `${count(report.num_bad)} bad`, report.num_unread && `${count(report.num_unread)} not read`].filter(Boolean).join(", ");
+    return [`${count(report.num_whole)} whole`, `${count(report.num_bad)} corrupt`, report.num_unread && `${count(report.num_unread)} not read`].filter(Boolean).join(", ");
   }
-  if (kind === "reindex" && "num_records" in report) return `${count(report.num_records)} records listed, ${count(report.num_skipped)} were known`;
+  if (kind === "reindex" && "num_records" in report) return `${count(report.num_records)} records listed, ${count(report.num_skipped)} already in the catalog`;
   if (kind === "drain" && "num_records" in report) return `${count(report.num_records)} records written`;
   return isRunning(job) ? "nothing so far" : "–";
 }
@@ -62,8 +62,8 @@ export function reportOf(job) {
 }
 
 const WORDS = {
-  num_records: "records", num_bytes: "bytes", num_whole: "whole", num_bad: "bad, put aside", num_gone: "gone meanwhile", num_unread: "not read",
-  num_skipped: "were known", num_stale: "taken off", bad: "Bad records", unread: "Records that could not be read", namespaces: "Namespaces", unknown_namespaces: "Namespaces that nobody describes",
+  num_records: "records", num_bytes: "bytes", num_whole: "whole", num_bad: "corrupt, quarantined", num_gone: "deleted during the job", num_unread: "not read",
+  num_skipped: "already in the catalog", num_stale: "removed from the catalog", bad: "Corrupt records", unread: "Records that could not be read", namespaces: "Namespaces", unknown_namespaces: "Namespaces without a description",
 };
 
 function listed(title, values) {
@@ -71,7 +71,7 @@ function listed(title, values) {
   return h("div", {}, h("h3", {}, title), h("ul", { class: "small mono" }, values.slice(0, 100).map((value) => h("li", {}, text(value)))));
 }
 
-// What goes, of a deletion or of garbage.
+// What a deletion or a garbage collection deletes.
 export function garbage(job) {
   const gone = goneOf(job);
   const { num_pinned: pinned, notes = [], undescribed_namespaces: undescribed = [] } = job.report;
@@ -79,8 +79,8 @@ export function garbage(job) {
     gone.length ? table("By tier", [...(job.kind === "gc" ? [["what", ([words]) => words]] : []), ["tier", ([, tier]) => tier],
       ["prefixes", ([, , held]) => count(held.num_boundaries), true], ["records", ([, , held]) => count(held.num_records), true],
       ["bytes", ([, , held]) => bytes(held.num_bytes), true]], gone) : h("p", {}, isRunning(job) ? "Nothing found so far." : "Nothing of that kind is stored."),
-    pinned > 0 && h("p", {}, badge(`${count(pinned)} stay`, "warn"), " A pin is on them, or on what goes on from them."),
+    pinned > 0 && h("p", {}, badge(`${count(pinned)} stay`, "warn"), " A pin is on them, or on a prefix that continues them."),
     ...notes.map((note) => h("p", { class: "quiet" }, note)),
-    undescribed.length > 0 && h("p", { class: "quiet" }, `${count(undescribed.length)} namespaces are left alone: nobody describes them.`),
+    undescribed.length > 0 && h("p", { class: "quiet" }, `${count(undescribed.length)} namespaces were skipped: they have no description.`),
   ].filter(Boolean);
 }

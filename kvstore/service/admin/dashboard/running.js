@@ -1,24 +1,24 @@
-// Jobs are started here, watched and cancelled. What deletes is tried dry first; nothing starts without being asked.
+// Starts jobs, shows their progress and cancels them. A deletion begins with a dry run, other jobs with a confirmation.
 
 import { ask } from "./api.js";
 import { refused } from "./changes.js";
 import { badge, bytes, clock, count, dialog, facts, h, placeholder, say } from "./dom.js";
 import { amounts, garbage, goneOf, isRunning, nameOf, progressOf, reportOf, resultOf, stateOf, whoseOf } from "./reports.js";
 
-const LOOK_MS_MIN = 50; // a small job has ended by then
-const LOOK_MS_MAX = 500;
-const AWAY = [0, 429, 503]; // it may answer the next time
+const POLL_MS_MIN = 50; // a small job has ended by then
+const POLL_MS_MAX = 500;
+const RETRIED = [0, 429, 503]; // the next request may be answered
 
-// Ask about a job until it has ended or the dialog is closed; the job as it ended, else null.
+// Polls a job until it has ended or the dialog is closed. Returns the job as it ended, else null.
 async function watch(box, id, show) {
-  for (let wait = LOOK_MS_MIN; box.open; wait = Math.min(2 * wait, LOOK_MS_MAX)) {
+  for (let wait = POLL_MS_MIN; box.open; wait = Math.min(2 * wait, POLL_MS_MAX)) {
     try {
       const job = await ask(`/v1/jobs/${id}`);
       show(job);
       if (!isRunning(job)) return job;
     } catch (error) {
       show(null, error);
-      if (!AWAY.includes(error.status)) return null;
+      if (!RETRIED.includes(error.status)) return null;
     }
     await new Promise((done) => { setTimeout(done, wait); });
   }
@@ -49,16 +49,16 @@ function detail(job) {
     h("p", {}, h("strong", {}, nameOf(job)), " ", badge(...stateOf(job))),
     job.error && h("p", { role: "alert" }, job.error),
     h("div", { class: "progress" }, progressOf(job)),
-    facts([...about, ["asked for by", whoseOf(job)], ["at", clock(1000 * job.created_s)],
+    facts([...about, ["started by", whoseOf(job)], ["started", clock(1000 * job.created_s)],
       ...(job.ended_s === null ? [] : [["ended", clock(1000 * job.ended_s)]]), ["job", h("code", {}, job.job)]]),
-    report.length > 0 && h("h3", {}, isRunning(job) ? "So far" : job.is_dry_run ? "What would go" : "What came of it"), ...report,
+    report.length > 0 && h("h3", {}, isRunning(job) ? "So far" : job.is_dry_run ? "What would be deleted" : "Result"), ...report,
   ].filter(Boolean);
 }
 
 function confirmCancel({ job, ...rest }) {
   const problem = h("div", {});
   dialog(`Cancel the ${nameOf(rest)}?`, (close) => [
-    h("p", {}, "What it has done stays done. Started again, it does the rest."), problem,
+    h("p", {}, "What it has done stays done. The same job started again does the rest."), problem,
     h("div", { class: "actions" }, h("button", { type: "button", class: "danger first", onclick: async () => {
       try {
         const ended = await ask(`/v1/jobs/${job}`, { method: "DELETE" });
@@ -68,17 +68,17 @@ function confirmCancel({ job, ...rest }) {
     } }, "Cancel it"), h("button", { type: "button", onclick: close }, "Let it run"))]);
 }
 
-// A job that deletes: `start` is called without confirmation first, and its report shown.
-export function tryDry(title, start, done) {
-  const place = h("div", {}, placeholder("Trying it dry…"));
+// A job that deletes: first a dry run, whose report is shown, then the deletion.
+function tryDry(title, start, done) {
+  const place = h("div", {}, placeholder("Dry run…"));
   const act = h("button", { type: "button", class: "danger first", disabled: true }, "Delete for good");
   const run = async (confirm) => {
     try {
       const { job } = await start(confirm);
       return await watch(box, job, (seen, error) => {
         if (error) return refused(place, error);
-        return place.replaceChildren(h("p", {}, confirm ? "Deleting…" : "Trying it dry…"), ...progressOf(seen),
-          h("p", { class: "quiet small" }, "It goes on when this is closed, and is among the jobs."));
+        return place.replaceChildren(h("p", {}, confirm ? "Deleting…" : "Dry run…"), ...progressOf(seen),
+          h("p", { class: "quiet small" }, "The job continues when you close this, and is listed under Jobs."));
       });
     } catch (error) {
       refused(place, error);
@@ -97,8 +97,8 @@ export function tryDry(title, start, done) {
   run(false).then((job) => {
     if (job?.state !== "done") return job && ended(place, job);
     const isAny = goneOf(job).length > 0;
-    place.replaceChildren(h("p", {}, isAny ? "This would go, and cannot be brought back:" : "There is nothing to delete."), ...(isAny ? garbage(job) : garbage(job).slice(1)),
-      h("p", { class: "quiet small" }, "Nothing was deleted so far. What a pin protects stays."));
+    place.replaceChildren(h("p", {}, isAny ? "This would be deleted, and cannot be restored:" : "There is nothing to delete."), ...(isAny ? garbage(job) : garbage(job).slice(1)),
+      h("p", { class: "quiet small" }, "Nothing has been deleted yet. Pinned prefixes stay."));
     act.disabled = !isAny;
     return undefined;
   });
@@ -112,7 +112,7 @@ export const collectGarbage = (done) => tryDry("Collect garbage?",
 export const deleteUnused = (namespace, seconds, words, done) => tryDry(`Delete what was not used for ${words}?`,
   (confirm) => ask("/v1/deletions", { method: "POST", query: { confirm }, body: { namespace, unused_s: seconds } }), done);
 
-// Work on a tier. `words`: what it will do; `choice`: a select or a tick that goes along.
+// Work on a tier. `words`: what it will do; `choice`: a select or a checkbox for an option.
 function confirmStart(title, words, choice, start, done) {
   const problem = h("div", {});
   dialog(title, (close) => [...words.map((text) => h("p", {}, text)), choice && h("p", {}, choice), problem,
@@ -134,28 +134,28 @@ export function verify(tier, done) {
   const select = h("select", {}, RATES.map(([rate, words]) => h("option", { value: rate << 20, selected: rate === 100 }, `${words} a second`)));
   confirmStart(`Verify all records of ${tier.name}?`, [
     `Every record is read and compared with its checksums: ${count(numRecords)} records, ${bytes(numBytes)}.`,
-    "Nothing is deleted: what is bad is put aside and not served any more. The tier has other users, so it is read no faster than this:",
+    "Nothing is deleted: corrupt records are quarantined and no longer served. The tier has other users, so reading is limited:",
   ], h("label", {}, "At most", select), () => work(tier, "verify", { bytes_per_s: select.value }), done);
 }
 
 export function reindex(tier, done) {
   const tick = h("input", { type: "checkbox" });
   confirmStart(`Reindex ${tier.name}?`, [
-    `The names of all records are listed (${count(held(tier)[0])} by now), the catalog is told of those that it lacks, and what is not there is taken off it. No record is read or deleted.`,
-  ], h("label", {}, tick, "This is the last tier: mark the catalog as complete afterwards"), () => work(tier, "reindex", { confirm: tick.checked }), done);
+    `The names of all records are listed (${count(held(tier)[0])} now). Records that the catalog lacks are added to it, and entries without a record are removed. No record is read or deleted.`,
+  ], h("label", {}, tick, "This is the last tier: mark the catalog complete afterwards"), () => work(tier, "reindex", { confirm: tick.checked }), done);
 }
 
 export function drain(tier, done) {
   const { waiting_records: numWaiting, waiting_bytes: numBytes } = tier.usage ?? {};
   confirmStart(`Drain the write-back to ${tier.name}?`, [
-    `It waits until everything that waits now has been written there: ${count(numWaiting)} records, ${bytes(numBytes)}. Nothing is stopped, and what is saved meanwhile is not waited for.`,
+    `The job ends when everything that waits now is written: ${count(numWaiting)} records, ${bytes(numBytes)}. Nothing is stopped, and later saves are not waited for.`,
   ], null, () => work(tier, "drain"), done);
 }
 
 export function pause(tier, done) {
   const problem = h("div", {});
   dialog(`Pause the write-back to ${tier.name}?`, (close) => [
-    h("p", {}, "This service writes nothing more there in the background, until it is resumed or restarted. What waits is kept in memory, as far as write_back_bytes goes; saves that wait for the tier, and reads, go on."), problem,
+    h("p", {}, "This service stops its background writes to the tier until you resume them or restart it. Waiting records are kept in memory, up to write_back_bytes. Saves that wait for the tier, and reads, continue."), problem,
     h("div", { class: "actions" }, h("button", { type: "button", class: "danger first", onclick: async () => {
       try {
         await work(tier, "pause");
@@ -169,7 +169,7 @@ export function pause(tier, done) {
 export async function resume(tier, done) {
   try {
     await work(tier, "resume");
-    say(`The write-back to ${tier.name} goes on.`);
+    say(`The write-back to ${tier.name} was resumed.`);
     done();
   } catch (error) { say(`Refused: ${error.message}`); }
 }

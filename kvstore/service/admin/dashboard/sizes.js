@@ -3,7 +3,7 @@
 const FORM = /^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$/;
 const UNITS = new Map([["", 1], ["b", 1], ...["k", "m", "g", "t", "p"].flatMap((letter, power) => [[`${letter}ib`, 1024 ** (power + 1)], [`${letter}b`, 1000 ** (power + 1)]])]);
 
-// Bytes; null: it is none.
+// Bytes; null: not a size.
 export function parseBytes(text) {
   const [, number, unit] = FORM.exec(text) ?? [];
   const size = UNITS.get(unit?.toLowerCase());

@@ -1,4 +1,4 @@
-// Who holds what: tenants, and the namespaces that keep their pages apart.
+// Tenants and namespaces, and what each holds.
 
 import { ask as askAlone } from "./api.js"; // a dialog outlives the view behind it
 import { SPANS, confirmDelete } from "./changes.js";
@@ -37,14 +37,14 @@ function tenants({ namespaces: all, total }, quotas, change) {
     ...tiers.map((tier) => [tier, (row) => bytes(row.held(tier)), true]),
     ["quota of the cold tier", (row) => [...quota(quotas.find((one) => one.tenant === row.tenant)), changing(row.tenant, change)]],
     [`share${tiers.length ? ` of ${tiers.at(-1)}` : ""}`, (row) => {
-      const last = tiers.at(-1); // tiers hold copies of each other: the slowest counts, nothing is added up
+      const last = tiers.at(-1); // the slowest tier counts: tiers hold copies of the same records
       const [held, whole] = last ? [row.held(last), total[last].num_bytes] : [0, 0];
       return [h("progress", { max: whole || 1, value: held, "aria-label": `share of ${row.tenant || "no tenant"}` }), h("span", { class: "small quiet" }, share(held, whole))];
     }],
   ], rows));
 }
 
-function changing(tenant, change) { // whoever has no tenant has no quota
+function changing(tenant, change) { // engines without a tenant have no quota
   return change && tenant ? h("div", {}, h("button", { type: "button", class: "plain small", "data-key": `quota ${tenant}`, "aria-label": `Change the quota of ${tenant}`, onclick: () => change(tenant) }, "Change…")) : null;
 }
 
@@ -58,7 +58,7 @@ function quota(given) {
 function namespaces({ namespaces: all, next_cursor: next }, refresh) {
   const rows = [...all].sort((one, other) => largest(other.held) - largest(one.held));
   return h("section", { class: "card" }, h("h2", {}, "Namespaces"),
-    h("p", { class: "quiet small" }, "What differs in model, types, layout, weights or tenant is kept apart. Compare two to see why engines share nothing."),
+    h("p", { class: "quiet small" }, "Namespaces differ in model, types, layout, weights or tenant. Compare two to see why engines do not share pages."),
     table("Namespaces", [
       ["namespace", (one) => h("button", { type: "button", class: "plain mono", "data-key": one.namespace, onclick: () => open(one, all, refresh) }, nameOf(one))],
       ["tenant", (one) => one.tenant || "no tenant"],
@@ -74,7 +74,7 @@ function flat(value, path = "") {
   return Object.entries(value).flatMap(([name, inner]) => flat(inner, isList ? `${path}[${name}]` : path ? `${path}.${name}` : name));
 }
 
-// This namespace beside another one: the fields that differ.
+// The fields in which this namespace and another one differ.
 function comparison(one, all) {
   const others = all.filter(({ namespace }) => namespace !== one.namespace);
   if (!others.length) return "";
@@ -100,13 +100,13 @@ async function open(one, all, refresh) {
   const place = h("div", {}, placeholder("Loading…"));
   const box = dialog("Namespace", (close) => [place, h("div", { class: "actions" },
     h("button", { type: "button", class: "danger", onclick: () => confirmDelete("all of this namespace", `/v1/namespaces/${one.namespace}`, () => { box.close(); refresh(); }) }, "Delete all of it…"),
-    h("button", { type: "button", onclick: () => chooseUnused(one.namespace, refresh) }, "Delete what is unused…"),
+    h("button", { type: "button", onclick: () => chooseUnused(one.namespace, refresh) }, "Delete unused prefixes…"),
     h("button", { type: "button", onclick: () => close() }, "Close"))]);
   try {
     const { namespace, tenant, description, name } = await askAlone(`/v1/namespaces/${one.namespace}`);
     place.replaceChildren(facts([["model and types", name || "(description lost)"], ["namespace", h("code", {}, namespace)], ["tenant", tenant || "no tenant"]]),
-      description ? comparison({ namespace, tenant, description }, all) : "", h("h3", {}, "Everything that makes it this one"),
-      description ? h("pre", { tabindex: "0" }, JSON.stringify(description, null, 2)) : h("p", { class: "quiet" }, "Its manifest is nowhere."));
+      description ? comparison({ namespace, tenant, description }, all) : "", h("h3", {}, "All fields that identify it"),
+      description ? h("pre", { tabindex: "0" }, JSON.stringify(description, null, 2)) : h("p", { class: "quiet" }, "No tier has its manifest."));
   } catch (error) {
     place.replaceChildren(placeholder("It cannot be shown", error.message));
   }
@@ -114,10 +114,10 @@ async function open(one, all, refresh) {
 
 function chooseUnused(namespace, refresh) {
   const select = h("select", {}, Object.entries(SPANS).map(([seconds, text]) => h("option", { value: seconds, selected: seconds === "604800" }, text)));
-  dialog("Delete what is unused", (close) => [
-    h("p", {}, "Prefixes of this namespace that were neither stored nor read for so long, but for what pins protect."), h("label", {}, "Not used for", select),
+  dialog("Delete unused prefixes", (close) => [
+    h("p", {}, "This deletes prefixes of the namespace that were neither stored nor read for this time, except pinned ones."), h("label", {}, "Not used for", select),
     h("div", { class: "actions" }, h("button", { type: "button", class: "first", onclick: () => {
       close();
       deleteUnused(namespace, Number(select.value), SPANS[select.value], refresh);
-    } }, "Try it dry"), h("button", { type: "button", onclick: close }, "Cancel"))]);
+    } }, "Dry run"), h("button", { type: "button", onclick: close }, "Cancel"))]);
 }

@@ -1,13 +1,13 @@
-// How each tier is: can it be used, how full it is, what waits for it.
+// The state of each tier, how full it is, and what waits to be written.
 
 import { ago, badge, bytes, count, facts, h, share } from "./dom.js";
 import { drain, pause, reindex, resume, verify } from "./running.js";
 
 const LEVEL = { memory: "this node's memory", hot: "hot, shared by all nodes", cold: "cold" };
 
-export const isOperator = (tiers) => tiers.some(({ usage }) => usage); // tenants are not told it
+export const isOperator = (tiers) => tiers.some(({ usage }) => usage); // tenants do not see it
 
-// What a tier holds, also when it does not answer: then what it held when it did, and the time; undefined: not known.
+// What a tier holds. If it does not answer: what it last held, and when. undefined: not known.
 export function heldBy({ usage, own, own_at_s: ownAt, last_known: last }) {
   if (own) return { held: own.num_bytes, at: ownAt };
   return usage ? { held: usage.used_bytes ?? undefined } : { held: last?.used_bytes ?? undefined, at: last?.at_s };
@@ -28,7 +28,7 @@ function actions(tier, refresh) {
 }
 
 function state({ breaker, healthy, usage }) {
-  if (breaker === "open") return badge("left alone until a probe succeeds", "bad");
+  if (breaker === "open") return badge("not used until a probe succeeds", "bad");
   return healthy ? badge("in use", "good") : usage ? badge("takes no writes", "bad") : badge("does not answer", "bad");
 }
 
@@ -40,11 +40,11 @@ function card(tier, work) {
   if (usage) {
     pairs.push(["used", usage.limit_bytes ? `${bytes(usage.used_bytes)} of ${bytes(usage.limit_bytes)} (${usage.limit_name}), ${share(usage.used_bytes, usage.limit_bytes)}` : bytes(usage.used_bytes)],
       ["records", count(usage.num_records)],
-      ["put aside", usage.num_quarantined ? badge(`${count(usage.num_quarantined)} corrupt records`, "bad") : "no record"]);
-    if (tier.level !== "memory") pairs.push(["waiting here", `${count(usage.waiting_records)} records, ${bytes(usage.waiting_bytes)}`]);
+      ["quarantined", usage.num_quarantined ? badge(`${count(usage.num_quarantined)} corrupt records`, "bad") : "none"]);
+    if (tier.level !== "memory") pairs.push(["waiting to be written", `${count(usage.waiting_records)} records, ${bytes(usage.waiting_bytes)}`]);
   }
   if (last) pairs.push([`last known, ${ago(last.at_s)}`, last.limit_bytes ? `${bytes(last.used_bytes)} of ${bytes(last.limit_bytes)}` : bytes(last.used_bytes)]);
-  if (own) pairs.push([ownAt ? `ours there, ${ago(ownAt)}` : "ours there", `${count(own.num_boundaries)} prefixes, ${count(own.num_records)} records, ${bytes(own.num_bytes)}`]);
+  if (own) pairs.push([ownAt ? `in the catalog, ${ago(ownAt)}` : "in the catalog", `${count(own.num_boundaries)} prefixes, ${count(own.num_records)} records, ${bytes(own.num_bytes)}`]);
   return h("section", { class: "card" }, h("div", { class: "title" }, h("h2", {}, tier.name), state(tier)),
     h("p", { class: "quiet" }, LEVEL[tier.level]),
     usage?.limit_bytes && h("p", {}, h("progress", { max: usage.limit_bytes, value: usage.used_bytes ?? 0, "aria-label": `${tier.name} used` })),

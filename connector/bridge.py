@@ -1,0 +1,45 @@
+"""The bridge to the store's thread: submit a coroutine, get a future. Nothing waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from kvstore.api import PageStore
+from kvstore.client import trace_parent
+
+__all__ = ["Bridge", "result_or_none", "traced"]
+
+Value = TypeVar("Value")
+
+
+class Bridge(Protocol):
+    """One loop thread with one store on it; `kvstore.client.BlockingStore` is the real one."""
+
+    def submit(self, work: Callable[[PageStore], Coroutine[Any, Any, Value]]) -> Future[Value]:
+        """Run `work(store)` on the loop. Cancelling the future cancels the task."""
+        ...
+
+
+def traced(
+    trace: str, work: Callable[[PageStore], Coroutine[Any, Any, Value]]
+) -> Callable[[PageStore], Coroutine[Any, Any, Value]]:
+    """`work` as part of a trace, given as a W3C `traceparent`; unchanged if that is empty."""
+    if not trace:
+        return work
+
+    async def work_in_trace(store: PageStore) -> Value:
+        trace_parent.set(trace)  # of this task alone
+        return await work(store)
+
+    return work_in_trace
+
+
+def result_or_none(future: Future[Value]) -> Value | None:
+    """The result of a future that is done; `None` if it failed, which for a cache means: continue without."""
+    if future.cancelled():
+        return None
+    if future.exception() is not None:
+        return None
+    return future.result()

@@ -1,0 +1,82 @@
+"""The host memory budget: how much host memory each rank takes for pages, and how much of it saves may use. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from connector.facts import EngineFacts
+from connector.identity import CacheShape, GroupShape
+from connector.settings import ConnectorSettings
+from kvstore.runtime.sizes import format_bytes
+
+__all__ = ["HostMemoryBudget", "host_memory_budget", "page_bytes"]
+
+_MIB = 1 << 20
+_LEAST_BYTES = 512 * _MIB
+_MACHINE_SHARE = 8
+_AUDIT_SHARE = 4
+_GPU_DEFAULT_BYTES = 1024 * _MIB
+"""On a GPU a ring buffer takes half of `pinned_bytes` from memory that vLLM did not plan for: by default at most 512
+MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemoryBudget:
+    """Host memory of each rank for pages.
+
+    Attributes:
+        pinned_bytes: All of it. Saves use half; the rest is for gaps between pages of different sizes.
+        reason: Where that number comes from, in words.
+        needed_bytes: The smallest `pinned_bytes` with which every page and state can be saved.
+        audit_bytes: Beside `pinned_bytes`, for pages that audits compare. 0: this engine audits nothing.
+    """
+
+    pinned_bytes: int
+    reason: str
+    needed_bytes: int
+    audit_bytes: int = 0
+
+    @property
+    def fits_all(self) -> bool:
+        """Whether anything can be saved: a prompt of which one group is missing cannot be resumed."""
+        return self.needed_bytes <= self.pinned_bytes
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """The limit of all saves in flight together."""
+        return self.pinned_bytes // 2
+
+
+def host_memory_budget(settings: ConnectorSettings, facts: EngineFacts, shape: CacheShape) -> HostMemoryBudget:
+    """The operator's `pinned_bytes`, or a default that holds the pages that a step of this engine makes final."""
+    largest_bytes = max(page_bytes(shape, group) for group in shape.groups)
+    pinned, reason = settings.pinned_bytes, "as it is set"
+    if pinned is None:
+        pinned, reason = _default(facts, shape, largest_bytes)
+    audits = settings.audit_rate > 0 or facts.untested_release is not None
+    return HostMemoryBudget(pinned, reason, 2 * largest_bytes, pinned // _AUDIT_SHARE if audits else 0)
+
+
+def page_bytes(shape: CacheShape, group: GroupShape) -> int:
+    """Bytes of one page (or state) of a group, all slices on a rank."""
+    num_blocks = 1 if group.is_state else shape.layout.page_tokens // group.facts.block_tokens
+    return group.facts.rank_block_bytes * num_blocks
+
+
+def _default(facts: EngineFacts, shape: CacheShape, largest_bytes: int) -> tuple[int, str]:
+    cells = [group.facts for group in shape.groups if not group.is_state]
+    token_bytes = sum(group.rank_block_bytes // group.block_tokens for group in cells)
+    states_bytes = sum(group.facts.rank_block_bytes for group in shape.groups if group.is_state)
+    wanted = 2 * (facts.step_tokens * token_bytes + states_bytes)
+    reason = f"twice {facts.step_tokens} tokens of a step x {format_bytes(token_bytes)}"
+    if states_bytes:
+        reason += f" and {format_bytes(states_bytes)} of states"
+    bounds = [max((wanted, reason), (_LEAST_BYTES, "the least"), (2 * largest_bytes, "twice a page"))]
+    if facts.device != "cpu":
+        gpu_bytes = max(_GPU_DEFAULT_BYTES, 4 * largest_bytes)
+        bounds.append((gpu_bytes, "the default limit on a GPU, whose memory is used as well"))
+    if facts.machine_bytes:
+        share = facts.machine_bytes // (_MACHINE_SHARE * facts.machine_ranks)
+        ranks = f" for each of {facts.machine_ranks} ranks" if facts.machine_ranks > 1 else ""
+        bounds.append((share, f"an eighth of this machine's memory{ranks}"))
+    return min(bounds)

@@ -1,0 +1,117 @@
+"""What a request's `kv_transfer_params` say to us: the object `kvstore`, and the receipt of a prefill engine.
+
+The flags of a request are an object of our own and not bare keys, since the parameters of all connectors of an engine
+share one map (`MultiConnector`, a proxy's `do_remote_prefill`). We read nothing else of that map.
+
+Disaggregated prefill: the prefill engine answers before its last pages are stored. Its answer carries a receipt: how
+many tokens of the prompt will be in the store. A proxy passes the answer's `kv_transfer_params` on to the decode
+engine, which polls the store until these tokens are there. The proxy need not know what a page is.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeGuard
+
+from kvstore.api import Retention
+
+__all__ = ["OBJECT", "Handoff", "RequestFlags", "read_flags", "read_handoff", "wants_receipt", "write_receipt"]
+
+OBJECT = "kvstore"
+_RECEIPT = "kvstore_handoff"
+_WAIT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFlags:
+    """Per-request control; the defaults apply to a request without any.
+
+    Attributes:
+        load: May be resumed from stored pages.
+        save: Its pages are stored.
+        retention: `normal`, or `short` for pages that should stay in the node's memory only. The first request that
+            saves a page decides.
+    """
+
+    load: bool = True
+    save: bool = True
+    retention: Retention = Retention.NORMAL
+
+
+def read_flags(parameters: Mapping[str, Any] | None) -> tuple[RequestFlags, tuple[str, ...]]:
+    """Read a request's flags.
+
+    Returns:
+        The flags, and a message for each part of our object that is invalid. Invalid parts are ignored: a bad hint must
+        not fail a request.
+    """
+    ours = parameters.get(OBJECT) if isinstance(parameters, Mapping) else None
+    if ours is None:
+        return RequestFlags(), ()
+    if not isinstance(ours, Mapping):
+        return RequestFlags(), (f"kv_transfer_params.{OBJECT}: expected an object, seen {type(ours).__name__}",)
+    known = {field.name for field in fields(RequestFlags)}
+    retentions = [retention.value for retention in Retention]
+    values: dict[str, Any] = {}
+    complaints = []
+    for key, value in ours.items():
+        where = f"kv_transfer_params.{OBJECT}.{str(key)[:64]}"
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
+            complaints.append(f"{where}: unknown, {hint}")
+        elif key == "retention":
+            if value in retentions:
+                values[key] = Retention(value)
+            else:
+                complaints.append(f"{where}: expected one of {', '.join(retentions)}, seen {str(value)[:64]!r}")
+        elif not isinstance(value, bool):
+            complaints.append(f"{where}: expected true or false, seen {type(value).__name__}")
+        else:
+            values[key] = value
+    return RequestFlags(**values), tuple(complaints)
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """What a prefill engine promised for a request.
+
+    Attributes:
+        tokens: Tokens of its prompt that are in the store or on their way.
+        wait_s: How long to wait for them. After that, the tokens that have arrived are used.
+    """
+
+    tokens: int
+    wait_s: float = _WAIT_S
+
+
+def write_receipt(tokens: int) -> dict[str, Any]:
+    """A prefill engine's answer."""
+    return {_RECEIPT: {"tokens": tokens}}
+
+
+def wants_receipt(params: Mapping[str, Any] | None) -> bool:
+    """Whether another engine will decode this request, as vLLM's own proxies mark it."""
+    return params is not None and params.get("do_remote_decode") is True
+
+
+def read_handoff(params: Mapping[str, Any] | None, *, most_s: float) -> Handoff | None:
+    """The receipt in a request's `kv_transfer_params`. It comes from outside, so an invalid one is ignored.
+
+    Args:
+        params: The request's.
+        most_s: The longest wait that the operator allows.
+    """
+    value = params.get(_RECEIPT) if params is not None else None
+    if not isinstance(value, Mapping):
+        return None
+    tokens, wait_ms = value.get("tokens"), value.get("wait_ms", int(_WAIT_S * 1000))
+    if not _is_count(tokens) or not _is_count(wait_ms) or tokens == 0:
+        return None
+    return Handoff(tokens, min(wait_ms / 1000, most_s))
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,207 @@
+"""KV cache events for pages in the store: which became readable, in which tier, and which are gone.
+
+Routers that listen to vLLM's cache events know blocks by vLLM's own hashes, so a page is published as a run of blocks.
+Used only if events are published, since hashes and tokens of every page are kept until its save is answered.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from connector.identity import CacheShape
+from connector.jobs import RankReport, SaveJob
+from connector.scheduler.requests import RequestState
+from kvstore.api import Staged
+from kvstore.model.keys import PrefixHash
+from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+
+__all__ = ["CacheEvents", "PageEvent", "RequestHashes"]
+
+_ACKNOWLEDGED_IN = "memory"
+"""The tier that acknowledges a save; write-back to the slower ones is not published."""
+
+_REMEMBERED_PAGES = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHashes:
+    """How vLLM's own events name a request's blocks.
+
+    Attributes:
+        block_hashes: One for each `hash_tokens` tokens; vLLM appends to this sequence.
+    """
+
+    block_hashes: Sequence[bytes]
+    hash_tokens: int
+    lora_name: str | None = None
+    lora_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PageEvent:
+    """Consecutive blocks of one canonical group became readable from a tier, or no longer are.
+
+    Attributes:
+        hashes: vLLM's hash of each block.
+        parent: Hash of the block before them; `None` at the prompt's start.
+        tokens: Tokens of all these blocks.
+    """
+
+    group: int
+    hashes: tuple[bytes, ...]
+    tier: str
+    removed: bool = False
+    parent: bytes | None = None
+    tokens: tuple[int, ...] = ()
+    block_tokens: int = 0
+    lora_name: str | None = None
+    lora_id: int | None = None
+
+
+@dataclass(slots=True)
+class _Request:
+    """An open request. Its lookup's answer is compared once with the published pages."""
+
+    hashes: RequestHashes
+    opened_s: float
+    is_compared: bool = False
+
+
+@dataclass(slots=True)
+class _Published:
+    """A published page: in which tiers it is, and when it was last published."""
+
+    hashes: tuple[bytes, ...]
+    tiers: set[str] = field(default_factory=set)
+    published_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Saving:
+    """A page that is being saved."""
+
+    prefix: PrefixHash
+    event: PageEvent
+    busy_ranks: int
+
+
+class CacheEvents:
+    """Turns answers of ranks and of the store into events. Belongs to the engine's thread.
+
+    A page is published once per tier. A later prompt's lookup shows what the store has dropped.
+    """
+
+    def __init__(self, shape: CacheShape, *, num_ranks: int, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.shape = shape
+        self._num_ranks = num_ranks
+        self._clock = clock
+        self._requests: dict[str, _Request] = {}
+        self._saving: dict[int, _Saving] = {}  # by job id
+        self._published: OrderedDict[tuple[PrefixHash, int], _Published] = OrderedDict()
+        self._ready: list[PageEvent] = []
+
+    def take(self) -> list[PageEvent]:
+        """The events since the last call, in order."""
+        taken, self._ready = self._ready, []
+        return taken
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether an idle engine must keep stepping, to publish pages that are being saved."""
+        return bool(self._saving or self._ready)
+
+    def on_new_request(self, request_id: str, hashes: RequestHashes) -> None:
+        self._requests[request_id] = _Request(hashes, self._clock.monotonic_s())
+
+    def on_request_closed(self, request_id: str) -> None:
+        """Note that a request is over and the last of its saves is planned."""
+        self._requests.pop(request_id, None)
+
+    def on_save_planned(self, job: SaveJob, state: RequestState) -> None:
+        event = self._event(state, job.group, job.start_tokens, job.stop_tokens, _ACKNOWLEDGED_IN)
+        if event is not None:
+            self._saving[job.job_id] = _Saving(job.prefix, event, self._num_ranks)
+
+    def on_save_cancelled(self, job_id: int) -> None:
+        self._saving.pop(job_id, None)
+
+    def on_rank_report(self, report: RankReport) -> None:
+        """Publish the pages of which every rank's share is stored."""
+        for job_id in report.saves_failed:
+            self._saving.pop(job_id, None)
+        for job_id, ranks in report.saves_done.items():
+            entry = self._saving.get(job_id)
+            if entry is None:
+                continue
+            entry.busy_ranks -= ranks
+            if entry.busy_ranks <= 0:
+                del self._saving[job_id]
+                self._publish(entry.prefix, entry.event)
+
+    def on_staged(self, state: RequestState, staged: Staged) -> None:
+        """Publish the pages of a hit, if all of it was read from one tier: then they are known to be there."""
+        if len(staged.sources) != 1:
+            return
+        (tier,) = staged.sources
+        pages = {(key.prefix, key.group): span for key, span in zip(staged.keys, staged.spans, strict=True)}
+        for (prefix, group), (start, stop) in pages.items():
+            event = self._event(state, group, start, stop, tier)
+            if event is not None:
+                self._publish(prefix, event)
+
+    def on_lookup(self, state: RequestState) -> None:
+        """Publish the removal of pages that were published before a prompt came and that its lookup did not find.
+
+        Called before a save of the request is planned; only the first call after the lookup's answer has an effect.
+        """
+        request = self._requests.get(state.request_id)
+        if request is None or request.is_compared or not state.lookup_is_noted:
+            return
+        request.is_compared = True
+        answer = state.lookup_answer
+        if answer is None or state.chain is None:
+            return
+        # the chain may have grown since: its first boundaries are the ones of the query
+        for boundary, groups in zip(state.chain.boundaries, answer.groups_present, strict=False):
+            for group in range(len(self.shape.groups)):
+                page = self._published.get((boundary.prefix, group))
+                if page is None or groups >> group & 1 or page.published_s >= request.opened_s:
+                    continue
+                del self._published[boundary.prefix, group]
+                self._ready += [PageEvent(group, page.hashes, tier, removed=True) for tier in sorted(page.tiers)]
+
+    def _publish(self, prefix: PrefixHash, event: PageEvent) -> None:
+        page = self._published.setdefault((prefix, event.group), _Published(event.hashes))
+        self._published.move_to_end((prefix, event.group))
+        page.published_s = self._clock.monotonic_s()
+        if event.tier not in page.tiers:
+            page.tiers.add(event.tier)
+            self._ready.append(event)
+        if len(self._published) > _REMEMBERED_PAGES:
+            self._published.popitem(last=False)
+
+    def _event(
+        self, state: RequestState, group: int, start_tokens: int, stop_tokens: int, tier: str
+    ) -> PageEvent | None:
+        """The event for a span, or for the block of a state; `None`: vLLM's hashes do not cover whole blocks of it."""
+        request, block_tokens = self._requests.get(state.request_id), self.shape.groups[group].facts.block_tokens
+        if request is None or block_tokens % request.hashes.hash_tokens:
+            return None
+        known = request.hashes
+        if start_tokens == stop_tokens:  # a state: vLLM keeps it in the block that ends there
+            start_tokens = stop_tokens - block_tokens
+        if stop_tokens > min(len(known.block_hashes) * known.hash_tokens, len(state.tokens)):
+            return None
+        ends = range(start_tokens + block_tokens, stop_tokens + 1, block_tokens)
+        return PageEvent(
+            group=group,
+            tier=tier,
+            hashes=tuple(known.block_hashes[end // known.hash_tokens - 1] for end in ends),
+            parent=known.block_hashes[start_tokens // known.hash_tokens - 1] if start_tokens else None,
+            tokens=tuple(state.tokens[start_tokens:stop_tokens]),
+            block_tokens=block_tokens,
+            lora_name=known.lora_name,
+            lora_id=known.lora_id,
+        )

@@ -1,0 +1,329 @@
+"""Save jobs from their order to the ranks' answers: host memory, waiting, pinned blocks, and what is lost."""
+
+from __future__ import annotations
+
+import logging
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from connector.canonical.attention import may_lose_blocks
+from connector.identity import CacheShape
+from connector.jobs import RankReport, SaveJob
+from connector.losses import LossReason, LossReporter
+from connector.scheduler.cache_events import CacheEvents
+from connector.scheduler.requests import RequestState
+from kvstore.model.keys import Boundary
+from kvstore.runtime.clock import Clock
+from kvstore.runtime.instruments import Instruments
+
+__all__ = ["BlockPins", "Priority", "SaveJobs", "Watchdog"]
+
+_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
+
+_WAIT_S = 5.0
+"""A save that finds no host memory for this long is given up: the engine needs its blocks."""
+
+_UNANSWERED_STEPS, _UNANSWERED_S = 1000, 60.0
+"""A rank answers within its save's deadline, ten seconds. An idle engine makes a thousand steps in seconds, one that
+stands still makes none: only both limits together show that no answer will come."""
+
+
+class BlockPins(Protocol):
+    """Keeps blocks from being reused."""
+
+    def pin(self, block_ids: Sequence[int]) -> None: ...
+
+    def unpin(self, block_ids: Sequence[int]) -> None: ...
+
+
+class Priority(IntEnum):
+    """Who gets host memory first: the saves whose blocks are lost soonest."""
+
+    STATE = 0
+    """vLLM offers a recurrent state once."""
+    WINDOW = 1
+    """A window's blocks are freed after a few steps."""
+    END = 2
+    """The blocks of a request that has ended."""
+    LASTING = 3
+    """Pages of full attention: their blocks stay as long as the request runs."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """A job that the ranks have not answered.
+
+    Attributes:
+        num_bytes: Host memory that it takes on each rank.
+        busy_ranks: Ranks that have not answered it.
+        pinned: Blocks that its request may free before they are copied.
+        waits_since_s: Monotonic time since which it waits, or waited, for host memory.
+    """
+
+    job: SaveJob
+    num_bytes: int
+    busy_ranks: int
+    pinned: tuple[int, ...] = ()
+    priority: Priority = Priority.LASTING
+    waits_since_s: float = 0.0
+
+
+class SaveJobs:
+    """Gives the ranks' host memory to save jobs, by priority. Belongs to the engine's thread.
+
+    A job that finds no memory may wait with its blocks pinned, for at most five seconds and with at most half of the
+    engine's blocks. While a job waits, no job of a later priority gets memory.
+
+    Args:
+        shape: The model's cache.
+        num_ranks: Ranks that answer each job.
+        limit_bytes: Host memory of a rank for saves in flight.
+        num_blocks: Blocks of the engine's cache.
+        requests: The open requests by id.
+        losses: Reports what is computed and not saved.
+
+    Attributes:
+        pins: vLLM's block pool, once it is known. Without it no job waits, and nothing is saved of ended requests.
+        cache_events: Set if cache events are published.
+    """
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        *,
+        num_ranks: int,
+        limit_bytes: int,
+        num_blocks: int,
+        requests: dict[str, RequestState],
+        losses: LossReporter,
+        instruments: Instruments,
+    ) -> None:
+        self._shape = shape
+        self._num_ranks = num_ranks
+        self._limit_bytes = limit_bytes
+        self._waiting_blocks_max = num_blocks // 2
+        self._requests = requests
+        self._losses = losses
+        self._meters = instruments.meters
+        self._clock = instruments.clock
+        self._jobs: dict[int, _Job] = {}
+        self._in_flight_bytes = 0
+        self._waiting: list[tuple[Priority, int]] = []  # jobs without host memory, by priority and id
+        self._waiting_blocks = 0
+        self.next_id = 0
+        self.pins: BlockPins | None = None
+        self.cache_events: CacheEvents | None = None
+
+    def __len__(self) -> int:
+        """Jobs that the ranks have not answered, or that wait for host memory."""
+        return len(self._jobs)
+
+    @property
+    def oldest_id(self) -> int | None:
+        return next(iter(self._jobs), None)
+
+    def add(self, job: SaveJob, state: RequestState) -> None:
+        """Take up a job with the id `next_id`; `admit` or `wait` follows."""
+        assert job.job_id == self.next_id
+        self.next_id += 1
+        num_bytes = job.num_blocks * self._shape.groups[job.group].facts.rank_block_bytes
+        self._jobs[job.job_id] = _Job(job, num_bytes, self._num_ranks)
+        if self.cache_events is not None:
+            self.cache_events.on_save_planned(job, state)
+
+    def admit(self, job: SaveJob, priority: Priority) -> bool:
+        """Reserve host memory on every rank. False: there is none, or a job of an earlier priority waits for it."""
+        num_bytes = self._jobs[job.job_id].num_bytes
+        if self._waiting and self._waiting[0][0] < priority:
+            return False
+        if self._in_flight_bytes + num_bytes > self._limit_bytes:
+            return False
+        self._in_flight_bytes += num_bytes
+        return True
+
+    def wait(self, job: SaveJob, priority: Priority) -> bool:
+        """Pin the job's blocks until there is host memory. False: too many wait already, and the job is lost."""
+        blocks = tuple(block_id for ids in job.block_ids for block_id in ids)
+        if self.pins is None or self._waiting_blocks + len(blocks) > self._waiting_blocks_max:
+            self._lose(job.job_id)
+            return False
+        self.pins.pin(blocks)
+        entry = self._jobs[job.job_id]
+        entry.pinned, entry.priority = blocks, priority
+        self._start_waiting(job.job_id)
+        return True
+
+    def _start_waiting(self, job_id: int) -> None:
+        entry = self._jobs[job_id]
+        entry.waits_since_s = self._clock.monotonic_s()
+        self._waiting_blocks += len(entry.pinned)
+        insort(self._waiting, (entry.priority, job_id))
+
+    def _stop_waiting(self, job_id: int) -> None:
+        entry = self._jobs[job_id]
+        self._waiting.remove((entry.priority, job_id))
+        self._waiting_blocks -= len(entry.pinned)
+
+    def admit_waiting(self, last: Priority) -> list[SaveJob]:
+        """Reserve host memory for waiting jobs up to a priority, the oldest first, as far as there is any."""
+        admitted = []
+        for priority, job_id in list(self._waiting):
+            job = self._jobs[job_id].job
+            if priority > last or not self.admit(job, priority):
+                break
+            self._stop_waiting(job_id)
+            admitted.append(job)
+        return admitted
+
+    def drop_overdue(self) -> None:
+        """Lose the jobs that have waited for too long."""
+        now_s = self._clock.monotonic_s()
+        for _, job_id in list(self._waiting):
+            if now_s - self._jobs[job_id].waits_since_s > _WAIT_S:
+                self._stop_waiting(job_id)
+                self._lose(job_id)
+
+    # ---- jobs that no rank has
+
+    def cancel(self, job_id: int) -> None:
+        """Forget a job that has no host memory and does not wait for it. It may be planned again."""
+        self._end(job_id, cancelled=True)
+
+    def cancel_from(self, first_id: int, *, waiting: bool) -> None:
+        """Undo after an error: forget the jobs from this id on without host memory, also waiting ones if `waiting`."""
+        is_waiting = {job_id for _, job_id in self._waiting}
+        for job_id in range(first_id, self.next_id):
+            if job_id in is_waiting:
+                if not waiting:
+                    continue
+                self._stop_waiting(job_id)
+            if job_id in self._jobs:
+                self.cancel(job_id)
+
+    def withdraw(self, jobs: Sequence[SaveJob]) -> None:
+        """Take back jobs that were planned for a step and not sent, so that no rank will answer them.
+
+        Jobs with pinned blocks wait again. Pages of running requests are planned again in the next step.
+        """
+        for job in jobs:
+            entry = self._jobs.get(job.job_id)
+            if entry is None:
+                continue
+            self._in_flight_bytes -= entry.num_bytes
+            if entry.pinned:
+                self._start_waiting(job.job_id)
+            elif self._shape.groups[job.group].is_state:
+                self._lose(job.job_id, LossReason.FAILED)  # vLLM does not offer it again, unless it is computed again
+            else:
+                if (state := self._requests.get(job.request_id)) is not None:
+                    state.cursors[job.group] = min(state.cursors[job.group], job.start_tokens)
+                    state.pages_delayed = True
+                self.cancel(job.job_id)
+
+    def abandon(self, reason: LossReason) -> int:
+        """Lose all jobs, waiting ones included, and unpin their blocks; returns how many.
+
+        Later answers of ranks to them are ignored.
+        """
+        self._waiting, self._waiting_blocks, self._in_flight_bytes = [], 0, 0
+        job_ids = list(self._jobs)
+        for job_id in job_ids:
+            self._lose(job_id, reason)
+        return len(job_ids)
+
+    def close(self) -> None:
+        """Lose the jobs that wait for host memory: the engine stops. Idempotent."""
+        for _, job_id in list(self._waiting):
+            self._stop_waiting(job_id)
+            self._lose(job_id, LossReason.STOPPED)
+
+    def _lose(self, job_id: int, reason: LossReason = LossReason.NO_ROOM) -> None:
+        """Give up a job: its record will not be saved."""
+        job = self._jobs[job_id].job
+        self._end(job_id, cancelled=True)
+        self._note_loss(job)
+        num_records = self._shape.groups[job.group].slices.num_slices
+        self._meters.add("connector_saves", num_records, outcome=reason.value.removeprefix("save_"))
+        self._losses.report(
+            request_id=job.request_id,
+            namespace=job.namespace,
+            boundary=Boundary(job.stop_tokens, job.prefix),
+            group=job.group,
+            reason=reason,
+            records=num_records,
+        )
+
+    def _note_loss(self, job: SaveJob) -> None:
+        """Save no more of a request after a hole in full attention: later pages could never be used."""
+        state, group = self._requests.get(job.request_id), self._shape.groups[job.group]
+        if state is None:
+            return
+        if group.is_state:
+            state.note_not_stored(job.stop_tokens, job.group)
+        elif not may_lose_blocks(group.facts.kind):
+            state.save_stopped = True
+
+    # ---- the ranks' answers
+
+    def on_rank_report(self, report: RankReport) -> None:
+        """Free the host memory of finished jobs, and stop saving after failed ones."""
+        if self.cache_events is not None:
+            self.cache_events.on_rank_report(report)
+        for job_id in report.saves_failed:
+            if job_id in self._jobs:
+                self._note_loss(self._jobs[job_id].job)
+        for job_id, ranks in report.saves_done.items():
+            entry = self._jobs.get(job_id)
+            if entry is None:
+                continue
+            entry.busy_ranks -= ranks
+            if entry.busy_ranks <= 0:
+                self._in_flight_bytes -= entry.num_bytes
+                self._end(job_id)
+
+    def _end(self, job_id: int, *, cancelled: bool = False) -> None:
+        entry = self._jobs.pop(job_id)
+        if cancelled and self.cache_events is not None:
+            self.cache_events.on_save_cancelled(job_id)
+        if entry.pinned and self.pins is not None:
+            self.pins.unpin(entry.pinned)
+
+
+class Watchdog:
+    """Ends saving on an engine whose ranks do not answer.
+
+    A vLLM release may not call a rank's hooks as we expect. Then saves stay unanswered, and would keep the ranks' host
+    memory and the engine's blocks for ever. This gives the blocks back.
+
+    Attributes:
+        has_ended_saves: Nothing may be saved any more.
+    """
+
+    def __init__(self, jobs: SaveJobs, clock: Clock) -> None:
+        self._jobs = jobs
+        self._clock = clock
+        self._oldest_id: int | None = None
+        self._steps = 0
+        self._since_s = 0.0
+        self.has_ended_saves = False
+
+    def on_step(self) -> None:
+        """Lose all saves if the oldest was not answered for 1,000 steps and a minute. Called once for each step."""
+        oldest_id = self._jobs.oldest_id
+        if oldest_id is None or oldest_id != self._oldest_id:
+            self._oldest_id, self._steps, self._since_s = oldest_id, 0, self._clock.monotonic_s()
+            return
+        self._steps += 1
+        if self._steps < _UNANSWERED_STEPS or self._clock.monotonic_s() - self._since_s < _UNANSWERED_S:
+            return
+        self.has_ended_saves = True
+        num_lost = self._jobs.abandon(LossReason.UNANSWERED)
+        _log.error(
+            "kvstore: saving has ended on this engine: the ranks did not answer %d saves in %d steps. This vLLM does"
+            " not call the connector as expected; please report its version and how the engine is run",
+            num_lost,
+            self._steps,
+        )

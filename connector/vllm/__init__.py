@@ -1,0 +1,1 @@
+"""What adapts vLLM: which of its names we use, its objects as plain values, and the connector that it calls."""

@@ -1,0 +1,401 @@
+"""`KVStoreConnector`: vLLM's connector interface, translated to and from the two sides. No decision is made here.
+
+Each hook is guarded: an error of ours is counted and logged, and the engine continues without the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.request import RequestStatus
+
+from connector.facts import EngineFacts
+from connector.identity import read_shape
+from connector.jobs import RankReport, StepJobs
+from connector.plugin import register
+from connector.prefix_hash import PromptContent, UncacheableContent
+from connector.request_parameters import read_flags, read_handoff, wants_receipt, write_receipt
+from connector.scheduler.facts import PromptFacts
+from connector.scheduler.requests import RequestState
+from connector.scheduler.side import SchedulerSide
+from connector.settings import ConnectorSettings, cache_folder
+from connector.vllm.advice import UNTRUSTED_MEDIA, advise_at_start, advise_on_block_size, warn_of_untested_release
+from connector.vllm.engine_facts import cache_layers, read_facts, read_name, untested_version
+from connector.vllm.guard import guarded
+from connector.vllm.observability import ObservabilityHooks
+from connector.vllm.requests import PoolPins, RequestReader, read_step, read_trace
+from connector.worker.side import WorkerSide
+from kvstore.client import BlockingStore, ClientOptions, EmbeddedOptions
+from kvstore.errors import InvalidRequest
+
+__all__ = ["KVStoreConnector"]
+
+_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
+
+_ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+@dataclass
+class _StepMetadata(KVConnectorMetadata):
+    jobs: StepJobs = field(default_factory=StepJobs)
+
+
+@dataclass
+class _WorkerMetadata(KVConnectorWorkerMetadata):
+    report: RankReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> _WorkerMetadata:
+        assert isinstance(other, _WorkerMetadata)
+        return _WorkerMetadata(self.report.merge(other.report))
+
+
+@dataclass
+class _RankProof(KVConnectorHandshakeMetadata):
+    """A rank's facts. vLLM passes fewer of them to the scheduler's process (some specs are replaced there)."""
+
+    facts: EngineFacts
+    refusal: str | None
+
+
+class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
+    """Saves finished prefixes to a kvstore service and resumes from them.
+
+    A model or setting that is not supported leaves the connector inert: no hits, no saves, no errors, one warning.
+    Wrong settings raise `InvalidRequest` at start, since the engine would otherwise run for weeks without a cache.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.guarded_errors = 0
+        self.scheduler_side: SchedulerSide | None = None
+        self.worker_side: WorkerSide | None = None
+        self._bridge: BlockingStore | None = None
+        self._pins: PoolPins | None = None
+        transfer = vllm_config.kv_transfer_config
+        self._settings = ConnectorSettings.parse(transfer.kv_connector_extra_config or {}).for_role(transfer.kv_role)
+        self._token = self._settings.read_token()
+        self._facts: EngineFacts | None = None
+        self._refusal: str | None = None
+        self._requests = RequestReader()
+        self._is_advised = False
+        self._saved: _StepMetadata | None = None  # the last step whose saves were begun
+        is_scheduler = role is KVConnectorRole.SCHEDULER
+        if self._settings.mode == "off":
+            return
+        if (untested := untested_version()) is not None:
+            allowed = self._settings.allow_untested_vllm
+            if is_scheduler:  # one of an engine's processes
+                warn_of_untested_release(untested, allowed=allowed)
+            if not allowed:
+                return
+        if is_scheduler:
+            return  # the scheduler side is made once the ranks have reported what they hold
+        try:
+            self._facts = read_facts(vllm_config, kv_cache_config)
+        except (ImportError, AttributeError, TypeError):  # a change of vLLM that the contract's table does not cover
+            _log.exception("kvstore: this engine is not cached: vLLM's configuration has changed")
+            return
+        shape = self._facts.unsupported or read_shape(self._facts)
+        if isinstance(shape, str):
+            self._refusal = shape
+            return
+        self._bridge = self._connect()
+        num_cores = len(os.sched_getaffinity(0))
+        self.worker_side = WorkerSide(self._settings, self._facts, shape, self._bridge, num_cores=num_cores)
+
+    def _connect(self) -> BlockingStore:
+        settings = self._settings
+        name, stall_s = read_name(self._vllm_config), settings.stall_timeout_ms / 1000
+        options = ClientOptions(
+            name=name, stall_timeout_s=stall_s, first_stall_timeout_s=10 * stall_s, tls=settings.tls()
+        )
+        embedded = EmbeddedOptions(memory_bytes=settings.memory_bytes, disk_bytes=settings.disk_bytes)
+        try:
+            return BlockingStore(settings.url, token=self._token, options=options, embedded=embedded)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{error}; or embedded:", field="url") from error
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache is best effort: a dropped save is a later miss, and never delays a request."""
+        return False
+
+    # ---- scheduler side
+
+    @guarded()
+    def on_new_request(self, request: Any) -> None:
+        if self.scheduler_side is not None:
+            flags, complaints = read_flags(request.kv_transfer_params)
+            for complaint in complaints:
+                _warn_once(f"{complaint}; it is ignored")
+            content, uncacheable = self._read_content(request)
+            self.scheduler_side.on_new_request(
+                PromptFacts(
+                    request_id=request.request_id,
+                    tokens=request.all_token_ids,
+                    cache_salt=request.cache_salt,
+                    uncacheable=uncacheable,
+                    content=content,
+                    flags=flags,
+                    handoff=read_handoff(request.kv_transfer_params, most_s=self._settings.max_wait_ms / 1000),
+                    trace=read_trace(request),
+                )
+            )
+            self._note_request_hashes(request)
+
+    def _read_content(self, request: Any) -> tuple[PromptContent | None, str | None]:
+        """A request's content beside tokens, or why it is not cached; warns once of causes common to all requests."""
+        if not self._is_advised and self._facts is not None:
+            self._is_advised = True  # not at construction: vLLM may change the block size after it
+            advice = advise_on_block_size(self._facts, self._vllm_config.cache_config.block_size)
+            if advice is not None:
+                _log.warning("kvstore: %s", advice)
+        try:
+            return self._requests.content(request), None
+        except UncacheableContent as reason:
+            if reason.reason == "multimodal":
+                _warn_once(UNTRUSTED_MEDIA)
+            return None, reason.reason
+
+    @guarded(fallback=lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self.scheduler_side is None or request.skip_reading_prefix_cache:
+            return 0, False
+        tokens = self.scheduler_side.matched_tokens(request.request_id, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    @guarded()
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self.scheduler_side is not None:
+            tables = blocks.get_block_ids() if num_external_tokens else ()
+            self.scheduler_side.on_allocated(request.request_id, tables, num_external_tokens)
+            if num_external_tokens:
+                self._publish_hit(request)
+
+    @guarded(fallback=_StepMetadata)
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        if self.scheduler_side is None:
+            return _StepMetadata()
+        metadata = _StepMetadata(self.scheduler_side.plan_step(read_step(scheduler_output)))
+        if not metadata.jobs.computes:
+            self.scheduler_side.wait_in_empty_step()
+        return metadata
+
+    @guarded()
+    def update_connector_output(self, connector_output: Any) -> None:
+        if self.scheduler_side is None:
+            return
+        finished = set(connector_output.finished_recving or ())
+        self.scheduler_side.on_loads_finished(finished, set(connector_output.failed_recving or ()))
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, _WorkerMetadata):
+            self.scheduler_side.on_rank_report(meta.report)
+
+    @guarded(fallback=lambda: (False, None))
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        if self.scheduler_side is None:
+            return False, None
+        state = self.scheduler_side.requests.get(request.request_id)
+        # the last sampled token was never computed
+        final_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        ended_well = request.status in _ENDED_WELL
+        try:
+            self.scheduler_side.on_finished(request.request_id, final_tokens if ended_well else 0, block_ids)
+        finally:
+            if self._cache_events is not None:
+                self._cache_events.on_request_closed(request.request_id)
+        return False, self._receipt(request, state) if ended_well and state is not None else None
+
+    def _receipt(self, request: Any, state: RequestState) -> dict[str, Any] | None:
+        """The tokens that a decode engine may wait for, if this engine prefills for another one."""
+        assert self.scheduler_side is not None
+        if not (self._settings.saves and state.flags.save) or state.chain is None or state.save_stopped:
+            return None
+        if self._kv_transfer_config.kv_role != "kv_producer" and not wants_receipt(request.kv_transfer_params):
+            return None
+        tokens = self.scheduler_side.saves.promised_tokens(state)
+        return write_receipt(tokens) if tokens else None
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._pins = PoolPins(gpu_block_pool)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether an idle engine must keep stepping: blocks are pinned for saves of requests that have ended."""
+        if self._cache_events is not None and self._cache_events.has_pending:
+            return True
+        return self.scheduler_side is not None and self.scheduler_side.has_pending_saves
+
+    @guarded()
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Make the scheduler side from the ranks' facts.
+
+        vLLM (since 0.33) calls this again when the engine wakes up. Then its blocks are empty.
+        """
+        if self.scheduler_side is not None:
+            self.scheduler_side.on_blocks_emptied()
+            return
+        ranks = [proof for _, proof in sorted(metadata.items())]  # by stage and rank in it, as vLLM counts them
+        proofs = {rank: proof for rank, proof in enumerate(ranks) if isinstance(proof, _RankProof)}
+        if self._settings.mode == "off":
+            return
+        if not any(rank is not None for rank in ranks):
+            return  # the ranks have logged why
+        if not proofs:
+            _log.warning(
+                "kvstore: this engine is not cached: vLLM passed another connector's handshake;"
+                " list KVStoreConnector first in MultiConnector's connectors"
+            )
+            return
+        facts = next(iter(proofs.values())).facts
+        # all ranks take the host memory of the rank with the smallest machine
+        known = [proof.facts.machine_bytes for proof in proofs.values() if proof.facts.machine_bytes]
+        facts = replace(facts, machine_bytes=min(known, default=0))
+        shape = facts.unsupported or read_shape(facts)
+        if isinstance(shape, str):
+            _log.warning("kvstore: this engine is not cached: %s", shape)
+            return
+        for advice in advise_at_start(facts, self._settings):
+            _log.warning("kvstore: %s", advice)
+        self._facts = facts
+        self._requests = RequestReader.of(
+            trusts_media=self._settings.trust_mm_uuids,
+            media_rules=facts.media_rules,
+            adapter_rules=facts.adapter_rules,
+        )
+        self._bridge = self._connect()
+        self.scheduler_side = SchedulerSide(
+            self._settings,
+            facts,
+            shape,
+            self._bridge,
+            cache_folder=cache_folder(),
+            rank_refusals={rank: proof.refusal for rank, proof in proofs.items()},
+        )
+        self._publish_events(shape, facts.num_ranks)
+        if self._pins is not None:
+            self.scheduler_side.bind_pins(self._pins)
+
+    @guarded(fallback=False)
+    def reset_cache(self) -> bool:
+        """vLLM dropped its own cache; shared data stays, since its names identify its content."""
+        if self.scheduler_side is not None:
+            self.scheduler_side.reset_cache(is_empty=self._pins is not None and self._pins.is_empty)
+        return True
+
+    # ---- worker side
+
+    @guarded()
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self.worker_side is not None and (facts := self._facts) is not None:
+            self.worker_side.register(lambda names: cache_layers(kv_caches, names, facts.num_blocks))
+
+    @guarded()
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        if self._facts is None:
+            return None
+        return _RankProof(self._facts, self.worker_side.refusal if self.worker_side is not None else self._refusal)
+
+    @guarded()
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self.worker_side is not None:
+            self.worker_side.begin_step(self._jobs())
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self.worker_side is not None:
+            self.worker_side.start_loads(self._jobs())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are whole requests, finished before their forward is scheduled."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Saves are whole pages, after the forward: `wait_for_save`."""
+
+    @guarded()
+    def wait_for_save(self) -> None:
+        self._save_once()
+
+    @guarded(fallback=KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self.worker_side is None:
+            return KVConnectorTransferResults()
+        computes = self._jobs().computes
+        if not computes:
+            self._save_ended()
+        finished, failed = self.worker_side.take_results(computes=computes)
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+    @guarded()
+    def _save_ended(self) -> None:
+        """Save in a step without a forward, in which vLLM 0.30 does not call `wait_for_save`.
+
+        Not for a step that computes: with drafts vLLM collects results first, and calls `wait_for_save` when the
+        drafts' layers and the recurrent states are final. Guarded on its own, so that an error loses no load's result.
+        """
+        self._save_once()
+
+    def _save_once(self) -> None:
+        if self.worker_side is None or (metadata := self._metadata()) is self._saved:
+            return
+        self._saved = metadata  # before: a save that fails has answered its jobs, and must not be tried again
+        self.worker_side.save(metadata.jobs)
+
+    @guarded()
+    def unregister_kv_caches(self) -> None:
+        """End all copies to and from blocks: vLLM (since 0.33) frees their memory, to sleep."""
+        if self.worker_side is not None:
+            self.worker_side.drain()
+
+    def restore_kv_caches(self) -> None:
+        """Nothing to do: the blocks are back at their addresses. The scheduler side has dropped its planned saves."""
+
+    @guarded()
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        report = self.worker_side.take_report() if self.worker_side is not None else None
+        return None if report is None else _WorkerMetadata(report)
+
+    @guarded()
+    def shutdown(self) -> None:
+        """Finish pending saves within a time limit, end leases and close the connection. Idempotent."""
+        if self.scheduler_side is not None:
+            self.scheduler_side.shutdown()
+        if self.worker_side is not None:
+            self.worker_side.shutdown()
+        if self._bridge is not None:
+            self._bridge.close()
+
+    def _metadata(self) -> _StepMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, _StepMetadata)
+        return metadata
+
+    def _jobs(self) -> StepJobs:
+        return self._metadata().jobs
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_once(text: str) -> None:
+    _log.warning("kvstore: %s", text)
+
+
+# MultiConnector finds the class of statistics by name, even if a user configured the connector by module path
+register()

@@ -1,0 +1,130 @@
+"""vLLM's settings that determine the content of a model, its adapters and its media; read without importing vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["read_rules"]
+
+_VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "max_model_len")
+"""Keys of a model's configuration, nested ones included, that name its origin or that vLLM writes into it."""
+
+_TYPES = ("torch_dtype", "dtype")
+"""Covered by `compute_dtype`, which an operator may have chosen."""
+
+_LONG_ROPES = ("longrope", "su")
+
+_MEDIA_SETTINGS = (
+    *("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method"),
+    *("mm_encoder_attn_dtype", "mm_device_do_normalize"),
+)
+
+
+def read_rules(vllm_config: Any) -> dict[str, Any]:
+    """Some fields of `EngineFacts`: the weights' folder, the model's configuration, and settings that affect output."""
+    model = vllm_config.model_config
+    return {
+        "model_path": _weights_folder(vllm_config, model),
+        "draft_path": _draft_folder(vllm_config),
+        "load_format": str(vllm_config.load_config.load_format),
+        "model_config": _model_config(model.hf_config.to_dict()),
+        "model_rules": _model_rules(model),
+        "adapter_rules": _adapter_rules(vllm_config.lora_config, model.dtype),
+        "media_rules": _media_rules(model.multimodal_config),
+    }
+
+
+def _weights_folder(vllm_config: Any, model: Any) -> str:
+    """The folder of a model's weights; a name on the hub is resolved to a folder in the hub's cache."""
+    name = str(model.model)
+    if Path(name).exists():
+        return name
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(
+            name, revision=model.revision, cache_dir=vllm_config.load_config.download_dir, local_files_only=True
+        )
+    except (OSError, ValueError):  # not from the hub, or not cached: the weights need an id from the operator
+        return name
+    return str(folder)
+
+
+def _draft_folder(vllm_config: Any) -> str | None:
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    if draft is None or draft.model == vllm_config.model_config.model:
+        return None
+    return _weights_folder(vllm_config, draft)
+
+
+def _model_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    plain = _plain(_without_volatile(config))
+    return {key: value for key, value in plain.items() if key not in _TYPES}
+
+
+def _without_volatile(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_volatile(item) for key, item in value.items() if key not in _VOLATILE}
+    return value
+
+
+def _model_rules(model: Any) -> dict[str, Any]:
+    """An engine's settings that change the model, beside its configuration. Empty for nearly all engines."""
+    rules: dict[str, Any] = {}
+    config = model.hf_config.to_dict()
+    originals = list(_original_lengths(config, config.get("original_max_position_embeddings")))
+    if originals:  # vLLM chooses one set of factors at start, by the longest request that it accepts
+        rules["long_rope"] = [model.max_model_len > original for original in originals]
+    if model.quantization_config is not None:
+        rules["quantization_config"] = _plain(_as_mapping(model.quantization_config))
+    if model.model_class_overrides:
+        rules["model_class_overrides"] = _plain(model.model_class_overrides)
+    return rules
+
+
+def _original_lengths(config: Mapping[str, Any], default: int | None) -> Iterator[int]:
+    """At which length each longrope of a configuration switches from short to long factors."""
+    if config.get("rope_type", config.get("type")) in _LONG_ROPES:
+        yield int(config.get("original_max_position_embeddings") or default or 0)
+    for value in config.values():
+        if isinstance(value, Mapping):
+            yield from _original_lengths(value, config.get("original_max_position_embeddings") or default)
+
+
+def _adapter_rules(lora: Any, model_dtype: Any) -> dict[str, str]:
+    if lora is None:
+        return {}
+    rules = {}
+    if lora.target_modules:
+        rules["target_modules"] = ",".join(sorted(lora.target_modules))
+    if lora.lora_dtype not in ("auto", model_dtype):
+        rules["dtype"] = str(lora.lora_dtype).removeprefix("torch.")
+    if lora.enable_tower_connector_lora:
+        rules["media_towers"] = "true"
+    return rules
+
+
+def _media_rules(media: Any) -> dict[str, Any]:
+    """Settings that affect media items and are not covered by vLLM's hash of an item."""
+    found = {name: _plain(getattr(media, name, None)) for name in _MEDIA_SETTINGS}
+    return {name: value for name, value in found.items() if value}
+
+
+def _as_mapping(value: Any) -> Mapping[str, Any]:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _plain(value: Any) -> Any:
+    """JSON without floats: descriptions are compared byte by byte, and the text of a float is exact (`repr`)."""
+    if isinstance(value, float):
+        return repr(value)
+    if value is None or isinstance(value, str | int | bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value)

@@ -1,0 +1,289 @@
+"""The hooks by which an engine is observed: statistics and metrics, the sources of a hit, cache events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+from connector.bridge import result_or_none
+from connector.identity import CacheShape
+from connector.metrics import COUNTERS, GAUGES, TIME_BUCKETS_S, TIMES, Drain, keep_gauges, merge, metric_of, summary
+from connector.scheduler.cache_events import CacheEvents, PageEvent, RequestHashes
+from connector.vllm.engine_facts import hash_block_tokens
+from connector.vllm.guard import guarded
+
+if TYPE_CHECKING:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    from connector.scheduler.side import SchedulerSide
+    from connector.worker.side import WorkerSide
+    from kvstore.api import Staged
+
+__all__ = ["KVStorePromMetrics", "KVStoreStats", "ObservabilityHooks", "split_tokens", "to_events"]
+
+OWNERSHIP = "kvstore"
+"""Distinguishes our events from those of vLLM's own tiers."""
+
+_ON_THIS_NODE = ("memory", "filesystem")
+_HIT_SOURCES = {"memory": "host", "filesystem": "disk"}
+_OTHER_SOURCE = "external_unspecified"
+"""Redis and S3: vLLM has no word for stores that are neither this host nor its disk."""
+
+
+class ObservabilityHooks:
+    """The part of `KVStoreConnector` that neither saves nor loads.
+
+    Attributes:
+        model: The worker's model, if the engine passes it on; kept for selective recomputation.
+    """
+
+    scheduler_side: SchedulerSide | None = None
+    worker_side: WorkerSide | None = None
+    guarded_errors: int = 0
+    model: Any = None
+    _vllm_config: Any
+    _kv_cache_config: Any
+    _cache_events: CacheEvents | None = None
+    _hash_tokens: int = 0
+    _drain: Drain | None = None
+
+    # ---- both sides
+
+    @guarded()
+    def get_kv_connector_stats(self) -> KVStoreStats | None:
+        """What this side counted since the last call; `None` when nothing happened."""
+        side = self.scheduler_side or self.worker_side
+        if side is None:
+            return None
+        if self._drain is None:
+            self._drain = Drain(side.meters, self._gauges)
+        if self.guarded_errors:
+            side.meters.set("connector_guarded_errors", self.guarded_errors)
+        payload = self._drain.take()
+        return None if payload is None else KVStoreStats(payload)
+
+    def _gauges(self) -> dict[str, float]:
+        side = self.scheduler_side
+        if side is None:
+            return {}
+        return {"connector_ready": float(side.is_ready), "connector_saves_in_flight": len(side.save_jobs)}
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVStoreStats:
+        """Statistics that came from another process."""
+        return KVStoreStats(data if data is not None else {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVStorePromMetrics:
+        """Our part of the front end's `/metrics`."""
+        return KVStorePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # ---- scheduler side
+
+    @guarded(fallback=dict)
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """The hit's tokens by source; the numbers add up to the hit. vLLM calls this since 0.32."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        staged = self._being_loaded(request.request_id)
+        sources = staged.sources if staged is not None else {}
+        return {CacheHitSource(source): count for source, count in split_tokens(sources, num_external_tokens).items()}
+
+    @guarded(fallback=list)
+    def take_events(self) -> list[Any]:
+        """Cache events since the last call; a list, since vLLM tests its truth value."""
+        if self.scheduler_side is not None:
+            self.scheduler_side.on_step_reported()  # vLLM calls this once for each step, when it has the step's results
+        if self._cache_events is None or self._kv_cache_config is None:
+            return []
+        taken = self._cache_events.take()
+        return list(to_events(taken, self._cache_events.shape, self._kv_cache_config)) if taken else []
+
+    def _publish_events(self, shape: CacheShape, num_ranks: int) -> None:
+        """Publish cache events from now on, if the engine is configured to."""
+        events = self._vllm_config.kv_events_config
+        if events is None or not events.enable_kv_cache_events or self.scheduler_side is None:
+            return
+        self._cache_events = CacheEvents(shape, num_ranks=num_ranks)
+        self._hash_tokens = hash_block_tokens(self._vllm_config, self._kv_cache_config)
+        self.scheduler_side.publish_events(self._cache_events)
+
+    @guarded()
+    def _note_request_hashes(self, request: Any) -> None:
+        """Note how vLLM's events name a new request's blocks."""
+        if self._cache_events is None:
+            return
+        adapter = request.lora_request
+        hashes = RequestHashes(
+            block_hashes=request.block_hashes,
+            hash_tokens=self._hash_tokens,
+            lora_name=adapter.name if adapter is not None else None,
+            lora_id=adapter.adapter_id if adapter is not None else None,
+        )
+        self._cache_events.on_new_request(request.request_id, hashes)
+
+    @guarded()
+    def _publish_hit(self, request: Any) -> None:
+        """Publish the pages of a hit that is being loaded: they are in the tier from which they were read."""
+        if self._cache_events is None or self.scheduler_side is None:
+            return
+        state, staged = self.scheduler_side.requests.get(request.request_id), self._being_loaded(request.request_id)
+        if state is not None and staged is not None:
+            self._cache_events.on_staged(state, staged)
+
+    def _being_loaded(self, request_id: str) -> Staged | None:
+        state = self.scheduler_side.requests.get(request_id) if self.scheduler_side is not None else None
+        return result_or_none(state.loading.future) if state is not None and state.loading is not None else None
+
+    def get_finished_count(self) -> int | None:
+        """Every rank reports every load once, so vLLM counts all ranks, as it does by default."""
+        return None
+
+    # ---- worker side
+
+    @guarded()
+    def initialize_worker_connector(self, initialization_data: Any) -> None:
+        """Keep the `model` of an object that an engine passes to its workers' connectors after the model is loaded.
+
+        Proposed to vLLM; no release calls it yet.
+        """
+        self.model = getattr(initialization_data, "model", None)
+
+
+def split_tokens(records_by_tier: Mapping[str, int], tokens: int) -> dict[str, int]:
+    """Divide a hit's tokens by source; the shares add up to `tokens`.
+
+    Records differ in tokens, so a hit from several tiers is shared in proportion to its records.
+
+    Returns:
+        Tokens by the value of vLLM's `CacheHitSource`; none of them zero.
+    """
+    records: dict[str, int] = {}
+    for tier, count in records_by_tier.items():
+        source = _HIT_SOURCES.get(tier, _OTHER_SOURCE)
+        records[source] = records.get(source, 0) + count
+    total = sum(records.values())
+    if total == 0:
+        return {_OTHER_SOURCE: tokens} if tokens else {}
+    shares, given, seen = {}, 0, 0
+    for source, count in sorted(records.items()):
+        seen += count
+        upto = tokens * seen // total  # rounding a running sum: no token is lost or counted twice
+        shares[source] = upto - given
+        given = upto
+    return {source: share for source, share in shares.items() if share}
+
+
+def to_events(events: Iterable[PageEvent], shape: CacheShape, kv_cache_config: Any) -> Iterator[KVCacheEvent]:
+    """One of vLLM's events for each of its groups whose blocks are in a page; the tier's name is the medium."""
+    for event in events:
+        tier, parent = event.tier, event.parent
+        hashes = [maybe_convert_block_hash(BlockHash(block_hash)) for block_hash in event.hashes]
+        locality = "LOCAL" if tier in _ON_THIS_NODE else "REMOTE"
+        for index in shape.groups[event.group].facts.feed_groups:
+            if event.removed:
+                yield BlockRemoved(
+                    block_hashes=hashes, medium=tier, group_idx=index, locality=locality, ownership=OWNERSHIP
+                )
+                continue
+            spec = kv_cache_config.kv_cache_groups[index].kv_cache_spec
+            yield BlockStored(
+                block_hashes=hashes,
+                parent_block_hash=None if parent is None else maybe_convert_block_hash(BlockHash(parent)),
+                token_ids=list(event.tokens),
+                block_size=event.block_tokens,
+                lora_id=event.lora_id,
+                medium=tier,
+                lora_name=event.lora_name,
+                group_idx=index,
+                kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
+                kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
+                locality=locality,
+                ownership=OWNERSHIP,
+            )
+
+
+@dataclass
+class KVStoreStats(KVConnectorStats):
+    """A payload of `connector.metrics` on its way through vLLM; `data` holds plain values only."""
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVStoreStats:
+        """Add what another rank, the scheduler side or a later step counted."""
+        merge(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """A summary of the interval for a line of the log."""
+        return summary(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class KVStorePromMetrics(KVConnectorPromMetrics):
+    """Registers the metrics of `connector.metrics` and feeds them, for each engine behind one front end."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics: dict[str, Any] = {}
+        self._gauges: dict[int, dict[str, float]] = {}  # the values shown, by engine
+        for metric in COUNTERS:
+            labels = [*labelnames, *([metric.label] if metric.label else [])]
+            self._metrics[metric.meter] = self._counter_cls(
+                name=metric.name, documentation=metric.documentation, labelnames=labels
+            )
+        for metric in TIMES:
+            self._metrics[metric.meter] = self._histogram_cls(
+                name=metric.name, documentation=metric.documentation, labelnames=labelnames, buckets=TIME_BUCKETS_S
+            )
+        for metric in GAUGES:
+            self._metrics[metric.meter] = self._gauge_cls(
+                name=metric.name,
+                documentation=metric.documentation,
+                labelnames=labelnames,
+                multiprocess_mode="mostrecent",
+            )
+        for metric in (*COUNTERS, *TIMES, *GAUGES):
+            if metric.label is None:  # so that they exist from the start, at zero
+                for engine_index in per_engine_labelvalues:
+                    self._child(metric.meter, engine_index)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Feed one payload."""
+        for key, value in transfer_stats_data.get("counters", {}).items():
+            if (found := metric_of(key)) is not None:
+                metric, label = found
+                self._child(metric.meter, engine_idx, label).inc(value)
+        for name, values in transfer_stats_data.get("times", {}).items():
+            histogram = self._child(name, engine_idx)
+            for value in values:
+                histogram.observe(value)
+        shown = self._gauges.setdefault(engine_idx, {})
+        keep_gauges(shown, transfer_stats_data.get("gauges", {}))
+        for name, value in shown.items():
+            self._child(name, engine_idx).set(value)
+
+    def _child(self, meter: str, engine_index: int, label: str | None = None) -> Any:
+        values = [*self.per_engine_labelvalues[engine_index], *([label] if label is not None else [])]
+        return self._metrics[meter].labels(*values)

@@ -1,0 +1,160 @@
+"""vLLM's requests, steps and block pool, as plain values; read without importing vLLM."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from connector.prefix_hash import AdapterRequest, EmbeddedPrompt, MediaItem, PromptContent, UncacheableContent
+from connector.scheduler.facts import StateOffer, StepFacts
+
+__all__ = [
+    "PoolPins",
+    "RequestReader",
+    "read_step",
+    "read_trace",
+]
+
+_NUMBERED = re.compile(r"renderer\d+-mm-\d+-")
+"""vLLM's own names for media that it neither hashes nor caches. Their numbers restart in every process."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReader:
+    """Reads the content of requests of one engine.
+
+    Attributes:
+        trusts_media: Identifiers of media count as their content, even if a user chose them.
+        media_rules: Digest of the engine's settings that change how media items are processed.
+        adapters_on_media: Adapters change how media items are processed.
+    """
+
+    trusts_media: bool = False
+    media_rules: str = ""
+    adapters_on_media: bool = False
+
+    @classmethod
+    def of(
+        cls, *, trusts_media: bool, media_rules: Mapping[str, Any], adapter_rules: Mapping[str, str]
+    ) -> RequestReader:
+        """A reader for the settings of the operator and the engine."""
+        digest = hashlib.sha256(json.dumps(media_rules, sort_keys=True).encode()).hexdigest() if media_rules else ""
+        return cls(trusts_media, digest, "media_towers" in adapter_rules)
+
+    def content(self, request: Any) -> PromptContent | None:
+        """The parts of a request that are not tokens; `None`: there are none.
+
+        Raises:
+            UncacheableContent: It depends on something that is not known to be content.
+        """
+        if getattr(request, "resumable", False):
+            raise UncacheableContent("streaming_session", "a streaming session changes its prompt")
+        if request.lora_request is None and not request.mm_features and request.prompt_embeds is None:
+            if request.prompt_token_ids is None:
+                raise UncacheableContent("no_tokens", "the prompt has no tokens")
+            return None
+        return PromptContent(
+            adapter=_adapter(request.lora_request),
+            media=tuple(self._item(feature, request.lora_request) for feature in request.mm_features or ()),
+            embedded=_embedded(request.prompt_embeds, request.prompt_is_token_ids),
+        )
+
+    def _item(self, feature: Any, lora_request: Any) -> MediaItem:
+        identifier = feature.mm_hash or feature.identifier
+        if not self.trusts_media:
+            raise UncacheableContent("multimodal", "identifiers of media are not trusted")
+        if _NUMBERED.match(identifier):
+            raise UncacheableContent("media_without_hash", "vLLM does not hash media if its media caches are off")
+        if lora_request is not None and self.adapters_on_media:
+            raise UncacheableContent("media_adapter", "the adapter changes how media are processed")
+        position = feature.mm_position
+        if self.media_rules:
+            identifier = f"{self.media_rules}:{identifier}"
+        return MediaItem(str(feature.modality), str(identifier), int(position.offset), int(position.length))
+
+
+def read_trace(request: Any) -> str:
+    """The W3C `traceparent` of a request; empty if vLLM does not trace (`--otlp-traces-endpoint`)."""
+    headers = getattr(request, "trace_headers", None)
+    return str(headers.get("traceparent", "")) if headers else ""
+
+
+def _adapter(lora_request: Any) -> AdapterRequest | None:
+    if lora_request is None:
+        return None
+    if lora_request.load_inplace:
+        raise UncacheableContent("adapter_replaced", "the adapter is replaced in place, at an unknown time")
+    return AdapterRequest(int(lora_request.lora_int_id), str(lora_request.lora_path))
+
+
+def _embedded(rows: torch.Tensor | None, is_token: list[bool] | None) -> EmbeddedPrompt | None:
+    if rows is None:
+        return None
+    if rows.device.type != "cpu" or rows.ndim != 2:
+        raise UncacheableContent("prompt_embeds", "embeddings that are not a matrix in host memory")
+    # [num_tokens, hidden] of any type -> [num_tokens, hidden * element bytes] bytes
+    data = rows.detach().contiguous().view(torch.uint8)
+    dtype = str(rows.dtype).removeprefix("torch.")
+    return EmbeddedPrompt(dtype, data.shape[1], data.numpy().data.cast("B"), bytes(is_token or ()))
+
+
+def read_step(output: Any) -> StepFacts:
+    """The facts of a step, from vLLM's `SchedulerOutput` while block tables may be read from it."""
+    computed = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    blocks = output.kv_connector_block_state
+    final = {}
+    for request_id, scheduled in output.num_scheduled_tokens.items():
+        drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+        final[request_id] = computed[request_id] + scheduled - drafts
+    offers = {
+        request_id: [StateOffer(*offer) for offer in offered]
+        for request_id, offered in blocks.boundary_state_offloads.items()
+    }
+    preempted = tuple(output.preempted_req_ids or ())
+    return StepFacts(final, _Tables(final, blocks.get_block_ids), offers, preempted, computed)
+
+
+class _Tables(Mapping[str, Sequence[Sequence[int]]]):
+    """Block tables of a step's requests, resolved on access: most steps need none."""
+
+    def __init__(self, request_ids: Mapping[str, int], resolve: Callable[[str], Any]) -> None:
+        self._request_ids = request_ids
+        self._resolve = resolve
+
+    def __getitem__(self, request_id: str) -> Sequence[Sequence[int]]:
+        tables: Sequence[Sequence[int]] = self._resolve(request_id)
+        return tables
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._request_ids)
+
+    def __len__(self) -> int:
+        return len(self._request_ids)
+
+
+class PoolPins:
+    """`BlockPins` on vLLM's block pool."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no block is in use or cached: no request holds KV, and none will get KV that exists now."""
+        used_blocks = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() - 1  # one is vLLM's null block
+        return used_blocks == 0 and len(self._pool.cached_block_hash_to_block) == 0
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        # the last first, as vLLM does: a prefix is worth more than what follows it
+        self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(block_ids)])

@@ -1,0 +1,364 @@
+"""The catalog in Redis, standalone or cluster: shared by any number of services."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from redis.asyncio import Redis, RedisCluster
+
+from kvstore.catalog.base import (
+    TOMBSTONES_MAX,
+    Addition,
+    BoundaryEntry,
+    Catalog,
+    Gate,
+    LeaveReason,
+    Leaving,
+    NamespaceTotals,
+    Removal,
+    Step,
+    Tombstone,
+    Use,
+    entry_of,
+)
+from kvstore.catalog.changes import packed_with
+from kvstore.catalog.coordination import Ownership
+from kvstore.catalog.entry import EntryShape, EntryTable, Level
+from kvstore.catalog.redis.coordination import RedisOwnership
+from kvstore.catalog.redis.nodes import NUM_SLOTS, Call, RedisNodes
+from kvstore.catalog.redis.replies import Argument, Command
+from kvstore.catalog.redis.scripts import (
+    ADD,
+    FINISH,
+    OBSERVE,
+    PIN,
+    REMOVE,
+    START,
+    STOP,
+    USE,
+    Script,
+    add_item,
+    hash_items,
+    parse_tombstone,
+    parse_totals,
+    remove_item,
+    sum_totals,
+)
+from kvstore.format.names import format_name, manifest_name, namespace_root
+from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, NamespaceId, PrefixHash, RecordKey
+from kvstore.model.layout import Layout
+from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.runtime.deadline import Deadline
+
+__all__ = ["RedisCatalog", "parse_entry_name"]
+
+_ROOT = "c1"
+_NAMESPACES = f"{_ROOT}/namespaces"
+_COMPLETE = f"{_ROOT}/complete"
+_BATCH = 512
+"""Entries that are changed or read in one round trip."""
+_SCAN_S = 10.0
+"""Time limit of each step of a scan."""
+
+
+class RedisCatalog(Catalog):
+    """One string per boundary, `c1/<namespace>/{<prefix>}`, in the slot of its records; per slot a hash of totals,
+    `c1t/{tag}`, and a list of tombstones, `c1d/{tag}`. None of them has a TTL, so that no `volatile-*` policy evicts
+    them.
+
+    Args:
+        client: Replies in `bytes`; the caller closes it.
+        clock: For first and last use.
+        gate: As for `RedisNodes`.
+    """
+
+    def __init__(self, client: Redis | RedisCluster, *, clock: Clock = SYSTEM_CLOCK, gate: Gate | None = None) -> None:
+        super().__init__(clock)
+        self._nodes = RedisNodes(client, gate=gate)
+        self._gate = gate
+        self._repairs_reported = 0
+        self._names_cursor: str | None = None
+
+    # reads
+
+    async def is_complete(self, *, deadline: Deadline) -> bool:
+        self._check_open()
+        return bool(await self._nodes.one(("EXISTS", _COMPLETE), deadline=deadline))
+
+    async def set_complete(self, complete: bool, *, deadline: Deadline) -> None:
+        self._check_open()
+        await self._nodes.one(("SET", _COMPLETE, self._now_s()) if complete else ("DEL", _COMPLETE), deadline=deadline)
+
+    async def lookup(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], *, deadline: Deadline) -> EntryTable:
+        shape = self._shape(namespace)
+        return EntryTable.of(shape, await self._entries(namespace, prefixes, deadline))
+
+    async def step(self, namespace: NamespaceId, cursor: str, *, count: int, deadline: Deadline) -> Step:
+        shape = self._shape(namespace)
+        names, after = await self._nodes.scan(f"{_ROOT}/{namespace.hex()}/*", cursor, count, deadline=deadline)
+        prefixes = [prefix for prefix in dict.fromkeys(map(_prefix_of, names)) if prefix is not None]
+        return Step(prefixes, EntryTable.of(shape, await self._entries(namespace, prefixes, deadline)), after)
+
+    async def namespaces(self, *, deadline: Deadline) -> Mapping[NamespaceId, str]:
+        self._check_open()
+        found = hash_items(await self._nodes.one(("HGETALL", _NAMESPACES), deadline=deadline))
+        return {
+            NamespaceId(namespace): tenant.decode(errors="replace")
+            for namespace, tenant in found
+            if len(namespace) == NAMESPACE_BYTES  # anything else is damaged
+        }
+
+    async def totals(self, *, deadline: Deadline) -> Mapping[NamespaceId, NamespaceTotals]:
+        tenants = await self.namespaces(deadline=deadline)
+        replies = await self._everywhere(lambda tag: ("HGETALL", _totals(tag)), deadline)
+        return sum_totals((parse_totals(reply) for reply in replies), tenants)
+
+    async def tombstones(self, *, limit: int, deadline: Deadline) -> list[Tombstone]:
+        self._check_open()
+        kept = min(limit, self._tombstones_kept())
+        replies = await self._everywhere(lambda tag: ("LRANGE", _tombstones(tag), 0, kept - 1), deadline)
+
+        def parse() -> list[Tombstone]:
+            read = [parse_tombstone(packed) for reply in replies for packed in reply]
+            found = [tombstone for tombstone in read if tombstone is not None]
+            return sorted(found, key=lambda tombstone: -tombstone.at_s)[:limit]
+
+        return await asyncio.to_thread(parse)  # there may be thousands, which would hold up the loop
+
+    # changes
+
+    async def register(self, namespace: NamespaceId, layout: Layout, tenant: str, *, deadline: Deadline) -> None:
+        self._check_open()
+        self._shapes[namespace], self._tenants[namespace] = EntryShape.of(layout), tenant
+        await self._nodes.one(("HSET", _NAMESPACES, namespace, tenant.encode()), deadline=deadline)
+
+    async def add(self, additions: Sequence[Addition], *, deadline: Deadline) -> list[bool]:
+        grouped: dict[tuple[NamespaceId, PrefixHash, Level], list[Addition]] = defaultdict(list)
+        for addition in additions:
+            grouped[addition.key.namespace, addition.key.prefix, addition.level].append(addition)
+        now_s = self._now_s()
+        calls = []
+        for (namespace, prefix, level), of_boundary in grouped.items():
+            shape, unique = self._shape(namespace), list({one.key: one for one in of_boundary}.values())
+            items = b"".join(add_item(shape, one) for one in unique)
+            new_entry = packed_with(shape, unique, now_s)
+            num_bytes = sum(one.num_bytes for one in unique)
+            calls.append(self._call(ADD, namespace, prefix, level, new_entry, num_bytes, items))
+        accepted = dict(zip(grouped, await self._run(calls, deadline), strict=True))
+        return [bool(accepted[one.key.namespace, one.key.prefix, one.level]) for one in additions]
+
+    async def remove(self, removals: Sequence[Removal], *, deadline: Deadline) -> None:
+        grouped: dict[tuple[NamespaceId, PrefixHash, Level], list[Removal]] = defaultdict(list)
+        for removal in removals:
+            grouped[removal.key.namespace, removal.key.prefix, removal.level].append(removal)
+        calls = []
+        for (namespace, prefix, level), of_boundary in grouped.items():
+            items = b"".join(remove_item(self._shape(namespace), one) for one in of_boundary)
+            calls.append(self._call(REMOVE, namespace, prefix, level, prefix, items))
+        await self._run(calls, deadline)
+
+    async def use(self, namespace: NamespaceId, uses: Sequence[Use], *, deadline: Deadline) -> None:
+        blank = bytes(PREFIX_BYTES)
+        calls = [
+            self._call(USE, namespace, use.prefix, Level.HOT, use.hits, use.tokens, use.parent or blank) for use in uses
+        ]
+        await self._run(calls, deadline)
+
+    async def start_leaving(
+        self, leaving: Sequence[Leaving], level: Level, *, deadline: Deadline
+    ) -> list[BoundaryEntry | None]:
+        """Works in waves: a boundary's wave comes after those of all longer ones that name it as `below`."""
+        hidden: list[BoundaryEntry | None] = [None] * len(leaving)
+        waves: list[list[int]] = []
+        wave_of: dict[int, int] = {}
+        for index, one in enumerate(leaving):  # longer prefixes come first, so this one's wave is final
+            wave = wave_of.get(index, 0)
+            if wave == len(waves):
+                waves.append([])
+            waves[wave].append(index)
+            if one.below is not None:
+                wave_of[one.below] = max(wave_of.get(one.below, 0), wave + 1)
+        stay: set[int | None] = set()
+        for indexes in waves:
+            going = [(index, leaving[index]) for index in indexes if index not in stay]
+            calls = [self._call(START, one.namespace, one.prefix, level, one.unless_used_since_s) for _, one in going]
+            for (index, one), data in zip(going, await self._run(calls, deadline), strict=True):
+                if data is not None:
+                    hidden[index] = entry_of(self._shape(one.namespace), one.namespace, one.prefix, bytes(data))
+            stay.update(leaving[index].below for index in indexes if hidden[index] is None)
+        return hidden
+
+    async def finish_leaving(
+        self, gone: Sequence[tuple[BoundaryEntry, LeaveReason]], level: Level, *, deadline: Deadline
+    ) -> int:
+        calls = []
+        for one, reason in gone:
+            shape = self._shape(one.namespace)
+            arguments = (one.prefix, int(reason), shape.sum_at(level, 0), len(shape.num_slices))
+            calls.append(self._call(FINISH, one.namespace, one.prefix, level, *arguments))
+        return sum(map(int, await self._run(calls, deadline)))
+
+    async def stop_leaving(
+        self, namespace: NamespaceId, prefix: PrefixHash, level: Level, *, deadline: Deadline
+    ) -> None:
+        await self._run([self._call(STOP, namespace, prefix, level)], deadline)
+
+    async def pin(
+        self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], until_s: int, *, deadline: Deadline
+    ) -> int:
+        calls = [self._call(PIN, namespace, prefix, Level.HOT, until_s) for prefix in prefixes]
+        return sum(await self._run(calls, deadline))
+
+    async def observe_hot(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], *, deadline: Deadline) -> int:
+        """Correct the hot bits and bytes of boundaries to the records that are stored. The hot records must be in this
+        same Redis. Returns how many records were lost: Redis evicted them, or was restarted.
+        """
+        shape = self._shape(namespace)
+        calls = []
+        for prefix in prefixes:
+            text = prefix.hex()
+            names = f"{namespace_root(namespace)}{text[:2]}/{{{text}}}"
+            first = shape.sum_at(Level.HOT, 0)
+            arguments: list[Argument] = [prefix, int(LeaveReason.LOST), names, first, *shape.num_slices]
+            calls.append(self._call(OBSERVE, namespace, prefix, Level.HOT, *arguments))
+        return sum(await self._run(calls, deadline))
+
+    def is_registered(self, namespace: NamespaceId) -> bool:
+        """Whether a namespace was registered with this object, so that its entries can be read."""
+        return namespace in self._shapes
+
+    async def manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
+        """The manifest beside the namespace's records in this Redis."""
+        self._check_open()
+        data = await self._nodes.one(("GET", manifest_name(namespace)), deadline=deadline)
+        return None if data is None else bytes(data)
+
+    async def register_again(self, *, deadline: Deadline) -> None:
+        """Register again those of this catalog's namespaces that Redis has lost."""
+        found = await self.namespaces(deadline=deadline)
+        for namespace, tenant in self._tenants.items():
+            if namespace not in found:
+                await self._nodes.one(("HSET", _NAMESPACES, namespace, tenant.encode()), deadline=deadline)
+
+    async def next_names(self, count: int, *, deadline: Deadline) -> list[bytes]:
+        """About `count` names of any kind, of entries and of records. Each call continues where the last one ended, and
+        starts over at the end.
+        """
+        self._check_open()
+        cursor, self._names_cursor = self._names_cursor or "", None  # starts over if the cursor has become invalid
+        names, self._names_cursor = await self._nodes.scan("*", cursor, count, deadline=deadline)
+        return names
+
+    async def are_stored(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[bool]:
+        """Whether these servers hold records. Per key, in order."""
+        self._check_open()
+        calls: list[Call] = [(self._nodes.slot_of(key.prefix.hex()), ("EXISTS", format_name(key))) for key in keys]
+        return [bool(reply) for reply in await self._run(calls, deadline)]
+
+    def ownership(self, lease_s: float) -> Ownership:
+        """Leases among the services that share this Redis."""
+        return RedisOwnership(self._nodes.client, lease_s=lease_s, gate=self._gate)
+
+    async def write_note(self, name: str, text: str, *, deadline: Deadline) -> None:
+        """Store a text for the other services."""
+        self._check_open()
+        await self._nodes.one(("SET", f"{_ROOT}/{name}", text), deadline=deadline)
+
+    async def read_note(self, name: str, *, deadline: Deadline) -> str | None:
+        """The text of a note; `None`: there is none."""
+        self._check_open()
+        text = await self._nodes.one(("GET", f"{_ROOT}/{name}"), deadline=deadline)
+        return None if text is None else bytes(text).decode(errors="replace")
+
+    async def clear(self, *, deadline: Deadline) -> None:
+        await self.set_complete(False, deadline=deadline)
+        cursor: str | None = ""
+        while cursor is not None:
+            soon = Deadline.after(_SCAN_S, self._clock)
+            names, cursor = await self._nodes.scan(f"{_ROOT}/*/{{*}}", cursor, _BATCH, deadline=soon)
+            tags = (name.decode(errors="replace").partition("{")[2][:-1] for name in names)
+            calls = [(self._nodes.slot_of(tag), ("UNLINK", name)) for tag, name in zip(tags, names, strict=True)]
+            await self._nodes.run(calls, deadline=soon)
+        await self._everywhere(lambda tag: ("UNLINK", _totals(tag)), Deadline.after(_SCAN_S, self._clock))
+
+    async def info(self, section: str, *, deadline: Deadline) -> list[dict[str, str]]:
+        """Each node's `INFO <section>`."""
+        self._check_open()
+        return await self._nodes.info(section, deadline=deadline)
+
+    # helpers
+
+    async def _entries(
+        self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], deadline: Deadline
+    ) -> list[bytes | None]:
+        """The entries as they are stored, in one round trip per node."""
+        if not prefixes:
+            return []
+        start, tags = f"{_ROOT}/{namespace.hex()}/", [prefix.hex() for prefix in prefixes]
+        names = [f"{start}{{{tag}}}" for tag in tags]
+        if self._nodes.is_cluster:
+            calls: list[Call] = [
+                (self._nodes.slot_of(tag), ("GET", name)) for tag, name in zip(tags, names, strict=True)
+            ]
+            return await self._nodes.run(calls, deadline=deadline)
+        (entries,) = await self._nodes.run([(0, ("MGET", *names))], deadline=deadline)
+        return cast("list[bytes | None]", entries)
+
+    def _call(
+        self, script: Script, namespace: NamespaceId, prefix: PrefixHash, level: Level, *arguments: Argument
+    ) -> Call:
+        """A script call and its slot; `scripts.py` describes the arguments."""
+        shape, text = self._shape(namespace), prefix.hex()
+        slot = self._nodes.slot_of(text)
+        tag = self._nodes.tag_of(slot)
+        row = shape.row_at(level)
+        keys = (f"{_ROOT}/{namespace.hex()}/{{{text}}}", _totals(tag), _tombstones(tag))
+        common = (namespace, shape.num_bytes, int(level), row, row + shape.row_bytes - 1, shape.rows_at)
+        return slot, ("EVALSHA", script.sha, 3, *keys, *common, self._now_s(), self._tombstones_kept(), *arguments)
+
+    async def _run(self, calls: Sequence[Call], deadline: Deadline) -> list[Any]:
+        replies: list[Any] = []
+        for start in range(0, len(calls), _BATCH):
+            replies += await self._nodes.run(calls[start : start + _BATCH], deadline=deadline)
+        if (repaired := self._nodes.num_repaired) != self._repairs_reported:
+            await self.set_complete(False, deadline=deadline)  # a damaged part was removed
+            self._repairs_reported = repaired
+        return replies
+
+    async def _everywhere(self, command: Callable[[bytes], Command], deadline: Deadline) -> list[Any]:
+        """Run a command, made from a hash tag, on the totals or tombstones of every slot."""
+        slots = range(NUM_SLOTS if self._nodes.is_cluster else 1)
+        return await self._nodes.run([(slot, command(self._nodes.tag_of(slot))) for slot in slots], deadline=deadline)
+
+    def _tombstones_kept(self) -> int:
+        """Tombstones that are kept per slot."""
+        return max(4, TOMBSTONES_MAX // NUM_SLOTS) if self._nodes.is_cluster else TOMBSTONES_MAX
+
+
+def _totals(tag: bytes) -> bytes:
+    return b"c1t/{%s}" % tag
+
+
+def _tombstones(tag: bytes) -> bytes:
+    return b"c1d/{%s}" % tag
+
+
+def _prefix_of(name: bytes) -> PrefixHash | None:
+    place = parse_entry_name(name)
+    return None if place is None else place[1]
+
+
+def parse_entry_name(name: bytes) -> tuple[NamespaceId, PrefixHash] | None:
+    """The namespace and the boundary of an entry's name; `None`: not the name of an entry."""
+    root, _, rest = name.partition(b"/")
+    namespace, _, text = rest.partition(b"/")
+    if root != _ROOT.encode() or text[:1] != b"{" or text[-1:] != b"}":
+        return None
+    try:
+        place = NamespaceId(bytes.fromhex(namespace.decode())), PrefixHash(bytes.fromhex(text[1:-1].decode()))
+    except ValueError:
+        return None
+    return place if len(place[1]) == PREFIX_BYTES else None

@@ -1,0 +1,104 @@
+"""Leases and text stores in Redis, for services that share it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from kvstore.catalog.base import Gate
+from kvstore.catalog.coordination import Ownership, TextStore, TextStoreKind
+from kvstore.catalog.redis.nodes import RedisNodes
+from kvstore.catalog.redis.replies import Command
+from kvstore.catalog.redis.scripts import hash_items
+from kvstore.errors import Unavailable
+from kvstore.runtime.deadline import Deadline
+
+__all__ = ["RedisOwnership", "RedisTextStore"]
+
+_OWNER_BYTES = 16
+
+# A key that is no lease, or one without an end, would block all owners for ever: it is deleted, or gets an end.
+_HOLD = """
+local kind = redis.call('TYPE', KEYS[1]).ok
+if kind ~= 'string' and kind ~= 'none' then redis.call('DEL', KEYS[1]) end
+if redis.call('PTTL', KEYS[1]) == -1 then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+local held = redis.call('GET', KEYS[1]) or ''
+if held ~= '' and string.sub(held, 1, 16) ~= ARGV[1] then return {0, string.sub(held, 17)} end
+local word = ARGV[3] or string.sub(held, 17)
+redis.call('SET', KEYS[1], ARGV[1] .. word, 'PX', ARGV[2])
+return {1, word}
+"""
+
+_RELEASE = """
+local held = redis.call('GET', KEYS[1])
+if held and string.sub(held, 1, 16) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+return 0
+"""
+
+
+class RedisOwnership(Ownership):
+    """A key per name, `c1o/<name>`, whose TTL is the lease; its value is the owner (16 bytes) and its word in UTF-8.
+
+    Args:
+        client: A `redis.asyncio.Redis` or `RedisCluster`; the caller closes it.
+        lease_s: The longer the lease, the longer the work of a dead owner is left undone.
+        gate: As for `RedisNodes`.
+    """
+
+    def __init__(self, client: Any, *, lease_s: float, gate: Gate | None = None) -> None:
+        self._nodes = RedisNodes(client, "the leases", gate=gate)
+        self._lease_ms = max(1, round(lease_s * 1000))
+        self._owner = secrets.token_bytes(_OWNER_BYTES)  # identifies this process among all that share the server
+
+    async def hold(self, name: str, *, deadline: Deadline) -> bool:
+        is_ours, _ = await self._hold(name, deadline)
+        return is_ours
+
+    async def agree(self, name: str, word: str, *, deadline: Deadline) -> str:
+        _, holders_word = await self._hold(name, deadline, word)
+        return holders_word.decode(errors="replace")
+
+    async def _hold(self, name: str, deadline: Deadline, *word: str) -> tuple[bool, bytes]:
+        command: Command = ("EVAL", _HOLD, 1, f"c1o/{name}", self._owner, self._lease_ms, *word)
+        reply = await self._nodes.one(command, deadline=deadline)
+        match reply:
+            case [int(is_ours), bytes(holders_word)]:
+                return bool(is_ours), holders_word
+        raise Unavailable("check the address of Redis: malformed reply to a request for a lease", seen=repr(reply)[:80])
+
+    async def release(self, name: str, *, deadline: Deadline) -> None:
+        await self._nodes.one(("EVAL", _RELEASE, 1, f"c1o/{name}", self._owner), deadline=deadline)
+
+
+class RedisTextStore(TextStore):
+    """All texts in one hash without a TTL, `c1/<name>`, read in one round trip.
+
+    Args:
+        client: A `redis.asyncio.Redis` or `RedisCluster` that replies in `bytes`; the caller closes it.
+        kind: The contents.
+        gate: As for `RedisNodes`.
+    """
+
+    is_shared = True
+
+    def __init__(self, client: Any, kind: TextStoreKind, *, gate: Gate | None = None) -> None:
+        super().__init__(kind)
+        self._nodes = RedisNodes(client, f"the list of {kind.name}", gate=gate)
+
+    async def read(self, *, deadline: Deadline) -> Mapping[str, str]:
+        found = hash_items(await self._call("HGETALL", deadline=deadline))
+        return {name.decode(errors="replace"): text.decode(errors="replace") for name, text in found}
+
+    async def write(self, name: str, text: str, *, deadline: Deadline) -> None:
+        num_held = int(await self._call("HLEN", deadline=deadline))
+        is_there = await self._call("HEXISTS", name, deadline=deadline)
+        self.check(name, text, 0 if is_there else num_held)
+        await self._call("HSET", name, text, deadline=deadline)
+
+    async def remove(self, names: Collection[str], *, deadline: Deadline) -> None:
+        if names:
+            await self._call("HDEL", *names, deadline=deadline)
+
+    async def _call(self, verb: str, *arguments: str, deadline: Deadline) -> Any:
+        return await self._nodes.one((verb, f"c1/{self.kind.name}", *arguments), deadline=deadline)

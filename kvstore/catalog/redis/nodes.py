@@ -1,0 +1,319 @@
+"""Sends many small commands to a Redis, or to the nodes of a cluster, in one round trip per node.
+
+The catalog, leases, text stores and pending writes all call Redis through here. So errors and malformed replies are
+handled in one place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import logging
+import math
+import re
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import count
+from typing import Any, cast
+
+from hiredis import pack_command
+from redis.asyncio import Redis, RedisCluster
+from redis.exceptions import (
+    AskError,
+    ConnectionError,
+    MovedError,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
+
+from kvstore.catalog.base import Gate
+from kvstore.catalog.redis.replies import Command, check_reply, keys_of
+from kvstore.catalog.redis.scripts import ALL, DAMAGED
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.runtime.deadline import Deadline
+
+__all__ = ["NUM_SLOTS", "Call", "NoRoom", "RedisNodes"]
+
+_log = logging.getLogger(__name__)
+
+Call = tuple[int, Command]
+"""A command and the slot of its keys; without a cluster any slot."""
+
+NUM_SLOTS = 16384
+_CALLS_MAX = 24
+"""Connections in use at a time, over all nodes. A client's pool has a few more, and raises when it is exhausted."""
+
+_packed = cast(Callable[[Command], bytes], pack_command)  # its stub allows for one argument only
+_TEXTS = {script.sha: script.text for script in ALL}
+_RESOLVED_BY_CLIENT = (MovedError, AskError, TryAgainError, ConnectionError)
+"""Errors that the client resolves itself when a command is sent again: a slot that moved, a primary that died."""
+_NUMBERS = re.compile(r"(\d{1,5})\.(\d{1,5})\.(\d{1,20})", re.ASCII)
+"""A cursor: the number of nodes, the index of one, and the position of the SCAN on it."""
+_NOT_UNDERSTOOD = (ValueError, TypeError, AttributeError, LookupError)
+"""Errors of redis-py for replies that it cannot convert."""
+
+
+class NoRoom(Unavailable):
+    """The server is at its memory limit."""
+
+
+class RedisNodes:
+    """Sends each command to the node of its slot. Errors of Redis, and replies that a command cannot have, become
+    `Unavailable` here. A damaged key of ours is removed, and the command is sent again: its content can be rebuilt, and
+    no service could write to it any more.
+
+    Args:
+        client: Replies in `bytes`; the caller closes it.
+        what: The data that is kept there, for messages.
+        gate: Called before each call; `None`: calls are always allowed.
+        calls_max: Connections in use at a time, over all nodes. A client's pool must have more.
+
+    Attributes:
+        num_repaired: Damaged keys that were removed.
+    """
+
+    def __init__(
+        self,
+        client: Redis | RedisCluster,
+        what: str = "the catalog",
+        *,
+        gate: Gate | None = None,
+        calls_max: int = _CALLS_MAX,
+    ) -> None:
+        self.client = client
+        self.num_repaired = 0
+        self._what = what
+        self._gate = gate
+        self._calls = asyncio.Semaphore(calls_max)
+        self.is_cluster = isinstance(client, RedisCluster)
+
+    def slot_of(self, tag: str) -> int:
+        """The slot of every key with this hash tag; 0 without a cluster."""
+        return _slot_of(tag.encode()) if self.is_cluster else 0
+
+    def tag_of(self, slot: int) -> bytes:
+        """A short hash tag whose keys are in `slot`."""
+        return _tags()[slot] if self.is_cluster else b"0"
+
+    async def run(self, calls: Sequence[Call], *, deadline: Deadline) -> list[Any]:
+        """Run commands, in one round trip per node; returns their replies in order.
+
+        Raises:
+            Unavailable: Not reachable, out of time, or a command was refused.
+
+        If cancelled, commands that were sent may still be executed.
+        """
+        if not calls:
+            return []
+        with self._translated():
+            async with deadline.scope(f"calling Redis for {self._what}"):
+                if not self.is_cluster:
+                    return await self._on_node(None, [command for _, command in calls])
+                cluster = cast(RedisCluster, self.client)
+                await cluster.initialize()
+                by_node: dict[Any, list[int]] = {}
+                for index, (slot, _) in enumerate(calls):
+                    by_node.setdefault(cluster.nodes_manager.get_node_from_slot(slot), []).append(index)
+                parts = await asyncio.gather(
+                    *(self._on_node(node, [calls[index][1] for index in part]) for node, part in by_node.items())
+                )
+                replies: list[Any] = [None] * len(calls)
+                for part, found in zip(by_node.values(), parts, strict=True):
+                    for index, reply in zip(part, found, strict=True):
+                        replies[index] = reply
+                return replies
+
+    async def one(self, command: Command, *, deadline: Deadline) -> Any:
+        """Run one command, with a key in any slot."""
+        with self._translated():
+            async with deadline.scope(f"calling Redis for {self._what}"):
+                try:
+                    reply = await self._execute(command)
+                except ResponseError as error:
+                    if not await self._repair(command, error):
+                        raise
+                    reply = await self._execute(command)
+                check_reply(command, reply)
+                return reply
+
+    async def _execute(self, command: Command) -> Any:
+        """Send one command through the client, which finds its node."""
+        async with self._calls:
+            return await cast(Awaitable[Any], self.client.execute_command(*command))
+
+    async def scan(
+        self, pattern: str, cursor: str, count: int, *, deadline: Deadline
+    ) -> tuple[list[bytes], str | None]:
+        """Names that match a pattern among the next `count` of one node, and the cursor to continue with: node by node,
+        `None` after the last. A name may come twice.
+
+        Raises:
+            InvalidRequest: Not a cursor, or the number of nodes has changed since.
+        """
+        with self._translated():
+            async with deadline.scope("scanning the names in Redis"):
+                nodes = sorted(await self._primaries(), key=lambda node: "" if node is None else str(node.name))
+                index, place = _numbers_of_cursor(cursor, len(nodes))
+                command = ("SCAN", place, "MATCH", pattern, "COUNT", count)
+                ((after, names),) = await self._exchange(nodes[index], [command], strict=True)
+        index += 0 if int(after) else 1
+        return names, f"{len(nodes)}.{index}.{int(after)}" if index < len(nodes) else None
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Call the gate, and translate errors. Any foreign error is the client's: it expects some replies to have their
+        usual form.
+        """
+        if self._gate is not None:
+            self._gate()
+        try:
+            yield
+        except OutOfMemoryError as error:
+            message = f"{self._what} in Redis has no room: raise maxmemory, or choose a volatile-* policy"
+            raise NoRoom(message, error=str(error)[:200]) from error
+        except (RedisError, RedisClusterException, OSError, *_NOT_UNDERSTOOD) as error:
+            step = "check that the hot Redis runs and is not full"
+            if isinstance(error, NoPermissionError):
+                step = "give its user the keys and commands of docs/redis.md (ACL SETUSER)"
+            elif isinstance(error, _NOT_UNDERSTOOD):
+                step = "check the address: the server does not reply like Redis"
+            message = f"{self._what} in Redis cannot be used: {step}"
+            raise Unavailable(message, error=f"{type(error).__name__}: {error}"[:200]) from error
+
+    async def _primaries(self) -> list[Any]:
+        """The nodes that hold keys; `None` is a standalone server."""
+        if not self.is_cluster:
+            return [None]
+        cluster = cast(RedisCluster, self.client)
+        await cluster.initialize()
+        return list(cluster.get_primaries())
+
+    async def info(self, section: str, *, deadline: Deadline) -> list[dict[str, str]]:
+        """Each node's `INFO <section>`."""
+        with self._translated():
+            async with deadline.scope("reading INFO of Redis"):
+                nodes = await self._primaries()
+                texts = [(await self._exchange(node, [("INFO", section)], strict=True))[0] for node in nodes]
+        lines = [text.decode(errors="replace").splitlines() for text in texts]
+        return [dict(line.split(":", 1) for line in listed if ":" in line) for listed in lines]
+
+    async def _on_node(self, node: Any, commands: Sequence[Command]) -> list[Any]:
+        try:
+            replies = await self._exchange(node, commands, strict=False)
+        except ConnectionError as error:
+            if node is None:
+                raise
+            replies = [error] * len(commands)
+        missing = sorted({str(c[1]) for c, r in zip(commands, replies, strict=True) if isinstance(r, NoScriptError)})
+        if missing:
+            await self._exchange(node, [("SCRIPT", "LOAD", _TEXTS[sha]) for sha in missing], strict=True)
+        for index, reply in enumerate(replies):
+            passing = (NoScriptError, *(() if node is None else _RESOLVED_BY_CLIENT))
+            is_repaired = isinstance(reply, ResponseError) and await self._repair(commands[index], reply)
+            if is_repaired or isinstance(reply, passing):
+                replies[index] = await self._retry(commands[index])
+            elif isinstance(reply, RedisError):
+                raise reply
+            check_reply(commands[index], replies[index])
+        return replies
+
+    async def _retry(self, command: Command) -> Any:
+        """Send one command through the client, which finds the slot's new node; a script is sent as text."""
+        if command[0] == "EVALSHA":
+            command = ("EVAL", _TEXTS[str(command[1])], *command[2:])
+        return await self._execute(command)
+
+    async def _repair(self, command: Command, error: ResponseError) -> bool:
+        """Remove the damaged keys of a command that was refused. False: none of them is damaged."""
+        text = str(error)
+        repairs: list[Command] = []
+        if DAMAGED in text:
+            entry, totals, *_ = keys_of(command)
+            repairs = [("HDEL", totals, command[6]) if "totals" in text else ("UNLINK", entry)]
+        elif "WRONGTYPE" in text:
+            for key, kind in keys_of(command).items():
+                if await self._execute(("TYPE", key)) not in (b"none", kind):
+                    repairs.append(("UNLINK", key))
+        for repair in repairs:
+            await self._execute(repair)
+            self.num_repaired += 1
+            _log.warning("%s in Redis is damaged; removed a key key=%s error=%s", self._what, repair[1], text)
+        return bool(repairs)
+
+    async def _exchange(self, node: Any, commands: Sequence[Command], *, strict: bool) -> list[Any]:
+        """Send all commands and read all replies on one connection; waits until one may be used (`_CALLS_MAX`).
+
+        Errors of single commands are returned as replies, or raised if `strict`.
+        """
+        async with self._calls:
+            replies = await self._exchange_now(node, commands)
+        if strict:
+            for command, reply in zip(commands, replies, strict=True):
+                if isinstance(reply, RedisError):
+                    raise reply
+                check_reply(command, reply)
+        return replies
+
+    async def _exchange_now(self, node: Any, commands: Sequence[Command]) -> list[Any]:
+        pool = cast(Any, self.client).connection_pool if node is None else None
+        connection = await pool.get_connection() if pool is not None else node.acquire_connection()
+        replies: list[Any] = []
+        try:
+            # packed by hiredis: redis-py takes longer to pack a lookup's thousands of names than Redis to answer it;
+            # `math.inf` disables redis-py's timer for each reply, which costs more than reading the reply
+            await connection.send_packed_command([_packed(tuple(command)) for command in commands])
+            while len(replies) < len(commands):
+                try:
+                    replies.append(await connection.read_response(disable_decoding=True, timeout=math.inf))
+                except ResponseError as error:
+                    replies.append(error)
+        except BaseException:
+            await connection.disconnect(nowait=True)  # its next user must not read our replies
+            raise
+        finally:
+            if pool is not None:
+                await pool.release(connection)
+            else:
+                node.release(connection)
+        return replies
+
+
+def _slot_of(tag: bytes) -> int:
+    """The slot of every key with this hash tag, in a cluster."""
+    return binascii.crc_hqx(tag, 0) % NUM_SLOTS
+
+
+@cache
+def _tags() -> tuple[bytes, ...]:
+    """For each slot the lowest decimal number that maps to it; found by trying, once per process."""
+    tags: dict[int, bytes] = {}
+    for number in count():
+        tag = b"%d" % number
+        if tags.setdefault(_slot_of(tag), tag) is tag and len(tags) == NUM_SLOTS:
+            return tuple(tags[slot] for slot in range(NUM_SLOTS))
+    raise AssertionError("not reached")
+
+
+def _numbers_of_cursor(cursor: str, num_nodes: int) -> tuple[int, int]:
+    """The index of a node, and the position of the SCAN on it.
+
+    Raises:
+        InvalidRequest: Not a cursor, or one from when the cluster had another number of nodes.
+    """
+    if not cursor:
+        return 0, 0
+    match = _NUMBERS.fullmatch(cursor)
+    of, node, scan = (int(part) for part in match.groups()) if match is not None else (0, 0, 0)
+    if of != num_nodes or node >= num_nodes or scan >= 1 << 64:
+        raise InvalidRequest(
+            "not a cursor of this catalog, or no longer valid: start again without one",
+            field="cursor",
+            seen=cursor[:80],
+        )
+    return node, scan

@@ -1,0 +1,314 @@
+"""Corrects the catalog's hot level after Redis evicted, expired or lost records."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvstore.catalog.base import Addition
+from kvstore.catalog.entry import Level
+from kvstore.catalog.redis.catalog import RedisCatalog, parse_entry_name
+from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
+from kvstore.format.manifest import parse_manifest
+from kvstore.format.names import parse_name
+from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
+from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
+
+__all__ = ["Reconciler", "Sample", "Sampler", "ServerCounters", "counters_of", "format_counters", "parse_counters"]
+
+_log = logging.getLogger(__name__)
+
+_PERIOD_S = 15.0
+"""How often the servers' counters are read, so that every loss is recorded within 60 s."""
+_LEASE = "reconcile"
+_LEASE_S = 20.0
+_NOTE = "reconciled"
+"""Name of the note that holds the servers' counters as of the last complete comparison."""
+_NEXT_STEP = "lookups also query the tiers, which is slower, until `kvstore reindex` has run"
+_CALL_S = 10.0
+_BATCH = 256
+_DIGITS_MAX = 20
+"""A counter of Redis has at most 19 digits."""
+_SAMPLE_NAMES = 512
+"""Names that each check reads, of entries and of records. A boundary has one entry and many records."""
+_UNKNOWN_MAX = 256
+_GRACE_S = 40.0
+"""A stored record is reported at once. If its service dies, the service that claims its pending entry reports it: by
+default after 30 s (`pending_lease_s`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCounters:
+    """The removals of a node.
+
+    Attributes:
+        run_id: Changes when the server is restarted or replaced.
+        num_removed: Keys that it evicted or that expired, since its start.
+    """
+
+    run_id: str
+    num_removed: int
+
+
+def counters_of(server: dict[str, str], stats: dict[str, str]) -> ServerCounters:
+    """From `INFO server` and `INFO stats`."""
+    texts = [stats.get(name, "").strip() for name in ("evicted_keys", "expired_keys")]
+    num_removed = sum(int(text) for text in texts if text.isascii() and text.isdecimal() and len(text) < _DIGITS_MAX)
+    return ServerCounters(server.get("run_id", ""), num_removed)
+
+
+def format_counters(counters: list[ServerCounters]) -> str:
+    """The counters as the text of a note for other services."""
+    return json.dumps([[one.run_id, one.num_removed] for one in counters])
+
+
+def parse_counters(text: str) -> list[ServerCounters] | None:
+    """The inverse of `format_counters`; `None`: not such a text."""
+    try:
+        return [ServerCounters(str(run_id), int(num_removed)) for run_id, num_removed in json.loads(text)]
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        return None
+
+
+class Reconciler:
+    """Checks periodically whether a server evicted, expired or lost keys. If so, one of the services compares every hot
+    boundary with the stored records, and stores the servers' counters for the others.
+
+    Marks the catalog as not complete when a server was replaced, since entries may be lost, and when a sample shows
+    records that no service reported.
+
+    Args:
+        catalog: The caller closes it.
+        meters: Where to count.
+        period_s: Seconds between checks.
+        clock: For deadlines.
+    """
+
+    def __init__(
+        self, catalog: RedisCatalog, meters: Meters, *, period_s: float = _PERIOD_S, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._catalog = catalog
+        self._meters = meters
+        self._period_s = period_s
+        self._ownership = catalog.ownership(_LEASE_S)
+        self._sampler = Sampler(catalog, clock=clock)
+        self._clock = clock
+        self._counters: list[ServerCounters] | None = None
+        self._was_complete = False
+
+    async def run(self) -> None:
+        """Check until cancelled or closed; after a failure, again in the next period. Pauses at least as long as the
+        last check took, so that checks take at most half of the time where Redis evicts constantly.
+        """
+        while True:
+            started_s = asyncio.get_running_loop().time()
+            try:
+                await self.check()
+            except (Unavailable, CorruptRecord, InvalidRequest):
+                self._meters.add("catalog_failures", call="reconcile")
+            except Closed:
+                return
+            await asyncio.sleep(max(self._period_s, asyncio.get_running_loop().time() - started_s))
+
+    async def check(self) -> int:
+        """Check once, and compare everything if a record is gone; returns how many records are gone."""
+        await self._check_catalog()
+        sample = await self._sampler.check()
+        if sample.num_unknown:
+            self._meters.add("catalog_unknown_records", sample.num_unknown)
+            await self._mark_incomplete("Redis holds records that were never reported to the catalog")
+        counters = await self._read_counters()
+        if (counters == self._counters and not sample.num_lost) or not await self._hold():
+            return sample.num_lost  # the lease's holder may die: `_counters` stays, so that the next check tries again
+        try:
+            lost = sample.num_lost + await self._reconcile(counters, is_wrong=sample.num_lost > 0)
+        finally:
+            with suppress(Unavailable):  # if it expired, it would count in `expired_keys` and start the next comparison
+                await self._ownership.release(_LEASE, deadline=self._soon())
+        self._counters = counters
+        return lost
+
+    async def _check_catalog(self) -> None:
+        """Check whether Redis has lost parts of the catalog itself, as by FLUSHALL."""
+        deadline = self._soon()
+        await self._catalog.register_again(deadline=deadline)
+        is_complete = await self._catalog.is_complete(deadline=deadline)
+        self._meters.set("catalog_complete", is_complete)
+        if self._was_complete and not is_complete:
+            _log.warning("the catalog is no longer complete: %s", _NEXT_STEP)
+        self._was_complete = is_complete
+
+    async def _mark_incomplete(self, why: str) -> None:
+        await self._catalog.set_complete(False, deadline=self._soon())
+        self._was_complete = False
+        _log.warning("%s: %s", why, _NEXT_STEP)
+
+    async def _read_counters(self) -> list[ServerCounters]:
+        deadline = self._soon()
+        servers = await self._catalog.info("server", deadline=deadline)
+        stats = await self._catalog.info("stats", deadline=deadline)
+        return sorted(
+            (counters_of(server, stat) for server, stat in zip(servers, stats, strict=True)), key=lambda one: one.run_id
+        )
+
+    async def _reconcile(self, counters: list[ServerCounters], *, is_wrong: bool) -> int:
+        """Compare the hot level unless another service has done so at these `counters`; returns the lost records.
+
+        Args:
+            counters: Of the servers, now.
+            is_wrong: A sample has shown a lost record: compare in any case.
+        """
+        note = await self._catalog.read_note(_NOTE, deadline=self._soon())
+        seen = self._counters if note is None else parse_counters(note)
+        if seen is not None and {one.run_id for one in counters} != {one.run_id for one in seen}:
+            await self._mark_incomplete("a Redis of the catalog was restarted or replaced and may lack entries")
+        if note is not None and counters == seen and not is_wrong:  # another service has done it
+            return 0
+        lost = await self.compare()
+        await self._catalog.write_note(_NOTE, format_counters(counters), deadline=self._soon())
+        self._meters.add("catalog_reconciled", lost)
+        return lost
+
+    async def compare(self) -> int:
+        """Compare every boundary of the catalog's hot level, of all namespaces, with the stored records; returns how
+        many records were gone.
+        """
+        lost = 0
+        for namespace in await self._catalog.namespaces(deadline=self._soon()):
+            if not await _can_read(self._catalog, namespace, self._soon()):
+                continue  # a service that has opened the namespace compares it
+            prefixes: list[PrefixHash] = []
+            async for entry in self._catalog.iterate(namespace):
+                if any(entry.slices[Level.HOT]):
+                    prefixes.append(entry.prefix)
+                if len(prefixes) >= _BATCH:
+                    lost += await self._observe(namespace, prefixes)
+                    prefixes = []
+            lost += await self._observe(namespace, prefixes)
+        return lost
+
+    async def _observe(self, namespace: NamespaceId, prefixes: list[PrefixHash]) -> int:
+        if not prefixes:
+            return 0
+        await self._hold()  # renews the lease
+        return await self._catalog.observe_hot(namespace, prefixes, deadline=self._soon())
+
+    async def _hold(self) -> bool:
+        return await self._ownership.hold(_LEASE, deadline=self._soon())
+
+    def _soon(self) -> Deadline:
+        return Deadline.after(_CALL_S, self._clock)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The errors that a check of the sampler found, and corrected.
+
+    Attributes:
+        num_lost: Records that had an entry and are not stored.
+        num_unknown: Stored records that no service reported within the grace period.
+    """
+
+    num_lost: int
+    num_unknown: int
+
+
+class Sampler:
+    """Compares the catalog and the records of one Redis, the next few names per call. One error suggests many more.
+
+    Args:
+        catalog: The caller closes it.
+        grace_s: How long a stored record may lack an entry.
+        clock: Measures the grace period, and deadlines.
+    """
+
+    def __init__(self, catalog: RedisCatalog, *, grace_s: float = _GRACE_S, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._catalog = catalog
+        self._grace_s = grace_s
+        self._clock = clock
+        self._unknown_since_s: dict[RecordKey, float] = {}
+
+    async def check(self) -> Sample:
+        """Check the next names, and correct the catalog where it is wrong.
+
+        Raises:
+            Unavailable: Redis does not answer.
+        """
+        deadline = Deadline.after(_CALL_S, self._clock)
+        names = await self._catalog.next_names(_SAMPLE_NAMES, deadline=deadline)
+        entries = [place for place in map(parse_entry_name, names) if place is not None]
+        records = [key for key in map(_record_key, names) if key is not None]
+        num_lost = 0
+        for namespace, prefixes in _by_namespace(entries).items():
+            if await _can_read(self._catalog, namespace, deadline):
+                num_lost += await self._catalog.observe_hot(namespace, prefixes, deadline=deadline)
+        return Sample(num_lost, await self._check_records(records, deadline))
+
+    async def _check_records(self, records: list[RecordKey], deadline: Deadline) -> int:
+        """Add records without an entry once their grace period is over; returns how many."""
+        now_s = self._clock.monotonic_s()
+        unknown = await self._unknown([*self._unknown_since_s, *records], deadline)
+        stored = await self._catalog.are_stored(unknown, deadline=deadline)
+        since_s = {
+            key: self._unknown_since_s.get(key, now_s) for key, there in zip(unknown, stored, strict=True) if there
+        }
+        late = [key for key, at_s in since_s.items() if now_s - at_s >= self._grace_s]
+        kept = [key for key in since_s if key not in late][:_UNKNOWN_MAX]
+        self._unknown_since_s = {key: since_s[key] for key in kept}
+        # the size does not matter: `observe_hot` corrects it right after
+        await self._catalog.add([Addition(key, Level.HOT, 1, 0) for key in late], deadline=deadline)
+        for namespace, prefixes in _by_namespace((key.namespace, key.prefix) for key in late).items():
+            await self._catalog.observe_hot(namespace, prefixes, deadline=deadline)
+        return len(late)
+
+    async def _unknown(self, records: Iterable[RecordKey], deadline: Deadline) -> list[RecordKey]:
+        """Those without an entry that are not being deleted, of namespaces that can be read here."""
+        unknown: list[RecordKey] = []
+        by_namespace: dict[NamespaceId, dict[PrefixHash, set[RecordKey]]] = {}
+        for key in records:
+            by_namespace.setdefault(key.namespace, {}).setdefault(key.prefix, set()).add(key)
+        for namespace, of_prefix in by_namespace.items():
+            if not await _can_read(self._catalog, namespace, deadline):
+                continue
+            table = await self._catalog.lookup(namespace, list(of_prefix), deadline=deadline)
+            for index, keys in enumerate(of_prefix.values()):
+                if not table.leaves(index, Level.HOT):
+                    held = [key for key in keys if table.shape.holds(key.group, key.slice)]
+                    unknown += [key for key in held if not table.has(index, Level.HOT, key.group, key.slice)]
+        return unknown
+
+
+async def _can_read(catalog: RedisCatalog, namespace: NamespaceId, deadline: Deadline) -> bool:
+    """Whether a namespace is registered, or can be registered now from the manifest beside its records."""
+    if catalog.is_registered(namespace):
+        return True
+    data = await catalog.manifest(namespace, deadline=deadline)
+    if data is None:
+        return False
+    try:
+        description = parse_manifest(data, namespace)
+        layout = description.layout()
+    except (CorruptRecord, UnsupportedFormat, InvalidRequest):
+        return False
+    await catalog.register(namespace, layout, description.tenant, deadline=deadline)
+    return True
+
+
+def _by_namespace(places: Iterable[tuple[NamespaceId, PrefixHash]]) -> dict[NamespaceId, list[PrefixHash]]:
+    found: dict[NamespaceId, dict[PrefixHash, None]] = {}
+    for namespace, prefix in places:
+        found.setdefault(namespace, {})[prefix] = None
+    return {namespace: list(prefixes) for namespace, prefixes in found.items()}
+
+
+def _record_key(name: bytes) -> RecordKey | None:
+    try:
+        return parse_name(name.decode())
+    except (InvalidRequest, UnicodeDecodeError):
+        return None

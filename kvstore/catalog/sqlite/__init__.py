@@ -1,0 +1,1 @@
+"""One node's catalog and pending writes in SQLite files beside the records."""

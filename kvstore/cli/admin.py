@@ -1,0 +1,299 @@
+"""The administration interface, for the verbs that use it: flags, requests, errors, and jobs that a verb waits for."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from http.client import HTTPException
+from typing import Annotated, Any, TypeAlias, get_type_hints
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote, urlencode, urlsplit
+from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
+
+import typer
+
+from kvstore.cli.options import AsJson, Config, TokenFile, tls_of, token_of
+from kvstore.cli.printing import progress_bar
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.settings import TOKEN_VARIABLE, Settings, load_settings
+
+__all__ = [
+    "AdminClient",
+    "NamespaceArgument",
+    "Yes",
+    "admin_client",
+    "admin_verb",
+    "parse_duration",
+    "run_job",
+    "whole_namespace",
+    "whole_prefix",
+]
+
+AdminUrl: TypeAlias = Annotated[
+    str,
+    typer.Option(help="Administration interface, http://host:port. Default: admin_listen ($KVSTORE_ADMIN_LISTEN)."),
+]
+Timeout: TypeAlias = Annotated[float, typer.Option("--timeout", min=0.1, max=600, help="Seconds for each answer.")]
+NamespaceArgument: TypeAlias = Annotated[str, typer.Argument(help="The id of a namespace, or its first digits.")]
+Yes: TypeAlias = Annotated[bool, typer.Option("--yes", help="Do it. Without this flag: show what would be done.")]
+
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+_ANSWER_BYTES_MAX = 64 << 20
+_POLL_S_MIN, _POLL_S_MAX = 0.02, 0.5
+_DURATION = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_LISTED_MAX = 1000
+
+
+class AdminClient:
+    """Sends requests to the administration interface of one service.
+
+    Args:
+        url: `http://host:port` or `https://host:port`.
+        token: Sent with each request, unless empty.
+        timeout_s: For each answer.
+        tls: For an `https` address.
+    """
+
+    def __init__(self, url: str, token: str, *, timeout_s: float, tls: ssl.SSLContext | None = None) -> None:
+        self.url = url
+        self._headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        self._timeout_s = timeout_s
+        # no proxy: those of the environment are for other networks
+        self._opener = build_opener(ProxyHandler({}), HTTPSHandler(context=tls))
+
+    def get(self, *path: str, **query: object) -> Any:
+        """The answer of a route. Parts of the path are escaped; a query parameter that is `None` is left out.
+
+        Raises:
+            InvalidRequest: The call is wrong; the message names the field.
+            Unavailable: Nothing answers, or the call is refused; the message names the next step.
+        """
+        return self.call("GET", *path, query=query)
+
+    def call(
+        self, method: str, *path: str, query: Mapping[str, object] | None = None, body: object | None = None
+    ) -> Any:
+        """Like `get`, with any method; a body is sent as JSON."""
+        route = "/v1/" + "/".join(quote(part, safe="") for part in path)
+        return json.loads(self._send(method, route, query, body) or b"null")
+
+    def text(self, path: str) -> str:
+        """The answer of a route that is not JSON."""
+        return self._send("GET", path, None, None).decode(errors="replace")
+
+    def _send(self, method: str, path: str, query: Mapping[str, object] | None, body: object | None) -> bytes:
+        given = {
+            name: str(value).lower() if isinstance(value, bool) else value
+            for name, value in (query or {}).items()
+            if value is not None
+        }
+        url = f"{self.url}{path}{'?' + urlencode(given) if given else ''}"
+        data = None if body is None else json.dumps(body).encode()
+        headers = self._headers | ({"Content-Type": "application/json"} if data is not None else {})
+        try:
+            with self._opener.open(Request(url, data, headers, method=method), timeout=self._timeout_s) as answer:
+                found: bytes = answer.read(_ANSWER_BYTES_MAX)
+                return found
+        except HTTPError as error:
+            with error:
+                raise _refusal(error.code, error.read(_ANSWER_BYTES_MAX)) from None
+        except (URLError, TimeoutError, HTTPException, OSError) as error:
+            reason = getattr(error, "reason", None) or error
+            reason = getattr(reason, "strerror", None) or reason
+            if "WRONG_VERSION_NUMBER" in str(reason):
+                raise Unavailable(f"{self.url} does not use TLS: write http:// instead of https://") from error
+            raise Unavailable(
+                f"no administration interface answers at {self.url} ({reason}): check that `kvstore serve` runs there "
+                "with this admin_listen, or name another address with --admin-url or KVSTORE_ADMIN_LISTEN"
+            ) from error
+
+
+def _refusal(status: int, content: bytes) -> InvalidRequest | Unavailable:
+    """An HTTP error as one of ours, with the next step."""
+    try:
+        problem = json.loads(content)
+        detail, field = str(problem["detail"]), problem.get("field")
+    except (ValueError, KeyError, TypeError):
+        return Unavailable(
+            f"this is not an administration interface of kvstore (it answered HTTP {status}): name another --admin-url"
+        )
+    if status == 401:
+        return Unavailable(
+            f"{detail}: name a file with a token of this service in --token-file or KVSTORE_TOKEN_FILE, or put the "
+            f"token into {TOKEN_VARIABLE}"
+        )
+    if status == 403:
+        return Unavailable(f"{detail}: use another token, see docs/admin.md")
+    if status in (413, 422):
+        details = {name: problem[name] for name in ("expected", "seen") if problem.get(name) is not None}
+        return InvalidRequest(f"{field}: {detail}" if field else detail, **details)
+    if status in (429, 503):
+        return Unavailable(f"{detail}: try again in a moment")
+    seen = {"seen": problem["seen"]} if problem.get("seen") is not None else {}
+    return Unavailable(f"{detail}{': see the log of the service' if status == 500 else ''}", **seen)
+
+
+def admin_client(settings: Settings, token: str, timeout_s: float, *, url: str = "") -> AdminClient:
+    """A client for the port at `url`; if that is empty, for `admin_listen` of these settings.
+
+    Raises:
+        InvalidRequest: The url is wrong, or the settings turn the port off.
+    """
+    url = _checked(url) if url else _url_of(settings)
+    tls = None
+    if url.startswith("https:"):
+        tls = tls_of(settings).context()
+    return AdminClient(url, token, timeout_s=timeout_s, tls=tls)
+
+
+def _checked(url: str) -> str:
+    spelled = url.replace("tls://", "https://", 1).replace("tcp://", "http://", 1)  # as admin_listen spells it
+    parts = urlsplit(spelled if "://" in spelled else f"http://{spelled}")
+    try:
+        is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_right = False
+    if not is_right or parts.username is not None:
+        raise InvalidRequest("--admin-url: expected http://host:port or https://host:port", seen=repr(url))
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def _url_of(settings: Settings) -> str:
+    address = settings.admin_listen
+    if address is None:
+        raise InvalidRequest("admin_listen is off: turn it on where the service runs, or name an --admin-url")
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    return f"{'https' if address.tls else 'http'}://{_ANY.get(address.host, host)}:{address.port}"
+
+
+def admin_verb(default_timeout_s: float) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a verb of a function whose first two parameters are an `AdminClient` and whether to print JSON.
+
+    The verb has the function's other parameters and the flags --admin-url, --token-file, --config, --timeout and
+    --json. It raises `InvalidRequest` for a wrong url, token file or settings file.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        def verb(
+            *,
+            admin_url: AdminUrl = "",
+            token_file: TokenFile = None,
+            config: Config = None,
+            timeout_s: Timeout = default_timeout_s,
+            json_: AsJson = False,
+            **own: Any,
+        ) -> None:
+            settings = load_settings({}, config=config)
+            token = token_of(settings, token_file)
+            function(admin_client(settings, token, timeout_s, url=admin_url), json_, **own)
+
+        hints = get_type_hints(function, include_extras=True)
+        own = list(inspect.signature(function).parameters.values())[2:]
+        flags = list(inspect.signature(verb, eval_str=True).parameters.values())[:-1]
+        parameters = [*(parameter.replace(annotation=hints[parameter.name]) for parameter in own), *flags]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        verb.__signature__ = inspect.Signature([one.replace(kind=keyword) for one in parameters])  # type: ignore[attr-defined]
+        verb.__annotations__ = {}  # typer prefers these to the signature's
+        verb.__name__, verb.__doc__ = function.__name__, function.__doc__
+        return verb
+
+    return decorate
+
+
+def run_job(
+    client: AdminClient, route: str, *, query: Mapping[str, object], body: object | None = None, quiet: bool
+) -> Mapping[str, Any]:
+    """Start a job of the service, show its progress, and return it when it is done.
+
+    Args:
+        client: The service.
+        route: The route that starts the job, like `tiers/cold/verify`.
+        query: Query of that call.
+        body: Body of that call.
+        quiet: Show no bar.
+
+    Raises:
+        Unavailable: The job failed, or another client cancelled it.
+        KeyboardInterrupt: Ctrl-C; the job was cancelled, and its progress is printed.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[unit]}"))
+    bars = progress_bar(*columns, TimeElapsedColumn(), quiet=quiet)
+    job: Mapping[str, Any] | None = None
+    try:
+        job = started = client.call("POST", *route.split("/"), query=query, body=body)
+        with bars:
+            bar = bars.add_task(str(started["kind"]), total=None, unit=started["progress"]["unit"])
+            pause_s = _POLL_S_MIN
+            while job["state"] == "running":
+                time.sleep(pause_s)
+                pause_s = min(_POLL_S_MAX, 1.5 * pause_s)
+                job = client.get("jobs", job["job"])
+                progress = job["progress"]
+                bars.update(bar, completed=progress["done"], total=progress["total"], unit=progress["unit"])
+    except KeyboardInterrupt:
+        if job is None:
+            typer.echo("interrupted before the service answered; `kvstore jobs` shows whether the job runs", err=True)
+            raise
+        ended = client.call("DELETE", "jobs", job["job"])
+        progress = ended["progress"]
+        state = "cancelled" if ended["state"] == "cancelled" else f"had already ended ({ended['state']})"
+        typer.echo(f"job {job['job']} {state}, after {progress['done']:,} {progress['unit']}", err=True)
+        raise
+    if job["state"] != "done":
+        why = job["error"] or "another client cancelled it"
+        raise Unavailable(f"job {job['job']} {job['state']} ({why}): run the command again to continue")
+    return job
+
+
+def parse_duration(text: str, flag: str) -> int:
+    """Seconds, from text like `90s`, `12h`, `7d` that was given with a flag.
+
+    Raises:
+        InvalidRequest: It is not a duration.
+    """
+    match = re.fullmatch(r"\s*([1-9]\d{0,8})\s*([smhdw])\s*", text)
+    if match is None:
+        raise InvalidRequest(f"{flag}: expected a time with its unit, like 90s, 15m, 12h, 7d or 2w", seen=repr(text))
+    return int(match[1]) * _DURATION[match[2]]
+
+
+def whole_namespace(client: AdminClient, text: str) -> str:
+    """The id of a namespace, from its id or its first digits.
+
+    Raises:
+        InvalidRequest: No namespace, or more than one, matches.
+    """
+    if re.fullmatch("[0-9a-f]{32}", text):
+        return text
+    if not re.fullmatch("[0-9a-f]{1,31}", text):
+        raise InvalidRequest("a namespace has 32 hex digits: give all or the first, see `kvstore ls`", seen=repr(text))
+    found: list[str] = []
+    cursor: str | None = ""
+    while cursor is not None:
+        page = client.get("namespaces", limit=_LISTED_MAX, cursor=cursor)
+        found += [one["namespace"] for one in page["namespaces"] if one["namespace"].startswith(text)]
+        cursor = page["next_cursor"]
+    if not found:
+        raise InvalidRequest(f"no namespace starts with {text!r}: see `kvstore ls`")
+    if len(found) > 1:
+        raise InvalidRequest(f"{len(found)} namespaces start with {text!r}: give more digits, see `kvstore ls`")
+    return found[0]
+
+
+def whole_prefix(text: str) -> str:
+    """A boundary's prefix hash, as given.
+
+    Raises:
+        InvalidRequest: It does not have 64 hex digits.
+    """
+    if not re.fullmatch("[0-9a-f]{64}", text):
+        raise InvalidRequest(
+            "a boundary has 64 hex digits: give all of them, see `kvstore ls NAMESPACE`", seen=repr(text)
+        )
+    return text

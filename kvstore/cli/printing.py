@@ -1,0 +1,133 @@
+"""Prints for people and programs: tables, progress bars, JSON, and numbers with their units."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
+
+__all__ = [
+    "amounts_text",
+    "bytes_text",
+    "console_of",
+    "counted",
+    "echo_json",
+    "held_text",
+    "limit_text",
+    "namespace_name",
+    "print_table",
+    "progress_bar",
+    "share_text",
+    "span_text",
+    "table_of",
+    "time_text",
+]
+
+_WIDTH_MIN = 160
+
+
+def console_of() -> Console:
+    """The terminal; if there is none, an output that is wide enough for all columns."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, _WIDTH_MIN))
+
+
+def table_of(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
+    """A table that wraps its cells and truncates none, so that names can be copied."""
+    table = Table(title=escape(title), title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def print_table(table: Table) -> None:
+    console_of().print(table)
+
+
+def progress_bar(*columns: ProgressColumn, quiet: bool = False) -> Progress:
+    """A bar on standard error that disappears at the end. Without a terminal there is none: a log would get empty
+    lines."""
+    from rich.progress import Progress  # slow to import, and most verbs show no bar
+
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
+
+
+def echo_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def bytes_text(num_bytes: float | None) -> str:
+    """A size with its unit, like `1.5 GiB`; `-` for `None`."""
+    if num_bytes is None:
+        return "-"
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+
+
+def limit_text(tier: Mapping[str, Any]) -> str:
+    """The limit of a tier, with the setting that sets it."""
+    name = tier.get("limit_name")
+    return f"{bytes_text(tier.get('limit_bytes'))}{f' ({name})' if name else ''}"
+
+
+def share_text(amount: float | None, whole: float | None) -> str:
+    """A percentage; `0%` and `100%` are exact, `-` if one of the two is not known."""
+    if amount is None or not whole:
+        return "-"
+    share = 100 * amount / whole
+    return f"{0 if share <= 0 else min(99, max(1, round(share))) if share < 100 else 100}%"
+
+
+def span_text(seconds: float) -> str:
+    """A duration in its two largest units, like `3 d 4 h`."""
+    minutes, hours, days = int(seconds) // 60, int(seconds) // 3600, int(seconds) // 86_400
+    if days:
+        return f"{days} d {hours % 24} h"
+    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min" if minutes else f"{int(seconds)} s"
+
+
+def time_text(seconds: int | None) -> str:
+    """A time in UTC; `-` for `None` and 0."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S") if seconds else "-"
+
+
+def counted(number: float, one: str, many: str = "") -> str:
+    """A number with its noun, like `1 record` or `1,024 boundaries`; `many` if the plural is not `one` and an s."""
+    return f"{number:,.0f} {one if number == 1 else many or one + 's'}"
+
+
+def amounts_text(by_tier: Mapping[str, Any]) -> str:
+    """Boundaries, records and bytes in each tier."""
+    return (
+        ", ".join(
+            f"{counted(one['num_boundaries'], 'boundary', 'boundaries')} in {tier} "
+            f"({counted(one['num_records'], 'record')}, {bytes_text(one['num_bytes'])})"
+            for tier, one in by_tier.items()
+        )
+        or "nothing"
+    )
+
+
+def held_text(held: Mapping[str, Any]) -> str:
+    """The bytes in each tier, like `redis 1.5 GiB, s3 2.0 GiB`; from amounts or plain bytes."""
+    sizes = {tier: one["num_bytes"] if isinstance(one, Mapping) else one for tier, one in held.items()}
+    return ", ".join(f"{tier} {bytes_text(size)}" for tier, size in sizes.items() if size) or "-"
+
+
+def namespace_name(one: Mapping[str, Any]) -> str:
+    """The model and types of a namespace, safe in a table."""
+    return escape(one.get("name") or "(its description is lost)")

@@ -1,0 +1,347 @@
+"""The running service that a verb works with: its address, the token, a connection, and the store that it uses."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from kvstore.cli.options import quieted, tls_of, token_of
+from kvstore.client import BlockingStore, ClientOptions
+from kvstore.client.embedded import EmbeddedOptions, private_socket_path
+from kvstore.client.remote import EMBEDDED
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.runtime.deadline import Deadline
+from kvstore.settings import TOKEN_VARIABLE, Settings, load_settings
+from kvstore.tiers.locations import ColdLocation, FileLocation, HotLocation, S3Location
+from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address
+
+if TYPE_CHECKING:
+    from kvstore.cli.admin import AdminClient
+
+__all__ = [
+    "NO_SERVICE",
+    "ByService",
+    "Connection",
+    "DataTimeout",
+    "ServiceUrl",
+    "StoreInUse",
+    "Url",
+    "admin_of",
+    "connected",
+    "service_url",
+    "store_in_use",
+]
+
+Url: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        help="unix:/path, tcp://host:port, tls://host:port, or embedded: for this user's embedded service (the command "
+        "does not start one). Default: the setting listen ($KVSTORE_LISTEN)."
+    ),
+]
+DataTimeout: TypeAlias = Annotated[
+    float, typer.Option("--timeout", "--timeout-s", min=0.01, max=600, help="Seconds to wait for the answer.")
+]
+ServiceUrl: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--url",
+        help="The service whose store to use: unix:/path, tcp://host:port, tls://host:port or embedded:. `none` means "
+        "the store that the settings here name. Default: the service that answers at listen or at admin_listen.",
+    ),
+]
+ByService: TypeAlias = Annotated[
+    bool, typer.Option("--by-service", help="Run it as a job of the running service; needs no login to the tiers here.")
+]
+
+NO_SERVICE = "none"
+_PROBE_S = 2.0
+_LOOPBACK, _ANY = ("127.0.0.1", "::1", "localhost"), ("0.0.0.0", "::")
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A connection to the data port of a running service, its address, and when to stop waiting for answers."""
+
+    store: BlockingStore
+    deadline: Deadline
+    address: str
+
+
+@contextmanager
+def connected(
+    url: str, timeout_s: float, verb: str, token_file: Path | None, config: Path | None
+) -> Iterator[Connection]:
+    """Connect to the service at a url, or at `listen` of the settings if that is empty.
+
+    Raises:
+        InvalidRequest: The url, the settings or the token file are wrong.
+        Unavailable: The service does not answer; the message names the next step.
+    """
+    settings = load_settings({}, config=config)
+    token = token_of(settings, token_file)
+    url = url or _address_by_admin_port(settings, token_file, config, timeout_s) or service_url(settings)
+    address = _embedded_address() if url == EMBEDDED else url
+    try:
+        parse_address(address)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"--url: {error.message}, or embedded:", **error.details) from error
+    deadline = Deadline.after(timeout_s)
+    try:
+        with quieted(), _open(address, token, settings, verb, timeout_s) as store:
+            yield Connection(store, deadline, address)
+    except Unavailable as error:
+        text, reason = str(error), str(error.details.get("reason", ""))
+        step = _next_step(text, is_embedded=url == EMBEDDED, has_token=bool(token))
+        message = "the service refuses this token" if "token" in text else error.message
+        where = f"{address}: {reason.replace(f' address={address}', '')}" if reason else address
+        raise Unavailable(f"{message} ({where}): {step}") from error
+
+
+def _open(address: str, token: str, settings: Settings, verb: str, timeout_s: float) -> BlockingStore:
+    options = ClientOptions.of_a_person(f"kvstore {verb}", timeout_s, tls_of(settings))
+    return BlockingStore(address, token=token or None, options=options)
+
+
+def _address_by_admin_port(settings: Settings, token_file: Path | None, config: Path | None, timeout_s: float) -> str:
+    """The address that the administration interface reports, if nothing here names one and no embedded service runs."""
+    if service_url(settings) != EMBEDDED or private_socket_path(EmbeddedOptions().directory).exists():
+        return ""
+    store = store_in_use("", token_file, config, timeout_s)
+    return str(store.settings.listen) if store.service else ""
+
+
+def service_url(settings: Settings) -> str:
+    """The address of these settings' service; the embedded one if nothing was set and no socket exists at `listen`."""
+    is_set = _names_a_store(settings) or "listen" in settings.model_fields_set
+    listen = settings.listen
+    is_there = isinstance(listen, UnixAddress) and Path(listen.path).exists()
+    return str(listen) if is_set or is_there else EMBEDDED
+
+
+def _embedded_address() -> str:
+    return f"unix:{private_socket_path(EmbeddedOptions().directory)}"
+
+
+def _next_step(text: str, *, is_embedded: bool, has_token: bool) -> str:
+    """The next step for an error, by its text."""
+    if "token" in text:
+        which = "another" if has_token else "a"
+        return f"give {which} token of this service with --token-file, KVSTORE_TOKEN_FILE or {TOKEN_VARIABLE}"
+    if "WRONG_VERSION_NUMBER" in text:
+        return "that port does not use TLS; write tcp:// instead of tls://"
+    if "certificate" in text:
+        return "set tls_ca_file (KVSTORE_TLS_CA_FILE) to the authority of its certificate"
+    if "deadline" in text:
+        return (
+            "the service is frozen or very busy; check its process and its log. If both are well, the address may be "
+            "that of its administration interface"
+        )
+    if is_embedded:
+        return "no embedded service is running; the first engine starts one. Use --url for another service"
+    return (
+        "check that `kvstore serve` runs there, or name another address with --url or KVSTORE_LISTEN (embedded: is "
+        "this user's embedded service)"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StoreInUse:
+    """The store that a tool works on.
+
+    Attributes:
+        settings: The settings of that store.
+        service: The address of the service that reported them; empty: they are those of this shell.
+        is_remote: That service may run on another machine.
+        lacking: Settings with a secret that is not known here: services do not report secrets.
+        credentials: Variables with which the service logs in to S3, and which are not set here.
+        differs: What the settings here say of a tier, where they say something else.
+        problem: Why a service that answers did not report its settings.
+        silent: Addresses where no service answers.
+    """
+
+    settings: Settings
+    service: str = ""
+    is_remote: bool = False
+    lacking: tuple[str, ...] = ()
+    credentials: tuple[str, ...] = ()
+    differs: tuple[str, ...] = ()
+    problem: str = ""
+    silent: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"store: hot {self.settings.hot}, cold {_place_text(self.settings.cold)}"
+        if self.service:
+            return f"{text} (reported by the service at {self.service})"
+        where = f"; no service answers at {' or '.join(self.silent)}" if self.silent else ""
+        return f"{text} (the settings of this shell{where})"
+
+    def location(self, name: str) -> HotLocation | ColdLocation:
+        """The location of `hot` or `cold`, if this process can use it.
+
+        Raises:
+            InvalidRequest: A login is missing, or it is on another machine; the message names the next step.
+        """
+        if (why := self.obstacle(name)) is not None:
+            raise InvalidRequest(f"cannot use the {name} tier from here: {why}; or add --by-service")
+        location: HotLocation | ColdLocation = getattr(self.settings, name)
+        return location
+
+    def obstacle(self, name: str) -> str | None:
+        """Why this process cannot use a tier, or the keys, of the service, with the next step; `None`: it can."""
+        value, variable = getattr(self.settings, name), f"KVSTORE_{name.upper()}"
+        if name in self.lacking:
+            return f"a service does not report its secrets: set {variable} here to the service's whole {name}"
+        if isinstance(value, S3Location) and self.credentials:
+            return (
+                f"the service logs in to S3 with {', '.join(self.credentials)} of its environment, which it does not "
+                "report: set them here too"
+            )
+        if isinstance(value, FileLocation) and self.is_remote:
+            return f"{value.path} is a directory of the service's machine: run this command there"
+        return None
+
+    def check(self) -> None:
+        """Refuse to guess which store the user wants.
+
+        Raises:
+            Unavailable: A service answers, does not report which store it uses, and the settings here name none.
+            InvalidRequest: The settings here name another store than the service that answers.
+        """
+        if self.problem and not {"hot", "cold"} & self.settings.model_fields_set:
+            raise Unavailable(f"a service runs, but does not report which store it uses: {self.problem}")
+        if self.differs:
+            raise InvalidRequest(
+                f"the settings here name another store ({', '.join(self.differs)}) than the service at {self.service} "
+                f"uses: choose one with --url {NO_SERVICE} (the settings here) or --url {self.service} (the service's)"
+            )
+
+
+def store_in_use(url: str, token_file: Path | None, config: Path | None, timeout_s: float = 5.0) -> StoreInUse:
+    """Find the running service, and request its settings.
+
+    Args:
+        url: Its address. Empty: `listen` of the settings here, else their `admin_listen`, else the embedded service;
+            `none`: use the settings here.
+        token_file: Its token; `None`: as the settings here say.
+        config: The file with the settings here.
+        timeout_s: How long each address may take.
+
+    Raises:
+        InvalidRequest: The settings, the url or the token file are wrong.
+        Unavailable: A url was given, and nothing answers there.
+    """
+    local = load_settings({}, config=config)
+    if url == NO_SERVICE:
+        return StoreInUse(local)
+    token = token_of(local, token_file)
+    address = _embedded_address() if url == EMBEDDED else url or str(local.listen)
+    parsed = parse_address(address)
+    problem, silent = "", []
+    if _accepts(parsed):
+        try:
+            is_remote = isinstance(parsed, TcpAddress) and parsed.host not in _LOOPBACK
+            reported = _reported_settings(address, token, local, timeout_s)
+            return _store_of(reported, local, address, is_remote=is_remote, is_chosen=bool(url))
+        except KVStoreError as error:
+            problem = f"{address}: {error.sentence()}"
+    elif url:
+        raise Unavailable(f"no service answers at {url}: check that `kvstore serve` runs there, or name another --url")
+    else:
+        silent.append(address)
+    if (admin := local.admin_listen) is not None and not url:
+        from kvstore.cli.admin import admin_client  # slow to import, and needed here only
+
+        client = admin_client(local, token, timeout_s)
+        if _accepts(admin):
+            try:
+                is_remote = admin.host not in (*_LOOPBACK, *_ANY)
+                return _store_of(client.get("settings"), local, client.url, is_remote=is_remote)
+            except KVStoreError as error:
+                if "admin_listen" in local.model_fields_set or "token" in error.message:
+                    problem = problem or f"{client.url}: {error.sentence()}"
+        else:
+            silent.append(client.url)
+    embedded = _embedded_address()
+    is_named = _names_a_store(local) or "listen" in local.model_fields_set
+    if not url and not problem and not is_named and _accepts(parse_address(embedded)):
+        with suppress(KVStoreError):
+            return _store_of(_reported_settings(embedded, token, local, timeout_s), local, embedded)
+    return StoreInUse(local, problem=problem, silent=tuple(silent))
+
+
+def _names_a_store(settings: Settings) -> bool:
+    return bool({"hot", "cold"} & settings.model_fields_set)
+
+
+def _accepts(address: Address) -> bool:
+    """Whether a program listens there."""
+    try:
+        if isinstance(address, UnixAddress):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.settimeout(_PROBE_S)
+                probe.connect(address.path)
+        else:
+            with socket.create_connection((address.host, address.port), _PROBE_S):
+                pass
+    except OSError:
+        return False
+    return True
+
+
+def _reported_settings(address: str, token: str, local: Settings, timeout_s: float) -> Mapping[str, Any]:
+    with quieted(), _open(address, token, local, "settings", timeout_s) as store:
+        reported: Mapping[str, Any] = store.status(deadline=Deadline.after(timeout_s))
+    if "settings" not in reported:
+        raise Unavailable(
+            "it reports its settings only to its own user on its Unix socket, and to operators at admin_listen"
+        )
+    return reported
+
+
+def _store_of(
+    reported: Mapping[str, Any], local: Settings, address: str, *, is_remote: bool = False, is_chosen: bool = False
+) -> StoreInUse:
+    from kvstore.service.reported_settings import named_credentials, settings_of
+
+    settings, lacking = settings_of(reported, local)
+    own = {name: getattr(local, name) for name in ("hot", "cold") if name in local.model_fields_set}
+    differs = [
+        f"{name} {_place_text(here)}" for name, here in own.items() if not _is_same_place(here, getattr(settings, name))
+    ]
+    return StoreInUse(
+        settings,
+        service=address,
+        is_remote=is_remote,
+        lacking=tuple(lacking),
+        credentials=tuple(named_credentials(reported)),
+        differs=() if is_chosen else tuple(differs),
+    )
+
+
+def _is_same_place(here: object, there: object) -> bool:
+    """Whether two locations are one place. An endpoint that one of them leaves to the AWS environment is not known
+    here, and counts as the same."""
+    if isinstance(here, S3Location) and isinstance(there, S3Location):
+        ends = (here.endpoint_url, there.endpoint_url)
+        return (here.bucket, here.prefix) == (there.bucket, there.prefix) and (None in ends or ends[0] == ends[1])
+    return str(here) == str(there)
+
+
+def _place_text(location: object) -> str:
+    endpoint = location.endpoint_url if isinstance(location, S3Location) else None
+    return f"{location} at {endpoint.rpartition('@')[2]}" if endpoint else str(location)
+
+
+def admin_of(store: StoreInUse, token_file: Path | None, config: Path | None, timeout_s: float) -> AdminClient:
+    """A client for the administration interface of the running service."""
+    from kvstore.cli.admin import admin_client
+
+    local = load_settings({}, config=config)
+    return admin_client(store.settings if store.service else local, token_of(local, token_file), timeout_s)

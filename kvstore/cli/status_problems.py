@@ -1,0 +1,135 @@
+"""The problems of a service, from the values of its status, each with the next step. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.cli.printing import bytes_text, share_text
+from kvstore.errors import in_words
+
+__all__ = ["Problem", "by_label", "problems_of"]
+
+_SAMPLE = re.compile(r"([a-z0-9_]+)(?:\{(.*)\})?")
+_LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
+
+_LATE = ("deadline", "lookup_failed", "lookup_timeout", "stage_failed", "stage_timeout", "stall", "tier_failed")
+"""Reasons for which a request was computed although its pages may have been stored: the store did not answer."""
+_LATE_SHARE, _LATE_REQUESTS_MIN = 0.2, 10
+_NEARLY_FULL, _NEARLY_LEASED = 0.75, 0.9
+
+_COUNTERS = (
+    ("corrupt_records", "tier", "{} corrupt records were found in {}; none was served", "kvstore verify"),
+    ("discarded_records", "", "engines found {} bad records; they are quarantined", "kvstore verify, engines' logs"),
+    ("write_back_dropped", "tier", "{} records were not copied to {}", "counters.write_back_dropped in --all says why"),
+    ("encryption_refused_saves", "reason", "{} records were not kept ({})", "kvstore doctor"),
+    ("retention_failures", "tier", "eviction from {1} failed {0} times", "the service's log"),
+    ("manifest_failures", "tier", "{} descriptions of namespaces were not written to {}", "the service's log"),
+    ("catalog_changes_lost", "", "the catalog lacks {} changes", "kvstore reindex"),
+)
+"""Counters that should not grow: name, a label, what they mean (the number and the label's value), the next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One problem in a sentence, the next step, and whether it exists now or happened since the service's start."""
+
+    what: str
+    step: str
+    is_now: bool = True
+
+
+def problems_of(values: Mapping[str, Any]) -> list[Problem]:
+    """All problems, the most expensive first; a service of a neighbouring release may lack some values."""
+    counters = values.get("counters", {})
+    found = [*_of_tiers(values), *_of_pending(counters), *_of_memory(values)]
+    recent = values.get("recent", {})
+    found += [*_of_requests(recent), *_of_losses(recent)]
+    if counters.get("catalog_complete") == 0:
+        what = "the catalog may be incomplete, so that lookups query the tiers too, which is slower"
+        found.append(Problem(what, "kvstore reindex (services may keep running)"))
+    return [*found, *_of_counters(counters)]
+
+
+def _of_tiers(values: Mapping[str, Any]) -> Iterator[Problem]:
+    is_open = by_label(values.get("counters", {}), "tier_open", "tier")
+    waiting = values.get("write_back", {})
+    for name, tier in values.get("tiers", {}).items():
+        queue = waiting.get(name, {})
+        if not tier.get("healthy"):
+            reason = str(tier.get("reason", "no reason given"))
+            why = reason.partition(" reason=")[2] or reason  # if the tier is not used for now: the first failure
+            what = f"{name} does not answer ({in_words(why)}): requests are served without it"
+            yield Problem(what, "kvstore doctor names the fix; the service uses it again as soon as it answers")
+        elif tier.get("refuses_writes"):
+            yield Problem(f"{name} accepts no writes: {tier['refuses_writes']}", "kvstore doctor")
+        elif is_open.get(name):
+            yield Problem(f"{name} failed and is not used until a probe succeeds", "kvstore doctor")
+        elif queue.get("failing"):
+            yield Problem(f"writes to {name} fail and are tried again", "kvstore doctor, the service's log")
+        if queue.get("paused"):
+            step = "resume it on the dashboard, or by POST /v1/tiers/{hot|cold}/resume"
+            yield Problem(f"the write-back to {name} is paused", step)
+
+
+def _of_pending(counters: Mapping[str, float]) -> Iterator[Problem]:
+    num_bytes, limit_bytes = counters.get("pending_bytes", 0), counters.get("pending_limit_bytes", 0)
+    if not limit_bytes or num_bytes < _NEARLY_FULL * limit_bytes:
+        return
+    what = f"{bytes_text(num_bytes)} of at most {bytes_text(limit_bytes)} wait for the cold tier"
+    if num_bytes >= limit_bytes:
+        what += ", so new records are not written to the hot tier"
+    yield Problem(what, "kvstore doctor shows whether the cold tier is slow or away; see pending_bytes")
+
+
+def _of_memory(values: Mapping[str, Any]) -> Iterator[Problem]:
+    leased_bytes = values.get("leases", {}).get("pinned_bytes", 0)
+    limit_bytes = values.get("tiers", {}).get("memory", {}).get("limit_bytes") or 0
+    if limit_bytes and leased_bytes >= _NEARLY_LEASED * limit_bytes:
+        what = f"engines lease {share_text(leased_bytes, limit_bytes)} of the memory, so further hits are cut short"
+        yield Problem(what, "set a larger memory_bytes")
+
+
+def _of_requests(recent: Mapping[str, Any]) -> Iterator[Problem]:
+    num_requests = sum(recent.get("requests", {}).values())
+    late = {word: num for word, num in recent.get("reasons", {}).items() if word in _LATE}
+    num_late = sum(late.values())
+    if num_requests < _LATE_REQUESTS_MIN or num_late < _LATE_SHARE * num_requests:
+        return
+    from kvstore.store.reasons import REASONS  # slow to import, and health probes run this verb often
+
+    worst = max(late, key=lambda word: late[word])
+    what = f"{num_late:,} of the last {num_requests:,} requests got no answer in time ({worst}: {REASONS[worst].why})"
+    yield Problem(what, f"{REASONS[worst].advice or 'kvstore doctor'}; kvstore explain")
+
+
+def _of_losses(recent: Mapping[str, Any]) -> Iterator[Problem]:
+    if not recent.get("losses") and not recent.get("too_large"):
+        return
+    from kvstore.doctor.service import loss_fixes, losses_text  # slow to import
+
+    yield Problem(losses_text(recent), "; ".join(loss_fixes(recent)))
+
+
+def _of_counters(counters: Mapping[str, float]) -> Iterator[Problem]:
+    for name, label, text, step in _COUNTERS:
+        for value, amount in by_label(counters, name, label).items():
+            if amount:
+                yield Problem(text.format(f"{amount:,.0f}", value), step, is_now=False)
+    refused = by_label(counters, "saves", "outcome")
+    for outcome, why in (("full", "the tiers were full"), ("busy", "too many saves were being received")):
+        if amount := refused.get(outcome, 0):
+            step = "kvstore top shows the tiers; see cold_bytes and pending_bytes"
+            yield Problem(f"{amount:,.0f} saves were refused: {why}", step, is_now=False)
+
+
+def by_label(samples: Mapping[str, float], name: str, label: str) -> dict[str, float]:
+    """A meter's values by one of its labels, summed over the others; values without that label under an empty text."""
+    found: dict[str, float] = {}
+    for key, amount in samples.items():
+        if key.startswith(name) and (match := _SAMPLE.fullmatch(key)) is not None and match[1] == name:
+            value = dict(_LABEL.findall(match[2] or "")).get(label, "")
+            found[value] = found.get(value, 0) + amount
+    return found

@@ -1,0 +1,226 @@
+"""`/v1/deletions`: delete a namespace, a prefix with all that continues it, one user's prompts, or unused data."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Set
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvstore.catalog.base import BoundaryEntry, NamespaceTotals
+from kvstore.catalog.entry import PARENT_AT
+from kvstore.model.keys import PREFIX_BYTES, PlainChain, PrefixHash
+from kvstore.runtime.deadline import Deadline
+from kvstore.service.admin.access import Administrator
+from kvstore.service.admin.catalog_access import Namespace
+from kvstore.service.admin.context import AdminContext, Context
+from kvstore.service.admin.jobs.board import Jobs
+from kvstore.service.admin.jobs.deletion import (
+    BOUNDARIES_AT_ONCE,
+    WALK_S,
+    delete_unpinned,
+    nothing_deleted,
+    parts_of,
+    pinned_boundaries,
+)
+from kvstore.service.admin.jobs.job import Job, JobKind, JobStatus
+from kvstore.service.admin.listing import steps_of
+from kvstore.service.admin.models import (
+    NAMESPACE_EXAMPLE,
+    NAMESPACE_PATTERN,
+    PREFIX_PATTERN,
+    WHOLE_NUMBER,
+    Confirm,
+    TokenId,
+    namespace_id,
+    prefix_hash,
+)
+from kvstore.service.admin.problems import Refused, refusals
+
+__all__ = ["descendants", "router"]
+
+router = APIRouter(tags=["prefixes"])
+
+_TOKENS_MAX = 8192
+_UNUSED_S_MAX = 10 * 366 * 86_400
+
+Seconds = Annotated[int, Field(strict=True, gt=0, le=_UNUSED_S_MAX), WHOLE_NUMBER]
+
+
+class NewDeletion(BaseModel):
+    """What to delete: all of a namespace, unless another field narrows it."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "example": {"namespace": NAMESPACE_EXAMPLE, "token_ids": list(range(1, 33)), "cache_salt": "user-17"}
+        },
+    )
+
+    namespace: str = Field(pattern=NAMESPACE_PATTERN)
+    prefix: str | None = Field(
+        default=None, pattern=PREFIX_PATTERN, description="this boundary, and all that continue it"
+    )
+    token_ids: list[TokenId] | None = Field(
+        default=None,
+        max_length=_TOKENS_MAX,
+        description="prompts that begin with these tokens, and all that continue them; the first page is enough",
+    )
+    cache_salt: str | None = Field(
+        default=None, max_length=4096, description="only prompts with this salt, those of one user; needs `token_ids`"
+    )
+    unused_s: Seconds | None = Field(default=None, description="only what was not stored or read for this long")
+
+
+@router.post("/deletions", status_code=202, responses=refusals(404, 413))
+async def start_deletion(
+    context: Context,
+    grant: Administrator,
+    *,
+    jobs: Jobs,
+    request: Request,
+    deletion: NewDeletion,
+    confirm: Confirm = False,
+) -> JobStatus:
+    """Delete many boundaries, except pinned ones, as a job (`/v1/jobs`). Without `confirm` nothing is deleted, and the
+    job's report says what would be. A hash cannot be turned back into its salt, so one user's prompts are found by the
+    salt together with the tokens that they begin with. If they begin in several ways, make a call for each.
+    """
+    if deletion.cache_salt is not None and deletion.token_ids is None:
+        detail = "a hash is made of salt and tokens: add the tokens that the prompts begin with"
+        raise Refused(422, detail, field="body.token_ids", expected="the first page of the prompts, or more")
+    if deletion.prefix is not None and deletion.token_ids is not None:
+        raise Refused(422, "a prefix and token ids exclude each other", field="body.prefix")
+    found = await context.catalog.find(namespace_id(deletion.namespace), grant)
+    request.state.audit = {"dry_run": not confirm, "namespace": deletion.namespace}
+
+    async def work(job: Job) -> None:
+        await _delete(context, found, deletion, job)
+
+    about = {"namespace": deletion.namespace}
+    if deletion.prefix is not None:
+        about["prefix"] = deletion.prefix
+    return jobs.start(JobKind.DELETION, grant, work, about=about, is_dry_run=not confirm, unit="boundaries")
+
+
+async def _delete(context: AdminContext, namespace: Namespace, wanted: NewDeletion, job: Job) -> None:
+    pinned = await pinned_boundaries(context, namespace, WALK_S)
+    used_until_s = context.now_s() - wanted.unused_s if wanted.unused_s is not None else None
+    deleted = nothing_deleted(is_dry_run=job.is_dry_run)
+    job.report = deleted.model_dump()
+    try:
+        async for part in _parts(context, namespace, wanted, job):
+            old = [entry for entry in part if used_until_s is None or entry.last_use_s <= used_until_s]
+            await delete_unpinned(context, namespace, old, pinned, deleted)
+            job.progress.done += len(part)
+            job.report = deleted.model_dump()
+        deleted.is_complete = True
+    finally:
+        context.catalog.forget_totals()
+        job.report = deleted.model_dump()
+
+
+async def _parts(
+    context: AdminContext, namespace: Namespace, wanted: NewDeletion, job: Job
+) -> AsyncIterator[list[BoundaryEntry]]:
+    """The boundaries to delete, at most 64 at a time; sets the total of the job."""
+    roots = _roots(context, namespace, wanted)
+    if roots is None:
+        totals = (await context.catalog.totals()).get(namespace.id, NamespaceTotals())
+        job.progress.total = totals.num_boundaries
+        async for part in parts_of(namespace, context.soon(WALK_S)):
+            yield part
+        return
+    family = await _family_of(namespace, roots, deadline=context.soon(WALK_S))
+    job.progress.total = len(family)
+    for start in range(0, len(family), BOUNDARIES_AT_ONCE):
+        found = [
+            await namespace.catalog.get(namespace.id, prefix, deadline=context.soon())
+            for prefix in family[start : start + BOUNDARIES_AT_ONCE]
+        ]
+        yield [entry for entry in found if entry is not None]
+
+
+def _roots(context: AdminContext, namespace: Namespace, wanted: NewDeletion) -> set[PrefixHash] | None:
+    """The boundaries to begin with, under their names with each key; `None`: the whole namespace."""
+    if wanted.prefix is not None:
+        return {prefix_hash(wanted.prefix)}
+    if wanted.token_ids is None:
+        return None
+    boundaries = PlainChain(wanted.cache_salt).extend(wanted.token_ids)
+    page_tokens = namespace.layout.page_tokens
+    # if the tokens fill a page, boundaries inside that page belong to other prompts as well
+    pages = [boundary.prefix for boundary in boundaries if boundary.tokens % page_tokens == 0]
+    plain = pages or [boundary.prefix for boundary in boundaries]
+    return {
+        prefix if generation is None else generation.name_of(prefix)
+        for generation in context.generations(namespace.description.tenant)
+        for prefix in plain
+    }
+
+
+Hashes = npt.NDArray[np.uint8]
+
+_TURNS_MAX = 32
+"""Enough for any depth. Only a cycle, in a corrupt catalog, needs more."""
+
+
+async def _family_of(namespace: Namespace, roots: Set[PrefixHash], *, deadline: Deadline) -> list[PrefixHash]:
+    """The stored boundaries that are roots or continue one. Needs memory for each entry of the namespace: its hash,
+    that of its parent, and an index. A boundary whose parent is unknown is not found; after a reindex parents are
+    unknown until the boundaries are read.
+    """
+    prefixes: list[bytes] = []
+    parents: list[Hashes] = []
+    async for _, step in steps_of(namespace, deadline):
+        rows = np.flatnonzero(step.table.present())
+        prefixes += [bytes(step.prefixes[row]) for row in rows.tolist()]
+        parents.append(step.table.data[rows, PARENT_AT : PARENT_AT + PREFIX_BYTES])
+    if not prefixes:
+        return []
+    own = np.frombuffer(b"".join(prefixes), dtype=np.uint8).reshape(-1, PREFIX_BYTES)
+    wanted = np.frombuffer(b"".join(sorted(roots)), dtype=np.uint8).reshape(-1, PREFIX_BYTES)
+    found = await asyncio.to_thread(descendants, own, np.concatenate(parents), wanted)
+    return list(dict.fromkeys(PrefixHash(prefixes[row]) for row in np.flatnonzero(found).tolist()))
+
+
+def descendants(prefixes: Hashes, parents: Hashes, roots: Hashes) -> npt.NDArray[np.bool_]:
+    """[boundaries]: whether one is a root, or continues one.
+
+    Args:
+        prefixes: [boundaries, 32], uint8.
+        parents: [boundaries, 32]; zeros where there is none, or none is known.
+        roots: [roots, 32].
+    """
+    order = np.argsort(_numbers(prefixes), kind="stable")
+    above = _rows_of(parents, prefixes, order)
+    taken = np.zeros(len(prefixes), dtype=np.bool_)
+    at = _rows_of(roots, prefixes, order)
+    taken[at[at >= 0]] = True
+    for row in np.flatnonzero(at < 0).tolist():  # a root that is not stored can have children that are
+        taken |= (parents == roots[row]).all(axis=1)
+    for _ in range(_TURNS_MAX):  # each turn doubles the distance to the ancestor
+        reached = above >= 0
+        if not reached.any():
+            break
+        taken[reached] |= taken[above[reached]]
+        above = np.where(reached, above[np.maximum(above, 0)], -1)
+    return taken
+
+
+def _rows_of(wanted: Hashes, prefixes: Hashes, order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[wanted]: the row of each hash; -1: it is not there."""
+    sorted_numbers, numbers = _numbers(prefixes)[order], _numbers(wanted)
+    place = np.minimum(np.searchsorted(sorted_numbers, numbers), len(order) - 1)
+    rows = order[place]
+    return np.where((prefixes[rows] == wanted).all(axis=1), rows, -1)
+
+
+def _numbers(hashes: Hashes) -> npt.NDArray[np.uint64]:
+    """[hashes]: the first eight bytes of each, to search by; callers compare the whole hashes."""
+    numbers: npt.NDArray[np.uint64] = np.ascontiguousarray(hashes[:, :8]).view("<u8")[:, 0]
+    return numbers

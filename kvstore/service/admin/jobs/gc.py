@@ -1,0 +1,321 @@
+"""`/v1/gc`: deletes what serves no hit: retired weights, incomplete boundaries, interrupted deletions, orphans."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from enum import Enum
+from itertools import chain
+
+from fastapi import APIRouter, Request
+
+from kvstore.catalog.base import BoundaryEntry, Catalog, NamespaceTotals
+from kvstore.catalog.entry import Level
+from kvstore.errors import Unavailable
+from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
+from kvstore.service.admin.access import Administrator
+from kvstore.service.admin.catalog_access import Namespace
+from kvstore.service.admin.context import AdminContext, Context
+from kvstore.service.admin.jobs.board import Jobs
+from kvstore.service.admin.jobs.deletion import (
+    BOUNDARIES_AT_ONCE,
+    WALK_S,
+    delete_entries,
+    delete_unpinned,
+    nothing_deleted,
+    pinned_boundaries,
+)
+from kvstore.service.admin.jobs.job import Job, JobKind, JobStatus
+from kvstore.service.admin.models import Confirm
+from kvstore.service.authentication import Grant
+from kvstore.store.operations import PIECE_RECORDS_MAX
+from kvstore.store.retention_plan import broken_of
+from kvstore.tiers.base import Entry
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["gc"])
+
+_UNUSED_S = 60
+"""How long an incomplete boundary is kept after its last use, as by retention: missing slices may be on their way."""
+_BATCH = 1024
+_ORPHANS_MAX = 65_536
+_CALL_S = 30.0
+_KINDS = ("retired", "incomplete", "unfinished", "orphans")
+
+
+@router.post("/gc", status_code=202)
+async def start_gc(
+    context: Context, grant: Administrator, jobs: Jobs, request: Request, confirm: Confirm = False
+) -> JobStatus:
+    """Delete what serves no hit, as a job (`/v1/jobs`): data of retired weights; boundaries that lack slices or whose
+    parent is missing, a minute after their last use; what an interrupted deletion has left. With an operator's token
+    also records that the catalog does not have. Pinned boundaries stay. Without `confirm` nothing is deleted, and the
+    report says what would be. A tenant's token deletes only that tenant's data.
+    """
+    request.state.audit = {"dry_run": not confirm}
+
+    async def work(job: Job) -> None:
+        await _Collection(context, grant, job).run()
+
+    return jobs.start(JobKind.GC, grant, work, about={}, is_dry_run=not confirm, unit="boundaries")
+
+
+class _Collection:
+    """One garbage collection."""
+
+    def __init__(self, context: AdminContext, grant: Grant, job: Job) -> None:
+        self._context = context
+        self._grant = grant
+        self._job = job
+        self._found = {kind: nothing_deleted(is_dry_run=job.is_dry_run) for kind in _KINDS}
+        self._undescribed: list[str] = []
+        self._notes: list[str] = []
+        self._report()
+
+    async def run(self) -> None:
+        context, job = self._context, self._job
+        catalog = await context.catalog.open()
+        totals = await context.catalog.totals()
+        seen = {namespace: held for namespace, held in totals.items() if self._grant.sees(held.tenant)}
+        job.progress.total = sum(held.num_boundaries for held in seen.values())
+        is_complete = await catalog.is_complete(deadline=context.soon())
+        if not is_complete:
+            self._notes.append("incomplete boundaries were skipped: the catalog is not complete, run `kvstore reindex`")
+        try:
+            for namespace, held in seen.items():
+                if held.num_boundaries:
+                    await self._collect(namespace, held, is_complete=is_complete)
+            if is_complete and self._grant.tenant is None:
+                await self._collect_orphans(catalog)
+        finally:
+            context.catalog.forget_totals()
+            self._report()
+
+    def _report(self) -> None:
+        self._job.report = {
+            **{kind: deleted.model_dump()["by_tier"] for kind, deleted in self._found.items()},
+            "num_pinned": sum(deleted.num_pinned for deleted in self._found.values()),
+            "undescribed_namespaces": list(self._undescribed),
+            "notes": list(self._notes),
+        }
+
+    async def _collect(self, namespace: NamespaceId, held: NamespaceTotals, *, is_complete: bool) -> None:
+        context, progress = self._context, self._job.progress
+        before = progress.done
+        try:
+            found = await context.catalog.find(namespace, self._grant)
+        except Unavailable:  # no tier has its manifest, or it cannot be read
+            self._undescribed.append(namespace.hex())
+        else:
+            entries = [entry async for entry in found.catalog.iterate(namespace)]
+            pinned = await pinned_boundaries(context, found, WALK_S)
+            if context.is_retired(found):
+                await self._delete(found, entries, pinned, "retired")
+            else:
+                await self._complete_deletions(found, entries)
+                if is_complete:
+                    in_memory = await self._in_memory(found, entries)
+                    broken = await asyncio.to_thread(_incomplete, entries, in_memory, context.now_s())
+                    await self._delete(found, broken, pinned, "incomplete")
+        progress.done = before + held.num_boundaries
+        self._report()
+
+    async def _in_memory(self, namespace: Namespace, entries: Sequence[BoundaryEntry]) -> dict[PrefixHash, list[int]]:
+        """For boundaries that lack slices in the tiers, the slices in this node's memory as bits by group. The
+        write-back may not have written them yet.
+        """
+        held: dict[PrefixHash, list[int]] = {}
+        whole = [(1 << group.num_slices) - 1 for group in namespace.layout.groups]
+        for entry in entries:
+            if all(bits in (0, every) for bits, every in zip(_slices(entry), whole, strict=True)):
+                continue
+            keys = namespace.keys_of(entry.prefix)
+            for key, size in zip(keys, await self._context.memory_sizes(keys), strict=True):
+                if size is not None:
+                    held.setdefault(entry.prefix, [0] * len(whole))[key.group] |= 1 << key.slice
+        return held
+
+    async def _delete(
+        self, namespace: Namespace, entries: Sequence[BoundaryEntry], pinned: set[PrefixHash], kind: str
+    ) -> None:
+        for start in range(0, len(entries), BOUNDARIES_AT_ONCE):
+            part = entries[start : start + BOUNDARIES_AT_ONCE]
+            await delete_unpinned(self._context, namespace, part, pinned, self._found[kind])
+            self._job.progress.done += len(part)
+            self._report()
+
+    async def _complete_deletions(self, namespace: Namespace, entries: Sequence[BoundaryEntry]) -> None:
+        """Delete what an earlier deletion has hidden and not deleted. One that still runs is not affected."""
+        names = self._context.operations.tier_names
+        for level in Level:
+            hidden = [entry for entry in entries if level in entry.leaving]
+            for start in range(0, len(hidden), BOUNDARIES_AT_ONCE):
+                part = hidden[start : start + BOUNDARIES_AT_ONCE]
+                if not self._job.is_dry_run:
+                    await delete_entries(self._context, namespace, part, [level])
+                for entry in part:
+                    self._found["unfinished"].count_entry(entry, names)
+
+    async def _collect_orphans(self, catalog: Catalog) -> None:
+        progress = self._job.progress
+        progress.done, progress.total, progress.unit = 0, None, "records"
+        for level, name in self._context.operations.tier_names.items():
+            if level is None:
+                continue
+            orphans = _Orphans(self._context, catalog, self._grant, level)
+            async with self._context.catalog.tier(level) as tier:
+                async for entry in tier.scan():
+                    progress.done += 1
+                    await orphans.add(entry)
+                await orphans.flush()
+            if orphans.is_full:
+                self._notes.append(f"{name} has more orphans: run the garbage collection again")
+            if found := orphans.found:
+                tally = self._found["orphans"]
+                tally.count(name, len(found), sum(found.values()))
+                tally.by_tier[name].num_boundaries = len({(key.namespace, key.prefix) for key in found})
+            self._report()
+            if not self._job.is_dry_run:
+                await orphans.delete()
+
+
+def _incomplete(
+    entries: Sequence[BoundaryEntry], in_memory: Mapping[PrefixHash, Sequence[int]], now_s: int
+) -> list[BoundaryEntry]:
+    """Boundaries, unused for a minute, that lack slices in the tiers and this node's memory together, or that continue
+    such a boundary. Runs in a thread.
+    """
+    together = []
+    for entry in entries:
+        bits = _slices(entry, in_memory.get(entry.prefix))
+        together.append(replace(entry, slices=tuple(bits for _ in Level)))
+    used_s = broken_of(together, Level.COLD, now_s)
+    unused = {name for name, last_s in used_s.items() if last_s <= now_s - _UNUSED_S}
+    return [entry for entry in entries if not entry.leaving and entry.namespace + entry.prefix in unused]
+
+
+def _slices(entry: BoundaryEntry, more: Sequence[int] | None = None) -> tuple[int, ...]:
+    """For each group the slices that the tiers hold together, and `more`, as bits."""
+    found = list(more) if more is not None else [0] * len(entry.slices[Level.COLD])
+    for level in Level:
+        if level not in entry.leaving:
+            found = [some | bits for some, bits in zip(found, entry.slices[level], strict=True)]
+    return tuple(found)
+
+
+class _Case(Enum):
+    """Which records of a namespace are orphans."""
+
+    ALL = "all: neither the catalog nor a manifest has the namespace"
+    COMPARE = "those that the catalog lacks"
+    NONE = "none: an engine or a reindex may repair the namespace"
+
+
+class _Orphans:
+    """Collects orphans from a listing. A service stores a record first and updates the catalog then, so each orphan is
+    checked twice: at the end of its batch, and before it is deleted.
+
+    Args:
+        context: For calls to the catalog and the tiers.
+        catalog: Complete.
+        grant: An operator's.
+        level: The tier that is listed.
+
+    Attributes:
+        found: Orphans with their bytes, at most 65,536.
+        is_full: There are more.
+    """
+
+    def __init__(self, context: AdminContext, catalog: Catalog, grant: Grant, level: Level) -> None:
+        self.found: dict[RecordKey, int] = {}
+        self.is_full = False
+        self._context = context
+        self._catalog = catalog
+        self._grant = grant
+        self._level = level
+        self._batch: dict[RecordKey, int] = {}
+        self._cases: dict[NamespaceId, _Case] = {}
+
+    async def add(self, entry: Entry) -> None:
+        """Add a record of the listing."""
+        self._batch[entry.key] = entry.num_bytes
+        if len(self._batch) >= _BATCH:
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Compare the batch with the catalog, and what the catalog lacks with the tier: a listing may be outdated."""
+        batch, self._batch = self._batch, {}
+        missing = await self._missing(list(batch))
+        operations = self._context.operations
+        sizes = await self._context.data_loop.call_in_pieces(
+            missing,
+            lambda piece, deadline: operations.stored_sizes(piece, self._level, deadline=deadline),
+            _CALL_S,
+        )
+        for key, size in zip(missing, chain.from_iterable(sizes), strict=True):
+            if size is None:
+                continue
+            if len(self.found) >= _ORPHANS_MAX:
+                self.is_full = True
+                return
+            self.found[key] = batch[key]
+
+    async def delete(self) -> None:
+        """Delete what the catalog still lacks.
+
+        Raises:
+            Unavailable: A tier or the catalog does not answer; what was deleted stays deleted.
+        """
+        keys, operations = list(self.found), self._context.operations
+        for start in range(0, len(keys), PIECE_RECORDS_MAX):
+            await self._context.data_loop.call_in_pieces(
+                await self._missing(keys[start : start + PIECE_RECORDS_MAX]),
+                lambda piece, deadline: operations.delete(piece, self._level, deadline=deadline),
+                _CALL_S,
+            )
+
+    async def _missing(self, keys: Sequence[RecordKey]) -> list[RecordKey]:
+        """Those that the catalog lacks."""
+        by_namespace: dict[NamespaceId, list[RecordKey]] = {}
+        for key in keys:
+            by_namespace.setdefault(key.namespace, []).append(key)
+        missing: list[RecordKey] = []
+        for namespace, listed in by_namespace.items():
+            case = await self._case_of(namespace)
+            if case is _Case.ALL:
+                missing += listed
+            elif case is _Case.COMPARE:
+                rows: dict[PrefixHash, int] = {}
+                for key in listed:
+                    rows.setdefault(key.prefix, len(rows))
+                table = await self._catalog.lookup(namespace, list(rows), deadline=self._context.soon())
+                missing += [
+                    key
+                    for key in listed
+                    # a leaving boundary is being deleted by its owner
+                    if not table.leaves(rows[key.prefix], self._level)
+                    and not table.has(rows[key.prefix], self._level, key.group, key.slice)
+                ]
+        return missing
+
+    async def _case_of(self, namespace: NamespaceId) -> _Case:
+        """What to do with a namespace's records. A namespace without a manifest is repaired by an engine that opens it,
+        and one that the catalog lacks by a reindex.
+
+        Raises:
+            Unavailable: A tier that may have its manifest does not answer.
+        """
+        if namespace not in self._cases:
+            context = self._context
+            tenant = await context.catalog.tenant_of(namespace)
+            manifest = await context.data_loop.call(
+                lambda deadline: context.operations.manifest(namespace, deadline=deadline)
+            )
+            if tenant is not None and manifest is not None:
+                await context.catalog.find(namespace, self._grant)  # registers the layout, so entries can be read
+                self._cases[namespace] = _Case.COMPARE
+            else:
+                self._cases[namespace] = _Case.ALL if tenant is None and manifest is None else _Case.NONE
+        return self._cases[namespace]

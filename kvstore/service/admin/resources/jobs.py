@@ -1,0 +1,51 @@
+"""`/v1/jobs`: long operations, to watch and to cancel."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path
+from pydantic import BaseModel
+
+from kvstore.service.admin.access import Administrator, Reader
+from kvstore.service.admin.jobs.board import Jobs
+from kvstore.service.admin.jobs.job import JOB_EXAMPLE, JobStatus, status_of
+from kvstore.service.admin.problems import refusals
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["jobs"])
+
+JobText = Annotated[
+    str, Path(pattern="^[0-9a-f]{16}$", examples=[JOB_EXAMPLE], description="16 hex digits, as in the list")
+]
+
+
+class JobList(BaseModel):
+    """Jobs, the latest first."""
+
+    jobs: list[JobStatus]
+
+
+@router.get("/jobs")
+async def list_jobs(jobs: Jobs, grant: Reader) -> JobList:
+    """Running jobs, and those that ended within the last hour, the latest first. A tenant sees its own. Each service
+    lists its own jobs, and for a week those that were interrupted when their service ended.
+    """
+    return JobList(jobs=[status_of(job) for job in await jobs.visible_to(grant)])
+
+
+@router.get("/jobs/{job}", responses=refusals(404))
+async def show_job(jobs: Jobs, grant: Reader, job: JobText) -> JobStatus:
+    """One job, how far it is, and what it found so far."""
+    return status_of(await jobs.find(job, grant))
+
+
+@router.delete("/jobs/{job}", responses=refusals(404))
+async def cancel_job(jobs: Jobs, grant: Administrator, job: JobText) -> JobStatus:
+    """End a running job; what it has done stays done. The response is the job as it ended. A job that has ended already
+    is returned as it is; an interrupted one is returned a last time and then forgotten.
+    """
+    found = await jobs.find(job, grant)
+    await jobs.cancel(found)
+    return status_of(found)

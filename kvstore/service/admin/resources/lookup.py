@@ -1,0 +1,246 @@
+"""`/v1/lookup`: what is stored for a prompt, and where it stops."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+
+from kvstore.catalog.entry import EntryShape, Level
+from kvstore.model.coverage import longest_resumable
+from kvstore.model.keys import LINK_TOKENS, Boundary, PlainChain, RecordKey
+from kvstore.model.layout import Layout
+from kvstore.service.admin.access import Reader
+from kvstore.service.admin.catalog_access import Namespace
+from kvstore.service.admin.context import AdminContext, Context
+from kvstore.service.admin.models import namespace_id
+from kvstore.service.admin.problems import refusals
+from kvstore.service.admin.resources.prompt import Prompt, read_prompt
+from kvstore.store.key_ring import Generation
+from kvstore.store.slices import PackedSlices, SliceMap, groups_present
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["lookup"])
+
+_HASHED_AT_ONCE = 512 * LINK_TOKENS
+"""Tokens that are hashed before other tasks of this thread get a turn."""
+_LISTED_MAX = 1024
+_READ_AT_ONCE = 1024
+"""Boundaries that are read from the catalog in one call."""
+_MEMORY_KEYS_MAX = 65_536
+_PAUSE_BOUNDARIES = 64
+
+
+class FoundBoundary(BaseModel):
+    """A boundary of the prompt with something stored."""
+
+    tokens: int = Field(examples=[256])
+    prefix: str
+    tiers: list[str] = Field(description="tiers that hold at least one slice", examples=[["redis", "s3"]])
+    is_whole: bool = Field(description="the tiers together hold every slice of every group")
+
+
+class GroupReach(BaseModel):
+    """How far one group alone could resume the prompt."""
+
+    group: int
+    kind: str = Field(examples=["full_attention"])
+    resume_tokens: int = Field(description="the longest resume point if all other groups were whole", examples=[1024])
+    next_tokens: int | None = Field(description="the boundary whose record is missing; null: none, or a state's")
+    missing_slices: list[int] = Field(
+        description="slices that this record lacks; all of them: it is not stored", examples=[[3]]
+    )
+
+
+class PromptFound(BaseModel):
+    """What is stored for a prompt, and where it stops."""
+
+    num_tokens: int = Field(description="tokens that were considered, a multiple of 16", examples=[4096])
+    resume_tokens: int = Field(
+        description="where an engine could resume; its block size and the last token can reduce it", examples=[1024]
+    )
+    is_certain: bool = Field(description="the catalog is complete; false: the tiers may hold more than this")
+    is_retired: bool = Field(default=False, description="the namespace's weights are retired: nothing of it is served")
+    groups: list[GroupReach]
+    boundaries: list[FoundBoundary] = Field(
+        description="in the prompt's order, the first 1,024; boundaries without records are left out"
+    )
+
+
+_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": Prompt.model_json_schema()}}}}
+
+
+@router.post("/lookup", responses=refusals(404, 413), openapi_extra=_BODY)
+async def look_up(context: Context, grant: Reader, request: Request) -> PromptFound:
+    """What the hot tier, the cold tier and this node's memory hold of a prompt without adapter, media and embeddings.
+    Nothing is fetched, and nothing counts as a use.
+    """
+    prompt, token_ids = await read_prompt(request)
+    namespace = await context.catalog.find(namespace_id(prompt.namespace), grant)
+    async with context.scans:
+        boundaries, hot, cold = await _read_stored(context, namespace, await _hash(token_ids, prompt.cache_salt))
+        in_memory = await _read_memory(context, namespace, boundaries, {*_indexes(hot), *_indexes(cold)})
+        is_certain = await namespace.catalog.is_complete(deadline=context.soon())
+        by_level: dict[Level | None, SliceMap] = {None: in_memory, Level.HOT: hot, Level.COLD: cold}
+        is_retired = context.is_retired(namespace)
+        names = context.operations.tier_names
+        held = {} if is_retired else {names[level]: slices for level, slices in by_level.items() if level in names}
+        return await _found(namespace.layout, boundaries, held, is_certain=is_certain, is_retired=is_retired)
+
+
+async def _hash(token_ids: Sequence[int], cache_salt: str | None) -> list[Boundary]:
+    chain, boundaries = PlainChain(cache_salt), []
+    for start in range(0, len(token_ids), _HASHED_AT_ONCE):
+        boundaries += chain.extend(token_ids[start : start + _HASHED_AT_ONCE])
+        await asyncio.sleep(0)
+    return boundaries
+
+
+async def _read_stored(
+    context: AdminContext, namespace: Namespace, boundaries: Sequence[Boundary]
+) -> tuple[Sequence[Boundary], SliceMap, SliceMap]:
+    """The boundaries under the names that their records are stored under, and what the catalog has of them. With
+    several keys a boundary gets the first name that has records, the current key's before earlier ones.
+    """
+    generations = context.generations(namespace.description.tenant)
+    named = await _named(boundaries, generations[0]) if generations else []
+    hot, cold = await _read(context, namespace, named)
+    for generation in generations[1:]:
+        others = await _named(boundaries, generation)
+        has_some = {*_indexes(hot), *_indexes(cold)}
+        has_more = {index for held in await _read(context, namespace, others) for index in _indexes(held)}
+        if chosen := has_more - has_some:
+            named = [others[index] if index in chosen else boundary for index, boundary in enumerate(named)]
+            hot, cold = await _read(context, namespace, named)
+    return named, hot, cold
+
+
+async def _named(boundaries: Sequence[Boundary], generation: Generation) -> list[Boundary]:
+    if generation is None:
+        return list(boundaries)
+    named = []
+    for start in range(0, len(boundaries), _READ_AT_ONCE):
+        some = boundaries[start : start + _READ_AT_ONCE]
+        named += [Boundary(boundary.tokens, generation.name_of(boundary.prefix)) for boundary in some]
+        await asyncio.sleep(0)
+    return named
+
+
+async def _read(
+    context: AdminContext, namespace: Namespace, boundaries: Sequence[Boundary]
+) -> tuple[SliceMap, SliceMap]:
+    """What the catalog has at the hot and at the cold level."""
+    parts: list[list[np.ndarray[tuple[int, int], np.dtype[np.uint8]]]] = [[] for _ in Level]
+    for start in range(0, len(boundaries), _READ_AT_ONCE):
+        prefixes = [boundary.prefix for boundary in boundaries[start : start + _READ_AT_ONCE]]
+        table = await namespace.catalog.lookup(namespace.id, prefixes, deadline=context.soon())
+        for level in Level:
+            parts[level].append(table.rows(level))
+    blank = np.zeros((0, EntryShape.of(namespace.layout).row_bytes), dtype=np.uint8)
+    hot, cold = (PackedSlices(namespace.layout, np.concatenate([blank, *parts[level]])) for level in Level)
+    return hot, cold
+
+
+async def _read_memory(
+    context: AdminContext, namespace: Namespace, boundaries: Sequence[Boundary], stored: set[int]
+) -> SliceMap:
+    """What this node's memory has of ends of pages, of the prompt's own end, and of boundaries that a tier has. The
+    first 65,536 records are looked for. The choice does not depend on other tenants' data, so neither does the time.
+    """
+    page_tokens = namespace.layout.page_tokens
+    last = boundaries[-1].tokens // page_tokens * page_tokens if boundaries else 0
+    keys: list[tuple[int, RecordKey]] = []
+    for index, boundary in enumerate(boundaries):
+        if not (index in stored or boundary.tokens % page_tokens == 0 or boundary.tokens > last):
+            continue
+        keys += [(index, key) for key in namespace.keys_of(boundary.prefix)]
+        if len(keys) >= _MEMORY_KEYS_MAX:
+            break
+        if index % _PAUSE_BOUNDARIES == 0:
+            await asyncio.sleep(0)
+    sizes = await context.memory_sizes([key for _, key in keys])
+    held: dict[tuple[int, int], int] = {}
+    for (index, key), size in zip(keys, sizes, strict=True):
+        if size is not None:
+            held[index, key.group] = held.get((index, key.group), 0) | 1 << key.slice
+    return held
+
+
+async def _found(
+    layout: Layout, boundaries: Sequence[Boundary], maps: dict[str, SliceMap], *, is_certain: bool, is_retired: bool
+) -> PromptFound:
+    tiers_at: dict[int, list[str]] = {}
+    for name, held in maps.items():
+        for index in _indexes(held):
+            tiers_at.setdefault(index, []).append(name)
+    bits = groups_present(layout, len(boundaries), list(maps.values()))
+    everything = (1 << len(layout.groups)) - 1
+    reach = max(tiers_at, default=-1) + 1  # nothing can be resumed after the last boundary that has records
+    tokens = [boundary.tokens for boundary in boundaries]
+    groups = []
+    for group, one in enumerate(layout.groups):
+        await asyncio.sleep(0)
+        alone = [mask >> group & 1 for mask in bits[:reach]]
+        resume = _resumable(Layout(layout.page_tokens, (one,)), tokens[:reach], alone)
+        lacks = None if one.is_state else _next_index(resume, layout.page_tokens, len(boundaries))
+        next_tokens, missing = None, []
+        if lacks is not None:
+            next_tokens, slices = tokens[lacks], _slices_at(maps, lacks, group)
+            missing = [slice_ for slice_ in range(one.num_slices) if not slices >> slice_ & 1]
+        groups.append(
+            GroupReach(
+                group=group,
+                kind=one.kind.name,
+                resume_tokens=resume,
+                next_tokens=next_tokens,
+                missing_slices=missing,
+            )
+        )
+    return PromptFound(
+        num_tokens=tokens[-1] if tokens else 0,
+        resume_tokens=_resumable(layout, tokens[:reach], bits[:reach]),
+        is_certain=is_certain,
+        is_retired=is_retired,
+        groups=groups,
+        boundaries=[
+            FoundBoundary(
+                tokens=tokens[index],
+                prefix=boundaries[index].prefix.hex(),
+                tiers=tiers_at[index],
+                is_whole=bits[index] == everything,
+            )
+            for index in sorted(tiers_at)[:_LISTED_MAX]
+        ],
+    )
+
+
+def _indexes(held: SliceMap) -> list[int]:
+    """Indexes of boundaries that have a slice, ascending."""
+    if isinstance(held, PackedSlices):
+        found: list[int] = np.flatnonzero(held.rows.any(axis=1)).tolist()
+        return found
+    return sorted({index for index, _ in held})
+
+
+def _resumable(layout: Layout, tokens: Sequence[int], bits: Sequence[int]) -> int:
+    cap = tokens[-1] if tokens else 0
+    return longest_resumable(layout, tokens, bits, local_tokens=0, cap_tokens=cap, step_tokens=LINK_TOKENS)
+
+
+def _next_index(resume_tokens: int, page_tokens: int, num_boundaries: int) -> int | None:
+    """Index of the next boundary that is needed: the end of the page after the resume point, or the prompt's end."""
+    whole = (resume_tokens // page_tokens + 1) * page_tokens // LINK_TOKENS
+    index = min(whole, num_boundaries) - 1
+    return index if (index + 1) * LINK_TOKENS > resume_tokens else None
+
+
+def _slices_at(maps: dict[str, SliceMap], index: int, group: int) -> int:
+    """The slices that all tiers together hold of a group's record, as bits."""
+    bits = 0
+    for held in maps.values():
+        bits |= held.get((index, group), 0)
+    return bits

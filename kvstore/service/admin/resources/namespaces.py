@@ -1,0 +1,126 @@
+"""`/v1/namespaces`: which namespaces there are, what each holds, and the deletion of all of one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, Field
+
+from kvstore.catalog.base import NamespaceTotals
+from kvstore.errors import Unavailable
+from kvstore.model.keys import NamespaceId
+from kvstore.service.admin.access import Administrator, Reader
+from kvstore.service.admin.context import AdminContext, Context, NamedNamespace
+from kvstore.service.admin.jobs.deletion import Deleted, audit_deletion, delete_namespace
+from kvstore.service.admin.models import (
+    NAMESPACE_EXAMPLE,
+    Amount,
+    Confirm,
+    Limit,
+    NamespaceText,
+    amounts_of,
+    namespace_id,
+    sum_of,
+)
+from kvstore.service.admin.problems import refusals
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["namespaces"])
+
+_NAMES_S = 2.0
+
+
+class NamespaceSummary(BaseModel):
+    """Everything that must be equal for pages to be interchangeable: model, types, layout, weights, tenant."""
+
+    namespace: str = Field(description="digest of its description and tenant", examples=[NAMESPACE_EXAMPLE])
+    name: str = Field(
+        description="its model and types, which need not be unique; empty: its description cannot be read now",
+        examples=["LlamaForCausalLM bfloat16"],
+    )
+    tenant: str = Field(description="its tenant; empty: engines without a credential", examples=["team-a"])
+    num_boundaries: int = Field(description="boundaries with records in any tier", examples=[512])
+    held: dict[str, Amount] = Field(description="what it holds, by tier, of all services")
+
+
+class NamespaceList(BaseModel):
+    """A page of namespaces, and what all namespaces that the token may see hold."""
+
+    namespaces: list[NamespaceSummary]
+    next_cursor: str | None = Field(description="for the next page; null: there is none")
+    total: dict[str, Amount] = Field(description="what the namespaces of all pages hold together, by tier")
+
+
+class NamespaceDetail(NamespaceSummary):
+    """One namespace with its description."""
+
+    is_retired: bool = Field(description="its weights are retired: no service serves anything of it")
+    description: dict[str, Any] | None = Field(
+        description="all fields that identify it; null: no tier has its manifest",
+        examples=[{"model": "llama", "layout": {"page_tokens": 256, "groups": []}}],
+    )
+
+
+@router.get("/namespaces")
+async def list_namespaces(
+    context: Context,
+    grant: Reader,
+    limit: Limit = 100,
+    cursor: Annotated[str, Query(pattern="^([0-9a-f]{32})?$", description="`next_cursor` of the previous page")] = "",
+) -> NamespaceList:
+    """Namespaces that hold something, sorted by id. A tenant sees its own."""
+    totals = await context.catalog.totals()
+    seen = {namespace: held for namespace, held in totals.items() if grant.sees(held.tenant) and held.num_boundaries}
+    behind = sorted(namespace for namespace in seen if namespace.hex() > cursor)
+    page = behind[:limit]
+    names = await context.catalog.names(page, _NAMES_S)
+    return NamespaceList(
+        namespaces=[
+            NamespaceSummary(**_summary(context, namespace, seen[namespace], names.get(namespace, "")))
+            for namespace in page
+        ],
+        next_cursor=page[-1].hex() if len(behind) > len(page) else None,
+        total=amounts_of(sum_of(seen.values()), context.operations.tier_names),
+    )
+
+
+@router.get("/namespaces/{namespace}", responses=refusals(404))
+async def show_namespace(context: Context, grant: Reader, namespace: NamespaceText) -> NamespaceDetail:
+    """One namespace with its full description. Compare two descriptions to see why engines do not share pages."""
+    wanted = namespace_id(namespace)
+    await context.catalog.check(wanted, grant)
+    totals = await context.catalog.totals()
+    description: dict[str, Any] | None = None
+    is_retired, name = False, ""
+    try:
+        found = await context.catalog.find(wanted, grant)
+    except Unavailable:
+        pass  # the totals are known without the description
+    else:
+        description, is_retired, name = found.description.fields, context.is_retired(found), found.description.name
+    held = totals.get(wanted, NamespaceTotals())
+    return NamespaceDetail(**_summary(context, wanted, held, name), is_retired=is_retired, description=description)
+
+
+@router.delete("/namespaces/{namespace}", responses=refusals(404))
+async def remove_namespace(
+    context: Context, grant: Administrator, request: Request, namespace: NamedNamespace, confirm: Confirm = False
+) -> Deleted:
+    """Delete everything that a namespace holds, except pinned boundaries. Without `confirm` nothing is deleted, and the
+    response says what would be. A large namespace takes several calls: repeat until `is_complete`.
+    """
+    deleted = await delete_namespace(context, namespace, confirm=confirm)
+    audit_deletion(request, deleted)
+    return deleted
+
+
+def _summary(context: AdminContext, namespace: NamespaceId, held: NamespaceTotals, name: str) -> dict[str, Any]:
+    return {
+        "namespace": namespace.hex(),
+        "name": name,
+        "tenant": held.tenant,
+        "num_boundaries": held.num_boundaries,
+        "held": amounts_of(held, context.operations.tier_names),
+    }

@@ -1,0 +1,146 @@
+"""The service as a whole: `/livez` and `/readyz` for a supervisor, `/metrics` for Prometheus, and `/v1/settings`."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import BaseModel, Field
+
+from kvstore.catalog.entry import Level
+from kvstore.errors import Unavailable
+from kvstore.service.admin.access import Operator
+from kvstore.service.admin.context import AdminContext, Context
+from kvstore.service.admin.problems import refusals
+from kvstore.service.metrics import CONTENT_TYPE, render
+from kvstore.service.reported_settings import reported_settings
+from kvstore.settings import Source
+from kvstore.store.operations import TierState
+
+__all__ = ["health", "router"]
+
+health = APIRouter(tags=["health"])
+router = APIRouter(tags=["settings"])
+
+_ANSWER_S = 2.0
+
+
+class Alive(BaseModel):
+    """The event loop that answers engines runs."""
+
+    status: Literal["alive"] = "alive"
+
+
+class TierReadiness(BaseModel):
+    """Whether a tier can be used."""
+
+    name: str = Field(examples=["redis"])
+    ready: bool
+    reason: str | None = Field(default=None, description="why not")
+
+
+class Readiness(BaseModel):
+    """Whether the whole service can be used. A service that is not ready still serves what it can."""
+
+    ready: bool
+    reason: str | None = Field(default=None, description="why not, if the reason is not a tier")
+    tiers: list[TierReadiness]
+
+
+@health.get("/livez", responses=refusals(422, 503))
+async def livez(context: Context) -> Alive:
+    """Whether the event loop that answers engines runs. If this fails for long, restart the process."""
+    await context.health_loop.call(_nothing, _ANSWER_S)
+    return Alive()
+
+
+async def _nothing(_: object) -> None:
+    pass
+
+
+_NOT_READY: dict[int | str, dict[str, Any]] = {503: {"model": Readiness, "description": "not ready, and why"}}
+
+
+@health.get("/readyz", response_model=Readiness, responses={**refusals(422), **_NOT_READY})
+async def readyz(context: Context) -> JSONResponse:
+    """Whether every tier can be used, and which cannot. A service that is not ready can still serve engines."""
+    found = await _readiness(context)
+    return JSONResponse(found.model_dump(), 200 if found.ready else 503)
+
+
+async def _readiness(context: AdminContext) -> Readiness:
+    try:
+        states = await context.tier_states(_ANSWER_S, is_health=True)
+    except Unavailable:
+        return Readiness(ready=False, reason="the event loop that answers engines does not respond", tiers=[])
+    tiers = [_tier_readiness(state) for state in states]
+    listens = bool(context.service.server.describe()["addresses"])
+    reason = None if listens else "the service does not listen for engines"
+    return Readiness(ready=listens and all(tier.ready for tier in tiers), reason=reason, tiers=tiers)
+
+
+def _tier_readiness(state: TierState) -> TierReadiness:
+    """With fixed reasons: the route needs no token, so error texts of a tier do not belong here.
+
+    A cold tier that refuses writes is ready: a directory evicts within its budget, and what does not fit stays in the
+    hot tier and in memory. A hot tier that refuses writes is not: it shares nothing new with other nodes.
+    """
+    reason = None
+    if state.is_open:
+        reason = "it failed and is not used until a probe succeeds"
+    elif state.usage is None:
+        reason = "it does not answer"
+    elif state.level is Level.HOT and state.usage.refuses_writes:
+        reason = f"it takes no writes: {state.usage.refuses_writes}"
+    return TierReadiness(name=state.name, ready=reason is None, reason=reason)
+
+
+class _MetricsText(PlainTextResponse):
+    media_type = CONTENT_TYPE
+
+
+@health.get(
+    "/metrics",
+    response_class=_MetricsText,
+    responses={
+        200: {"content": {CONTENT_TYPE: {"example": "kvstore_lookups_total 42\n"}}, "description": "metrics as text"},
+        **refusals(401, 403, 422, 429),
+    },
+)
+async def metrics(context: Context, grant: Operator) -> _MetricsText:
+    """All counters and gauges (docs/observing.md). They concern all tenants, so this needs an operator's token."""
+    states: list[TierState] = []
+    with suppress(Unavailable):  # the counters are reported without them
+        states = await context.tier_states(_ANSWER_S)
+    operations = context.operations
+    return _MetricsText(
+        render(operations.meters.snapshot(), states, context.service.server.describe(), operations.quotas())
+    )
+
+
+class SettingStatus(BaseModel):
+    """The value of one setting."""
+
+    value: str | None = Field(
+        description="as a flag spells it, with `***` in place of a secret; null: not set",
+        examples=["redis://:***@redis.internal:6379/0"],
+    )
+    source: Source = Field(description="where it came from")
+
+
+class SettingsStatus(BaseModel):
+    """All settings of a service."""
+
+    settings: dict[str, SettingStatus] = Field(description="by name, as in docs/settings.md")
+    credentials: list[str] = Field(
+        description="names of the environment variables with which the service logs in to S3",
+        examples=[["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"]],
+    )
+
+
+@router.get("/settings")
+async def list_settings(context: Context, grant: Operator) -> SettingsStatus:
+    """The settings of this service, without secrets, and where each came from. For operators."""
+    return SettingsStatus.model_validate(reported_settings(context.service.settings))

@@ -1,0 +1,176 @@
+"""The settings that a service runs with, as it reports them to tools; and the secrets that no text may show."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import quote, urlencode, urlsplit
+
+from kvstore.errors import InvalidRequest
+from kvstore.eviction.holdings import Quota
+from kvstore.settings import TOKEN_VARIABLE, Settings, settings_from
+from kvstore.tiers.locations import RedisLocation, S3Location, parse_hot
+
+__all__ = ["named_credentials", "reported_settings", "secrets_of", "settings_of", "without_secrets"]
+
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+_REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
+_CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE")
+_OWN = ("token_file", "tls_ca_file", "tls_certificate_file", "tls_key_file")
+"""Settings with which a tool itself connects: where it has its own, these count."""
+
+
+def reported_settings(settings: Settings) -> dict[str, object]:
+    """`settings`: by name, its `value` as a flag spells it (`None`: not set) and its `source`; `credentials`: the
+    variables with which the service logs in to S3, by name only.
+
+    A secret is `***` inside a value. The endpoint and region of S3 are those that the service uses, also where they
+    come from its AWS environment.
+    """
+    secrets = secrets_of(settings)
+    values: dict[str, object] = {}
+    for name in Settings.model_fields:
+        text = _spelled(name, getattr(settings, name))
+        values[name] = {
+            "value": None if text is None else without_secrets(text, secrets),
+            "source": settings.source(name),
+        }
+    credentials = [name for name in _CREDENTIALS if os.getenv(name)] if isinstance(settings.cold, S3Location) else []
+    return {"settings": values, "credentials": credentials}
+
+
+def named_credentials(reported: Mapping[str, object]) -> list[str]:
+    """The variables that a tool needs to log in as the service does, and does not have here."""
+    listed = reported.get("credentials")
+    names = [str(name) for name in listed] if isinstance(listed, list | tuple) else []
+    has_own = os.getenv("AWS_ACCESS_KEY_ID") or os.getenv("AWS_PROFILE") or _shared_credentials().exists()
+    return [] if has_own else names
+
+
+def settings_of(reported: Mapping[str, object], local: Settings) -> tuple[Settings, list[str]]:
+    """The settings that a service reports, and the names of those with a secret that is not known here.
+
+    Args:
+        reported: As `reported_settings` returns it.
+        local: The tool's own settings. One that differs only in its secret replaces the reported one. A tool connects
+            with its own certificates and token.
+
+    Raises:
+        InvalidRequest: The answer is not one of this release, or a value is not one that this release knows.
+    """
+    listed = reported.get("settings")
+    if not isinstance(listed, Mapping):
+        raise InvalidRequest("the service does not report its settings: it is of another release")
+    values: dict[str, object] = {}
+    lacking: list[str] = []
+    for name, one in listed.items():
+        text = one.get("value") if isinstance(one, Mapping) else None
+        if name not in Settings.model_fields or not isinstance(text, str):
+            continue  # of another release, or not set
+        values[name] = text
+        if HIDDEN in text:
+            own = getattr(local, name)
+            if _spelled(name, own) == text or _is_place(own, text):
+                values[name] = own
+            else:
+                lacking.append(name)
+    values |= {name: own for name in _OWN if (own := getattr(local, name)) is not None}
+    return settings_from(values), lacking
+
+
+def _is_place(own: object, text: str) -> bool:
+    """Whether a setting here is the Redis that a service reports, apart from the login."""
+    return isinstance(own, RedisLocation) and _without_login(own) == _without_login(parse_hot(text))
+
+
+def _without_login(location: object) -> RedisLocation | None:
+    return replace(location, username=None, password=None) if isinstance(location, RedisLocation) else None
+
+
+def _shared_credentials() -> Path:
+    return Path(os.getenv("AWS_SHARED_CREDENTIALS_FILE") or Path.home() / ".aws" / "credentials")
+
+
+def _spelled(name: str, value: object) -> str | None:
+    """A value as a flag spells it, secrets hidden."""
+    match value:
+        case None:
+            return "off" if name == "admin_listen" else None
+        case RedisLocation():
+            return _hidden_login(value.url) if value.password else value.url
+        case S3Location():
+            return _s3(value)
+        case Mapping():
+            return ",".join(f"{tenant}={_quota(quota)}" for tenant, quota in value.items()) or None
+        case str() if name == "encryption_keys" and value.startswith("command:"):
+            return f"command:{HIDDEN}"  # the command may contain the credentials of a key service
+        case str() if name == "otlp_traces_endpoint":
+            place, question, _ = value.partition("?")
+            return f"{place}?{HIDDEN}" if question else place
+        case _:
+            return str(value)
+
+
+def _hidden_login(url: str) -> str:
+    """The url of a Redis with its password hidden; the user's name stays."""
+    parts = urlsplit(url)
+    login, _, hosts = parts.netloc.rpartition("@")
+    return parts._replace(netloc=f"{login.partition(':')[0]}:{HIDDEN}@{hosts}").geturl()
+
+
+def _s3(location: S3Location) -> str:
+    endpoint_url, region = location.endpoint_url or _first(_ENDPOINTS), location.region or _first(_REGIONS)
+    options = {"endpoint_url": endpoint_url, "region": region}
+    given = {name: value for name, value in options.items() if value}
+    if "@" in urlsplit(given.get("endpoint_url", "")).netloc:
+        given["endpoint_url"] = _hidden_login(given["endpoint_url"])
+    question = f"?{urlencode(given, safe=':/*')}" if given else ""
+    return f"s3://{location.bucket}/{quote(location.prefix)}{question}"
+
+
+def _first(names: Sequence[str]) -> str | None:
+    return next((value for name in names if (value := os.getenv(name))), None)
+
+
+def _quota(quota: Quota) -> str:
+    return f"{quota.guaranteed_bytes or ''}:{quota.maximum_bytes if quota.maximum_bytes is not None else ''}"
+
+
+_VARIABLES = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", TOKEN_VARIABLE)
+_TOKEN_BYTES_MAX = 4096
+HIDDEN = "***"
+
+
+def secrets_of(settings: Settings) -> list[str]:
+    """Passwords of the tiers, the token of the data port, and the keys of S3; the longest first, so that no secret is
+    hidden only in part because another one is contained in it.
+    """
+    hot, cold = settings.hot, settings.cold
+    found = [hot.password] if isinstance(hot, RedisLocation) else []
+    if isinstance(cold, S3Location) and cold.endpoint_url is not None:
+        found.append(urlsplit(cold.endpoint_url).password)
+    if settings.token_file is not None:
+        try:
+            with settings.token_file.open("rb") as file:
+                found.append(file.read(_TOKEN_BYTES_MAX).decode(errors="replace").strip())
+        except OSError:
+            pass  # reported where the token is needed
+    found += [os.getenv(name) for name in _VARIABLES]
+    spellings = {spelled for secret in found if secret for spelled in _spellings(secret)}
+    return sorted(spellings, key=len, reverse=True)
+
+
+def _spellings(secret: str) -> tuple[str, ...]:
+    """A secret as it is, in a url, and quoted by Python and JSON."""
+    return secret, quote(secret, safe=""), quote(secret), repr(secret)[1:-1], json.dumps(secret)[1:-1]
+
+
+def without_secrets(text: str, secrets: Iterable[str]) -> str:
+    """A text with each secret hidden."""
+    for secret in secrets:
+        if secret in text:
+            text = text.replace(secret, HIDDEN)
+    return text

@@ -1,0 +1,294 @@
+"""A wrapper that keeps a failing tier from delaying its callers: breaker, limits, meters, version check."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+
+from kvstore.errors import KVStoreError, Unavailable, UnsupportedFormat
+from kvstore.format.manifest import STORE_VERSION_PLACE, check_store_version
+from kvstore.format.record import Record
+from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, NamespaceId, PrefixHash, RecordKey
+from kvstore.runtime.background import Background
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.events import EventKind, Events
+from kvstore.runtime.instruments import Instruments
+from kvstore.tiers.base import Concern, Entry, PutOutcome, Tier, TierUsage
+from kvstore.tiers.breaker import Breaker
+
+__all__ = ["GuardedTier", "report_quarantine"]
+
+_log = logging.getLogger(__name__)
+
+_PROBE_KEY = RecordKey(NamespaceId(bytes(NAMESPACE_BYTES)), PrefixHash(bytes(PREFIX_BYTES)), 0, 0)
+_PROBE_S = 2.0
+_VERSION_S = 10.0
+"""How long the tier's version is trusted while calls succeed."""
+
+
+def report_quarantine(events: Events, tier: str, key: RecordKey, reason: str) -> None:
+    """Emit the event of a quarantined record."""
+    about: dict[str, str | int | float] = {"tier": tier, "group": key.group, "slice": key.slice, "reason": reason}
+    text = f"a record in {tier} was quarantined, and not served: {reason}"
+    events.add(EventKind.QUARANTINED, text, namespace=key.namespace.hex(), detail={**about, "prefix": key.prefix.hex()})
+
+
+class GuardedTier(Tier):
+    """Passes calls to `inner` while it is healthy. Otherwise refuses them at once with `Unavailable`.
+
+    A newer release may take the tier over during an outage or while we run. So the tier's version is read before it is
+    used again after an outage, before the first write after a failed call, and before a write if the last check is 10 s
+    ago. A tier with a newer version is treated like one that does not answer.
+
+    Args:
+        inner: The tier; owned from now on.
+        instruments: For counting calls, hits, bytes and errors (see README.md), for a span of each call, and for events
+            of outages and quarantined records.
+        breaker: Decides when calls are refused; `None`: a default one.
+        calls_max: Calls at a time. Further ones are refused, so that a slow tier does not exhaust the node's memory.
+    """
+
+    def __init__(
+        self, inner: Tier, instruments: Instruments, *, breaker: Breaker | None = None, calls_max: int = 1024
+    ) -> None:
+        self.name = inner.name
+        self.inner = inner
+        inner.on_quarantine = self._inner_quarantined
+        inner.on_drop = self._inner_dropped
+        self._clock = instruments.clock
+        self._meters = instruments.meters
+        self._events = instruments.events
+        self._tracing = instruments.tracing
+        self._breaker = breaker or Breaker()
+        self._breaker.on_open = self._opened
+        self._calls_max = calls_max
+        self._num_calls = 0
+        self._background = Background(f"guard of tier {inner.name}")
+        self._reason = ""  # for the last outage
+        # the version was read when the tier was opened
+        self._version_holds_until_s = self._clock.monotonic_s() + _VERSION_S
+        self._reading_version = asyncio.Lock()
+
+    @property
+    def num_quarantined(self) -> int:
+        return self.inner.num_quarantined
+
+    @property
+    def is_open(self) -> bool:
+        """True while calls are refused."""
+        return self._breaker.is_open
+
+    def check_usable(self) -> None:
+        """Refuse other requests to the tier's server, like those of the catalog, while the tier is not used.
+
+        Raises:
+            Unavailable: The breaker is open.
+        """
+        if self._breaker.is_open:
+            self._count("refused")
+            text = "the tier failed and is not used until a probe succeeds"
+            raise Unavailable(text, tier=self.name, reason=self._reason)
+
+    def open_breaker(self, reason: str) -> None:
+        """Refuse calls until a probe succeeds, because the tier did not answer when it was opened. The caller logs it.
+
+        Otherwise a tier whose usage is known without a request would seem healthy until the first call.
+        """
+        if self._breaker.open():
+            self._report_down(reason)
+
+    async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
+        with self._call("head", deadline):
+            self._count("heads", len(keys))
+            return await self.inner.head(keys, deadline=deadline)
+
+    async def get(
+        self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
+    ) -> Record | None:
+        with self._call("get", deadline):
+            self._count("reads")
+            record = await self.inner.get(key, deadline=deadline, allocate=allocate)
+        if record is not None:
+            self._count("hits")
+            self._count("read_bytes", record.num_bytes)
+        return record
+
+    async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        return await self._put(self.inner.put, record, deadline)
+
+    async def put_evictable(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        return await self._put(self.inner.put_evictable, record, deadline)
+
+    async def _put(self, put: Callable[..., Awaitable[PutOutcome]], record: Record, deadline: Deadline) -> PutOutcome:
+        with self._call("put", deadline):
+            self._count("puts")
+            await self._check_version(deadline)
+            outcome = await put(record, deadline=deadline)
+        if outcome is PutOutcome.STORED:
+            self._count("put_bytes", record.num_bytes)
+        elif outcome is PutOutcome.FULL:
+            self._count("full")
+        return outcome
+
+    async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
+        with self._call("delete", deadline):
+            await self._check_version(deadline)
+            return await self.inner.delete(key, deadline=deadline)
+
+    def cost_bytes(self, num_bytes: int) -> int:
+        return self.inner.cost_bytes(num_bytes)
+
+    async def delete_all(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        with self._call("delete_all", deadline):
+            await self._check_version(deadline)
+            await self.inner.delete_all(keys, deadline=deadline)
+
+    async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        with self._call("allow_eviction", deadline):
+            await self._check_version(deadline)
+            await self.inner.allow_eviction(keys, deadline=deadline)
+
+    async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
+        with self._call("quarantine", deadline):
+            await self._check_version(deadline)
+            return await self.inner.quarantine(key, reason, seen=seen, deadline=deadline)
+
+    async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
+        """As `Tier.scan`. Does not affect the breaker: operators scan, and no request waits for that."""
+        self.check_usable()
+        async for entry in self.inner.scan(namespace):
+            yield entry
+
+    async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
+        with self._call("put_manifest", deadline):
+            await self._check_version(deadline)
+            await self.inner.put_manifest(namespace, manifest, deadline=deadline)
+
+    async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
+        with self._call("get_manifest", deadline):
+            return await self.inner.get_manifest(namespace, deadline=deadline)
+
+    async def usage(self, *, deadline: Deadline) -> TierUsage:
+        with self._call("usage", deadline):
+            usage = await self.inner.usage(deadline=deadline)
+        if not self._version_holds() and not self._reading_version.locked():
+            # a long time may pass without a write
+            self._background.spawn(self._check_version_unasked(), "version")
+        return usage
+
+    async def concerns(self, *, deadline: Deadline) -> list[Concern]:
+        with self._call("concerns", deadline):
+            return await self.inner.concerns(deadline=deadline)
+
+    async def aclose(self) -> None:
+        self._closed = True
+        await self._background.aclose()
+        await self.inner.aclose()
+
+    def _inner_quarantined(self, key: RecordKey, reason: str) -> None:
+        report_quarantine(self._events, self.name, key, reason)
+        if self.on_quarantine is not None:
+            self.on_quarantine(key, reason)
+
+    def _inner_dropped(self, keys: Sequence[RecordKey]) -> None:
+        if self.on_drop is not None:
+            self.on_drop(keys)
+
+    @contextmanager
+    def _call(self, what: str, deadline: Deadline) -> Iterator[None]:
+        """Refuse the call, or run it in a span and report its end to the breaker."""
+        tracing = self._tracing
+        with tracing.span(f"{self.name}.{what}", tier=self.name) if tracing is not None else nullcontext():
+            if not self._closed:  # otherwise the inner tier raises `Closed`
+                self.check_usable()
+            if self._num_calls >= self._calls_max:
+                self._count("refused")
+                raise Unavailable("too many calls wait for the tier", tier=self.name, limit=self._calls_max)
+            self._num_calls += 1
+            self._meters.set("tier_calls", self._num_calls, tier=self.name)
+            try:
+                with self._breaker.observe(deadline, self._clock):
+                    yield
+            except Unavailable:
+                self._count("errors")
+                self._version_holds_until_s = -math.inf
+                raise
+            finally:
+                self._num_calls -= 1
+                self._meters.set("tier_calls", self._num_calls, tier=self.name)
+                self._meters.set("tier_quarantined", self.inner.num_quarantined, tier=self.name)
+
+    async def _check_version(self, deadline: Deadline) -> None:
+        """Read the tier's version, unless a recent answer still holds.
+
+        Raises:
+            Unavailable: A newer release has taken the tier over, or the version cannot be read.
+        """
+        if self._closed or self._version_holds():
+            return
+        async with deadline.scope(f"reading the version of tier {self.name}"), self._reading_version:
+            self.check_usable()
+            if self._version_holds():
+                return
+            try:
+                await self._read_version(deadline)
+            except UnsupportedFormat as error:
+                if self._breaker.open():
+                    self._opened(str(error))
+                raise Unavailable(error.message, **error.details) from error
+
+    async def _check_version_unasked(self) -> None:
+        """As `_check_version`, without a caller: a slow answer does not open the breaker."""
+        with suppress(KVStoreError):
+            await self._check_version(Deadline.after(_PROBE_S, self._clock))
+
+    def _version_holds(self) -> bool:
+        return self._clock.monotonic_s() < self._version_holds_until_s
+
+    async def _read_version(self, deadline: Deadline) -> None:
+        check_store_version(await self.inner.get_manifest(STORE_VERSION_PLACE, deadline=deadline), self.name)
+        self._version_holds_until_s = self._clock.monotonic_s() + _VERSION_S
+
+    def _opened(self, reason: str) -> None:
+        if not self._closed:
+            _log.warning("tier %s is off, requests go on without it: %s", self.name, reason)
+            self._report_down(reason)
+
+    def _report_down(self, reason: str) -> None:
+        self._reason = reason
+        self._meters.set("tier_open", 1, tier=self.name)
+        text = f"tier {self.name} is off, requests go on without it"
+        self._events.add(EventKind.TIER_DOWN, text, is_public=True, detail={"tier": self.name, "reason": reason})
+        self._background.spawn(self._probe_until_closed(), "probe")
+
+    async def _probe_until_closed(self) -> None:
+        opened_s = self._clock.monotonic_s()
+        while self._breaker.is_open:
+            await asyncio.sleep(self._breaker.delay_s)
+            try:
+                await self.inner.head([_PROBE_KEY], deadline=Deadline.after(_PROBE_S, self._clock))
+                await self._read_version(Deadline.after(_PROBE_S, self._clock))
+            except UnsupportedFormat as error:
+                self._breaker.probe_failed()
+                if (reason := str(error)) != self._reason:
+                    _log.error("tier %s answers again, and stays off: %s", self.name, reason)
+                    self._reason = reason
+            except Exception as error:  # noqa: BLE001 - a task's top: if it ended here, the tier would stay off
+                self._breaker.probe_failed()
+                if not isinstance(error, KVStoreError):
+                    _log.exception("a probe of tier %s failed, it is probed again", self.name)
+            else:
+                self._breaker.probe_succeeded()
+        self._meters.set("tier_open", 0, tier=self.name)
+        away_s = self._clock.monotonic_s() - opened_s
+        _log.info("tier %s is back after %.1f s", self.name, away_s)
+        text = f"tier {self.name} is back after {away_s:.1f} s"
+        self._events.add(
+            EventKind.TIER_BACK, text, is_public=True, detail={"tier": self.name, "away_s": round(away_s, 1)}
+        )
+
+    def _count(self, what: str, amount: int = 1) -> None:
+        self._meters.add(f"tier_{what}", amount, tier=self.name)

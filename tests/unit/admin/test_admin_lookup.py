@@ -1,0 +1,138 @@
+"""`/v1/lookup`: a prompt's token ids find its records, and a long body is read in pieces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from connector.prefix_hash import PrefixChain
+from kvstore.errors import InvalidRequest
+from kvstore.model.keys import PlainChain, RecordKey
+from kvstore.service.admin.resources.prompt import split_token_ids
+from kvstore.store.encrypted import EncryptedStore
+from kvstore.testing.keys import tenant_key, write_keys
+from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
+from tests.unit.admin.service_harness import open_service
+
+
+@pytest.mark.parametrize("salt", [None, "", "a tenant's user"])
+def test_plain_tokens_are_hashed_as_engines_do(salt: str | None) -> None:
+    """At every multiple of 16 tokens the hash is the one that the connector names records by."""
+    tokens = [i * 7919 % (1 << 32) for i in range(1000)]
+    engine = PrefixChain(16, salt)
+    engine.extend(tokens)
+    chain = PlainChain(salt)
+    assert chain.extend(tokens[:512]) + chain.extend(tokens[512:]) == engine.boundaries
+
+
+async def test_a_lookup_reports_where_it_stops(tmp_path: Path) -> None:
+    """A slice of the third page is missing: the prompt resumes at the end of the second, and the group, page and slice
+    are named. With a salt it is another prompt. Nothing counts as a use.
+    """
+    tokens = list(range(1000, 1000 + 64 * 5 + 20))
+    prompt, boundaries = Prompt(HYBRID, "tokens", 64, tenant="red"), PlainChain().extend(tokens)
+    body = {"namespace": prompt.namespace.hex(), "token_ids": tokens}
+    async with open_service(tmp_path) as made, made.client("red") as client:
+        third = next(boundary.prefix for boundary in boundaries if boundary.tokens == 192)
+        await made.save_pages(prompt, boundaries, without=RecordKey(prompt.namespace, third, 0, 1))
+        lookups = made.store.meters.get("lookups")
+        found = (await client.post("/v1/lookup", json=body)).json()
+        salted = (await client.post("/v1/lookup", json={**body, "cache_salt": "x"})).json()
+        empty = (await client.post("/v1/lookup", json={**body, "token_ids": [1] * 15})).json()
+        assert made.store.meters.get("lookups") == lookups
+    assert (found["num_tokens"], found["resume_tokens"], found["is_certain"]) == (336, 128, True)
+    attention, state = found["groups"]
+    assert (attention["resume_tokens"], attention["next_tokens"], attention["missing_slices"]) == (128, 192, [1])
+    assert (state["resume_tokens"], state["next_tokens"], state["missing_slices"]) == (320, None, [])
+    assert [(one["tokens"], one["is_whole"]) for one in found["boundaries"]] == [
+        (64, True),
+        (128, True),
+        (192, False),
+        (256, True),
+        (320, True),
+    ]
+    assert found["boundaries"][0]["tiers"] == ["memory", "filesystem"]
+    assert (salted["resume_tokens"], salted["boundaries"]) == (0, [])
+    assert salted["groups"][0]["missing_slices"] == [0, 1]
+    assert (empty["num_tokens"], empty["resume_tokens"], empty["groups"][0]["next_tokens"]) == (0, 0, None)
+
+
+async def test_a_lookup_finds_records_under_their_keyed_names(tmp_path: Path) -> None:
+    """Two pages under an earlier key, one under the current: the prompt resumes at its end, and boundaries have the
+    names that other routes use.
+    """
+    path = write_keys(tmp_path / "keys.toml", [("", 1, 1)])
+    prompt, tokens = Prompt(ATTENTION, "tokens", 64), list(range(500, 500 + 64 * 3))
+    boundaries = PlainChain().extend(tokens)
+    ends = [boundary.prefix for boundary in boundaries if boundary.tokens % 64 == 0]
+    names = [tenant_key(generation).name_of(end).hex() for generation, end in zip((1, 1, 2), ends, strict=True)]
+    async with open_service(tmp_path, with_tokens=False, encryption_keys=str(path)) as made, made.client() as client:
+        assert isinstance(made.store, EncryptedStore)
+        await made.save_pages(prompt, boundaries[:8])
+        write_keys(path, [("", 2, 2), ("", 1, 1)])
+        assert not made.store._keys.poll() and made.store._keys.poll()
+        await made.save_pages(prompt, boundaries, skip=2)
+        found = (
+            await client.post("/v1/lookup", json={"namespace": prompt.namespace.hex(), "token_ids": tokens})
+        ).json()
+        assert found["resume_tokens"] == 192
+        assert [one["prefix"] for one in found["boundaries"]] == names
+        assert found["boundaries"][0]["tiers"] == ["memory", "filesystem"]
+        shown = await client.get(f"/v1/prefixes/{prompt.namespace.hex()}/{names[2]}")
+        assert shown.json()["tokens"] == 192
+        assert "kvstore_encrypted_records_total 6" in (await client.get("/metrics")).text
+
+
+LONG = list(range(100, 30_000))
+MAX = 40_000
+
+
+async def test_long_bodies_are_read_as_json_is() -> None:
+    """Wherever the list is, and with any spacing and misleading text: the result is that of the JSON parser."""
+    salt = 'x","token_ids":[1,2],"y":"\\'
+    for fields in ({"a": 1, "token_ids": LONG, "b": [salt]}, {"token_ids": LONG, salt: salt}, {"token_ids": LONG}):
+        for text in (json.dumps(fields), json.dumps(fields, indent=2), json.dumps(fields, separators=(",", ":"))):
+            rest, ids = await split_token_ids(text.encode(), MAX)
+            assert ids is not None
+            assert {**rest, "token_ids": ids.tolist()} == json.loads(text)
+
+
+async def test_short_bodies_are_left_to_the_parser() -> None:
+    """A small body is returned unchecked; its model names what is wrong with it."""
+    assert await split_token_ids(b'{"token_ids": ["x"]}', MAX) == ({"token_ids": ["x"]}, None)
+
+
+def spoilt(*changes: tuple[str, str]) -> str:
+    text = json.dumps({"token_ids": LONG, "n": 1})
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new, 1)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (spoilt((" 200,", " ,")), "whole numbers"),
+        (spoilt((" 200,", " 0200,")), "whole numbers"),
+        (spoilt((" 200,", " 2 0,")), "whole numbers"),
+        (spoilt((" 200,", " 4294967296,")), "32 bits"),
+        (spoilt((" 200,", " 1.5,")), "whole numbers"),
+        (spoilt(("29999]", "29999,]")), "whole numbers"),
+        (spoilt(("[100", "[,100")), "whole numbers"),
+        (spoilt(('"n": 1', '"token_ids": [1]')), "given once"),
+        (spoilt(('"n": 1', '"n": ')), "not JSON"),
+        (json.dumps([{"token_ids": LONG}]), "JSON object"),
+        (json.dumps({"a": {"token_ids": LONG}}), "given once"),
+        (json.dumps({"token_ids": [1] * (MAX + 1)}), "at most 40000"),
+        (json.dumps({"token_ids": LONG, "x": "y" * 70_000}), "too much"),
+        ("[" * 70_000, "whole numbers"),
+        ("[" * 60_000, "not JSON"),
+    ],
+)
+async def test_invalid_token_ids_are_refused(text: str, match: str) -> None:
+    """The message names the mistake, and nothing else is read instead."""
+    with pytest.raises(InvalidRequest, match=match):
+        await split_token_ids(text.encode(), MAX)

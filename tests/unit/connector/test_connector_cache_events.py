@@ -1,0 +1,175 @@
+"""What is told to routers of pages in the store: each once for each tier, with vLLM's own hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from connector.scheduler.cache_events import CacheEvents, PageEvent, RequestHashes
+from connector.scheduler.facts import StateOffer
+from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
+from tests.unit.connector.support import BLOCK, PAGE, eventually, tokens_of
+from tests.unit.connector.test_connector_group_saves import FULL, STATES, SavesHarness
+
+HASH = BLOCK // 2
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[SchedulerHarness]:
+    with harness(tmp_path) as made:
+        made.side.publish_events(CacheEvents(made.shape, num_ranks=1))
+        yield made
+
+
+def cache_events(made: SchedulerHarness) -> CacheEvents:
+    assert made.side.save_jobs.cache_events is not None
+    return made.side.save_jobs.cache_events
+
+
+def hashes_of(name: str, count: int) -> list[bytes]:
+    return [f"{name}-{index}".encode() for index in range(count // HASH)]
+
+
+def come(made: SchedulerHarness, request_id: str, count: int, name: str | None = None) -> None:
+    """A request of which vLLM tells the hashes; two with one name share them."""
+    made.new(request_id, count, name)
+    cache_events(made).on_new_request(
+        request_id, RequestHashes(hashes_of(name or request_id, count), HASH, lora_name="adapter")
+    )
+    made.hashed(request_id)
+
+
+def go(made: SchedulerHarness, request_id: str) -> None:
+    made.side.on_finished(request_id)
+    cache_events(made).on_request_closed(request_id)
+
+
+def blocks(event: PageEvent) -> list[int]:
+    """Numbers of the announced blocks, by the last of each block's hashes."""
+    return [(int(block_hash.rpartition(b"-")[2]) + 1) * HASH // BLOCK - 1 for block_hash in event.hashes]
+
+
+def test_a_page_is_told_when_it_is_stored(made: SchedulerHarness) -> None:
+    """Not when it is planned; then with the hashes, tokens, parent and adapter that vLLM's own events would have."""
+    count = PAGE + 2 * BLOCK
+    come(made, "r", count)
+    jobs = made.step({"r": count}).saves
+    assert [job.stop_tokens for job in jobs] == [PAGE, count]
+    assert cache_events(made).take() == []
+    assert cache_events(made).has_pending
+    made.ranks_done(jobs[1].job_id)
+    made.ranks_done(jobs[0].job_id)
+    tail, page = cache_events(made).take()
+    assert not cache_events(made).has_pending
+    assert {tail.tier, page.tier} == {"memory"}
+    assert blocks(page) == list(range(PAGE // BLOCK))
+    assert page.parent is None
+    assert page.tokens == tuple(tokens_of("r", count)[:PAGE])
+    assert page.block_tokens == BLOCK
+    assert blocks(tail) == [PAGE // BLOCK, PAGE // BLOCK + 1]
+    assert tail.parent == page.hashes[-1]
+    assert tail.lora_name == "adapter"
+
+
+def test_a_page_that_was_not_stored_is_not_told(made: SchedulerHarness) -> None:
+    """A failed save, and one that never reached the ranks."""
+    come(made, "r", PAGE)
+    (job,) = made.step({"r": PAGE}).saves
+    made.ranks_done(job.job_id, failed=(job.job_id,))
+    come(made, "s", PAGE)
+    (job,) = made.step({"s": PAGE}).saves
+    made.side.save_jobs.withdraw([job])
+    made.ranks_done(job.job_id)
+    assert cache_events(made).take() == []
+    assert not cache_events(made).has_pending
+
+
+def test_all_ranks_must_have_stored_it(made: SchedulerHarness) -> None:
+    """Half of a page's slices are no page."""
+    made.side.publish_events(CacheEvents(made.shape, num_ranks=2))
+    come(made, "r", PAGE)
+    (job,) = made.step({"r": PAGE}).saves
+    made.ranks_done(job.job_id)
+    assert cache_events(made).take() == []
+    made.ranks_done(job.job_id)
+    assert len(cache_events(made).take()) == 1
+
+
+def test_a_hit_tells_the_tier_that_it_came_from(made: SchedulerHarness) -> None:
+    """Another engine's pages, read from one tier, are announced there, and not again at the next hit."""
+    made.keep("prompt", 2 * PAGE)
+    come(made, "r", 2 * PAGE + 1, "prompt")
+    assert made.ask("r") == 2 * PAGE
+    made.admit("r", 2 * PAGE)
+    state = made.state("r")
+    assert state.loading is not None
+    staged = state.loading.future.result()
+    for _ in range(2):
+        cache_events(made).on_staged(state, staged)
+    told = cache_events(made).take()
+    assert [(entry.tier, entry.removed) for entry in told] == [("memory", False)] * 2
+    assert sorted(block for entry in told for block in blocks(entry)) == list(range(2 * PAGE // BLOCK))
+    made.finished("r")
+
+
+def test_a_hit_from_several_tiers_tells_nothing(made: SchedulerHarness) -> None:
+    """Which page came from which tier is not known then."""
+    from kvstore.api import Staged
+
+    come(made, "r", PAGE)
+    cache_events(made).on_staged(made.state("r"), Staged(None, PAGE, sources={"memory": 1, "s3": 1}))
+    assert cache_events(made).take() == []
+
+
+def test_what_is_gone_is_taken_back(made: SchedulerHarness) -> None:
+    """A later prompt asks for an announced page that the store does not have any more: it is told once."""
+    come(made, "r", PAGE)
+    (job,) = made.step({"r": PAGE}).saves
+    made.ranks_done(job.job_id)  # told, though nothing reached this store: as if it had been evicted since
+    (stored,) = cache_events(made).take()
+    go(made, "r")
+    for request_id in ("again", "and again"):
+        come(made, request_id, PAGE, "r")
+        made.step({request_id: BLOCK})
+        go(made, request_id)
+    (gone,) = cache_events(made).take()
+    assert gone.removed
+    assert gone.hashes == stored.hashes
+    assert gone.tier == "memory"
+
+
+def test_what_is_there_is_not_taken_back(made: SchedulerHarness) -> None:
+    """The store has the page: nothing is said."""
+    made.keep("r", PAGE)
+    come(made, "r", PAGE)
+    state = made.state("r")
+    eventually(lambda: state.lookup is not None and state.lookup.done())
+    made.step({"r": PAGE})
+    assert cache_events(made).take() == []
+
+
+def test_hashes_that_do_not_fit_blocks_tell_nothing(made: SchedulerHarness) -> None:
+    """vLLM's hashes span more than a block here, so that a block has none of its own."""
+    made.new("r", PAGE)
+    cache_events(made).on_new_request("r", RequestHashes(hashes_of("r", PAGE), 3 * BLOCK))
+    made.hashed("r")
+    (job,) = made.step({"r": PAGE}).saves
+    made.ranks_done(job.job_id)
+    assert cache_events(made).take() == []
+
+
+def test_a_state_is_told_as_the_block_that_ends_there() -> None:
+    """vLLM keeps a recurrent state under the hash of the block that it follows; its pages have their own."""
+    at = SavesHarness(STATES, FULL, prompt=4 * BLOCK)
+    at.jobs.cache_events = told = CacheEvents(at.shape, num_ranks=1)
+    told.on_new_request("a", RequestHashes(hashes_of("a", 4 * BLOCK), HASH))
+    jobs = at.step(4 * BLOCK, [], [1, 2, 3, 4], [], offers=[StateOffer(0, 21, 4 * BLOCK), StateOffer(2, 22, 4 * BLOCK)])
+    at.done(jobs)
+    entries = told.take()
+    (state,) = [entry for entry in entries if entry.group == 0]
+    assert blocks(state) == [3]
+    assert state.tokens == tuple(at.tokens[3 * BLOCK : 4 * BLOCK])
+    assert state.parent == b"a-5"
+    assert sorted(block for entry in entries if entry.group == 1 for block in blocks(entry)) == [0, 1, 2, 3]

@@ -1,0 +1,114 @@
+"""The engine's steps: timed for what prefill costs, and never made to wait when they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from connector.request_parameters import RequestFlags
+from connector.scheduler.costs import StepClock
+from connector.scheduler.facts import StepFacts
+from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> Iterator[SchedulerHarness]:
+    with harness(tmp_path) as made:
+        yield made
+
+
+class TestSteps:
+    def test_one_after_the_other(self) -> None:
+        """The time from plan to report; steps that decode or compute nothing tell nothing."""
+        clock = StepClock()
+        clock.planned([(0, 512)], 512, now_s=1.0)
+        assert clock.is_computing
+        assert clock.reported(now_s=1.5) == (((0, 512),), 0.5)
+        clock.planned([], 0, now_s=2.0)
+        assert not clock.is_computing
+        assert clock.reported(now_s=2.1) is None
+        clock.planned([(512, 1024), (60, 61)], 512, now_s=3.0)
+        assert clock.reported(now_s=3.25) == (((512, 1024), (60, 61)), 0.25)
+        clock.planned([(60, 61)], 0, now_s=4.0)
+        assert clock.reported(now_s=4.1) is None
+        clock.planned([(0, 100), *[(9, 10)] * 30], 100, now_s=5.0)
+        assert clock.reported(now_s=5.1) is None, "a quarter of it was decoding"
+        assert clock.reported(now_s=6.0) is None, "nothing was planned"
+
+    def test_planned_ahead(self) -> None:
+        """A step that was planned while the one before ran counts from that one's end."""
+        clock = StepClock()
+        clock.planned([(0, 512)], 512, now_s=1.0)
+        clock.planned([(512, 1024)], 512, now_s=1.01)
+        clock.planned([], 0, now_s=1.02)
+        assert clock.reported(now_s=2.0) == (((0, 512),), 1.0)
+        assert clock.reported(now_s=3.2) == (((512, 1024),), pytest.approx(1.2))
+        assert not clock.is_computing
+        assert clock.reported(now_s=3.3) is None
+
+    def test_the_engine_teaches_what_prefill_costs(self, at: SchedulerHarness) -> None:
+        """Reported steps of prompts are learned from; those of generated tokens are not."""
+        at.new("a", 2000, flags=RequestFlags(save=False))
+        for turn in range(5):
+            at.side.plan_step(StepFacts({"a": 300 * turn + 300}, {}, computed_tokens={"a": 300 * turn}))
+            at.side.on_step_reported()
+        assert at.side.costs.prefill.seconds(0, 1500) is not None
+        before = at.side.costs.prefill.seconds(0, 1500)
+        at.side.plan_step(StepFacts({"a": 2300}, {}, computed_tokens={"a": 2000}))
+        at.side.on_step_reported()
+        assert at.side.costs.prefill.seconds(0, 1500) == before
+
+
+class TestNeverSlow:
+    @pytest.fixture
+    def waits(self, at: SchedulerHarness, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        """Every wait of the engine's thread."""
+        seen: list[float] = []
+
+        def wait(timeout: float | None = None) -> bool:
+            seen.append(timeout or -1.0)
+            return False
+
+        monkeypatch.setattr(at.side.hits.answered, "wait", wait)
+        return seen
+
+    def test_decoding_is_not_delayed_by_requests_that_ask(self, at: SchedulerHarness, waits: list[float]) -> None:
+        """Of 32 requests 16 decode and 16 ask a service that hangs: no step waits, planned ahead or not."""
+        for name in range(32):
+            at.new(f"r{name}", 170)
+        decoding = [f"r{name}" for name in range(16)]
+        at.hashed(*decoding)
+        at.store.held.add("lookup")
+        for name in range(16, 32):
+            at.new(f"late{name}", 170)
+        for tokens in range(170, 200):
+            for name in range(16, 32):
+                assert at.side.matched_tokens(f"late{name}", 0) is None
+            final = dict.fromkeys(decoding, tokens + 1)
+            tables = {name: [tuple(range(100, 164))] for name in decoding}
+            at.side.plan_step(StepFacts(final, tables, computed_tokens=dict.fromkeys(decoding, tokens)))
+            # vLLM plans a further step, with nothing to compute, before it has this one's results
+            at.side.plan_step(StepFacts({}, {}))
+            at.side.wait_in_empty_step()
+            assert waits == []
+            at.side.on_step_reported()
+            at.side.on_step_reported()
+        at.side.plan_step(StepFacts({}, {}))
+        at.side.wait_in_empty_step()
+        assert waits == [0.005], "with nothing to compute it lets others run, for a moment"
+
+    def test_no_wait_for_requests_that_do_not_ask(self, at: SchedulerHarness, waits: list[float]) -> None:
+        """Requests that have their answer, run or load do not make an empty step wait."""
+        at.keep("a", 170)
+        at.new("a", 170)
+        at.new("none", 170)
+        assert at.ask("none") == 0
+        at.admit("a", at.ask("a"))
+        at.side.wait_in_empty_step()
+        assert waits == []
+        at.finished("a")
+        at.admit("a", 0)
+        at.side.wait_in_empty_step()
+        assert waits == []

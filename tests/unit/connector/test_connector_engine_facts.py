@@ -1,0 +1,328 @@
+"""vLLM's own specs as canonical groups: what is supported, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+import connector
+from connector.facts import EngineFacts, StateFacts
+from connector.identity import CacheShape, describe_namespace, read_shape
+from connector.vllm.engine_facts import cache_layers, read_facts, read_name
+from kvstore.model.kinds import ChunkedLocal, FullAttention, Latent, Recurrent, SlidingWindow
+
+HEADS: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+MAMBA: dict[str, Any] = {
+    "block_size": 128,
+    "shapes": ((3, 8), (4, 16, 16)),
+    "dtypes": (torch.bfloat16, torch.float32),
+    "mamba_cache_mode": "align",
+}
+
+
+def full(**changes: Any) -> FullAttentionSpec:
+    return FullAttentionSpec(**{"block_size": 128, **HEADS, **changes})
+
+
+def window(tokens: int = 512, **changes: Any) -> SlidingWindowSpec:
+    return SlidingWindowSpec(**{"block_size": 128, "sliding_window": tokens, **HEADS, **changes})
+
+
+def mla(**changes: Any) -> MLAAttentionSpec:
+    values = {"block_size": 16, "num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
+    return MLAAttentionSpec(**{**values, **changes})
+
+
+def group(spec: KVCacheSpec, *numbers: int, **changes: Any) -> KVCacheGroupSpec:
+    return KVCacheGroupSpec([f"model.layers.{number}.attn" for number in numbers], spec, **changes)
+
+
+def facts(*groups: KVCacheGroupSpec, ranks: int = 1, total_heads: int = 2, **changes: Any) -> EngineFacts:
+    """What is read of an engine with these groups."""
+    parallel = {
+        "rank": 0,
+        "tensor_parallel_size": ranks,
+        "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "local_world_size": ranks,
+        "data_parallel_size_local": 1,
+    }
+    cache = {
+        "cache_dtype": "auto",
+        "calculate_kv_scales": False,
+        "block_size": 128,
+        "prefix_match_unit": None,
+        "enable_prefix_caching": True,
+        "prefix_cache_retention_interval": 0,
+    }
+    parallel.update({name: changes.pop(name) for name in list(changes) if name in parallel})
+    cache.update({name: changes.pop(name) for name in list(changes) if name in cache})
+    is_diffusion = changes.pop("is_diffusion", False)
+    assert not changes
+    model = SimpleNamespace(
+        model="/models/a",
+        architectures=["Some"],
+        hf_config=SimpleNamespace(to_dict=lambda: {"hidden_size": 64, "eps": 1e-5}),
+        dtype=torch.bfloat16,
+        quantization=None,
+        quantization_config=None,
+        model_class_overrides={},
+        multimodal_config=None,
+        revision=None,
+        max_model_len=4096,
+        is_diffusion=is_diffusion,
+        get_total_num_kv_heads=lambda: total_heads,
+    )
+    config = SimpleNamespace(
+        model_config=model,
+        parallel_config=SimpleNamespace(**parallel),
+        cache_config=SimpleNamespace(**cache),
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute"),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        speculative_config=None,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+        lora_config=None,
+    )
+    blocks = [block.kv_cache_spec.block_size for block in groups]
+    kv = KVCacheConfig(num_blocks=100, kv_cache_tensors=[], kv_cache_groups=list(groups))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("connector.vllm.engine_facts.resolve_kv_cache_block_sizes", lambda *_: (max(blocks), min(blocks)))
+        return read_facts(config, kv)
+
+
+def shape_of(*groups: KVCacheGroupSpec, **changes: Any) -> CacheShape:
+    shape = read_shape(facts(*groups, **changes))
+    assert isinstance(shape, CacheShape), shape
+    return shape
+
+
+def test_layers_of_one_kind_are_one_group() -> None:
+    """vLLM's groups of a model with windows become two: by kind, layers in the model's order, a feed for each table."""
+    read = facts(group(window(), 0, 3), group(window(), 1, 4), group(full(), 2, 10))
+    assert read.unsupported is None
+    windows, whole = read.groups
+    assert windows.kind == SlidingWindow(512)
+    assert [name.split(".")[2] for name in windows.layer_names] == ["0", "1", "3", "4"]
+    assert (windows.feeds, windows.feed_groups) == ((0, 1, 0, 1), (0, 1))
+    assert (whole.kind, whole.feed_groups) == (FullAttention(), (2,))
+    shape = shape_of(group(window(), 0, 3), group(window(), 1, 4), group(full(), 2, 10))
+    assert (shape.layout.page_tokens, [group.num_slices for group in shape.layout.groups]) == (512, [2, 2])
+
+
+def test_how_vllm_groups_layers_does_not_matter() -> None:
+    """Two engines whose vLLM grouped a model's layers differently share a namespace."""
+    one = facts(group(window(), 0, 3), group(window(), 1, 4), group(full(), 2, 5))
+    other = facts(group(full(), 2, 5), group(window(), 0, 1, 3, 4))
+    names = [describe_namespace(read, read_shape(read), "w").id for read in (one, other)]  # type: ignore[arg-type]
+    assert names[0] == names[1]
+
+
+def test_different_layers_in_one_group() -> None:
+    """A group of unlike layers (an indexer beside latent attention) is told apart layer by layer."""
+    specs = {"model.layers.0.attn": mla(), "model.layers.1.attn": mla(), "model.layers.0.indexer": mla(head_size=128)}
+    mixed = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs))
+    latent, indexer = facts(mixed).groups
+    assert (latent.kind, latent.content.token_bytes, len(latent.layer_names)) == (Latent(), 1152, 2)
+    assert (indexer.content.token_bytes, indexer.feed_groups) == (256, (0,))
+
+
+def test_recurrent_states() -> None:
+    """States of three vLLM groups beside attention: pages are the scheduler's block, states in shares of the ranks."""
+    groups = [group(MambaSpec(**MAMBA), number) for number in range(3)]
+    read = facts(*groups, group(full(), 3))
+    states, attention = read.groups
+    assert (states.kind, states.feed_groups, attention.feed_groups) == (Recurrent(), (0, 1, 2), (3,))
+    assert isinstance(states.content, StateFacts)
+    assert (states.content.num_bytes, states.content.element_bytes) == (48 + 4096, 4)
+    shape = shape_of(*groups, group(full(), 3))
+    assert shape.layout.page_tokens == 128
+    two = shape_of(*groups, group(full(num_kv_heads=1), 3), ranks=2)
+    assert [group.num_slices for group in two.layout.groups] == [2, 2]
+
+
+def test_tensor_parallel_size_matters_for_states_only() -> None:
+    """Attention of any number of ranks is one namespace; recurrent states are of their own number of ranks."""
+
+    def name(*groups: KVCacheGroupSpec, **changes: Any) -> bytes:
+        read = facts(*groups, **changes)
+        shape = read_shape(read)
+        assert isinstance(shape, CacheShape)
+        return describe_namespace(read, shape, "w").id
+
+    assert name(group(full(), 0)) == name(group(full(num_kv_heads=1), 0), ranks=2)
+    assert name(group(full(), 0)) == name(group(full(num_kv_heads=1), 0), ranks=4)  # replicated heads
+    assert name(group(mla(), 0)) == name(group(mla(), 0), ranks=8)
+    hybrid = [group(MambaSpec(**MAMBA), 0), group(full(), 1)]
+    halves = [group(MambaSpec(**{**MAMBA, "shapes": ((3, 4), (2, 16, 16))}), 0), group(full(num_kv_heads=1), 1)]
+    assert name(*hybrid) != name(*halves, ranks=2)
+
+
+def pipeline(*stages: Sequence[KVCacheGroupSpec], **changes: Any) -> list[EngineFacts]:
+    """What the first rank of each stage reads, after the stages have told each other what they hold."""
+    told: list[Any] = []
+
+    def listen(seen: list[Any], mine: Any, group: object) -> None:
+        told.append(mine)
+        seen[:] = [mine] * len(stages)
+
+    def exchange(seen: list[Any], mine: Any, group: object) -> None:
+        assert mine in told
+        seen[:] = told
+
+    def read() -> list[EngineFacts]:
+        ranks = changes.get("ranks", 1)
+        sizes = {"pipeline_parallel_size": len(stages), **changes}
+        return [facts(*groups, rank=number * ranks, **sizes) for number, groups in enumerate(stages)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("connector.vllm.engine_facts.get_pp_group", lambda: SimpleNamespace(cpu_group=None))
+        for talk in (listen, exchange):
+            patch.setattr("torch.distributed.all_gather_object", talk)
+            found = read()
+        return found
+
+
+def test_stages_of_a_pipeline() -> None:
+    """Every stage knows the same groups, in one order and with all block tables, and its own layers of them."""
+    first, last = pipeline(
+        [group(window(), 0), group(window(), 1), group(full(), 2)], [group(full(), 3), group(window(), 4, 5)]
+    )
+    assert (first.groups[0].stage, last.groups[0].stage, first.pp_size, first.num_ranks) == (0, 1, 2, 2)
+    assert (
+        [each.kind for each in first.groups]
+        == [each.kind for each in last.groups]
+        == [SlidingWindow(512), FullAttention()]
+    )
+    windows = [read.groups[0] for read in (first, last)]
+    assert [(each.feeds, each.feed_groups) for each in windows] == [((0, 1), (0, 1)), ((1, 1), (0, 1))]
+    assert [name.split(".")[2] for name in windows[1].layer_names] == ["4", "5"]
+    assert windows[0].stages == windows[1].stages == (windows[0].layer_names, windows[1].layer_names)
+    one, other = read_shape(first), read_shape(last)
+    assert isinstance(one, CacheShape) and isinstance(other, CacheShape)
+    assert one.layout == other.layout
+    assert [each.num_slices for each in one.layout.groups] == [4, 4]
+    assert describe_namespace(first, one, "w").id == describe_namespace(last, other, "w").id
+
+
+def test_stages_are_of_the_namespace() -> None:
+    """Records are of one stage's layers, so engines share them where the stages are equal, of whatever ranks."""
+
+    def name(*stages: Sequence[KVCacheGroupSpec], **changes: Any) -> bytes:
+        read = pipeline(*stages, **changes)[0]
+        shape = read_shape(read)
+        assert isinstance(shape, CacheShape)
+        return describe_namespace(read, shape, "w").id
+
+    whole, halves = [group(full(), 0, 1, 2, 3)], [[group(full(), 0, 1)], [group(full(), 2, 3)]]
+    others = [[group(full(), 0)], [group(full(), 1, 2, 3)]]
+    on_two = [[group(full(num_kv_heads=1), 0, 1)], [group(full(num_kv_heads=1), 2, 3)]]
+    assert len({name(whole), name(*halves), name(*others)}) == 3
+    assert name(*halves) == name(*on_two, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [
+        ([group(window(), 1)], "stages 0 and 1 do not hold layers of the same kinds"),
+        ([group(full(head_size=32), 1)], "stages 0 and 1 do not hold layers of the same kinds"),
+        ([group(full(non_causal=True), 1)], "non-causal"),
+    ],
+)
+def test_unequal_stages_are_refused(last: list[KVCacheGroupSpec], reason: str) -> None:
+    """What one stage cannot cache, or does not hold at all, leaves every stage uncached, for one reason."""
+    for read in pipeline([group(full(), 0)], last):
+        assert read.unsupported is not None and reason in read.unsupported
+        assert read.groups == ()
+
+
+def test_chunked_and_draft_layers() -> None:
+    """Chunked-local layers are a kind; a draft model's layers are a group of their own, last."""
+    chunks = ChunkedLocalAttentionSpec(block_size=128, attention_chunk_size=8192, **HEADS)
+    read = facts(group(full(), 9, is_eagle_group=True), group(chunks, 0, 1), group(full(), 2))
+    assert [(each.kind, each.drafts) for each in read.groups] == [
+        (ChunkedLocal(8192), False),
+        (FullAttention(), False),
+        (FullAttention(), True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("groups", "changes", "reason"),
+    [
+        ([group(MambaSpec(**{**MAMBA, "mamba_cache_mode": "none"}), 0)], {}, "mode 'align'"),
+        ([group(full(non_causal=True), 0)], {}, "non-causal"),
+        ([group(full(kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD), 0)], {}, "INT8_PER_TOKEN_HEAD"),
+        ([group(full(state_content_bytes=300), 0)], {}, "packed"),
+        ([group(CircularBufferSpec(block_size=8, **HEADS), 0)], {}, "does not cache by prefix"),
+        ([group(mla(model_version="deepseek_v4"), 0)], {}, "MLAAttentionSpec"),
+        ([group(full(), 0)], {"decode_context_parallel_size": 2}, "context parallelism"),
+        ([group(full(), 0)], {"prefill_context_parallel_size": 2}, "context parallelism"),
+        ([group(full(), 0)], {"calculate_kv_scales": True}, "calculate_kv_scales"),
+        ([group(full(), 0)], {"is_diffusion": True}, "diffusion"),
+        (
+            [group(full(num_kv_heads=1), 0)],
+            {"ranks": 4, "total_heads": 3},
+            "3 KV heads cannot be divided",
+        ),
+    ],
+)
+def test_what_is_not_proven_is_refused(groups: list[KVCacheGroupSpec], changes: dict[str, Any], reason: str) -> None:
+    """The model is left uncached, with the reason in words."""
+    read = facts(*groups, **changes)
+    assert read.unsupported is not None and reason in read.unsupported
+    assert read.groups == ()
+
+
+def test_blocks_that_do_not_fit_are_refused() -> None:
+    """Block sizes that are no multiple of a hash link are refused, in the operator's words."""
+    reason = read_shape(facts(group(full(block_size=24), 0)))
+    assert isinstance(reason, str) and "multiple of 16" in reason
+
+
+def test_kernel_blocks_and_shared_layers() -> None:
+    """Kernel blocks become a dimension of the manager's blocks; layers that share a cache are not looked at."""
+    whole = torch.zeros(100, 2, 128, 128)
+    split = torch.zeros(400, 2, 32, 128)
+    layers = cache_layers({"a": whole, "b": split, "shares a": whole}, ("b", "a"), 100)
+    assert [tuple(layer.shape) for layer in layers] == [(100, 4, 2, 32, 128), (100, 2, 128, 128)]
+
+
+def test_every_fact_is_read() -> None:
+    """A fact that nothing in the connector reads is none: it looks like a part of the identity, and is not."""
+    sources = [
+        path.read_text() for path in Path(connector.__file__).parent.rglob("*.py") if path.name != "vllm_facts.py"
+    ]
+    unread = [fact.name for fact in fields(EngineFacts) if not re.search(rf"\.{fact.name}\b", "\n".join(sources))]
+    assert unread == []
+
+
+@pytest.mark.parametrize(
+    ("model", "served", "named"),
+    [("/models/llama/", None, "llama"), ("org/llama", "chat", "chat"), ("org/llama", ["chat", "other"], "chat")],
+)
+def test_a_name_for_people(model: str, served: object, named: str) -> None:
+    """As users ask for the model, else its folder, and no path of the machine; and the process."""
+    config = SimpleNamespace(model_config=SimpleNamespace(model=model, served_model_name=served))
+    assert read_name(config) == f"vllm {named}, pid {os.getpid()}"

@@ -1,0 +1,222 @@
+"""What decides a namespace: each field that changes the model's cache separates engines, and nothing else does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from connector.facts import EngineFacts
+from connector.identity import CacheShape, describe_namespace, read_shape
+from connector.vllm.model_facts import read_rules
+from kvstore.model.keys import NamespaceId
+from kvstore.model.kinds import SlidingWindow
+from tests.unit.connector.support import make_facts
+
+CONFIG: dict[str, Any] = {"hidden_size": 64, "rope_theta": 10000.0, "text_config": {"num_layers": 2}}
+LONG_ROPE = {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}
+
+
+@dataclass
+class Online:
+    """Stands for vLLM's arguments of a quantisation that is made at start."""
+
+    linear: str = "fp8"
+
+
+def vllm_config(config: Mapping[str, Any] | None = None, **changes: Any) -> Any:
+    model = {
+        "model": "/models/a",
+        "revision": None,
+        "hf_config": SimpleNamespace(to_dict=lambda: dict(CONFIG if config is None else config)),
+        "dtype": torch.bfloat16,
+        "max_model_len": 4096,
+        "quantization_config": None,
+        "model_class_overrides": {},
+        "multimodal_config": None,
+    }
+    others: dict[str, Any] = {
+        "load_config": SimpleNamespace(load_format="auto", download_dir=None),
+        "speculative_config": None,
+        "lora_config": None,
+    }
+    for name in list(changes):
+        (model if name in model else others)[name] = changes.pop(name)
+    return SimpleNamespace(model_config=SimpleNamespace(**model), **others)
+
+
+def rules(config: Mapping[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    return read_rules(vllm_config(config, **changes))
+
+
+def namespace(weights_id: str = "w", **changes: Any) -> NamespaceId:
+    facts = make_facts(**changes)
+    shape = read_shape(facts)
+    assert isinstance(shape, CacheShape)
+    return describe_namespace(facts, shape, weights_id).id
+
+
+def grouped(**changes: Any) -> dict[str, Any]:
+    """Facts with the one group changed."""
+    return {"groups": (replace(make_facts().groups[0], **changes),)}
+
+
+def content(**changes: Any) -> dict[str, Any]:
+    return grouped(content=replace(make_facts().groups[0].content, **changes))
+
+
+SEPARATING: dict[str, dict[str, Any]] = {
+    "architecture": {"architecture": "Mistral"},
+    "model config": {"model_config": {"hidden_size": 64, "sliding_window": 8}},
+    "rope settings": {"model_config": {"hidden_size": 64, "rope_parameters": {"rope_theta": "500000.0"}}},
+    "compute dtype": {"compute_dtype": "bfloat16"},
+    "weight quantisation": {"quantization": "awq"},
+    "quantisation at start": {"model_rules": {"quantization_config": {"linear": "fp8"}}},
+    "rope for long requests": {"model_rules": {"long_rope": [True]}},
+    "cache dtype": {"cache_dtype": "fp8_e5m2"},
+    "cell dtype": content(dtype="bfloat16"),
+    "head size": content(head_size=4),
+    "value size": content(head_size_v=4),
+    "number of heads": content(rank_heads=4, total_heads=4),
+    "window": grouped(kind=SlidingWindow(32)),
+    "wider window": grouped(kind=SlidingWindow(64)),
+    "layers": grouped(stages=(("layer.0", "layer.2"),)),
+    "pipeline stages": {**grouped(stages=(("layer.0",), ("layer.1",))), "pp_size": 2},
+    "backend or instruction set": grouped(packing={"backend": "other"}),
+    "draft layers": grouped(drafts=True),
+    "weights": {"weights_id": "v"},
+}
+
+
+def test_each_field_that_matters_separates() -> None:
+    """Any two of them, and the engine without, have different namespaces."""
+    seen = {name: namespace(**changes) for name, changes in SEPARATING.items()}
+    seen["none"] = namespace()
+    assert len(set(seen.values())) == len(seen)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_path": "/other/place"},
+        {"num_blocks": 7},
+        {"load_failure_policy": "fail"},
+        {"prefix_caching": False},
+        {"retention_tokens": 640},
+        {"load_format": "safetensors"},
+        {"draft_path": "/models/draft"},
+        {"adapter_rules": {"target_modules": "q_proj"}},
+        {"media_rules": {"video_pruning_rate": "0.5"}},
+        {"cache_dtype": "float32"},  # what `auto` means for this model
+        {"tp_size": 2, "rank_heads": 1},
+        {"tp_size": 2, "tp_rank": 1, "rank_heads": 1},
+    ],
+)
+def test_what_does_not_matter_does_not_separate(changes: dict[str, Any]) -> None:
+    """Paths, sizes and ways of running keep engines together; adapters and media are in the prefix hash instead."""
+    assert namespace(**changes) == namespace()
+
+
+@pytest.mark.parametrize("config", [{**CONFIG, "rope_theta": 10001.0}, {**CONFIG, "text_config": {"num_layers": 3}}])
+def test_the_configuration_counts_with_its_overrides(config: dict[str, Any]) -> None:
+    """vLLM writes overrides into the configuration; floats are kept exactly, as text."""
+    assert rules(config)["model_config"] != rules()["model_config"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"_name_or_path": "/elsewhere"},
+        {"transformers_version": "9.9"},
+        {"torch_dtype": "float16"},
+        {"max_model_len": 7},  # some models are told
+        {"text_config": {"num_layers": 2, "_name_or_path": "/elsewhere"}},
+    ],
+)
+def test_where_a_configuration_is_from_does_not_count(more: dict[str, Any]) -> None:
+    """Paths and versions in it, also in the part of a language model, are not the model."""
+    assert rules({**CONFIG, **more})["model_config"] == rules()["model_config"]
+
+
+def test_the_longest_request_counts_for_long_ropes_only() -> None:
+    """vLLM chooses the factors of a longrope by `max_model_len`; for every other model it changes nothing."""
+    assert rules(max_model_len=8192) == rules()
+    short, long = (rules(LONG_ROPE, max_model_len=length)["model_rules"] for length in (4096, 4097))
+    assert (short, long) == ({"long_rope": [False]}, {"long_rope": [True]})
+    outside = {"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 4096}
+    assert rules(outside, max_model_len=8192)["model_rules"] == {"long_rope": [True]}
+
+
+def test_quantisation_that_is_made_at_start_counts() -> None:
+    """Weights that are quantised while they are loaded are not those of the files."""
+    found = [rules(quantization_config=given)["model_rules"] for given in (None, Online(), {"linear": "int8"})]
+    assert found == [
+        {},
+        {"quantization_config": {"linear": "fp8"}},
+        {"quantization_config": {"linear": "int8"}},
+    ]
+
+
+def lora(**changes: Any) -> Any:
+    values = {"target_modules": None, "lora_dtype": "auto", "enable_tower_connector_lora": False, **changes}
+    return SimpleNamespace(**values)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (lora(), {}),
+        (lora(lora_dtype=torch.bfloat16), {}),  # the model's
+        (lora(lora_dtype=torch.float16), {"dtype": "float16"}),
+        (lora(target_modules=["v_proj", "q_proj"]), {"target_modules": "q_proj,v_proj"}),
+        (lora(enable_tower_connector_lora=True), {"media_towers": "true"}),
+    ],
+)
+def test_what_changes_an_adapter(settings: Any, expected: dict[str, str]) -> None:
+    """Settings under which one adapter does something else; to have adapters at all is none."""
+    assert rules(lora_config=settings)["adapter_rules"] == expected
+
+
+def test_what_changes_media() -> None:
+    """Settings of the engine that vLLM's hash of an item does not cover."""
+    media = SimpleNamespace(mm_processor_kwargs={"size": 2}, media_io_kwargs={}, video_pruning_rate=0.5)
+    expected = {"mm_processor_kwargs": {"size": 2}, "video_pruning_rate": "0.5"}
+    assert rules(multimodal_config=media)["media_rules"] == expected
+
+
+def test_names_of_the_hub(tmp_path: Path) -> None:
+    """A name stands for the folder of the hub's cache that holds it; one that is not there stays a name."""
+    commit = "a" * 40
+    folder = tmp_path / "models--some--model" / "snapshots" / commit
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    refs = tmp_path / "models--some--model" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(commit)
+    load = SimpleNamespace(load_format="auto", download_dir=str(tmp_path))
+    assert rules(model="some/model", load_config=load)["model_path"] == str(folder)
+    for name in ("some/other", "no such folder/at/all"):
+        assert rules(model=name, load_config=load)["model_path"] == name
+
+
+def test_draft_models() -> None:
+    """A draft model with weights of its own has a folder of its own; layers of the model itself have not."""
+    paths = {}
+    for name in ("/models/a", "/models/draft"):
+        draft = SimpleNamespace(model=name, revision=None)
+        paths[name] = rules(speculative_config=SimpleNamespace(draft_model_config=draft))["draft_path"]
+    assert paths == {"/models/a": None, "/models/draft": "/models/draft"}
+    assert rules(speculative_config=SimpleNamespace(draft_model_config=None))["draft_path"] is None
+
+
+def test_rules_are_facts() -> None:
+    """What is read are fields of the facts, and nothing of it is a float."""
+    read = rules(LONG_ROPE)
+    facts = make_facts(**read)
+    assert isinstance(facts, EngineFacts)
+    assert namespace(**read)

@@ -1,0 +1,158 @@
+"""Hooks that neither save nor load: called directly, as an engine calls them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from connector.scheduler.cache_events import PageEvent
+from connector.vllm.observability import ObservabilityHooks, split_tokens
+from kvstore.runtime.meters import Meters
+from tests.unit.connector.support import BLOCK, make_facts, make_shape
+
+
+def test_the_model_is_kept_where_an_engine_hands_it_over() -> None:
+    """Any object will do; what has no model leaves none, and what is no object does no harm."""
+    surface, model = ObservabilityHooks(), object()
+    assert surface.model is None
+    surface.initialize_worker_connector(SimpleNamespace(model=model, something="else"))
+    assert surface.model is model
+    surface.initialize_worker_connector(SimpleNamespace())
+    assert surface.model is None
+    surface.initialize_worker_connector(None)
+    assert (surface.model, surface.guarded_errors) == (None, 0)
+
+
+def test_every_rank_is_counted() -> None:
+    """vLLM counts one report of each rank by itself; another number would lose loads or wait for ever."""
+    assert ObservabilityHooks().get_finished_count() is None
+
+
+def test_an_uncached_engine_shows_nothing() -> None:
+    """Without a side there are neither statistics nor events."""
+    surface = ObservabilityHooks()
+    assert surface.get_kv_connector_stats() is None
+    assert surface.take_events() == []
+    assert surface.guarded_errors == 0
+
+
+def test_a_hit_that_is_not_ours() -> None:
+    """vLLM may ask where it came from, since 0.32."""
+    sources = pytest.importorskip("vllm.v1.metrics.cache_hit_source", reason="this vLLM does not ask")
+    surface, request = ObservabilityHooks(), SimpleNamespace(request_id="r")
+    assert surface.get_external_cache_hit_sources(request, 0) == {}
+    external = {sources.CacheHitSource.EXTERNAL_UNSPECIFIED: 128}
+    assert surface.get_external_cache_hit_sources(request, 128) == external
+    assert surface.guarded_errors == 0
+
+
+def test_a_worker_tells_what_it_counted_and_what_was_guarded() -> None:
+    """An error that was kept from the engine is in the statistics, once."""
+    surface = ObservabilityHooks()
+    surface.worker_side = SimpleNamespace(meters=Meters())  # type: ignore[assignment]
+    assert surface.get_kv_connector_stats() is None
+    surface.guarded_errors += 1
+    surface.worker_side.meters.add("connector_load_errors")  # type: ignore[union-attr]
+    told = surface.get_kv_connector_stats()
+    assert told is not None
+    assert told.data == {"counters": {"connector_load_errors": 1, "connector_guarded_errors": 1}}
+    assert surface.get_kv_connector_stats() is None
+
+
+EVENT = PageEvent(
+    tier="redis",
+    group=0,
+    hashes=(b"one", b"two"),
+    parent=b"none",
+    tokens=tuple(range(2 * BLOCK)),
+    block_tokens=BLOCK,
+    lora_name="adapter",
+    lora_id=7,
+)
+
+
+def as_told(*hashes: bytes) -> list[Any]:
+    """Hashes as vLLM's own events have them, numbers or bytes."""
+    from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+
+    return [maybe_convert_block_hash(BlockHash(block_hash)) for block_hash in hashes]
+
+
+def events_of(*events: PageEvent) -> list[Any]:
+    """As the events of a model whose one canonical group is fed by vLLM's groups 0 and 2."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    from connector.vllm.observability import to_events
+
+    shape = make_shape(make_facts())
+    (group,) = shape.groups
+    shape = replace(shape, groups=(replace(group, facts=replace(group.facts, feed_groups=(0, 2))),))
+    spec = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+    specs = [SlidingWindowSpec(sliding_window=64, **spec), None, FullAttentionSpec(**spec)]
+    groups = [SimpleNamespace(kv_cache_spec=made) for made in specs]
+    return list(to_events(events, shape, SimpleNamespace(kv_cache_groups=groups)))
+
+
+def test_a_page_is_an_event_for_each_group_of_vllm() -> None:
+    """With everything that vLLM's own events say of the same blocks, the tier as medium, and us as owner."""
+    first, second = events_of(EVENT)
+    assert (first.group_idx, second.group_idx) == (0, 2)
+    assert (first.kv_cache_spec_kind, second.kv_cache_spec_kind) == ("sliding_window", "full_attention")
+    assert (first.kv_cache_spec_sliding_window, second.kv_cache_spec_sliding_window) == (64, None)
+    for event in (first, second):
+        assert (event.block_hashes, event.parent_block_hash) == (as_told(b"one", b"two"), *as_told(b"none"))
+        assert (event.token_ids, event.block_size) == (list(range(2 * BLOCK)), BLOCK)
+        assert (event.medium, event.locality, event.ownership) == ("redis", "REMOTE", "kvstore")
+        assert (event.lora_name, event.lora_id) == ("adapter", 7)
+
+
+@pytest.mark.parametrize(
+    ("tier", "locality"), [("memory", "LOCAL"), ("filesystem", "LOCAL"), ("redis", "REMOTE"), ("s3", "REMOTE")]
+)
+def test_a_removed_page_names_its_blocks(tier: str, locality: str) -> None:
+    """Hashes and groups are what a router needs to forget it."""
+    from vllm.distributed.kv_events import BlockRemoved
+
+    events = events_of(PageEvent(0, EVENT.hashes, tier, removed=True))
+    assert [type(event) for event in events] == [BlockRemoved] * 2
+    assert [event.group_idx for event in events] == [0, 2]
+    assert all((event.medium, event.locality, event.ownership) == (tier, locality, "kvstore") for event in events)
+    assert all(event.block_hashes == as_told(b"one", b"two") for event in events)
+
+
+TIERS = ("memory", "filesystem", "redis", "s3", "a tier of tomorrow")
+
+
+@pytest.mark.parametrize(
+    ("records", "shares"),
+    [
+        ({"memory": 4}, {"host": 2432}),
+        ({"filesystem": 1}, {"disk": 2432}),
+        ({"redis": 3, "s3": 1}, {"external_unspecified": 2432}),
+        ({"memory": 1, "redis": 3}, {"host": 608, "external_unspecified": 1824}),
+        ({}, {"external_unspecified": 2432}),
+    ],
+)
+def test_tiers_have_vllms_names(records: dict[str, int], shares: dict[str, int]) -> None:
+    """Memory is the host, the directory its disk, Redis and S3 are elsewhere; several share the hit by records."""
+    assert split_tokens(records, 2432) == shares
+
+
+@given(st.dictionaries(st.sampled_from(TIERS), st.integers(0, 1000)), st.integers(0, 1_000_000))
+def test_shares_add_up(records: dict[str, int], tokens: int) -> None:
+    """Whatever the tiers, no token is lost, none comes twice, and no share is zero."""
+    shares = split_tokens(records, tokens)
+    assert sum(shares.values()) == tokens
+    assert all(share > 0 for share in shares.values())
+
+
+def test_vllm_knows_every_name() -> None:
+    """Where it asks for them: since 0.32."""
+    sources = pytest.importorskip("vllm.v1.metrics.cache_hit_source", reason="this vLLM does not ask")
+    assert all(sources.CacheHitSource(place) for tier in TIERS for place in split_tokens({tier: 1}, 128))

@@ -1,0 +1,93 @@
+"""What a request may ask of the cache, and what becomes of what it may not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from connector.request_parameters import Handoff, RequestFlags, read_flags, read_handoff, wants_receipt, write_receipt
+from kvstore.api import Retention
+
+
+@pytest.mark.parametrize(
+    ("parameters", "flags"),
+    [
+        (None, RequestFlags()),
+        ({}, RequestFlags()),
+        ({"kvstore": {}}, RequestFlags()),
+        ({"kvstore": {"load": False}}, RequestFlags(load=False)),
+        ({"kvstore": {"save": False, "load": True}}, RequestFlags(save=False)),
+        ({"kvstore": {"retention": "short"}}, RequestFlags(retention=Retention.SHORT)),
+        ({"do_remote_prefill": True, "save": False, "kvstore.load": False}, RequestFlags()),
+        ({"do_remote_prefill": True, "kvstore": {"load": False, "save": False}}, RequestFlags(load=False, save=False)),
+    ],
+)
+def test_flags(parameters: dict[str, Any] | None, flags: RequestFlags) -> None:
+    """Our own object counts, what other connectors are told does not, and neither is complained about."""
+    assert read_flags(parameters) == (flags, ())
+
+
+@pytest.mark.parametrize(
+    ("parameters", "complaint"),
+    [
+        ({"kvstore": {"laod": False}}, "kvstore.laod: unknown, did you mean 'load'"),
+        ({"kvstore": {"colour": 1}}, "known are load, "),
+        ({"kvstore": {"save": "no"}}, "kvstore.save: expected true or false, seen str"),
+        ({"kvstore": {"retention": "long"}}, "kvstore.retention: expected one of normal, short, seen 'long'"),
+        ({"kvstore": {"retention": ["short"]}}, "expected one of normal, short"),
+        ({"kvstore": True}, "expected an object, seen bool"),
+    ],
+)
+def test_what_is_not_understood_is_named(parameters: dict[str, Any], complaint: str) -> None:
+    """The key and what was expected; the request goes on as if it were not there."""
+    flags, (seen,) = read_flags(parameters)
+    assert flags == RequestFlags()
+    assert complaint in seen
+
+
+def test_what_is_understood_counts_beside_what_is_not() -> None:
+    """One wrong key does not take the others with it."""
+    flags, complaints = read_flags({"kvstore": {"load": False, "x" * 500: 1}})
+    assert flags == RequestFlags(load=False)
+    assert len(complaints) == 1
+    assert len(complaints[0]) < 200
+
+
+def test_a_receipt_is_read_as_it_was_written() -> None:
+    """What a prefill engine writes, a decode engine reads, beside keys of others and after a way through JSON."""
+    import json
+
+    params = json.loads(json.dumps({"do_remote_prefill": True, **write_receipt(2432)}))
+    assert read_handoff(params, most_s=10.0) == Handoff(2432)
+
+
+def test_a_proxy_may_set_the_time() -> None:
+    """`wait_ms` beside the tokens is how long to wait, up to what the operator allows."""
+    assert read_handoff({"kvstore_handoff": {"tokens": 128, "wait_ms": 500}}, most_s=10.0) == Handoff(128, 0.5)
+    assert read_handoff({"kvstore_handoff": {"tokens": 128, "wait_ms": 10**9}}, most_s=10.0) == Handoff(128, 10.0)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,
+        {},
+        {"kvstore_handoff": None},
+        {"kvstore_handoff": 2432},
+        {"kvstore_handoff": {"tokens": 0}},
+        {"kvstore_handoff": {"tokens": -1}},
+        {"kvstore_handoff": {"tokens": "2432"}},
+        {"kvstore_handoff": {"tokens": True}},
+        {"kvstore_handoff": {"tokens": 128, "wait_ms": "soon"}},
+    ],
+)
+def test_nonsense_is_no_receipt(params: Any) -> None:
+    """A receipt comes from outside the engine: what is not one is ignored."""
+    assert read_handoff(params, most_s=10.0) is None
+
+
+def test_who_wants_a_receipt() -> None:
+    """vLLM's proxies say to a prefill engine that somebody else will decode."""
+    assert wants_receipt({"do_remote_decode": True})
+    assert not any(wants_receipt(params) for params in (None, {}, {"do_remote_decode": False}, {"do_remote_decode": 1}))

@@ -1,0 +1,152 @@
+"""vLLM's own requests, read as content: what can be known of them is, what cannot is refused with a reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.request import Request
+
+from connector.prefix_hash import AdapterRequest, MediaItem, PrefixChain, PromptContent, UncacheableContent
+from connector.vllm.requests import RequestReader, read_trace
+
+HASH = "5" * 64
+TRUSTING = RequestReader(trusts_media=True)
+
+
+def request(tokens: list[int] | None = None, **changes: Any) -> Request:
+    tokens = list(range(64)) if tokens is None and "prompt_embeds" not in changes else tokens
+    return Request("r", tokens, SamplingParams(max_tokens=1), None, **changes)
+
+
+def image(identifier: str = HASH, *, mm_hash: str | None = None, offset: int = 3, length: int = 20) -> Any:
+    return MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset, length), mm_hash)
+
+
+def adapter(name: str = "a", number: int = 1, path: str = "/adapters/a", **changes: Any) -> LoRARequest:
+    return LoRARequest(name, number, path, **changes)
+
+
+def refusal(reader: RequestReader, asked: Request) -> str:
+    with pytest.raises(UncacheableContent) as caught:
+        reader.content(asked)
+    return caught.value.reason
+
+
+def hashes(asked: Request, reader: RequestReader = TRUSTING) -> list[bytes]:
+    """Hashes as the scheduler side makes them, for an adapter-free request."""
+    chain = PrefixChain(16, asked.cache_salt, reader.content(asked))
+    chain.extend(tuple(asked.all_token_ids))
+    return [bytes(boundary.prefix) for boundary in chain.boundaries]
+
+
+def test_plain_requests_have_no_content() -> None:
+    """Tokens and a salt are all: nothing is read that costs anything."""
+    assert RequestReader().content(request()) is None
+    assert RequestReader().content(request(cache_salt="s")) is None
+
+
+def test_adapters() -> None:
+    """Number and path of an adapter, never its name; one that is replaced in place is nobody's content."""
+    content = RequestReader().content(request(lora_request=adapter()))
+    assert content == PromptContent(adapter=AdapterRequest(1, "/adapters/a"))
+    assert RequestReader().content(request(lora_request=adapter("another name"))) == content
+    assert refusal(RequestReader(), request(lora_request=adapter(load_inplace=True))) == "adapter_replaced"
+
+
+def test_media_are_refused_unless_trusted() -> None:
+    """Nobody can tell whether 64 hex digits are vLLM's hash or a user's choice: neither is cached by default."""
+    for identifier in (HASH, "my picture"):
+        assert refusal(RequestReader(), request(mm_features=[image(identifier)])) == "multimodal"
+        content = TRUSTING.content(request(mm_features=[image(identifier)]))
+        assert content == PromptContent(media=(MediaItem("image", identifier, 3, 20),))
+
+
+@pytest.mark.parametrize("identifier", ["renderer0-mm-1-image-0", "renderer12-mm-345-video-6"])
+def test_numbers_are_no_content(identifier: str) -> None:
+    """Without a cache of its own vLLM numbers media from one with every start: never cached, whatever is trusted."""
+    assert refusal(TRUSTING, request(mm_features=[image(identifier)])) == "media_without_hash"
+
+
+def test_media_under_adapters() -> None:
+    """An adapter is told by its content, so its name is taken off; where it changes media they are not cached."""
+    asked = request(mm_features=[image(f"a:{HASH}", mm_hash=HASH)], lora_request=adapter())
+    content = TRUSTING.content(asked)
+    assert content is not None
+    assert content.media[0].identifier == HASH
+    towers = RequestReader.of(trusts_media=True, media_rules={}, adapter_rules={"media_towers": "true"})
+    assert refusal(towers, asked) == "media_adapter"
+    assert towers.content(request(mm_features=[image()])) == TRUSTING.content(request(mm_features=[image()]))
+
+
+def test_settings_that_change_media_count() -> None:
+    """Two engines that make something else of one image do not share it; what comes before the image they do."""
+    plain, other = (
+        RequestReader.of(trusts_media=True, media_rules=rules, adapter_rules={})
+        for rules in ({}, {"mm_processor_kwargs": {"size": 2}})
+    )
+    asked = request(mm_features=[image(offset=20)])
+    one, two = hashes(asked, plain), hashes(asked, other)
+    assert one[0] == two[0]
+    assert not set(one[1:]) & set(two[1:])
+    assert hashes(request(), plain) == hashes(request(), other)
+
+
+def test_media_hash_as_they_stand() -> None:
+    """Another image, or the same one elsewhere, is another prompt from there on; equal ones are equal."""
+    base = hashes(request(mm_features=[image(offset=20)]))
+    assert hashes(request(mm_features=[image(offset=20, mm_hash=HASH)])) == base
+    for other in (image("6" * 64, offset=20), image(offset=21)):
+        found = hashes(request(mm_features=[other]))
+        assert found[0] == base[0]
+        assert not set(found[1:]) & set(base[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embeddings_are_their_bytes(dtype: torch.dtype) -> None:
+    """Equal rows are equal prompts, whatever memory they lie in; one changed value changes all that follows."""
+    rows = torch.arange(64 * 4, dtype=torch.float32).reshape(64, 4).to(dtype)
+    base = hashes(request(prompt_embeds=rows))
+    wide = torch.zeros(64, 8, dtype=dtype)
+    wide[:, ::2] = rows
+    assert hashes(request(prompt_embeds=wide[:, ::2])) == base
+    changed = rows.clone()
+    changed[20, 1] += 1
+    found = hashes(request(prompt_embeds=changed))
+    assert (found[0] == base[0], set(found[1:]) & set(base[1:])) == (True, set())
+    assert not set(base) & set(hashes(request([0] * 64)))  # the ids that vLLM puts in their place
+    assert hashes(request(prompt_embeds=rows[:48])) == base[:3]
+
+
+def test_embeddings_among_tokens() -> None:
+    """Where ids and embeddings are mixed, it counts which of the two each position has."""
+    rows = torch.zeros(64, 4)
+    tokens = list(range(100, 164))
+    found = [
+        hashes(request(tokens, prompt_embeds=rows, prompt_is_token_ids=[index != at for index in range(64)]))
+        for at in (40, 41)
+    ]
+    assert found[0][:2] == found[1][:2]
+    assert not set(found[0][2:]) & set(found[1][2:])
+
+
+def test_embeddings_of_another_type() -> None:
+    """The same numbers in another type are other bytes and another prompt."""
+    rows = torch.zeros(64, 4)
+    assert not set(hashes(request(prompt_embeds=rows))) & set(hashes(request(prompt_embeds=rows.half())))
+
+
+def test_what_cannot_be_known() -> None:
+    """Sessions that rewrite their prompt, and embeddings that are no matrix, are refused by name."""
+    assert refusal(TRUSTING, request(resumable=True)) == "streaming_session"
+    assert refusal(TRUSTING, request(prompt_embeds=torch.zeros(2, 3, 4))) == "prompt_embeds"
+
+
+def test_the_trace_of_a_request_is_read_where_vllm_traces() -> None:
+    """The header of W3C; nothing where there is none."""
+    assert read_trace(request(trace_headers={"traceparent": "00-a-b-01", "tracestate": "x"})) == "00-a-b-01"
+    assert read_trace(request(trace_headers={"tracestate": "x"})) == read_trace(request()) == ""
