@@ -1,7 +1,7 @@
-"""The vLLM side: a KV connector that saves the cache of finished prefixes to a kvstore service and resumes from them.
+"""The vLLM side: a KV connector that saves the cache of prompt prefixes to a kvstore service and resumes from them.
 
-vLLM finds `KVStoreConnector` here (`"kv_connector_module_path": "connector"`). It is imported when asked for, so that
-the pure parts of this package can be used and tested without vLLM, and after a look at what the installed vLLM has.
+vLLM finds `KVStoreConnector` here (`"kv_connector_module_path": "connector"`). It is imported on first access, after a
+check of the installed vLLM. So the other modules of this package can be used and tested without vLLM.
 """
 
 from typing import Any

@@ -108,7 +108,7 @@ def test_what_the_engine_has_itself_is_not_fetched(store: tuple[Store, Answer], 
 
 
 def test_a_request_that_must_not_be_loaded_computes(store: tuple[Store, Answer], fresh: EngineProcess) -> None:
-    """Told so, the engine computes a prompt that is stored; what other connectors are told says nothing to us."""
+    """With `load` off the engine computes a prompt that is stored; other connectors' parameters have no effect."""
     kept, expected = store
     assert fresh.reset_prefix_cache()
     kept.counted()
@@ -137,7 +137,7 @@ def test_a_request_that_must_not_be_saved_leaves_nothing(store: tuple[Store, Ans
 
 
 def test_what_became_of_each_request_is_explained(store: tuple[Store, Answer], fresh: EngineProcess) -> None:
-    """A hit, one that the engine held itself, one that asked not to be loaded, and one that nobody had stored."""
+    """A hit, one that the engine held itself, one that asked not to be loaded, and one that was not stored."""
     kept, _ = store
     assert fresh.reset_prefix_cache()
     for request in (

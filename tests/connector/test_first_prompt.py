@@ -57,7 +57,7 @@ def end_service(directory: Path) -> None:
 
 
 def reason(directory: Path) -> object:
-    """Why the latest request was resumed no further, as the service was told; `None`: it was told of none."""
+    """Why the latest request was resumed no further, by the service's reports; `None`: there is no report."""
     with BlockingStore(f"unix:{private_socket_path(directory)}") as store:
         listed = store.explain("", deadline=Deadline.after(30.0))
         requests = cast(Sequence[Mapping[str, Any]], listed["requests"])

@@ -34,7 +34,7 @@ def test_aborts_in_every_state(engine: Callable[..., EngineProcess], llama: Path
         connector = {"url": service.url, "audit_rate": 0.5}
         running = engine(EngineSpec(checkpoint=llama, connector=connector, max_num_batched_tokens=512))
         first = running.generate([Request(prompt) for prompt in stored])
-        running.traffic([], in_flight=1)  # nobody steps an idle engine in this process but us
+        running.traffic([], in_flight=1)  # only this test steps an idle engine in this process
         seen: set[str] = set()
         for number in range(ROUNDS):
             assert running.reset_prefix_cache()
@@ -94,7 +94,7 @@ def test_an_idle_engine_gives_its_blocks_back(
                 assert time.monotonic() < ends_s, "blocks are held for ever"
                 time.sleep(0.05)
         else:
-            running.traffic([], in_flight=1)  # nobody steps an engine in this process but us
+            running.traffic([], in_flight=1)  # only this test steps an engine in this process
             assert running.reset_prefix_cache()
             expect_nothing_held(running, service)
         (again,) = running.generate([Request(seeded_prompt(401, LENGTH) + answer.tokens)])

@@ -95,7 +95,7 @@ def blocks_of(events: list[dict[str, object]]) -> set[object]:
 def test_a_server_shows_what_the_connector_does(llama: Path, work: Path, tmp_path: Path) -> None:
     """A server that knows the connector by its name computes a prompt, restores it, and later finds it gone.
 
-    Its `/metrics` count each, and its cache events tell of the pages: stored in memory, with the hashes and tokens of
+    Its `/metrics` count each, and its cache events name the pages: stored in memory, with the hashes and tokens of
     vLLM's own events, and removed when a prompt finds them gone. A request that belongs to a trace shows what it asked
     of the store there.
     """
@@ -186,7 +186,7 @@ def see_restored(server: ApiServer) -> None:
 
 
 def is_answered(server: ApiServer) -> bool:
-    """Whether a prompt that nobody has seen is looked up again, and not found."""
+    """Whether a new prompt is looked up again, and not found."""
     missed = 'vllm:kvstore_misses_total{reason="nothing_stored"}'
     before = server.metrics()[missed]
     server.complete(Request(seeded_prompt(time.monotonic_ns() % 10**9, 300), max_tokens=2))

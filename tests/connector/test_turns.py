@@ -60,7 +60,7 @@ def second_turn(engine: EngineProcess, first: Answer) -> Answer:
     "model", [pytest.param(model, marks=[] if model in QUICK else [pytest.mark.full]) for model in MODELS]
 )
 def test_the_next_turn_resumes_behind_generated_tokens(model: str, work: Path, tmp_path: Path) -> None:
-    """2,500 tokens, computed in chunks, and 200 generated ones are saved; elsewhere their conversation goes on.
+    """2,500 tokens, computed in chunks, and 200 generated ones are saved; another engine continues their conversation.
 
     The other engine resumes at the last block that the first one filled, and answers, bit for bit, as an engine
     without connector that did all of it. Latent attention has none to compare with: vLLM does not reuse its cache on a

@@ -1,4 +1,4 @@
-"""Engines of a vLLM that does not fit, or that nobody tested: they start and answer, and say why they are not cached.
+"""Engines of a vLLM that cannot be used, or was not tested: they start and answer, and log why they are not cached.
 
 Releases that were never made stand for later ones. Real ones are tried by `make test-vllm VLLM=...`.
 """
@@ -82,7 +82,7 @@ def test_an_untested_release_that_is_permitted(
         spec = EngineSpec(checkpoint=llama, connector=permitted, preload=(f"{SUPPORT}.release_0_34",))
         saving = engine(spec)
         computed = ask_each(saving, PROMPTS)
-        saving.traffic([], in_flight=1)  # nobody steps an engine in this process but us
+        saving.traffic([], in_flight=1)  # only this test steps an engine in this process
         saving.stop()
         service.settle()
         fresh = engine(spec)

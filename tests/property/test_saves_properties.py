@@ -1,5 +1,5 @@
-"""`Saves` against a model of vLLM's block pool and of ranks: whatever happens, room, pins and jobs add up, and what a
-rank is told to copy is what the job's name says."""
+"""`Saves` against a model of vLLM's block pool and of ranks: host memory, pins and jobs always add up, and the
+blocks of a job hold what its name says."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Content = tuple[str, int, int]
 
 
 class Pool:
-    """vLLM's block pool: a block is reused once nobody refers to it, the longest free first."""
+    """vLLM's block pool: a block is reused once it has no references, the longest free first."""
 
     def __init__(self) -> None:
         self.refs: Counter[int] = Counter()
@@ -236,7 +236,7 @@ class SavesMachine(RuleBasedStateMachine):
             assert turn <= first_waiting
 
     def _check_content(self, job: SaveJob) -> None:
-        """The job's blocks hold what its name says, for whoever copies them in this step."""
+        """The job's blocks hold what its name says, until this step's copies."""
         name = job.request_id
         number = int(name[1:])
         chain = PrefixChain(BLOCK)

@@ -38,7 +38,7 @@ def misses(at: SchedulerHarness, reason: str) -> float:
 
 
 def still_asked(at: SchedulerHarness, request_id: str, local_tokens: int = 0) -> bool:
-    """Whether vLLM is told to ask again, however often it does, though it is known what is stored."""
+    """Whether every poll is answered with "ask again", although the lookup is answered."""
     at.hashed(request_id)
     return {at.side.matched_tokens(request_id, local_tokens) for _ in range(20)} == {None}
 
@@ -49,7 +49,7 @@ def teach_prefill(at: SchedulerHarness, token_s: float) -> None:
 
 
 def teach_tier(at: SchedulerHarness, tier: str, seconds: float) -> None:
-    """A fetch from this tier takes so long, whatever its size."""
+    """Each fetch from this tier takes this long, at any size."""
     sources = {tier: 1}
     for num_bytes in (1000, 10_000, 100_000) * 3:
         staged = Staged(LeaseId(bytes(16)), 64, sources=sources, num_bytes=num_bytes)
@@ -123,7 +123,7 @@ class TestOneFetchForOnePrefix:
 
     @pytest.mark.parametrize("end", ["aborted while staging", "aborted while loading", "load failed", "not taken"])
     def test_another_one_fetches_when_the_first_one_ends(self, at: SchedulerHarness, end: str) -> None:
-        """Whatever becomes of the request that fetches, exactly one of those that waited takes its place."""
+        """However the fetching request ends, exactly one of the waiting ones takes its place."""
         at.keep("a", 170)
         for name in ("a1", "a2", "a3"):
             at.new(name, 170, "a")
@@ -150,7 +150,7 @@ class TestOneFetchForOnePrefix:
         assert at.side.matched_tokens("a3", 160) == 0
 
     def test_a_fetch_that_fails_fails_for_all(self, at: SchedulerHarness) -> None:
-        """The store does not bring what one request asks for: the others that waited compute at once."""
+        """The store does not deliver one request's fetch: the others that waited compute at once."""
         at.keep("a", 170)
         for name in ("a1", "a2", "a3"):
             at.new(name, 170, "a")
@@ -178,7 +178,7 @@ class TestOneFetchForOnePrefix:
             assert fetch.ceiling_s == pytest.approx(0.2), "no more than for any request"
 
     def test_waiting_that_did_not_help_is_not_repeated(self, at: SchedulerHarness) -> None:
-        """vLLM dropped what was loaded: the request that waited loads it, and waits for nobody else."""
+        """vLLM dropped what was loaded: the request that waited loads it, and waits for no other one."""
         at.keep("a", 170)
         for name in ("a1", "a2", "a3"):
             at.new(name, 170, "a")
@@ -294,7 +294,7 @@ class TestCeiling:
         assert policy.choose(lookup, 0, now_s=0.0).resume_tokens == 4096
 
     def test_what_has_come_at_the_deadline_is_used(self, tmp_path: Path) -> None:
-        """The cold tier delivers the first pages and then hangs: the hit ends there, and the request goes on."""
+        """The cold tier delivers the first pages and then hangs: the hit ends there, and the request continues."""
         with harness(tmp_path, max_wait_ms=1500) as at:
             records = records_of(tokens_of("a", 170), at.facts, at.shape)
             use_tiers(at, [], records)

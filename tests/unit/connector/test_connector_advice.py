@@ -1,4 +1,4 @@
-"""What an operator is told: each costly setting once, with its field and what to set; nothing where all is well."""
+"""Advice for an operator: each costly setting once, with its field and what to set; none without such a setting."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_advice_at_start(engine: EngineFacts, settings: dict[str, Any], fields: 
     ],
 )
 def test_forgotten_block_sizes(engine: EngineFacts, told: int, *, expected: bool) -> None:
-    """A hybrid engine whose scheduler goes by another size than its cache is told which one to set."""
+    """A hybrid engine whose scheduler uses another block size than its cache: the advice names the size to set."""
     advice = advise_on_block_size(engine, told)
     assert (advice is not None) is expected
     assert advice is None or "--block-size 16" in advice

@@ -1,4 +1,4 @@
-"""What is told to routers of pages in the store: each once for each tier, with vLLM's own hashes."""
+"""Cache events for pages in the store: each page once for each tier, with vLLM's own hashes."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_hit_from_several_tiers_tells_nothing(made: SchedulerHarness) -> None:
 
 
 def test_what_is_gone_is_taken_back(made: SchedulerHarness) -> None:
-    """A later prompt asks for an announced page that the store does not have any more: it is told once."""
+    """A later prompt looks up a published page that the store has dropped: one event says so."""
     come(made, "r", PAGE)
     (job,) = made.step({"r": PAGE}).saves
     made.ranks_done(job.job_id)  # told, though nothing reached this store: as if it had been evicted since

@@ -144,7 +144,7 @@ def test_a_hook_that_tells_no_parameters(monkeypatch: pytest.MonkeyPatch, seen: 
 
 @pytest.mark.parametrize("error", [RuntimeError("no driver"), OSError("no file"), KeyError("no key")])
 def test_a_module_whose_import_raises(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """It is missing, whatever it raised; the error is named."""
+    """It is missing, after any error; the error is named."""
 
     class Failing:
         def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
@@ -247,7 +247,7 @@ def test_a_release_that_nobody_tested(monkeypatch: pytest.MonkeyPatch, caplog: p
 
 
 def test_an_engine_that_is_off_says_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever has switched it off knows."""
+    """The operator switched it off."""
     monkeypatch.setattr(vllm, "__version__", "0.34.0")
     assert start(KVStoreConnector, caplog, mode="off")[1] == []
 
@@ -280,7 +280,7 @@ def test_the_package_names_its_plugin() -> None:
 
 
 def test_registering_loads_nothing_of_ours() -> None:
-    """Any number of calls makes the name known; the connector is imported when somebody asks for it, by any path."""
+    """Any number of calls makes the name known; the connector is imported when it is requested, by any path."""
     pytest.importorskip("vllm")
     done = subprocess.run(
         [sys.executable, "-c", REGISTERED], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300

@@ -72,7 +72,7 @@ class Measured:
 
 
 def reach(**tokens: int) -> Option:
-    """An option that reads so many tokens from each tier."""
+    """An option that reads these tokens from each tier."""
     return Option(sum(tokens.values()), {tier: count * TOKEN_BYTES for tier, count in tokens.items()})
 
 
@@ -140,7 +140,7 @@ def test_a_tier_is_tried_again() -> None:
     assert measured.choose(reach(s3=16384)).resume_tokens == 0
     measured.now_s += 0.2
     assert measured.choose(reach(s3=16384)).resume_tokens == 16384
-    for _ in range(20):  # it has become quick meanwhile
+    for _ in range(20):  # it has become quick since
         measured.tiers["s3"].observe(1 << 30, 0.02, now_s=measured.now_s)
     assert measured.choose(reach(s3=16384)).resume_tokens == 16384
 
@@ -165,7 +165,7 @@ def test_a_step_that_stood_still_does_not_count_for_much() -> None:
 
 
 def test_tiny_steps_teach_nothing() -> None:
-    """Steps of a few tokens tell of overhead; they leave the prefill unknown."""
+    """Steps of a few tokens show overhead; they leave the prefill unknown."""
     costs = PrefillCosts()
     for _ in range(50):
         costs.observe([(2048, 2060), (100, 120)], 0.01)
@@ -208,7 +208,7 @@ def test_a_clearly_bad_hit_is_given_up(seed: int) -> None:
     sizes=st.lists(st.floats(1, 1e6), min_size=8, max_size=30, unique=True),
 )
 def test_fit_finds_what_is_there(truth: tuple[float, float], sizes: list[float]) -> None:
-    """Exact observations are told back within a few percent, whatever the mixture of latency and bandwidth."""
+    """Exact observations are predicted within a few percent, for any mixture of latency and bandwidth."""
     fit = Fit(2)
     for size in sizes:
         fit.observe((1.0, size), truth[0] + truth[1] * size)
@@ -217,7 +217,7 @@ def test_fit_finds_what_is_there(truth: tuple[float, float], sizes: list[float])
 
 
 def test_fit_before_and_without_spread() -> None:
-    """Nothing seen costs nothing; equal sizes are told back exactly and split between latency and bandwidth."""
+    """Nothing seen costs nothing; equal sizes are predicted exactly and split between latency and bandwidth."""
     fit = Fit(2)
     assert fit.predict((1.0, 5.0)) == 0
     for _ in range(10):

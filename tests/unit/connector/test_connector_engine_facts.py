@@ -140,7 +140,7 @@ def test_how_vllm_groups_layers_does_not_matter() -> None:
 
 
 def test_different_layers_in_one_group() -> None:
-    """A group of unlike layers (an indexer beside latent attention) is told apart layer by layer."""
+    """A group of unlike layers (an indexer beside latent attention) is distinguished layer by layer."""
     specs = {"model.layers.0.attn": mla(), "model.layers.1.attn": mla(), "model.layers.0.indexer": mla(head_size=128)}
     mixed = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs))
     latent, indexer = facts(mixed).groups
@@ -227,7 +227,7 @@ def test_stages_of_a_pipeline() -> None:
 
 
 def test_stages_are_of_the_namespace() -> None:
-    """Records are of one stage's layers, so engines share them where the stages are equal, of whatever ranks."""
+    """Records are of one stage's layers, so engines share them if the stages are equal, at any number of ranks."""
 
     def name(*stages: Sequence[KVCacheGroupSpec], **changes: Any) -> bytes:
         read = pipeline(*stages, **changes)[0]

@@ -87,7 +87,7 @@ def test_an_error_of_the_audit_ends_no_trial(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("where", ["_outcomes.report_hit", "_stopwatch.on_load_ordered", "hits.admit"])
 def test_an_error_in_an_admission(at: SchedulerHarness, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """vLLM waits for the load from here on: the ranks are told to report it as failed, and it is asked for no more."""
+    """vLLM waits for the load from here on: the ranks report it as failed, and it is not fetched again."""
     connector = KVStoreConnector.__new__(KVStoreConnector)
     connector.guarded_errors = 0
     connector.scheduler_side = at.side
@@ -124,7 +124,7 @@ def test_an_error_at_the_end_of_a_request(at: SchedulerHarness) -> None:
 
 
 def test_a_reset_that_fails_says_so() -> None:
-    """The engine may still be bound to its old weights, and whoever updates them has to know."""
+    """The engine may still be bound to its old weights, and the operator who updates them has to know."""
     connector = KVStoreConnector.__new__(KVStoreConnector)
     connector.guarded_errors = 0
     connector._pins = None
@@ -150,7 +150,7 @@ def loaded(rank: Make) -> Rank:
 
 
 def test_a_load_that_cannot_be_read_back_is_reported(rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As failed, whatever the error: vLLM would wait for the request for ever."""
+    """As failed, after any error: vLLM would wait for the request for ever."""
     engine = loaded(rank)
     with monkeypatch.context() as patch:
         patch.setattr(engine.side.auditor, "read_back", raising)

@@ -1,4 +1,4 @@
-"""Leases: whatever ends a request, and whenever it does, none is left; and none is promised after its time."""
+"""Fetches: a request's end ends its lease, no hit is promised on an ended lease, and staged records are proven."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_abort_in_the_moment_of_the_lease(at: SchedulerHarness) -> None:
     granted, go_on = threading.Event(), threading.Event()
 
     def stop_the_loop() -> None:
-        # runs after the stage's task has ended, before its future is told
+        # runs after the stage's task has ended, before its future is done
         granted.set()
         assert go_on.wait(10)
 
@@ -79,11 +79,11 @@ def test_abort_while_loading(at: SchedulerHarness) -> None:
     at.new("a", 170)
     at.admit("a", at.ask("a"))
     at.side.on_finished("a")
-    at.bridge.run(lambda store: store.status(deadline=soon()))  # whatever was ordered before has happened
+    at.bridge.run(lambda store: store.status(deadline=soon()))  # earlier work on the store's thread is done
     assert at.store.num_leases == 1
     at.finished("a")
     at.no_leases()
-    at.finished("a")  # a second report of it is nobody's
+    at.finished("a")  # a second report of it has no effect
 
 
 def test_abort_before_the_lookup_is_answered(at: SchedulerHarness) -> None:
@@ -175,7 +175,7 @@ def test_admission_renews_the_lease(at: SchedulerHarness) -> None:
 
 
 def test_lease_of_a_forgotten_hit(at: SchedulerHarness) -> None:
-    """Not asked for longer than the lease lasts: it is staged anew, never promised on a lease that has ended."""
+    """Not asked for longer than the lease lasts: it is staged again, never promised on a lease that has ended."""
     at.keep("a", 170)
     leases = LookupsHarness(at)
     leases.staged()
@@ -235,7 +235,7 @@ def test_steps_longer_than_an_answer_is_fresh(at: SchedulerHarness) -> None:
 
 
 NUM_SLICES = 2
-"""Of a page of `make_facts`: a prompt of 170 tokens is staged as two pages and a tail of so many records each."""
+"""Of a page of `make_facts`: a prompt of 170 tokens is staged as two pages and a tail of two records each."""
 
 
 def without(staged: Staged, *dropped: int) -> Staged:
@@ -273,7 +273,7 @@ WRONG: dict[str, Callable[[Staged], Staged]] = {
 def test_an_answer_that_does_not_restore_the_prompt(
     at: SchedulerHarness, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever is wrong with it: no hit is promised, the engine's hooks raise nothing, and its lease ends."""
+    """For each fault: no hit is promised, the engine's hooks raise nothing, and its lease ends."""
     at.keep("a", 170)
     at.store.on_stage = WRONG[what]
     at.new("a", 170)

@@ -20,7 +20,7 @@ from tests.unit.connector.test_connector_engine_facts import MAMBA, full, group,
 
 
 def platform(name: str) -> SimpleNamespace:
-    """What vLLM tells of a machine."""
+    """What vLLM reports of a machine."""
     return SimpleNamespace(device_type="cuda", device_name=name, is_cpu=lambda: False, is_cuda=lambda: name == "cuda")
 
 
@@ -127,7 +127,7 @@ def test_pairs_of_backends_keep_plain_cells(monkeypatch: pytest.MonkeyPatch, nam
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("backend", ["FLASHMLA_SPARSE", "ROCM_ATTN", "DEEPSEEK_V32_INDEXER", "TURBOQUANT"])
 def test_backends_that_are_not_known_are_refused(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    """A backend whose blocks nobody has read is not guessed at: the engine says its name and is not cached."""
+    """A backend with an unknown block layout: the engine logs its name and is not cached."""
     read = facts(monkeypatch, {0: "FLASH_ATTN", 1: backend}, group(full(), 0), group(window(), 1))
     assert read.unsupported is not None
     assert backend in read.unsupported

@@ -45,7 +45,7 @@ class Pins:
 
 
 class KeptLosses(LossReporter):
-    """Keeps what is told."""
+    """Keeps the reports."""
 
     def __init__(self) -> None:
         self.reported: list[tuple[str, int, int, str]] = []
@@ -120,7 +120,7 @@ def test_pages_are_no_longer_than_the_window() -> None:
 
 
 def test_a_window_that_passed_leaves_only_its_own_page_out() -> None:
-    """A page that found no room in time has lost its blocks: the window goes on without it, full attention does not
+    """A page that found no room in time has lost its blocks: the window continues without it, full attention does not
     lose anything."""
     small = len(FULL.layer_names) * CELLS.token_bytes * BLOCK
     at = SavesHarness(WINDOW, FULL, prompt=96, limit_bytes=4 * small)
@@ -320,7 +320,7 @@ def test_only_so_many_blocks_wait() -> None:
 
 
 def test_without_a_block_pool_a_state_cannot_wait() -> None:
-    """It is lost at once: its blocks are not held by anybody."""
+    """It is lost at once: its blocks cannot be pinned."""
     at = SavesHarness(STATES, FULL, prompt=48, limit_bytes=FULL_BLOCK)
     at.jobs.pins = None
     fill(at)

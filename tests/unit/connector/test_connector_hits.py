@@ -95,7 +95,7 @@ def test_scheduler_blocks_larger_than_blocks(tmp_path: Path) -> None:
 
 
 def test_nothing_there(at: SchedulerHarness) -> None:
-    """A prompt that nobody stored is answered with 0 for good, and nothing is staged."""
+    """A prompt that is not stored is answered with 0 for good, and nothing is staged."""
     at.new("a", 170)
     assert at.ask("a") == 0
     at.keep("a", 170)
@@ -122,7 +122,7 @@ def test_nothing_beyond_the_local_hit(at: SchedulerHarness) -> None:
 
 
 def test_prompts_without_a_resume_point_never_wait(at: SchedulerHarness) -> None:
-    """A prompt of one block is answered at once: a step of waiting could not bring anything."""
+    """A prompt of one block is answered at once: a step of waiting could not help."""
     for count in (0, 1, BLOCK - 1, BLOCK):
         at.new(f"of {count}", count)
         assert at.side.matched_tokens(f"of {count}", 0) == 0
@@ -249,7 +249,7 @@ def test_vllm_takes_less_than_it_was_promised(at: SchedulerHarness) -> None:
 
 @pytest.mark.parametrize(("how", "hits"), [("loaded", 1), ("failed", 0), ("aborted", 0)])
 def test_a_hit_is_counted_once_it_is_loaded(at: SchedulerHarness, how: str, hits: int) -> None:
-    """What a rank could not load is computed, and what nobody waits for any more is thrown away: no hit."""
+    """What a rank could not load is computed, and the load of a request that has ended is discarded: no hit."""
     at.keep("a", 170)
     at.new("a", 170)
     at.admit("a", at.ask("a", 32), 32)
@@ -288,7 +288,7 @@ def test_not_taken(at: SchedulerHarness) -> None:
 
 @pytest.mark.parametrize("table", [[0, 0, 3, 4], [1, 2]])
 def test_a_load_that_cannot_be_planned(at: SchedulerHarness, table: list[int]) -> None:
-    """A null block or a short table where the load should go: the ranks are told to report a failure, none to write."""
+    """A null block or a short table where the load should go: the ranks report a failure, and none writes."""
     at.keep("a", 64)
     at.new("a", 70, "a")
     assert at.ask("a") == 64

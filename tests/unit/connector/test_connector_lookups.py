@@ -70,7 +70,7 @@ def test_a_service_that_never_answers_costs_the_time_once(tmp_path: Path) -> Non
 
 
 def test_a_service_that_is_down_costs_nothing(tmp_path: Path) -> None:
-    """Nobody listens: no prompt waits, not even the first; once it listens, hits are back."""
+    """No service listens: no prompt waits, not even the first; once one listens, hits are back."""
     with bridge_to_memory() as bridge:
         bridge.store.errors["open_namespace"] = Unavailable("the service is not reachable")
         at = SchedulerHarness(bridge, tmp_path, {}, {"lookup_timeout_ms": 5000})

@@ -13,7 +13,7 @@ from connector.losses import LossReason, LossReporter
 from kvstore.api import Outcome
 from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.runtime.meters import Meters
-from kvstore.store.reasons import REASONS
+from kvstore.store.explain.reasons import REASONS
 from kvstore.testing.prompts import HYBRID, Prompt
 from tests.unit.connector.support import LoopBridge, ManualClock, bridge_to_memory, eventually
 
@@ -21,7 +21,7 @@ PROMPT = Prompt(HYBRID, "a", 256)
 
 
 class Told(LoopBridge):
-    """A bridge that notes what its store was told."""
+    """A bridge that keeps its store's reports."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ def test_a_loss_names_its_record(bridge: Told) -> None:
 
 
 def test_a_flood_is_summed_up(bridge: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred a second are told one by one, the rest as one message for each reason; no record is left uncounted, and
-    the next second begins anew.
+    """A hundred a second are reported one by one, the rest as one message for each reason. No record is left uncounted,
+    and the next second has its own hundred.
     """
     monkeypatch.setattr(connector.losses, "_WINDOW_S", 0.2)
     clock = ManualClock()
@@ -80,7 +80,7 @@ def test_a_flood_is_summed_up(bridge: Told, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_end_sends_what_is_summed_up(bridge: Told) -> None:
-    """An engine that stops tells what it lost by that, at once."""
+    """An engine that stops reports its last losses at once."""
     losses = LossReporter(bridge)
     for number in range(500):
         lose(losses, f"r {number}", 64, LossReason.STOPPED)
@@ -107,7 +107,7 @@ def test_a_closed_store_and_one_that_stands_still(bridge: Told) -> None:
 def test_what_never_fits_is_repeated_and_logged_once(
     bridge: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A service started anew learns of it too; a new namespace takes the place of the old one; the log names the value
+    """A restarted service learns of it too; a new namespace takes the place of the old one; the log names the value
     that would do.
     """
     monkeypatch.setattr(connector.losses, "_REPEAT_S", 0.01)

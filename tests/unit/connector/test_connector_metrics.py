@@ -80,7 +80,7 @@ def test_a_drain_tells_each_number_once() -> None:
 
 
 def test_observations_that_nobody_takes_are_bounded() -> None:
-    """Of a distribution nobody reads, the sum and count are kept and the last thousand values."""
+    """Of a distribution that is not read, the sum and count are kept and the last thousand values."""
     meters = Meters()
     for value in range(1500):
         meters.observe("connector_load_seconds", value)

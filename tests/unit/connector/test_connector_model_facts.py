@@ -134,7 +134,7 @@ def test_the_configuration_counts_with_its_overrides(config: dict[str, Any]) -> 
         {"_name_or_path": "/elsewhere"},
         {"transformers_version": "9.9"},
         {"torch_dtype": "float16"},
-        {"max_model_len": 7},  # some models are told
+        {"max_model_len": 7},  # some models have settings
         {"text_config": {"num_layers": 2, "_name_or_path": "/elsewhere"}},
     ],
 )

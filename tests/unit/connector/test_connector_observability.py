@@ -146,7 +146,7 @@ def test_tiers_have_vllms_names(records: dict[str, int], shares: dict[str, int])
 
 @given(st.dictionaries(st.sampled_from(TIERS), st.integers(0, 1000)), st.integers(0, 1_000_000))
 def test_shares_add_up(records: dict[str, int], tokens: int) -> None:
-    """Whatever the tiers, no token is lost, none comes twice, and no share is zero."""
+    """For any tiers: no token is lost, none comes twice, and no share is zero."""
     shares = split_tokens(records, tokens)
     assert sum(shares.values()) == tokens
     assert all(share > 0 for share in shares.values())

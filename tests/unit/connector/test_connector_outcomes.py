@@ -1,4 +1,4 @@
-"""What the store is told of each request, so that somebody can ask later why it was a miss."""
+"""The reports to the store on each request, so that `kvstore explain` can say why it was a miss."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def at(tmp_path: Path) -> Iterator[SchedulerHarness]:
 
 
 def explained(at: SchedulerHarness, request_id: str) -> Mapping[str, Any]:
-    """What the store says of a request, once it was told."""
+    """The store's explanation of a request, once it was reported."""
     answers: list[Mapping[str, Any]] = []
 
     def is_told() -> bool:
@@ -67,7 +67,7 @@ def test_a_part_names_the_page_that_is_missing(at: SchedulerHarness) -> None:
 
 
 def test_nothing_there_and_the_same_tokens_under_a_salt(at: SchedulerHarness) -> None:
-    """A miss is no mystery when the same tokens were asked for with another salt, by anybody before."""
+    """The explanation of a miss names an earlier request with the same tokens and another salt."""
     at.new("a", 170)
     assert at.ask("a") == 0
     assert explained(at, "a")["reason"] == "nothing_stored"
@@ -105,14 +105,14 @@ def test_never_looked_up(tmp_path: Path, settings: dict[str, Any], prompt: dict[
 
 
 def test_a_short_prompt(at: SchedulerHarness) -> None:
-    """Shorter than a block: nobody's fault."""
+    """Shorter than a block."""
     at.new("a", 12)
     assert at.ask("a") == 0
     assert explained(at, "a")["reason"] == "too_short"
 
 
 def test_an_engine_without_cache(tmp_path: Path) -> None:
-    """The rank's refusal is told with each request."""
+    """The rank's refusal is reported with each request."""
     with unready_harness(tmp_path, {0: "a layout nobody knows"}) as at:
         at.new("a", 170)
         assert at.ask("a") == 0
@@ -130,14 +130,14 @@ def test_an_engine_that_is_not_ready(tmp_path: Path) -> None:
 
 
 def test_a_slow_and_a_failing_lookup(tmp_path: Path) -> None:
-    """Nobody knows what was there: that is what is said."""
+    """It is not known what was stored, and the explanation says so."""
     with harness(tmp_path, lookup_timeout_ms=50) as at:
         at.store.held.add("lookup")
         at.new("a", 170)
         assert at.ask("a") == 0
         assert explained(at, "a")["reason"] in ("lookup_timeout", "lookup_failed")
         at.store.held.clear()
-        at.store.errors["lookup"] = Unavailable("nobody is there")
+        at.store.errors["lookup"] = Unavailable("no service is there")
         at.new("b", 170)
         assert at.ask("b") == 0
         assert explained(at, "b")["reason"] == "lookup_failed"
@@ -159,7 +159,7 @@ def test_a_failing_fetch_and_a_failing_load(at: SchedulerHarness) -> None:
 
 
 def test_cheaper_to_compute_has_its_numbers(at: SchedulerHarness) -> None:
-    """Both times are told, and how much there was."""
+    """Both times are reported, and how much was stored."""
     at.keep("a", 170)
     at.side.costs.prefill.observe([(0, 128)], 0.0001)
     for size in (128, 256, 384, 512) * 4:
@@ -197,7 +197,7 @@ def test_the_latest_requests_are_listed(at: SchedulerHarness) -> None:
     assert explained(at, "chatcmpl-f")["request"] == "chatcmpl-first"
     with pytest.raises(InvalidRequest, match=r"several requests start like that.*chatcmpl-first, chatcmpl-second"):
         at.bridge.run(lambda store: store.explain("chatcmpl", deadline=soon(), tenant=None))
-    with pytest.raises(InvalidRequest, match=r"no such request.*nobody"):
+    with pytest.raises(InvalidRequest, match=r"unknown request.*nobody"):
         at.bridge.run(lambda store: store.explain("nobody", deadline=soon(), tenant=None))
 
 
@@ -235,7 +235,7 @@ def test_a_hybrid_stops_where_its_state_is_missing() -> None:
 
 
 def test_a_hybrid_stops_at_the_next_page_where_pages_end() -> None:
-    """Pages and state end together: the next page is what is missing, whatever lies behind the gap."""
+    """Pages and state end together: the next page is what is missing, with anything or nothing behind the gap."""
     pages = dict.fromkeys(range(16, 65, 16), 0b01) | {64: 0b11}
     assert stop(HYBRID, pages, cap=160, resumed=64) == (80, 0)
     assert stop(HYBRID, {**pages, 96: 0b01, 112: 0b01}, cap=160, resumed=64) == (80, 0)

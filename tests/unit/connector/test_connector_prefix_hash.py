@@ -55,13 +55,13 @@ def test_golden_hashes(salt: str | None) -> None:
 
 @given(tokens_lists, st.none() | st.text(max_size=5))
 def test_oracle(tokens: tuple[int, ...], salt: str | None) -> None:
-    """Whatever the tokens and the salt, the chain is the described one."""
+    """For any tokens and salt the chain is the described one."""
     assert hashes(tokens, salt) == oracle(tokens, salt)
 
 
 @given(tokens_lists, st.integers(1, 6))
 def test_step_only_selects(tokens: tuple[int, ...], links: int) -> None:
-    """Another step keeps the hashes and tells of fewer of them, so that engines with other block sizes meet."""
+    """Another step keeps the hashes and lists fewer of them, so that engines with other block sizes meet."""
     step = links * LINK_TOKENS
     every = hashes(tokens)
     assert hashes(tokens, step_tokens=step) == {at: every[at] for at in every if at % step == 0}
@@ -187,7 +187,7 @@ def test_an_adapter_is_no_salt() -> None:
 
 
 def test_an_adapter_without_digest_is_not_hashed() -> None:
-    """A chain whose adapter nobody has read cannot be taken for one without adapter."""
+    """A chain whose adapter has no digest yet is not one without adapter."""
     with pytest.raises(AssertionError, match="without digest"):
         content_hashes(with_adapter())
 
@@ -202,7 +202,7 @@ def test_an_adapter_without_digest_is_not_hashed() -> None:
     ],
 )
 def test_media_count_from_where_they_begin(other: MediaItem) -> None:
-    """An item changes every hash from its first link on, and so does whatever of it changes; what is before stays."""
+    """An item changes every hash from its first link on, and so does any change of it; earlier hashes stay."""
     found = content_hashes(PromptContent(media=(IMAGE,)))
     assert changed(found) == {tokens for tokens in PLAIN if tokens > 20}
     assert changed(content_hashes(PromptContent(media=(other,))), found) == {tokens for tokens in PLAIN if tokens > 20}

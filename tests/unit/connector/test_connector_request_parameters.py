@@ -24,7 +24,7 @@ from kvstore.api import Retention
     ],
 )
 def test_flags(parameters: dict[str, Any] | None, flags: RequestFlags) -> None:
-    """Our own object counts, what other connectors are told does not, and neither is complained about."""
+    """Our own object counts, other connectors' parameters do not, and neither causes a complaint."""
     assert read_flags(parameters) == (flags, ())
 
 
@@ -40,7 +40,7 @@ def test_flags(parameters: dict[str, Any] | None, flags: RequestFlags) -> None:
     ],
 )
 def test_what_is_not_understood_is_named(parameters: dict[str, Any], complaint: str) -> None:
-    """The key and what was expected; the request goes on as if it were not there."""
+    """The key and what was expected; the request continues as if it were not there."""
     flags, (seen,) = read_flags(parameters)
     assert flags == RequestFlags()
     assert complaint in seen
@@ -88,6 +88,6 @@ def test_nonsense_is_no_receipt(params: Any) -> None:
 
 
 def test_who_wants_a_receipt() -> None:
-    """vLLM's proxies say to a prefill engine that somebody else will decode."""
+    """vLLM's proxies say to a prefill engine that another engine will decode."""
     assert wants_receipt({"do_remote_decode": True})
     assert not any(wants_receipt(params) for params in (None, {}, {"do_remote_decode": False}, {"do_remote_decode": 1}))

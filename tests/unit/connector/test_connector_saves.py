@@ -133,7 +133,7 @@ def test_pages_that_can_be_saved_later_are_not_waited_for(tmp_path: Path) -> Non
 
 
 def test_a_prompt_that_cannot_be_hashed(at: SchedulerHarness) -> None:
-    """Tokens that are no 32-bit numbers leave their own request uncached and nobody else."""
+    """Tokens that are no 32-bit numbers leave their own request uncached and no other one."""
     at.side.on_new_request(PromptFacts("bad", (2**32, *range(99))))
     at.new("a", 64)
     at.hashed("a")
@@ -334,7 +334,7 @@ def test_a_rank_that_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     [InvalidRequest("other tenant"), UnsupportedFormat("protocol 9"), InternalError("bug"), ZeroDivisionError("oops")],
 )
 def test_a_service_that_refuses(tmp_path: Path, error: Exception) -> None:
-    """Whatever the service answers but "not now", the engine runs uncached and the reason can be read."""
+    """For every answer of the service but "not now", the engine runs uncached and the reason can be read."""
     with unready_harness(tmp_path) as at:
         at.store.errors["open_namespace"] = error
         at.store.held.clear()

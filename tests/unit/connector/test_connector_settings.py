@@ -72,7 +72,7 @@ def test_bytes_are_spelled_as_the_services_are(text: str) -> None:
 
 
 def test_other_environment_is_left_alone() -> None:
-    """Variables of the service or of anybody else are no settings of the connector."""
+    """Variables of the service or of other programs are no settings of the connector."""
     assert parse(KVSTORE_LISTEN="unix:/x", PATH="/bin", CONNECTOR_URL="x") == ConnectorSettings()
 
 

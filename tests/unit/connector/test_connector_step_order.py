@@ -20,7 +20,7 @@ ENDED = SaveJob(7, NamespaceId(bytes(16)), PrefixHash(bytes(16)), 0, 0, 64, ((1,
 
 
 class Rank:
-    """A worker side that notes what it is told."""
+    """A worker side that notes its calls."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -83,8 +83,8 @@ def step(connector: KVStoreConnector, *hooks: str, computes: bool) -> KVConnecto
 def test_each_save_is_made_once(
     made: tuple[KVStoreConnector, Rank], computes: bool, hooks: list[str], told: list[str]
 ) -> None:
-    """In a step that computes only when vLLM says that all is written; in another also where vLLM does not ask for it,
-    and before the results, so that an idle engine waits for what it has just begun to save."""
+    """In a step that computes only when vLLM says that all is written. In another step also if vLLM does not call the
+    hook, and before the results, so that an idle engine waits for the saves that it has just begun."""
     connector, rank = made
     for _ in range(2):
         rank.told.clear()
@@ -103,7 +103,7 @@ def test_a_save_that_fails_loses_no_load(made: tuple[KVStoreConnector, Rank]) ->
 
 
 def test_an_engine_that_sleeps_ends_its_copies_first(made: tuple[KVStoreConnector, Rank]) -> None:
-    """Both hooks are called whatever the connector's state."""
+    """Both hooks are called in each state of the connector."""
     connector, rank = made
     connector.unregister_kv_caches()
     connector.restore_kv_caches()

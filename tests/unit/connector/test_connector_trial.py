@@ -160,7 +160,7 @@ def test_saves_that_nobody_answers_end_saving(tmp_path: Path, caplog: pytest.Log
 
 
 def test_saves_that_are_answered_in_time() -> None:
-    """Whoever answers one after the other is slow, not silent; nor is an engine that makes few steps."""
+    """Ranks that answer one save after the other are slow, not silent. Nor is an engine that makes few steps."""
     clock, oldest, abandoned = Clock(), [0], []  # type: ignore[var-annotated]
 
     class Answered:

@@ -51,7 +51,7 @@ def test_plain_requests_have_no_content() -> None:
 
 
 def test_adapters() -> None:
-    """Number and path of an adapter, never its name; one that is replaced in place is nobody's content."""
+    """Number and path of an adapter, never its name; one that is replaced in place has no known content."""
     content = RequestReader().content(request(lora_request=adapter()))
     assert content == PromptContent(adapter=AdapterRequest(1, "/adapters/a"))
     assert RequestReader().content(request(lora_request=adapter("another name"))) == content
@@ -59,7 +59,7 @@ def test_adapters() -> None:
 
 
 def test_media_are_refused_unless_trusted() -> None:
-    """Nobody can tell whether 64 hex digits are vLLM's hash or a user's choice: neither is cached by default."""
+    """64 hex digits may be vLLM's hash or a user's choice: neither is cached by default."""
     for identifier in (HASH, "my picture"):
         assert refusal(RequestReader(), request(mm_features=[image(identifier)])) == "multimodal"
         content = TRUSTING.content(request(mm_features=[image(identifier)]))
@@ -68,12 +68,12 @@ def test_media_are_refused_unless_trusted() -> None:
 
 @pytest.mark.parametrize("identifier", ["renderer0-mm-1-image-0", "renderer12-mm-345-video-6"])
 def test_numbers_are_no_content(identifier: str) -> None:
-    """Without a cache of its own vLLM numbers media from one with every start: never cached, whatever is trusted."""
+    """Without a cache of its own vLLM numbers media from one at every start: never cached, even with trust."""
     assert refusal(TRUSTING, request(mm_features=[image(identifier)])) == "media_without_hash"
 
 
 def test_media_under_adapters() -> None:
-    """An adapter is told by its content, so its name is taken off; where it changes media they are not cached."""
+    """An adapter is identified by its content, so its name is removed; if it changes media they are not cached."""
     asked = request(mm_features=[image(f"a:{HASH}", mm_hash=HASH)], lora_request=adapter())
     content = TRUSTING.content(asked)
     assert content is not None
@@ -108,7 +108,7 @@ def test_media_hash_as_they_stand() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_embeddings_are_their_bytes(dtype: torch.dtype) -> None:
-    """Equal rows are equal prompts, whatever memory they lie in; one changed value changes all that follows."""
+    """Equal rows are equal prompts, in any memory; one changed value changes all that follows."""
     rows = torch.arange(64 * 4, dtype=torch.float32).reshape(64, 4).to(dtype)
     base = hashes(request(prompt_embeds=rows))
     wide = torch.zeros(64, 8, dtype=dtype)

@@ -107,7 +107,7 @@ def test_a_single_file_is_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [{}, {"config.json": b"{}"}, None])
 def test_no_weights_asks_for_an_id(tmp_path: Path, content: dict[str, bytes] | None) -> None:
-    """Without files (a name of a hub, an empty folder) the operator is told to set weights_id."""
+    """Without files (a name of a hub, an empty folder) the operator has to set weights_id."""
     model = tmp_path / "model" if content is None else folder(tmp_path / "model", content)
     with pytest.raises(InvalidRequest, match="set weights_id") as refusal:
         find_weight_files(str(model))
@@ -160,7 +160,7 @@ def test_a_file_replaced_while_it_is_read(tmp_path: Path, cache: Path, monkeypat
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "null", "values", "\udcff"])
 def test_a_damaged_cache_is_ignored(tmp_path: Path, cache: Path, damage: str) -> None:
-    """Whatever stands in the cache's file, the id is that of the files, and the next start has a good cache again."""
+    """With any content of the cache's file, the id is that of the files, and the next start has a good cache again."""
     model = folder(tmp_path / "model")
     first = digest(model, cache)
     file = cache / "weights.json"
@@ -237,7 +237,7 @@ async def test_files_that_change_are_not_cached_any_more(adapters: Adapters, tmp
 
 
 async def test_equal_files_written_anew(adapters: Adapters, tmp_path: Path) -> None:
-    """A copy over a copy changes nothing but times: whichever the engine holds, it is this content."""
+    """A copy over a copy changes nothing but times: the engine holds this content."""
     path = write_adapter(tmp_path / "a")
     digest = await adapters.digest_of(AdapterRequest(1, str(path)))
     os.utime(path / "adapter_model.safetensors", (1, 1))
@@ -255,7 +255,7 @@ async def test_one_number_is_one_adapter(adapters: Adapters, tmp_path: Path) -> 
 async def test_files_that_change_while_they_are_read(
     adapters: Adapters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A digest of half the old and half the new file is nobody's; it is not kept, and the next request may succeed."""
+    """A digest of half the old and half the new file is wrong; it is not kept, and the next request may succeed."""
     path = write_adapter(tmp_path / "a", b"old")
     read = weights._digest_file
 

@@ -37,7 +37,7 @@ def namespace(at: SchedulerHarness, weights_id: str) -> NamespaceId:
 
 
 def nothing_is_cached(at: SchedulerHarness, request_id: str) -> None:
-    """A request whose pages are stored gets no hit at once, asks nobody and saves nothing."""
+    """A request whose pages are stored gets no hit at once, is not looked up and saves nothing."""
     at.keep("stored", 170)
     asked = dict(at.store.calls)
     at.new(request_id, 170, "stored")
@@ -137,7 +137,7 @@ def test_hits_on_their_way_are_given_up(at: SchedulerHarness) -> None:
 
 
 def test_loads_that_no_rank_has_begun_fail(at: SchedulerHarness) -> None:
-    """vLLM waits for a load that it allocated blocks for: the ranks are told to report it as failed."""
+    """vLLM waits for a load that it allocated blocks for: the ranks report it as failed."""
     at.keep("a", 170)
     at.new("a", 170)
     assert at.ask("a") == 160
@@ -174,7 +174,7 @@ def test_each_id_is_taken_once(at: SchedulerHarness, id_file: Path) -> None:
 
 
 def test_a_file_of_an_earlier_run_is_not_read(tmp_path: Path, id_file: Path) -> None:
-    """The engine has the weights of the model's files when it starts, whatever a trainer wrote last week."""
+    """The engine has the weights of the model's files when it starts, even if a trainer wrote an id last week."""
     write(id_file, "step-400")
     with harness(tmp_path, weights_may_change=True, weights_id_file=str(id_file)) as at:
         assert at.side.namespace.id == namespace(at, WEIGHTS)
@@ -192,7 +192,7 @@ def test_what_is_no_id(at: SchedulerHarness, id_file: Path, written: str, caplog
 
 
 def test_without_a_file_a_reset_is_for_good(tmp_path: Path) -> None:
-    """An engine that cannot be told a new id is not cached after its first reset."""
+    """An engine without a file for new ids is not cached after its first reset."""
     with harness(tmp_path, weights_may_change=True) as at:
         at.side.reset_cache(is_empty=True)
         nothing_is_cached(at, "a")
