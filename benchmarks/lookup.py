@@ -32,6 +32,7 @@ from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.namespace import NamespaceDescription, describe_layout
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.store.recorder import Recorder
 from kvstore.store.tiered import TieredStore
@@ -130,8 +131,8 @@ async def _time_lookups(
 ) -> list[Row]:
     meters = Meters()
     memory, hot = MemoryTier(64 << 20), RedisTier(url)
-    recorder = Recorder(catalog, meters, SYSTEM_CLOCK)
-    store = TieredStore(memory, hot, recorder=recorder, meters=meters)
+    recorder = Recorder(catalog, Instruments(meters=meters))
+    store = TieredStore(memory, hot, recorder=recorder, instruments=Instruments(meters=meters))
     rows = []
     try:
         await store.open_namespace(_DESCRIPTION, deadline=_soon())

@@ -17,16 +17,16 @@ from kvstore.catalog.base import Addition, BoundaryEntry, entry_of
 from kvstore.catalog.changes import packed_with
 from kvstore.catalog.coordination import SoleOwnership
 from kvstore.catalog.entry import EntryShape, Level
-from kvstore.eviction.candidates import POLICIES
+from kvstore.eviction.candidates import POLICIES, Candidate
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.meters import Meters
-from kvstore.store.policy_choice import FixedChoice
-from kvstore.store.retention import Retention
-from kvstore.store.retention_rules import RetentionRules
+from kvstore.runtime.instruments import Instruments
+from kvstore.store.retention.owner import RetentionOwner
+from kvstore.store.retention.plan import RetentionRules
+from kvstore.store.retention.policy_choice import PolicyChoice
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.records import NAMESPACE
 from kvstore.tiers.memory import MemoryTier
@@ -149,15 +149,13 @@ async def _round(num_entries: int, policy: str) -> Row:
     tier = _Nothing(1 << 20)
     deadline = Deadline.after(600.0)
     await catalog.register(NAMESPACE, _LAYOUT, "", deadline=deadline)
-    retention = Retention(
+    retention = RetentionOwner(
         tier,
-        Level.COLD,
         catalog,
         SoleOwnership(),
         RetentionRules(budget_bytes=32 * num_entries * _RECORD_BYTES, start_share=0.97, stop_share=0.92),
-        choice=FixedChoice(policy),
-        meters=Meters(),
-        clock=SYSTEM_CLOCK,
+        choice=PolicyChoice([Candidate(policy)]),
+        instruments=Instruments(),
     )
     stop_s = stop_cpu_s = 0.0
 

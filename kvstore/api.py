@@ -1,6 +1,6 @@
-"""The one contract between whoever has pages and whoever keeps them.
+"""The contract between an engine, which computes pages, and the store that keeps them.
 
-`TieredStore` fulfils it in the service, `RemoteStore` in a client.
+`TieredStore` implements it in the service, `RemoteStore` in a client.
 
 Reading order: `PrefixQuery`, `PageStore`, then the outcomes.
 """
@@ -43,22 +43,19 @@ LeaseId = NewType("LeaseId", bytes)
 
 @dataclass(frozen=True, slots=True)
 class PrefixQuery:
-    """A prompt, as the store sees it.
-
-    Attributes:
-        namespace: An opened namespace.
-        boundaries: The prompt's boundaries, ascending. They may end beyond `cap_tokens`, up to the last known token:
-            a longer record may cover a shorter resume point.
-        local_tokens: Tokens the engine holds itself; nothing below is fetched.
-        cap_tokens: No resume point is beyond this.
-        step_tokens: Resume points are multiples of this (the engine's scheduler block).
-    """
+    """A prompt, as the store sees it."""
 
     namespace: NamespaceId
+    """An opened namespace."""
     boundaries: tuple[Boundary, ...]
+    """The prompt's boundaries, ascending. They may end beyond `cap_tokens`, up to the last known token: a longer record
+    may cover a shorter resume point."""
     local_tokens: int
+    """Tokens the engine holds itself; nothing below is fetched."""
     cap_tokens: int
+    """No resume point is beyond this."""
     step_tokens: int
+    """Resume points are multiples of this (the engine's scheduler block)."""
 
     def __post_init__(self) -> None:
         if self.step_tokens <= 0:
@@ -74,60 +71,49 @@ class PrefixQuery:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A resume point, and where its records would be read from.
-
-    Attributes:
-        resume_tokens: The resume point.
-        tier_bytes: Encoded bytes by name of the tier, as far as sizes are known: an estimate for whoever weighs
-            fetching against computing.
-    """
+    """A resume point, and where its records would be read from."""
 
     resume_tokens: int
     tier_bytes: Mapping[str, int]
+    """Encoded bytes by name of the tier, where sizes are known: an estimate, to weigh fetching against computing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What is there for a prompt, by what the store knows without reading a record.
-
-    Attributes:
-        resume_tokens: The longest resume point that looks usable; `local_tokens` when there is none.
-        groups_present: For each boundary of the query a bit per group, set when all its slices are there. A hint for
-            whoever saves: bits may be missing where a tier could not be asked.
-        offers: What each tier adds, quickest first: resume points ascend, the last is `resume_tokens`. Empty when
-            nothing is there, or when the store does not say.
-        silent: Names of what did not answer in time, and may hold more.
-    """
+    """What is there for a prompt, as far as the store can say without reading a record."""
 
     resume_tokens: int
+    """The longest resume point that looks usable; `local_tokens` when there is none."""
     groups_present: tuple[int, ...]
+    """For each boundary of the query a bit per group, set when all its slices are there. A hint for saves: bits may be
+    missing where a tier did not answer."""
     offers: tuple[Offer, ...] = ()
+    """What each tier can restore, quickest first: resume points ascend, the last is `resume_tokens`. Empty when nothing
+    is there, or when the store gives no offers."""
     silent: tuple[str, ...] = ()
+    """Names of the tiers that did not answer in time, and may hold more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Records in this node's memory, verified and leased.
-
-    Attributes:
-        lease: The receipt; `None` when nothing is staged.
-        resume_tokens: The resume point that the staged records serve; `local_tokens` when nothing is staged.
-        keys: Every record to load for it: all slices of all groups.
-        spans: For each key its (start, stop) tokens; a record may reach past `resume_tokens`.
-        sources: Number of records by the name of the tier that they were read from.
-        num_bytes: Encoded bytes, headers included.
-        lease_s: Seconds that the lease lasts unless it is renewed.
-        cut: Why `resume_tokens` is less than what looked usable, a word of docs/explain.md; empty when it is not.
-    """
+    """Records in this node's memory, verified and leased."""
 
     lease: LeaseId | None
+    """The receipt; `None` when nothing is staged."""
     resume_tokens: int
+    """The resume point that the staged records serve; `local_tokens` when nothing is staged."""
     keys: tuple[RecordKey, ...] = ()
+    """Every record to load for it: all slices of all groups."""
     spans: tuple[tuple[int, int], ...] = ()
+    """For each key its (start, stop) tokens; a record may reach past `resume_tokens`."""
     sources: Mapping[str, int] = field(default_factory=dict)
+    """Number of records by the name of the tier that they were read from."""
     num_bytes: int = 0
+    """Encoded bytes, headers included."""
     lease_s: float = 0.0
+    """Seconds that the lease lasts unless it is renewed."""
     cut: str = ""
+    """Why `resume_tokens` is less than what looked usable, a reason of docs/explain.md; empty when it is not."""
 
 
 class Ack(Enum):
@@ -139,11 +125,11 @@ class Ack(Enum):
 
 
 class Retention(Enum):
-    """How long a record is likely to be of use, as whoever saves it first thinks: a hint."""
+    """How long a record is likely to be of use: a hint from its first writer."""
 
     NORMAL = "normal"
     SHORT = "short"
-    """Not written to the slower tiers, but for one that the save waits for: gone when this node's memory is full."""
+    """Written to no slower tier except one that the save waits for; dropped when this node's memory is full."""
 
 
 class SaveOutcome(Enum):
@@ -153,7 +139,7 @@ class SaveOutcome(Enum):
     EXISTS = "exists"
     """An equal name was there before; these bytes were dropped, the first ones stay."""
     FULL = "full"
-    """No room: this record is not kept."""
+    """It does not fit: this record is not kept."""
     BUSY = "busy"
     """The store is over its limits for now: this record is not kept, later ones may be."""
 
@@ -171,7 +157,7 @@ class PageStore(ABC):
 
     @property
     def arena(self) -> Arena | None:
-        """Memory that leased records may stand in, which peers on this node may read; `None`: there is none."""
+        """Memory that holds leased records and that peers on this node may read; `None`: there is none."""
         return None
 
     def buffer(self, num_bytes: int) -> memoryview:
@@ -180,18 +166,18 @@ class PageStore(ABC):
 
     @abstractmethod
     async def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:
-        """Make a namespace known and return its id, which the store computes itself (with the verified tenant).
+        """Open a namespace and return its id, which the store computes itself (with the verified tenant).
 
-        Idempotent. The description is kept beside the records, so that they can be explained later.
+        Idempotent. The description is kept beside the records, so that tools can read what they are.
         """
 
     @abstractmethod
     async def lookup(self, query: PrefixQuery, *, deadline: Deadline) -> Lookup:
-        """Say what is there. Moves no record, takes no lease."""
+        """Return what is there. Copies no record, takes no lease."""
 
     @abstractmethod
     async def stage(self, query: PrefixQuery, *, deadline: Deadline, progress: Progress | None = None) -> Staged:
-        """Bring the records of the longest usable resume point into this node's memory, verify and lease them.
+        """Copy the records of the longest usable resume point into this node's memory, verify and lease them.
 
         What is missing, corrupt, too slow for `deadline` or too large for the node shortens the resume point; it is
         no error. Concurrent stages of one record fetch it once.
@@ -201,7 +187,7 @@ class PageStore(ABC):
 
     @abstractmethod
     async def renew(self, lease: LeaseId, *, deadline: Deadline) -> bool:
-        """Start the lease's time anew. False: it has ended; its records may be gone."""
+        """Restart the lease's time. False: it has ended; its records may be gone."""
 
     @abstractmethod
     async def load(
@@ -239,8 +225,8 @@ class PageStore(ABC):
     ) -> SaveOutcome:
         """Keep a sealed record, once; the store verifies it first.
 
-        Returns when the record has reached `ack`; it goes on to the further tiers by itself, unless its `retention`
-        is short. What waits for memory alone may be declined by the cold tier, as long as it was not seen before.
+        Returns when the record has reached `ack`. The store copies it to the further tiers later, unless `retention` is
+        short. The cold tier may decline a save that waits for memory alone until the prompt is seen again.
 
         Raises:
             CorruptRecord: The bytes do not match their seal, or the header does not fit the namespace's layout.
@@ -255,10 +241,10 @@ class PageStore(ABC):
 
     @abstractmethod
     async def discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
-        """Report a bad record, whose checksum failed at the reader. Every tier quarantines it, and none serves it."""
+        """Report a bad record (its checksum failed at the reader): every tier quarantines it, none serves it."""
 
-    def report(self, outcome: Outcome) -> None:  # noqa: B027 - most stores keep no reports
-        """Report what became of a request, for `explain`. Returns at once and never fails; the report may be lost."""
+    def report(self, outcome: Outcome) -> None:  # noqa: B027 - most stores explain nothing
+        """Report the outcome of a request, for `explain`. Returns at once, never fails, and may be lost."""
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
         """Why a request was resumed no further than it was, as plain values; see docs/explain.md.
@@ -266,10 +252,10 @@ class PageStore(ABC):
         Args:
             request: Its id, or the start of one; empty for a list of the latest requests.
             deadline: When to give up.
-            tenant: Whose requests; `None`: everybody's. A client asks for its own, whatever it says.
+            tenant: Whose requests; `None`: all tenants'. Over a wire, the client's verified tenant counts instead.
 
         Raises:
-            InvalidRequest: No such request was told of lately, or several start like that.
+            InvalidRequest: No recent request has this id, or several start like that.
         """
         raise InvalidRequest("this store does not keep what became of requests")
 
@@ -279,8 +265,8 @@ class PageStore(ABC):
 
         Args:
             deadline: When to give up.
-            tenant: Whose; empty: all of it. For a tenant, nothing that tells of others: no usage, queues and counters.
-                A client is told of its own, whatever it says.
+            tenant: Whose; empty: all of it. A tenant gets nothing about others: no usage, queues and counters. Over a
+                wire, the client's verified tenant counts instead.
         """
 
     @abstractmethod

@@ -15,7 +15,7 @@ from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.runtime.background import gather_all
-from kvstore.store.verification import ByteRate
+from kvstore.store.upkeep.verification import ByteRate
 from kvstore.tiers.base import PutOutcome
 from migrations.journal import Journal, Sheet, State, num_sheets, sheet_of, sheets_name
 from migrations.steps import Step, Verdict
@@ -134,12 +134,7 @@ class Copier:
                     copies.append((key, new))
                 self._progress.num_bytes += held[key]
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(_IN_FLIGHT, len(keys))):
-                    group.create_task(work())
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        await gather_all(work() for _ in range(min(_IN_FLIGHT, len(keys))))
         self._progress.report()
         return copies
 

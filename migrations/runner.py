@@ -18,7 +18,7 @@ from kvstore.catalog.entry import Level
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.verification import ByteRate
+from kvstore.store.upkeep.verification import ByteRate
 from kvstore.tiers.base import Tier
 from migrations.copying import Copier, Progress
 from migrations.journal import Journal, Phase, State, namespaces_of, sheets_name
@@ -190,7 +190,7 @@ class Runner:
                 "nothing to migrate: no tenant with records has a second key; put the new key in front of the old one",
                 field="encryption_keys",
             )
-        state = State(self._step.name, targets)
+        state = State(step=self._step.name, targets=targets, phase=Phase.COPYING, sheets={}, totals={})
         await self._write(state, Phase.COPYING)
         return state
 

@@ -9,7 +9,7 @@ from enum import Enum
 from kvstore.errors import CorruptRecord
 from kvstore.format.encrypted import ENCRYPTION_BYTES, decrypt_record, encrypt_record
 from kvstore.format.record import Record
-from kvstore.store.key_ring import KeyRing
+from kvstore.store.encryption.key_ring import KeyRing
 
 __all__ = ["KeyStep", "Rewrite", "Step", "Verdict"]
 

@@ -18,14 +18,13 @@ from kvstore.catalog.entry import Level
 from kvstore.cli.options import AsJson, Config, parse_size, quieted
 from kvstore.cli.printing import print_table, progress_bar, table_of
 from kvstore.cli.service import ServiceUrl, store_in_use
-from kvstore.compose import open_catalog, open_tier
-from kvstore.compose_retention import open_ownership
+from kvstore.compose import open_catalog, open_ownership, open_tier
 from kvstore.errors import InvalidRequest
 from kvstore.format.manifest import STORE_VERSION_PLACE, check_store_version
 from kvstore.settings import Settings
-from kvstore.store.key_ledger import KeyLedger
-from kvstore.store.key_ring import KeyRing, watch_keys
-from kvstore.store.verification import ByteRate
+from kvstore.store.encryption.key_ledger import KeyLedger
+from kvstore.store.encryption.key_ring import KeyRing, watch_keys
+from kvstore.store.upkeep.verification import ByteRate
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation
 from migrations.copying import Progress
@@ -230,7 +229,7 @@ def _ring(settings: Settings) -> KeyRing:
 
 
 def _as_json(state: State) -> dict[str, object]:
-    return {**asdict(state), "phase": state.phase.value, "next": _NEXT[state.phase]}
+    return {**state.model_dump(mode="json"), "next": _NEXT[state.phase]}
 
 
 _NEXT = {

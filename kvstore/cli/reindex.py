@@ -24,7 +24,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings
-from kvstore.store.reindexing import ReindexReport, reindex_level
+from kvstore.store.upkeep.reindexing import ReindexReport, reindex_level
 from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier
 
 __all__ = ["SavedProgress", "reindex"]
@@ -108,7 +108,7 @@ async def _reindex(
             others = [tier for other, tier in tiers.items() if other is not level]
             with _shown(saved, level, str(location), quiet=quiet) as show:
                 reports[str(location)] = await reindex_level(
-                    catalog, tiers[level], level, clock=SYSTEM_CLOCK, manifests=others, tell=show
+                    catalog, tiers[level], level, clock=SYSTEM_CLOCK, manifests=others, progress=show
                 )
             saved.finish(level)
         await catalog.set_complete(True, deadline=Deadline.after(_CALL_S))

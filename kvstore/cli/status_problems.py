@@ -98,7 +98,7 @@ def _of_requests(recent: Mapping[str, Any]) -> Iterator[Problem]:
     num_late = sum(late.values())
     if num_requests < _LATE_REQUESTS_MIN or num_late < _LATE_SHARE * num_requests:
         return
-    from kvstore.store.reasons import REASONS  # slow to import, and health probes run this verb often
+    from kvstore.store.explain.reasons import REASONS  # slow to import, and health probes run this verb often
 
     worst = max(late, key=lambda word: late[word])
     what = f"{num_late:,} of the last {num_requests:,} requests got no answer in time ({worst}: {REASONS[worst].why})"

@@ -20,7 +20,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.settings import Settings
-from kvstore.store.verification import BadRecord, ByteRate, Findings, count_records, verify_tier
+from kvstore.store.upkeep.verification import BadRecord, ByteRate, Findings, count_records, verify_tier
 from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier, parse_cold, parse_hot
 
 __all__ = ["verify"]

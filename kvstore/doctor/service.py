@@ -20,7 +20,7 @@ from kvstore.doctor.check import Check, Criterion, Finding
 from kvstore.errors import InvalidRequest, KVStoreError, in_words
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.authentication import read_token
-from kvstore.store.reasons import REASONS, UNKNOWN
+from kvstore.store.explain.reasons import REASONS, UNKNOWN
 from kvstore.wire.address import TcpAddress, UnixAddress, parse_address
 from kvstore.wire.tls import ClientTls
 

@@ -15,9 +15,9 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import EventKind, Events
 from kvstore.service.authentication import Credentials, CredentialsFile
-from kvstore.store.encrypted import EncryptedStore
-from kvstore.store.reasons import REASONS, UNKNOWN
-from kvstore.store.standing_orders import Retirement
+from kvstore.store.encryption.encrypted import EncryptedStore
+from kvstore.store.explain.reasons import REASONS, UNKNOWN
+from kvstore.store.retention.operator_rules import Retirement
 from kvstore.store.tiered import TieredStore
 
 __all__ = ["STEP_S", "History", "Sample", "Watcher", "Window", "window_of"]
@@ -101,8 +101,6 @@ def window_of(samples: Iterable[Sample], *, now_ms: int, num_steps: int, step_s:
     Args:
         samples: In any order; those outside the window are ignored.
         now_ms: End of the window, rounded up to a whole step.
-        num_steps: Number of steps.
-        step_s: Length of a step.
     """
     step_ms = step_s * 1000
     last = -(-now_ms // step_ms)
@@ -147,11 +145,7 @@ class Watcher:
     loop. A step requests the usage of each tier once.
 
     Args:
-        store: The store to watch.
-        history: Where samples go.
-        events: Where events go.
         credentials: Reloads of these become events.
-        step_s: The time between two steps.
         clock: For the time of day.
     """
 
@@ -278,7 +272,7 @@ class Watcher:
             self._events.add(EventKind.SETTINGS, text)
 
     def _operator_rules(self) -> tuple[Mapping[str, Quota], Mapping[tuple[str | None, str], Retirement]]:
-        orders = self._store.operations.orders
+        orders = self._store.operations.operator_rules
         return (orders.quotas, orders.retired) if orders is not None else ({}, {})
 
     def _add_operator_events(self) -> None:

@@ -19,7 +19,7 @@ import uvloop
 
 from kvstore.api import PageStore
 from kvstore.client.embedded import default_directory, private_socket_path, try_lock
-from kvstore.compose_encryption import open_served_store
+from kvstore.compose import open_served_store
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.runtime.background import on_loose_exception
 from kvstore.runtime.clock import SYSTEM_CLOCK

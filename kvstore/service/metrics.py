@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from kvstore.store.operations import TierState
+from kvstore.store.upkeep.operations import TierState
 
 __all__ = ["CONTENT_TYPE", "COUNTERS", "GAUGES", "OWN_GAUGES", "render"]
 

@@ -2,78 +2,83 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvstore.api import LeaseId
+from kvstore.errors import Closed
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.budget import Shares
-from kvstore.runtime.clock import Clock
-from kvstore.tiers.memory import MemoryTier, Pin
+from kvstore.store.context import StoreContext
+from kvstore.tiers.memory import Pin
 
-__all__ = ["LEASE_ID_BYTES", "LeaseTable"]
+__all__ = ["LeaseTable"]
 
-LEASE_ID_BYTES = 16
+_ID_BYTES = 16
+_SWEEP_S = 1.0
 
 
 @dataclass(eq=False, slots=True)
 class _Lease:
-    """One lease.
-
-    Attributes:
-        pins: What it holds; a discarded key is removed at once.
-        owner: The peer whose end also ends the lease; empty: none.
-        ends_s: When it expires, on the table's clock.
-        tenant: Whose records they are.
-        num_records: How many were leased.
-    """
-
     pins: dict[RecordKey, Pin]
+    """What it holds; a discarded key is removed at once."""
     owner: str
+    """The peer whose end also ends the lease; empty: none."""
     ends_s: float
+    """When it expires, on the store's clock."""
     tenant: str
     num_records: int
+    """How many records were leased at first."""
 
 
 class LeaseTable:
-    """Knows who holds which records. Never waits; all methods belong to one event loop's thread.
+    """The leases of this node. Never waits; all methods belong to one event loop's thread.
 
-    An id is unguessable, so that one peer cannot end or read through another's lease. Leases, and the records in them,
-    are shared among tenants.
+    An id cannot be guessed, so a peer can neither end another's lease nor read through it. Tenants share the leases and
+    the records in them. While there are leases, expired ones are ended every second: the bytes they pin are needed.
     """
 
-    def __init__(
-        self, memory: MemoryTier, clock: Clock, *, lease_s: float, leases_max: int, records_max: int = sys.maxsize
-    ) -> None:
-        self.lease_s = lease_s
+    def __init__(self, context: StoreContext) -> None:
+        self.lease_s = context.limits.lease_s
         self.num_expired = 0
-        self._memory = memory
-        self._clock = clock
-        self._held = Shares(leases_max)
-        self._records = Shares(records_max)
+        self._memory = context.memory
+        self._clock = context.clock
+        self._meters = context.meters
+        self._background = context.background
+        self._held = Shares(context.limits.leases_max)
+        self._records = Shares(context.limits.lease_records_max)
         self._leases: dict[LeaseId, _Lease] = {}
+        self._sweeper: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def is_full(self, tenant: str, num_records: int = 0) -> bool:
-        """Whether a lease of so many records would be more than a tenant may have now."""
-        return not self._held.left_for(tenant) or num_records > self._records.left_for(tenant)
+    def refuses(self, tenant: str, num_records: int = 0) -> bool:
+        """Whether a lease of `num_records` would be more than a tenant may have now. Counts the refusal."""
+        self.sweep()
+        is_full = not self._held.left_for(tenant) or num_records > self._records.left_for(tenant)
+        if is_full:
+            self._meters.add("stage_refused", reason="leases")
+        return is_full
 
     def grant(self, pins: Mapping[RecordKey, Pin], owner: str = "", tenant: str = "") -> LeaseId:
         """Take over `pins` and return the receipt for them."""
-        lease = LeaseId(secrets.token_bytes(LEASE_ID_BYTES))
+        lease = LeaseId(secrets.token_bytes(_ID_BYTES))
         ends_s = self._clock.monotonic_s() + self.lease_s
         self._leases[lease] = _Lease(dict(pins), owner, ends_s, tenant, len(pins))
         self._held.take(tenant, 1)
         self._records.take(tenant, len(pins))
+        if self._sweeper is None or self._sweeper.done():
+            with suppress(Closed):
+                self._sweeper = self._background.spawn(self._sweep_regularly(), "lease sweep")
         return lease
 
     def renew(self, lease: LeaseId) -> bool:
-        """Start the lease's time again. False: it has ended."""
+        """Restart the lease's time. False: it has ended."""
         held = self._live(lease)
         if held is None:
             return False
@@ -108,11 +113,11 @@ class LeaseTable:
         return len(leases)
 
     def forget(self, key: RecordKey) -> list[Record]:
-        """Remove a bad record from every lease: nobody may load it any more.
+        """Remove a bad record from every lease, so that it is loaded no more.
 
         Returns:
-            What a reader who found it bad has seen, since readers name no bytes: what was leased under this name or,
-            when that lease has ended, what is in memory. None: it has left, and what was put since is not told apart.
+            The records that a reader may have found bad, since readers name a key and no bytes: what was leased under
+            the key, or what is in memory if no lease holds it. Empty: neither.
         """
         leased: dict[int, Record] = {}
         for held in self._leases.values():
@@ -136,8 +141,13 @@ class LeaseTable:
         for lease in list(self._leases):
             self.release(lease)
 
+    async def _sweep_regularly(self) -> None:
+        while self._leases:
+            await asyncio.sleep(min(_SWEEP_S, self.lease_s))
+            self._meters.add("leases_expired", self.sweep())
+
     def _live(self, lease: LeaseId) -> _Lease | None:
-        """The lease, unless it has expired: then it ends now, not only at the next sweep."""
+        """The lease, unless it has expired: then it ends now, before the next sweep."""
         held = self._leases.get(lease)
         if held is not None and held.ends_s <= self._clock.monotonic_s():
             self.release(lease)

@@ -1,11 +1,11 @@
-"""Tells the catalog what was stored, deleted and read: in order, in batches, with retries."""
+"""Reports to the catalog what was stored, deleted and read: in order, in batches, with retries."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from kvstore.api import PrefixQuery
@@ -16,11 +16,12 @@ from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.runtime.background import Background
-from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.meters import Meters
+from kvstore.runtime.instruments import Instruments
+from kvstore.store.retention.backpressure import BudgetGate
+from kvstore.tiers.base import Concern, Entry, PutOutcome, Tier, TierUsage
 
-__all__ = ["Recorder"]
+__all__ = ["CataloguedTier", "Recorder"]
 
 _BATCH = 512
 _WAITING_MAX = 65_536
@@ -29,54 +30,52 @@ _CALL_S = 5.0
 _PAUSE_S_MAX = 5.0
 _CLOSE_S = 1.0
 _AGAIN_S = 1.0
-"""So long after a boundary that is being deleted has refused a record it is told of it again."""
+"""Time after which a record is reported again that the catalog refused because its boundary was being deleted."""
 _USE_S = 5.0
-"""How often reads are reported: they are many, and nobody needs them sooner."""
+"""How often reads are reported: there are many, and no reader needs them sooner."""
 _QUERIES_KEPT = 64
 _QUERY_BOUNDARIES_KEPT = 131_072
-"""Boundaries of all queries that are kept, but for the last one: they are indexed in one go, in some 30 ms."""
+"""Boundaries of all queries that are kept, except the last: they are indexed in one go, in some 30 ms."""
 _PARENTS_KEPT = 200_000
 
 
 @dataclass(eq=False, slots=True)
-class _Told:
-    """A change on its way to the catalog.
-
-    Attributes:
-        change: What happened.
-        done: Whether the catalog took the change, once it has answered; true at once when it can only be told later.
-        is_new: The record was stored just now: it must be told of, however long that takes.
-    """
+class _Report:
+    """A change on its way to the catalog."""
 
     change: Addition | Removal
-    done: asyncio.Future[bool]
+    taken: asyncio.Future[bool]
+    """Whether the catalog took the change, once it has answered. True at once when the change has to wait."""
     is_new: bool = False
+    """The record was stored just now: it is reported until the catalog takes it."""
+
+    def resolve(self, answer: bool) -> None:
+        if not self.taken.done():
+            self.taken.set_result(answer)
 
 
 class Recorder:
-    """The way from the store to its catalog. What cannot be told now is told later, in the same order; when too much
-    waits, the catalog is marked incomplete, so that until a reindex nobody takes what it lacks for absent.
+    """The way from the store to its catalog. Changes that cannot be reported now are reported later, in the same order.
+    When too many wait, the catalog is marked incomplete: until a reindex, lookups do not trust a missing entry.
 
     Args:
-        catalog: Whom to tell; stays the caller's.
-        meters: Where to count.
-        clock: For deadlines and pauses.
+        catalog: Stays the caller's.
 
     Attributes:
-        num_refused: Additions to boundaries that were being deleted.
+        num_refused: Additions that the catalog refused because their boundary was being deleted.
     """
 
-    def __init__(self, catalog: Catalog, meters: Meters, clock: Clock) -> None:
+    def __init__(self, catalog: Catalog, instruments: Instruments) -> None:
         self.catalog = catalog
         self.num_refused = 0
-        self._meters = meters
-        self._clock = clock
+        self._meters = instruments.meters
+        self._clock = instruments.clock
         self._background = Background("catalog recorder")
-        self._waiting: deque[_Told] = deque()
+        self._waiting: deque[_Report] = deque()
         self._uses: dict[tuple[NamespaceId, PrefixHash], Use] = {}
         self._flusher: asyncio.Task[None] | None = None
-        self._teller: asyncio.Task[None] | None = None
-        self._lost = False
+        self._use_reporter: asyncio.Task[None] | None = None
+        self._has_lost = False
         self._queries: deque[tuple[PrefixQuery, int]] = deque(maxlen=_QUERIES_KEPT)
         self._layouts: dict[NamespaceId, tuple[Layout, str]] = {}
         self._registered: set[NamespaceId] = set()
@@ -91,7 +90,7 @@ class Recorder:
         return namespace in self._layouts
 
     def register(self, namespace: NamespaceId, layout: Layout, tenant: str) -> None:
-        """Make a namespace known. Never waits: a catalog that does not answer learns of it before the next change."""
+        """Register a namespace with the catalog, now or before its next change. Never waits."""
         if namespace not in self._layouts:
             self._layouts[namespace] = (layout, tenant)
             self._background.spawn(self._register(namespace), "namespace")
@@ -106,43 +105,44 @@ class Recorder:
             self._registered.add(namespace)
 
     async def added(self, record: Record, level: Level, *, deadline: Deadline) -> bool:
-        """Tell that a level holds `record` now. False: its boundary is being deleted there, it must be put again.
+        """Report that a level holds `record` now. False: its boundary is being deleted there, put the record again.
 
-        Returns once the catalog knows. If it cannot be reached, or not before the deadline, it is told later.
+        Returns once the catalog has the change. If it cannot be reached, or not before the deadline, it is reported
+        later.
         """
         key, tokens = record.key, record.header.span.stop
-        addition = Addition(key, level, record.num_bytes, tokens, self.below(key.prefix))
-        return await self._tell(addition, deadline, is_new=True)
+        addition = Addition(key, level, record.num_bytes, tokens, self.parent_of(key.prefix))
+        return await self._report(addition, deadline, is_new=True)
 
     async def sized(self, key: RecordKey, level: Level, num_bytes: int, tokens: int, *, deadline: Deadline) -> bool:
         """As `added`, for a record that another process stored."""
-        return await self._tell(Addition(key, level, num_bytes, tokens, self.below(key.prefix)), deadline)
+        return await self._report(Addition(key, level, num_bytes, tokens, self.parent_of(key.prefix)), deadline)
 
     async def removed(
         self, key: RecordKey, level: Level, reason: LeaveReason, num_bytes: int | None = None, *, deadline: Deadline
     ) -> None:
-        """Tell that a level no longer holds a record. Returns when `added` would."""
-        await self._tell(Removal(key, level, num_bytes, reason), deadline)
+        """Report that a level no longer holds a record. Returns when `added` would."""
+        await self._report(Removal(key, level, num_bytes, reason), deadline)
 
     def dropped(self, keys: Sequence[RecordKey], level: Level, tier: str) -> None:
-        """Tell that a tier evicted records by itself. Never waits."""
+        """Report that a tier evicted records by itself. Never waits."""
         self._meters.add("tier_evicted_records", len(keys), tier=tier)
         for key in keys:
             change = Removal(key, level, None, LeaveReason.EVICTED)
-            self._queue(_Told(change, asyncio.get_running_loop().create_future()))
+            self._queue(_Report(change, asyncio.get_running_loop().create_future()))
 
     def used(self, namespace: NamespaceId, boundaries: Iterable[tuple[PrefixHash, int]]) -> None:
-        """Tell, within seconds, that boundaries (prefix, tokens) were read. Never waits."""
+        """Report, within seconds, that boundaries (prefix, tokens) were read. Never waits."""
         for prefix, tokens in boundaries:
             before = self._uses.get((namespace, prefix))
             hits = 1 + (before.hits if before is not None else 0)
             if before is not None or len(self._uses) < _WAITING_MAX:
-                self._uses[namespace, prefix] = Use(prefix, hits, tokens, self.below(prefix))
-        if self._uses and (self._teller is None or self._teller.done()):
-            self._teller = self._background.spawn(self._tell_uses(), "uses")
+                self._uses[namespace, prefix] = Use(prefix, hits, tokens, self.parent_of(prefix))
+        if self._uses and (self._use_reporter is None or self._use_reporter.done()):
+            self._use_reporter = self._background.spawn(self._report_uses_regularly(), "uses")
 
     def learn(self, query: PrefixQuery, layout: Layout) -> None:
-        """Remember a prompt's boundaries: what is saved next is likely to be one of them, and has a parent."""
+        """Remember a prompt's boundaries: the next saves are likely to be among them, and need their parents."""
         self._queries.append((query, layout.page_tokens))
         num_kept = 0
         for number, (kept, _) in enumerate(reversed(self._queries)):
@@ -152,8 +152,8 @@ class Recorder:
                     self._queries.popleft()
                 return
 
-    def below(self, prefix: PrefixHash) -> PrefixHash | None:
-        """The boundary that a prompt has before this one; `None`: it is the first, or not known here."""
+    def parent_of(self, prefix: PrefixHash) -> PrefixHash | None:
+        """The boundary that comes before this one in its prompt; `None`: it is the first, or not known here."""
         if prefix not in self._parents:
             while self._queries:
                 self._index(*self._queries.pop())
@@ -169,23 +169,23 @@ class Recorder:
             if boundary.tokens % page_tokens == 0:
                 parent = boundary.prefix
 
-    async def _tell(self, change: Addition | Removal, deadline: Deadline, *, is_new: bool = False) -> bool:
-        told = _Told(change, asyncio.get_running_loop().create_future(), is_new)
-        if not self._queue(told):
+    async def _report(self, change: Addition | Removal, deadline: Deadline, *, is_new: bool = False) -> bool:
+        report = _Report(change, asyncio.get_running_loop().create_future(), is_new)
+        if not self._queue(report):
             return True
         try:
-            await asyncio.wait({told.done}, timeout=deadline.remaining_s)
+            await asyncio.wait({report.taken}, timeout=deadline.remaining_s)
         finally:
-            _resolve(told, True)
-        return told.done.result()
+            report.resolve(True)
+        return report.taken.result()
 
-    def _queue(self, told: _Told) -> bool:
-        """Queue a change. False: too much waits, the catalog will never learn of it."""
+    def _queue(self, report: _Report) -> bool:
+        """Queue a change. False: too many wait, this one is lost."""
         if len(self._waiting) >= _WAITING_MAX:
-            self._lost = True
+            self._has_lost = True
             self._meters.add("catalog_changes_lost")
             return False
-        self._waiting.append(told)
+        self._waiting.append(report)
         if self._flusher is None or self._flusher.done():
             self._flusher = self._background.spawn(self._flush(), "changes")
         return True
@@ -196,62 +196,62 @@ class Recorder:
         while self._waiting:
             batch = [self._waiting[index] for index in range(min(_BATCH, len(self._waiting)))]
             first = type(batch[0].change)
-            batch = next(list(group) for _, group in groupby(batch, key=lambda told: type(told.change) is first))
+            batch = next(list(group) for _, group in groupby(batch, key=lambda report: type(report.change) is first))
             try:
                 taken = await self._send(batch)
-            except (InvalidRequest, CorruptRecord):  # will never be taken
+            except (InvalidRequest, CorruptRecord):  # the catalog will never take them
                 self._meters.add("catalog_failures", call="refused")
-                taken, self._lost = [True] * len(batch), True
+                taken, self._has_lost = [True] * len(batch), True
             except (Unavailable, Closed):
                 self._meters.add("catalog_failures", call="change")
-                for told in self._waiting:
-                    _resolve(told, True)
+                for report in self._waiting:
+                    report.resolve(True)
                 failures += 1
                 await asyncio.sleep(min(_PAUSE_S_MAX, 0.1 * 2 ** min(failures, 10)))
                 continue
             failures = 0
             self.num_refused += taken.count(False)
-            for told, answer in zip(batch, taken, strict=True):
+            for report, answer in zip(batch, taken, strict=True):
                 self._waiting.popleft()
-                if not answer and told.is_new and told.done.done():  # nobody waits any more who would put it again
-                    self._background.spawn(self._tell_again(told), "change that was refused")
-                _resolve(told, answer)
-            await self._confess()
+                if not answer and report.is_new and report.taken.done():  # its caller has left and cannot put it again
+                    self._background.spawn(self._report_again(report), "change that was refused")
+                report.resolve(answer)
+            await self._mark_incomplete_if_lost()
 
-    async def _tell_again(self, told: _Told) -> None:
-        """Tell of a record that its boundary, which was being deleted, had no place for: it was not deleted with it."""
+    async def _report_again(self, report: _Report) -> None:
+        """Report a record that the catalog refused while its boundary was being deleted: it is still stored."""
         await asyncio.sleep(_AGAIN_S)
-        self._queue(told)
+        self._queue(report)
 
-    async def _send(self, batch: list[_Told]) -> list[bool]:
+    async def _send(self, batch: list[_Report]) -> list[bool]:
         deadline = Deadline.after(_CALL_S, self._clock)
-        for namespace in {told.change.key.namespace for told in batch}.difference(self._registered):
+        for namespace in {report.change.key.namespace for report in batch}.difference(self._registered):
             if namespace in self._layouts:
                 await self.catalog.register(namespace, *self._layouts[namespace], deadline=deadline)
                 self._registered.add(namespace)
-        additions = [told.change for told in batch if isinstance(told.change, Addition)]
+        additions = [report.change for report in batch if isinstance(report.change, Addition)]
         if additions:
             return await self.catalog.add(additions, deadline=deadline)
-        removals = [told.change for told in batch if isinstance(told.change, Removal)]
+        removals = [report.change for report in batch if isinstance(report.change, Removal)]
         await self.catalog.remove(removals, deadline=deadline)
         return [True] * len(batch)
 
-    async def _confess(self) -> None:
-        """Mark the catalog incomplete if changes were lost: what it lacks may be stored all the same."""
-        if self._lost:
+    async def _mark_incomplete_if_lost(self) -> None:
+        """Mark the catalog incomplete if changes were lost: a record without an entry may be stored all the same."""
+        if self._has_lost:
             try:
                 await self.catalog.set_complete(False, deadline=Deadline.after(_CALL_S, self._clock))
             except (Unavailable, Closed):
                 return
-            self._lost = False
+            self._has_lost = False
 
-    async def _tell_uses(self) -> None:
+    async def _report_uses_regularly(self) -> None:
         while self._uses:
             await asyncio.sleep(_USE_S)
-            await self.tell_uses_now()
+            await self._report_uses()
 
-    async def tell_uses_now(self) -> None:
-        """Report what was read since the last report; what cannot be reported is forgotten, counted."""
+    async def _report_uses(self) -> None:
+        """Report the reads since the last report; reads that cannot be reported are dropped, counted."""
         uses, self._uses = self._uses, {}
         by_namespace: dict[NamespaceId, list[Use]] = {}
         for (namespace, _), use in uses.items():
@@ -263,21 +263,174 @@ class Recorder:
                 self._meters.add("catalog_failures", call="use")
 
     async def drain(self, deadline: Deadline) -> int:
-        """Wait until everything is told, or until the deadline; returns how many changes are left."""
+        """Wait until everything is reported, or until the deadline; returns how many changes are left."""
         if self._uses and not deadline.expired:
-            await self.tell_uses_now()
+            await self._report_uses()
         if self._flusher is not None and not self._flusher.done():
             await asyncio.wait({self._flusher}, timeout=deadline.remaining_s)
         return len(self._waiting)
 
     async def aclose(self) -> None:
-        """Drain for a moment, then stop. Idempotent."""
+        """Drain for a second, then stop. Idempotent."""
         await self.drain(Deadline.after(_CLOSE_S, self._clock))
         await self._background.aclose()
-        for told in self._waiting:
-            _resolve(told, True)
+        for report in self._waiting:
+            report.resolve(True)
 
 
-def _resolve(told: _Told, answer: bool) -> None:
-    if not told.done.done():
-        told.done.set_result(answer)
+class CataloguedTier(Tier):
+    """Passes calls on to `inner`, and reports to the catalog what they changed.
+
+    A put returns once the catalog has the record, or could not be reached in time and gets the report later. No fault
+    of the catalog makes a call fail, except a put into a boundary that is being deleted.
+
+    Args:
+        inner: The tier; owned from now on. Retention deletes from it directly, and changes the catalog itself.
+        level: The catalog's name for the tier.
+        recorder: The way to the catalog; stays the caller's.
+        budget_gate: Where puts wait for eviction; `None`: the level has no budget.
+    """
+
+    def __init__(self, inner: Tier, level: Level, recorder: Recorder, budget_gate: BudgetGate | None = None) -> None:
+        self.name = inner.name
+        self.inner = inner
+        self._level = level
+        self._recorder = recorder
+        self._gate = budget_gate
+        inner.on_quarantine = self._inner_quarantined
+        inner.on_drop = self._inner_dropped
+
+    @property
+    def num_quarantined(self) -> int:
+        return self.inner.num_quarantined
+
+    async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
+        return await self.inner.head(keys, deadline=deadline)
+
+    async def get(
+        self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
+    ) -> Record | None:
+        """As `Tier.get`; reports to the catalog when the record is not there, or was just quarantined."""
+        quarantined = self.inner.num_quarantined
+        record = await self.inner.get(key, deadline=deadline, allocate=allocate)
+        if record is not None:
+            return record
+        (size,) = await self.inner.head([key], deadline=deadline)
+        if size is not None:
+            return None
+        reason = LeaveReason.CORRUPT if self.inner.num_quarantined > quarantined else LeaveReason.LOST
+        return await self._report_removal(key, reason, None, deadline, allocate)
+
+    async def _report_removal(
+        self,
+        key: RecordKey,
+        reason: LeaveReason,
+        num_bytes: int | None,
+        deadline: Deadline,
+        allocate: Callable[[int], memoryview] | None = None,
+    ) -> Record | None:
+        """Report that a record was removed, and report it as stored if it is there again: its writer may have reported
+        it before this call did. Returns it then; it is read for its size.
+        """
+        await self._recorder.removed(key, self._level, reason, num_bytes, deadline=deadline)
+        (size,) = await self.inner.head([key], deadline=deadline)
+        if size is None:
+            return None
+        record = await self.inner.get(key, deadline=deadline, allocate=allocate)
+        if record is not None:
+            tokens = record.header.span.stop
+            await self._recorder.sized(key, self._level, record.num_bytes, tokens, deadline=deadline)
+        return record
+
+    async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        """As `Tier.put`; `FULL` also when eviction frees too little in time."""
+        if self._gate is None:
+            return await self._reported(record, await self.inner.put(record, deadline=deadline), deadline)
+        cost_bytes = self.inner.cost_bytes(record.num_bytes)
+        if not await self._gate.take(record.key, cost_bytes, deadline):
+            return PutOutcome.FULL
+        is_stored = False
+        try:
+            outcome = await self._reported(record, await self.inner.put(record, deadline=deadline), deadline)
+            # one that existed may be missing from the totals: count it until they are read again
+            is_stored = outcome is not PutOutcome.FULL
+        finally:
+            self._gate.end(record.key, cost_bytes, is_stored=is_stored)
+        return outcome
+
+    async def put_evictable(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        """As `Tier.put_evictable`. Passes no gate: it differs from `put` only in tiers that evict by themselves."""
+        return await self._reported(record, await self.inner.put_evictable(record, deadline=deadline), deadline)
+
+    async def _reported(self, record: Record, outcome: PutOutcome, deadline: Deadline) -> PutOutcome:
+        """The outcome of a put, once the record is reported to the catalog."""
+        if outcome is PutOutcome.STORED:
+            is_taken = await self._recorder.added(record, self._level, deadline=deadline)
+        elif outcome is PutOutcome.EXISTS:
+            # a service that died before its report may have stored it, with another size
+            (size,) = await self.inner.head([record.key], deadline=deadline)
+            if size is None:  # a caller that gets EXISTS relies on the record
+                raise Unavailable("the record has just left the tier: put it again", key=record.key, tier=self.name)
+            is_taken = await self._recorder.sized(
+                record.key, self._level, size or record.num_bytes, record.header.span.stop, deadline=deadline
+            )
+        else:
+            return outcome
+        if not is_taken:
+            raise Unavailable("the record's boundary is being deleted: put it again", key=record.key, tier=self.name)
+        return outcome
+
+    async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
+        (size,) = await self.inner.head([key], deadline=deadline)
+        deleted = await self.inner.delete(key, deadline=deadline)
+        await self._recorder.removed(key, self._level, LeaveReason.REMOVED, size or None, deadline=deadline)
+        return deleted
+
+    async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
+        (size,) = await self.inner.head([key], deadline=deadline)
+        is_quarantined = await self.inner.quarantine(key, reason, seen=seen, deadline=deadline)
+        if is_quarantined:
+            await self._report_removal(key, LeaveReason.CORRUPT, size or None, deadline)
+        return is_quarantined
+
+    def _inner_quarantined(self, key: RecordKey, reason: str) -> None:
+        if self.on_quarantine is not None:
+            self.on_quarantine(key, reason)
+
+    def _inner_dropped(self, keys: Sequence[RecordKey]) -> None:
+        self._recorder.dropped(keys, self._level, self.name)
+
+    def cost_bytes(self, num_bytes: int) -> int:
+        return self.inner.cost_bytes(num_bytes)
+
+    async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        await self.inner.allow_eviction(keys, deadline=deadline)
+
+    async def concerns(self, *, deadline: Deadline) -> list[Concern]:
+        return await self.inner.concerns(deadline=deadline)
+
+    async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
+        async for entry in self.inner.scan(namespace):
+            yield entry
+
+    async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
+        await self.inner.put_manifest(namespace, manifest, deadline=deadline)
+
+    async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
+        return await self.inner.get_manifest(namespace, deadline=deadline)
+
+    async def usage(self, *, deadline: Deadline) -> TierUsage:
+        """As `Tier.usage`, against the budget of the level where that is the smaller bound."""
+        return self.bounded(await self.inner.usage(deadline=deadline))
+
+    def bounded(self, usage: TierUsage) -> TierUsage:
+        """A usage of `inner`, against the budget of the level where that is the smaller bound. Where a tier does not
+        count its bytes, the catalog's last totals are used."""
+        gate = self._gate
+        if gate is None or (usage.limit_bytes is not None and usage.limit_bytes <= gate.budget_bytes):
+            return usage
+        used_bytes = usage.used_bytes if usage.used_bytes is not None else gate.held_bytes
+        return replace(usage, used_bytes=used_bytes, limit_bytes=gate.budget_bytes, limit_name="cold_bytes")
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()

@@ -12,111 +12,70 @@ from kvstore.errors import Closed, CorruptRecord, InvalidRequest
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, NamespaceId, RecordKey
 from kvstore.model.layout import Layout
-from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget
-from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.meters import Meters
-from kvstore.runtime.tracing import Tracing
-from kvstore.store.absent import AbsentKeys
-from kvstore.store.admission import check_header
-from kvstore.store.cold_admission import ColdAdmission
-from kvstore.store.finisher import Finisher
-from kvstore.store.journeys import Journeys, Noted
-from kvstore.store.limits import StoreLimits
-from kvstore.store.placement import UNKNOWN_BYTES, Presence
+from kvstore.store.context import StoreContext
+from kvstore.store.lookup import AbsentKeys
+from kvstore.store.namespaces import check_header
+from kvstore.store.placement import UNKNOWN_BYTES, Presence, slices_of
 from kvstore.store.recorder import Recorder
-from kvstore.store.slices import slices_of
-from kvstore.store.write_back import WriteBack
+from kvstore.store.retention.cold_admission import ColdAdmission
+from kvstore.store.write_back.finisher import Finisher
+from kvstore.store.write_back.pending_writes import EntryResult, PendingWrites
+from kvstore.store.write_back.queue import WriteBack
 from kvstore.tiers.base import PutOutcome, Tier
-from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.verify import open_off_loop
 
 __all__ = ["Saver", "verify_record"]
 
-_GIVE_BACK_S = 2.0
-_BROUGHT_TOGETHER = 256
+_RELEASE_S = 2.0
+_COPIED_TOGETHER = 256
 """Records that are queued before the event loop gets a turn."""
+_OUTCOMES = {outcome: SaveOutcome[outcome.name] for outcome in PutOutcome}
 
 
 class Saver:
     """Takes records in and passes them on to the tiers.
 
     Args:
-        memory: Where each goes first.
-        hot: The shared tier, if there is one.
-        cold: Where records are to end up, if there is such a tier.
-        pending: Records what is under way, so that others can finish it after a crash; used with a cold tier only.
-        recorder: The way to the catalog, if there is one.
+        pending: Records what is under way, so that other services can finish it after a crash; used with a cold tier
+            only. `None`: a crash loses it.
+        recorder: The way to the catalog; `None`: there is no catalog.
         check_open: Raises `Closed` when the store is closed.
         admission: Which saves that wait for memory alone the cold tier gets; `None`: all.
-        absent: Told of what is there again.
-        background: Owns the queues' tasks; ended by the caller, before `aclose`.
-        meters: Where to count.
-        limits: Bounds and times.
-        clock: For leases and deadlines.
-        tracing: Makes spans of what is written.
+        absent: Records that are saved are removed from it.
     """
 
     def __init__(
         self,
-        memory: MemoryTier,
-        hot: Tier | None,
-        cold: Tier | None,
+        context: StoreContext,
         *,
         pending: PendingLog | None,
         recorder: Recorder | None,
         check_open: Callable[[], None],
         admission: ColdAdmission | None,
         absent: AbsentKeys,
-        background: Background,
-        meters: Meters,
-        limits: StoreLimits,
-        clock: Clock,
-        tracing: Tracing | None = None,
     ) -> None:
-        self._tracing = tracing
-        self._memory = memory
-        self._hot = hot
-        self._cold = cold
+        self._memory = context.memory
+        self._hot = context.hot
+        self._cold = context.cold
         self._check_open = check_open
         self._admission = admission
         self._absent = absent
-        self._background = background
-        self._meters = meters
-        self._limits = limits
-        self._clock = clock
-        self._in_flight = ByteBudget(limits.save_bytes_in_flight)
-        log = pending if cold is not None else None
-        self._journeys = Journeys(log, hot, background=background, meters=meters, limits=limits, clock=clock)
-        self._queues = [(tier, self._queue(tier)) for tier in (hot, cold) if tier is not None]
-        self._bringing: set[asyncio.Task[None]] = set()
+        self._background = context.background
+        self._meters = context.meters
+        self._clock = context.clock
+        self._in_flight = ByteBudget(context.limits.save_bytes_in_flight)
+        log = pending if context.cold is not None else None
+        self._pending_writes = PendingWrites(log, context)
+        self._queues = [(tier, WriteBack(tier, self._pending_writes, context)) for tier in context.slower]
+        self._copies: set[asyncio.Task[None]] = set()
         self._finisher: Finisher | None = None
-        if log is not None and cold is not None:
+        if log is not None and context.cold is not None:
             self._finisher = Finisher(
-                log.other_owner(),
-                hot,
-                cold,
-                recorder=recorder,
-                journeys=self._journeys,
-                background=background,
-                meters=meters,
-                limits=limits,
-                clock=clock,
+                log.other_owner(), context.cold, context, recorder=recorder, pending_writes=self._pending_writes
             )
             self._finisher.start()
-
-    def _queue(self, tier: Tier) -> WriteBack:
-        return WriteBack(
-            tier,
-            self._journeys,
-            is_hot=tier is self._hot,
-            background=self._background,
-            meters=self._meters,
-            limits=self._limits,
-            clock=self._clock,
-            tracing=self._tracing,
-        )
 
     async def save(
         self, record: Record, layout: Layout, *, ack: Ack, retention: Retention, deadline: Deadline
@@ -135,7 +94,7 @@ class Saver:
             return SaveOutcome.EXISTS
         if record.num_bytes > self._in_flight.limit_bytes:
             return SaveOutcome.FULL
-        if awaited is not None and awaited is self._hot and self._journeys.is_over_limit:
+        if awaited is not None and awaited is self._hot and self._pending_writes.is_over_limit:
             return SaveOutcome.BUSY
         grant = self._in_flight.try_take(record.num_bytes)
         if grant is None:
@@ -146,7 +105,7 @@ class Saver:
             self._check_open()
             outcome = self.keep(record, awaited, retention)
             if awaited is not None and self._admission is not None:
-                self._bring_start(record, layout, self._admission)
+                self._copy_start(record, layout, self._admission)
             if awaited is not None and outcome is not SaveOutcome.FULL:
                 outcome = await self._write_through(record, awaited, retention, deadline)
         finally:
@@ -154,7 +113,7 @@ class Saver:
         return outcome
 
     def keep(self, record: Record, awaited: Tier | None = None, retention: Retention = Retention.NORMAL) -> SaveOutcome:
-        """Put a verified record into memory and queue it for the tiers that nobody waits for. Never suspends.
+        """Put a verified record into memory and queue it for the tiers that no caller waits for. Never suspends.
 
         Raises:
             Closed: The store is closed.
@@ -163,29 +122,32 @@ class Saver:
         if outcome is PutOutcome.STORED:
             self._absent.remove(record.key)
             if retention is not Retention.SHORT:
-                self._send_on(record, awaited)
+                self._queue_for_others(record, awaited)
         return _OUTCOMES[outcome]
 
-    def _send_on(self, record: Record, awaited: Tier | None) -> None:
-        """Queue a record for the tiers that nobody waits for; if the cold one does not get it, the hot may evict it."""
+    def _queue_for_others(self, record: Record, awaited: Tier | None) -> None:
+        """Queue a record for the tiers that no caller waits for; if the cold one does not get it, the hot may evict
+        it.
+        """
         is_declined = awaited is None and self._admission is not None and not self._admission.takes(record)
         for tier, queue in self._queues:
             if tier is not awaited and not (is_declined and tier is self._cold):
                 queue.offer(record, is_evictable=is_declined)
 
-    def bring(self, presence: Presence, indexes: Sequence[int]) -> None:
+    def copy_to_cold(self, presence: Presence, indexes: Sequence[int]) -> None:
         """Have the cold tier get what it lacks of some boundaries of a prompt, shortest prefix first: from memory, or
-        from the hot tier by any service that has time. Never waits; what finds no room is brought when seen again.
+        from the hot tier by any service that has time. Never waits; what does not fit into a queue is copied when it is
+        looked up again.
         """
-        task = self._background.spawn(self._bring_all(presence, indexes), "bringing what was seen again")
-        self._bringing.add(task)
-        task.add_done_callback(self._bringing.discard)
+        task = self._background.spawn(self._copy_all(presence, indexes), "copying what was looked up again")
+        self._copies.add(task)
+        task.add_done_callback(self._copies.discard)
 
-    async def _bring_all(self, presence: Presence, indexes: Sequence[int]) -> None:
+    async def _copy_all(self, presence: Presence, indexes: Sequence[int]) -> None:
         query, layout = presence.query, presence.layout
-        num_brought = 0
+        num_copied = 0
         for index in indexes:
-            boundary, wanted = query.boundaries[index], []
+            wanted = []
             for group in range(len(layout.groups)):
                 probe = (index, group)
                 in_hot, held = presence.hot.get(probe, 0), presence.memory.get(probe, 0)
@@ -194,57 +156,54 @@ class Saver:
                     (presence.key(probe, slice_), num_bytes, bool(in_hot >> slice_ & 1))
                     for slice_ in slices_of((in_hot | held) & ~presence.cold.get(probe, 0))
                 ]
-            self._bring(query.namespace, boundary, wanted)
-            num_brought += len(layout.groups) + len(wanted)
-            if num_brought >= _BROUGHT_TOGETHER:
-                num_brought = 0
+            self._copy(query.namespace, query.boundaries[index], wanted)
+            num_copied += len(layout.groups) + len(wanted)
+            if num_copied >= _COPIED_TOGETHER:
+                num_copied = 0
                 await asyncio.sleep(0)
 
-    def _bring_start(self, record: Record, layout: Layout, admission: ColdAdmission) -> None:
-        """Bring declined boundaries that a record needs to the cold tier too: a caller waits for the record."""
+    def _copy_start(self, record: Record, layout: Layout, admission: ColdAdmission) -> None:
+        """Copy declined boundaries that a record needs to the cold tier too: a caller waits for the record."""
+        in_hot, namespace = self._hot is not None, record.key.namespace
         for boundary in admission.needs(record):
             wanted = [
-                (
-                    RecordKey(record.key.namespace, boundary.prefix, group, slice_),
-                    record.num_bytes,
-                    self._hot is not None,
-                )
+                (RecordKey(namespace, boundary.prefix, group, slice_), record.num_bytes, in_hot)
                 for group, group_layout in enumerate(layout.groups)
                 for slice_ in range(group_layout.num_slices)
             ]
-            self._bring(record.key.namespace, boundary, wanted)
+            self._copy(namespace, boundary, wanted)
 
-    def _bring(self, namespace: NamespaceId, boundary: Boundary, wanted: Sequence[tuple[RecordKey, int, bool]]) -> None:
+    def _copy(self, namespace: NamespaceId, boundary: Boundary, wanted: Sequence[tuple[RecordKey, int, bool]]) -> None:
         """Queue records (key, estimated bytes, whether the hot tier may have it) of one boundary."""
         queue = next(queue for tier, queue in self._queues if tier is self._cold)
         queued = []
         for key, num_bytes, in_hot in wanted:
             if (record := self._memory.peek(key)) is not None:
                 queued.append(queue.offer(record))
-            elif in_hot and self._finisher is not None and key not in self._journeys:
-                queued.append(self._finisher.ask(PendingEntry(key, num_bytes, boundary.tokens)))
+            elif in_hot and self._finisher is not None and key not in self._pending_writes:
+                queued.append(self._finisher.request(PendingEntry(key, num_bytes, boundary.tokens)))
         self._meters.add("admitted_later_records", sum(queued))
         if all(queued) and self._admission is not None:
-            self._admission.brought(namespace, boundary.prefix)
+            self._admission.copied(namespace, boundary.prefix)
 
     async def _write_through(self, record: Record, tier: Tier, retention: Retention, deadline: Deadline) -> SaveOutcome:
         """Write to the tier that the caller waits for, its pending entry first."""
-        key, is_hot = record.key, tier is self._hot
-        self._journeys.begin(record, is_short=retention is Retention.SHORT, is_promise=is_hot)
+        key, is_hot, writes = record.key, tier is self._hot, self._pending_writes
+        writes.begin(record, is_short=retention is Retention.SHORT, is_promise=is_hot)
         is_there = may_be_there = False
         try:
-            noted = await self._journeys.note(key, deadline, is_hot=is_hot)
-            if noted is not Noted.YES:
-                return SaveOutcome.BUSY if noted is Noted.BUSY else SaveOutcome.FULL
+            result = await writes.write_entry(key, deadline, is_hot=is_hot)
+            if result is not EntryResult.WRITTEN:
+                return SaveOutcome.BUSY if result is EntryResult.BUSY else SaveOutcome.FULL
             may_be_there = True
             outcome = await tier.put(record, deadline=deadline)
             is_there = may_be_there = outcome is not PutOutcome.FULL
             if is_hot and is_there:
-                await self._journeys.confirm(key, outcome, deadline)
+                await writes.confirm(key, outcome, deadline)
             return _OUTCOMES[outcome]
         finally:
             in_cold, maybe_in_cold = not is_hot and is_there, not is_hot and may_be_there
-            self._journeys.end(key, in_hot=is_hot and may_be_there, in_cold=in_cold, maybe_in_cold=maybe_in_cold)
+            writes.end(key, in_hot=is_hot and may_be_there, in_cold=in_cold, maybe_in_cold=maybe_in_cold)
 
     def _tier_of(self, ack: Ack) -> Tier | None:
         """The slower tier that a save waits for; `None`: it waits for memory alone."""
@@ -255,7 +214,7 @@ class Saver:
             raise InvalidRequest(f"ack {ack.value} needs a {ack.value} tier, and this store has none", ack=ack.value)
         return tier
 
-    def promote_to_hot(self, record: Record) -> None:
+    def copy_to_hot(self, record: Record) -> None:
         """Copy a record that was read from the cold tier to the hot one, in the background."""
         for tier, queue in self._queues:
             if tier is self._hot:
@@ -266,27 +225,15 @@ class Saver:
         for _, queue in self._queues:
             queue.forget(key)
 
-    def describe(self) -> dict[str, dict[str, object]]:
-        """What waits, by tier."""
-        return {
-            tier.name: {
-                "records": len(queue),
-                "bytes": queue.used_bytes,
-                "failing": queue.failing,
-                "paused": queue.is_paused,
-            }
-            for tier, queue in self._queues
-        }
-
-    def queue_of(self, tier_name: str) -> WriteBack | None:
-        """The queue of one tier, if there is such a tier."""
-        return next((queue for tier, queue in self._queues if tier.name == tier_name), None)
+    def queues(self) -> dict[str, WriteBack]:
+        """The queue of each slower tier, by the tier's name."""
+        return {tier.name: queue for tier, queue in self._queues}
 
     def pause(self, tier_name: str, *, is_paused: bool) -> None:
-        """Pause or resume all writes to a tier in the background, others' write-backs included. Saves that wait for the
-        tier are written all the same.
+        """Pause or resume all writes to a tier in the background, including other services' write-backs. Saves that
+        wait for the tier are written all the same.
         """
-        queue = self.queue_of(tier_name)
+        queue = self.queues().get(tier_name)
         if queue is None:
             return
         if is_paused:
@@ -296,31 +243,20 @@ class Saver:
         if self._finisher is not None and self._cold is not None and self._cold.name == tier_name:
             self._finisher.is_paused = is_paused
 
-    def waiting(self) -> dict[str, tuple[int, int]]:
-        """Records that wait, and their bytes, by tier."""
-        return {tier.name: (len(queue), queue.used_bytes) for tier, queue in self._queues}
-
     async def drain(self, deadline: Deadline) -> int:
         """Wait until nothing is under way to the slower tiers, or until the deadline; returns how many records are."""
         left = 0
-        if self._bringing:
-            await asyncio.wait(self._bringing, timeout=deadline.remaining_s)
+        if self._copies:
+            await asyncio.wait(self._copies, timeout=deadline.remaining_s)
         for _, queue in self._queues:
             left += await queue.drain(deadline)
-        await self._journeys.drain(deadline)
+        await self._pending_writes.drain(deadline)
         return left
 
     async def aclose(self) -> None:
         """Release unfinished pending entries. The background tasks have ended."""
         with suppress(Closed):
-            await self._journeys.aclose(Deadline.after(_GIVE_BACK_S, self._clock))
-
-
-_OUTCOMES = {
-    PutOutcome.STORED: SaveOutcome.STORED,
-    PutOutcome.EXISTS: SaveOutcome.EXISTS,
-    PutOutcome.FULL: SaveOutcome.FULL,
-}
+            await self._pending_writes.aclose(Deadline.after(_RELEASE_S, self._clock))
 
 
 async def verify_record(record: Record) -> None:

@@ -20,42 +20,29 @@ from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
 from kvstore.runtime.budget import Shares, share_left
-from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.events import Events
-from kvstore.runtime.meters import Meters
-from kvstore.runtime.tracing import Tracing
-from kvstore.runtime.turns import PIECE, LongWork, Turns
-from kvstore.store.absence import AbsenceFinder
-from kvstore.store.absent import AbsentKeys
-from kvstore.store.admission import check_key, check_sizes
-from kvstore.store.catalog_lookup import CatalogLookup
-from kvstore.store.cold_admission import ColdAdmission
-from kvstore.store.explaining import Explainer
-from kvstore.store.lease_sweep import LeaseSweep
+from kvstore.runtime.instruments import Instruments
+from kvstore.runtime.turns import PIECE, LongWork
+from kvstore.store.context import StoreContext
+from kvstore.store.explain.absence import AbsenceFinder
+from kvstore.store.explain.explainer import Explainer
 from kvstore.store.leases import LeaseTable
 from kvstore.store.limits import StoreLimits
-from kvstore.store.manifests import Manifests
-from kvstore.store.offers import offers_of
-from kvstore.store.open_namespaces import OpenNamespaces
-from kvstore.store.operations import StoreOperations
-from kvstore.store.placement import UNKNOWN_BYTES, Presence
-from kvstore.store.policy_choice import PolicyChoice
-from kvstore.store.presence import PresenceFinder
-from kvstore.store.promotion import Promotion
+from kvstore.store.lookup import AbsentKeys, CatalogLookup, PresenceFinder
+from kvstore.store.namespaces import Manifests, OpenNamespaces, check_key
+from kvstore.store.placement import UNKNOWN_BYTES, Presence, offers_of
 from kvstore.store.recorder import Recorder
+from kvstore.store.retention import RetentionParts
 from kvstore.store.saving import Saver
-from kvstore.store.stage_run import Holding
-from kvstore.store.standing_orders import StandingOrders
+from kvstore.store.staging import Holding, Promotion
+from kvstore.store.upkeep.operations import StoreOperations
 from kvstore.tiers.base import Tier
 from kvstore.tiers.memory import MemoryTier
 
 __all__ = ["TieredStore"]
 
-_QUESTIONS_AT_ONCE = 64
-"""Questions to the slower tiers at a time, of a few thousand names at most; more of them wait their turn."""
-_ASIDE_SHARE = 1 / 16
-"""What a tenant may have put aside by its own word, as a share of its quota."""
+_QUARANTINE_SHARE = 1 / 16
+"""What a tenant may have quarantined by its own reports, as a share of its quota."""
 _ANSWER_S = 0.01
 """Reserved from a deadline for the answer itself, so that what has arrived is not lost to a late reply."""
 
@@ -63,26 +50,21 @@ _ANSWER_S = 0.01
 class TieredStore(PageStore):
     """Writes to memory, then in the background to the hot and the cold tier; reads from memory, then hot, then cold.
 
-    The tiers are the caller's: `aclose` leaves them open. A slower tier that is down costs hits, never an error.
+    The tiers stay the caller's: `aclose` leaves them open. A slower tier that is down costs hits, never an error.
 
     Args:
         memory: Where records are staged and leased.
-        hot: A shared, fast tier, if there is one.
-        cold: A large, slow tier, if there is one.
-        pending: Where write-backs are recorded, so that others can finish them if this process dies; stays the
-            caller's. Without it they are lost with the process.
-        recorder: The way to the catalog, if there is one.
-        choice: Told of every lookup, to choose the policy that retention follows.
-        admission: Told of every lookup; decides which saves that wait for memory alone the cold tier gets. `None`: all.
-        orders: Knows which weights are retired: nothing of theirs is found. `None`: none.
-        meters: Where to count.
-        events: What happened lately; the code that made the tiers adds to it.
+        hot: A shared, fast tier; `None`: there is none.
+        cold: A large, slow tier; `None`: there is none.
+        pending: Where write-backs are recorded, so that other services can finish them if this process dies; stays the
+            caller's. `None`: they are lost with the process.
+        recorder: The way to the catalog; `None`: there is no catalog.
+        retention: What decides which records the cold tier gets and keeps.
         limits: Every bound; by default stages may pin three quarters of the memory tier.
-        clock: For leases, pauses and the store's own deadlines.
-        tracing: Makes spans of what is written in the background.
+        instruments: The code that made the tiers adds to its events.
 
     Attributes:
-        operations: What operators may ask of it.
+        operations: What operators show, remove and control.
         work: Runs what takes long for a long prompt.
     """
 
@@ -94,102 +76,65 @@ class TieredStore(PageStore):
         *,
         pending: PendingLog | None = None,
         recorder: Recorder | None = None,
-        choice: PolicyChoice | None = None,
-        admission: ColdAdmission | None = None,
-        orders: StandingOrders | None = None,
-        meters: Meters | None = None,
-        events: Events | None = None,
+        retention: RetentionParts | None = None,
         limits: StoreLimits | None = None,
-        clock: Clock = SYSTEM_CLOCK,
-        tracing: Tracing | None = None,
+        instruments: Instruments | None = None,
     ) -> None:
-        self.meters = meters if meters is not None else Meters()
-        self.events = events if events is not None else Events(clock)
-        self.limits = limits = limits or StoreLimits(stage_bytes=memory.limit_bytes * 3 // 4)
-        check_sizes(self.limits.stage_bytes, memory.limit_bytes)
+        limits = limits or StoreLimits(stage_bytes=memory.limit_bytes * 3 // 4)
+        if limits.stage_bytes * 4 > memory.limit_bytes * 3:
+            raise InvalidRequest(
+                "the staging budget must be at most three quarters of the memory tier",
+                stage_bytes=limits.stage_bytes,
+                memory_bytes=memory.limit_bytes,
+            )
+        context = StoreContext(memory, hot, cold, limits, instruments or Instruments(), Background("store"))
+        parts = retention or RetentionParts()
+        self.limits = limits
+        self.meters, self.events = context.meters, context.instruments.events
+        self.work = LongWork("lookups")
+        self._context = context
         self._memory = memory
-        self._slower = tuple(tier for tier in (hot, cold) if tier is not None)
-        self._tier_names = [memory.name, *("" if tier is None else tier.name for tier in (hot, cold))]
-        self._clock = clock
-        self._background = Background("store")
-        self._aside = Shares(self.limits.aside_bytes)
-        self._namespaces = OpenNamespaces(self.limits.namespaces_max, clock, self.limits.description_bytes)
+        self._recorder = recorder
+        self._choice, self._admission, self._operator_rules = parts.choice, parts.admission, parts.operator_rules
+        self._quarantined = Shares(limits.quarantine_bytes)
+        self._namespaces = OpenNamespaces(limits.namespaces_max, context.clock, limits.description_bytes)
         memory.owner_of = self._namespaces.tenant_of
-        self._leases = LeaseTable(
-            memory, clock, lease_s=limits.lease_s, leases_max=limits.leases_max, records_max=limits.lease_records_max
-        )
-        self._absent = AbsentKeys(clock)
+        self._leases = LeaseTable(context)
+        self._absent = AbsentKeys(context.clock)
         self._saver = Saver(
-            memory,
-            hot,
-            cold,
+            context,
             pending=pending,
             recorder=recorder,
             check_open=self._check_open,
-            admission=admission,
+            admission=self._admission,
             absent=self._absent,
-            background=self._background,
-            meters=self.meters,
-            limits=self.limits,
-            clock=clock,
-            tracing=tracing,
         )
-        self._manifests = Manifests(
-            hot, cold, recorder, background=self._background, meters=self.meters, limits=self.limits, clock=clock
-        )
-        absence = AbsenceFinder(recorder.catalog, self._manifests) if recorder is not None else None
-        self._orders = orders
-        self._explainer = Explainer(absence, clock, self.meters, self._is_retired, background=self._background)
+        self._manifests = Manifests(context, recorder)
+        catalog = recorder.catalog if recorder is not None else None
+        absence = AbsenceFinder(catalog, self._manifests) if catalog is not None else None
+        catalog_lookup = CatalogLookup(catalog, context.instruments, self.work) if catalog is not None else None
+        self._explainer = Explainer(context, absence, self._is_retired)
         self.operations = StoreOperations(
-            memory,
-            hot,
-            cold,
+            context,
             manifests=self._manifests,
             explainer=self._explainer,
             saver=self._saver,
-            meters=self.meters,
-            orders=orders,
-            clock=clock,
+            operator_rules=self._operator_rules,
         )
-        self._recorder = recorder
-        self._choice = choice
-        self._admission = admission
-        self.work = LongWork("lookups")
-        self._finder = self._find_with(hot, cold)
+        self._finder = PresenceFinder(context, self._absent, self.work, catalog_lookup)
         self._promotion = Promotion(
-            memory,
-            hot,
-            cold,
+            context,
             absent=self._absent,
-            background=self._background,
-            meters=self.meters,
-            limits=self.limits,
-            clock=clock,
             work=self.work,
-            room_for=self._room_for,
-            on_cold_hit=self._saver.promote_to_hot,
+            free_for=self._leasable_bytes,
+            on_cold_hit=self._saver.copy_to_hot,
         )
-        self._sweep = LeaseSweep(self._leases, self._background, self.meters)
         self._closed = False
-
-    def _find_with(self, hot: Tier | None, cold: Tier | None) -> PresenceFinder:
-        catalog = self._recorder.catalog if self._recorder is not None else None
-        return PresenceFinder(
-            self._memory,
-            hot,
-            cold,
-            self._absent,
-            self.meters,
-            cold_probes=self.limits.cold_probes,
-            work=self.work,
-            questions=Turns(_QUESTIONS_AT_ONCE),
-            catalog=CatalogLookup(catalog, self.meters, self._clock, self.work) if catalog is not None else None,
-        )
 
     @property
     def slower(self) -> tuple[Tier, ...]:
         """The tiers below memory, the fastest first."""
-        return self._slower
+        return self._context.slower
 
     @property
     def arena(self) -> Arena | None:
@@ -203,9 +148,9 @@ class TieredStore(PageStore):
         namespace, layout = description.id, description.layout()
         for closed in self._namespaces.open(namespace, layout, description.tenant, len(description.canonical)):
             self._manifests.close(closed)
-        self._explainer.know(namespace, description.name)
-        if self._orders is not None:
-            self._orders.know(description)
+        self._explainer.name(namespace, description.name)
+        if self._operator_rules is not None:
+            self._operator_rules.know(description)
         if self._recorder is not None:
             self._recorder.register(namespace, layout, description.tenant)
         self._manifests.open(namespace, pack_manifest(description))
@@ -226,28 +171,30 @@ class TieredStore(PageStore):
             self._choice.observe(query, layout)
         presence = await self._find(query, layout, _leave_time(deadline))
         if self._admission is not None and (lacking := self._admission.seen(presence)):
-            self._saver.bring(presence, lacking)
-        found = await self.work.run(presence.num_cells, self._found, presence)
+            self._saver.copy_to_cold(presence, lacking)
+        found = await self.work.run(presence.num_cells, self._answer, presence)
         self.meters.add("lookups")
         self.meters.add("lookup_hits", found.resume_tokens > query.local_tokens)
         return found
 
     async def probe(self, query: PrefixQuery, *, deadline: Deadline) -> Lookup:
-        """As `lookup`, without side effects: nothing is counted, learnt or brought anywhere."""
+        """As `lookup`, without side effects: nothing is counted, learnt or copied."""
         presence = await self._find(query, self._layout_for(query), _leave_time(deadline))
-        return await self.work.run(presence.num_cells, self._found, presence)
+        return await self.work.run(presence.num_cells, self._answer, presence)
 
     async def _find(self, query: PrefixQuery, layout: Layout, deadline: Deadline) -> Presence:
-        """Where the records are, for a lookup. What hangs has stalled, however long the caller would wait: first the
-        catalog may, then the tiers. A long prompt takes longer.
+        """Where the records are, for a lookup. A tier that hangs has stalled, however long the caller would wait: first
+        the catalog may, then the tiers. A long prompt takes longer.
         """
         patience_s = 2 * self.limits.stall_timeout_s * (1 + len(query.boundaries) // PIECE)
         return await self._finder.find(query, layout, deadline.earlier(patience_s))
 
-    def _found(self, presence: Presence) -> Lookup:
+    def _answer(self, presence: Presence) -> Lookup:
         bits = presence.groups_present()
         resume_tokens = presence.resume_tokens(bits)
-        offers = offers_of(presence, resume_tokens, self._tier_names, bits)
+        places = (self._memory, self._context.hot, self._context.cold)
+        names = ["" if tier is None else tier.name for tier in places]
+        offers = offers_of(presence, resume_tokens, names, bits)
         return Lookup(resume_tokens, tuple(bits), offers, tuple(sorted(presence.silent)))
 
     async def stage(
@@ -263,10 +210,10 @@ class TieredStore(PageStore):
         if self._is_retired(query.namespace):
             return Staged(None, query.local_tokens, cut="weights_retired")
         tenant = self._namespaces.tenant_of(query.namespace)
-        if self._sweep.is_full(tenant):
+        if self._leases.refuses(tenant):
             return Staged(None, query.local_tokens, cut="node_memory")
         deadline = _leave_time(deadline)
-        # a tier that hangs during a lookup is as stalled as one that hangs during a read; a long prompt asks it often
+        # a tier that hangs during a lookup is as stalled as one that hangs during a read; a long prompt takes longer
         patience_s = self.limits.stall_timeout_s * (1 + len(query.boundaries) // PIECE)
         presence = await self._finder.find(query, layout, deadline.earlier(patience_s))
         holding = await self._promotion.stage(presence, deadline, progress)
@@ -277,7 +224,7 @@ class TieredStore(PageStore):
             raise Closed("the store was closed during the call")
         if holding.resume_tokens <= query.local_tokens:
             return Staged(None, query.local_tokens, cut=holding.cut)
-        if self._sweep.is_full(tenant, len(holding.pins)):  # other stages ended while this one ran
+        if self._leases.refuses(tenant, len(holding.pins)):  # other stages ended while this one ran
             self._promotion.drop(holding)
             return Staged(None, query.local_tokens, cut="node_memory")
         try:
@@ -298,7 +245,6 @@ class TieredStore(PageStore):
 
     def _lease(self, holding: Holding, owner: str, tenant: str) -> Staged:
         lease = self._leases.grant(holding.pins, owner, tenant)
-        self._sweep.go_on()
         self.meters.add("leases_granted")
         self.meters.add("served_bytes", holding.num_bytes)
         for source, count in holding.sources.items():
@@ -360,10 +306,11 @@ class TieredStore(PageStore):
         self._absent.add(key, self.limits.absent_s)
         self._saver.forget(key)
         failed = []
-        keeps = self._keeps_aside(key.namespace, sum(record.num_bytes for record in all_seen if record is not None))
-        for tier, seen in product((self._memory, *self._slower), all_seen):
+        num_bytes = sum(record.num_bytes for record in all_seen if record is not None)
+        may_quarantine = self._take_quarantine(key.namespace, num_bytes)
+        for tier, seen in product((self._memory, *self.slower), all_seen):
             try:
-                if keeps:
+                if may_quarantine:
                     await tier.quarantine(key, reason, seen=seen, deadline=deadline)
                 else:
                     await tier.delete(key, deadline=deadline)
@@ -371,25 +318,25 @@ class TieredStore(PageStore):
                 failed.append(tier.name)
                 self.meters.add("quarantine_failures", tier=tier.name)
         if failed:
-            raise Unavailable("a record could not be put aside in every tier", key=key, tiers=",".join(failed))
+            raise Unavailable("a record could not be quarantined in every tier", key=key, tiers=",".join(failed))
 
-    def _keeps_aside(self, namespace: NamespaceId, num_bytes: int) -> bool:
-        """Whether what a tenant calls bad is kept for people to look at, rather than removed: as long as the tenant has
-        its share of the room for that, and all of it together is little of the tenant's quota.
+    def _take_quarantine(self, namespace: NamespaceId, num_bytes: int) -> bool:
+        """Whether a record that a tenant reports bad is quarantined, so that operators can examine it, or deleted:
+        quarantined while the tenant has its share of the quarantine and that takes little of its quota.
         """
         tenant = self._namespaces.tenant_of(namespace)
-        num_bytes = (num_bytes or UNKNOWN_BYTES) * len(self._slower)
-        quota = self._orders.quotas.get(tenant) if self._orders is not None else None
+        num_bytes = (num_bytes or UNKNOWN_BYTES) * len(self.slower)
+        quota = self._operator_rules.quotas.get(tenant) if self._operator_rules is not None else None
         limit_bytes = quota.maximum_bytes if quota is not None else None
-        if limit_bytes is not None and self._aside.used_by(tenant) + num_bytes > limit_bytes * _ASIDE_SHARE:
+        if limit_bytes is not None and self._quarantined.used_by(tenant) + num_bytes > limit_bytes * _QUARANTINE_SHARE:
             return False
-        return self._aside.try_take(tenant, num_bytes)
+        return self._quarantined.try_take(tenant, num_bytes)
 
     def report(self, outcome: Outcome) -> None:
-        self._explainer.tell(outcome)
+        self._explainer.report(outcome)
 
     def explain_keys(self, reason: Callable[[str], str]) -> None:
-        """Have misses explained by keys: `reason` returns a word of `REASONS` for a tenant, or an empty one."""
+        """Have misses explained by keys: `reason` returns a key of `REASONS` for a tenant, or an empty text."""
         self._explainer.key_reason = reason
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
@@ -399,7 +346,7 @@ class TieredStore(PageStore):
     async def status(self, *, deadline: Deadline, tenant: str = "") -> Mapping[str, object]:
         self._check_open()
         deadline = _leave_time(deadline)
-        tiers = await asyncio.gather(*(self._tier_status(tier, deadline) for tier in (self._memory, *self._slower)))
+        tiers = await asyncio.gather(*(self._tier_status(tier, deadline) for tier in (self._memory, *self.slower)))
         if tenant:
             return self._status_for(tenant, tiers)
         return {
@@ -411,7 +358,15 @@ class TieredStore(PageStore):
                 "expired": self._leases.num_expired,
                 "pinned_bytes": self._memory.pinned_bytes,
             },
-            "write_back": self._saver.describe(),
+            "write_back": {
+                name: {
+                    "records": len(queue),
+                    "bytes": queue.used_bytes,
+                    "failing": queue.failing,
+                    "paused": queue.is_paused,
+                }
+                for name, queue in self._saver.queues().items()
+            },
             "admission": self._admission.rules() if self._admission is not None else {},
             "counters": self.meters.snapshot(),
             "recent": self._explainer.recent(),
@@ -451,20 +406,20 @@ class TieredStore(PageStore):
             return
         self._closed = True
         try:
-            await self.drain(Deadline.after(self.limits.drain_timeout_s, self._clock))
+            await self.drain(Deadline.after(self.limits.drain_timeout_s, self._context.clock))
         finally:
-            await self._background.aclose()
+            await self._context.background.aclose()
             await self._saver.aclose()
             self._leases.release_all()
             self.work.close()
 
-    def _room_for(self, namespace: NamespaceId) -> int:
+    def _leasable_bytes(self, namespace: NamespaceId) -> int:
         """How many bytes more may be leased now to the tenant of a namespace."""
         tenant, memory = self._namespaces.tenant_of(namespace), self._memory
         return share_left(self.limits.stage_bytes, memory.pinned_bytes, memory.pinned_by[tenant], tenant=tenant)
 
     def _is_retired(self, namespace: NamespaceId) -> bool:
-        return self._orders is not None and self._orders.hides(namespace)
+        return self._operator_rules is not None and self._operator_rules.is_retired(namespace)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -474,12 +429,12 @@ class TieredStore(PageStore):
         """The layout for a query.
 
         Raises:
-            InvalidRequest: The prompt has too many boundaries for so many groups.
+            InvalidRequest: The prompt has too many boundaries for the number of groups.
         """
         layout = self._layout(query.namespace)
         if len(query.boundaries) * len(layout.groups) > MAX_POINTS:
             raise InvalidRequest(
-                "the prompt has too many boundaries for a layout of so many groups",
+                "the prompt has too many boundaries for the number of groups of its layout",
                 field="boundaries",
                 expected=f"at most {MAX_POINTS // len(layout.groups)}",
                 seen=len(query.boundaries),

@@ -12,8 +12,8 @@ import pytest
 from kvstore.errors import Unavailable
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.encrypted import EncryptedStore
-from kvstore.store.key_ring import watch_keys
+from kvstore.store.encryption.encrypted import EncryptedStore
+from kvstore.store.encryption.key_ring import watch_keys
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.keys import write_keys

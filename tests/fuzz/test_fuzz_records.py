@@ -17,7 +17,7 @@ from kvstore.format.manifest import pack_manifest, parse_manifest
 from kvstore.format.names import format_name, parse_name
 from kvstore.format.record import MAX_RECORD_BYTES, open_record
 from kvstore.model.keys import RecordKey
-from kvstore.store.admission import check_header
+from kvstore.store.namespaces import check_header
 from kvstore.testing.prompts import HYBRID, describe
 from kvstore.testing.records import make_key, make_record
 from kvstore.tiers.verify import open_or_reason

@@ -12,10 +12,10 @@ import boto3
 from redis import Redis
 
 from kvstore.api import Ack, SaveOutcome, Staged
-from kvstore.compose_encryption import open_served_store
+from kvstore.compose import open_served_store
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import load_settings
-from kvstore.store.encrypted import EncryptedStore
+from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.servers import CephRgw, RedisServer

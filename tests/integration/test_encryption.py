@@ -16,7 +16,7 @@ import pytest
 
 from kvstore.api import Ack, Outcome, SaveOutcome
 from kvstore.client import EmbeddedOptions, connect
-from kvstore.compose_encryption import open_served_store
+from kvstore.compose import open_served_store
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.encrypted import ENCRYPTION_BYTES, encrypt_record
 from kvstore.format.record import HEADER_BYTES, seal
@@ -24,7 +24,7 @@ from kvstore.model.keys import RecordKey
 from kvstore.service.authentication import Credentials
 from kvstore.service.server import Server
 from kvstore.settings import load_settings
-from kvstore.store.encrypted import EncryptedStore
+from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.testing.keys import tenant_key, write_keys
 from kvstore.tiers.base import PutOutcome
 from kvstore.wire.address import parse_address

@@ -370,7 +370,7 @@ async def test_tenants_see_their_own(tmp_path: Path) -> None:
             await tenant.status(deadline=soon())  # behind it on the same connection: it has arrived
         blue: Any = await client(tokens["blue"]).explain("", deadline=soon())
         assert [one["request"] for one in blue["requests"]] == ["of blue"]
-        with pytest.raises(InvalidRequest, match="no such request"):
+        with pytest.raises(InvalidRequest, match="unknown request"):
             await client(tokens["blue"]).explain("of red", deadline=soon())
         assert (await client(tokens["blue"]).explain("of blue", deadline=soon()))["reason"] == "nothing_stored"
         everything: Any = await client(None).explain("", deadline=soon())
@@ -426,7 +426,7 @@ async def test_one_tenants_requests_do_not_push_out_anothers() -> None:
             if number == 100:
                 store.report(Outcome("blue", None, 100, 0, 0, 0, "mode", tenant="blue"))
         assert (await store.explain("blue", deadline=soon(), tenant="blue"))["request"] == "blue"
-        with pytest.raises(InvalidRequest, match="no such request"):
+        with pytest.raises(InvalidRequest, match="unknown request"):
             await store.explain("red 100", deadline=soon(), tenant="red")
         everything: Any = await store.explain("", deadline=soon(), tenant=None)
         assert [one["request"] for one in everything["requests"][:2]] == ["red 4999", "red 4998"]

@@ -11,7 +11,7 @@ import pytest
 from redis import Redis
 
 from connector.scheduler.facts import PromptFacts
-from kvstore.store import retention
+from kvstore.store.retention import owner
 from kvstore.testing.faulty_proxy import FaultyProxy
 from kvstore.testing.servers import RedisServer, redis_server
 from tests.integration.test_explain import TOKENS, Engine, directory, engine, on_redis, soon
@@ -29,7 +29,7 @@ def tombstones(at: Engine) -> int:
 
 def test_expired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody asked for it as long as `cold_unused_s` says: it left, and that is why."""
-    monkeypatch.setattr(retention, "_FRESH_S", 1)  # what is younger than ten seconds is spared otherwise
+    monkeypatch.setattr(owner, "_FRESH_S", 1)  # what is younger than ten seconds is spared otherwise
     with engine(directory(tmp_path, cold_unused_s=1.0), tmp_path) as at:
         at.keep("prompt")
         eventually(lambda: tombstones(at) >= 3, seconds=15.0)
@@ -116,7 +116,7 @@ def test_gone(tmp_path: Path) -> None:
         assert ask_and(at, proxy, "a", empty) == 0
         told = at.explain("a")
         assert (told["result"], told["reason"]) == ("miss", "gone")
-        assert "not there any more" in told["why"]
+        assert "no longer stored" in told["why"]
 
 
 def test_gone_and_it_is_known_why(tmp_path: Path) -> None:

@@ -246,5 +246,5 @@ async def test_the_doctor_names_what_to_do(service: Service) -> None:
     found = await doctor(service)
     assert "1,501 records were computed in the last 5 minutes, but not saved" in found.seen
     assert "(save_busy 1,500, save_stopped 1)" in found.seen
-    assert "save_busy: leave processor time" in found.fix and "save_stopped: end engines by SIGTERM" in found.fix
+    assert "save_busy: leave processor time" in found.fix and "save_stopped: stop engines with SIGTERM" in found.fix
     assert '"pinned_bytes":"308MiB"' in found.fix

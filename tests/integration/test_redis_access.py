@@ -14,6 +14,7 @@ from kvstore.catalog.redis.catalog import RedisCatalog
 from kvstore.compose import open_catalog, open_store
 from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import ATTENTION, Prompt
@@ -115,7 +116,7 @@ async def test_a_store_over_it(tls: TlsRedis, tmp_path: Path) -> None:
         }
     )
     prompt, meters = Prompt(ATTENTION, "behind TLS", 128), Meters()
-    async with open_store(settings, meters=meters) as store, open_catalog(settings) as catalog:
+    async with open_store(settings, Instruments(meters=meters)) as store, open_catalog(settings) as catalog:
         assert isinstance(catalog, RedisCatalog)
         await catalog.clear(deadline=Deadline.after(10))
         await store.open_namespace(prompt.description, deadline=Deadline.after(10))
@@ -132,7 +133,7 @@ async def test_a_store_over_it(tls: TlsRedis, tmp_path: Path) -> None:
 
 
 async def test_settings_of_a_server_that_need_a_change(caplog: pytest.LogCaptureFixture) -> None:
-    """A Redis that may evict anything, and is small, is told at start with the command that helps; the store works."""
+    """A Redis that may evict anything, and is small, is a warning at start with the command that helps."""
     with redis_server(maxmemory_bytes=64 << 20, arguments=("--maxmemory-policy", "allkeys-lru")) as server:
         settings = load_settings({"memory_bytes": "16MiB", "cold": "memory:", "hot": server.url})
         async with open_store(settings):

@@ -100,7 +100,7 @@ async def _stage_all(settings: Settings, prompts: list[Prompt]) -> list[int]:
             found = await store.lookup(prompt.query(), deadline=soon())
             staged = await store.stage(prompt.query(), deadline=soon())
             assert staged.resume_tokens == found.resume_tokens
-            assert staged.lease is not None and staged.sources.keys() == {store._tier_names[2]}
+            assert staged.lease is not None and staged.sources.keys() == {store.slower[-1].name}
             expected = {record.key: record for record in prompt.records()}
             for key in staged.keys:
                 assert (await store.load(staged.lease, key, deadline=soon())).data == expected[key].data
@@ -166,7 +166,7 @@ def test_what_redis_forgot_is_found_again(
 
 KILLED = """
 import os, signal, sys
-import kvstore.store.reindexing as reindexing
+import kvstore.store.upkeep.reindexing as reindexing
 from kvstore.cli.main import main
 from kvstore.cli.reindex import SavedProgress
 
@@ -219,7 +219,7 @@ def test_a_killed_reindex_goes_on(
         [],
         [f"{hot}: continues an interrupted run of 100 records"],
         [
-            f"{hot}: done already, by an interrupted run",
+            f"{hot}: an interrupted run finished it",
             f"{settings.cold}: continues an interrupted run of 100 records",
         ],
     ]

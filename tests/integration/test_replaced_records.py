@@ -18,7 +18,7 @@ from kvstore.format.record import Record
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings, load_settings
-from kvstore.store.reindexing import reindex_level
+from kvstore.store.upkeep.reindexing import reindex_level
 from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
 from kvstore.tiers.base import PutOutcome

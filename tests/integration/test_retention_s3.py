@@ -21,6 +21,7 @@ from kvstore.model.kinds import FullAttention, Recurrent
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
 from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import Prompt
@@ -124,7 +125,9 @@ async def test_ten_times_the_budget_is_written(place: dict[str, str | int], num_
 
     async with AsyncExitStack() as stack:
         catalog = await stack.enter_async_context(open_catalog(settings, clock=CLOCK))
-        stores = [await stack.enter_async_context(open_store(settings, clock=CLOCK)) for _ in range(num_services)]
+        stores = [
+            await stack.enter_async_context(open_store(settings, Instruments(clock=CLOCK))) for _ in range(num_services)
+        ]
         for store in stores:
             await store.open_namespace(kept.description, deadline=soon())
         await write(stores[0], [paid, kept], _nothing)

@@ -23,6 +23,7 @@ from kvstore.client.remote import RemoteStore
 from kvstore.compose import open_store
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
 from kvstore.service.server import Server
 from kvstore.service.tracing import OtelTracing, open_tracing
 from kvstore.settings import load_settings
@@ -77,7 +78,7 @@ async def service(folder: Path, spans: Spans | None, **flags: object) -> AsyncIt
     settings = load_settings(
         {"listen": f"unix:{folder / 's'}", "memory_bytes": "16MiB", "stall_timeout_ms": 20000, **flags}
     )
-    async with open_store(settings, tracing=tracing) as store:
+    async with open_store(settings, Instruments(tracing=tracing)) as store:
         server = Server(store, tracing=tracing)
         try:
             await server.listen([settings.listen])

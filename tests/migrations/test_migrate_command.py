@@ -18,15 +18,14 @@ from kvstore.api import Ack
 from kvstore.catalog.entry import Level
 from kvstore.cli.main import main
 from kvstore.cli.migrate import open_runner
-from kvstore.compose import open_catalog, open_tier
-from kvstore.compose_encryption import open_served_store
+from kvstore.compose import open_catalog, open_served_store, open_tier
 from kvstore.errors import Unavailable, UnsupportedFormat
 from kvstore.format.manifest import STORE_VERSION, STORE_VERSION_PLACE, pack_store_version
 from kvstore.format.names import manifest_name
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings, load_settings
-from kvstore.store.encrypted import EncryptedStore
+from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.testing.keys import tenant_key, write_keys
 from kvstore.testing.prompts import HYBRID, Prompt
 from migrations.copying import Progress
@@ -375,7 +374,7 @@ async def test_a_directory_that_a_service_has_is_left_to_it(keys: Path, capsys: 
 
 def test_the_step_of_keys_is_pure(keys: Path) -> None:
     """It tells apart records that are current, foreign and forged, and compares an old record with its new one."""
-    from kvstore.store.key_ring import watch_keys
+    from kvstore.store.encryption.key_ring import watch_keys
 
     record = PROMPT.records()[0]
     write_keys(keys, [("red", 2, 2), ("red", 0, 0)])

@@ -21,12 +21,11 @@ from redis.asyncio import Redis
 
 from kvstore.api import Ack, SaveOutcome
 from kvstore.catalog.entry import Level
-from kvstore.compose import open_catalog, open_tier
-from kvstore.compose_encryption import open_served_store
+from kvstore.compose import open_catalog, open_served_store, open_tier
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings, load_settings
-from kvstore.store.encrypted import EncryptedStore
+from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.testing.keys import tenant_key, write_keys
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import CephRgw, RedisServer

@@ -12,8 +12,8 @@ import pytest
 from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.model.kinds import FullAttention, Recurrent
 from kvstore.model.layout import GroupLayout, Layout
-from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.store.limits import StoreLimits
 from kvstore.store.recorder import Recorder
@@ -63,10 +63,12 @@ async def test_no_lookup_holds_the_event_loop(
     if place != "memory":
         cold = await FilesystemTier.open(tmp_path / "records", budget_bytes=1 << 30)
     if place == "catalog":
-        recorder = Recorder(await SqliteCatalog.open(tmp_path / "catalog"), meters, SYSTEM_CLOCK)
+        recorder = Recorder(await SqliteCatalog.open(tmp_path / "catalog"), Instruments(meters=meters))
         await recorder.catalog.set_complete(True, deadline=deadline)
     limits = StoreLimits(stage_bytes=64 << 20, stall_timeout_s=30.0)
-    store = TieredStore(MemoryTier(128 << 20), None, cold, recorder=recorder, meters=meters, limits=limits)
+    store = TieredStore(
+        MemoryTier(128 << 20), None, cold, recorder=recorder, limits=limits, instruments=Instruments(meters=meters)
+    )
     await store.open_namespace(prompt.description, deadline=deadline)
     for record in prompt.records(range(layout.page_tokens, layout.page_tokens * 3, layout.page_tokens)):
         await store.save(record, deadline=deadline)

@@ -50,8 +50,8 @@ async def test_every_file_is_its_users_alone(tmp_path: Path, was_lax: bool) -> N
             for record in prompt.records():
                 await store.save(record, deadline=soon())
             await store.inner.drain(soon()) if hasattr(store, "inner") else await store.drain(soon())
-            assert store.operations.orders is not None
-            await store.operations.orders.set_quota("red", Quota(0, 1 << 20), deadline=soon())
+            assert store.operations.operator_rules is not None
+            await store.operations.operator_rules.set_quota("red", Quota(0, 1 << 20), deadline=soon())
             seen = modes(folder)
             if was_lax and run == 0:
                 for name in seen:

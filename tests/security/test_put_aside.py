@@ -13,11 +13,11 @@ from kvstore.api import SaveOutcome
 from kvstore.catalog.coordination import OPERATOR_RULES, FileTextStore
 from kvstore.eviction.holdings import Quota
 from kvstore.format.names import format_name
-from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.meters import Meters
+from kvstore.runtime.instruments import Instruments
 from kvstore.store.limits import StoreLimits
-from kvstore.store.standing_orders import StandingOrders
+from kvstore.store.retention import RetentionParts
+from kvstore.store.retention.operator_rules import OperatorRules
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import make_record
@@ -59,11 +59,17 @@ async def test_discarding_good_records_stores_nothing_past_the_quota(
 ) -> None:
     """A tenant with a quota of 2 MiB saves 80 records, 16 MB, and calls each of them bad: what is kept of them is
     little of its quota, and none is served any more."""
-    orders = StandingOrders(
-        FileTextStore(tmp_path, OPERATOR_RULES), {"red": Quota(0, QUOTA_BYTES)}, meters=Meters(), clock=SYSTEM_CLOCK
+    operator_rules = OperatorRules(
+        FileTextStore(tmp_path, OPERATOR_RULES), {"red": Quota(0, QUOTA_BYTES)}, Instruments()
     )
     async with tier_of(place, tmp_path, shared_redis) as cold:
-        store = TieredStore(MemoryTier(64 << 20), None, cold, orders=orders, limits=StoreLimits(stage_bytes=32 << 20))
+        store = TieredStore(
+            MemoryTier(64 << 20),
+            None,
+            cold,
+            limits=StoreLimits(stage_bytes=32 << 20),
+            retention=RetentionParts(operator_rules=operator_rules),
+        )
         prompt = Prompt(ATTENTION, "mine", 40 * 64, payload_bytes=RECORD_BYTES, tenant="red", model=f"aside {place}")
         await store.open_namespace(prompt.description, deadline=soon())
         records = prompt.records()
@@ -102,9 +108,9 @@ async def test_damaged_files_count_and_are_bounded(tmp_path: Path) -> None:
         assert await tier.get(record.key, deadline=soon()) is None
         most_bytes = max(most_bytes, folder_bytes(tmp_path / "quarantine"))
     assert tier.num_quarantined == 120
-    aside_bytes = folder_bytes(tmp_path / "quarantine")
-    assert 0 < aside_bytes <= most_bytes <= BUDGET_BYTES / 16
-    assert (await tier.usage(deadline=soon())).used_bytes == aside_bytes
+    quarantine_bytes = folder_bytes(tmp_path / "quarantine")
+    assert 0 < quarantine_bytes <= most_bytes <= BUDGET_BYTES / 16
+    assert (await tier.usage(deadline=soon())).used_bytes == quarantine_bytes
     while len([entry async for entry in tier.scan()]) < 80:
         number += 1
         await tier.put(make_record(number, payload_bytes=90_000), deadline=soon())
@@ -116,5 +122,5 @@ async def test_damaged_files_count_and_are_bounded(tmp_path: Path) -> None:
     await tier.aclose()
     again = await FilesystemTier.open(tmp_path, budget_bytes=BUDGET_BYTES)
     usage = await again.usage(deadline=soon())
-    assert usage.used_bytes is not None and aside_bytes < usage.used_bytes <= BUDGET_BYTES
+    assert usage.used_bytes is not None and quarantine_bytes < usage.used_bytes <= BUDGET_BYTES
     await again.aclose()

@@ -54,7 +54,7 @@ class ServiceWatch:
             "bytes of reads": store._promotion._in_flight.used_bytes,
             "stages": len(store._promotion._runs),
             "flights": len(store._promotion._flights),
-            "records under way": len(store._saver._journeys),
+            "records under way": len(store._saver._pending_writes),
             **{f"bytes for {tier.name}": queue.used_bytes for tier, queue in store._saver._queues},
             **{f"reads of {name}": gate.num_running for name, gate in store._promotion._gates.items()},
             "changes to tell": len(self._service.recorder),

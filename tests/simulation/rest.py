@@ -10,7 +10,7 @@ from kvstore.catalog.entry import EntryShape, Level
 from kvstore.errors import KVStoreError
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.reindexing import reindex_level
+from kvstore.store.upkeep.reindexing import reindex_level
 from kvstore.testing.prompts import Prompt
 from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES
 from tests.simulation.process import Process
@@ -124,12 +124,12 @@ def under_way(cluster: SimulatedCluster) -> str:
         if not service.is_open:
             return f"{service.name} is not there"
         saver = service.store._saver
-        num_asked = saver._finisher.num_asked if saver._finisher is not None else 0
+        num_requests = len(saver._finisher._requests) if saver._finisher is not None else 0
         if (
-            saver._bringing
-            or len(saver._journeys)
+            saver._copies
+            or len(saver._pending_writes)
             or any(len(queue) for _, queue in saver._queues)
-            or num_asked
+            or num_requests
             or len(service.recorder)
         ):
             return f"{service.name} is not done"

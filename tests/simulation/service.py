@@ -13,16 +13,16 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
-from kvstore.store.catalogued import CataloguedTier
-from kvstore.store.cold_admission import ColdAdmission
 from kvstore.store.limits import StoreLimits
-from kvstore.store.policy_choice import AutoChoice, candidates_of
-from kvstore.store.recorder import Recorder
-from kvstore.store.reindexing import mark_if_empty
-from kvstore.store.retention import Retention
-from kvstore.store.retention_rules import RetentionRules, shares
-from kvstore.store.room import Room
+from kvstore.store.recorder import CataloguedTier, Recorder
+from kvstore.store.retention import RetentionParts
+from kvstore.store.retention.backpressure import BudgetGate
+from kvstore.store.retention.cold_admission import ColdAdmission
+from kvstore.store.retention.owner import RetentionOwner
+from kvstore.store.retention.plan import RetentionRules, shares
+from kvstore.store.retention.policy_choice import PolicyChoice, candidates_of
 from kvstore.store.tiered import TieredStore
+from kvstore.store.upkeep.reindexing import mark_if_empty
 from kvstore.testing.dict_pending import DictPendingLog
 from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.memory import MemoryTier
@@ -106,6 +106,7 @@ class Service:
 
     async def _open(self) -> None:
         deployment, clock, meters, stack = self._deployment, self._deployment.clock, self.meters, self._stack
+        instruments = Instruments(clock, meters)
         # no arena: its memory is warmed by a thread, and records this small never stand in it
         self.memory = MemoryTier(self.sizes.memory_bytes)
         stack.push_async_callback(self.memory.aclose)
@@ -116,30 +117,28 @@ class Service:
             deployment.books.pending, lease_s=self.sizes.pending_lease_s, clock=clock, ask=self.to_redis
         )
         catalog = SimulatedRedisCatalog(deployment.books, clock=clock, ask=self.to_redis)
-        self.recorder = Recorder(catalog, meters, clock)
+        self.recorder = Recorder(catalog, instruments)
         stack.push_async_callback(self.recorder.aclose)
         background = Background("catalog")
         stack.push_async_callback(background.aclose)
         self.reconciler = Reconciler(catalog, meters, period_s=LOOK_S, clock=clock)  # type: ignore[arg-type]
         background.spawn(self.reconciler.run(), "reconcile")
         rule = self.sizes.admission
-        own_rule, below = AdmitAll.name if rule == AUTO else rule, self.recorder.below
-        admission = ColdAdmission(own_rule, meters=meters, clock=clock, below=below)
-        choice, room = AutoChoice(candidates_of(AUTO, rule), admission), None
+        own_rule = AdmitAll.name if rule == AUTO else rule
+        admission = ColdAdmission(own_rule, instruments, self.recorder.parent_of)
+        choice, budget_gate = PolicyChoice(candidates_of(AUTO, rule), admission), None
         if (budget_bytes := self.sizes.cold_bytes) is not None:
             start, stop = shares(budget_bytes)
-            room = Room(budget_bytes, int(budget_bytes * start), clock, is_shared=True)
-            retention = Retention(
+            budget_gate = BudgetGate(budget_bytes, int(budget_bytes * start), clock, is_shared=True)
+            retention = RetentionOwner(
                 cold,
-                Level.COLD,
                 catalog,
                 catalog.ownership(OWNER_LEASE_S),
                 RetentionRules(budget_bytes=budget_bytes, start_share=start, stop_share=stop),
                 choice=choice,
-                meters=meters,
-                clock=clock,
+                instruments=instruments,
                 num_refused=lambda: self.recorder.num_refused,
-                room=room,
+                budget_gate=budget_gate,
             )
             stack.push_async_callback(retention.aclose)
             retention.start()
@@ -148,14 +147,12 @@ class Service:
         self.store = self._store_class(
             self.memory,
             CataloguedTier(hot, Level.HOT, self.recorder),
-            CataloguedTier(cold, Level.COLD, self.recorder, room),
+            CataloguedTier(cold, Level.COLD, self.recorder, budget_gate),
             pending=pending,
             recorder=self.recorder,
-            choice=choice,
-            admission=admission,
-            meters=meters,
             limits=self.sizes.limits,
-            clock=clock,
+            retention=RetentionParts(choice=choice, admission=admission),
+            instruments=instruments,
         )
         stack.push_async_callback(self.store.aclose)
         self.is_open = True

@@ -13,11 +13,11 @@ from kvstore.errors import KVStoreError
 from kvstore.format.record import Record, read_record, verify_payload
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.cold_admission import ColdAdmission
 from kvstore.store.leases import LeaseTable
+from kvstore.store.retention.cold_admission import ColdAdmission
 from kvstore.store.saving import Saver
 from kvstore.store.tiered import TieredStore
-from kvstore.store.write_back import WriteBack
+from kvstore.store.write_back.queue import WriteBack
 from tests.simulation import tiers
 from tests.simulation.cluster import simulate
 from tests.simulation.oracle import Violation
@@ -41,7 +41,7 @@ class HastyStore(TieredStore):
                 await super(HastyStore, self).save(record, ack=ack, retention=retention, deadline=deadline)
 
         verify_payload(record)
-        self._background.spawn(later(), "a save")
+        self._context.background.spawn(later(), "a save")
         return SaveOutcome.STORED
 
 
@@ -123,8 +123,8 @@ def test_a_rule_that_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_seen_again_and_not_brought(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was declined stays where it is, however often it is seen."""
 
-    def bring(self: Saver, *about: object) -> None:
+    def copy_to_cold(self: Saver, *about: object) -> None:
         pass
 
-    monkeypatch.setattr(Saver, "bring", bring)
+    monkeypatch.setattr(Saver, "copy_to_cold", copy_to_cold)
     assert "seen again and again" in first_violation()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.compose import open_store, store_limits
+from kvstore.compose import open_store
+from kvstore.compose.store import store_limits
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import load_settings

@@ -23,8 +23,8 @@ from kvstore.service.admin.data_loop import CALL_S, DataLoop
 from kvstore.service.admin.problems import Refused
 from kvstore.service.authentication import Grant
 from kvstore.settings import Settings
-from kvstore.store.operations import StoreOperations
-from kvstore.store.standing_orders import WEIGHTS_FIELD
+from kvstore.store.retention.operator_rules import WEIGHTS_FIELD
+from kvstore.store.upkeep.operations import StoreOperations
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import RedisLocation
 

@@ -21,10 +21,10 @@ from kvstore.service.admin.data_loop import CALL_S, DataLoop
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, NAMESPACE_PATTERN, NamespaceText, namespace_id
 from kvstore.service.admin.port import Administered
 from kvstore.service.authentication import Grant
-from kvstore.store.encrypted import EncryptedStore
-from kvstore.store.key_ring import Generation
-from kvstore.store.operations import StoreOperations, TierState
-from kvstore.store.standing_orders import StandingOrders
+from kvstore.store.encryption.encrypted import EncryptedStore
+from kvstore.store.encryption.key_ring import Generation
+from kvstore.store.retention.operator_rules import OperatorRules
+from kvstore.store.upkeep.operations import StoreOperations, TierState
 
 __all__ = ["AdminContext", "Context", "NamedNamespace", "QueriedNamespace"]
 
@@ -60,15 +60,15 @@ class AdminContext:
         return self.service.store.operations
 
     @property
-    def rules(self) -> StandingOrders:
+    def rules(self) -> OperatorRules:
         """Quotas and retired weights that operators have set for all services.
 
         Raises:
             Unavailable: The service has no place to keep them.
         """
-        if self.operations.orders is None:
+        if self.operations.operator_rules is None:
             raise Unavailable(NO_CATALOG)
-        return self.operations.orders
+        return self.operations.operator_rules
 
     def generations(self, tenant: str) -> Sequence[Generation]:
         """The keys under whose names a tenant's records are stored, the current one first; `None`: plain names."""
@@ -89,7 +89,7 @@ class AdminContext:
 
     def is_retired(self, namespace: Namespace) -> bool:
         """Whether nothing of a namespace is served, because its weights are retired."""
-        rules = self.operations.orders
+        rules = self.operations.operator_rules
         return rules is not None and rules.are_retired(namespace.description.tenant, namespace.weights_id)
 
     async def memory_sizes(self, keys: Sequence[RecordKey]) -> list[int | None]:

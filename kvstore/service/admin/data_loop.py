@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from kvstore.errors import Unavailable
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.operations import PIECE_RECORDS_MAX
+from kvstore.store.upkeep.operations import PIECE_RECORDS_MAX
 
 __all__ = ["CALL_S", "DataLoop"]
 

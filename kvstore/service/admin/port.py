@@ -23,7 +23,7 @@ from kvstore.service.authentication import Credentials
 from kvstore.service.history import History, Watcher
 from kvstore.service.server import Server
 from kvstore.settings import Settings
-from kvstore.store.encrypted import EncryptedStore
+from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.store.tiered import TieredStore
 from kvstore.wire.address import TcpAddress
 from kvstore.wire.tls import ServerTls

@@ -12,7 +12,7 @@ import uvicorn
 import uvloop
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvstore.compose_retention import open_job_book
+from kvstore.compose import open_job_book
 from kvstore.errors import KVStoreError
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK

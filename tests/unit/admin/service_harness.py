@@ -14,7 +14,7 @@ import httpx
 
 from kvstore.api import Ack, PrefixQuery
 from kvstore.catalog.base import Catalog
-from kvstore.compose_encryption import open_served_store
+from kvstore.compose import open_served_store
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.record import seal
 from kvstore.model.keys import Boundary, RecordKey
@@ -23,7 +23,7 @@ from kvstore.service.admin.port import Administered, AdminPort, admin_port
 from kvstore.service.authentication import CredentialsFile
 from kvstore.service.server import Server
 from kvstore.settings import load_settings
-from kvstore.store.encrypted import EncryptedStore
+from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.store.recorder import Recorder
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt

@@ -102,7 +102,7 @@ async def test_operator_rules_that_take_effect_are_events(made: ServiceHarness) 
     """A quota and retired weights, set at any service, are reported once by each service where they take effect, and so
     is their end.
     """
-    orders = made.store.operations.orders
+    orders = made.store.operations.operator_rules
     assert orders is not None
     await orders.set_quota("red", Quota(4096, 1 << 20), deadline=soon())
     await orders.retire(None, "w1", is_retired=True, deadline=soon())

@@ -156,7 +156,7 @@ async def test_what_serves_no_hit_is_collected(made: ServiceHarness, tmp_path: P
     await made.catalog.remove(
         [Removal(key, Level.COLD, None, LeaveReason.LOST) for key in lost.record_keys()], deadline=soon()
     )
-    orders = made.store.operations.orders
+    orders = made.store.operations.operator_rules
     assert orders is not None
     await orders.retire("red", "old", is_retired=True, deadline=soon())
     expected = {"retired": 2, "incomplete": 3, "unfinished": 1, "orphans": 1}

@@ -11,7 +11,7 @@ from connector.prefix_hash import PrefixChain
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import PlainChain, RecordKey
 from kvstore.service.admin.resources.prompt import split_token_ids
-from kvstore.store.encrypted import EncryptedStore
+from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.testing.keys import tenant_key, write_keys
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from tests.unit.admin.service_harness import open_service

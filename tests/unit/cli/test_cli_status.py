@@ -15,7 +15,7 @@ from kvstore.cli.printing import share_text
 from kvstore.cli.status import page_of
 from kvstore.cli.status_problems import problems_of
 from kvstore.model.keys import Boundary, PrefixHash
-from kvstore.store.recent import WINDOW_S, Recent
+from kvstore.store.explain.reports import WINDOW_S, Recent
 from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
 from tests.unit.cli.test_cli_admin import Run, run
 
@@ -212,16 +212,16 @@ def test_recent_requests_are_forgotten_after_the_window() -> None:
     """What is counted over them is what the meters count; a reason of a newer engine adds no name."""
     clock = HandClock()
     recent = Recent(clock)
-    recent.count(Outcome("a", None, 100, 96, 16, 96))
+    recent.add(Outcome("a", None, 100, 96, 16, 96), "")
     clock.now_s += WINDOW_S - 10
-    recent.count(Outcome("b", None, 50, 48, 0, 0, "a word of the future"))
-    told = recent.told()
+    recent.add(Outcome("b", None, 50, 48, 0, 0), "a word of the future")
+    told = recent.counts()
     assert told["requests"] == {"hit": 1, "part": 0, "miss": 1, "local": 0}
     assert told["tokens"] == {"prompt": 150, "resumed": 80, "local": 16} and told["reasons"] == {"other": 1}
     clock.now_s += 10
-    assert recent.told()["tokens"] == {"prompt": 50, "resumed": 0, "local": 0}
+    assert recent.counts()["tokens"] == {"prompt": 50, "resumed": 0, "local": 0}
     clock.now_s += 10 * WINDOW_S
-    assert recent.told()["requests"] == dict.fromkeys(("hit", "part", "miss", "local"), 0)
+    assert recent.counts()["requests"] == dict.fromkeys(("hit", "part", "miss", "local"), 0)
 
 
 def test_recent_losses_are_forgotten_after_the_window() -> None:
@@ -229,17 +229,17 @@ def test_recent_losses_are_forgotten_after_the_window() -> None:
     clock = HandClock()
     recent = Recent(clock)
     stop = Boundary(64, PrefixHash(bytes(32)))
-    recent.count(Outcome("a", None, 0, 0, 0, 0, "save_busy", {"records": 3}, stop=stop, groups=1))
-    recent.count(Outcome("a", None, 0, 0, 0, 0, "save_of_the_future", stop=stop, groups=1))
+    recent.add(Outcome("a", None, 0, 0, 0, 0, "save_busy", {"records": 3}, stop=stop, groups=1), "save_busy")
+    recent.add(Outcome("a", None, 0, 0, 0, 0, "save_of_the_future", stop=stop, groups=1), "save_of_the_future")
     for needs_bytes in (300, 900, 600):
         sizes = {"needs_bytes": needs_bytes, "pinned_bytes": 100}
-        recent.count(Outcome("", None, 0, 0, 0, 0, "save_too_large", sizes, groups=1))
-    told = recent.told()
+        recent.add(Outcome("", None, 0, 0, 0, 0, "save_too_large", sizes, groups=1), "save_too_large")
+    told = recent.counts()
     assert told["losses"] == {"other": 1, "save_busy": 3}
     assert told["too_large"] == {"needs_bytes": 900, "pinned_bytes": 100}
     assert told["requests"] == dict.fromkeys(("hit", "part", "miss", "local"), 0) and told["reasons"] == {}
     clock.now_s += WINDOW_S
-    assert (recent.told()["losses"], recent.told()["too_large"]) == ({}, {})
+    assert (recent.counts()["losses"], recent.counts()["too_large"]) == ({}, {})
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from connector.losses import LossReason, LossReporter
 from kvstore.api import Outcome
 from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.runtime.meters import Meters
-from kvstore.store.reasons import REASONS
+from kvstore.store.explain.reasons import REASONS
 from kvstore.testing.prompts import HYBRID, Prompt
 from tests.unit.connector.support import LoopBridge, ManualClock, bridge_to_memory, eventually
 

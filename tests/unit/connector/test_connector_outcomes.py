@@ -197,7 +197,7 @@ def test_the_latest_requests_are_listed(at: SchedulerHarness) -> None:
     assert explained(at, "chatcmpl-f")["request"] == "chatcmpl-first"
     with pytest.raises(InvalidRequest, match=r"several requests start like that.*chatcmpl-first, chatcmpl-second"):
         at.bridge.run(lambda store: store.explain("chatcmpl", deadline=soon(), tenant=None))
-    with pytest.raises(InvalidRequest, match=r"no such request.*nobody"):
+    with pytest.raises(InvalidRequest, match=r"unknown request.*nobody"):
         at.bridge.run(lambda store: store.explain("nobody", deadline=soon(), tenant=None))
 
 

@@ -22,8 +22,8 @@ from kvstore.service.logs import ServiceFormatter, shape_logs
 from kvstore.service.reported_settings import secrets_of
 from kvstore.service.server import Server
 from kvstore.settings import load_settings
-from kvstore.store.operations import StoreOperations
 from kvstore.store.tiered import TieredStore
+from kvstore.store.upkeep.operations import StoreOperations
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import InvalidRequest
-from kvstore.store.key_ring import parse_keys, watch_keys
+from kvstore.store.encryption.key_ring import parse_keys, watch_keys
 from kvstore.testing.keys import secret_of, write_keys
 
 SECRET = base64.b64encode(secret_of(1)).decode()

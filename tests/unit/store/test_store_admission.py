@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from store_world import LIMITS, MIB, slow_tier, soon, stage, until
+from store_harness import LIMITS, MIB, slow_tier, soon, stage, until
 
 from kvstore.api import Ack, Retention, SaveOutcome
 from kvstore.catalog.coordination import SoleOwnership
@@ -17,13 +17,13 @@ from kvstore.eviction.candidates import CANDIDATES, Candidate
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import Layout
-from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
-from kvstore.store import cold_admission
-from kvstore.store.cold_admission import ColdAdmission
 from kvstore.store.limits import StoreLimits
 from kvstore.store.placement import Presence
-from kvstore.store.policy_choice import AutoChoice, FixedChoice, candidates_of
+from kvstore.store.retention import RetentionParts, cold_admission
+from kvstore.store.retention.cold_admission import ColdAdmission
+from kvstore.store.retention.policy_choice import PolicyChoice, candidates_of
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.dict_pending import DictOwnership, DictPendingLog, LeaseBooks, PendingBooks
 from kvstore.testing.faults import FaultyTier
@@ -48,7 +48,7 @@ class Clock:
         return round(1000 * self.now_s)
 
 
-class World:
+class AdmissionSetup:
     """Tiers that any number of services share, each with a memory and an admission of its own."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
@@ -83,18 +83,18 @@ class World:
 class Service:
     """A store of one node."""
 
-    def __init__(self, world: World, rule: str, has_hot: bool, limits: StoreLimits, memory_bytes: int) -> None:
+    def __init__(self, world: AdmissionSetup, rule: str, has_hot: bool, limits: StoreLimits, memory_bytes: int) -> None:
         self.meters = Meters()
-        self.below: dict[PrefixHash, PrefixHash] = {}
-        self.admission = ColdAdmission(rule, meters=self.meters, clock=SYSTEM_CLOCK, below=self.below.get)
+        self.parents: dict[PrefixHash, PrefixHash] = {}
+        self.admission = ColdAdmission(rule, Instruments(meters=self.meters), self.parents.get)
         self.store = TieredStore(
             MemoryTier(memory_bytes),
             world.hot if has_hot else None,
             world.cold,
             pending=DictPendingLog(world.books, lease_s=LEASE_S) if has_hot else None,
-            admission=self.admission,
-            meters=self.meters,
             limits=limits,
+            retention=RetentionParts(admission=self.admission),
+            instruments=Instruments(meters=self.meters),
         )
 
     async def serve(
@@ -111,9 +111,9 @@ class Service:
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[World]:
+async def world() -> AsyncIterator[AdmissionSetup]:
     async with AsyncExitStack() as stack:
-        yield World(stack)
+        yield AdmissionSetup(stack)
 
 
 def keys_of(*prompts: Prompt) -> set[RecordKey]:
@@ -121,7 +121,7 @@ def keys_of(*prompts: Prompt) -> set[RecordKey]:
 
 
 @pytest.mark.parametrize("layout", [ATTENTION, HYBRID])
-async def test_what_is_seen_once_stays_where_writing_is_cheap(world: World, layout: Layout) -> None:
+async def test_what_is_seen_once_stays_where_writing_is_cheap(world: AdmissionSetup, layout: Layout) -> None:
     """The hot tier gets every record, may let each go at once, and no pending entry stands for any; the cold tier gets
     none; the prompt is served all the same.
     """
@@ -137,7 +137,7 @@ async def test_what_is_seen_once_stays_where_writing_is_cheap(world: World, layo
 
 
 @pytest.mark.parametrize("whose", ["memory", "another service's", "the hot tier alone"])
-async def test_what_is_seen_again_is_brought_with_its_start(world: World, whose: str) -> None:
+async def test_what_is_seen_again_is_brought_with_its_start(world: AdmissionSetup, whose: str) -> None:
     """A longer prompt begins like one that was saved before, by whichever service: all of the first one goes to the
     cold tier, and what is new of the second one does not.
     """
@@ -154,7 +154,7 @@ async def test_what_is_seen_again_is_brought_with_its_start(world: World, whose:
     await world.arrive(keys_of(longer))
 
 
-async def test_what_is_gone_everywhere_is_kept_when_it_comes_again(world: World) -> None:
+async def test_what_is_gone_everywhere_is_kept_when_it_comes_again(world: AdmissionSetup) -> None:
     """No hot tier, and memory has let go of a prompt before it comes again: that it was seen is remembered."""
     prompt, filler = Prompt(ATTENTION, "a", 320), Prompt(ATTENTION, "b", 320)
     limits = replace(LIMITS, stage_bytes=8 * 1024)
@@ -169,7 +169,7 @@ async def test_what_is_gone_everywhere_is_kept_when_it_comes_again(world: World)
 
 
 @pytest.mark.parametrize("ack", [Ack.HOT, Ack.COLD])
-async def test_a_save_that_asks_for_a_tier_gets_it_with_its_start(world: World, ack: Ack) -> None:
+async def test_a_save_that_asks_for_a_tier_gets_it_with_its_start(world: AdmissionSetup, ack: Ack) -> None:
     """The start of a prompt was declined; its end is saved at `hot` or `cold`: both are in the cold tier then."""
     prompt = Prompt(HYBRID, "a", 320)
     service = await world.service(prompt)
@@ -177,14 +177,14 @@ async def test_a_save_that_asks_for_a_tier_gets_it_with_its_start(world: World, 
     await service.serve(prompt, records=records[:15])
     assert world.cold.keys_put == []
     prefixes = [prompt.boundary(64 * number).prefix for number in range(1, 6)]
-    service.below.update({above: below for below, above in pairwise(prefixes)})
+    service.parents.update({above: below for below, above in pairwise(prefixes)})
     for record in records[15:]:
         assert await service.store.save(record, ack=ack, deadline=soon()) is SaveOutcome.STORED
     await world.arrive(keys_of(prompt))
 
 
 @pytest.mark.parametrize("ack", [Ack.HOT, Ack.COLD])
-async def test_what_was_declined_is_promised_later(world: World, ack: Ack) -> None:
+async def test_what_was_declined_is_promised_later(world: AdmissionSetup, ack: Ack) -> None:
     """The same record, once for memory alone and once at a level: it reaches the cold tier, and until then the hot tier
     keeps it.
     """
@@ -197,7 +197,7 @@ async def test_what_was_declined_is_promised_later(world: World, ack: Ack) -> No
     await world.arrive(keys_of(prompt))
 
 
-async def test_a_rule_that_ends_leaves_no_hole(world: World) -> None:
+async def test_a_rule_that_ends_leaves_no_hole(world: AdmissionSetup) -> None:
     """A start was declined; then everything is let in: whoever goes on with that prompt brings the start."""
     prompt, longer = Prompt(HYBRID, "a", 320), Prompt(HYBRID, "a", 640)
     service = await world.service(prompt)
@@ -207,7 +207,7 @@ async def test_a_rule_that_ends_leaves_no_hole(world: World) -> None:
     await world.arrive(keys_of(longer))
 
 
-async def test_nothing_is_declined_by_default(world: World) -> None:
+async def test_nothing_is_declined_by_default(world: AdmissionSetup) -> None:
     """`all`: every record goes everywhere, and a lookup has nothing to bring."""
     prompt = Prompt(ATTENTION, "a", 320)
     service = await world.service(prompt, "all")
@@ -218,7 +218,7 @@ async def test_nothing_is_declined_by_default(world: World) -> None:
     assert service.meters.get("admitted_later_records") == 0
 
 
-async def test_what_is_for_a_short_time_is_not_brought(world: World) -> None:
+async def test_what_is_for_a_short_time_is_not_brought(world: AdmissionSetup) -> None:
     """A record that was saved for a short time stays in memory, however often it is seen."""
     prompt = Prompt(ATTENTION, "a", 320)
     service = await world.service(prompt)
@@ -227,7 +227,7 @@ async def test_what_is_for_a_short_time_is_not_brought(world: World) -> None:
     assert (world.hot.keys_put, world.cold.keys_put) == ([], [])
 
 
-async def test_what_finds_no_room_in_the_queue_is_brought_when_it_is_seen_again(world: World) -> None:
+async def test_what_finds_no_room_in_the_queue_is_brought_when_it_is_seen_again(world: AdmissionSetup) -> None:
     """The cold tier is away when a prompt is seen again, and the queue to it is short."""
     prompt = Prompt(ATTENTION, "a", 320)
     limits = replace(LIMITS, write_back_bytes=6 * 1192, write_back_attempts=1_000_000)
@@ -243,7 +243,7 @@ async def test_what_finds_no_room_in_the_queue_is_brought_when_it_is_seen_again(
     await world.arrive(keys_of(prompt))
 
 
-async def test_generated_tokens_are_brought_with_the_next_turn(world: World) -> None:
+async def test_generated_tokens_are_brought_with_the_next_turn(world: AdmissionSetup) -> None:
     """Records behind a prompt's end, which no lookup asked for, are declined; the next turn of the conversation asks
     for them, and they are there.
     """
@@ -257,7 +257,7 @@ async def test_generated_tokens_are_brought_with_the_next_turn(world: World) -> 
 
 class TestTheRule:
     def admission(self, clock: Clock, rule: str = "all") -> ColdAdmission:
-        return ColdAdmission(rule, meters=Meters(), clock=clock)
+        return ColdAdmission(rule, Instruments(clock=clock))
 
     async def test_services_follow_the_owner(self) -> None:
         """Whoever holds the namespace says the rule; when it dies the other one says its own, and without any word
@@ -325,9 +325,7 @@ class TestTheRule:
         a fixed rule holds always.
         """
         admission = self.admission(Clock())
-        choice = AutoChoice(candidates_of("lru", setting), admission)
-        if setting == "second_sight":
-            choice = FixedChoice(candidates_of("lru", setting)[0], admission)  # type: ignore[assignment]
+        choice = PolicyChoice(candidates_of("lru", setting), admission)
         for number in range(2000):
             name = f"often {number // 4 % 30}" if number % 4 == 0 else f"once {number}"
             prompt = Prompt(ATTENTION, name, 256, step_tokens=64)
@@ -345,7 +343,7 @@ class TestBounds:
     def test_what_is_remembered_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Names of the last boundaries are kept, older ones forgotten; sightings take four bytes each."""
         monkeypatch.setattr(cold_admission, "_NAMES_MAX", 100)
-        admission = ColdAdmission("second_sight", meters=Meters(), clock=Clock())
+        admission = ColdAdmission("second_sight", Instruments(clock=Clock()))
         for number in range(40):
             for record in Prompt(ATTENTION, f"prompt {number}", 320).records():
                 assert not admission.takes(record)
@@ -361,7 +359,7 @@ class TestBounds:
 
     def test_tenants_do_not_see_each_others_prompts(self) -> None:
         """The same prompt in another namespace is a first sight there."""
-        admission = ColdAdmission("second_sight", meters=Meters(), clock=Clock())
+        admission = ColdAdmission("second_sight", Instruments(clock=Clock()))
         one, other = Prompt(ATTENTION, "a", 320, tenant="one"), Prompt(ATTENTION, "a", 320, tenant="other")
         for prompt in (one, other):
             assert admission.seen(Presence(ATTENTION, prompt.query())) == []

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from store_harness import slow_tier, soon
 
 from kvstore.api import Ack, SaveOutcome
-from kvstore.catalog.base import BoundaryEntry, LeaveReason, Leaving
+from kvstore.catalog.base import Addition, BoundaryEntry, LeaveReason, Leaving, Removal
 from kvstore.catalog.entry import Level
 from kvstore.catalog.pending import PendingEntry
 from kvstore.catalog.sqlite.catalog import SqliteCatalog
@@ -19,10 +20,10 @@ from kvstore.errors import Unavailable
 from kvstore.format.record import Record
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
-from kvstore.store.catalogued import CataloguedTier
 from kvstore.store.limits import StoreLimits
-from kvstore.store.recorder import Recorder
+from kvstore.store.recorder import CataloguedTier, Recorder
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.dict_pending import DictPendingLog, PendingBooks
@@ -34,12 +35,20 @@ from kvstore.tiers.memory import MemoryTier
 T = TypeVar("T")
 
 
-def soon() -> Deadline:
-    return Deadline.after(10.0)
+class SkippingClock:
+    """The system's clock, which a test can set ahead."""
+
+    ahead_s = 0.0
+
+    def monotonic_s(self) -> float:
+        return SYSTEM_CLOCK.monotonic_s() + self.ahead_s
+
+    def wall_ms(self) -> int:
+        return SYSTEM_CLOCK.wall_ms()
 
 
 @dataclass
-class World:
+class CataloguedStore:
     """Two tiers of memory that stand for the shared ones, and the store of one node."""
 
     catalog: SqliteCatalog
@@ -48,6 +57,7 @@ class World:
     cold: FaultyTier
     memory: MemoryTier
     store: TieredStore
+    clock: SkippingClock
 
     async def save(self, prompt: Prompt) -> None:
         await self.store.open_namespace(prompt.description, deadline=soon())
@@ -62,10 +72,11 @@ class World:
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    meters = Meters()
+async def world(tmp_path: Path) -> AsyncIterator[CataloguedStore]:
+    clock = SkippingClock()
+    instruments = Instruments(clock)
     catalog = SqliteCatalog(tmp_path / "catalog.db")
-    recorder = Recorder(catalog, meters, SYSTEM_CLOCK)
+    recorder = Recorder(catalog, instruments)
     hot = FaultyTier(MemoryTier(16 << 20, name="hot"))
     cold = FaultyTier(MemoryTier(16 << 20, name="cold"))
     memory = MemoryTier(16 << 20)
@@ -74,15 +85,15 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
         CataloguedTier(hot, Level.HOT, recorder),
         CataloguedTier(cold, Level.COLD, recorder),
         recorder=recorder,
-        meters=meters,
+        instruments=instruments,
     )
-    yield World(catalog, recorder, hot, cold, memory, store)
+    yield CataloguedStore(catalog, recorder, hot, cold, memory, store, clock)
     await store.aclose()
     await recorder.aclose()
     await catalog.aclose()
 
 
-async def test_what_is_saved_is_in_the_catalog(world: World) -> None:
+async def test_what_is_saved_is_in_the_catalog(world: CataloguedStore) -> None:
     """Both levels, exact bytes, positions and parents; a save of the same records again changes nothing."""
     prompt = Prompt(HYBRID, "a", 200)
     await world.save(prompt)
@@ -98,14 +109,14 @@ async def test_what_is_saved_is_in_the_catalog(world: World) -> None:
     assert tail is not None and tail.parent == prompt.boundary(128).prefix
 
 
-async def test_a_complete_catalog_is_asked_instead_of_the_tiers(world: World) -> None:
+async def test_a_complete_catalog_is_asked_instead_of_the_tiers(world: CataloguedStore) -> None:
     """Another node's memory is empty: the lookup is answered without a head, in full, with sizes and tiers."""
     prompt = Prompt(HYBRID, "a", 200)
     await world.save(prompt)
     expected = await world.store.lookup(prompt.query(), deadline=soon())
     await world.catalog.set_complete(True, deadline=soon())
     world.forget_memory()
-    world.store._finder._catalog._asked_s = float("-inf")  # type: ignore[union-attr]
+    world.clock.ahead_s += 10  # the store asks again whether the catalog is complete
     world.hot.down = world.cold.down = True
     found = await world.store.lookup(prompt.query(), deadline=soon())
     assert found.resume_tokens == expected.resume_tokens > 128
@@ -116,13 +127,13 @@ async def test_a_complete_catalog_is_asked_instead_of_the_tiers(world: World) ->
 
 
 async def test_a_prompt_of_many_boundaries_is_asked_for_in_two_rounds(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: CataloguedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Most boundaries end no page: the pages are asked for first, then what can still matter; the answer is one."""
     prompt = Prompt(HYBRID, "a", 1000)
     await world.save(prompt)
     await world.catalog.set_complete(True, deadline=soon())
-    world.store._finder._catalog._asked_s = float("-inf")  # type: ignore[union-attr]
+    world.clock.ahead_s += 10  # the store asks again whether the catalog is complete
     world.forget_memory()
     asked = []
     lookup = world.catalog.lookup
@@ -133,14 +144,14 @@ async def test_a_prompt_of_many_boundaries_is_asked_for_in_two_rounds(
 
     monkeypatch.setattr(world.catalog, "lookup", note)
     at_once = await world.store.lookup(prompt.query(), deadline=soon())
-    monkeypatch.setattr("kvstore.store.catalog_lookup.PIECE", 30)
+    monkeypatch.setattr("kvstore.store.lookup.PIECE", 30)
     in_turn = await world.store.lookup(prompt.query(), deadline=soon())
     assert in_turn.resume_tokens == at_once.resume_tokens == 992
     assert asked == [62, 15, 30, 17]  # never more than a piece at once
 
 
 @pytest.mark.parametrize("trouble", ["empty", "closed"])
-async def test_without_an_answer_the_tiers_are_asked(world: World, trouble: str) -> None:
+async def test_without_an_answer_the_tiers_are_asked(world: CataloguedStore, trouble: str) -> None:
     """A catalog that was lost, or that does not answer, costs nothing but its own question."""
     prompt = Prompt(ATTENTION, "a", 250)
     await world.save(prompt)
@@ -155,12 +166,12 @@ async def test_without_an_answer_the_tiers_are_asked(world: World, trouble: str)
     assert staged.resume_tokens == 240 and staged.sources == {"hot": 8}
 
 
-async def test_a_record_that_is_gone_is_taken_off(world: World) -> None:
+async def test_a_record_that_is_gone_is_taken_off(world: CataloguedStore) -> None:
     """The catalog tells of a record that both media have lost: the stage is shorter, and the next lookup knows."""
     prompt = Prompt(ATTENTION, "a", 256)
     await world.save(prompt)
     await world.catalog.set_complete(True, deadline=soon())
-    world.store._finder._catalog._asked_s = float("-inf")  # type: ignore[union-attr]
+    world.clock.ahead_s += 10  # the store asks again whether the catalog is complete
     world.forget_memory()
     for tier in (world.hot, world.cold):
         assert await tier.inner.delete(prompt.key(192, 0, 1), deadline=soon())
@@ -173,7 +184,7 @@ async def test_a_record_that_is_gone_is_taken_off(world: World) -> None:
     assert reasons == {LeaveReason.LOST}
 
 
-async def test_reads_are_counted(world: World) -> None:
+async def test_reads_are_counted(world: CataloguedStore) -> None:
     """What is staged is used: hits, in one batch, for each boundary once a stage."""
     prompt = Prompt(ATTENTION, "a", 128)
     await world.save(prompt)
@@ -184,7 +195,9 @@ async def test_reads_are_counted(world: World) -> None:
     assert entry is not None and entry.hits == 2
 
 
-async def test_changes_wait_for_a_catalog_that_comes_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_changes_wait_for_a_catalog_that_comes_back(
+    world: CataloguedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The catalog refuses for a while: saves go on, and it learns of them in the end."""
     prompt = Prompt(ATTENTION, "a", 128)
     await world.store.open_namespace(prompt.description, deadline=soon())
@@ -206,7 +219,7 @@ async def test_changes_wait_for_a_catalog_that_comes_back(world: World, monkeypa
     assert [level.num_records for level in totals.levels] == [4, 4]
 
 
-async def test_a_put_into_a_leaving_boundary_is_tried_again(world: World) -> None:
+async def test_a_put_into_a_leaving_boundary_is_tried_again(world: CataloguedStore) -> None:
     """A record that is written while its boundary is being deleted is refused, and stored once that has ended."""
     prompt = Prompt(ATTENTION, "a", 64)
     await world.save(prompt)
@@ -225,7 +238,7 @@ async def test_a_put_into_a_leaving_boundary_is_tried_again(world: World) -> Non
     assert entry is not None and entry.num_records(Level.COLD) == 2
 
 
-async def test_records_that_nobody_told_of_cost_one_miss(world: World) -> None:
+async def test_records_that_nobody_told_of_cost_one_miss(world: CataloguedStore) -> None:
     """A backup was restored behind a complete catalog: the lookup finds nothing, the save finds the records there, and
     from then on they are known, with their own bytes.
     """
@@ -255,7 +268,7 @@ async def test_a_catalog_that_hangs_holds_up_nobody() -> None:
             await back.wait()
         return work()
 
-    recorder = Recorder(DictCatalog(books, ask=ask), Meters(), SYSTEM_CLOCK)
+    recorder = Recorder(DictCatalog(books, ask=ask), Instruments())
     prompt = Prompt(ATTENTION, "a", 64)
     recorder.register(prompt.namespace, prompt.layout, "")
     tier = CataloguedTier(MemoryTier(16 << 20, name="cold"), Level.COLD, recorder)
@@ -268,7 +281,7 @@ async def test_a_catalog_that_hangs_holds_up_nobody() -> None:
 
 
 async def test_a_record_whose_boundary_leaves_before_the_catalog_is_told(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: CataloguedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The catalog does not answer, so a save goes on; when it does, retention of another service is just deleting what
     the boundary had before. The record that came since is not deleted: the catalog learns of it, if later."""
@@ -301,7 +314,9 @@ async def test_a_record_whose_boundary_leaves_before_the_catalog_is_told(
     assert entry is not None and entry.keys(Level.COLD) == [since.key]
 
 
-async def test_what_leaves_while_it_is_put_again_does_not_exist(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_leaves_while_it_is_put_again_does_not_exist(
+    world: CataloguedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tier tells that it has a record, and drops it before it is asked how large that is: the save is not told that
     the record exists."""
     prompt = Prompt(ATTENTION, "a", 64)
@@ -327,7 +342,7 @@ async def test_a_save_whose_end_is_not_known_is_looked_at_again() -> None:
     knows of the record all the same; nothing is pending then."""
     prompt, books, pending, meters = Prompt(ATTENTION, "unsure", 64), CatalogBooks(), PendingBooks(), Meters()
     catalog = DictCatalog(books)
-    recorder = Recorder(catalog, meters, SYSTEM_CLOCK)
+    recorder = Recorder(catalog, Instruments(meters=meters))
     cold = FaultyTier(MemoryTier(16 << 20, name="cold"))
     store = TieredStore(
         MemoryTier(16 << 20),
@@ -335,7 +350,7 @@ async def test_a_save_whose_end_is_not_known_is_looked_at_again() -> None:
         CataloguedTier(cold, Level.COLD, recorder),
         pending=DictPendingLog(pending, lease_s=0.3),
         recorder=recorder,
-        meters=meters,
+        instruments=Instruments(meters=meters),
     )
     await store.open_namespace(prompt.description, deadline=soon())
     record = prompt.records()[0]
@@ -356,7 +371,7 @@ async def test_a_manifest_of_a_later_release_holds_no_write_back_up() -> None:
     the other are finished, and soon its own as well; only the catalog does not know of them."""
     known, later = Prompt(ATTENTION, "known", 64), Prompt(ATTENTION, "later", 64, tenant="other")
     pending, meters = PendingBooks(), Meters()
-    recorder = Recorder(DictCatalog(CatalogBooks()), meters, SYSTEM_CLOCK)
+    recorder = Recorder(DictCatalog(CatalogBooks()), Instruments(meters=meters))
     hot, cold = FaultyTier(MemoryTier(16 << 20, name="hot")), FaultyTier(MemoryTier(16 << 20, name="cold"))
     await hot.put_manifest(later.namespace, b"not of this release", deadline=soon())
     log = DictPendingLog(pending, lease_s=0.3)
@@ -370,8 +385,8 @@ async def test_a_manifest_of_a_later_release_holds_no_write_back_up() -> None:
         CataloguedTier(cold, Level.COLD, recorder),
         pending=log,
         recorder=recorder,
-        meters=meters,
         limits=replace(StoreLimits(stage_bytes=1 << 20), write_back_timeout_s=2.0),
+        instruments=Instruments(meters=meters),
     )
     await store.open_namespace(known.description, deadline=soon())
     async with asyncio.timeout(60):
@@ -379,4 +394,36 @@ async def test_a_manifest_of_a_later_release_holds_no_write_back_up() -> None:
             await asyncio.sleep(0.01)
     assert set(cold.keys_put) == {record.key for record in [*known.records(), *later.records()]}
     await store.aclose()
+    await recorder.aclose()
+
+
+@pytest.mark.parametrize("how", ["read", "put aside"])
+async def test_a_record_that_comes_while_it_is_missed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read finds nothing, or puts a bad record aside; before the catalog is told so, another service stores a good
+    one and tells of it. The catalog has it afterwards, with its bytes, and the read has it too.
+    """
+    prompt = Prompt(ATTENTION, "a", 64)
+    record, cold, catalog = prompt.record(64), slow_tier("s3"), DictCatalog(CatalogBooks())
+    recorder = Recorder(catalog, Instruments())
+    recorder.register(prompt.namespace, prompt.layout, "")
+    tier = CataloguedTier(cold, Level.COLD, recorder)
+    if how == "put aside":
+        await tier.put(prompt.record(64, seed=1), deadline=soon())
+    remove = catalog.remove
+
+    async def late(removals: Sequence[Removal], *, deadline: Deadline) -> None:
+        await cold.inner.put(record, deadline=soon())
+        added = Addition(record.key, Level.COLD, record.num_bytes, record.header.span.stop)
+        await catalog.add([added], deadline=soon())
+        await remove(removals, deadline=deadline)
+
+    monkeypatch.setattr(catalog, "remove", late)
+    if how == "read":
+        assert await tier.get(record.key, deadline=soon()) is not None
+    else:
+        assert await tier.quarantine(record.key, "found bad", deadline=soon())
+    entry = await catalog.get(prompt.namespace, record.key.prefix, deadline=soon())
+    assert entry is not None
+    assert entry.keys(Level.COLD) == [record.key]
+    assert entry.num_bytes(Level.COLD) == record.num_bytes
     await recorder.aclose()

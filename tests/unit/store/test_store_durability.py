@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
-from store_world import LIMITS, MIB, slow_tier, soon, stage, until
+from store_harness import LIMITS, MIB, slow_tier, soon, stage, until
 
 from kvstore.api import Ack, Retention, SaveOutcome
 from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals
@@ -34,7 +34,7 @@ NOTHING = PendingTotals(0, 0)
 PATIENT = replace(LIMITS, write_back_attempts=1_000_000)
 
 
-class World:
+class SharedTiers:
     """Two slower tiers and a log that any number of stores share."""
 
     def __init__(self, url: str, scope: str) -> None:
@@ -65,12 +65,12 @@ class World:
     async def die(self, store: TieredStore) -> None:
         """As a crash does: nothing is written any more, and nothing is given back."""
         self.stores.remove(store)
-        await store._background.aclose()
+        await store._context.background.aclose()
 
 
 @pytest.fixture
-async def world(shared_redis: RedisServer, tmp_path: Path) -> AsyncIterator[World]:
-    world = World(shared_redis.url, str(tmp_path))
+async def world(shared_redis: RedisServer, tmp_path: Path) -> AsyncIterator[SharedTiers]:
+    world = SharedTiers(shared_redis.url, str(tmp_path))
     yield world
     for store in world.stores:
         await store.aclose()
@@ -91,7 +91,9 @@ class Watched(FaultyTier):
 
 
 @pytest.mark.parametrize("ack", list(Ack))
-async def test_the_entry_stands_before_the_record_and_ends_after_the_cold_tier_has_it(world: World, ack: Ack) -> None:
+async def test_the_entry_stands_before_the_record_and_ends_after_the_cold_tier_has_it(
+    world: SharedTiers, ack: Ack
+) -> None:
     """At every level: an entry is there when the hot tier gets a record; in the end all may go there, and nothing
     is pending."""
     prompt = Prompt(ATTENTION, "a", 640)
@@ -106,7 +108,7 @@ async def test_the_entry_stands_before_the_record_and_ends_after_the_cold_tier_h
     assert set(watched.keys_allowed) == set(world.cold.keys_put) == {record.key for record in prompt.records()}
 
 
-async def test_the_hot_tier_keeps_what_the_cold_one_does_not_have(world: World) -> None:
+async def test_the_hot_tier_keeps_what_the_cold_one_does_not_have(world: SharedTiers) -> None:
     """The cold tier is down for many leases: the owner renews, nobody else takes over, nothing may be evicted."""
     prompt = Prompt(ATTENTION, "a", 320)
     world.cold.down = True
@@ -123,7 +125,7 @@ async def test_the_hot_tier_keeps_what_the_cold_one_does_not_have(world: World) 
     assert len(world.hot.keys_allowed) == 10
 
 
-async def test_another_service_finishes_what_a_dead_one_left(world: World) -> None:
+async def test_another_service_finishes_what_a_dead_one_left(world: SharedTiers) -> None:
     """A service dies with everything in the hot tier alone: after its leases another brings it to the cold one,
     bit for bit, and serves it."""
     prompt = Prompt(ATTENTION, "a", 640)
@@ -178,7 +180,9 @@ class Deaf(RedisPendingLog):
         return await super().add(entries, deadline=deadline)
 
 
-async def test_an_entry_that_another_service_ended_before_the_record_was_there_is_written_again(world: World) -> None:
+async def test_an_entry_that_another_service_ended_before_the_record_was_there_is_written_again(
+    world: SharedTiers,
+) -> None:
     """A write to the hot tier takes longer than its lease: another service takes the entry over, finds the record
     nowhere and ends it. The writer notices, so that its record never stands in the hot tier without an entry.
     """
@@ -202,7 +206,7 @@ async def test_an_entry_that_another_service_ended_before_the_record_was_there_i
     assert hot.keys_allowed == [record.key]
 
 
-async def test_a_service_that_stops_gives_back_what_it_did_not_finish(world: World) -> None:
+async def test_a_service_that_stops_gives_back_what_it_did_not_finish(world: SharedTiers) -> None:
     """It ends in order while the cold tier is down: nobody waits for its leases, which last a minute."""
     prompt = Prompt(ATTENTION, "a", 320)
     world.cold.down = True
@@ -218,7 +222,7 @@ async def test_a_service_that_stops_gives_back_what_it_did_not_finish(world: Wor
     assert len(world.cold.keys_put) == 10
 
 
-async def test_what_is_pending_is_bounded_over_all_services(world: World) -> None:
+async def test_what_is_pending_is_bounded_over_all_services(world: SharedTiers) -> None:
     """Beyond the limit saves that wait for the hot tier are busy, others stay in memory and are counted; lookups and
     loads go on; with the cold tier back saves are taken again."""
     prompt = Prompt(ATTENTION, "a", 1280)
@@ -245,7 +249,7 @@ async def test_what_is_pending_is_bounded_over_all_services(world: World) -> Non
             await asyncio.sleep(0.02)
 
 
-async def test_what_the_queue_cannot_hold_is_brought_from_the_hot_tier(world: World) -> None:
+async def test_what_the_queue_cannot_hold_is_brought_from_the_hot_tier(world: SharedTiers) -> None:
     """The queue to the cold tier is too short for a burst: what it drops is finished from the hot tier."""
     prompt = Prompt(ATTENTION, "a", 640)
     store = await world.store(prompt, limits=replace(PATIENT, write_back_bytes=2 * 1192))
@@ -259,7 +263,7 @@ async def test_what_the_queue_cannot_hold_is_brought_from_the_hot_tier(world: Wo
     assert set(world.hot.keys_allowed) == set(world.cold.keys_put)
 
 
-async def test_an_entry_without_a_record_ends(world: World) -> None:
+async def test_an_entry_without_a_record_ends(world: SharedTiers) -> None:
     """A service died between entry and record: nothing was acknowledged, the entry is removed and counted."""
     prompt = Prompt(ATTENTION, "a", 64)
     dead = world.log()
@@ -269,7 +273,7 @@ async def test_an_entry_without_a_record_ends(world: World) -> None:
     assert store.meters.get("pending_finished", outcome="lost") == 1
 
 
-async def test_a_copy_of_what_the_cold_tier_has_may_go_at_once(world: World) -> None:
+async def test_a_copy_of_what_the_cold_tier_has_may_go_at_once(world: SharedTiers) -> None:
     """What is read from the cold tier and copied to the hot one is not pending afterwards and may be evicted there."""
     prompt = Prompt(ATTENTION, "a", 320)
     for record in prompt.records():
@@ -281,7 +285,7 @@ async def test_a_copy_of_what_the_cold_tier_has_may_go_at_once(world: World) -> 
     assert await world.totals() == NOTHING
 
 
-async def test_a_short_record_that_waits_for_the_hot_tier_may_go_at_once(world: World) -> None:
+async def test_a_short_record_that_waits_for_the_hot_tier_may_go_at_once(world: SharedTiers) -> None:
     """Its caller wants it there and does not want it kept: the cold tier never gets it."""
     prompt = Prompt(ATTENTION, "a", 64)
     store = await world.store(prompt)
@@ -313,7 +317,7 @@ class Held(FaultyTier):
         await super().allow_eviction(keys, deadline=deadline)
 
 
-async def test_of_two_that_write_a_record_one_dies_before_it_can_look_at_its_entry(world: World) -> None:
+async def test_of_two_that_write_a_record_one_dies_before_it_can_look_at_its_entry(world: SharedTiers) -> None:
     """Both wrote the entry, and one is done with it; the other wrote the record to the hot tier once more and was
     killed before it could see whether its entry still stands: it does, and in the end the record may go."""
     prompt = Prompt(ATTENTION, "a", 64)
@@ -323,7 +327,7 @@ async def test_of_two_that_write_a_record_one_dies_before_it_can_look_at_its_ent
     saving = asyncio.ensure_future(dying.save(record, ack=Ack.HOT, deadline=soon()))
     await until(lambda: world.cold.keys_put == [record.key])
     await other.save(record, ack=Ack.COLD, deadline=soon())
-    await until(lambda: world.hot.keys_allowed == [record.key] and not len(other._saver._journeys))
+    await until(lambda: world.hot.keys_allowed == [record.key] and not len(other._saver._pending_writes))
     assert (await world.totals()).num_records == 1
     held.let_go.set()
     await held.written.wait()
@@ -333,7 +337,7 @@ async def test_of_two_that_write_a_record_one_dies_before_it_can_look_at_its_ent
     assert world.hot.keys_allowed == [record.key] * 2
 
 
-async def test_that_the_cold_tier_had_a_record_is_not_believed_later(world: World) -> None:
+async def test_that_the_cold_tier_had_a_record_is_not_believed_later(world: SharedTiers) -> None:
     """A record reached the cold tier, and left it again while its entry was being ended. Saved once more, at hot, it
     may not go from there: the cold tier gets it once more."""
     prompt = Prompt(ATTENTION, "a", 64)
@@ -350,7 +354,7 @@ async def test_that_the_cold_tier_had_a_record_is_not_believed_later(world: Worl
     assert await world.cold.head([record.key], deadline=soon()) != [None]
 
 
-async def test_an_outage_of_the_hot_tier_does_not_hold_up_the_cold_one(world: World) -> None:
+async def test_an_outage_of_the_hot_tier_does_not_hold_up_the_cold_one(world: SharedTiers) -> None:
     """The hot tier is away: records reach the cold one; when it is back it gets them too, and they may go there."""
     prompt = Prompt(ATTENTION, "a", 320)
     world.hot.down = True
@@ -380,7 +384,7 @@ async def test_without_a_hot_tier_a_crash_is_told_of(tmp_path: Path) -> None:
     await until(lambda: cold.calls["put"] >= 8)
     num_begun = (await log.totals(deadline=soon())).num_records
     assert num_begun > 0
-    await store._background.aclose()
+    await store._context.background.aclose()
     await log.aclose()
     cold.down = False
     log = await SqlitePendingLog.open(tmp_path / "pending.db", lease_s=60.0)

@@ -6,17 +6,16 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from store_world import MIB, fill, opened, slow_tier, soon, stage
+from store_harness import MIB, fill, opened, slow_tier, soon, stage
 
 from kvstore.api import SaveOutcome
 from kvstore.catalog.entry import EntryTable
 from kvstore.model.keys import NamespaceId, PrefixHash
-from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.runtime.turns import LongWork
-from kvstore.store.catalog_lookup import CatalogLookup
+from kvstore.store.lookup import CatalogLookup
 from kvstore.store.placement import Presence
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.prompts import ATTENTION, Prompt
@@ -169,7 +168,7 @@ async def test_whether_the_catalog_is_complete_is_no_round_trip_more() -> None:
     """It is asked beside the entries, once in a while."""
     prompt, catalog, meters = Prompt(ATTENTION, "a", 250), Together(), Meters()
     await catalog.register(prompt.namespace, ATTENTION, "", deadline=soon())
-    lookup = CatalogLookup(catalog, meters, SYSTEM_CLOCK, LongWork("lookups"))
+    lookup = CatalogLookup(catalog, Instruments(meters=meters), LongWork("lookups"))
     async with asyncio.timeout(5):
         assert await lookup.fill(Presence(ATTENTION, prompt.query()), soon(), hot=True, cold=True)
     assert meters.get("catalog_lookups", complete="true") == 1

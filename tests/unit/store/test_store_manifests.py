@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from store_world import LIMITS, MIB, slow_tier, soon, until
+from store_harness import LIMITS, MIB, slow_tier, soon, until
 
 from kvstore.format.manifest import pack_manifest
-from kvstore.runtime.clock import SYSTEM_CLOCK
-from kvstore.runtime.meters import Meters
+from kvstore.runtime.instruments import Instruments
 from kvstore.store.recorder import Recorder
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
@@ -19,7 +18,7 @@ from kvstore.tiers.memory import MemoryTier
 
 pytestmark = pytest.mark.virtual_time
 
-OFTEN = replace(LIMITS, manifest_look_s=0.01)
+OFTEN = replace(LIMITS, manifest_check_s=0.01)
 PROMPT = Prompt(ATTENTION, "a", 64)
 MANIFEST = pack_manifest(PROMPT.description)
 
@@ -54,7 +53,7 @@ async def test_what_nobody_has_open_comes_from_the_cold_tier() -> None:
     await catalog.register(Prompt(HYBRID, "b", 64, model="other").description.id, HYBRID, "", deadline=soon())
     await catalog.register(PROMPT.description.id, ATTENTION, "", deadline=soon())
     await cold.put_manifest(PROMPT.description.id, MANIFEST, deadline=soon())
-    recorder = Recorder(catalog, Meters(), SYSTEM_CLOCK)
+    recorder = Recorder(catalog, Instruments())
     store = TieredStore(MemoryTier(16 * MIB), hot, cold, recorder=recorder, limits=OFTEN)
     await until(lambda: has(hot, PROMPT))
     assert store.meters.get("manifest_failures", tier="redis") == 0

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
-from kvstore.store.absent import AbsentKeys
-from kvstore.store.fetch_gate import FetchGate
+import pytest
+
+from kvstore.runtime.background import Background
+from kvstore.runtime.instruments import Instruments
+from kvstore.store.context import StoreContext
 from kvstore.store.leases import LeaseTable
+from kvstore.store.limits import StoreLimits
+from kvstore.store.lookup import AbsentKeys
+from kvstore.store.staging import FetchGate
 from kvstore.testing.records import make_key, make_record
 from kvstore.tiers.memory import MemoryTier
 
@@ -24,20 +31,26 @@ class HandClock:
         return 0
 
 
-def table() -> tuple[LeaseTable, MemoryTier, HandClock]:
-    memory, clock = MemoryTier(1 << 20), HandClock()
+@pytest.fixture
+async def parts() -> AsyncIterator[tuple[LeaseTable, MemoryTier, HandClock]]:
+    memory, clock, background = MemoryTier(1 << 20), HandClock(), Background("test")
     for number in range(4):
         memory.insert(make_record(number))
-    return LeaseTable(memory, clock, lease_s=10.0, leases_max=2), memory, clock
+    limits = StoreLimits(lease_s=10.0, leases_max=2)
+    yield LeaseTable(StoreContext(memory, None, None, limits, Instruments(clock), background)), memory, clock
+    await background.aclose()
+
+
+Parts = tuple[LeaseTable, MemoryTier, HandClock]
 
 
 def pins(memory: MemoryTier, *numbers: int) -> dict:
     return {make_key(number): memory.pin([make_key(number)]) for number in numbers}
 
 
-def test_a_lease_ends_exactly_at_its_time() -> None:
+async def test_a_lease_ends_exactly_at_its_time(parts: Parts) -> None:
     """It serves until the last moment, not at it, whether or not anybody swept."""
-    leases, memory, clock = table()
+    leases, memory, clock = parts
     lease = leases.grant(pins(memory, 0))
     clock.now_s += 9.99
     assert leases.record(lease, make_key(0)) is not None
@@ -52,25 +65,25 @@ def test_a_lease_ends_exactly_at_its_time() -> None:
     assert leases.num_expired == 1
 
 
-def test_a_sweep_frees_what_nobody_asks_for() -> None:
+async def test_a_sweep_frees_what_is_not_used(parts: Parts) -> None:
     """Dead engines do not call: the sweep ends their leases and leaves the living ones."""
-    leases, memory, clock = table()
+    leases, memory, clock = parts
     leases.grant(pins(memory, 0, 1))
     clock.now_s += 5
     living = leases.grant(pins(memory, 1, 2))
-    assert leases.is_full("")
+    assert leases.refuses("")
     clock.now_s += 6
     assert leases.sweep() == 1
-    assert not leases.is_full("")
+    assert not leases.refuses("")
     assert leases.record(living, make_key(1)) is not None
     leases.release_all()
     assert memory.pinned_bytes == 0
     assert len(leases) == 0
 
 
-def test_a_bad_record_leaves_every_lease() -> None:
+async def test_a_bad_record_leaves_every_lease(parts: Parts) -> None:
     """Two leases hold it: neither serves it any more, the rest stays, and no pin is lost."""
-    leases, memory, _ = table()
+    leases, memory, _ = parts
     one, two = leases.grant(pins(memory, 0, 1)), leases.grant(pins(memory, 0))
     leases.forget(make_key(0))
     assert leases.record(one, make_key(0)) is leases.record(two, make_key(0)) is None

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from store_world import LIMITS, fill, opened, slow_tier, soon, stage, until
+from store_harness import LIMITS, fill, opened, slow_tier, soon, stage, until
 
 from kvstore.api import Staged
 from kvstore.format.header_v1 import HEADER_BYTES

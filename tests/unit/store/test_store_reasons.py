@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.catalog.base import LeaveReason
 from kvstore.cli.status_problems import _LATE
-from kvstore.store.reasons import LEFT, REASONS
+from kvstore.store.explain.reasons import LEFT, REASONS
 
 ROOT = Path(__file__).resolve().parents[3]
 

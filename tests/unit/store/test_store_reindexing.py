@@ -8,7 +8,7 @@ import tracemalloc
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
-from store_world import fill, slow_tier, soon
+from store_harness import fill, slow_tier, soon
 
 from kvstore.catalog.base import Addition
 from kvstore.catalog.entry import Level
@@ -20,7 +20,7 @@ from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.reindexing import ReindexReport, reindex_level
+from kvstore.store.upkeep.reindexing import ReindexReport, reindex_level
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.faults import FaultyTier
 from kvstore.testing.prompts import ATTENTION, Prompt

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from retention_world import BOUNDARY_BYTES, LAYOUT, OTHER, World, open_world
+from retention_harness import BOUNDARY_BYTES, LAYOUT, OTHER, RetainedTier, open_retained
 
 from kvstore.api import PrefixQuery
 from kvstore.catalog.base import BoundaryEntry, LeaveReason, Use
@@ -15,11 +15,12 @@ from kvstore.catalog.coordination import Ownership
 from kvstore.catalog.entry import Level
 from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.errors import InvalidRequest
+from kvstore.eviction.candidates import CANDIDATES
 from kvstore.eviction.holdings import Quota
 from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.policy_choice import AutoChoice
-from kvstore.store.retention_rules import RetentionRules
+from kvstore.store.retention.plan import RetentionRules
+from kvstore.store.retention.policy_choice import PolicyChoice
 from kvstore.testing.records import NAMESPACE
 
 pytestmark = pytest.mark.virtual_time
@@ -39,19 +40,19 @@ class NobodysOwnership(Ownership):
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    async with open_world(tmp_path) as world:
+async def world(tmp_path: Path) -> AsyncIterator[RetainedTier]:
+    async with open_retained(tmp_path) as world:
         yield world
 
 
-async def test_under_the_budget_nothing_leaves(world: World) -> None:
+async def test_under_the_budget_nothing_leaves(world: RetainedTier) -> None:
     """A level with room is left alone."""
     path = await world.save("a", 4)
     assert await world.retention(budget_bytes=5 * BOUNDARY_BYTES).round() == 0
     assert await world.held(path) == [3, 3, 3, 3]
 
 
-async def test_ends_leave_first_and_wholly(world: World) -> None:
+async def test_ends_leave_first_and_wholly(world: RetainedTier) -> None:
     """The oldest prompt shrinks from its end, each boundary with pages and state; catalog and tier agree on the sum."""
     old, new = await world.save("old", 5), await world.save("new", 5)
     rules = {"budget_bytes": 8 * BOUNDARY_BYTES, "start_share": 1.0, "stop_share": 0.9}
@@ -64,7 +65,7 @@ async def test_ends_leave_first_and_wholly(world: World) -> None:
     assert {tombstone.reason for tombstone in tombstones} == {LeaveReason.EVICTED}
 
 
-async def test_ten_times_the_budget_stays_within_it(world: World) -> None:
+async def test_ten_times_the_budget_stays_within_it(world: RetainedTier) -> None:
     """Prompts come and come: the level stays within its budget, and every boundary that is left is whole."""
     budget = 20 * BOUNDARY_BYTES
     retention = world.retention(budget_bytes=budget)
@@ -82,7 +83,7 @@ async def test_ten_times_the_budget_stays_within_it(world: World) -> None:
         assert set(held) <= {0, 3}
 
 
-async def test_a_pinned_prefix_stays_with_all_below(world: World) -> None:
+async def test_a_pinned_prefix_stays_with_all_below(world: RetainedTier) -> None:
     """A pin in the middle of the oldest prompt keeps its start; what is behind the pin goes."""
     old, new = await world.save("old", 4), await world.save("new", 4)
     await world.catalog.pin(NAMESPACE, [old[1]], world.clock.now_s + 100, deadline=world.deadline)
@@ -95,7 +96,7 @@ async def test_a_pinned_prefix_stays_with_all_below(world: World) -> None:
     assert await world.held(old) == [0, 0, 0, 0]
 
 
-async def test_a_tenant_within_its_quota_is_safe_and_over_it_evicts_its_own(world: World) -> None:
+async def test_a_tenant_within_its_quota_is_safe_and_over_it_evicts_its_own(world: RetainedTier) -> None:
     """Others' writes take nothing of a tenant with a quota; its own take its oldest."""
     first = await world.save("paying, first", 3, OTHER)
     others = [await world.save(f"free {number}", 3) for number in range(5)]
@@ -111,7 +112,7 @@ async def test_a_tenant_within_its_quota_is_safe_and_over_it_evicts_its_own(worl
     assert [await world.held(path) for path in others] == before
 
 
-async def test_what_is_not_used_for_its_time_to_live_leaves(world: World) -> None:
+async def test_what_is_not_used_for_its_time_to_live_leaves(world: RetainedTier) -> None:
     """Read boundaries live on, the rest of their prompt expires."""
     path = await world.save("a", 3)
     world.clock.now_s += 100
@@ -122,7 +123,7 @@ async def test_what_is_not_used_for_its_time_to_live_leaves(world: World) -> Non
     assert tombstone.reason is LeaveReason.EXPIRED
 
 
-async def test_what_is_used_while_a_round_runs_stays_with_its_start(world: World) -> None:
+async def test_what_is_used_while_a_round_runs_stays_with_its_start(world: RetainedTier) -> None:
     """A boundary that is read between the plan and its turn stays, and so does what it stands on."""
     path = await world.save("a", 3)
 
@@ -142,7 +143,7 @@ async def test_what_is_used_while_a_round_runs_stays_with_its_start(world: World
     world.catalog = own
 
 
-async def test_only_the_owner_evicts(world: World) -> None:
+async def test_only_the_owner_evicts(world: RetainedTier) -> None:
     """Where somebody else has the lease, nothing is touched."""
     path = await world.save("a", 3)
     retention = world.retention(NobodysOwnership(), budget_bytes=1)
@@ -159,7 +160,7 @@ async def test_rules_that_make_no_sense_are_refused() -> None:
 
 async def test_auto_follows_the_lookups_of_this_node() -> None:
     """Most prompts are short and never return; they evict the few long ones that do, except under one policy."""
-    choice = AutoChoice()
+    choice = PolicyChoice(CANDIDATES)
     assert choice.make_policy().name == "lru"
     for number in range(2500):
         talk, first = (f"kept {number % 3}", 101) if number % 5 == 0 else (f"once {number}", 1)

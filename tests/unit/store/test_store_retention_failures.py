@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from retention_world import BOUNDARY_BYTES, LAYOUT, OTHER, RECORD_BYTES, World, open_world
+from retention_harness import BOUNDARY_BYTES, LAYOUT, OTHER, RECORD_BYTES, RetainedTier, open_retained
 
 from kvstore.catalog.base import BoundaryEntry, LeaveReason, NamespaceTotals
 from kvstore.catalog.entry import Level
@@ -15,9 +15,9 @@ from kvstore.errors import InvalidRequest, Unavailable, UnsupportedFormat
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.catalogued import CataloguedTier
-from kvstore.store.recorder import Recorder
-from kvstore.store.room import Room
+from kvstore.runtime.instruments import Instruments
+from kvstore.store.recorder import CataloguedTier, Recorder
+from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.testing.records import NAMESPACE, make_record
 from kvstore.tiers.base import PutOutcome
 
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.virtual_time
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    async with open_world(tmp_path) as world:
+async def world(tmp_path: Path) -> AsyncIterator[RetainedTier]:
+    async with open_retained(tmp_path) as world:
         yield world
 
 
-async def test_what_serves_no_hit_leaves_when_nobody_mends_it(world: World) -> None:
+async def test_what_serves_no_hit_leaves_when_nobody_mends_it(world: RetainedTier) -> None:
     """The start of a prompt is gone while its end came, and of another a slice in the middle: what is behind the hole
     is given a minute, and leaves then though there is room. What is before it stays.
     """
@@ -50,7 +50,7 @@ async def test_what_serves_no_hit_leaves_when_nobody_mends_it(world: World) -> N
     assert {tombstone.reason for tombstone in tombstones} == {LeaveReason.BROKEN}
 
 
-async def test_what_is_mended_in_time_stays(world: World) -> None:
+async def test_what_is_mended_in_time_stays(world: RetainedTier) -> None:
     """The start was only late: nothing leaves, and nobody looks any more."""
     path = await world.save("a", 3)
     retention = world.retention(budget_bytes=100 * BOUNDARY_BYTES)
@@ -65,7 +65,7 @@ async def test_what_is_mended_in_time_stays(world: World) -> None:
     assert await world.held(path) == [0, 3, 3]
 
 
-async def test_a_boundary_without_a_state_is_whole(world: World) -> None:
+async def test_a_boundary_without_a_state_is_whole(world: RetainedTier) -> None:
     """States are not saved at every page: the pages of a group that is not there at all serve what is behind them."""
     path = await world.save("a", 3)
     retention = world.retention(budget_bytes=100 * BOUNDARY_BYTES)
@@ -75,7 +75,7 @@ async def test_a_boundary_without_a_state_is_whole(world: World) -> None:
     assert await world.held(path) == [3, 2, 3]
 
 
-async def test_nothing_is_missing_for_certain_while_the_catalog_lacks_some(world: World) -> None:
+async def test_nothing_is_missing_for_certain_while_the_catalog_lacks_some(world: RetainedTier) -> None:
     """Redis was flushed and not reindexed yet: the start may be stored, though the catalog does not tell of it."""
     path = await world.save("a", 3)
     await world.lose(path[0])
@@ -87,7 +87,7 @@ async def test_nothing_is_missing_for_certain_while_the_catalog_lacks_some(world
     assert await world.held(path) == [0, 3, 3]
 
 
-async def test_what_serves_no_hit_stays_while_it_is_pinned(world: World) -> None:
+async def test_what_serves_no_hit_stays_while_it_is_pinned(world: RetainedTier) -> None:
     """An operator's word counts, whatever is missing."""
     path = await world.save("a", 3)
     await world.lose(path[0])
@@ -98,7 +98,7 @@ async def test_what_serves_no_hit_stays_while_it_is_pinned(world: World) -> None
 
 
 async def test_a_tier_that_refuses_leaves_no_hole(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    world: RetainedTier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Deletes fail half-way: what is hidden stays hidden, nothing is taken off before it is deleted, and the next round
     finishes it. The log says why, once, since `status` sends whoever sees the failures there.
@@ -119,7 +119,7 @@ async def test_a_tier_that_refuses_leaves_no_hole(
     assert await world.used_bytes() == 3 * BOUNDARY_BYTES
     assert world.meters.get("retention_failures", tier=world.tier.name) == 1
     assert await retention.round() == 0
-    assert [record.getMessage().count("not now") for record in caplog.records if "deleted" in record.message] == [1]
+    assert [record.getMessage().count("not now") for record in caplog.records if "eviction" in record.message] == [1]
     monkeypatch.setattr(world.tier, "delete", real)
     assert await retention.round() == 3 * BOUNDARY_BYTES
     assert await world.held(path) == [0, 0, 0]
@@ -127,7 +127,7 @@ async def test_a_tier_that_refuses_leaves_no_hole(
 
 
 async def test_a_round_that_fails_half_way_shows_again_what_it_had_not_begun(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: RetainedTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tier goes away after the first of many deletes: the starts of the prompts, which were hidden with their ends,
     are seen again and whole; another service finishes what was begun.
@@ -155,28 +155,28 @@ async def test_a_round_that_fails_half_way_shows_again_what_it_had_not_begun(
     assert await world.held(path) == [3] * (200 - 64) + [0] * 64
 
 
-async def test_a_room_whose_level_cannot_shrink_is_stuck_until_it_can(world: World) -> None:
+async def test_a_room_whose_level_cannot_shrink_is_stuck_until_it_can(world: RetainedTier) -> None:
     """All is pinned: a put that does not fit is refused at once instead of waiting; after the pin's end it is taken."""
     path = await world.save("a", 3)
     await world.catalog.pin(NAMESPACE, [path[2]], world.clock.now_s + 100, deadline=world.deadline)
-    room = Room(3 * BOUNDARY_BYTES, 2 * BOUNDARY_BYTES, world.clock)
-    retention = world.retention(room=room, budget_bytes=3 * BOUNDARY_BYTES)
+    gate = BudgetGate(3 * BOUNDARY_BYTES, 2 * BOUNDARY_BYTES, world.clock)
+    retention = world.retention(budget_gate=gate, budget_bytes=3 * BOUNDARY_BYTES)
     key = RecordKey(NAMESPACE, PrefixHash(bytes(32)), 0, 0)
     assert await retention.round() == 0
-    assert not await room.take(key, RECORD_BYTES, Deadline.after(60.0))
+    assert not await gate.take(key, RECORD_BYTES, Deadline.after(60.0))
     world.clock.now_s += 101
     assert await retention.round() > 0
-    assert await room.take(key, RECORD_BYTES, Deadline.after(60.0))
+    assert await gate.take(key, RECORD_BYTES, Deadline.after(60.0))
 
 
-async def test_a_room_is_not_stuck_while_something_is_written(world: World) -> None:
+async def test_a_room_is_not_stuck_while_something_is_written(world: RetainedTier) -> None:
     """Nothing can leave now, but what is being written may make something free: whoever waits goes on waiting."""
     path = await world.save("a", 3)
     await world.catalog.pin(NAMESPACE, [path[2]], world.clock.now_s + 100, deadline=world.deadline)
-    room = Room(3 * BOUNDARY_BYTES, 2 * BOUNDARY_BYTES, world.clock)
-    retention = world.retention(room=room, budget_bytes=3 * BOUNDARY_BYTES)
-    room.settle(3 * BOUNDARY_BYTES)
-    waiting = asyncio.ensure_future(room.take(RecordKey(OTHER, path[0], 0, 0), RECORD_BYTES, Deadline.after(60.0)))
+    gate = BudgetGate(3 * BOUNDARY_BYTES, 2 * BOUNDARY_BYTES, world.clock)
+    retention = world.retention(budget_gate=gate, budget_bytes=3 * BOUNDARY_BYTES)
+    gate.settle(3 * BOUNDARY_BYTES)
+    waiting = asyncio.ensure_future(gate.take(RecordKey(OTHER, path[0], 0, 0), RECORD_BYTES, Deadline.after(60.0)))
     await asyncio.sleep(0)
     assert await retention.round() == 0
     await asyncio.sleep(0)
@@ -186,42 +186,42 @@ async def test_a_room_is_not_stuck_while_something_is_written(world: World) -> N
     assert await waiting
 
 
-async def test_a_record_that_was_there_and_not_in_the_books_takes_room(world: World) -> None:
+async def test_a_record_that_was_there_and_not_in_the_books_takes_room(world: RetainedTier) -> None:
     """A put was refused because its boundary was being deleted, and its record survived: told of when it is put again,
     it counts at once, not only when the totals are read the next time.
     """
-    recorder = Recorder(world.catalog, world.meters, world.clock)
+    recorder = Recorder(world.catalog, Instruments(meters=world.meters, clock=world.clock))
     recorder.register(NAMESPACE, LAYOUT, "")
-    room = Room(100 * BOUNDARY_BYTES, 90 * BOUNDARY_BYTES, world.clock)
-    room.settle(0)
+    gate = BudgetGate(100 * BOUNDARY_BYTES, 90 * BOUNDARY_BYTES, world.clock)
+    gate.settle(0)
     record = make_record(RecordKey(NAMESPACE, PrefixHash(bytes(32)), 0, 0))
     await world.tier.put(record, deadline=world.deadline)
-    tier = CataloguedTier(world.tier, Level.COLD, recorder, room)
+    tier = CataloguedTier(world.tier, Level.COLD, recorder, gate)
     assert await tier.put(record, deadline=world.deadline) is PutOutcome.EXISTS
-    assert (room.used_bytes, await world.used_bytes()) == (RECORD_BYTES, RECORD_BYTES)
+    assert (gate.used_bytes, await world.used_bytes()) == (RECORD_BYTES, RECORD_BYTES)
     await recorder.aclose()
 
 
-async def test_room_is_free_once_the_totals_tell_of_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_room_is_free_once_the_totals_tell_of_it(world: RetainedTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for room writes only when what has left is off the books, which would be over the budget otherwise."""
     await world.save("a", 6)
-    room = Room(5 * BOUNDARY_BYTES, 4 * BOUNDARY_BYTES, SYSTEM_CLOCK)
-    retention = world.retention(room=room, budget_bytes=5 * BOUNDARY_BYTES)
+    gate = BudgetGate(5 * BOUNDARY_BYTES, 4 * BOUNDARY_BYTES, SYSTEM_CLOCK)
+    retention = world.retention(budget_gate=gate, budget_bytes=5 * BOUNDARY_BYTES)
     real, told = world.catalog.finish_leaving, 0
 
     async def finish(gone: Sequence[tuple[BoundaryEntry, LeaveReason]], level: Level, *, deadline: Deadline) -> int:
         nonlocal told
-        assert room.used_bytes == 6 * BOUNDARY_BYTES - told
+        assert gate.used_bytes == 6 * BOUNDARY_BYTES - told
         told += await real(gone, level, deadline=deadline)
         return told
 
     monkeypatch.setattr(world.catalog, "finish_leaving", finish)
     assert await retention.round() >= 2 * BOUNDARY_BYTES
-    assert room.used_bytes == await world.used_bytes() == 6 * BOUNDARY_BYTES - told
+    assert gate.used_bytes == await world.used_bytes() == 6 * BOUNDARY_BYTES - told
 
 
 async def test_an_error_of_any_kind_ends_a_round_and_not_retention(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: RetainedTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The catalog answers once with what nobody expects of it: the next round evicts all the same."""
     path = await world.save("a", 4)

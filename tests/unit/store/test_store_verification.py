@@ -11,8 +11,8 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.names import format_name
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.deadline import Deadline
-from kvstore.store import verification
-from kvstore.store.verification import ByteRate, Findings, count_records, verify_tier
+from kvstore.store.upkeep import verification
+from kvstore.store.upkeep.verification import ByteRate, Findings, count_records, verify_tier
 from kvstore.testing.faults import FaultyTier
 from kvstore.testing.records import NAMESPACE, make_key, make_record
 from kvstore.tiers.filesystem import FilesystemTier

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from store_world import LIMITS, MIB, opened, slow_tier, soon, stage, until
+from store_harness import LIMITS, MIB, opened, slow_tier, soon, stage, until
 
 from kvstore.api import Ack, Retention, SaveOutcome
 from kvstore.errors import InvalidRequest, Unavailable

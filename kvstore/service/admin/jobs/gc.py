@@ -29,8 +29,8 @@ from kvstore.service.admin.jobs.deletion import (
 from kvstore.service.admin.jobs.job import Job, JobKind, JobStatus
 from kvstore.service.admin.models import Confirm
 from kvstore.service.authentication import Grant
-from kvstore.store.operations import PIECE_RECORDS_MAX
-from kvstore.store.retention_plan import broken_of
+from kvstore.store.retention.plan import broken_of
+from kvstore.store.upkeep.operations import PIECE_RECORDS_MAX
 from kvstore.tiers.base import Entry
 
 __all__ = ["router"]

@@ -22,8 +22,8 @@ from kvstore.service.admin.jobs.board import Jobs
 from kvstore.service.admin.jobs.job import Job, JobKind, JobStatus
 from kvstore.service.admin.problems import Refused, refusals
 from kvstore.service.authentication import Grant
-from kvstore.store.reindexing import ReindexReport, reindex_level
-from kvstore.store.verification import BadRecord, ByteRate, Findings, count_records, verify_tier
+from kvstore.store.upkeep.reindexing import ReindexReport, reindex_level
+from kvstore.store.upkeep.verification import BadRecord, ByteRate, Findings, count_records, verify_tier
 
 __all__ = ["router"]
 
@@ -192,7 +192,7 @@ async def _reindex(context: AdminContext, level: Level, job: Job, *, is_last: bo
 
     catalog = await context.catalog.open()
     async with context.catalog.tier(level) as tier:
-        report(await reindex_level(catalog, tier, level, clock=SYSTEM_CLOCK, tell=report))
+        report(await reindex_level(catalog, tier, level, clock=SYSTEM_CLOCK, progress=report))
     if is_last:
         await catalog.set_complete(True, deadline=context.soon())
     context.catalog.forget_totals()

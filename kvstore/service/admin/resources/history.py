@@ -13,8 +13,8 @@ from kvstore.service.admin.access import Reader
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.authentication import Grant
 from kvstore.service.history import STEP_S, Sample, Window, window_of
-from kvstore.store.explaining import ToldOutcome
-from kvstore.store.reasons import REASONS, UNKNOWN, result_of
+from kvstore.store.explain.explainer import ReportedOutcome
+from kvstore.store.explain.reasons import REASONS, UNKNOWN, result_of
 
 __all__ = ["router"]
 
@@ -125,13 +125,13 @@ async def show_history(
 async def _samples_of(context: AdminContext, grant: Grant) -> list[Sample]:
     """A tenant's own requests, as the service would have counted them."""
 
-    async def outcomes(_: object) -> list[ToldOutcome]:
+    async def outcomes(_: object) -> list[ReportedOutcome]:
         return context.operations.outcomes(grant.tenant)
 
     return [_sample(told) for told in await context.data_loop.call(outcomes)]
 
 
-def _sample(told: ToldOutcome) -> Sample:
+def _sample(told: ReportedOutcome) -> Sample:
     outcome = told.outcome
     reason = told.reason if told.reason in REASONS else "other"
     local = min(outcome.local_tokens, outcome.resume_tokens)

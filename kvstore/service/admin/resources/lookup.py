@@ -19,8 +19,8 @@ from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import namespace_id
 from kvstore.service.admin.problems import refusals
 from kvstore.service.admin.resources.prompt import Prompt, read_prompt
-from kvstore.store.key_ring import Generation
-from kvstore.store.slices import PackedSlices, SliceMap, groups_present
+from kvstore.store.encryption.key_ring import Generation
+from kvstore.store.placement import PackedSlices, SliceMap, groups_present
 
 __all__ = ["router"]
 

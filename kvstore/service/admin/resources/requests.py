@@ -52,7 +52,7 @@ class Explanation(RequestSummary):
         description="the next boundary that was needed and could not be used", examples=[4352]
     )
     why: str = Field(
-        description="what the reason means", examples=["it was stored, and left when a byte budget was reached"]
+        description="what the reason means", examples=["it was stored, and was evicted when a byte budget was reached"]
     )
     advice: str = Field(description="what to do about it; may be empty", examples=["a larger budget, or a pin"])
     detail: dict[str, Any] = Field(

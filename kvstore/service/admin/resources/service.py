@@ -17,7 +17,7 @@ from kvstore.service.admin.problems import refusals
 from kvstore.service.metrics import CONTENT_TYPE, render
 from kvstore.service.reported_settings import reported_settings
 from kvstore.settings import Source
-from kvstore.store.operations import TierState
+from kvstore.store.upkeep.operations import TierState
 
 __all__ = ["health", "router"]
 

@@ -14,7 +14,7 @@ from kvstore.service.admin.access import Reader
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import Amount, amounts_of, sum_of
 from kvstore.service.authentication import Grant
-from kvstore.store.operations import TierState
+from kvstore.store.upkeep.operations import TierState
 
 __all__ = ["router"]
 

@@ -1,0 +1,9 @@
+"""Makes the components of a service's store from its settings; the only package that reads settings."""
+
+from __future__ import annotations
+
+from kvstore.compose.encryption import open_served_store
+from kvstore.compose.retention import open_job_book, open_ownership
+from kvstore.compose.store import open_catalog, open_store, open_tier
+
+__all__ = ["open_catalog", "open_job_book", "open_ownership", "open_served_store", "open_store", "open_tier"]

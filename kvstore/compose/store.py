@@ -1,0 +1,327 @@
+"""The tiers, the pending log and the catalog that the settings name, and the store over them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+
+from kvstore.catalog.base import Catalog, Gate
+from kvstore.catalog.entry import Level
+from kvstore.catalog.pending import PendingLog
+from kvstore.compose.retention import open_retention
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
+from kvstore.format.manifest import STORE_VERSION_PLACE, check_store_version
+from kvstore.runtime.arena import Arena
+from kvstore.runtime.background import Background
+from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
+from kvstore.runtime.meters import Meters
+from kvstore.settings import Settings
+from kvstore.store.limits import StoreLimits
+from kvstore.store.recorder import CataloguedTier, Recorder
+from kvstore.store.tiered import TieredStore
+from kvstore.store.upkeep.reindexing import CatalogKeeper, mark_if_empty
+from kvstore.tiers.base import Tier
+from kvstore.tiers.guarded import GuardedTier, report_quarantine
+from kvstore.tiers.locations import ColdLocation, FileLocation, HotLocation, NoTier, RedisLocation, S3Location
+from kvstore.tiers.memory import MemoryTier
+
+__all__ = ["missing_package", "open_catalog", "open_store", "open_tier", "store_limits"]
+
+_log = logging.getLogger(__name__)
+
+_PROBE_S = 2.0
+_ARENA_SPARE_BYTES = 64 << 20
+"""In the arena beside the memory tier's budget: for records on their way in, and an eighth more for gaps."""
+_WARM_BYTES = 256 << 20
+"""Free memory that is kept faulted in: the records of a prompt of some ten thousand tokens."""
+
+
+@asynccontextmanager
+async def open_store(settings: Settings, instruments: Instruments | None = None) -> AsyncIterator[TieredStore]:
+    """Open the tiers that the settings name and the store over them; close them again, the store first.
+
+    A Redis or S3 that cannot be reached now is a warning: the store serves what it has, and uses the tier once it
+    answers. On exit the write-back gets `drain_timeout_s`.
+
+    Raises:
+        InvalidRequest: The settings name something this installation cannot do; the message says what to install.
+        Unavailable: The directory of the cold tier, or a file in it, cannot be used.
+        UnsupportedFormat: A newer release has migrated a tier: nothing was written to it.
+    """
+    instruments = instruments or Instruments()
+    async with AsyncExitStack() as stack:
+        arena_bytes = settings.memory_bytes * 9 // 8 + _ARENA_SPARE_BYTES
+        arena = Arena.open(arena_bytes, ahead_bytes=min(_WARM_BYTES, settings.memory_bytes))
+        memory = MemoryTier(settings.memory_bytes, arena=arena)
+        memory.on_quarantine = partial(report_quarantine, instruments.events, memory.name)
+        stack.push_async_callback(memory.aclose)
+        hot = await _guarded(await _open_hot(settings), settings.hot, stack, instruments)
+        cold = await _guarded(await _open_cold(settings, instruments.meters), settings.cold, stack, instruments)
+        # while the hot tier is not used, no other part of the store may call its server either
+        gate = hot.check_usable if hot is not None else None
+        pending = await _open_pending(settings, stack, instruments.clock, gate)
+        recorder = await _open_recorder(settings, stack, instruments, gate)
+        if recorder is not None:
+            await _check_catalog(recorder.catalog, hot, cold, stack, instruments)
+        retention, budget_gate = await open_retention(
+            settings, recorder, cold, stack, instruments=instruments, gate=gate
+        )
+        store = TieredStore(
+            memory,
+            hot if hot is None or recorder is None else CataloguedTier(hot, Level.HOT, recorder),
+            cold if cold is None or recorder is None else CataloguedTier(cold, Level.COLD, recorder, budget_gate),
+            pending=pending,
+            recorder=recorder,
+            retention=retention,
+            limits=store_limits(settings),
+            instruments=instruments,
+        )
+        stack.push_async_callback(store.aclose)
+        yield store
+
+
+@asynccontextmanager
+async def open_tier(
+    location: HotLocation | ColdLocation, settings: Settings, *, is_owner: bool = False
+) -> AsyncIterator[Tier]:
+    """One slower tier alone, for an operator's walk over it.
+
+    Args:
+        location: Where it is.
+        settings: How it is used.
+        is_owner: Own a directory, to write to it: no service may own it at the same time. False: open it beside the
+            service that owns it.
+
+    Raises:
+        InvalidRequest: There is none, or this installation cannot use it.
+        Unavailable: The directory cannot be read.
+    """
+    match location:
+        case NoTier():
+            raise InvalidRequest("there is no tier at this place", seen=str(location))
+        case RedisLocation():
+            tier = _redis(location, settings)
+        case FileLocation() if is_owner:
+            tier = await _filesystem(location, settings)
+        case FileLocation():
+            from kvstore.tiers.filesystem.tier import FilesystemTier
+
+            tier = await FilesystemTier.open_beside(location.path)
+        case S3Location():
+            tier = await _s3(location, Meters())
+    try:
+        yield tier
+    finally:
+        await tier.aclose()
+
+
+@asynccontextmanager
+async def open_catalog(
+    settings: Settings, *, clock: Clock = SYSTEM_CLOCK, is_guest: bool = False, gate: Gate | None = None
+) -> AsyncIterator[Catalog]:
+    """The catalog of the settings' tiers: in the hot Redis, or in a file beside the records of a directory.
+
+    Args:
+        settings: Where it is.
+        clock: For first and last use.
+        is_guest: Another process owns the directory.
+        gate: Called before each call to Redis; raises `Unavailable` while Redis is not used.
+
+    Raises:
+        InvalidRequest: There is neither.
+        Unavailable: The file cannot be used.
+    """
+    match settings.hot, settings.cold:
+        case RedisLocation() as hot, _:
+            from kvstore.catalog.redis.catalog import RedisCatalog
+            from kvstore.tiers.redis import open_control
+
+            async with open_control(hot, refuses_newer=gate is not None) as client:
+                yield RedisCatalog(client, clock=clock, gate=gate)
+        case NoTier(), FileLocation() as cold:
+            from kvstore.catalog.sqlite.catalog import SqliteCatalog
+
+            catalog = await SqliteCatalog.open(cold.path / "catalog.db", clock=clock, is_guest=is_guest)
+            try:
+                yield catalog
+            finally:
+                await catalog.aclose()
+        case _:
+            raise InvalidRequest("a catalog needs a hot Redis, or a directory for records", hot=str(settings.hot))
+
+
+def store_limits(settings: Settings) -> StoreLimits:
+    """The store's limits, as the settings choose them."""
+    stage_bytes = settings.stage_bytes if settings.stage_bytes is not None else settings.memory_bytes * 3 // 4
+    return StoreLimits(
+        stage_bytes=stage_bytes,
+        stall_timeout_s=settings.stall_timeout_ms / 1000,
+        fetch_timeout_s=settings.fetch_timeout_ms / 1000,
+        lease_s=settings.lease_s,
+        write_back_bytes=settings.write_back_bytes,
+        write_back_in_flight=settings.write_back_in_flight,
+        pending_bytes=settings.pending_bytes,
+        drain_timeout_s=settings.drain_timeout_s,
+    )
+
+
+async def _open_pending(
+    settings: Settings, stack: AsyncExitStack, clock: Clock, gate: Gate | None
+) -> PendingLog | None:
+    """Where write-backs are recorded: beside the records that another process can find after this one has crashed."""
+    match settings.hot, settings.cold:
+        case RedisLocation() as hot, FileLocation() | S3Location() as cold:
+            from kvstore.catalog.redis.pending import RedisPendingLog
+            from kvstore.tiers.redis import open_control
+
+            client = await stack.enter_async_context(open_control(hot, refuses_newer=True))
+            return RedisPendingLog(client, str(cold), lease_s=settings.pending_lease_s, gate=gate)
+        case NoTier(), FileLocation() as cold:
+            from kvstore.catalog.sqlite.pending import SqlitePendingLog
+
+            log = await SqlitePendingLog.open(cold.path / "pending.db", lease_s=settings.pending_lease_s, clock=clock)
+            stack.push_async_callback(log.aclose)
+            return log
+        case _:  # before the cold tier has a record, only this process's memory holds it
+            return None
+
+
+async def _open_recorder(
+    settings: Settings, stack: AsyncExitStack, instruments: Instruments, gate: Gate | None
+) -> Recorder | None:
+    """The way to the catalog; `None`: the settings have no place for one, or it cannot be opened."""
+    if not isinstance(settings.hot, RedisLocation) and not isinstance(settings.cold, FileLocation):
+        return None
+    try:
+        catalog = await stack.enter_async_context(open_catalog(settings, clock=instruments.clock, gate=gate))
+    except Unavailable as error:
+        _log.warning("running without a catalog, so the directory drops its oldest records one by one: %s", error)
+        return None
+    recorder = Recorder(catalog, instruments)
+    stack.push_async_callback(recorder.aclose)
+    if not isinstance(settings.hot, RedisLocation):
+        return recorder
+
+    from kvstore.catalog.redis.catalog import RedisCatalog
+    from kvstore.catalog.redis.reconcile import Reconciler
+
+    assert isinstance(catalog, RedisCatalog)
+    background = Background("catalog")
+    stack.push_async_callback(background.aclose)
+    reconciler = Reconciler(catalog, instruments.meters, period_s=settings.catalog_look_s, clock=instruments.clock)
+    background.spawn(reconciler.run(), "reconcile")
+    return recorder
+
+
+async def _check_catalog(
+    catalog: Catalog, hot: Tier | None, cold: Tier | None, stack: AsyncExitStack, instruments: Instruments
+) -> None:
+    """Mark the catalog of an empty store complete; warn if it may lack records. The catalog of a directory, which has
+    one owner, is rebuilt in the background.
+    """
+    tiers = [tier for tier in (hot, cold) if tier is not None]
+    try:
+        if hot is None and cold is not None:
+            keeper = CatalogKeeper(catalog, cold, instruments)
+            stack.push_async_callback(keeper.aclose)
+            try:
+                await keeper.compare()
+            finally:
+                keeper.start()
+        elif not await mark_if_empty(catalog, tiers, deadline=Deadline.after(_PROBE_S, instruments.clock)):
+            _log.warning(
+                "the catalog may lack records that are stored, so lookups ask the tiers as well, which is slower: "
+                "run `kvstore reindex` once; services may keep running"
+            )
+    except KVStoreError as error:
+        _log.warning("cannot check whether the catalog is complete, it is used as it is: %s", error)
+
+
+async def _guarded(
+    tier: Tier | None, setting: object, stack: AsyncExitStack, instruments: Instruments
+) -> GuardedTier | None:
+    """Put the guard around a tier that was just opened, and check that it answers. If not, warn, and use it later. Warn
+    of what an operator should change about it.
+
+    Raises:
+        UnsupportedFormat: A newer release has migrated it.
+    """
+    if tier is None:
+        return None
+    guarded = GuardedTier(tier, instruments)
+    stack.push_async_callback(guarded.aclose)
+    try:
+        note = await tier.get_manifest(STORE_VERSION_PLACE, deadline=Deadline.after(_PROBE_S, instruments.clock))
+        check_store_version(note, tier.name)
+    except UnsupportedFormat:
+        raise
+    except KVStoreError as error:
+        _log.warning(
+            "tier is not reachable, starting without it; check that %s is running and may be used from here, "
+            "it is used as soon as it answers tier=%s reason=%s",
+            setting,
+            tier.name,
+            error,
+        )
+        if isinstance(error, Unavailable):
+            guarded.open_breaker(str(error))
+        return guarded
+    try:
+        for concern in await tier.concerns(deadline=Deadline.after(_PROBE_S, instruments.clock)):
+            _log.warning("tier %s: %s: %s", tier.name, concern.severity.value, concern)
+    except KVStoreError as error:
+        _log.warning("cannot check the set-up of tier %s, it is used as it is: %s", tier.name, error)
+    return guarded
+
+
+async def _open_hot(settings: Settings) -> Tier | None:
+    match settings.hot:
+        case NoTier():
+            return None
+        case RedisLocation() as location:
+            return _redis(location, settings)
+
+
+async def _open_cold(settings: Settings, meters: Meters) -> Tier | None:
+    match settings.cold:
+        case NoTier():
+            return None
+        case FileLocation() as location:
+            return await _filesystem(location, settings)
+        case S3Location() as location:
+            return await _s3(location, meters)
+
+
+async def _filesystem(location: FileLocation, settings: Settings) -> Tier:
+    from kvstore.tiers.filesystem.tier import FilesystemTier
+
+    budget_bytes = settings.disk_budget_bytes(location.path)
+    return await FilesystemTier.open(location.path, budget_bytes=budget_bytes, fsync=settings.fsync)
+
+
+def _redis(location: RedisLocation, settings: Settings) -> Tier:
+    try:
+        from kvstore.tiers.redis import RedisTier
+    except ImportError as error:
+        raise missing_package("redis", "hot", error.name) from error
+    return RedisTier(location, num_connections=settings.hot_connections, in_flight_bytes=settings.hot_in_flight_bytes)
+
+
+async def _s3(location: S3Location, meters: Meters) -> Tier:
+    try:
+        from kvstore.tiers.s3 import S3Tier
+    except ImportError as error:
+        raise missing_package("s3", "cold", error.name) from error
+    return await S3Tier.open(location, meters=meters)
+
+
+def missing_package(extra: str, setting: str, package: str | None) -> InvalidRequest:
+    """The error for a setting that needs a package which is not installed."""
+    return InvalidRequest(
+        f"the setting {setting} needs a package that is not installed: pip install 'kvstore-vllm[{extra}]'",
+        missing=package,
+    )

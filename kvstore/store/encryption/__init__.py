@@ -1,0 +1,1 @@
+"""Records of a tenant are stored under its keys."""

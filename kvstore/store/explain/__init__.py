@@ -1,0 +1,1 @@
+"""Why a request was resumed no further than it was."""

@@ -1,0 +1,285 @@
+"""The namespaces of a node: which are open, which keys and headers fit one, and their manifests in the slower tiers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvstore.errors import CorruptRecord, InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
+from kvstore.format.header_v1 import HeaderV1
+from kvstore.format.manifest import parse_manifest
+from kvstore.format.record import MAX_RECORD_BYTES
+from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.model.layout import Layout
+from kvstore.model.namespace import NamespaceDescription
+from kvstore.runtime.budget import Shares
+from kvstore.runtime.clock import Clock
+from kvstore.runtime.deadline import Deadline
+from kvstore.store.context import StoreContext
+from kvstore.store.recorder import Recorder
+from kvstore.tiers.base import Tier
+
+__all__ = ["Manifests", "OpenNamespaces", "check_header", "check_key", "read_description"]
+
+_IDLE_S = 600.0
+"""A namespace that was used within this time stays open. An engine whose weights change opens one for each version."""
+
+
+@dataclass(slots=True)
+class _Open:
+    layout: Layout
+    tenant: str
+    num_bytes: int
+    used_s: float
+
+
+class OpenNamespaces:
+    """The layout and the tenant of each open namespace, in the order of last use. Tenants share the places, and the
+    bytes of descriptions.
+
+    Args:
+        limit: Namespaces open at a time.
+        description_bytes: Bytes of their descriptions.
+    """
+
+    def __init__(self, limit: int, clock: Clock, description_bytes: int) -> None:
+        self._places = Shares(limit)
+        self._bytes = Shares(description_bytes)
+        self._clock = clock
+        self._open: OrderedDict[NamespaceId, _Open] = OrderedDict()  # the least recently used first
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[NamespaceId]:
+        return iter(self._open)
+
+    def open(self, namespace: NamespaceId, layout: Layout, tenant: str, num_bytes: int) -> list[NamespaceId]:
+        """Open a namespace, or use it again; returns those that were closed for it: the tenant's least recently used,
+        or any tenant's if this one has none that is idle.
+
+        Args:
+            num_bytes: Bytes of its description.
+
+        Raises:
+            Unavailable: All that would have to be closed are in use.
+        """
+        closed: list[NamespaceId] = []
+        if namespace not in self._open:
+            while self._places.left_for(tenant) < 1 or self._bytes.left_for(tenant) < num_bytes:
+                oldest = self._idle(tenant)
+                if oldest is None:
+                    raise Unavailable(
+                        "too many namespaces are in use on this node, or their descriptions are too long",
+                        limit=self._places.limit,
+                        limit_bytes=self._bytes.limit,
+                        tenant=tenant,
+                    )
+                held = self._open.pop(oldest)
+                self._places.give_back(held.tenant, 1)
+                self._bytes.give_back(held.tenant, held.num_bytes)
+                closed.append(oldest)
+            self._places.take(tenant, 1)
+            self._bytes.take(tenant, num_bytes)
+            self._open[namespace] = _Open(layout, tenant, num_bytes, 0.0)
+        self.use(namespace)
+        return closed
+
+    def _idle(self, tenant: str) -> NamespaceId | None:
+        """The namespace to close: the tenant's least recently used one, or any tenant's."""
+        now_s, others = self._clock.monotonic_s(), None
+        for namespace, held in self._open.items():
+            if now_s - held.used_s < _IDLE_S:
+                break
+            if held.tenant == tenant:
+                return namespace
+            others = others or namespace
+        return others
+
+    def use(self, namespace: NamespaceId) -> Layout | None:
+        """The layout of a namespace that is used now; `None`: it is not open."""
+        held = self._open.get(namespace)
+        if held is None:
+            return None
+        held.used_s = self._clock.monotonic_s()
+        self._open.move_to_end(namespace)
+        return held.layout
+
+    def tenant_of(self, namespace: NamespaceId) -> str:
+        """The tenant of an open namespace; empty: it has none, or it is not open."""
+        held = self._open.get(namespace)
+        return held.tenant if held is not None else ""
+
+    def of_tenant(self, tenant: str) -> int:
+        """How many namespaces a tenant has open."""
+        return self._places.used_by(tenant)
+
+
+def check_key(key: RecordKey, layout: Layout) -> None:
+    """Refuse a key whose group or slice the layout does not have.
+
+    Raises:
+        CorruptRecord: Group or slice out of range.
+    """
+    if key.group >= len(layout.groups):
+        raise CorruptRecord("the namespace has no such group", key=key, expected=f"below {len(layout.groups)}")
+    if key.slice >= layout.groups[key.group].num_slices:
+        limit = layout.groups[key.group].num_slices
+        raise CorruptRecord("the group has no such slice", key=key, expected=f"below {limit}")
+
+
+def check_header(header: HeaderV1, layout: Layout, tokens: int | None = None) -> None:
+    """Refuse a record whose header could not have been written for this layout.
+
+    Args:
+        header: An intact header.
+        layout: The layout of the namespace that the header names.
+        tokens: The boundary that the record's prefix belongs to, where the caller knows it.
+
+    Raises:
+        CorruptRecord: Group or slice out of range, or not the kind or span that this group has at this boundary.
+    """
+    check_key(header.key, layout)
+    stop = header.span.stop if tokens is None else tokens
+    if stop <= 0:
+        raise CorruptRecord("a record ends behind at least one token", key=header.key, stop=stop)
+    kind, span = layout.groups[header.key.group].record_at(stop, layout.page_tokens)
+    if (header.kind, header.span) != (kind, span):
+        raise CorruptRecord(
+            "kind or span of a record does not fit its group",
+            key=header.key,
+            expected=f"{kind.name} {span.start}-{span.stop}",
+            seen=f"{header.kind.name} {header.span.start}-{header.span.stop}",
+        )
+    if header.payload_bytes > MAX_RECORD_BYTES or header.decoded_bytes > MAX_RECORD_BYTES:
+        raise CorruptRecord(f"a record has at most {MAX_RECORD_BYTES} bytes", key=header.key)
+
+
+async def read_description(
+    namespace: NamespaceId, tiers: Iterable[Tier | None], *, deadline: Deadline
+) -> NamespaceDescription | None:
+    """The description of a namespace from the first tier that has a readable manifest; `None`: there is none. A damaged
+    manifest, or one of a later release, counts as none.
+
+    Raises:
+        Unavailable: A tier does not answer.
+    """
+    for tier in tiers:
+        manifest = await tier.get_manifest(namespace, deadline=deadline) if tier is not None else None
+        with suppress(CorruptRecord, UnsupportedFormat, InvalidRequest):
+            if manifest is not None:
+                description = parse_manifest(manifest, namespace)
+                description.layout()
+                return description
+    return None
+
+
+class Manifests:
+    """A manifest beside the records of each slower tier, written when a namespace is opened, and again if it is lost.
+
+    Best effort: a manifest describes records to readers that have not opened their namespace, such as a reindex. Loads
+    and saves do not depend on it. The hot tier may lose its manifests, as by FLUSHALL: they are copied from the cold
+    tier for namespaces that are not open here.
+
+    Args:
+        recorder: The way to the catalog, which lists namespaces; `None`: there is no catalog.
+    """
+
+    def __init__(self, context: StoreContext, recorder: Recorder | None) -> None:
+        self._hot = context.hot
+        self._cold = context.cold
+        self._recorder = recorder
+        self._background = context.background
+        self._meters = context.meters
+        self._limits = context.limits
+        self._clock = context.clock
+        self._open: dict[NamespaceId, bytes] = {}
+        self._kept: set[tuple[NamespaceId, str]] = set()
+        if context.slower:
+            context.background.spawn(self._check_regularly(), "manifests")
+
+    def open(self, namespace: NamespaceId, manifest: bytes) -> None:
+        """Note that a namespace was opened, and write its manifest to each tier in the background."""
+        self._open[namespace] = manifest
+        for tier in (self._hot, self._cold):
+            if tier is not None and (namespace, tier.name) not in self._kept:
+                self._background.spawn(self._write(tier, namespace), f"manifest to {tier.name}")
+
+    def close(self, namespace: NamespaceId) -> None:
+        """Stop checking the manifests of a namespace that was closed. They stay in the tiers."""
+        self._open.pop(namespace, None)
+        self._kept = {kept for kept in self._kept if kept[0] != namespace}
+
+    async def describe(self, namespace: NamespaceId, *, deadline: Deadline) -> NamespaceDescription | None:
+        """The description of a namespace; `None`: no manifest of it can be read."""
+        try:
+            manifest = await self.find(namespace, deadline=deadline)
+            return parse_manifest(manifest, namespace) if manifest is not None else None
+        except KVStoreError:
+            self._meters.add("manifest_failures", tier="read")
+            return None
+
+    async def find(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
+        """The manifest of a namespace that is open here, or from a tier; `None`: there is none.
+
+        Raises:
+            Unavailable: A tier that may have it does not answer.
+        """
+        found = self._open.get(namespace)
+        for tier in (self._hot, self._cold):
+            if found is None and tier is not None:
+                found = await tier.get_manifest(namespace, deadline=deadline)
+        return found
+
+    async def _check_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(self._limits.manifest_check_s)
+            await self.check()
+
+    async def check(self) -> None:
+        """Write again what could not be written, and what the hot tier has lost."""
+        if self._cold is not None:
+            for namespace in list(self._open):
+                if (namespace, self._cold.name) not in self._kept:
+                    await self._write(self._cold, namespace)
+        if self._hot is not None:
+            for namespace in await self._all_namespaces():
+                await self._restore(self._hot, namespace)
+
+    async def _write(self, tier: Tier, namespace: NamespaceId) -> None:
+        manifest = self._open.get(namespace)
+        if manifest is None:  # closed since
+            return
+        try:
+            await tier.put_manifest(namespace, manifest, deadline=self._deadline())
+        except KVStoreError:
+            self._meters.add("manifest_failures", tier=tier.name)
+        else:
+            self._kept.add((namespace, tier.name))
+
+    async def _all_namespaces(self) -> Iterable[NamespaceId]:
+        """The namespaces that are open here, and all in the catalog."""
+        found = dict.fromkeys(self._open)
+        if self._recorder is not None:
+            with suppress(KVStoreError):  # the next check reads it again
+                found |= dict.fromkeys(await self._recorder.catalog.namespaces(deadline=self._deadline()))
+        return found
+
+    async def _restore(self, hot: Tier, namespace: NamespaceId) -> None:
+        deadline = self._deadline()
+        try:
+            if await hot.get_manifest(namespace, deadline=deadline) is not None:
+                return
+            manifest = self._open.get(namespace)
+            if manifest is None and self._cold is not None:
+                manifest = await self._cold.get_manifest(namespace, deadline=deadline)
+            if manifest is not None:
+                await hot.put_manifest(namespace, manifest, deadline=deadline)
+        except KVStoreError:
+            self._meters.add("manifest_failures", tier=hot.name)
+
+    def _deadline(self) -> Deadline:
+        return Deadline.after(self._limits.write_back_timeout_s, self._clock)

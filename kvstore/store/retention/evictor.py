@@ -1,0 +1,124 @@
+"""Evicts boundaries: hidden in the catalog, deleted, then subtracted from the totals; ends of prefixes first."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from kvstore.catalog.base import BoundaryEntry, Catalog, LeaveReason
+from kvstore.catalog.entry import Level
+from kvstore.errors import Unavailable
+from kvstore.runtime.background import gather_all
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
+from kvstore.store.retention.plan import Victim
+from kvstore.tiers.base import Tier
+
+__all__ = ["Evictor"]
+
+_log = logging.getLogger(__name__)
+
+_LEVEL = Level.COLD
+_CALL_S = 10.0
+_AT_ONCE, _CALLS, _TOGETHER_MIN = 64, 4, 4
+"""Boundaries that are deleted at a time, the number of calls that share them, and the fewest worth a call of their own:
+what a call has deleted is free at once."""
+_HIDDEN_AT_ONCE = 64
+"""Boundaries that are hidden before the first of them is deleted."""
+
+
+class Evictor:
+    """Deletes what is evicted from the cold tier.
+
+    A boundary is evicted as a whole, all groups and slices: the catalog hides it, then its records are deleted, then
+    the totals change. If the process dies in between, the boundary stays marked in the catalog, and a later round of
+    any service finishes it.
+
+    Args:
+        tier: Where to delete; not wrapped in a `CataloguedTier`.
+        on_freed: Called with the bytes of what was deleted.
+
+    Attributes:
+        has_unfinished: Whether something may be hidden but not deleted.
+    """
+
+    def __init__(self, tier: Tier, catalog: Catalog, instruments: Instruments, on_freed: Callable[[int], None]) -> None:
+        self._tier = tier
+        self._catalog = catalog
+        self._meters = instruments.meters
+        self._clock = instruments.clock
+        self._on_freed = on_freed
+        self._is_failing = False
+        self.has_unfinished = True  # an earlier run of this service may have been cut off
+
+    async def evict(self, victims: Sequence[Victim]) -> int:
+        """Evict boundaries, ends of prefixes first; returns the bytes freed."""
+        freed = 0
+        stay: set[int] = set()
+        for start in range(0, len(victims), _HIDDEN_AT_ONCE):
+            part = range(start, min(start + _HIDDEN_AT_ONCE, len(victims)))
+            for index in part:  # ends come first: the parent of one that stays comes later, and stays as well
+                if index in stay and (parent := victims[index].parent) is not None:
+                    stay.add(parent)
+            indexes = [index for index in part if index not in stay]
+            place = {index: at for at, index in enumerate(indexes)}
+            leaving = [victims[index].leaving(place) for index in indexes]
+            hidden = await self._catalog.start_leaving(leaving, _LEVEL, deadline=self._deadline())
+            entries = {index: entry for index, entry in zip(indexes, hidden, strict=True) if entry is not None}
+            deleted = await self._delete_all(entries, victims)
+            freed += sum(entries[index].num_bytes(_LEVEL) for index in deleted)
+            for index in part:
+                if index not in deleted and (parent := victims[index].parent) is not None:
+                    stay.add(parent)
+        return freed
+
+    async def finish(self, entry: BoundaryEntry) -> int:
+        """Delete a boundary that another process, or an earlier run of this one, has hidden; returns bytes freed."""
+        return await self._delete([(entry, LeaveReason.EVICTED)]) or 0
+
+    async def _delete_all(self, hidden: Mapping[int, BoundaryEntry], victims: Sequence[Victim]) -> set[int]:
+        """Delete the records of hidden boundaries, ends first; returns the indexes of those that are deleted. What the
+        tier fails to delete stays hidden until a later round; what follows it becomes visible again.
+        """
+        done: set[int] = set()
+        indexes = list(hidden)
+        for start in range(0, len(indexes), _AT_ONCE):
+            part = indexes[start : start + _AT_ONCE]
+            together = max(_TOGETHER_MIN, -(-len(part) // _CALLS))
+            calls = [part[at : at + together] for at in range(0, len(part), together)]
+            deleted = await gather_all(
+                self._delete([(hidden[index], victims[index].reason) for index in call]) for call in calls
+            )
+            done.update(*(call for call, num_bytes in zip(calls, deleted, strict=True) if num_bytes is not None))
+            if None in deleted:
+                for index in indexes[start + _AT_ONCE :]:
+                    one = hidden[index]
+                    await self._catalog.stop_leaving(one.namespace, one.prefix, _LEVEL, deadline=self._deadline())
+                break
+        return done
+
+    async def _delete(self, leaving: Sequence[tuple[BoundaryEntry, LeaveReason]]) -> int | None:
+        """Delete the records of hidden boundaries, then subtract them from the totals; returns the bytes freed. `None`:
+        the tier did not answer, a later round tries again.
+        """
+        try:
+            keys = [key for entry, _ in leaving for key in entry.keys(_LEVEL)]
+            await self._tier.delete_all(keys, deadline=self._deadline())
+        except Unavailable as error:
+            if not self._is_failing:  # once until it works again: rounds are many
+                _log.warning("eviction from %s failed, later rounds try again: %s", self._tier.name, error)
+            self._is_failing = True
+            self._meters.add("retention_failures", tier=self._tier.name)
+            self.has_unfinished = True
+            return None
+        self._is_failing = False
+        freed = await self._catalog.finish_leaving(leaving, _LEVEL, deadline=self._deadline())
+        for entry, reason in leaving:
+            why, num_bytes = reason.name.lower(), entry.num_bytes(_LEVEL)
+            self._meters.add("retention_boundaries", tier=self._tier.name, reason=why)
+            self._meters.add("retention_bytes", num_bytes, tier=self._tier.name, reason=why)
+        self._on_freed(sum(entry.num_bytes(_LEVEL) for entry, _ in leaving))  # not before the totals have changed
+        return freed
+
+    def _deadline(self) -> Deadline:
+        return Deadline.after(_CALL_S, self._clock)

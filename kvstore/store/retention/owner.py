@@ -1,0 +1,346 @@
+"""Keeps the cold tier within its budgets: one owner per namespace decides what is evicted, and deletes it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+from kvstore.catalog.base import BoundaryEntry, Catalog
+from kvstore.catalog.coordination import Ownership
+from kvstore.catalog.entry import Level
+from kvstore.errors import Closed, CorruptRecord, InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
+from kvstore.eviction.holdings import Quota
+from kvstore.format.manifest import parse_manifest
+from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash
+from kvstore.runtime.background import Background
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
+from kvstore.runtime.pauses import collector_paused, collector_spared, empty_in_pieces
+from kvstore.store.retention.backpressure import BudgetGate
+from kvstore.store.retention.evictor import Evictor
+from kvstore.store.retention.plan import EvictionPlan, RetentionRules, broken_of, incomplete_of, plan_eviction
+from kvstore.store.retention.policy_choice import PolicyChoice
+from kvstore.tiers.base import Tier
+
+__all__ = ["RetentionOwner"]
+
+_log = logging.getLogger(__name__)
+
+_LEVEL = Level.COLD
+_CALL_S = 10.0
+_FRESH_S = 10
+_BROKEN_S, _BROKEN_S_MAX = 60, 3600
+"""How long a boundary that serves no hit is kept, since what it lacks may be on its way. Also the time from an eviction
+to the search for boundaries that have lost their start; each search that evicts nothing doubles it."""
+_BUSY_S = 0.1
+_READ_SHARE = 0.1
+"""Share of the time spent on reading the totals while others write: over all slots of a cluster it is not free."""
+_READ_AT_ONCE = 64
+
+
+class RetentionOwner:
+    """Applies rules to the cold tier, from the catalog's totals and entries.
+
+    The policy ranks what may be evicted. What was used since the catalog was read stays, with all prefixes it needs.
+
+    Args:
+        tier: Where to delete; not wrapped in a `CataloguedTier`.
+        catalog: Stays the caller's.
+        ownership: Leases on namespaces among the services that share the tier.
+        rules: Budgets and times.
+        choice: The policy that ranks what may be evicted.
+        num_refused: Returns how many additions the catalog has refused because their boundary is being deleted. A new
+            one starts a round: a boundary whose deletion was abandoned would refuse records for ever.
+        budget_gate: Learns how much is held and what was evicted; `None`: no writer waits for eviction.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        catalog: Catalog,
+        ownership: Ownership,
+        rules: RetentionRules,
+        *,
+        choice: PolicyChoice,
+        instruments: Instruments,
+        num_refused: Callable[[], int] = lambda: 0,
+        budget_gate: BudgetGate | None = None,
+    ) -> None:
+        self._tier = tier
+        self._catalog = catalog
+        self._ownership = ownership
+        self._rules = rules
+        self._choice = choice
+        self._meters = instruments.meters
+        self._clock = instruments.clock
+        self._gate = budget_gate
+        self._evictor = Evictor(tier, catalog, instruments, self._on_freed)
+        self._background = Background(f"retention of {tier.name}")
+        self._owned: set[NamespaceId] = set()
+        self._is_over = self._is_failing = False
+        self._has_grown = False
+        self._stored_bytes = 0
+        self._tenant_bytes: Mapping[str, int] | None = None
+        self._known: set[NamespaceId] = set()
+        self._swept_s = float("-inf")
+        self._num_refused = num_refused
+        self._num_seen = 0
+        self._find_broken_at_s = float("inf")
+        self._find_broken_s = _BROKEN_S
+        self._cost = 1.0
+        """Bytes of the budget that a stored byte takes: a directory's files fill whole blocks."""
+
+    def start(self) -> None:
+        """Work in the background from now on, until `aclose`."""
+        self._background.spawn(self._run(), "rounds")
+
+    def tenant_bytes(self) -> Mapping[str, int] | None:
+        """What each tenant held in the last totals; `None`: none were read. Safe from any thread."""
+        return self._tenant_bytes
+
+    def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
+        """Apply these quotas from the next round on."""
+        self._rules = replace(self._rules, quotas=quotas)
+
+    async def _run(self) -> None:
+        while True:
+            is_stuck, started_s = True, self._clock.monotonic_s()
+            try:
+                is_stuck = await self.round() == 0 and self._is_over
+                self._is_failing = False
+            except KVStoreError as error:
+                if not isinstance(error, Closed) and not self._is_failing:  # once until one works: rounds are many
+                    _log.warning("a round of retention failed, the next one tries again: %s", error)
+                self._is_failing = True
+                self._meters.add("retention_failures", tier=self._tier.name)
+                self._evictor.has_unfinished = True  # what was hidden before it failed
+                if self._gate is not None:
+                    self._gate.suspend()
+            if self._gate is None or is_stuck:
+                is_busy = self._gate is not None and bool(self._gate.boundaries_in_work())
+                await asyncio.sleep(_BUSY_S if is_busy else self._rules.period_s)
+            else:
+                await self._gate.wanted(self._pause_s(self._clock.monotonic_s() - started_s))
+
+    def _pause_s(self, took_s: float) -> float:
+        """Seconds until the totals are read again: often while they grow, since others' writes show nowhere else."""
+        if self._rules.is_private or not self._has_grown:
+            return self._rules.period_s
+        return min(self._rules.period_s, max(_BUSY_S, took_s / _READ_SHARE))
+
+    async def round(self) -> int:
+        """Read the totals once, and evict what is over budget, quota or age; returns the bytes freed.
+
+        Raises:
+            Unavailable: The catalog did not answer. What was begun is finished by a later round.
+        """
+        if self._rules.hold_nothing:
+            return 0
+        if self._rules.is_private and not await self._catalog.is_complete(deadline=self._deadline()):
+            if self._gate is not None:
+                self._gate.suspend()
+            return 0
+        held, tenants, excess = await self._read_totals()
+        num_refused = self._num_refused()
+        is_due = self._is_over or self._is_due(_by_tenant(held, tenants)) or self._now_s() >= self._find_broken_at_s
+        if not is_due and not self._evictor.has_unfinished and num_refused == self._num_seen:
+            return 0
+        self._owned = {
+            namespace
+            for namespace in held
+            if held[namespace]
+            and await self._register(namespace)
+            and await self._ownership.hold(_lease_name(namespace), deadline=self._deadline())
+        }
+        owns_all = len(self._owned) == sum(map(bool, held.values()))
+        self._evictor.has_unfinished = False
+        with ExitStack() as spared:
+            with collector_paused():
+                entries, freed = await self._entries()
+                if owns_all:
+                    self._num_seen = num_refused  # else try again to own the rest, until it is gone or ours
+                # our share of what all owners together must free
+                own = sum(held[namespace] for namespace in self._owned)
+                free_bytes = int(excess / self._cost) * own // max(1, sum(held.values())) - freed
+                others = {namespace: num for namespace, num in held.items() if namespace not in self._owned}
+                plan = await self._plan(entries, tenants, free_bytes, _by_tenant(others, tenants))
+                await asyncio.to_thread(empty_in_pieces, entries)
+                spared.enter_context(collector_spared())
+            freed += await self._evictor.evict(plan.victims)
+            await asyncio.to_thread(empty_in_pieces, plan.victims)
+        self._schedule_broken(freed, plan)
+        if self._gate is not None:
+            if freed:
+                self._gate.evicted()
+            elif self._is_over and owns_all and not self._gate.boundaries_in_work():
+                self._gate.stuck()
+        return freed
+
+    async def _read_totals(self) -> tuple[dict[NamespaceId, int], dict[bytes, str], int]:
+        """The bytes and the tenant of each namespace, and the bytes to evict. Gate and policy learn the totals."""
+        ended_bytes = self._gate.ended_bytes if self._gate is not None else 0
+        totals = await self._catalog.totals(deadline=self._deadline())
+        tenants: dict[bytes, str] = {namespace: total.tenant for namespace, total in totals.items()}
+        held = {namespace: total.levels[_LEVEL].num_bytes for namespace, total in totals.items()}
+        stored = sum(held.values())
+        used = await self._used_bytes(stored)
+        self._has_grown, self._stored_bytes = stored > self._stored_bytes, stored
+        self._tenant_bytes = _by_tenant(held, tenants)
+        start_bytes = None
+        if self._gate is not None:
+            self._gate.settle(used + self._gate.ended_bytes - ended_bytes)
+            used += self._gate.requested_bytes
+            start_bytes = self._gate.start_bytes
+        excess = self._rules.excess_bytes(used, start_bytes)
+        self._is_over = excess > 0
+        if self._rules.budget_bytes is not None:
+            boundaries = sum(total.levels[_LEVEL].num_boundaries for total in totals.values())
+            is_near = used > self._rules.budget_bytes * self._rules.near_share
+            mean_bytes = int(stored * self._cost) // max(1, boundaries)
+            await self._choice.settle(self._rules.budget_bytes, mean_bytes, is_near=is_near)
+            if is_near:
+                leases = {namespace: _lease_name(namespace) for namespace in held}
+                await self._choice.agree(leases, self._ownership, self._deadline())
+        return held, tenants, excess
+
+    async def _entries(self) -> tuple[list[BoundaryEntry], int]:
+        """The entries owned here, and the bytes freed by finishing deletions that others, or an earlier run, left."""
+        entries: list[BoundaryEntry] = []
+        freed = 0
+        for namespace in self._owned:
+            async for entry in self._catalog.iterate(namespace):
+                if _LEVEL not in entry.leaving:
+                    entries.append(entry)
+                    if len(entries) % _READ_AT_ONCE == 0:  # the catalog hands out hundreds without a pause
+                        await asyncio.sleep(0)
+                else:
+                    freed += await self._evictor.finish(entry)
+        return entries, freed
+
+    async def _plan(
+        self,
+        entries: Sequence[BoundaryEntry],
+        tenants: Mapping[bytes, str],
+        free_bytes: int,
+        elsewhere: Mapping[str, int],
+    ) -> EvictionPlan:
+        """What to evict. Computed in a thread: a million entries would stop the loop for seconds. Boundaries that are
+        written here stay; new ones stay if evicting others is enough, since more of them may be on its way.
+        """
+        gate, now_s = self._gate, self._now_s()
+        writing = set(gate.boundaries_in_flight()) if gate is not None else set()
+        recent = gate.boundaries_in_work() if gate is not None else frozenset()
+        order = gate.order() if gate is not None else None
+        # read after the entries: a record without an entry may be stored if the catalog is incomplete
+        is_complete = await self._catalog.is_complete(deadline=self._deadline())
+
+        def work() -> EvictionPlan:
+            in_work = writing | incomplete_of(entries, recent, _LEVEL)
+            broken = broken_of(entries, _LEVEL, now_s) if is_complete else {}
+            evict = {name for name, used_s in broken.items() if used_s <= now_s - _BROKEN_S and name not in in_work}
+            for kept_since_s in (now_s - _FRESH_S, None):
+                plan = plan_eviction(
+                    entries,
+                    level=_LEVEL,
+                    tenants=tenants,
+                    free_bytes=free_bytes,
+                    quotas=self._rules.quotas,
+                    ttl_s=self._rules.ttl_s,
+                    now_s=now_s,
+                    make_policy=self._choice.make_policy,
+                    kept=in_work,
+                    kept_since_s=kept_since_s,
+                    broken=evict,
+                    order=order,
+                    elsewhere=elsewhere,
+                )
+                if plan.is_enough:
+                    break
+            return replace(plan, has_broken=bool(broken))
+
+        return await asyncio.to_thread(work)
+
+    def _schedule_broken(self, freed_bytes: int, plan: EvictionPlan) -> None:
+        """Schedule the next search for boundaries that serve no hit. If a boundary's start was evicted while it was
+        being written, only this search finds it: the tier need not be full."""
+        if freed_bytes:
+            self._find_broken_s = _BROKEN_S
+        is_wanted = freed_bytes or plan.has_broken
+        self._find_broken_at_s = self._now_s() + self._find_broken_s if is_wanted else float("inf")
+        self._find_broken_s = min(2 * self._find_broken_s, _BROKEN_S_MAX)
+
+    async def _used_bytes(self, stored: int) -> int:
+        """What the tier uses of its budget: the bytes of its records, or what the medium says they occupy."""
+        if not self._rules.is_private:
+            return stored
+        used = (await self._tier.usage(deadline=self._deadline())).used_bytes or stored
+        self._cost = max(1.0, used / max(1, stored))
+        return used
+
+    def _is_due(self, by_tenant: Mapping[str, int]) -> bool:
+        """Whether something may have to be evicted though the budget is not reached."""
+        rules = self._rules
+        if rules.ttl_s is not None:
+            now_s = self._clock.monotonic_s()
+            if now_s - self._swept_s >= max(rules.period_s, rules.ttl_s / 20):
+                self._swept_s = now_s
+                return True
+        return any(
+            quota.maximum_bytes is not None and by_tenant.get(tenant, 0) > quota.maximum_bytes
+            for tenant, quota in rules.quotas.items()
+        )
+
+    async def _register(self, namespace: NamespaceId) -> bool:
+        """Whether this service can read the namespace's entries. One that no engine has opened here is registered from
+        its manifest; without a manifest it is left to a service on which it is open.
+        """
+        if namespace in self._known:
+            return True
+        try:
+            await self._catalog.get(namespace, PrefixHash(bytes(PREFIX_BYTES)), deadline=self._deadline())
+        except InvalidRequest:  # not registered here yet
+            manifest = await self._tier.get_manifest(namespace, deadline=self._deadline())
+            if manifest is None:
+                return False
+            try:
+                description = parse_manifest(manifest, namespace)
+            except (CorruptRecord, UnsupportedFormat):
+                self._meters.add("retention_failures", tier=self._tier.name)
+                return False
+            await self._catalog.register(namespace, description.layout(), description.tenant, deadline=self._deadline())
+        self._known.add(namespace)
+        return True
+
+    def _on_freed(self, num_bytes: int) -> None:
+        if self._gate is not None:
+            self._gate.free(int(num_bytes * self._cost))
+
+    async def aclose(self) -> None:
+        """Stop, and give the leases back. Idempotent."""
+        await self._background.aclose()
+        owned, self._owned = self._owned, set()
+        for namespace in owned:
+            try:
+                await self._ownership.release(_lease_name(namespace), deadline=self._deadline())
+            except (Unavailable, Closed):
+                return  # they end by themselves
+
+    def _deadline(self) -> Deadline:
+        return Deadline.after(_CALL_S, self._clock)
+
+    def _now_s(self) -> int:
+        return self._clock.wall_ms() // 1000
+
+
+def _lease_name(namespace: NamespaceId) -> str:
+    return f"retention/{_LEVEL.name.lower()}/{namespace.hex()}"
+
+
+def _by_tenant(held: Mapping[NamespaceId, int], tenants: Mapping[bytes, str]) -> dict[str, int]:
+    by_tenant: dict[str, int] = {}
+    for namespace, num_bytes in held.items():
+        by_tenant[tenants[namespace]] = by_tenant.get(tenants[namespace], 0) + num_bytes
+    return by_tenant

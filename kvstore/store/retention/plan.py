@@ -1,0 +1,316 @@
+"""What a level may hold, and which boundaries are evicted from it, in which order. Pure."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from kvstore.catalog.base import BoundaryEntry, LeaveReason, Leaving
+from kvstore.catalog.entry import Level
+from kvstore.errors import InvalidRequest
+from kvstore.eviction.holdings import SHARED, Holdings, Quota
+from kvstore.eviction.policies import Policy
+from kvstore.eviction.prefixes import Node
+from kvstore.runtime.pauses import SplitDict, empty_in_pieces
+
+__all__ = ["EvictionPlan", "RetentionRules", "Victim", "broken_of", "incomplete_of", "plan_eviction", "shares"]
+
+_SORTED_S = 256
+_SORTED_AT_ONCE = 1024
+"""Entries are sorted in pieces that span this many seconds and hold this many: about a millisecond each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A boundary that is to be evicted."""
+
+    entry: BoundaryEntry
+    reason: LeaveReason
+    parent: int | None = None
+    """Index, among all victims, of its parent, which may only be evicted after this one; `None`: the parent stays."""
+
+    def leaving(self, place: Mapping[int, int]) -> Leaving:
+        """The catalog's form of it, with the parent given as its place in the same call, if it is there."""
+        parent = None if self.parent is None else place.get(self.parent)
+        return Leaving(self.entry.namespace, self.entry.prefix, self.entry.last_use_s, parent)
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionPlan:
+    """What is to be evicted."""
+
+    victims: list[Victim]
+    """Each before its parent."""
+    is_enough: bool
+    """Budget and quotas are met after that."""
+    has_broken: bool = False
+    """Whether there are boundaries that serve no hit."""
+
+
+def plan_eviction(
+    entries: Iterable[BoundaryEntry],
+    *,
+    level: Level,
+    tenants: Mapping[bytes, str],
+    free_bytes: int,
+    quotas: Mapping[str, Quota],
+    ttl_s: int | None,
+    now_s: int,
+    make_policy: Callable[[], Policy],
+    kept: Set[bytes] = frozenset(),
+    kept_since_s: int | None = None,
+    broken: Set[bytes] = frozenset(),
+    order: Mapping[bytes, float] | None = None,
+    elsewhere: Mapping[str, int] | None = None,
+) -> EvictionPlan:
+    """Choose what to evict, ends of prefixes first: nothing that is pinned, nor what a pinned boundary needs.
+
+    Args:
+        entries: What is held; entries without records at the level are skipped.
+        level: Where to evict.
+        tenants: The tenant of each namespace.
+        free_bytes: Bytes to free to meet the budget; 0 or less: none.
+        quotas: What each tenant is guaranteed, and the most it may hold.
+        ttl_s: What was unused for longer is evicted; `None`: no limit.
+        now_s: Seconds since the Unix epoch.
+        make_policy: Makes the policy that ranks what may be evicted.
+        kept: Names (namespace and prefix) of boundaries that stay, as if pinned: they may not be complete yet.
+        kept_since_s: Boundaries first stored after this time stay too; `None`: they may be evicted.
+        broken: Names of boundaries that serve no hit: they are evicted even if the budget is not reached.
+        order: Ranks boundaries used in the same second, from 0 to 1.
+        elsewhere: Bytes that tenants with a quota hold beyond these entries.
+
+    Returns:
+        Less than `free_bytes` if the rest is pinned.
+    """
+    order = order or {}
+    pools = {tenant: index for index, tenant in enumerate(sorted(quotas), start=1)}
+    holdings = Holdings(0, make_policy, SplitDict())
+    for tenant, index in pools.items():
+        pool = holdings.pool(index)
+        pool.quota, pool.elsewhere_bytes = quotas[tenant], (elsewhere or {}).get(tenant, 0)
+    held = _Held(_longest_unused_first(entries, level, order))
+    for index in held.parents_first():
+        key, entry = held.names[index], held.entries[index]
+        node = holdings.add(
+            key,
+            entry.namespace + entry.parent if entry.parent is not None else None,
+            tokens=entry.tokens,
+            num_bytes=entry.num_bytes(level),
+            now=entry.last_use_s + order.get(key, 0.0),
+            num_uses=entry.hits,
+            pool=pools.get(tenants.get(entry.namespace, ""), SHARED),
+        )
+        is_new = kept_since_s is not None and entry.first_use_s > kept_since_s
+        if is_new or entry.pinned_until_s > now_s or key in kept:
+            holdings.pin(node)
+    chosen: list[tuple[Node, LeaveReason]] = []
+    holdings.budget_bytes = holdings.used_bytes
+    if broken:
+        chosen += [(node, LeaveReason.BROKEN) for node in holdings.drop(lambda node: node.key in broken)]
+    if ttl_s is not None:
+        chosen += [(node, LeaveReason.EXPIRED) for node in holdings.expire(float(now_s - ttl_s))]
+    for index in pools.values():
+        chosen += [(node, LeaveReason.QUOTA) for node in holdings.evict(0, pool=index)]
+    chosen_bytes = sum(node.num_bytes for node, _ in chosen)
+    holdings.budget_bytes = holdings.used_bytes - max(0, free_bytes - chosen_bytes)
+    chosen += [(node, LeaveReason.EVICTED) for node in holdings.evict(0)]
+    place = {node.key: index for index, (node, _) in enumerate(chosen)}
+    victims = [
+        Victim(held.get(_name(node)), reason, place.get(node.parent.key) if node.parent is not None else None)
+        for node, reason in chosen
+    ]
+    is_enough = all(holdings.fits(0, pool=index) for index in (SHARED, *pools.values()))
+    del chosen
+    held.empty_in_pieces()
+    empty_in_pieces(place)
+    holdings.discard()
+    return EvictionPlan(victims, is_enough)
+
+
+def incomplete_of(entries: Iterable[BoundaryEntry], recent: Set[bytes], level: Level) -> Set[bytes]:
+    """Of the recently written boundaries (names of namespace and prefix), those with fewer records than the fullest
+    boundary of their namespace: more may be on their way.
+    """
+    most: dict[bytes, int] = {}
+    records: dict[bytes, tuple[bytes, int]] = {}
+    for entry in entries:
+        count = entry.num_records(level)
+        most[entry.namespace] = max(count, most.get(entry.namespace, 0))
+        if (name := entry.namespace + entry.prefix) in recent:
+            records[name] = entry.namespace, count
+    return {name for name in recent if name not in records or records[name][1] < most[records[name][0]]}
+
+
+def broken_of(entries: Iterable[BoundaryEntry], level: Level, now_s: int) -> dict[bytes, int]:
+    """Names (namespace and prefix) of boundaries that serve no hit from a level, and when they were last used: the
+    parent is missing, or a group lacks slices that other boundaries of the namespace have. All boundaries that need
+    such a one are included.
+
+    Not included are boundaries that are pinned, whose parent is not known, or that lack a group altogether: states are
+    not saved at every page.
+    """
+    held = _Held((entry.namespace + entry.prefix, entry) for entry in entries if any(entry.slices[level]))
+    most: dict[bytes, list[int]] = {}
+    for entry in held.entries:
+        counts = most.setdefault(entry.namespace, [0] * len(entry.slices[level]))
+        for group, bits in enumerate(entry.slices[level]):
+            counts[group] = max(counts[group], bits.bit_count())
+    is_whole = bytearray(_is_whole(entry, most[entry.namespace], level) for entry in held.entries)
+    for index in held.parents_first():
+        if held.entries[index].parent is not None:
+            parent = held.parent_of(index)
+            is_whole[index] &= parent is not None and is_whole[parent]
+    used_s = {
+        held.names[index]: entry.last_use_s
+        for index, entry in enumerate(held.entries)
+        if not is_whole[index] and entry.pinned_until_s <= now_s
+    }
+    held.empty_in_pieces()
+    return used_s
+
+
+def _is_whole(entry: BoundaryEntry, most: Sequence[int], level: Level) -> bool:
+    """Whether each group that is there at all has as many slices as the group has in any other boundary."""
+    return all(bits.bit_count() in (0, whole) for bits, whole in zip(entry.slices[level], most, strict=True))
+
+
+class _Held:
+    """Boundaries by number, name and parent. Built and freed in steps so small that other threads can run in between.
+
+    Args:
+        listed: Names (namespace and prefix) with their entries; of duplicates the first counts.
+    """
+
+    def __init__(self, listed: Iterable[tuple[bytes, BoundaryEntry]]) -> None:
+        self.names: list[bytes] = []
+        self.entries: list[BoundaryEntry] = []
+        self._indexes: SplitDict[bytes, int] = SplitDict()
+        for name, entry in listed:
+            if self._indexes.setdefault(name, len(self.names)) == len(self.names):
+                self.names.append(name)
+                self.entries.append(entry)
+
+    def get(self, name: bytes) -> BoundaryEntry:
+        return self.entries[self._indexes[name]]
+
+    def parent_of(self, index: int) -> int | None:
+        """The index of the parent, if that is held."""
+        entry = self.entries[index]
+        return None if entry.parent is None else self._indexes.get(entry.namespace + entry.parent)
+
+    def parents_first(self) -> Iterator[int]:
+        """Indexes in the order of listing, except that parents come before their children."""
+        done = bytearray(len(self.names))
+        for index in range(len(self.names)):
+            chain: list[int] = []
+            at: int | None = index
+            while at is not None and not done[at]:
+                done[at] = True
+                chain.append(at)
+                at = self.parent_of(at)
+            yield from reversed(chain)
+
+    def empty_in_pieces(self) -> None:
+        """Free everything; unusable afterwards."""
+        empty_in_pieces(self.names, self.entries, self._indexes)
+
+
+def _longest_unused_first(
+    entries: Iterable[BoundaryEntry], level: Level, order: Mapping[bytes, float]
+) -> Iterator[tuple[bytes, BoundaryEntry]]:
+    """Entries with their names, in the order of their last use, as a policy expects. Sorted in pieces: one sort of them
+    all would stop all other threads.
+    """
+    spans: dict[int, list[tuple[tuple[int, float, int, bytes], BoundaryEntry]]] = {}
+    for entry in entries:
+        if any(entry.slices[level]):
+            name = entry.namespace + entry.prefix
+            place = (entry.last_use_s, order.get(name, 0.0), -entry.tokens, name)
+            spans.setdefault(entry.last_use_s // _SORTED_S, []).append((place, entry))
+    for span in sorted(spans):
+        placed = spans.pop(span)
+        pieces = [placed[at : at + _SORTED_AT_ONCE] for at in range(0, len(placed), _SORTED_AT_ONCE)]
+        for piece in pieces:
+            piece.sort(key=_place)
+        for place, entry in heapq.merge(*pieces, key=_place):
+            yield place[-1], entry
+        empty_in_pieces(placed, *pieces)
+
+
+def _place(one: tuple[tuple[int, float, int, bytes], BoundaryEntry]) -> tuple[int, float, int, bytes]:
+    return one[0]
+
+
+def _name(node: Node) -> bytes:
+    assert isinstance(node.key, bytes)
+    return node.key
+
+
+_SLACK_SHARE_MIN, _SLACK_SHARE_MAX = 0.03, 0.08
+_EVICTED_SHARE_MIN, _EVICTED_SHARE_MAX = 0.06, 0.2
+_AHEAD_BYTES = 256 << 20
+"""What may be written during a round, which takes a tenth of a second at least; and the least a round should free."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionRules:
+    """What a level may hold, and for how long."""
+
+    budget_bytes: int | None = None
+    """For all records together; `None`: no limit."""
+    quotas: Mapping[str, Quota] = field(default_factory=dict)
+    """By tenant: what it is guaranteed, and the most it may hold."""
+    ttl_s: int | None = None
+    """What was neither stored nor read for longer is evicted; `None`: no limit."""
+    start_share: float = 0.97
+    """Share of the budget above which eviction starts, early enough to keep ahead of new records."""
+    stop_share: float = 0.92
+    """Share of the budget down to which it continues, since each start reads the whole catalog."""
+    period_s: float = 1.0
+    """How often the totals are read; also at once when a put does not fit."""
+    is_private: bool = False
+    """This process is the tier's only owner. The usage that the medium reports counts, whole blocks included, and
+    nothing is evicted while the catalog may lack records."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.stop_share <= self.start_share <= 1:
+            raise InvalidRequest(
+                "eviction stops at a share of the budget that is not above the one where it starts, both up to 1",
+                start_share=self.start_share,
+                stop_share=self.stop_share,
+            )
+
+    @property
+    def near_share(self) -> float:
+        """Share of the budget above which the level counts as nearly full, even just after a round."""
+        return self.stop_share - (self.start_share - self.stop_share) / 2
+
+    @property
+    def hold_nothing(self) -> bool:
+        """Whether there is no budget, time to live or quota to apply."""
+        return self.budget_bytes is None and self.ttl_s is None and not self.quotas
+
+    def excess_bytes(self, used_bytes: int, start_bytes: int | None = None) -> int:
+        """Bytes to evict; 0: none.
+
+        Args:
+            used_bytes: Bytes used of the budget.
+            start_bytes: Eviction starts above this instead of `start_share`, and stops lower by as much.
+        """
+        if self.budget_bytes is None:
+            return 0
+        start = int(self.budget_bytes * self.start_share) if start_bytes is None else start_bytes
+        if used_bytes <= start:
+            return 0
+        return used_bytes - start + int(self.budget_bytes * (self.start_share - self.stop_share))
+
+
+def shares(budget_bytes: int) -> tuple[float, float]:
+    """Shares of the budget at which eviction should start and stop: 3% below it and 6% below that, or up to 8% and 20%
+    for a small one, which is soon full again.
+    """
+    ahead = _AHEAD_BYTES / budget_bytes
+    start = 1 - min(_SLACK_SHARE_MAX, max(_SLACK_SHARE_MIN, ahead))
+    return start, start - min(_EVICTED_SHARE_MAX, max(_EVICTED_SHARE_MIN, ahead))

@@ -1,0 +1,496 @@
+"""Stage: copy what a resume point needs into memory, pinned as it arrives, and return the part that arrived."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from kvstore.api import PrefixQuery, Progress
+from kvstore.errors import Closed, CorruptRecord, Unavailable
+from kvstore.format.record import Record
+from kvstore.model.coverage import records_to_resume
+from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.model.layout import Layout
+from kvstore.runtime.budget import ByteBudget
+from kvstore.runtime.clock import Clock
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.shared_calls import SingleFlight
+from kvstore.runtime.turns import LongWork, Turns
+from kvstore.store.context import StoreContext
+from kvstore.store.lookup import AbsentKeys
+from kvstore.store.namespaces import check_header
+from kvstore.store.placement import UNKNOWN_BYTES, Presence, Probe, affordable_resume, resume_of
+from kvstore.tiers.base import PutOutcome, Tier
+from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES, MemoryTier, Pin
+
+__all__ = ["FetchGate", "Holding", "Promotion", "next_window"]
+
+_REPLANS_MAX = 64
+"""Each new plan drops at least one record that turned out to be missing, so this bounds how many holes a prefix has."""
+_PINNED_AT_ONCE = 1024
+"""Records that are pinned or unpinned before the event loop gets a turn: some milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a stage holds when it ends; its receiver owns the pins."""
+
+    resume_tokens: int
+    """The resume point that the pinned records serve, or the local tokens."""
+    pins: dict[RecordKey, Pin]
+    """The records, in the order of their boundaries."""
+    spans: tuple[tuple[int, int], ...]
+    """Their tokens (start, stop), in this order."""
+    sources: dict[str, int]
+    """Number of records by tier that they were read from."""
+    num_bytes: int
+    """Bytes of the records, headers included."""
+    cut: str = ""
+    """Why it is less than looked usable, as `Staged.cut`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """One record to fetch."""
+
+    key: RecordKey
+    probe: Probe
+    """Boundary and group that it is a slice of."""
+    tokens: int
+    """The boundary, which its header must agree with."""
+    places: tuple[Tier, ...]
+    """The slower tiers that should have it, in the order to try them."""
+    size_bytes: int
+    """Its estimated size."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A record that came from a slower tier."""
+
+    record: Record
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class _NotRead:
+    """A record that no tier delivered, and why: as `Holding.cut`."""
+
+    cut: str
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What a stage is to hold."""
+
+    is_cut: bool
+    """Less than looked usable, for lack of memory."""
+    wanted: list[_Wanted] = field(default_factory=list)
+    """The records that are not pinned yet."""
+    useful: set[RecordKey] = field(default_factory=set)
+    """The keys of all; what else is pinned is unpinned, to free memory."""
+
+
+class Promotion:
+    """Copies records from the slower tiers into memory: each once, however many stages want it.
+
+    Args:
+        absent: Learns of records that were missing or bad.
+        work: Runs what takes long for a long prompt.
+        free_for: Returns how many bytes more may be pinned now for a namespace.
+        on_cold_hit: Called with each record that the cold tier delivered.
+    """
+
+    def __init__(
+        self,
+        context: StoreContext,
+        *,
+        absent: AbsentKeys,
+        work: LongWork,
+        free_for: Callable[[NamespaceId], int],
+        on_cold_hit: Callable[[Record], None],
+    ) -> None:
+        limits = context.limits
+        self._memory = context.memory
+        self._hot = context.hot
+        self._cold = context.cold
+        self._meters = context.meters
+        self._clock = context.clock
+        self._limits = limits
+        self._absent = absent
+        self._work = work
+        self._free_for = free_for
+        self._on_cold_hit = on_cold_hit
+        self._flights: SingleFlight[RecordKey, _Read | _NotRead] = SingleFlight(context.background)
+        self._in_flight = ByteBudget(limits.stage_bytes_in_flight)
+        self._gates = {
+            tier.name: FetchGate(
+                context.clock, quick_s=limits.stall_timeout_s / 6, limit=limits.stage_records_in_flight
+            )
+            for tier in context.slower
+        }
+        self._runs: set[_StageRun] = set()
+
+    async def stage(self, presence: Presence, deadline: Deadline, progress: Progress | None = None) -> Holding:
+        """Fetch what the longest resume point in `presence` needs, and return what arrived of it.
+
+        Ends early when no record begins or ends to arrive for `stall_timeout_s`, and at the deadline; neither is an
+        error.
+
+        If cancelled, nothing stays pinned.
+        """
+        run = _StageRun(presence.query, presence.layout, progress)
+        self._runs.add(run)
+        try:
+            async with asyncio.timeout(None) as timer:
+                run.watch(timer, self._limits.stall_timeout_s, deadline.remaining_s)
+                await self._fetch_all(run, presence)
+        except TimeoutError:
+            reason = "deadline" if deadline.expired else "stall"
+            run.cut_by(reason)
+            self._meters.add("stages_cut", reason=reason)
+        except BaseException:
+            run.drop_pins(self._memory)
+            raise
+        finally:
+            self._runs.discard(run)
+        try:
+            return await run.settle(self._memory, self._work)
+        except BaseException:
+            run.drop_pins(self._memory)
+            raise
+
+    def drop(self, holding: Holding) -> None:
+        """Unpin a holding that gets no lease."""
+        for pin in holding.pins.values():
+            self._memory.unpin(pin)
+
+    async def _fetch_all(self, run: _StageRun, presence: Presence) -> None:
+        """Plan, fetch, and plan again without what turned out to be missing, until all of a plan is here."""
+        bits = await self._work.run(presence.num_cells, presence.groups_present)
+        for _ in range(_REPLANS_MAX):
+            run.expect_nothing()
+            free_bytes = self._free_for(presence.query.namespace) + run.pinned_bytes
+            plan = await self._work.run(presence.num_cells, self._plan, run, presence, bits, free_bytes)
+            if plan.is_cut:
+                run.cut_by("node_memory")
+            await run.drop_pins_in_pieces(self._memory, self._work, but=plan.useful)
+            missed = await self._fetch(run, plan.wanted)
+            if not missed:
+                return
+            for index, group in missed:
+                bits[index] &= ~(1 << group)
+
+    def _plan(self, run: _StageRun, presence: Presence, bits: Sequence[int], free_bytes: int) -> _Plan:
+        """The records of the longest resume point that this node can hold."""
+        query, layout = presence.query, presence.layout
+        group_bytes = [
+            group.num_slices * (presence.mean_bytes(index, UNKNOWN_BYTES) + RECORD_OVERHEAD_BYTES)
+            for index, group in enumerate(layout.groups)
+        ]
+        resume_tokens = affordable_resume(layout, query, bits, group_bytes=group_bytes, budget_bytes=max(0, free_bytes))
+        plan = _Plan(resume_tokens < presence.resume_tokens(bits))
+        if resume_tokens <= query.local_tokens:
+            plan.useful.update(run.pins)
+            return plan
+        tokens = [boundary.tokens for boundary in query.boundaries]
+        index_of = {count: index for index, count in enumerate(tokens)}
+        for needed in records_to_resume(
+            layout, tokens, bits, resume_tokens=resume_tokens, local_tokens=query.local_tokens
+        ):
+            probe = (index_of[needed.tokens], needed.group)
+            size_bytes = presence.mean_bytes(needed.group, UNKNOWN_BYTES)
+            for slice_ in range(layout.groups[needed.group].num_slices):
+                key = presence.key(probe, slice_)
+                plan.useful.add(key)
+                if key not in run.pins:
+                    places = self._places(presence, probe, slice_)
+                    plan.wanted.append(_Wanted(key, probe, needed.tokens, places, size_bytes))
+        return plan
+
+    def _places(self, presence: Presence, probe: Probe, slice_: int) -> tuple[Tier, ...]:
+        found_in = ((self._hot, presence.hot), (self._cold, presence.cold))
+        return tuple(tier for tier, found in found_in if tier is not None and found.get(probe, 0) >> slice_ & 1)
+
+    async def _fetch(self, run: _StageRun, wanted: Sequence[_Wanted]) -> set[Probe]:
+        """Fetch records, ascending, a few at a time; returns what is missing, and stops soon after the first."""
+        missed: set[Probe] = set()
+        for start in range(0, len(wanted), _PINNED_AT_ONCE):
+            async with self._work.turn(len(wanted)):
+                for item in wanted[start : start + _PINNED_AT_ONCE]:  # pinned first, so that nothing evicts it
+                    if item.key in self._memory and (cut := self._pin(run, item, None)):
+                        run.cut_by(cut)
+                        missed.add(item.probe)
+        left = await self._work.run(len(wanted), lambda: [item for item in wanted if item.key not in run.pins])
+        todo = iter(left)
+        run.waiting = {item.key for item in left}
+        run.touch()
+
+        async def worker(items: Iterator[_Wanted]) -> None:
+            for item in items:
+                if missed:
+                    return
+                try:
+                    cut = await self._fetch_one(run, item)
+                except Closed:  # the store is being closed during the stage: return what is here
+                    cut = "closed"
+                if cut:
+                    run.cut_by(cut)
+                    missed.add(item.probe)
+
+        if not missed and run.waiting:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(self._limits.stage_records_in_flight, len(run.waiting))):
+                    group.create_task(worker(todo))
+        return missed
+
+    async def _fetch_one(self, run: _StageRun, item: _Wanted) -> str:
+        """Fetch one record; returns why that failed, or an empty string."""
+        read = await self._flights.run(item.key, lambda: self._read(item, run.layout))
+        run.waiting.discard(item.key)
+        if isinstance(read, _NotRead):
+            return read.cut if item.key not in self._memory else self._pin(run, item, None)
+        return self._pin(run, item, read)
+
+    def _pin(self, run: _StageRun, item: _Wanted, read: _Read | None) -> str:
+        """Pin a record for this stage without suspending, so that nothing can evict it first; returns why that failed,
+        or an empty string.
+        """
+        if read is not None and self._memory.insert(read.record) is PutOutcome.FULL:
+            self._meters.add("stage_refused", reason="memory_full")
+            return "node_memory"
+        record = self._memory.peek(item.key)
+        if record is None:
+            return "gone"
+        try:
+            check_header(record.header, run.layout, item.tokens)
+        except CorruptRecord as error:
+            self._memory.remove(item.key)
+            self._meters.add("corrupt_records", tier=self._memory.name, reason=str(error.message))
+            return f"corrupt:{self._memory.name}"
+        pinned_before, free_bytes = self._memory.pinned_bytes, self._free_for(item.key.namespace)
+        pin = self._memory.pin([item.key])
+        assert pin is not None
+        added_bytes = self._memory.pinned_bytes - pinned_before
+        if added_bytes > free_bytes:
+            self._memory.unpin(pin)
+            self._meters.add("stage_refused", reason="stage_bytes")
+            return "node_memory"
+        run.hold(item, pin, read.tier if read is not None else self._memory.name, added_bytes)
+        return ""
+
+    async def _read(self, item: _Wanted, layout: Layout) -> _Read | _NotRead:
+        """Read one record from the first place that has it. Runs once for all stages that want it."""
+        cut = "gone"
+        for number, tier in enumerate(item.places):
+            is_last = number == len(item.places) - 1
+            # A tier that hangs must leave time to read from the next one before the stage counts as stalled.
+            seconds = self._limits.fetch_timeout_s if is_last else self._limits.stall_timeout_s / 2
+            try:
+                record = await self._read_from(tier, item, seconds)
+            except (Unavailable, Closed):
+                self._meters.add("stage_tier_failures", tier=tier.name)
+                cut = f"tier_failed:{tier.name}"
+                continue
+            if record is None:
+                continue
+            try:
+                check_header(record.header, layout, item.tokens)
+            except CorruptRecord as error:
+                cut = f"corrupt:{tier.name}"
+                await self._quarantine(tier, record, str(error.message))
+                continue
+            self._meters.add("staged_records", tier=tier.name)
+            self._meters.add("staged_bytes", record.num_bytes, tier=tier.name)
+            self._memory.insert(record)  # every waiting stage pins it; until then it serves other readers
+            if tier is self._cold:
+                self._on_cold_hit(record)
+            return _Read(record, tier.name)
+        return _NotRead(cut)
+
+    async def _read_from(self, tier: Tier, item: _Wanted, seconds: float) -> Record | None:
+        """Read a record once from one tier. `None`: it is not there, which is remembered for a while."""
+        grant = await self._in_flight.take(min(item.size_bytes, self._in_flight.limit_bytes))
+        try:
+            async with self._gates[tier.name].turn():
+                deadline = Deadline.after(seconds, self._clock)
+                record = await tier.get(item.key, deadline=deadline, allocate=self._allocator(item.key))
+        finally:
+            self._in_flight.give_back(grant)
+        if record is None:
+            self._meters.add("stage_misses", tier=tier.name)
+            self._absent.add(item.key, self._limits.absent_s)
+        else:
+            self._note_bytes(item.key)
+        return record
+
+    def _allocator(self, key: RecordKey) -> Callable[[int], memoryview]:
+        def allocate(num_bytes: int) -> memoryview:
+            self._note_bytes(key)  # the record's bytes begin to arrive
+            return self._memory.buffer(num_bytes)
+
+        return allocate
+
+    def _note_bytes(self, key: RecordKey) -> None:
+        """Restart the stall timer of every stage that waits for this record."""
+        for run in self._runs:
+            if key in run.waiting:
+                run.touch()
+
+    async def _quarantine(self, tier: Tier, record: Record, reason: str) -> None:
+        self._meters.add("corrupt_records", tier=tier.name, reason=reason)
+        self._absent.add(record.key, self._limits.absent_s)
+        deadline = Deadline.after(self._limits.fetch_timeout_s, self._clock)
+        try:
+            await tier.quarantine(record.key, reason, seen=record, deadline=deadline)
+        except (Unavailable, Closed):
+            self._meters.add("stage_tier_failures", tier=tier.name)
+
+
+@dataclass(eq=False, slots=True)
+class _StageRun:
+    """One stage while it runs: what it has pinned and what it waits for."""
+
+    query: PrefixQuery
+    layout: Layout
+    progress: Progress | None
+    pins: dict[RecordKey, Pin] = field(default_factory=dict)
+    sources: dict[RecordKey, str] = field(default_factory=dict)
+    """The tier that each pinned record was read from."""
+    pinned_bytes: int = 0
+    """What its pins added to the memory tier's pinned bytes."""
+    waiting: set[RecordKey] = field(default_factory=set)
+    cut: str = ""
+    """The first reason why it returns less than looked usable."""
+    _num_bytes: int = 0
+    _timer: asyncio.Timeout | None = None
+    _stall_s: float = 0.0
+    _ends_s: float = 0.0
+
+    def watch(self, timer: asyncio.Timeout, stall_s: float, remaining_s: float) -> None:
+        """Have `timer` expire when nothing arrives for `stall_s`, and after `remaining_s` in any case."""
+        self._timer, self._stall_s = timer, stall_s
+        self._ends_s = asyncio.get_running_loop().time() + remaining_s
+        self.expect_nothing()
+
+    def cut_by(self, reason: str) -> None:
+        self.cut = self.cut or reason
+
+    def expect_nothing(self) -> None:
+        """Stop the stall timer: no record is expected now, so only the end counts."""
+        if self._timer is not None and not self._timer.expired():
+            self._timer.reschedule(self._ends_s)
+
+    def touch(self) -> None:
+        """Restart the stall timer: a record is expected, or has begun or ended to arrive."""
+        if self._timer is not None and not self._timer.expired():
+            now_s = asyncio.get_running_loop().time()
+            self._timer.reschedule(min(self._ends_s, now_s + self._stall_s))
+
+    def hold(self, item: _Wanted, pin: Pin, source: str, added_bytes: int) -> None:
+        self.pins[item.key] = pin
+        self.sources[item.key] = source
+        self.pinned_bytes += added_bytes
+        self._num_bytes += pin.records[0].num_bytes
+        if self.progress is not None:
+            self.progress(self._num_bytes)
+
+    def drop_pins(self, memory: MemoryTier) -> None:
+        """Unpin everything at once."""
+        self._drop(memory, list(self.pins))
+
+    async def drop_pins_in_pieces(self, memory: MemoryTier, work: LongWork, *, but: Collection[RecordKey]) -> None:
+        """Unpin all but some records."""
+        useless = await work.run(len(self.pins), lambda: [key for key in self.pins if key not in but])
+        for start in range(0, len(useless), _PINNED_AT_ONCE):
+            async with work.turn(len(useless)):
+                self._drop(memory, useless[start : start + _PINNED_AT_ONCE])
+
+    def _drop(self, memory: MemoryTier, keys: Iterable[RecordKey]) -> None:
+        before_bytes = memory.pinned_bytes
+        for key in keys:
+            memory.unpin(self.pins.pop(key))
+        self.pinned_bytes -= before_bytes - memory.pinned_bytes
+
+    async def settle(self, memory: MemoryTier, work: LongWork) -> Holding:
+        """Keep the pins of the longest resume point whose records are all here; drop the others.
+
+        If cancelled, the pins are still this run's.
+        """
+        num_items = len(self.pins) + len(self.query.boundaries)
+        resume_tokens, kept = await work.run(num_items, self._usable)
+        await self.drop_pins_in_pieces(memory, work, but=kept)
+        return await work.run(len(kept), self._holding, resume_tokens, kept)
+
+    def _holding(self, resume_tokens: int, kept: dict[RecordKey, Pin]) -> Holding:
+        num_bytes = sum(pin.records[0].num_bytes for pin in kept.values())
+        sources = dict(Counter(self.sources[key] for key in kept))
+        spans = tuple((span.start, span.stop) for span in (pin.records[0].header.span for pin in kept.values()))
+        return Holding(resume_tokens, kept, spans, sources, num_bytes, self.cut)
+
+    def _usable(self) -> tuple[int, dict[RecordKey, Pin]]:
+        """The longest resume point, and what it needs in the order of the boundaries."""
+        bits = [0] * len(self.query.boundaries)
+        index_of = {boundary.prefix: index for index, boundary in enumerate(self.query.boundaries)}
+        held: dict[Probe, int] = {}
+        for key in self.pins:
+            probe = (index_of[key.prefix], key.group)
+            held[probe] = held.get(probe, 0) | 1 << key.slice
+        for (index, group), slices in held.items():
+            if slices == (1 << self.layout.groups[group].num_slices) - 1:
+                bits[index] |= 1 << group
+        resume_tokens = resume_of(self.layout, self.query, bits)
+        kept: dict[RecordKey, Pin] = {}
+        if resume_tokens > self.query.local_tokens:
+            tokens = [boundary.tokens for boundary in self.query.boundaries]
+            prefixes = {boundary.tokens: boundary.prefix for boundary in self.query.boundaries}
+            for needed in records_to_resume(
+                self.layout, tokens, bits, resume_tokens=resume_tokens, local_tokens=self.query.local_tokens
+            ):
+                for slice_ in range(self.layout.groups[needed.group].num_slices):
+                    key = RecordKey(self.query.namespace, prefixes[needed.tokens], needed.group, slice_)
+                    kept[key] = self.pins[key]
+        return resume_tokens, kept
+
+
+def next_window(window: int, took_s: float, *, quick_s: float, limit: int) -> int:
+    """The number of concurrent reads to allow after one that took `took_s`.
+
+    Reads share a link. With too many at once none of them ends for a long time, which a stage cannot tell from a tier
+    that hangs. So the window grows while reads take less than `quick_s`, and shrinks when one takes twice that.
+    """
+    if took_s < quick_s:
+        return min(limit, window + 1)
+    if took_s > 2 * quick_s:
+        return max(1, window - 1)
+    return window
+
+
+class FetchGate:
+    """Lets a changing number of reads of one tier run: fewer while it is slow, more while it is fast, in FIFO order."""
+
+    def __init__(self, clock: Clock, *, quick_s: float, limit: int) -> None:
+        self._turns = Turns(min(4, limit))
+        self._clock = clock
+        self._quick_s = quick_s
+        self._limit = limit
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Run a block as one of the reads. If cancelled while waiting, it leaves the queue."""
+        async with self._turns.turn():
+            started_s = self._clock.monotonic_s()
+            try:
+                yield
+            finally:
+                took_s = self._clock.monotonic_s() - started_s
+                window = self._turns.limit
+                self._turns.limit = next_window(window, took_s, quick_s=self._quick_s, limit=self._limit)
+
+    @property
+    def num_running(self) -> int:
+        """Reads under way."""
+        return self._turns.num_running

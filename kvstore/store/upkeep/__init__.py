@@ -1,0 +1,1 @@
+"""What operators run on a store, and what keeps its catalog complete."""

@@ -1,0 +1,247 @@
+"""What operators show, remove and control in a store. Each call is a bounded piece of work on the store's own loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvstore.catalog.entry import Level
+from kvstore.errors import Closed, InvalidRequest, Unavailable
+from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.runtime.deadline import Deadline
+from kvstore.store.context import StoreContext
+from kvstore.store.explain.explainer import Explainer, ReportedOutcome
+from kvstore.store.namespaces import Manifests
+from kvstore.store.recorder import CataloguedTier
+from kvstore.store.retention.operator_rules import OperatorRules
+from kvstore.store.saving import Saver
+from kvstore.tiers.base import Tier, TierUsage
+from kvstore.tiers.guarded import GuardedTier
+
+__all__ = ["PIECE_RECORDS_MAX", "StoreOperations", "TierState"]
+
+PIECE_RECORDS_MAX = 4096
+"""Records per call: some milliseconds of the loop, which serves engines at the same time."""
+
+_PAUSE_RECORDS = 256
+"""Records after which the event loop gets a turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierState:
+    """The state of one tier."""
+
+    name: str
+    """`memory`, `redis`, `s3`, `filesystem`."""
+    level: Level | None
+    """The catalog's name for it; `None`: this node's memory."""
+    is_open: bool
+    """Its breaker is open: it is not used until a probe succeeds."""
+    usage: TierUsage | None
+    """What it holds; `None`: it did not answer."""
+    reason: str = ""
+    """Why it did not."""
+    waiting_records: int = 0
+    """Records in its write-back queue on this node."""
+    waiting_bytes: int = 0
+    is_paused: bool = False
+    """An operator has paused that queue."""
+    last_usage: TierUsage | None = None
+    """The last usage that it reported to this process; `None`: it never did."""
+    last_at_ms: int = 0
+    """When that was, since the Unix epoch."""
+
+
+class StoreOperations:
+    """Shows and removes what a store holds. Belongs to the store's loop.
+
+    Args:
+        operator_rules: `None`: this store has no place to keep operators' rules.
+
+    Attributes:
+        meters: The store's counters, safe from any thread.
+    """
+
+    def __init__(
+        self,
+        context: StoreContext,
+        *,
+        manifests: Manifests,
+        explainer: Explainer,
+        saver: Saver,
+        operator_rules: OperatorRules | None,
+    ) -> None:
+        levels = ((Level.HOT, context.hot), (Level.COLD, context.cold))
+        self.meters = context.meters
+        self.operator_rules = operator_rules
+        self._memory = context.memory
+        # without the wrapper that reports to the catalog: callers that delete here report it themselves
+        self._slower = {
+            level: tier.inner if isinstance(tier, CataloguedTier) else tier
+            for level, tier in levels
+            if tier is not None
+        }
+        self._bounded = {level: tier.bounded for level, tier in levels if isinstance(tier, CataloguedTier)}
+        self._manifests = manifests
+        self._explainer = explainer
+        self._saver = saver
+        self._clock = context.clock
+        self._seen: dict[str, tuple[TierUsage, int]] = {}
+
+    @property
+    def tier_names(self) -> dict[Level | None, str]:
+        """The tier's name for each level; `None` is the memory."""
+        return {None: self._memory.name, **{level: tier.name for level, tier in self._slower.items()}}
+
+    async def manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
+        """As `Manifests.find`."""
+        return await self._manifests.find(namespace, deadline=deadline)
+
+    async def explain(self, request: str, *, tenant: str | None, deadline: Deadline) -> Mapping[str, object]:
+        """As `PageStore.explain`."""
+        return await self._explainer.explain(request, tenant, deadline)
+
+    def outcomes(self, tenant: str | None) -> list[ReportedOutcome]:
+        """What engines reported of a tenant's latest requests, or of all tenants', newest first."""
+        return self._explainer.latest(tenant)
+
+    async def memory_sizes(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
+        """For each record its bytes in this node's memory; `None`: it is not there.
+
+        Raises:
+            InvalidRequest: More than `PIECE_RECORDS_MAX`.
+        """
+        _check_piece(len(keys))
+        sizes: list[int | None] = []
+        for start in range(0, len(keys), _PAUSE_RECORDS):
+            sizes += await self._memory.head(keys[start : start + _PAUSE_RECORDS], deadline=deadline)
+            await asyncio.sleep(0)
+        return sizes
+
+    async def forget(self, keys: Sequence[RecordKey]) -> int:
+        """Drop records from this node's memory and its write-back queues; returns how many the memory had.
+        A leased record stays readable until its lease ends.
+
+        Raises:
+            InvalidRequest: More than `PIECE_RECORDS_MAX`.
+        """
+        _check_piece(len(keys))
+        num_dropped = 0
+        for index, key in enumerate(keys, 1):
+            self._saver.forget(key)
+            num_dropped += self._memory.remove(key)
+            if index % _PAUSE_RECORDS == 0:
+                await asyncio.sleep(0)
+        return num_dropped
+
+    async def delete(self, keys: Sequence[RecordKey], level: Level, *, deadline: Deadline) -> None:
+        """Delete records from a slower tier. The caller has hidden them in the catalog, and reports the end to it.
+
+        Raises:
+            InvalidRequest: More than `PIECE_RECORDS_MAX`, or there is no such tier.
+            Unavailable: Some may be left.
+        """
+        _check_piece(len(keys))
+        await self._tier(level).delete_all(keys, deadline=deadline)
+
+    async def tiers(self, *, deadline: Deadline) -> list[TierState]:
+        """The state of each tier, the fastest first. One that does not answer costs the deadline, no more."""
+        levels: list[tuple[Level | None, Tier]] = [(None, self._memory), *self._slower.items()]
+        return list(await asyncio.gather(*(self._state(tier, level, deadline) for level, tier in levels)))
+
+    async def _state(self, tier: Tier, level: Level | None, deadline: Deadline) -> TierState:
+        usage, reason = None, ""
+        try:
+            usage = await tier.usage(deadline=deadline)
+        except (Unavailable, Closed) as error:
+            reason = str(error)
+        else:
+            self.saw(tier.name, usage)
+        last_usage, last_at_ms = self._seen.get(tier.name, (None, 0))
+        if usage is not None and level in self._bounded:
+            usage = self._bounded[level](usage)
+        is_open = isinstance(tier, GuardedTier) and tier.is_open
+        state = TierState(tier.name, level, is_open, usage, reason, last_usage=last_usage, last_at_ms=last_at_ms)
+        queue = self._saver.queues().get(tier.name)
+        if queue is None:
+            return state
+        return replace(state, waiting_records=len(queue), waiting_bytes=queue.used_bytes, is_paused=queue.is_paused)
+
+    def saw(self, tier: str, usage: TierUsage) -> None:
+        """Remember what a tier has just reported, for the time when it does not answer."""
+        self._seen[tier] = usage, self._clock.wall_ms()
+
+    def check_hot(self) -> None:
+        """Refuse direct calls to the hot tier's server while the tier's breaker is open. Safe from any thread.
+
+        Raises:
+            Unavailable: The tier is not used now; the message gives the reason.
+        """
+        tier = self._slower.get(Level.HOT)
+        if isinstance(tier, GuardedTier):
+            tier.check_usable()
+
+    async def stored_sizes(
+        self, keys: Sequence[RecordKey], level: Level, *, deadline: Deadline
+    ) -> Sequence[int | None]:
+        """For each record its bytes in a slower tier; `None`: it is not there.
+
+        Raises:
+            InvalidRequest: More than `PIECE_RECORDS_MAX`, or there is no such tier.
+            Unavailable: The tier does not answer.
+        """
+        _check_piece(len(keys))
+        return await self._tier(level).head(keys, deadline=deadline)
+
+    def quotas(self) -> dict[str, dict[str, int | None]]:
+        """By tenant with a quota: `guaranteed_bytes`, `maximum_bytes`, and `used_bytes`: its bytes in the cold tier by
+        the last totals that retention read; `None`: not known. Safe from any thread.
+        """
+        if self.operator_rules is None:
+            return {}
+        used = self.operator_rules.used_bytes()
+        return {
+            tenant: {
+                "guaranteed_bytes": quota.guaranteed_bytes,
+                "maximum_bytes": quota.maximum_bytes,
+                "used_bytes": None if used is None else used.get(tenant, 0),
+            }
+            for tenant, quota in sorted(self.operator_rules.quotas.items())
+        }
+
+    async def pause(self, level: Level, *, is_paused: bool) -> None:
+        """Pause the write-back to a tier, or resume it.
+
+        Raises:
+            InvalidRequest: There is no such tier.
+        """
+        self._saver.pause(self._tier(level).name, is_paused=is_paused)
+
+    async def left_to_write(self, level: Level, mark: int | None = None) -> tuple[int, int, bool]:
+        """How many records that were queued for a tier before a mark are still to be written.
+
+        Args:
+            level: Which tier.
+            mark: As the first call returned it; `None`: this is the first call.
+
+        Returns:
+            The number, the mark, and whether the write-back is paused.
+
+        Raises:
+            InvalidRequest: There is no such tier.
+        """
+        queue = self._saver.queues()[self._tier(level).name]
+        mark = queue.mark if mark is None else mark
+        return queue.left_before(mark), mark, queue.is_paused
+
+    def _tier(self, level: Level) -> Tier:
+        tier = self._slower.get(level)
+        if tier is None:
+            raise InvalidRequest("this store has no such tier", level=level.name.lower())
+        return tier
+
+
+def _check_piece(num: int) -> None:
+    if num > PIECE_RECORDS_MAX:
+        raise InvalidRequest(f"one piece of work is about at most {PIECE_RECORDS_MAX} records", seen=num)

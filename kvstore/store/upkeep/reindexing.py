@@ -1,0 +1,374 @@
+"""Reindex: rebuild a catalog from a walk over the records of a tier, on request or whenever it is incomplete."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field
+from typing import TypeVar, cast
+
+from kvstore.catalog.base import Addition, BoundaryEntry, Catalog, LeaveReason, Removal
+from kvstore.catalog.entry import EntryTable, Level
+from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
+from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
+from kvstore.runtime.background import Background
+from kvstore.runtime.clock import Clock
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
+from kvstore.store.namespaces import read_description
+from kvstore.store.placement import slices_of
+from kvstore.tiers.base import Entry, Tier
+
+__all__ = ["CatalogKeeper", "ReindexReport", "mark_if_empty", "reindex_level"]
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_BATCH = 2048
+_CALL_S = 30.0
+_ATTEMPTS = 5
+_COMPARE_S = 10.0
+_POLL_S = 1.0
+_REST_S = 30.0
+"""Pause after a rebuild that failed."""
+
+
+@dataclass(slots=True)
+class ReindexReport:
+    """What a reindex of one level did."""
+
+    num_records: int = 0
+    """Records that were listed."""
+    num_bytes: int = 0
+    num_skipped: int = 0
+    """Records that were in the catalog already: from services, or from a run that was interrupted."""
+    num_stale: int = 0
+    """Records in the catalog that are not stored: removed from it."""
+    num_resized: int = 0
+    """Groups of a boundary whose bytes the catalog had wrong, since a record was replaced: corrected."""
+    num_unknown: int = 0
+    """Records of namespaces without a readable manifest, which the catalog cannot hold."""
+    namespaces: list[str] = field(default_factory=list)
+    """Namespaces found, in hex."""
+    unknown_namespaces: list[str] = field(default_factory=list)
+    """Those without a manifest."""
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+Seen = dict[tuple[NamespaceId, PrefixHash], dict[int, list[int]]]
+"""For each boundary and group a bit per slice, and the bytes of these slices."""
+
+
+async def reindex_level(
+    catalog: Catalog,
+    tier: Tier,
+    level: Level,
+    *,
+    clock: Clock,
+    manifests: Sequence[Tier] = (),
+    progress: Callable[[ReindexReport], None] = lambda report: None,
+) -> ReindexReport:
+    """Add every record of a tier that the catalog lacks, and remove what is not stored. Services may keep running: they
+    report what they store and delete, and the walk checks the tier again before it removes an entry. It compares no
+    times, so the clocks of the services and of this process need not agree.
+
+    Interrupted and called again, it lists everything again but adds only what the catalog still lacks, in any order of
+    the tier. Every boundary that was listed is remembered until the end (docs/catalog.md gives the memory that this
+    takes). Positions and parents are learnt when the records are read.
+
+    Args:
+        catalog: The catalog to rebuild.
+        tier: The tier to walk over.
+        level: The catalog's name for the tier.
+        clock: For deadlines.
+        manifests: Further tiers to ask for a manifest that this one lacks, e.g. a Redis after FLUSHALL.
+        progress: Called with the report so far, after each batch.
+
+    Raises:
+        Unavailable: The tier or the catalog failed several times in a row; call it again to continue.
+    """
+    walk = _Walk(catalog, level, [tier, *manifests], clock=clock)
+    async for entry in tier.scan():
+        if await walk.see(entry):
+            await walk.flush()
+            progress(walk.report)
+    await walk.flush()
+    for namespace in await walk.namespaces():
+        await walk.sweep(namespace)
+    progress(walk.report)
+    return walk.report
+
+
+async def mark_if_empty(catalog: Catalog, tiers: list[Tier], *, deadline: Deadline) -> bool:
+    """Mark the catalog complete when nothing is stored at all, as at the first start. Returns whether it is complete.
+
+    Raises:
+        Unavailable: A tier or the catalog does not answer.
+    """
+    if await catalog.is_complete(deadline=deadline):
+        return True
+    for tier in tiers:
+        scan = cast(AsyncGenerator[Entry, None], tier.scan())
+        async with deadline.scope("checking whether anything is stored"), aclosing(scan) as entries:
+            async for _ in entries:
+                return False
+    await catalog.set_complete(True, deadline=deadline)
+    return True
+
+
+class _Walk:
+    """One run over one level."""
+
+    def __init__(self, catalog: Catalog, level: Level, manifests: Sequence[Tier], *, clock: Clock) -> None:
+        self.report = ReindexReport()
+        self._known: dict[NamespaceId, bool] = {}
+        self._catalog = catalog
+        self._manifests = manifests
+        self._tier = manifests[0]
+        self._level = level
+        self._clock = clock
+        self._seen: Seen = {}
+        self._batch: list[Addition] = []
+
+    async def see(self, entry: Entry) -> bool:
+        """Take one record; true once there are enough for a `flush`."""
+        key, report = entry.key, self.report
+        report.num_records += 1
+        report.num_bytes += entry.num_bytes
+        if key.namespace not in self._known:
+            report.namespaces.append(key.namespace.hex())
+            if not await self._is_known(key.namespace):
+                report.unknown_namespaces.append(key.namespace.hex())
+        if not self._known[key.namespace]:
+            report.num_unknown += 1
+            return False
+        groups = self._seen.setdefault((key.namespace, key.prefix), {})
+        bits = groups.setdefault(key.group, [0, 0])
+        if bits[0] >> key.slice & 1:
+            return False  # listed twice
+        bits[0] |= 1 << key.slice
+        bits[1] += entry.num_bytes
+        self._batch.append(Addition(key, self._level, entry.num_bytes, 0))
+        return len(self._batch) >= _BATCH
+
+    async def flush(self) -> None:
+        batch, self._batch = self._batch, []
+        lacking = await self._lacking(batch)
+        self.report.num_skipped += len(batch) - len(lacking)
+        if lacking:
+            await self._patiently(lambda deadline: self._catalog.add(lacking, deadline=deadline))
+
+    async def _lacking(self, batch: list[Addition]) -> list[Addition]:
+        """Those that the catalog does not have."""
+        prefixes: dict[NamespaceId, dict[PrefixHash, int]] = {}
+        for one in batch:
+            rows = prefixes.setdefault(one.key.namespace, {})
+            rows.setdefault(one.key.prefix, len(rows))
+        tables = {namespace: await self._look_up(namespace, list(rows)) for namespace, rows in prefixes.items()}
+        return [
+            one
+            for one in batch
+            if not tables[one.key.namespace].has(
+                prefixes[one.key.namespace][one.key.prefix], self._level, one.key.group, one.key.slice
+            )
+        ]
+
+    async def _look_up(self, namespace: NamespaceId, prefixes: list[PrefixHash]) -> EntryTable:
+        return await self._patiently(lambda deadline: self._catalog.lookup(namespace, prefixes, deadline=deadline))
+
+    async def namespaces(self) -> list[NamespaceId]:
+        """The namespaces that the walk found, and those that only the catalog has."""
+        listed = await self._patiently(lambda deadline: self._catalog.namespaces(deadline=deadline))
+        return list(dict.fromkeys([*self._known, *listed]))
+
+    async def sweep(self, namespace: NamespaceId) -> None:
+        """Remove what the catalog has at the level and is not stored, and correct byte counts."""
+        if not await self._is_known(namespace):
+            return
+        suspects: list[BoundaryEntry] = []
+        num_records = 0
+        async for entry in self._catalog.iterate(namespace):
+            found = _Corrections()
+            if self._level not in entry.leaving:
+                found.note(entry, self._level, self._seen.get((namespace, entry.prefix), {}))
+            if found.removals:
+                suspects.append(entry)
+                num_records += entry.num_records(self._level)
+            if num_records >= _BATCH:
+                await self._correct(suspects)
+                suspects, num_records = [], 0
+        await self._correct(suspects)
+
+    async def _correct(self, suspects: list[BoundaryEntry]) -> None:
+        """Check the records of entries that differ from what the walk saw: they may have changed since."""
+        sizes = await self._sizes([key for entry in suspects for key in entry.keys(self._level)])
+        found = _Corrections()
+        for entry in suspects:
+            found.note(entry, self._level, self._there(entry, sizes))
+        if found.removals:
+            await self._patiently(lambda deadline: self._catalog.remove(found.removals, deadline=deadline))
+        # a record that was put since the check may have been reported before our removal
+        replaced = {one.key for one in found.additions}
+        gone = [one.key for one in found.removals if one.key not in replaced]
+        for key, size in (await self._sizes(gone)).items():
+            if size is not None and (num_bytes := size or await self._read_bytes(key)):
+                found.additions.append(Addition(key, self._level, num_bytes, 0))
+        if found.additions:
+            await self._patiently(lambda deadline: self._catalog.add(found.additions, deadline=deadline))
+        self.report.num_stale += len(found.removals) - len(found.additions)
+        self.report.num_resized += len(replaced)
+
+    async def _sizes(self, keys: list[RecordKey]) -> dict[RecordKey, int | None]:
+        """As `Tier.head`."""
+        sizes = await self._patiently(lambda deadline: self._tier.head(keys, deadline=deadline))
+        return dict(zip(keys, sizes, strict=True))
+
+    async def _read_bytes(self, key: RecordKey) -> int:
+        """Bytes of a record whose size `head` does not know; 0: it is not there."""
+        record = await self._patiently(lambda deadline: self._tier.get(key, deadline=deadline))
+        return record.num_bytes if record is not None else 0
+
+    def _there(self, entry: BoundaryEntry, sizes: dict[RecordKey, int | None]) -> dict[int, list[int]]:
+        """What is there of an entry, as `_seen`; where `head` knows no size, the walk's bytes if it saw the same."""
+        seen = self._seen.get((entry.namespace, entry.prefix), {})
+        there: dict[int, list[int]] = {}
+        unknown: set[int] = set()
+        for key in entry.keys(self._level):
+            size = sizes[key]
+            if size is not None:
+                sums = there.setdefault(key.group, [0, 0])
+                sums[0] |= 1 << key.slice
+                sums[1] += size
+                unknown.update([key.group] if size == 0 else [])
+        for group in unknown:
+            bits, entry_bytes = there[group][0], entry.group_bytes[self._level][group]
+            seen_bits, seen_bytes = seen.get(group, (0, 0))
+            there[group][1] = seen_bytes if bits == seen_bits else entry_bytes
+        return there
+
+    async def _is_known(self, namespace: NamespaceId) -> bool:
+        """Whether the namespace's manifest could be read, so that the catalog knows its layout."""
+        if namespace not in self._known:
+            described = await self._patiently(
+                lambda deadline: read_description(namespace, self._manifests, deadline=deadline)
+            )
+            if described is not None:
+                layout, tenant = described.layout(), described.tenant
+                await self._patiently(
+                    lambda deadline: self._catalog.register(namespace, layout, tenant, deadline=deadline)
+                )
+            self._known[namespace] = described is not None
+        return self._known[namespace]
+
+    async def _patiently(self, call: Callable[[Deadline], Awaitable[T]]) -> T:
+        for attempt in range(_ATTEMPTS):
+            try:
+                return await call(Deadline.after(_CALL_S, self._clock))
+            except Unavailable:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+                await asyncio.sleep(0.2 * 2**attempt)
+        raise AssertionError("not reached")
+
+
+class _Corrections:
+    """The changes that make catalog entries match what was seen; removals go first."""
+
+    def __init__(self) -> None:
+        self.removals: list[Removal] = []
+        self.additions: list[Addition] = []
+
+    def note(self, entry: BoundaryEntry, level: Level, seen: dict[int, list[int]]) -> None:
+        """Compare an entry with what the walk saw of it: the changes together leave exactly the bytes that it saw."""
+        for group, held in enumerate(entry.slices[level]):
+            bits, num_bytes = seen.get(group, (0, 0))
+            entry_bytes = entry.group_bytes[level][group]
+            for slice_ in slices_of(held & ~bits):
+                key = RecordKey(entry.namespace, entry.prefix, group, slice_)
+                too_many = max(0, entry_bytes - num_bytes)
+                self.removals.append(Removal(key, level, too_many, LeaveReason.LOST))
+                entry_bytes -= too_many
+            if held & bits and entry_bytes != num_bytes:  # one was replaced; only a group's sum is kept
+                key = RecordKey(entry.namespace, entry.prefix, group, slices_of(held & bits)[0])
+                self.removals.append(Removal(key, level, entry_bytes, LeaveReason.LOST))
+                self.additions.append(Addition(key, level, num_bytes, 0))
+
+
+class CatalogKeeper:
+    """Rebuilds the catalog of a directory, which one process owns, whenever it is incomplete: its file is new, was
+    damaged, or missed changes. The store keeps serving.
+
+    Args:
+        catalog: Stays the caller's.
+        tier: Where the records are; stays the caller's.
+    """
+
+    def __init__(self, catalog: Catalog, tier: Tier, instruments: Instruments) -> None:
+        self._catalog = catalog
+        self._tier = tier
+        self._meters = instruments.meters
+        self._clock = instruments.clock
+        self._background = Background("catalog keeper")
+        self._is_doubtful = False  # it could not be compared
+
+    async def compare(self) -> bool:
+        """Whether the catalog lists as many records as the tier holds; if not, mark it incomplete. Call it before
+        anything is stored: a write in flight would count as a difference.
+
+        Raises:
+            Unavailable: One of them does not answer.
+        """
+        self._is_doubtful = True
+        totals = await self._catalog.totals(deadline=self._deadline())
+        listed = sum(total.levels[Level.COLD].num_records for total in totals.values())
+        usage = await self._tier.usage(deadline=self._deadline())
+        self._is_doubtful = False
+        if usage.num_records != listed:
+            await self._catalog.set_complete(False, deadline=self._deadline())
+            return False
+        if not listed:  # also at the first start
+            await self._catalog.set_complete(True, deadline=self._deadline())
+        return await self._catalog.is_complete(deadline=self._deadline())
+
+    def start(self) -> None:
+        """Check in the background, until `aclose`."""
+        self._background.spawn(self._run(), "keeping it complete")
+
+    async def _run(self) -> None:
+        while True:
+            rest_s = _POLL_S
+            try:
+                await self.rebuild_if_incomplete()
+            except (Unavailable, Closed, CorruptRecord, InvalidRequest) as error:
+                _log.warning("could not rebuild the catalog, will retry: %s", error)
+                rest_s = _REST_S
+            await asyncio.sleep(rest_s)
+
+    async def rebuild_if_incomplete(self) -> bool:
+        """Rebuild the catalog unless it is complete, and could be compared; returns whether that was necessary.
+
+        Raises:
+            Unavailable: The catalog or the tier failed several times in a row.
+        """
+        if self._is_doubtful:
+            await self._catalog.set_complete(False, deadline=self._deadline())
+            self._is_doubtful = False
+        if await self._catalog.is_complete(deadline=self._deadline()):
+            return False
+        report = await reindex_level(self._catalog, self._tier, Level.COLD, clock=self._clock)
+        await self._catalog.set_complete(True, deadline=self._deadline())
+        self._meters.add("catalog_rebuilds", tier=self._tier.name)
+        _log.info("the catalog is complete again records=%d stale=%d", report.num_records, report.num_stale)
+        return True
+
+    async def aclose(self) -> None:
+        """Stop. Idempotent."""
+        await self._background.aclose()
+
+    def _deadline(self) -> Deadline:
+        return Deadline.after(_COMPARE_S, self._clock)

@@ -1,0 +1,279 @@
+"""The queue in front of a slower tier: bounded in bytes, shortest prefix first, retries with back-off.
+
+What must survive the process is in the pending log: see `pending_writes.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from dataclasses import dataclass, field
+
+from kvstore.errors import KVStoreError, Unavailable
+from kvstore.format.record import Record
+from kvstore.model.keys import RecordKey
+from kvstore.runtime.deadline import Deadline
+from kvstore.store.context import StoreContext
+from kvstore.store.write_back.pending_writes import EntryResult, PendingWrites
+from kvstore.tiers.base import PutOutcome, Tier
+
+__all__ = ["WriteBack", "backoff_s"]
+
+_WAVE_RECORDS = 64
+"""Records that arrive together are written shortest prefix first, so that what a crash leaves behind is usable. A wave
+is short, so that the end of a long prompt does not wait for the start of every later one."""
+
+
+def backoff_s(failures: int, *, shortest_s: float, longest_s: float) -> float:
+    """The pause after `failures` failures in a row (1 or more)."""
+    return min(longest_s, shortest_s * 2.0 ** min(failures - 1, 60))
+
+
+@dataclass(order=True, slots=True)
+class _Job:
+    """One record to write. Jobs are ordered by the first three fields."""
+
+    wave: int
+    """Number of the wave it arrived in."""
+    stop: int
+    """End of its span: within a wave the shortest prefix comes first."""
+    arrival: int
+    record: Record = field(compare=False)
+    is_evictable: bool = field(compare=False)
+    """No caller relies on it: the tier may evict it, and it needs no pending entry."""
+    trace: str = field(compare=False)
+    """Trace of the save; empty: none."""
+    attempts: int = field(default=0, compare=False)
+    """Failed writes since it came or was deferred."""
+    deferred_at: int | None = field(default=None, compare=False)
+    """How many records had been written when it was deferred; `None`: it was not."""
+    may_be_there: bool = field(default=False, compare=False)
+    """The tier may have it: a write has begun."""
+
+
+class WriteBack:
+    """Writes records to one tier in the background. A record that does not fit into the queue is dropped, counted as
+    `write_back_dropped`, and stays in memory until it is evicted there.
+
+    While a tier is down, one write probes it after a pause that doubles up to a limit; one success ends the pause. No
+    outage, however long, drops what waits: a record is dropped only if it fails while others are written.
+
+    Attributes:
+        used_bytes: Bytes that wait or are being written.
+        is_paused: No write begins until `resume`.
+    """
+
+    def __init__(self, tier: Tier, pending_writes: PendingWrites, context: StoreContext) -> None:
+        self.used_bytes = 0
+        self.is_paused = False
+        self._tier = tier
+        self._pending_writes = pending_writes
+        self._is_hot = tier is context.hot
+        self._background = context.background
+        self._meters = context.meters
+        self._tracing = context.instruments.tracing
+        self._limits = context.limits
+        self._clock = context.clock
+        self._heap: list[_Job] = []
+        self._deferred: list[_Job] = []  # failed often: written after all others
+        self._jobs: dict[RecordKey, _Job] = {}  # waiting or being written
+        self._num_written = 0
+        self._num_arrived = 0
+        self._num_workers = 0
+        self._failures = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __len__(self) -> int:
+        """Records that wait or are being written."""
+        return len(self._jobs)
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last write failed because of the tier."""
+        return self._failures > 0
+
+    def offer(self, record: Record, *, in_cold: bool = False, is_evictable: bool = False) -> bool:
+        """Queue a verified record, once; False: dropped, the queue is full. Never waits.
+
+        Args:
+            in_cold: The cold tier has it: it was read from there.
+            is_evictable: It is written to no further tier, and this one may evict it at any time.
+        """
+        if record.key in self._jobs:
+            return True
+        if self.used_bytes + record.num_bytes > self._limits.write_back_bytes:
+            self._count_drop("queue_full")
+            return False
+        trace = self._tracing.current() if self._tracing is not None else ""
+        wave, stop = self._num_arrived // _WAVE_RECORDS, record.header.span.stop
+        job = _Job(wave, stop, self._num_arrived, record, is_evictable, trace)
+        if not is_evictable:
+            self._pending_writes.begin(record, in_cold=in_cold)
+        self._num_arrived += 1
+        self._jobs[record.key] = job
+        self.used_bytes += record.num_bytes
+        self._empty.clear()
+        heapq.heappush(self._heap, job)
+        if not self.is_paused and self._num_workers < self._limits.write_back_in_flight:
+            self._add_worker()
+        return True
+
+    def pause(self) -> None:
+        """Begin no write until `resume`. What waits is kept, and new records are queued while there is room."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Write again. Idempotent."""
+        self.is_paused = False
+        if not self._num_workers and (self._heap or self._requeue_deferred()):
+            self._add_worker()
+            self._grow()
+
+    @property
+    def mark(self) -> int:
+        """The number of records that have arrived so far, for `left_before`."""
+        return self._num_arrived
+
+    def left_before(self, mark: int) -> int:
+        """How many of the records that had arrived at a mark still wait or are being written."""
+        return sum(job.arrival < mark for job in self._jobs.values())
+
+    def forget(self, key: RecordKey) -> None:
+        """Drop `key` from the queue: it is bad. A write that has begun may still complete."""
+        job = self._jobs.get(key)
+        if job is None:
+            return
+        if job in self._heap:
+            self._heap.remove(job)
+            heapq.heapify(self._heap)
+        elif job in self._deferred:
+            self._deferred.remove(job)
+        else:
+            return
+        self._end(job)
+
+    async def drain(self, deadline: Deadline) -> int:
+        """Wait until nothing is left to write, or until the deadline; returns how many records are left. Does not wait
+        while paused.
+        """
+        if self.is_paused:
+            return len(self._jobs)
+        try:
+            async with deadline.scope("draining the write-back"):
+                await self._empty.wait()
+        except Unavailable:
+            pass
+        return len(self._jobs)
+
+    async def _work(self) -> None:
+        """Write jobs until none waits. While the tier fails all workers but one end: one probe is enough."""
+        try:
+            while not self.is_paused and (self._heap or self._requeue_deferred()):
+                if self._failures:
+                    if self._num_workers > 1:
+                        return
+                    limits = self._limits
+                    pause_s = backoff_s(self._failures, shortest_s=limits.backoff_s_min, longest_s=limits.backoff_s_max)
+                    await asyncio.sleep(pause_s)
+                    if self.is_paused or (not self._heap and not self._requeue_deferred()):
+                        return
+                await self._write(heapq.heappop(self._heap))
+                self._grow()
+        finally:
+            self._num_workers -= 1
+
+    def _grow(self) -> None:
+        """Start the other workers again after an outage."""
+        while not self._failures and self._num_workers < min(self._limits.write_back_in_flight, len(self._heap)):
+            self._add_worker()
+
+    def _add_worker(self) -> None:
+        self._num_workers += 1
+        self._background.spawn(self._work(), f"write back to {self._tier.name}", is_shared=True)
+
+    async def _write(self, job: _Job) -> None:
+        job.attempts += 1
+        try:
+            if self._tracing is None:
+                outcome = await self._put(job)
+            else:
+                with self._tracing.span("kvstore.write_back", job.trace, tier=self._tier.name):
+                    outcome = await self._put(job)
+        except Unavailable:
+            self._failures += 1
+            self._meters.add("write_back_failures", tier=self._tier.name)
+            self._try_again(job)
+            return
+        except KVStoreError:  # the tier will never take this record, but may take the next one
+            self._count_drop("refused")
+            self._end(job)
+            return
+        except BaseException:
+            self._end(job)
+            raise
+        if outcome is EntryResult.BUSY:  # says nothing about the tier
+            self._count_drop("pending_full")
+            self._end(job)
+            return
+        self._failures = 0
+        self._num_written += 1
+        self._requeue_deferred()
+        if outcome is PutOutcome.STORED or outcome is PutOutcome.EXISTS:
+            self._meters.add("write_back_records", tier=self._tier.name, outcome=outcome.value)
+            self._meters.add("write_back_bytes", job.record.num_bytes, tier=self._tier.name)
+            self._end(job, is_written=True)
+        else:
+            self._count_drop("tier_full")
+            self._end(job)
+
+    def _try_again(self, job: _Job) -> None:
+        """Queue a failed job again, defer it until all others were tried, or drop it. The record is to blame, rather
+        than the tier, if other records were written since.
+        """
+        if job.attempts < self._limits.write_back_attempts:
+            heapq.heappush(self._heap, job)
+        elif job.deferred_at is None or job.deferred_at == self._num_written:
+            job.deferred_at, job.attempts = self._num_written, 0
+            self._deferred.append(job)
+        else:
+            self._count_drop("attempts")
+            self._end(job)
+
+    def _requeue_deferred(self) -> bool:
+        """Queue the deferred jobs again. False: there are none."""
+        if not self._deferred:
+            return False
+        for job in self._deferred:
+            heapq.heappush(self._heap, job)
+        self._deferred.clear()
+        return True
+
+    async def _put(self, job: _Job) -> PutOutcome | EntryResult:
+        """Write the pending entry if one is needed, then the record. An `EntryResult`: why there could be no entry."""
+        deadline = Deadline.after(self._limits.write_back_timeout_s, self._clock)
+        key = job.record.key
+        if job.is_evictable:
+            return await self._tier.put_evictable(job.record, deadline=deadline)
+        result = await self._pending_writes.write_entry(key, deadline, is_hot=self._is_hot)
+        if result is not EntryResult.WRITTEN:
+            return result
+        job.may_be_there = True
+        outcome = await self._tier.put(job.record, deadline=deadline)
+        job.may_be_there = outcome is not PutOutcome.FULL
+        if self._is_hot and job.may_be_there:
+            await self._pending_writes.confirm(key, outcome, deadline)
+        return outcome
+
+    def _end(self, job: _Job, *, is_written: bool = False) -> None:
+        if self._jobs.pop(job.record.key, None) is not None:
+            self.used_bytes -= job.record.num_bytes
+            if not job.is_evictable:
+                in_hot, in_cold = self._is_hot and job.may_be_there, is_written and not self._is_hot
+                maybe_in_cold = job.may_be_there and not self._is_hot
+                self._pending_writes.end(job.record.key, in_hot=in_hot, in_cold=in_cold, maybe_in_cold=maybe_in_cold)
+        if not self._jobs:
+            self._empty.set()
+
+    def _count_drop(self, reason: str) -> None:
+        self._meters.add("write_back_dropped", tier=self._tier.name, reason=reason)
