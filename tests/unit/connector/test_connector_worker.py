@@ -218,7 +218,7 @@ def test_no_page_of_memory_no_waiting(rank: Make) -> None:
 
 
 def stuck(source: Rank) -> Callable[[], None]:
-    """Keep a rank's threads in spare time from getting on; call what is returned to let them go on."""
+    """Block a rank's threads of low priority; call the result to unblock them."""
     gate, threads = threading.Event(), source.side._save_threads
     assert threads is not None
     for _ in range(source.side._num_threads):
