@@ -134,12 +134,7 @@ class Copier:
                     copies.append((key, new))
                 self._progress.num_bytes += held[key]
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(_IN_FLIGHT, len(keys))):
-                    group.create_task(work())
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        await gather_all(work() for _ in range(min(_IN_FLIGHT, len(keys))))
         self._progress.report()
         return copies
 

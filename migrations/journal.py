@@ -11,10 +11,10 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from enum import Enum
 
 import xxhash
+from pydantic import BaseModel
 
 from kvstore.catalog.entry import Level
 from kvstore.errors import CorruptRecord, UnsupportedFormat
@@ -44,8 +44,7 @@ class Phase(Enum):
     ABORTED = "aborted"
 
 
-@dataclass
-class State:
+class State(BaseModel):
     """The state of a migration.
 
     Attributes:
@@ -57,9 +56,9 @@ class State:
 
     step: str
     targets: dict[str, str]
-    phase: Phase = Phase.COPYING
-    sheets: dict[str, int] = field(default_factory=dict)
-    totals: dict[str, int] = field(default_factory=dict)
+    phase: Phase
+    sheets: dict[str, int]
+    totals: dict[str, int]
 
     @property
     def is_open(self) -> bool:
@@ -99,19 +98,13 @@ class Journal:
                     expected=_FORMAT,
                     seen=content["kvstore_migration"],
                 )
-            return State(
-                step=content["step"],
-                targets=dict(content["targets"]),
-                phase=Phase(content["phase"]),
-                sheets=dict(content["sheets"]),
-                totals=dict(content["totals"]),
-            )
+            return State.model_validate(content)
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptRecord("the state of the migration cannot be read", error=type(error).__name__) from error
 
     async def write(self, state: State) -> None:
         """Store a state, replacing the previous one."""
-        content = {"kvstore_migration": _FORMAT, **asdict(state), "phase": state.phase.value}
+        content = {"kvstore_migration": _FORMAT, **state.model_dump(mode="json")}
         await self._tier.put_manifest(_place("state"), json.dumps(content).encode(), deadline=_soon())
 
     async def sheet(self, level: Level, namespace: NamespaceId, number: int) -> Sheet:

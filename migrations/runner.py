@@ -190,7 +190,7 @@ class Runner:
                 "nothing to migrate: no tenant with records has a second key; put the new key in front of the old one",
                 field="encryption_keys",
             )
-        state = State(self._step.name, targets)
+        state = State(step=self._step.name, targets=targets, phase=Phase.COPYING, sheets={}, totals={})
         await self._write(state, Phase.COPYING)
         return state
 

@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from connector.device.streams import InlineStreams, Streams, open_streams
+from connector.device.streams import DONE, CudaStreams, Event, Stream, Streams
+from kvstore.errors import InvalidRequest
 
-__all__ = ["GB", "WORD", "Kit"]
+__all__ = ["GB", "WORD", "InlineStreams", "Kit"]
 
 GB = 1e9
 WORD = "GPU-KIT"
@@ -38,7 +39,7 @@ class Kit:
         self.is_gpu = torch.cuda.is_available()
         if not self.is_gpu:
             torch.set_num_threads(1)  # its team of threads costs more than copies of these sizes
-        self.streams: Streams = open_streams(torch.device("cuda", 0)) if self.is_gpu else InlineStreams()
+        self.streams: Streams = CudaStreams(torch.device("cuda", 0)) if self.is_gpu else InlineStreams()
 
     @property
     def device(self) -> torch.device:
@@ -115,3 +116,40 @@ class Kit:
         """uint8 `[num_bytes]` on the device, the same each time."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator).to(self.device)
+
+
+class _InlineStream:
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
+    def record(self) -> Event:
+        return DONE
+
+    def wait(self, event: Event) -> None:
+        return
+
+
+class InlineStreams:
+    """`Streams` on tensors in host memory, where work is done when it is ordered."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def compute(self) -> Stream:
+        return _InlineStream()
+
+    def side(self) -> Stream:
+        return _InlineStream()
+
+    def device_memory(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        except (RuntimeError, MemoryError) as error:
+            raise InvalidRequest(
+                "this machine has no such memory for pages; lower pinned_bytes", num_bytes=num_bytes
+            ) from error
+
+    host_arena = host_memory

@@ -7,7 +7,8 @@ import torch
 from connector.device.base import Device
 from connector.device.cpu import CpuDevice
 from connector.device.gpu import StreamDevice
-from connector.device.streams import open_streams
+from connector.device.streams import CudaStreams
+from kvstore.errors import InvalidRequest
 
 __all__ = ["open_device"]
 
@@ -26,5 +27,7 @@ def open_device(where: torch.device, *, ring_bytes: int, page_bytes_max: int, nu
     """
     if where.type == "cpu":
         return CpuDevice()
-    streams = open_streams(where)
+    if where.type != "cuda":
+        raise InvalidRequest("caches on this device are not supported", device=str(where))
+    streams = CudaStreams(where)
     return StreamDevice(streams, ring_bytes=ring_bytes, page_bytes_max=page_bytes_max, num_lanes=num_lanes)

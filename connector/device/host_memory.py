@@ -23,7 +23,7 @@ import torch
 from kvstore.errors import InternalError
 from kvstore.runtime.arena import FreeRanges
 
-__all__ = ["PAGE_ALIGN_BYTES", "HostPages", "PageShare", "near_processors", "pin_near"]
+__all__ = ["PAGE_ALIGN_BYTES", "HostPages", "near_processors", "pin_near"]
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
@@ -35,23 +35,29 @@ class HostPages:
 
     Args:
         memory: uint8 `[bytes]`, contiguous.
+        limit_bytes: Most bytes in use at a time; the rest is for gaps between pages. By default no limit.
     """
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, limit_bytes: int | None = None) -> None:
         self._memory = memory
         self._address = memory.data_ptr()
+        self._limit_bytes = limit_bytes if limit_bytes is not None else memory.numel()
         self._lock = threading.Lock()
         self._free = FreeRanges(memory.numel())
         self._taken: dict[int, int] = {}  # start to bytes
+        self.used_bytes = 0
 
     def take(self, num_bytes: int) -> torch.Tensor | None:
-        """uint8 `[num_bytes]`, content undefined; `None`: no free range is large enough."""
+        """uint8 `[num_bytes]`, content undefined; `None`: the limit is reached, or no free range is large enough."""
         needed = max(1, -(-num_bytes // PAGE_ALIGN_BYTES)) * PAGE_ALIGN_BYTES
         with self._lock:
+            if self.used_bytes + num_bytes > self._limit_bytes:
+                return None
             start = self._free.take(needed)
             if start is None:
                 return None
             self._taken[start] = needed
+            self.used_bytes += num_bytes
         return self._memory[start : start + num_bytes]
 
     def put(self, page: torch.Tensor) -> None:
@@ -66,50 +72,12 @@ class HostPages:
             if needed is None:
                 raise InternalError("no such page was taken", start=start, page_bytes=page.numel())
             self._free.give(start, needed)
-
-
-class PageShare:
-    """What one user may take of a rank's host pages. Safe from any thread.
-
-    Args:
-        pages: The pages.
-        limit_bytes: Most bytes in use at a time.
-    """
-
-    def __init__(self, pages: HostPages, limit_bytes: int) -> None:
-        self._pages = pages
-        self._limit_bytes = limit_bytes
-        self._lock = threading.Lock()
-        self._used_bytes = 0
-
-    def take(self, num_bytes: int) -> torch.Tensor | None:
-        """As `HostPages.take`; `None` also when the limit is reached."""
-        with self._lock:
-            if self._used_bytes + num_bytes > self._limit_bytes:
-                return None
-            self._used_bytes += num_bytes
-        page = self._pages.take(num_bytes)
-        if page is None:
-            self._count(-num_bytes)
-        return page
-
-    def put(self, page: torch.Tensor) -> None:
-        """As `HostPages.put`."""
-        self._pages.put(page)
-        self._count(-page.numel())
-
-    def _count(self, num_bytes: int) -> None:
-        with self._lock:
-            self._used_bytes += num_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        return self._used_bytes
+            self.used_bytes -= page.numel()
 
     @property
     def is_half_used(self) -> bool:
         """Whether half of the limit, or more, is in use."""
-        return 2 * self._used_bytes >= self._limit_bytes
+        return 2 * self.used_bytes >= self._limit_bytes
 
 
 def near_processors(pci_address: str, system: Path = Path("/sys")) -> frozenset[int]:

@@ -1,7 +1,6 @@
 """A small interface to a device's streams and events, as copies need them. The only file that names `torch.cuda`.
 
-A stream runs its work in order, after the call that ordered it; streams are synchronised by events only.
-`InlineStreams` runs all work in the call itself: the same copies on tensors in host memory.
+A stream runs its work in order, after the call that ordered it. Streams are synchronised by events only.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from connector.device.host_memory import near_processors, pin_near
 from kvstore.errors import InvalidRequest
 
-__all__ = ["DONE", "CudaStreams", "Event", "InlineStreams", "Stream", "Streams", "has_gpu", "open_streams"]
+__all__ = ["DONE", "CudaStreams", "Event", "Stream", "Streams"]
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every GPU of the process."""
@@ -91,24 +90,6 @@ class Streams(Protocol):
             InvalidRequest: There is not enough memory.
         """
         ...
-
-
-def has_gpu() -> bool:
-    """Whether this process can use one."""
-    return torch.cuda.is_available()
-
-
-def open_streams(device: torch.device) -> Streams:
-    """The streams of the device that a cache lives on.
-
-    Raises:
-        InvalidRequest: The device is not supported.
-    """
-    if device.type == "cuda":
-        return CudaStreams(device)
-    if device.type == "cpu":
-        return InlineStreams()
-    raise InvalidRequest("caches on this device are not supported", device=str(device))
 
 
 _thread = threading.local()
@@ -232,40 +213,3 @@ class _Done:
 
 DONE: Event = _Done()
 """The event of work that was done in the call that ordered it."""
-
-
-class _InlineStream:
-    def run(self, work: Callable[[], None]) -> None:
-        work()
-
-    def record(self) -> Event:
-        return DONE
-
-    def wait(self, event: Event) -> None:
-        return
-
-
-class InlineStreams:
-    """`Streams` on tensors in host memory, where work is done when it is ordered."""
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-
-    def compute(self) -> Stream:
-        return _InlineStream()
-
-    def side(self) -> Stream:
-        return _InlineStream()
-
-    def device_memory(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def host_memory(self, num_bytes: int) -> torch.Tensor:
-        try:
-            return torch.empty(num_bytes, dtype=torch.uint8)
-        except (RuntimeError, MemoryError) as error:
-            raise InvalidRequest(
-                "this machine has no such memory for pages; lower pinned_bytes", num_bytes=num_bytes
-            ) from error
-
-    host_arena = host_memory

@@ -16,7 +16,7 @@ import xxhash
 
 from connector.bridge import Bridge
 from connector.device.base import PageGather, Ticket
-from connector.device.host_memory import PageShare
+from connector.device.host_memory import HostPages
 from connector.jobs import AuditJob, LoadPiece, RankReport
 from connector.worker.differences import bound_for, canonical_bytes, largest_difference, parts_of, some_blocks
 from connector.worker.groups import RankGroup
@@ -76,7 +76,7 @@ class Auditor:
         self,
         bridge: Bridge,
         groups: Sequence[RankGroup],
-        pages: PageShare,
+        pages: HostPages,
         *,
         compute_dtype: str,
         pool: CodecPool,

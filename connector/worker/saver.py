@@ -18,7 +18,7 @@ import torch
 
 from connector.bridge import Bridge
 from connector.device.base import PageGather, Ticket
-from connector.device.host_memory import PageShare
+from connector.device.host_memory import HostPages
 from connector.jobs import RankReport, SaveJob
 from connector.losses import LossReason, LossReporter
 from connector.worker.groups import RankGroup
@@ -76,7 +76,7 @@ class Saver:
         page_tokens: int,
         threads: LowPriorityPool,
         patience_s: float,
-        pages: PageShare,
+        pages: HostPages,
         memory: RecordMemory,
         meters: Meters,
     ) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,7 +10,7 @@ from connector.bridge import Bridge
 from connector.device import open_device
 from connector.device.base import Device, Fence
 from connector.device.cpu import CpuDevice
-from connector.device.host_memory import PAGE_ALIGN_BYTES, HostPages, PageShare
+from connector.device.host_memory import PAGE_ALIGN_BYTES, HostPages
 from connector.facts import EngineFacts
 from connector.host_memory import host_memory_budget, page_bytes
 from connector.identity import CacheShape
@@ -106,13 +105,12 @@ class WorkerSide:
         saved_bytes = _aligned(max(budget.pinned_bytes if gathers else 0, checked_bytes) + scratch_bytes)
         memory = device.host_memory(saved_bytes + _aligned(budget.audit_bytes) + scratch_bytes)
         saved, audited, decoded = memory.split([saved_bytes, _aligned(budget.audit_bytes), scratch_bytes])
-        pages = HostPages(saved)
         self.groups = tuple(
             prove_group(group, layout, layers_of(group.facts.layer_names), self._facts, device)
             for group, layout in zip(self._shape.groups, self._shape.layout.groups, strict=True)
         )
         for group in self.groups:
-            check_round_trip(group, layers_of(group.shape.facts.layer_names), device, pages)
+            check_round_trip(group, layers_of(group.shape.facts.layer_names), device, HostPages(saved))
         # loads, for which requests wait, never queue behind saves
         self._save_threads = LowPriorityPool(num_threads=max(1, self._num_threads // 2), limit_bytes=self._limit_bytes)
         self._memory = RecordMemory()
@@ -124,7 +122,7 @@ class WorkerSide:
             # an engine that only saves does so for others, which wait for its pages
             patience_s=_PATIENCE_S if self._settings.mode == "both" else 0.0,
             # a page that is encoded a second time is still read by the first thread when its job is done
-            pages=PageShare(pages, budget.in_flight_bytes + scratch_bytes),
+            pages=HostPages(saved, budget.in_flight_bytes + scratch_bytes),
             memory=self._memory,
             meters=self.meters,
         )
@@ -132,7 +130,7 @@ class WorkerSide:
             self.auditor = Auditor(
                 self._bridge,
                 self.groups,
-                PageShare(HostPages(audited), audited.numel()),  # of its own: audits never take room from saves
+                HostPages(audited),  # of its own: audits never take memory from saves
                 compute_dtype=self._facts.compute_dtype,
                 pool=self._pool,
                 meters=self.meters,
@@ -207,10 +205,6 @@ class WorkerSide:
         if self.auditor is not None and (audited := self.auditor.take_report()) is not None:
             report = (report or RankReport()).merge(audited)
         return report
-
-    def status(self) -> Mapping[str, Any]:
-        """Plain values for people and tests."""
-        return {"refusal": self.refusal, **self.meters.snapshot()}
 
     def drain(self) -> None:
         """Wait, within a time limit, until nothing reads from the blocks or writes to them."""

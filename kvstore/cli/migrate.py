@@ -229,7 +229,7 @@ def _ring(settings: Settings) -> KeyRing:
 
 
 def _as_json(state: State) -> dict[str, object]:
-    return {**asdict(state), "phase": state.phase.value, "next": _NEXT[state.phase]}
+    return {**state.model_dump(mode="json"), "next": _NEXT[state.phase]}
 
 
 _NEXT = {

@@ -69,8 +69,7 @@ class BlockingStore:
     A forked child must not use its parent's object (it gets `Closed`). It holds none of the connections, so that the
     service notices when the parent ends.
 
-    Args:
-        url, token, options, embedded: As for `connect`, which neither blocks nor fails when there is no service.
+    The arguments are those of `connect`, which neither blocks nor fails when there is no service.
     """
 
     def __init__(

@@ -36,8 +36,6 @@ class Pool:
 
     Args:
         locate: Finds the service; called before every attempt, and may start it.
-        url: For messages.
-        options: Times and counts.
         on_control: Called with each new control connection before it is handed out.
     """
 

@@ -37,11 +37,6 @@ class RemoteStore(PageStore):
 
     While the service is down or frozen every call raises `Unavailable` at once. It reconnects by itself, and opens its
     namespaces again before a new connection is used.
-
-    Args:
-        locate: Finds the service.
-        url: For messages.
-        options: Times and counts.
     """
 
     def __init__(self, locate: Callable[[], Awaitable[Address]], url: str, options: ClientOptions) -> None:
@@ -313,8 +308,6 @@ def connect(
         url: `unix:/path`, `tcp://host:port`, `tls://host:port`, or `embedded:` for a private service that is started
             when needed.
         token: The content of the service's `token_file`, if it has one.
-        options: Times and counts.
-        embedded: Directory and sizes of the private service.
 
     Raises:
         InvalidRequest: `url` is none of these, or a file of `options.tls` cannot be used.

@@ -6,14 +6,14 @@ import asyncio
 import os
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kvstore.errors import Closed, InvalidRequest
+from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.deadline import Deadline
 
 __all__ = ["CodecPool", "PoolUsage"]
@@ -37,7 +37,7 @@ class PoolUsage:
 
 
 class CodecPool:
-    """Runs jobs in threads, at most `limit_bytes` of them at a time, first come first served. Safe from any thread.
+    """Runs jobs in threads, at most `limit_bytes` of them at a time, first come first served. For one event loop.
 
     Jobs run in parallel where numpy, zstandard and xxhash release the GIL (see `zstd.py`).
 
@@ -48,12 +48,10 @@ class CodecPool:
     """
 
     def __init__(self, *, num_threads: int, limit_bytes: int, niceness: int = 0) -> None:
-        if num_threads <= 0 or limit_bytes <= 0:
-            raise InvalidRequest("a pool needs threads and bytes", num_threads=num_threads, limit_bytes=limit_bytes)
-        self._limit_bytes = limit_bytes
-        self._used_bytes = 0
-        self._lock = threading.Lock()
-        self._waiters: deque[tuple[int, Future[None]]] = deque()
+        if num_threads <= 0:
+            raise InvalidRequest("a pool needs threads", num_threads=num_threads)
+        self._budget = ByteBudget(limit_bytes)
+        self._num_waiting = 0
         self._closed = False
         self._executor = ThreadPoolExecutor(
             num_threads, thread_name_prefix="codec", initializer=_be_nice, initargs=(niceness,)
@@ -70,14 +68,24 @@ class CodecPool:
         If cancelled, raises `CancelledError` only once `work` has ended or can no longer start, so that the caller may
         reuse its buffers.
         """
-        grant = self._request(num_bytes)
+        if self._closed:
+            raise Closed("the codec pool is closed")
+        self._num_waiting += 1
         try:
             async with deadline.scope("waiting for codec threads"):
-                await asyncio.wrap_future(grant)
-        except BaseException:
-            self._withdraw(num_bytes, grant)
-            raise
-        job = self._start(num_bytes, work)
+                grant = await self._budget.take(num_bytes)
+        finally:
+            self._num_waiting -= 1
+        try:
+            return await self._run(work)
+        finally:
+            self._budget.give_back(grant)
+
+    async def _run(self, work: Callable[[], Result]) -> Result:
+        try:
+            job = self._executor.submit(work)
+        except RuntimeError as error:  # the executor was shut down
+            raise Closed("the codec pool was closed") from error
         waiting = asyncio.wrap_future(job)
         try:
             return await asyncio.shield(waiting)
@@ -90,72 +98,13 @@ class CodecPool:
 
     @property
     def usage(self) -> PoolUsage:
-        """A consistent snapshot."""
-        with self._lock:
-            return PoolUsage(self._used_bytes, self._limit_bytes, len(self._waiters))
+        """A snapshot."""
+        return PoolUsage(self._budget.used_bytes, self._budget.limit_bytes, self._num_waiting)
 
     def close(self) -> None:
-        """Fail jobs that no thread has begun with `Closed`, and wait for the others. Idempotent."""
-        with self._lock:
-            self._closed = True
-            waiters, self._waiters = self._waiters, deque()
-        for _, grant in waiters:
-            if grant.set_running_or_notify_cancel():
-                grant.set_exception(Closed("the codec pool was closed"))
+        """Wait for the jobs that run; callers of the others get `Closed`. From any thread; idempotent."""
+        self._closed = True
         self._executor.shutdown(wait=True, cancel_futures=True)
-
-    def _request(self, num_bytes: int) -> Future[None]:
-        """A future that is done once `num_bytes` are granted to the caller; `_start` or `_withdraw` must follow."""
-        if num_bytes > self._limit_bytes:
-            raise InvalidRequest(
-                "requested more than the whole budget", requested=num_bytes, limit_bytes=self._limit_bytes
-            )
-        grant: Future[None] = Future()
-        with self._lock:
-            self._refuse_if_closed()
-            self._waiters.append((num_bytes, grant))
-        self._admit()
-        return grant
-
-    def _admit(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiters or self._used_bytes + self._waiters[0][0] > self._limit_bytes:
-                    return
-                num_bytes, grant = self._waiters.popleft()
-                if not grant.set_running_or_notify_cancel():
-                    continue
-                self._used_bytes += num_bytes
-            grant.set_result(None)  # outside the lock: the waiter's callbacks may call this pool again
-
-    def _withdraw(self, num_bytes: int, grant: Future[None]) -> None:
-        """Undo `_request`, whether or not the bytes have been granted."""
-        grant.cancel()
-        with self._lock:
-            if (num_bytes, grant) in self._waiters:
-                self._waiters.remove((num_bytes, grant))
-        if not grant.cancelled() and grant.exception() is None:
-            self._free(num_bytes)
-        else:
-            self._admit()  # the next waiter may fit now
-
-    def _start(self, num_bytes: int, work: Callable[[], Result]) -> Future[Result]:
-        try:
-            job = self._executor.submit(work)
-        except RuntimeError as error:  # the executor was shut down
-            self._free(num_bytes)
-            raise Closed("the codec pool was closed") from error
-        job.add_done_callback(lambda _: self._free(num_bytes))
-        return job
-
-    def _free(self, num_bytes: int) -> None:
-        with self._lock:
-            self._used_bytes -= num_bytes
-        self._admit()
-
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise Closed("the codec pool is closed")
 
 
 def _be_nice(niceness: int) -> None:

@@ -42,8 +42,6 @@ class Background:
         """Start `work` now.
 
         Args:
-            work: What the task does.
-            name: For logs.
             is_awaited: The caller awaits the task and gets its exception, which is then neither logged nor counted.
             is_shared: It works for several callers, and inherits neither this one's request context nor its trace.
 

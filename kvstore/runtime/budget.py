@@ -17,10 +17,8 @@ def share_left(limit: int, used: int, held: int, *, tenant: str) -> int:
     """How much more a tenant may take now, by the rule of `Shares`.
 
     Args:
-        limit: How much there is.
-        used: What all hold together.
+        used: What all tenants hold together.
         held: What this tenant holds.
-        tenant: Its name.
     """
     free = max(0, limit - used)
     return max(0, (_TIMES_FREE * free - held) // (_TIMES_FREE + 1)) if tenant else free
@@ -32,9 +30,6 @@ class Shares:
     A tenant may hold up to three times what is left free. So a single tenant may have three quarters, two that want all
     have three sevenths each, and something is always left for one more. The tenant without a name is this service's own
     user: it may hold all that is free.
-
-    Args:
-        limit: How much there is.
     """
 
     def __init__(self, limit: int) -> None:

@@ -15,12 +15,7 @@ __all__ = ["Deadline"]
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A point on the monotonic clock, passed unchanged through all layers of one call.
-
-    Attributes:
-        at_s: The point, on `clock`.
-        clock: The clock that `at_s` is read on.
-    """
+    """A point on the monotonic clock, passed unchanged through all layers of one call."""
 
     at_s: float
     clock: Clock = SYSTEM_CLOCK

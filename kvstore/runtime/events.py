@@ -58,11 +58,7 @@ class Event:
 
 
 class Events:
-    """Keeps the last 256 events of each kind. Safe from any thread; never blocks for long.
-
-    Args:
-        clock: For timestamps.
-    """
+    """Keeps the last 256 events of each kind. Safe from any thread; never blocks for long."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock

@@ -78,7 +78,6 @@ class Batches(Generic[Item, Answer]):
     Args:
         call: Takes some items; all of them get its answer, or its error. It must end by itself, as by a timeout.
         background: Owns the calls.
-        items_max: Items in one call.
     """
 
     def __init__(
@@ -94,7 +93,6 @@ class Batches(Generic[Item, Answer]):
         """Wait for the call that carries `item`.
 
         Args:
-            item: What to send.
             deadline: When to stop waiting; `None`: wait for the call, however it ends.
 
         Raises:

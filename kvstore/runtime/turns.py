@@ -130,9 +130,6 @@ def who_asks() -> Who:
 class LongWork:
     """Runs pieces of computations, few at a time, in turns that go round among tenants and connections. So a client
     with a large request delays others by a piece or two. Belongs to one event loop.
-
-    Args:
-        name: Of its threads.
     """
 
     def __init__(self, name: str) -> None:
@@ -143,9 +140,7 @@ class LongWork:
         """Call a function, which must not touch what belongs to the event loop: in a thread if it is long.
 
         Args:
-            num_items: What it works on, some microseconds each.
-            function: What to call.
-            args: Its arguments.
+            num_items: Items that it works on, some microseconds each.
 
         If cancelled, a call in a thread continues and its result is dropped.
         """

@@ -68,9 +68,7 @@ class Answers:
         """The reply to any request but `Load`.
 
         Args:
-            request: The client's message.
             payload: A save's record.
-            deadline: When the store gives up.
             progress: Called with the bytes that a stage has received.
             tenant: The peer's tenant, which the session has verified.
             sees_all: Explanations may cover the requests of all tenants.

@@ -217,10 +217,8 @@ class FailureLimit:
     """Counts wrong tokens by address. After too many in a window, the address waits until the window has ended.
 
     Args:
-        failures_max: Failures per window.
         window_s: Length of a window, which begins with the first failure.
         addresses_max: Addresses to remember; beyond, those that failed least recently are forgotten.
-        clock: To measure with.
     """
 
     def __init__(
@@ -266,7 +264,6 @@ class Authenticator:
         token: Admits a TCP peer without a tenant.
         credentials: Tokens of tenants; without an entry they admit no peer. `None`: there are none. With neither these
             nor a token, every TCP peer is admitted: `serve_settings` refuses to start like that.
-        failures: How often one TCP address may show a wrong token.
     """
 
     def __init__(

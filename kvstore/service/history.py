@@ -101,8 +101,6 @@ def window_of(samples: Iterable[Sample], *, now_ms: int, num_steps: int, step_s:
     Args:
         samples: In any order; those outside the window are ignored.
         now_ms: End of the window, rounded up to a whole step.
-        num_steps: Number of steps.
-        step_s: Length of a step.
     """
     step_ms = step_s * 1000
     last = -(-now_ms // step_ms)
@@ -147,11 +145,7 @@ class Watcher:
     loop. A step requests the usage of each tier once.
 
     Args:
-        store: The store to watch.
-        history: Where samples go.
-        events: Where events go.
         credentials: Reloads of these become events.
-        step_s: The time between two steps.
         clock: For the time of day.
     """
 

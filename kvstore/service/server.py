@@ -18,7 +18,7 @@ from kvstore.service.answers import Answers
 from kvstore.service.authentication import Authenticator, Credentials, CredentialsFile
 from kvstore.service.limits import ServiceLimits, UnauthenticatedConnection, UnauthenticatedConnections
 from kvstore.service.listener import Listener
-from kvstore.service.session import Common, Session
+from kvstore.service.session import Session, SessionContext
 from kvstore.wire.address import Address
 from kvstore.wire.tls import ServerTls
 
@@ -38,12 +38,10 @@ class Server:
 
     Args:
         store: Stays the caller's: it is not closed here.
-        limits: What peers can make it hold.
         token: Required of TCP peers, unless empty.
         credentials: Tokens of tenants; `None`: there are none. Every second the server checks whether their file has
             changed, and ends peers whose token is no longer valid.
         tls: For addresses that speak it, on both ports; its files are checked every second, too.
-        tracing: Makes a span of each request.
         settings: A part of `status` for peers that may see everything, as `reported_settings` returns it.
     """
 
@@ -69,7 +67,9 @@ class Server:
         )
         self._budget = ByteBudget(self._limits.receive_bytes)
         self._requests = Shares(self._limits.request_bytes)
-        self._common = Common(self._answers, self._authenticator, self._limits, self._budget, self._requests, tracing)
+        self._context = SessionContext(
+            self._answers, self._authenticator, self._limits, self._budget, self._requests, tracing
+        )
         self._sessions: set[Session] = set()
         self._closing = Background("server")
         self._checking = Background("server-checks")
@@ -169,7 +169,7 @@ class Server:
                 session.connection.abort()
 
     def _new_peer(self, entry: UnauthenticatedConnection) -> asyncio.BaseProtocol:
-        return Session(self._common, entry, on_made=self._made, on_ended=self._ended).connection
+        return Session(self._context, entry, on_made=self._made, on_ended=self._ended).connection
 
     def _made(self, session: Session) -> None:
         self._sessions.add(session)

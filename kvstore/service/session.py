@@ -29,7 +29,7 @@ from kvstore.wire.frames import HELLO_HEAD_BYTES_MAX, LATER, MAX_HEAD_BYTES, Hea
 from kvstore.wire.messages import PROTOCOL_VERSION, Message, error_of
 from kvstore.wire.protocol import FrameConnection
 
-__all__ = ["Common", "Session"]
+__all__ = ["Session", "SessionContext"]
 
 _log = logging.getLogger(__name__)
 _DEADLINE_MS_MAX = 3_600_000
@@ -39,13 +39,10 @@ _TRACE_CHARS_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Common:
+class SessionContext:
     """What all sessions of a service have in common.
 
     Attributes:
-        answers: Answers their requests.
-        authenticator: Checks a peer at its hello.
-        limits: Bounds of each connection.
         budget: Payload bytes of saves that are being received or stored.
         requests: Bytes of unanswered requests.
         tracing: Makes a span of each request; `None`: no tracing.
@@ -70,7 +67,7 @@ class Session:
         grant: What its peer may do; `None` before the hello.
 
     Args:
-        common: What it has in common with the other sessions.
+        context: What it has in common with the other sessions.
         entry: Its entry among the unauthenticated connections; `None`: these are not bounded.
         on_made: Called when there is a peer: not for one whose TLS handshake fails.
         on_ended: Called once, when the peer is gone; the callee must call `aclose`.
@@ -78,7 +75,7 @@ class Session:
 
     def __init__(
         self,
-        common: Common,
+        context: SessionContext,
         entry: UnauthenticatedConnection | None,
         *,
         on_made: Callable[[Session], None],
@@ -93,16 +90,16 @@ class Session:
         self.number = 0
         self.leases: set[LeaseId] = set()
         self._entry = entry
-        self._answers = common.answers
-        self._tracing = common.tracing
-        self._authenticator = common.authenticator
-        self._limits = limits = common.limits
-        self._incoming = Incoming(common.budget, limits.save_credit_bytes)
+        self._answers = context.answers
+        self._tracing = context.tracing
+        self._authenticator = context.authenticator
+        self._limits = limits = context.limits
+        self._incoming = Incoming(context.budget, limits.save_credit_bytes)
         self._on_ended = on_ended
         self._tasks = Background("session")
         self._saves = Background("session-saves")
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._requests = common.requests
+        self._requests = context.requests
         self._request_bytes = 0
         self._receiving: asyncio.TimerHandle | None = None
         self._load_turns = asyncio.Semaphore(limits.max_loads)

@@ -21,11 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class OtelTracing:
-    """`Tracing` with OpenTelemetry.
-
-    Args:
-        provider: Where spans go; stays the caller's.
-    """
+    """`Tracing` with OpenTelemetry; the provider stays the caller's."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry import context, trace

@@ -95,7 +95,7 @@ class TieredStore(PageStore):
         self._memory = memory
         self._recorder = recorder
         self._choice, self._admission, self._operator_rules = parts.choice, parts.admission, parts.operator_rules
-        self._quarantined = Shares(limits.aside_bytes)
+        self._quarantined = Shares(limits.quarantine_bytes)
         self._namespaces = OpenNamespaces(limits.namespaces_max, context.clock, limits.description_bytes)
         memory.owner_of = self._namespaces.tenant_of
         self._leases = LeaseTable(context)

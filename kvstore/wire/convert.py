@@ -112,8 +112,6 @@ def staged_reply(
     """A stage's outcome as a message. All keys are of one namespace, the query's.
 
     Args:
-        request_id: The request's.
-        staged: What is staged.
         query: The request, of a client that reads packed answers; `None`: of one that does not.
         layout: The namespace's, likewise.
     """
@@ -135,7 +133,6 @@ def parse_staged(message: messages.Staged, query: PrefixQuery | None = None, lay
     """A stage's outcome from a message.
 
     Args:
-        message: The answer.
         query: The request, if packed answers are read.
         layout: The namespace's, likewise.
 

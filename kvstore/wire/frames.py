@@ -109,12 +109,8 @@ class FrameReader:
 
     Every size is checked before memory is allocated for it. After an error the stream cannot be parsed any further.
 
-    Args:
-        sink: Receives the frames.
-        max_payload_bytes: Larger payloads are refused.
-        max_head_bytes: Larger heads are refused.
-
-    Both limits may be changed at any time; they apply to the next frame.
+    Larger payloads and heads than the limits are refused. The limits may be changed at any time; they apply to the next
+    frame.
     """
 
     def __init__(self, sink: FrameSink, max_payload_bytes: int, max_head_bytes: int = MAX_HEAD_BYTES) -> None:

@@ -1,4 +1,4 @@
-"""A Redis as the tier contract's medium: values reached with a general client, whatever the topology."""
+"""A Redis as the tier contract's medium: values reached with a general client, in any topology."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RedisMedium(Medium):
 
     Args:
         url: What the tier is given.
-        raw: The client; closed by whoever made it.
+        raw: The client; the caller closes it.
     """
 
     def __init__(self, url: str, raw: Any = None) -> None:

@@ -86,7 +86,7 @@ class TestGuardedTier(LastingTierContract):
 
 
 async def test_a_file_that_is_replaced_while_it_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another writer's good record takes the name of a damaged one that is being read: it is served, not put aside."""
+    """Another writer's good record takes the name of a damaged one that is being read: it is served."""
     medium = FilesystemMedium(tmp_path / "records")
     tier = await medium.open_tier()
     record = make_record(1)
@@ -123,7 +123,7 @@ async def test_a_file_of_another_size_than_the_index_says(tmp_path: Path) -> Non
 
 
 async def test_beside_the_owner(tmp_path: Path) -> None:
-    """Whoever looks at a directory beside its owner sees what the owner has put and removed since it was listed."""
+    """A reader beside a directory's owner sees what the owner has put and removed since it was listed."""
     owner = await FilesystemTier.open(tmp_path, budget_bytes=BUDGET_BYTES)
     going, coming = make_record(1), make_record(2)
     await owner.put(going, deadline=soon())

@@ -85,8 +85,7 @@ async def test_missing_stripe_is_a_miss(medium: RedisMedium, tier: Tier) -> None
 
 
 async def test_what_is_told_to_exist_is_whole(medium: RedisMedium, tier: Tier) -> None:
-    """A record that might go has lost a stripe, and nobody has read it since: whoever puts it again is not told that it
-    exists, but stores it."""
+    """An evictable record has lost a stripe, and was not read since: a put stores it again."""
     record = make_record(1, LARGE_BYTES)
     await tier.put_evictable(record, deadline=soon())
     medium.raw.delete(stripe_names(record.header)[1])
@@ -122,8 +121,8 @@ async def test_a_stripe_that_goes_before_its_header_comes(
 async def test_a_record_that_is_replaced_while_it_is_read(
     medium: RedisMedium, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Redis evicts a record between two parts of a reading, and another engine puts its own: what came fits neither,
-    and the one that is there is read, not put aside."""
+    """Redis evicts a record between two parts of a read, and another engine puts its own: the bytes fit neither
+    record, so the new one is read, and not quarantined."""
     before, since = (make_record(1, 3 * PART_BYTES, seed=seed) for seed in (1, 2))
     await tier.put(since, deadline=soon())
     read = Node.read
@@ -163,7 +162,7 @@ async def test_loser_leaves_no_stripes(medium: RedisMedium, tier: Tier) -> None:
 
 @pytest.mark.parametrize("payload_bytes", [1000, LARGE_BYTES])
 async def test_what_is_told_to_exist_stays(medium: RedisMedium, tier: Tier, payload_bytes: int) -> None:
-    """A record that may be evicted is put again: whoever was told that it exists relies on it, so it may not go."""
+    """An evictable record is put again: a caller that gets EXISTS relies on it, so it is not evictable any more."""
     record = make_record(1, payload_bytes)
     await tier.put(record, deadline=soon())
     await tier.allow_eviction([record.key], deadline=soon())
@@ -176,9 +175,8 @@ async def test_what_is_told_to_exist_stays(medium: RedisMedium, tier: Tier, payl
 
 @pytest.mark.parametrize("payload_bytes", [1000, LARGE_BYTES])
 async def test_what_may_go_may_go_from_the_start(medium: RedisMedium, tier: Tier, payload_bytes: int) -> None:
-    """A record that nobody was promised has its expiry in all its parts; one that is promised already keeps none, and a
-    promise made later takes it away.
-    """
+    """A record that is put as evictable has an expiry in all its parts. One that must stay has none, also if it is put
+    as evictable later; a later put removes the expiry."""
     promised, record = make_record(1, payload_bytes), make_record(2, payload_bytes)
     assert await tier.put(promised, deadline=soon()) is PutOutcome.STORED
     kept = medium.raw.keys("*")
@@ -204,7 +202,7 @@ async def test_stripes_of_a_dead_writer_expire(medium: RedisMedium, tier: Tier) 
 
 @pytest.mark.parametrize("damage", ["in its header", "behind it", "in its second part", "shorter", "longer"])
 async def test_a_damaged_value_of_several_parts(medium: RedisMedium, tier: Tier, damage: str) -> None:
-    """A value that is read in parts, and is not what its name says, is put aside, and the record can be put anew."""
+    """A corrupt value that is read in parts is quarantined, and the record can be put again."""
     record = make_record(1, 2 << 20)
     data = bytearray(record.data)
     if damage == "longer":
@@ -277,11 +275,13 @@ async def test_a_value_that_is_replaced_while_it_is_judged(
 
     async def read_and_replace(self: Node, reading: Reading, *, deadline: Deadline) -> None:
         nonlocal num_reads
-        await read(self, reading, deadline=deadline)
-        num_reads += 1
-        if num_reads == 2:  # a corrupt record is read twice
-            await tier.delete(bad.key, deadline=soon())
-            await tier.put(good, deadline=soon())
+        try:
+            await read(self, reading, deadline=deadline)
+        finally:
+            num_reads += 1
+            if num_reads == 2:  # a corrupt record is read twice
+                await tier.delete(bad.key, deadline=soon())
+                await tier.put(good, deadline=soon())
 
     monkeypatch.setattr(Node, "read", read_and_replace)
     assert await tier.get(bad.key, deadline=soon()) is None

@@ -17,7 +17,7 @@ from kvstore.runtime.budget import ByteBudget, Shares
 from kvstore.service.answers import Answers
 from kvstore.service.authentication import Authenticator, Grant
 from kvstore.service.limits import ServiceLimits
-from kvstore.service.session import Common, Session
+from kvstore.service.session import Session, SessionContext
 from kvstore.testing.dict_store import DictStore
 from kvstore.tiers.redis.resp import ProtocolError, ReplyParser
 from kvstore.wire import convert, messages
@@ -143,8 +143,8 @@ def heads_in(sent: bytes) -> Iterator[dict[str, Any]]:
 async def talk(choose: random.Random) -> None:
     budget, ended = ByteBudget(LIMITS.receive_bytes), list[Session]()
     store = DictStore()
-    common = Common(Answers(store, dict), AnyPeer(), LIMITS, budget, Shares(LIMITS.request_bytes))
-    session = Session(common, None, on_made=lambda _: None, on_ended=ended.append)
+    context = SessionContext(Answers(store, dict), AnyPeer(), LIMITS, budget, Shares(LIMITS.request_bytes))
+    session = Session(context, None, on_made=lambda _: None, on_ended=ended.append)
     pipe = Pipe(session.connection)
     session.connection.connection_made(pipe)
     for piece in pieces(conversation(choose), choose):

@@ -18,7 +18,7 @@ CALL_S = 0.5
 
 @dataclass
 class Traffic:
-    """Puts and gets of ever new records, until it is told to end; each call has half a second."""
+    """Puts and gets of ever new records, until `ended` is set; each call has half a second."""
 
     tier: Tier
     stored: list[RecordKey] = field(default_factory=list)

@@ -133,7 +133,7 @@ async def test_a_store_over_it(tls: TlsRedis, tmp_path: Path) -> None:
 
 
 async def test_settings_of_a_server_that_need_a_change(caplog: pytest.LogCaptureFixture) -> None:
-    """A Redis that may evict anything, and is small, is told at start with the command that helps; the store works."""
+    """A Redis that may evict anything, and is small, is a warning at start with the command that helps."""
     with redis_server(maxmemory_bytes=64 << 20, arguments=("--maxmemory-policy", "allkeys-lru")) as server:
         settings = load_settings({"memory_bytes": "16MiB", "cold": "memory:", "hot": server.url})
         async with open_store(settings):

@@ -27,7 +27,7 @@ async def topology(url: str) -> Finding:
 
 
 async def test_a_cluster() -> None:
-    """All slots are served, every primary has its replica; and whoever takes it for one server is told."""
+    """All slots are served, every primary has its replica; a url for a single server is reported."""
     with redis_cluster() as cluster:
         assert await topology(cluster.url) == Finding(
             "redis.topology",
@@ -41,7 +41,7 @@ async def test_a_cluster() -> None:
 
 
 async def test_sentinels() -> None:
-    """They agree; with one of them gone that is told, and what it does not answer."""
+    """They agree; if one of them is gone, this is reported."""
     with redis_sentinel() as group:
         found = await topology(group.url)
         assert (found.verdict, found.seen) == (Verdict.OK, "3 sentinels name one primary with 2 replicas")

@@ -55,7 +55,7 @@ async def served_again(tier: Tier, key: RecordKey, within_s: float) -> None:
 
 
 async def test_killed_and_restarted(server: RedisServer, tier: RedisTier) -> None:
-    """A killed server is an error at once that names it; once it is back the same tier serves, without being told."""
+    """A killed server is an error at once that names it; once it is back the same tier serves again by itself."""
     record = make_record(1)
     await tier.put(record, deadline=Deadline.after(5))
     server.kill9()
@@ -72,7 +72,7 @@ async def test_killed_and_restarted(server: RedisServer, tier: RedisTier) -> Non
 
 
 async def test_killed_with_calls_in_flight(server: RedisServer, tier: RedisTier) -> None:
-    """Whatever was in flight when the server died ends at once as unavailable; nothing hangs."""
+    """Calls in flight when the server died end at once as unavailable; none hangs."""
     records = [make_record(number, 3 << 20) for number in range(24)]
     puts = [asyncio.ensure_future(tier.put(record, deadline=Deadline.after(20))) for record in records]
     await asyncio.sleep(0.005)

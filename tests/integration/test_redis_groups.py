@@ -54,7 +54,7 @@ def cluster() -> Iterator[RedisCluster]:
 
 @pytest.fixture
 async def tier(request: pytest.FixtureRequest) -> AsyncIterator[RedisTier]:
-    """On the group that the test names; whatever was killed before runs again, and nothing is stored."""
+    """On the group that the test names; servers that were killed before run again, and nothing is stored."""
     group: RedisGroup = request.getfixturevalue(request.param)
     await asyncio.to_thread(group.settle)
     group.flush()
@@ -126,7 +126,7 @@ async def test_a_sentinel_that_is_frozen_or_gone(tier: RedisTier, sentinel: Redi
     first.freeze()
     second.kill9()
     try:
-        for _ in range(3):  # whoever is asked first
+        for _ in range(3):  # a different one is queried first
             fresh = RedisTier(sentinel.url)
             assert await fresh.get(make_key(1), deadline=Deadline.after(3)) is None
             await fresh.aclose()
@@ -211,7 +211,7 @@ async def test_a_lookup_is_one_round_trip_per_node(
 
 @on_cluster
 async def test_facts_of_every_primary(tier: RedisTier, cluster: RedisCluster) -> None:
-    """What operators ask for is told by each node that holds records."""
+    """Each node that holds records reports its facts."""
     facts = await tier.facts(deadline=Deadline.after(5))
     assert {server.address for server in facts} == {f"127.0.0.1:{server.port}" for server in cluster.primaries()}
     assert all(server.role == "master" and server.num_replicas == 1 for server in facts)

@@ -137,7 +137,7 @@ async def test_requests_and_bytes_are_counted(server: CephRgw) -> None:
 
 
 async def test_many_are_removed_by_one_request(server: CephRgw) -> None:
-    """A real gateway takes the list of names; a wrong secret is told, not taken for an endpoint that cannot."""
+    """A real gateway takes the list of names; a wrong secret is an error, not an endpoint without such requests."""
     meters = Meters()
     tier = await S3Tier.open(server.location("pages", "many"), credentials=server.credentials, meters=meters)
     records = [make_record(number) for number in range(40, 60)]

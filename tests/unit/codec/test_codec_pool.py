@@ -46,7 +46,7 @@ def soon() -> Deadline:
 
 
 async def test_more_than_the_whole_budget_is_refused(pool: CodecPool) -> None:
-    """A job that could never be let in is the caller's mistake."""
+    """A job that could never be admitted is the caller's mistake."""
     with pytest.raises(InvalidRequest):
         await pool.run(101, str, deadline=soon())
     with pytest.raises(InvalidRequest):
@@ -123,7 +123,7 @@ async def test_cancelled_while_the_work_runs(pool: CodecPool) -> None:
 
 
 async def test_cancelled_before_a_thread_is_free(pool: CodecPool) -> None:
-    """A task let in but still without a thread is cancelled at once, and its work never starts."""
+    """A task that was admitted but has no thread is cancelled at once, and its work never starts."""
     gates, never = (Gate(), Gate()), Gate()
     running = [asyncio.ensure_future(pool.run(10, gate, deadline=soon())) for gate in gates]
     for gate in gates:
@@ -140,18 +140,19 @@ async def test_cancelled_before_a_thread_is_free(pool: CodecPool) -> None:
 
 
 async def test_close_turns_waiters_away_and_lets_jobs_end() -> None:
-    """Closing ends what runs, refuses what waits and what comes later, and may be done twice."""
+    """Closing waits for the jobs that run, refuses those that wait and later ones, and may be done twice."""
     pool, gate = CodecPool(num_threads=1, limit_bytes=10), Gate()
     running = asyncio.ensure_future(pool.run(10, gate, deadline=soon()))
     await asyncio.to_thread(gate.started.wait, 10)
     waiting = asyncio.ensure_future(pool.run(10, str, deadline=soon()))
     await asyncio.sleep(0.01)
     closing = asyncio.ensure_future(asyncio.to_thread(pool.close))
-    with pytest.raises(Closed):
-        await waiting
+    await asyncio.sleep(0.01)
     gate.open()
     await closing
     assert await running == "done"
+    with pytest.raises(Closed):
+        await waiting
     pool.close()
     with pytest.raises(Closed):
         await pool.run(1, str, deadline=soon())
@@ -159,7 +160,7 @@ async def test_close_turns_waiters_away_and_lets_jobs_end() -> None:
 
 
 async def test_close_does_not_wait_for_what_no_thread_has_begun() -> None:
-    """A job that has room but no thread yet is refused: an engine that stops has no time for a long queue."""
+    """A job that was admitted but has no thread yet is refused: an engine that stops has no time for a long queue."""
     pool, gate, begun = CodecPool(num_threads=1, limit_bytes=10), Gate(), list[bool]()
     running = asyncio.ensure_future(pool.run(5, gate, deadline=soon()))
     await asyncio.to_thread(gate.started.wait, 10)
@@ -176,8 +177,8 @@ async def test_close_does_not_wait_for_what_no_thread_has_begun() -> None:
     assert pool.usage.used_bytes == 0
 
 
-def test_many_threads_and_one_budget() -> None:
-    """Sixteen threads with a loop each hammer a small pool: the budget holds, every job runs, nothing stays taken."""
+async def test_many_callers_and_one_budget() -> None:
+    """Sixteen callers share a small pool: the budget holds, every job runs, nothing stays taken."""
     pool, lock = CodecPool(num_threads=4, limit_bytes=10), threading.Lock()
     now, peak, done = 0, 0, 0
 
@@ -190,16 +191,12 @@ def test_many_threads_and_one_budget() -> None:
             now -= num_bytes
             done += 1
 
-    async def ask(seed: int) -> None:
+    async def call(seed: int) -> None:
         for turn in range(50):
             num_bytes = (seed + turn) % 7 + 1
             await pool.run(num_bytes, partial(work, num_bytes), deadline=soon())
 
-    threads = [threading.Thread(target=lambda seed=seed: asyncio.run(ask(seed))) for seed in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    await asyncio.gather(*map(call, range(16)))
     pool.close()
     assert (done, now, pool.usage.used_bytes) == (800, 0, 0)
     assert peak <= 10

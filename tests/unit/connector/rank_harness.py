@@ -188,6 +188,5 @@ def ranks_on(bridge: LoopBridge) -> Iterator[Make]:
         assert one.side.saver is not None
         eventually(lambda one=one: one.side.saver._pages.used_bytes == 0)  # the store's thread gives them back
         assert one.side._save_threads is not None
-        assert one.side._save_threads._low.usage.used_bytes == 0
-        assert one.side._save_threads._normal.usage.used_bytes == 0
+        assert one.side._save_threads.used_bytes == 0
         assert one.side._pool.usage.used_bytes == 0

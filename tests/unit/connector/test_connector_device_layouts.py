@@ -17,10 +17,10 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from benchmarks.gpu.kit import InlineStreams
 from connector.device.base import PageGather
 from connector.device.gpu import StreamDevice
 from connector.device.host_memory import HostPages
-from connector.device.streams import InlineStreams
 from connector.identity import CacheShape, describe_namespace, read_shape
 from connector.worker.groups import RankGroup, check_round_trip, prove_group
 from tests.unit.connector.device_contract import joined

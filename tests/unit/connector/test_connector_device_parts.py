@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.gpu.kit import InlineStreams
 from connector.canonical.attention import AttentionPages
 from connector.canonical.runs import BlockRun, LayerGeometry
 from connector.canonical.slices import HeadGrid
@@ -18,7 +19,6 @@ from connector.device.base import PageGather
 from connector.device.cpu import CpuDevice, LayerPlace, Strip, fold_runs
 from connector.device.gpu import Ring, StreamDevice
 from connector.device.rows import CacheGeometry, join_planes, plan_rows, split_planes
-from connector.device.streams import InlineStreams
 from kvstore.errors import InternalError, InvalidRequest
 
 LAYERS = [LayerPlace(0, 1000 * layer, 96, 0) for layer in range(5)]

@@ -10,9 +10,10 @@ import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 
+from benchmarks.gpu.kit import InlineStreams
 from connector.device.base import Device
 from connector.device.gpu import StreamDevice
-from connector.device.streams import InlineStreams, Streams
+from connector.device.streams import Streams
 from connector.jobs import StepJobs
 from connector.vllm.connector import KVStoreConnector
 from kvstore.codec import PLANES2, PLANES4

@@ -1,4 +1,4 @@
-"""Encoding in spare time: who runs a job, at which priority, and for how long a job waits for idle processors."""
+"""Encoding at low priority: which thread runs a job, at which priority, and for how long a job waits for processors."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ async def run(
 
 
 async def occupied(threads: LowPriorityPool, gate: threading.Event) -> list[asyncio.Task[bool]]:
-    """Jobs that hold all that runs in spare time, until the gate opens."""
+    """Jobs that hold every thread of low priority, until the gate opens."""
     jobs = [asyncio.create_task(run(threads, lambda: gate.wait(60))) for _ in range(2)]  # one runs, one is ready
-    while threads._low.usage.used_bytes < 2 * JOB_BYTES:
+    while threads.used_bytes < 2 * JOB_BYTES:
         await asyncio.sleep(0.001)
     return jobs
 
@@ -179,7 +179,7 @@ async def test_the_deadline_limits_both_waits(threads: LowPriorityPool) -> None:
     gate = threading.Event()
     jobs = await occupied(threads, gate)
     jobs += [asyncio.create_task(run(threads, lambda: gate.wait(60), patience_s=0.0)) for _ in range(2)]
-    while threads._normal.usage.used_bytes < 2 * JOB_BYTES:
+    while threads.used_bytes < 4 * JOB_BYTES:
         await asyncio.sleep(0.001)
     with pytest.raises(Unavailable):
         await run(threads, niceness, deadline=Deadline.after(0.1))

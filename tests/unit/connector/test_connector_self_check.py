@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu.kit import InlineStreams
 from connector.device import cpu, gpu
 from connector.device.gpu import StreamDevice
 from connector.device.host_memory import HostPages
-from connector.device.streams import InlineStreams
 from connector.worker.groups import check_round_trip, prove_group
 from kvstore.errors import InvalidRequest
 from tests.unit.connector.device_contract import LAYOUTS, Cache, storage

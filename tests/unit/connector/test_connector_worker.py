@@ -218,7 +218,7 @@ def test_no_page_of_memory_no_waiting(rank: Make) -> None:
 
 
 def stuck(source: Rank) -> Callable[[], None]:
-    """Keep a rank's threads in spare time from getting on; call what is returned to let them go on."""
+    """Block a rank's threads of low priority; call the result to unblock them."""
     gate, threads = threading.Event(), source.side._save_threads
     assert threads is not None
     for _ in range(source.side._num_threads):
@@ -327,14 +327,15 @@ def test_pages_for_which_there_is_no_processor_at_all(rank: Make, monkeypatch: p
     threads, saver = source.side._save_threads, source.side.saver
     assert saver is not None and threads is not None
     saver._losses.report = lambda **loss: told.append(loss["reason"])  # type: ignore[method-assign]
-    for pool in (threads._low, threads._normal):
-        pool._used_bytes = pool._limit_bytes  # others hold all of it
+    budgets = [pool._budget for pool in (threads._low, threads._normal)]
+    grants = [budget.try_take(budget.limit_bytes) for budget in budgets]  # others hold all of it
     source.side.save(source.jobs((64,)))
     assert saver.drain(10)
     assert source.meters.get("connector_saves", outcome="busy") == HEADS
     assert told == ["save_busy"]
-    for pool in (threads._low, threads._normal):
-        pool._used_bytes = 0
+    for budget, grant in zip(budgets, grants, strict=True):
+        assert grant is not None
+        budget.give_back(grant)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")

@@ -71,7 +71,7 @@ async def test_a_restart_reads_the_index(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 async def test_damage_behind_an_index_is_found_when_it_is_read(tmp_path: Path) -> None:
-    """Files that were cut, emptied or removed while nobody owned the directory are misses, and put aside."""
+    """Files that were cut, emptied or removed while the directory had no owner are misses, or quarantined."""
     tier = await open_tier(tmp_path)
     await put(tier, *range(4))
     await tier.aclose()
@@ -176,7 +176,7 @@ KEYS = [make_key(number) for number in range(8)]
 def test_the_log_against_a_dictionary(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, object]], torn: int
 ) -> None:
-    """Whatever is added and removed, over restarts and folds and with a torn last entry: the log says what is held."""
+    """Additions and removals, restarts, folds and a torn last entry: the log has the same records as a dictionary."""
     path = tmp_path_factory.mktemp("log") / "index"
     kept, index._TAIL_ENTRIES_MIN = index._TAIL_ENTRIES_MIN, 3  # so that it folds all the time
     try:

@@ -82,7 +82,7 @@ async def closed_again(guard: GuardedTier) -> None:
 
 
 async def test_opens_after_failures_in_a_row(guard: GuardedTier, inner: FailingTier) -> None:
-    """Three failures in a row open it; a success between them starts the count anew."""
+    """Three failures in a row open it; a success between them resets the count."""
     for _ in range(2):
         inner.fails = True
         await fail(guard, "out of order")
@@ -135,7 +135,7 @@ async def test_callers_that_stop_waiting_open(guard: GuardedTier, inner: Failing
 
 
 async def test_answers_meanwhile_acquit(guard: GuardedTier, inner: FailingTier) -> None:
-    """Waits prove nothing when another call was answered meanwhile: a miss that ends a stage cancels its siblings."""
+    """Waits do not count if another call was answered during them: a miss that ends a stage cancels its siblings."""
     for _ in range(3):
         inner.hangs = True
         calls = [asyncio.ensure_future(guard.get(make_key(1), deadline=Deadline.after(5))) for _ in range(4)]
@@ -210,7 +210,7 @@ async def test_one_warning_one_info(guard: GuardedTier, inner: FailingTier, capl
 
 
 async def test_events(guard: GuardedTier, inner: FailingTier, events: Events) -> None:
-    """Going, coming back and a record put aside are told once each; only the last is somebody's, and says whose."""
+    """An outage, its end and a quarantined record are one event each; only the last names a namespace."""
     record = make_record(1)
     await guard.put(record, deadline=Deadline.after(5))
     await guard.quarantine(record.key, "a test", deadline=Deadline.after(5))
@@ -302,7 +302,7 @@ def test_bad_limits() -> None:
 async def test_a_tier_that_was_seen_to_be_away_is_left_alone_until_a_probe(
     guard: GuardedTier, inner: FailingTier, meters: Meters, events: Events
 ) -> None:
-    """Told by whoever opened it: the first caller is refused at once, with the reason, and a probe brings it back."""
+    """A tier that did not answer when it was opened: callers are refused, with the reason, until a probe succeeds."""
     inner.fails = True
     guard.open_breaker("nobody listens there: start it")
     guard.open_breaker("told twice")

@@ -25,7 +25,7 @@ def test_hash_slots() -> None:
 
 
 def test_names_of_one_record_share_a_slot() -> None:
-    """Whatever belongs to a boundary is on one node; other boundaries spread."""
+    """All names of a boundary are on one node; boundaries spread over nodes."""
     key = make_key(1)
     names = [format_name(key), stripe_name(key, bytes(16), 3), f"quarantine:{format_name(key)}"]
     names += [format_name(make_key(1, group=2, slice_=7))]
@@ -34,7 +34,7 @@ def test_names_of_one_record_share_a_slot() -> None:
 
 
 def test_slot_maps() -> None:
-    """Primaries by slot; a node that does not know its own address is meant by the one that it was asked by."""
+    """Primaries by slot; a node that does not know its own address has the one that it was queried at."""
     reply: Reply = [
         [0, 99, [b"10.0.0.2", 7001, b"id", []], [b"10.0.0.9", 7009, b"id"]],
         [100, 100, [b"", 7002, b"id"]],
@@ -96,7 +96,7 @@ def test_concerns(maxmemory: int, policy: bytes, expected: list[tuple[Severity, 
 
 
 def test_concerns_of_an_old_and_slow_server() -> None:
-    """An old version and a slow round trip are told."""
+    """An old version and a slow round trip are concerns."""
     info = INFO.replace(b"7.0.15", b"5.0.1") % (8 << 30, b"volatile-ttl")
     texts = [concern.text for concern in concerns_of([parse_info(info, "h:1", latency_s=0.2)])]
     assert any("upgrade to 6.2" in text for text in texts)

@@ -89,7 +89,7 @@ async def test_leaving_early_ends_nothing_of_others() -> None:
 
 
 async def test_a_silent_server_is_left() -> None:
-    """Nothing for 0.2 s though something is due: whoever gives up then drops the connection, for all."""
+    """If nothing arrives for 0.2 s although a reply is due, the next caller that leaves drops the connection."""
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await ends_of_connection(reader)

@@ -95,7 +95,7 @@ def test_any_record_comes_whole_and_summed(payload_bytes: int, head_bytes: int, 
 
 @pytest.mark.parametrize("values", [{}, {NAME: b""}])
 def test_nothing_has_to_be_looked_at(values: dict[str, bytes]) -> None:
-    """No name and an empty value look alike: whoever reads must ask in another way."""
+    """A missing name and an empty value look the same to a read."""
     reading = Reading(KEY, Buffers().allocate)
     run(reading, values)
     assert reading.is_empty and reading.data is None and reading.next() is None
@@ -131,7 +131,7 @@ def test_answers_that_were_received_elsewhere() -> None:
 
 
 def test_a_missing_stripe() -> None:
-    """Nothing is handed out, and the header that is of no use any more is told."""
+    """No record is returned, and the useless header is."""
     record = make_record(KEY, 9 << 20)
     values = values_of(record)
     del values[stripe_names(record.header)[1]]
@@ -213,7 +213,7 @@ async def test_a_reading_that_was_left_writes_no_more() -> None:
 
 
 async def test_a_connection_that_is_lost_within_an_answer() -> None:
-    """A server that dies while it sends: the reader is told so, and has no record."""
+    """A server that dies while it sends: the read fails, and has no record."""
     value = values_of(make_record(KEY, 3 << 20))[NAME]
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

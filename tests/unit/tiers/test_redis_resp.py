@@ -85,7 +85,7 @@ def test_dropped_target_is_not_written_to() -> None:
 
 @given(st.lists(st.integers(0, 1_300_000), max_size=8))
 def test_pieces_are_told_in_their_order(cuts: list[int]) -> None:
-    """Whoever sums a bulk string hears of each of its bytes once, also of those that came with its length."""
+    """`on_piece` is called with each byte of a bulk string once, also with those that arrived with its length."""
     body = bytes(range(256)) * 5000
     pieces: list[bytes] = []
     replies: list[Reply] = []

@@ -108,7 +108,7 @@ async def test_credentials_that_may_not_remove() -> None:
 @pytest.mark.parametrize("refused", ["copy", "removal"])
 @pytest.mark.parametrize("code", ["NotImplemented", "InvalidArgument"])
 async def test_an_endpoint_without_conditions(refused: str, code: str) -> None:
-    """It refuses a copy or a removal of what was seen alone: a damaged record is put aside all the same."""
+    """It refuses conditions on a copy or a removal: a damaged record is quarantined without them."""
     found = b'HTTP/1.1 200 OK\r\nETag: "1"\r\nContent-Length: 9\r\nConnection: close\r\n\r\n'
     result = b"<CopyObjectResult><ETag>1</ETag></CopyObjectResult>"
     fields = f"Content-Type: application/xml\r\nContent-Length: {len(result)}\r\nConnection: close"
@@ -147,7 +147,7 @@ async def test_body_that_breaks_off() -> None:
 
 
 async def test_absurd_size_is_refused_before_allocating() -> None:
-    """An object that no record can be is a miss, and no memory is asked for, whatever size it announces."""
+    """An object of a size that no record can have is a miss, and no memory is allocated for it."""
     absurd = b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999\r\nConnection: close\r\n\r\n"
     still = absurd.replace(b"Connection", b'ETag: "1"\r\nConnection')  # to both looks before the quarantine's copy
     gone_since = error_answer("404 Not Found", "NoSuchKey")
@@ -187,8 +187,7 @@ CALLS: dict[str, Callable[[S3Tier], Awaitable[object]]] = {
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("status", ["409 Conflict", "412 Precondition Failed", "404 Not Found"])
 async def test_answers_to_a_conditional_put_given_to_others(call: str, status: str) -> None:
-    """409, 412 or 404 where S3 has no reason for it: unavailable, or a miss, and no exception of ours that nobody
-    outside of the package knows."""
+    """409, 412 or 404 to a request without a condition: unavailable, or a miss."""
     async with tier_that_hears(error_answer(status, status[:3])) as (tier, _):
         with suppress(Unavailable):
             assert await CALLS[call](tier) is None

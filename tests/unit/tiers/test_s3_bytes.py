@@ -216,7 +216,7 @@ async def test_slow_down_is_retried_and_counted() -> None:
 
 
 async def test_what_slows_down_meanwhile_counts_once() -> None:
-    """Several requests that were under way are told `SlowDown` at once: the window is halved once, not for each."""
+    """Several requests in flight are answered with `SlowDown`: the window is halved once, not for each."""
     pace = Pace(16)
 
     async def one() -> None:
@@ -274,7 +274,7 @@ _PIECES = st.one_of(
 
 @given(st.lists(_PIECES, max_size=12).map(b"".join), st.integers(1, 80))
 async def test_any_bytes_in_any_cut_end_in_an_answer_or_an_error(data: bytes, most: int) -> None:
-    """Whatever arrives, in pieces of any size: an answer, an expected error, or more is waited for; never a crash."""
+    """Any bytes in pieces of any size: an answer, an expected error, or a wait for more; never a crash."""
     connection, pipe = HttpConnection(), _Pipe()
     connection.connection_made(pipe)
     asked = asyncio.ensure_future(connection.request(b"", None, lambda num_bytes: memoryview(bytearray(num_bytes))))

@@ -65,7 +65,7 @@ async def test_names_that_are_gone_or_stay_for_the_moment() -> None:
 
 @pytest.mark.parametrize("code", ["AccessDenied", "PreconditionFailed", ""])
 async def test_a_name_that_may_not_be_removed(code: str) -> None:
-    """Whatever S3 refuses for good is unavailable, with its code: never taken for removed."""
+    """A name that S3 refuses to remove is unavailable, with the error code; it does not count as removed."""
     bucket = Bucket(keeps={NAMES[3]: code})
     with pytest.raises(Unavailable, match="S3"):
         await bucket.delete_all(NAMES[:10])

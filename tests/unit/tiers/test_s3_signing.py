@@ -44,7 +44,7 @@ def botocores(
 def test_signatures_are_botocores(
     verb: str, name: str, fields: dict[str, str], credentials: ReadOnlyCredentials
 ) -> None:
-    """Every field that is sent is the same, so that whoever takes theirs takes ours."""
+    """Every field that is sent is the same, so an endpoint that accepts theirs accepts ours."""
     path = "/bucket/" + percent_encode(name, safe="/~")
     ours = Signer(HOST, "eu-central-2").sign(verb, path, fields, credentials, NOON)
     assert ours == botocores(verb, path, fields, credentials, NOON, "eu-central-2")

@@ -18,6 +18,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.testing.records import make_key, make_record
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.filesystem import FilesystemTier
+from kvstore.tiers.filesystem.files import RecordFiles
 from kvstore.tiers.filesystem.index import cost_bytes
 
 PAYLOAD_BYTES = 10_000
@@ -130,7 +131,7 @@ async def test_root_cannot_be_made(tmp_path: Path) -> None:
 
 
 async def test_file_that_vanished(tmp_path: Path) -> None:
-    """Somebody removed a file: a miss, forgotten by the index, and the record can be put again."""
+    """Another program removed a file: a miss, removed from the index, and the record can be put again."""
     tier = await filled(tmp_path, 1)
     (tmp_path / format_name(make_key(0))).unlink()
     assert await tier.get(make_key(0), deadline=soon()) is None
@@ -141,7 +142,7 @@ async def test_file_that_vanished(tmp_path: Path) -> None:
 
 
 async def test_symlink_is_not_followed(tmp_path: Path) -> None:
-    """A link or a pipe under a record's name is never read through nor waited for: it is put aside."""
+    """A link or a pipe under a record's name is neither followed nor waited for: it is quarantined."""
     tier = await filled(tmp_path / "records", 1)
     path = tmp_path / "records" / format_name(make_key(0))
     path.rename(tmp_path / "elsewhere")
@@ -169,8 +170,8 @@ async def test_slow_disk_costs_the_deadline(tmp_path: Path, monkeypatch: pytest.
     """A disk that hangs costs a call its deadline, a flood of calls is refused, and the late put still counts."""
     tier = await open_tier(tmp_path, num_records=1000)
     hold = threading.Event()
-    write = tier._files.write
-    monkeypatch.setattr(tier._files, "write", lambda *args: hold.wait(20) and write(*args))
+    write = RecordFiles.write
+    monkeypatch.setattr(RecordFiles, "write", lambda *args: hold.wait(20) and write(*args))
     records = [make_record(number, 10) for number in range(257)]
     waiting = [asyncio.ensure_future(tier.put(record, deadline=Deadline.after(1))) for record in records[:256]]
     await asyncio.sleep(0.2)
@@ -201,19 +202,19 @@ REMOVALS: dict[str, tuple[str, Callable[[FilesystemTier], Awaitable[object]]]] =
 async def test_a_record_that_comes_again_while_it_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """A disk is slow to remove a file, and the same record is put meanwhile, as by an engine that lookups told of it no
-    more: it is stored anew, and not taken for the one that leaves."""
+    """The disk is slow to remove a file, and the same record is put at that time: it is stored again, and not mistaken
+    for the old one."""
     tier = await filled(tmp_path, 2, num_records=2)
     record = make_record(0, PAYLOAD_BYTES)
     method, remove = REMOVALS[how]
-    began, hold, slow = threading.Event(), threading.Event(), getattr(tier._files, method)
+    began, hold, slow = threading.Event(), threading.Event(), getattr(RecordFiles, method)
 
     def slowly(*args: object) -> object:
         began.set()
         hold.wait(20)
         return slow(*args)
 
-    monkeypatch.setattr(tier._files, method, slowly)
+    monkeypatch.setattr(RecordFiles, method, slowly)
     removal = asyncio.ensure_future(remove(tier))
     assert await asyncio.to_thread(began.wait, 20)
     monkeypatch.undo()
@@ -241,7 +242,7 @@ async def test_fsync_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_directories_are_private(tmp_path: Path) -> None:
-    """Pages tell of prompts: only the owner may read them."""
+    """Pages reveal prompts: only the owner may read them."""
     tier = await filled(tmp_path / "records", 1)
     assert (tmp_path / "records").stat().st_mode & 0o077 == 0
     assert (tmp_path / "records" / format_name(make_key(0))).stat().st_mode & 0o077 == 0

@@ -26,7 +26,7 @@ async def test_get_returns_the_same_object() -> None:
 
 
 def test_least_recently_used_is_evicted_first() -> None:
-    """Of three records the one that nobody touched gives way to the fourth."""
+    """Of three records the one that was not read is evicted for the fourth."""
     tier = tier_for(3)
     for number in range(3):
         tier.insert(make_record(number))

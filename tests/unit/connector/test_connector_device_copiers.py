@@ -1,4 +1,4 @@
-"""The copier with streams, held to the contract: on host memory, on a simulated device, on a GPU where there is one."""
+"""The copiers, held to the contract: in host memory, with streams, on a simulated device, on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,22 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu.kit import InlineStreams
 from connector.device.base import Fence
+from connector.device.cpu import CpuCopier
 from connector.device.gpu import StreamCopier, StreamDevice
-from connector.device.streams import CudaStreams, InlineStreams
+from connector.device.streams import CudaStreams
 from tests.unit.connector.device_contract import BlockCopierContract
 from tests.unit.connector.simulated_streams import SimulatedStreams
+
+
+class TestCpuCopier(BlockCopierContract):
+    """`CpuCopier` on tensors in host memory."""
+
+    device = "cpu"
+
+    def make(self, layers: Sequence[torch.Tensor], feeds: Sequence[int] | None = None) -> CpuCopier:
+        return CpuCopier(layers, feeds)
 
 
 class StreamCopierContract(BlockCopierContract):
