@@ -77,6 +77,21 @@ def test_functions_fit_a_screen(folder: str) -> None:
     assert long == {}
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_constant_is_bound_twice(package: str) -> None:
+    """Merging two modules may hide one of two constants of one name, which no linter reports."""
+    twice = []
+    for path in files(package):
+        counts = Counter(
+            target.id
+            for node in tree(path).body
+            for target in (node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)])
+            if isinstance(target, ast.Name) and target.id.strip("_").isupper()
+        )
+        twice += [f"{path}: {name}" for name, count in counts.items() if count > 1]
+    assert twice == []
+
+
 def test_except_exception_has_few_places() -> None:
     """`except Exception` stands only at the tops that are listed, and each listed one still needs it."""
     seen = {str(path) for path in files(*PACKAGES) for handler in _handlers(path) if _catches(handler, "Exception")}
