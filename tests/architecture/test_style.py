@@ -85,7 +85,8 @@ def test_no_constant_is_bound_twice(package: str) -> None:
         counts = Counter(
             target.id
             for node in tree(path).body
-            for target in (node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)])
+            if isinstance(node, ast.Assign | ast.AnnAssign)
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
             if isinstance(target, ast.Name) and target.id.strip("_").isupper()
         )
         twice += [f"{path}: {name}" for name, count in counts.items() if count > 1]
