@@ -87,9 +87,7 @@ async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         rgw: CephRgw = request.getfixturevalue("shared_rgw")
         bucket = f"corrupted-{secrets.token_hex(4)}"
         rgw.create_bucket(bucket)
-        tier = await S3Tier.open(
-            bucket, endpoint_url=rgw.endpoint_url, access_key=rgw.access_key, secret_key=rgw.secret_key
-        )
+        tier = await S3Tier.open(rgw.location(bucket), credentials=rgw.credentials)
         yield S3Place(tier, rgw, bucket)
     await tier.aclose()
 
