@@ -1,14 +1,14 @@
 #!/bin/sh
 # Makes the secrets of the compose stack, once: sh deploy/make-secrets.sh [DIRECTORY]
-# A file that is there stays as it is, so that it can be run again; to change a secret, remove the directory, run this
-# again and start the stack anew.
+# Existing files are kept, so that it can be run again. To change a secret, remove the directory, run this again and
+# restart the stack.
 set -eu
 umask 022
 
 directory=${1:-$(dirname "$0")/secrets}
 mkdir -p "$directory"
-# Nobody else on this host gets into the directory. The files in it are readable, since a container sees a file with the
-# host's owner and mode, and none of our containers runs as the user who runs this.
+# Other users of this host cannot enter the directory. Its files are readable, since a container sees the host's owner
+# and mode, and no container runs as the user who runs this.
 chmod 700 "$directory"
 cd "$directory"
 

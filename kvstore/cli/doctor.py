@@ -15,10 +15,10 @@ from rich.markup import escape
 import kvstore
 from kvstore.cli.options import AsJson, Config, quieted, tls_of
 from kvstore.cli.printing import console_of, echo_json, table_of
-from kvstore.cli.service import NO_SERVICE, StoreInUse, service_url, store_in_use
-from kvstore.doctor import Finding, ReportedStore, ServiceAddress, Verdict, checks_of, run_checks, without
+from kvstore.cli.service import NO_SERVICE, service_url, store_in_use
+from kvstore.doctor import Finding, ServiceAddress, Verdict, checks_of, run_checks, without
 from kvstore.errors import KVStoreError
-from kvstore.service.reported_settings import secrets_of
+from kvstore.service.reported_settings import StoreInUse, secrets_of
 from kvstore.settings import TOKEN_VARIABLE, load_settings
 
 __all__ = ["doctor"]
@@ -68,9 +68,7 @@ def doctor(
     address = ServiceAddress(
         url, token_file or (None if token else settings.token_file), tls_of(settings), admin, token
     )
-    obstacles = {name: why for name in ("hot", "cold") if (why := store.obstacle(name)) is not None}
-    reported = ReportedStore(str(store), bool(store.service), store.problem, store.differs, obstacles)
-    checks = checks_of(settings, address, reported)
+    checks = checks_of(store, address)
     secrets = [*secrets_of(settings), *secrets_of(local)]
     with quieted(logging.CRITICAL, also=("asyncio",)):  # problems are reported as findings
         found = [without(one, secrets) for one in run_checks(checks, timeout_s=timeout_s)]

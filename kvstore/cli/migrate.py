@@ -17,7 +17,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from kvstore.catalog.entry import Level
 from kvstore.cli.options import AsJson, Config, parse_size, quieted
 from kvstore.cli.printing import print_table, progress_bar, table_of
-from kvstore.cli.service import ServiceUrl, store_in_use
+from kvstore.cli.service import ServiceUrl, check_store, store_in_use
 from kvstore.compose import open_catalog, open_ownership, open_tier
 from kvstore.errors import InvalidRequest
 from kvstore.format.manifest import STORE_VERSION_PLACE, check_store_version
@@ -181,7 +181,7 @@ def _run(
 def _settings(config: Path | None, url: str) -> Settings:
     """The settings of the running service, or those here; printed on standard error."""
     store = store_in_use(url, None, config)
-    store.check()
+    check_store(store)
     for name in ("hot", "cold", "encryption_keys"):
         if (why := store.obstacle(name)) is not None:
             raise InvalidRequest(f"cannot use {name} from here: {why}")

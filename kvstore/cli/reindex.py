@@ -17,12 +17,13 @@ from kvstore.catalog.entry import Level
 from kvstore.cli.admin import AdminClient, run_job
 from kvstore.cli.options import AsJson, Config, TokenFile, quieted
 from kvstore.cli.printing import bytes_text, counted, progress_bar
-from kvstore.cli.service import ByService, ServiceUrl, StoreInUse, admin_of, store_in_use
+from kvstore.cli.service import ByService, ServiceUrl, admin_of, check_store, location_of, store_in_use
 from kvstore.client.embedded import default_directory
 from kvstore.compose import open_catalog, open_tier
 from kvstore.errors import InvalidRequest
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
+from kvstore.service.reported_settings import StoreInUse
 from kvstore.settings import Settings
 from kvstore.store.upkeep.reindexing import ReindexReport, reindex_level
 from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier
@@ -49,7 +50,7 @@ def reindex(  # noqa: PLR0917 - typer makes flags of them
     1 a tier failed, 2 a wrong call, 130 interrupted.
     """
     store = store_in_use(url, token_file, config)
-    store.check()
+    check_store(store)
     if by_service:
         reports = _by_service(store, admin_of(store, token_file, config, _CALL_S), quiet=json_)
     else:
@@ -70,7 +71,7 @@ def reindex(  # noqa: PLR0917 - typer makes flags of them
 
 
 def _locations(store: StoreInUse) -> Locations:
-    named = {Level.HOT: store.location("hot"), Level.COLD: store.location("cold")}
+    named = {Level.HOT: location_of(store, "hot"), Level.COLD: location_of(store, "cold")}
     locations = {level: location for level, location in named.items() if not isinstance(location, NoTier)}
     if not locations:
         raise InvalidRequest("there is nothing to index: hot and cold are both memory:")

@@ -17,8 +17,9 @@ from kvstore.client.embedded import EmbeddedOptions, private_socket_path
 from kvstore.client.remote import EMBEDDED
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.runtime.deadline import Deadline
+from kvstore.service.reported_settings import StoreInUse, store_of
 from kvstore.settings import TOKEN_VARIABLE, Settings, load_settings
-from kvstore.tiers.locations import ColdLocation, FileLocation, HotLocation, S3Location
+from kvstore.tiers.locations import ColdLocation, HotLocation
 from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address
 
 if TYPE_CHECKING:
@@ -30,10 +31,11 @@ __all__ = [
     "Connection",
     "DataTimeout",
     "ServiceUrl",
-    "StoreInUse",
     "Url",
     "admin_of",
+    "check_store",
     "connected",
+    "location_of",
     "service_url",
     "store_in_use",
 ]
@@ -151,76 +153,32 @@ def _next_step(text: str, *, is_embedded: bool, has_token: bool) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class StoreInUse:
-    """The store that a tool works on.
+def check_store(store: StoreInUse) -> None:
+    """Refuse to guess which store the user wants.
 
-    Attributes:
-        settings: The settings of that store.
-        service: The address of the service that reported them; empty: they are those of this shell.
-        is_remote: That service may run on another machine.
-        lacking: Settings with a secret that is not known here: services do not report secrets.
-        credentials: Variables with which the service logs in to S3, and which are not set here.
-        differs: What the settings here say of a tier, where they say something else.
-        problem: Why a service that answers did not report its settings.
-        silent: Addresses where no service answers.
+    Raises:
+        Unavailable: A service answers, does not report which store it uses, and the settings here name none.
+        InvalidRequest: The settings here name another store than the service that answers.
     """
+    if store.problem and not store.is_named:
+        raise Unavailable(f"a service runs, but does not report which store it uses: {store.problem}")
+    if store.differs:
+        raise InvalidRequest(
+            f"the settings here name another store ({', '.join(store.differs)}) than the service at {store.service} "
+            f"uses: choose one with --url {NO_SERVICE} (the settings here) or --url {store.service} (the service's)"
+        )
 
-    settings: Settings
-    service: str = ""
-    is_remote: bool = False
-    lacking: tuple[str, ...] = ()
-    credentials: tuple[str, ...] = ()
-    differs: tuple[str, ...] = ()
-    problem: str = ""
-    silent: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        text = f"store: hot {self.settings.hot}, cold {_place_text(self.settings.cold)}"
-        if self.service:
-            return f"{text} (reported by the service at {self.service})"
-        where = f"; no service answers at {' or '.join(self.silent)}" if self.silent else ""
-        return f"{text} (the settings of this shell{where})"
+def location_of(store: StoreInUse, name: str) -> HotLocation | ColdLocation:
+    """The location of `hot` or `cold`, if this process can use it.
 
-    def location(self, name: str) -> HotLocation | ColdLocation:
-        """The location of `hot` or `cold`, if this process can use it.
-
-        Raises:
-            InvalidRequest: A login is missing, or it is on another machine; the message names the next step.
-        """
-        if (why := self.obstacle(name)) is not None:
-            raise InvalidRequest(f"cannot use the {name} tier from here: {why}; or add --by-service")
-        location: HotLocation | ColdLocation = getattr(self.settings, name)
-        return location
-
-    def obstacle(self, name: str) -> str | None:
-        """Why this process cannot use a tier, or the keys, of the service, with the next step; `None`: it can."""
-        value, variable = getattr(self.settings, name), f"KVSTORE_{name.upper()}"
-        if name in self.lacking:
-            return f"a service does not report its secrets: set {variable} here to the service's whole {name}"
-        if isinstance(value, S3Location) and self.credentials:
-            return (
-                f"the service logs in to S3 with {', '.join(self.credentials)} of its environment, which it does not "
-                "report: set them here too"
-            )
-        if isinstance(value, FileLocation) and self.is_remote:
-            return f"{value.path} is a directory of the service's machine: run this command there"
-        return None
-
-    def check(self) -> None:
-        """Refuse to guess which store the user wants.
-
-        Raises:
-            Unavailable: A service answers, does not report which store it uses, and the settings here name none.
-            InvalidRequest: The settings here name another store than the service that answers.
-        """
-        if self.problem and not {"hot", "cold"} & self.settings.model_fields_set:
-            raise Unavailable(f"a service runs, but does not report which store it uses: {self.problem}")
-        if self.differs:
-            raise InvalidRequest(
-                f"the settings here name another store ({', '.join(self.differs)}) than the service at {self.service} "
-                f"uses: choose one with --url {NO_SERVICE} (the settings here) or --url {self.service} (the service's)"
-            )
+    Raises:
+        InvalidRequest: A login is missing, or it is on another machine; the message names the next step.
+    """
+    if (why := store.obstacle(name)) is not None:
+        raise InvalidRequest(f"cannot use the {name} tier from here: {why}; or add --by-service")
+    location: HotLocation | ColdLocation = getattr(store.settings, name)
+    return location
 
 
 def store_in_use(url: str, token_file: Path | None, config: Path | None, timeout_s: float = 5.0) -> StoreInUse:
@@ -248,7 +206,7 @@ def store_in_use(url: str, token_file: Path | None, config: Path | None, timeout
         try:
             is_remote = isinstance(parsed, TcpAddress) and parsed.host not in _LOOPBACK
             reported = _reported_settings(address, token, local, timeout_s)
-            return _store_of(reported, local, address, is_remote=is_remote, is_chosen=bool(url))
+            return store_of(reported, local, address, is_remote=is_remote, is_chosen=bool(url))
         except KVStoreError as error:
             problem = f"{address}: {error.sentence()}"
     elif url:
@@ -262,7 +220,7 @@ def store_in_use(url: str, token_file: Path | None, config: Path | None, timeout
         if _accepts(admin):
             try:
                 is_remote = admin.host not in (*_LOOPBACK, *_ANY)
-                return _store_of(client.get("settings"), local, client.url, is_remote=is_remote)
+                return store_of(client.get("settings"), local, client.url, is_remote=is_remote)
             except KVStoreError as error:
                 if "admin_listen" in local.model_fields_set or "token" in error.message:
                     problem = problem or f"{client.url}: {error.sentence()}"
@@ -272,7 +230,7 @@ def store_in_use(url: str, token_file: Path | None, config: Path | None, timeout
     is_named = _names_a_store(local) or "listen" in local.model_fields_set
     if not url and not problem and not is_named and _accepts(parse_address(embedded)):
         with suppress(KVStoreError):
-            return _store_of(_reported_settings(embedded, token, local, timeout_s), local, embedded)
+            return store_of(_reported_settings(embedded, token, local, timeout_s), local, embedded)
     return StoreInUse(local, problem=problem, silent=tuple(silent))
 
 
@@ -303,40 +261,6 @@ def _reported_settings(address: str, token: str, local: Settings, timeout_s: flo
             "it reports its settings only to its own user on its Unix socket, and to operators at admin_listen"
         )
     return reported
-
-
-def _store_of(
-    reported: Mapping[str, Any], local: Settings, address: str, *, is_remote: bool = False, is_chosen: bool = False
-) -> StoreInUse:
-    from kvstore.service.reported_settings import named_credentials, settings_of
-
-    settings, lacking = settings_of(reported, local)
-    own = {name: getattr(local, name) for name in ("hot", "cold") if name in local.model_fields_set}
-    differs = [
-        f"{name} {_place_text(here)}" for name, here in own.items() if not _is_same_place(here, getattr(settings, name))
-    ]
-    return StoreInUse(
-        settings,
-        service=address,
-        is_remote=is_remote,
-        lacking=tuple(lacking),
-        credentials=tuple(named_credentials(reported)),
-        differs=() if is_chosen else tuple(differs),
-    )
-
-
-def _is_same_place(here: object, there: object) -> bool:
-    """Whether two locations are one place. An endpoint that one of them leaves to the AWS environment is not known
-    here, and counts as the same."""
-    if isinstance(here, S3Location) and isinstance(there, S3Location):
-        ends = (here.endpoint_url, there.endpoint_url)
-        return (here.bucket, here.prefix) == (there.bucket, there.prefix) and (None in ends or ends[0] == ends[1])
-    return str(here) == str(there)
-
-
-def _place_text(location: object) -> str:
-    endpoint = location.endpoint_url if isinstance(location, S3Location) else None
-    return f"{location} at {endpoint.rpartition('@')[2]}" if endpoint else str(location)
 
 
 def admin_of(store: StoreInUse, token_file: Path | None, config: Path | None, timeout_s: float) -> AdminClient:

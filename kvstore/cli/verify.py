@@ -14,11 +14,12 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from kvstore.cli.admin import AdminClient, run_job
 from kvstore.cli.options import AsJson, Config, TokenFile, parse_size, quieted
 from kvstore.cli.printing import counted, progress_bar
-from kvstore.cli.service import NO_SERVICE, ByService, ServiceUrl, StoreInUse, admin_of, store_in_use
+from kvstore.cli.service import NO_SERVICE, ByService, ServiceUrl, admin_of, check_store, location_of, store_in_use
 from kvstore.compose import open_tier
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.service.reported_settings import StoreInUse
 from kvstore.settings import Settings
 from kvstore.store.upkeep.verification import BadRecord, ByteRate, Findings, count_records, verify_tier
 from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier, parse_cold, parse_hot
@@ -50,7 +51,7 @@ def verify(  # noqa: PLR0917 - typer makes flags of them
     if by_service and (only is not None or is_location):
         raise InvalidRequest("--by-service verifies all of hot or all of cold: name one of these, without --namespace")
     store = store_in_use(NO_SERVICE if is_location else url, token_file, config)
-    store.check()
+    check_store(store)
     if by_service:
         findings, name, seconds = _by_service(
             admin_of(store, token_file, config, _JOB_ANSWER_S), tier, bytes_per_s, quiet=json_
@@ -114,7 +115,7 @@ def _show(location: str, findings: Findings, seconds: float) -> None:
 
 
 def _location(store: StoreInUse, name: str) -> HotLocation | ColdLocation:
-    location = store.location(name)
+    location = location_of(store, name)
     if isinstance(location, NoTier):
         if store.service:
             raise InvalidRequest(f"the service at {store.service} has no such tier: {name}")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 from kvstore.client.remote import EMBEDDED
 from kvstore.doctor.check import Check, Criterion, Finding, single
@@ -14,44 +13,24 @@ from kvstore.doctor.redis import REDIS_NAMES, redis_check
 from kvstore.doctor.s3 import S3_NAMES, s3_check
 from kvstore.doctor.service import ServiceAddress, service_check
 from kvstore.doctor.versions import versions_check
-from kvstore.settings import Settings
+from kvstore.service.reported_settings import StoreInUse
 from kvstore.tiers.locations import FileLocation, RedisLocation, S3Location
 from kvstore.wire.address import TcpAddress, parse_address
 
-__all__ = ["ReportedStore", "checks_of", "judge_store"]
+__all__ = ["checks_of", "judge_store"]
 
 
-@dataclass(frozen=True, slots=True)
-class ReportedStore:
-    """The store that the checks examine.
-
-    Attributes:
-        text: The store, and where its settings are from.
-        is_reported: The running service reported it; else it is that of the settings of this shell.
-        problem: Why a service that answers did not report it.
-        differs: What the settings of this shell say instead.
-        obstacles: For `hot` and `cold`, why this process cannot examine the tier, with the next step after a colon.
-    """
-
-    text: str = ""
-    is_reported: bool = False
-    problem: str = ""
-    differs: Sequence[str] = ()
-    obstacles: Mapping[str, str] = field(default_factory=dict)
-
-
-def checks_of(settings: Settings, address: ServiceAddress, store: ReportedStore | None = None) -> list[Check]:
+def checks_of(store: StoreInUse, address: ServiceAddress) -> list[Check]:
     """All checks; those that do not apply to this set-up report why they are skipped.
 
     Args:
-        settings: The service's, or defaults if they are not known here.
+        store: The store to examine, with the settings of the service, or of this shell.
         address: Where the service is.
-        store: Where the settings are from; `None`: from this shell.
 
     Raises:
         InvalidRequest: The url is not an address.
     """
-    store = store or ReportedStore()
+    settings = store.settings
     is_ours = address.url in (EMBEDDED, str(settings.listen))
     is_here = is_ours or not isinstance(parse_address(address.url), TcpAddress)
     checks = [
@@ -60,49 +39,49 @@ def checks_of(settings: Settings, address: ServiceAddress, store: ReportedStore 
         single(judge_store(store)),
         machine_check(settings, is_here=is_here),
     ]
-    if store.is_reported or is_ours or {"hot", "cold"} & settings.model_fields_set:
-        return [*checks, *_tier_checks(settings, store.obstacles)]
+    if store.service or is_ours or store.is_named:
+        return [*checks, *_tier_checks(store)]
     why = store.problem or (
         "the settings here name no tiers: use the service's settings (--config, KVSTORE_HOT, KVSTORE_COLD)"
     )
     return [*checks, *(_skipped(names, why) for names in (REDIS_NAMES, S3_NAMES, DIRECTORY_NAMES, ("namespaces",)))]
 
 
-def judge_store(store: ReportedStore) -> Finding:
+def judge_store(store: StoreInUse) -> Finding:
     """Judge whether the checks examine the store that the service uses."""
     it = Criterion("store", "the store that the running service uses")
-    if store.is_reported and store.differs:
-        seen = f"{store.text}; the settings of this shell say {', '.join(store.differs)}"
+    if store.service and store.differs:
+        seen = f"{store}; the settings of this shell say {', '.join(store.differs)}"
         return it.warning(seen, "unset what differs (KVSTORE_HOT, KVSTORE_COLD), or restart the service")
-    if store.is_reported:
-        return it.ok(store.text)
+    if store.service:
+        return it.ok(str(store))
     if store.problem:
         fix = "run this as the service's user on its node, or with an operator's token for admin_listen"
-        return it.warning(f"{store.text}; the service did not report its store: {store.problem}", fix)
-    return it.skipped(f"no service reported it: {store.text or 'the settings of this shell are used'}")
+        return it.warning(f"{store}; the service did not report its store: {store.problem}", fix)
+    return it.skipped(f"no service reported it: {store}")
 
 
-def _tier_checks(settings: Settings, obstacles: Mapping[str, str]) -> list[Check]:
-    hot, cold = settings.hot, settings.cold
-    is_s3, is_directory = isinstance(cold, S3Location), isinstance(cold, FileLocation)
-    kind = "S3" if is_s3 else "a directory" if is_directory else "memory:"
+def _tier_checks(store: StoreInUse) -> list[Check]:
+    hot, cold = store.settings.hot, store.settings.cold
+    kind = "S3" if isinstance(cold, S3Location) else "a directory" if isinstance(cold, FileLocation) else "memory:"
     redis = _skipped(REDIS_NAMES, "hot is memory:, no Redis is used")
     s3 = _skipped(S3_NAMES, f"cold is {kind}, no S3 is used")
     directory = _skipped(DIRECTORY_NAMES, f"cold is {kind}, no directory is used")
-    if "hot" in obstacles:
-        redis = _not_examined(REDIS_NAMES, obstacles["hot"])
+    hot_obstacle, cold_obstacle = store.obstacle("hot"), store.obstacle("cold")
+    if hot_obstacle is not None:
+        redis = _not_examined(REDIS_NAMES, hot_obstacle)
     elif isinstance(hot, RedisLocation):
         redis = _if_installed(REDIS_NAMES, lambda: redis_check(hot))
-    if "cold" in obstacles:
-        if is_s3:
-            s3 = _not_examined(S3_NAMES, obstacles["cold"])
-        else:
-            directory = _not_examined(DIRECTORY_NAMES, obstacles["cold"])
-    elif isinstance(cold, S3Location):
+    if isinstance(cold, S3Location):
         s3 = _if_installed(S3_NAMES, lambda: s3_check(cold))
+        if cold_obstacle is not None:
+            s3 = _not_examined(S3_NAMES, cold_obstacle)
+    elif cold_obstacle is not None:
+        directory = _not_examined(DIRECTORY_NAMES, cold_obstacle)
     elif isinstance(cold, FileLocation):
-        directory = directory_check(cold.path, settings.disk_bytes)
-    namespaces = _skipped(("namespaces",), "see the tiers") if obstacles else namespaces_check(settings)
+        directory = directory_check(cold.path, store.settings.disk_bytes)
+    is_all_examined = hot_obstacle is None and cold_obstacle is None
+    namespaces = namespaces_check(store.settings) if is_all_examined else _skipped(("namespaces",), "see the tiers")
     return [redis, s3, directory, namespaces]
 
 

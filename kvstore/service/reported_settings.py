@@ -1,20 +1,28 @@
-"""The settings that a service runs with, as it reports them to tools; and the secrets that no text may show."""
+"""The settings that a service runs with, as it reports them; the store that a tool finds by them; secrets to hide."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit
 
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.holdings import Quota
 from kvstore.settings import TOKEN_VARIABLE, Settings, settings_from
-from kvstore.tiers.locations import RedisLocation, S3Location, parse_hot
+from kvstore.tiers.locations import FileLocation, RedisLocation, S3Location, parse_hot
 
-__all__ = ["named_credentials", "reported_settings", "secrets_of", "settings_of", "without_secrets"]
+__all__ = [
+    "StoreInUse",
+    "named_credentials",
+    "reported_settings",
+    "secrets_of",
+    "settings_of",
+    "store_of",
+    "without_secrets",
+]
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
@@ -40,6 +48,101 @@ def reported_settings(settings: Settings) -> dict[str, object]:
         }
     credentials = [name for name in _CREDENTIALS if os.getenv(name)] if isinstance(settings.cold, S3Location) else []
     return {"settings": values, "credentials": credentials}
+
+
+@dataclass(frozen=True, slots=True)
+class StoreInUse:
+    """The store that a tool works on.
+
+    Attributes:
+        settings: The settings of that store.
+        service: The address of the service that reported them; empty: they are those of this shell.
+        is_remote: That service may run on another machine.
+        lacking: Settings with a secret that is not known here: services do not report secrets.
+        credentials: Variables with which the service logs in to S3, and which are not set here.
+        differs: What the settings here say of a tier, where they say something else.
+        problem: Why a service that answers did not report its settings.
+        silent: Addresses where no service answers.
+    """
+
+    settings: Settings
+    service: str = ""
+    is_remote: bool = False
+    lacking: tuple[str, ...] = ()
+    credentials: tuple[str, ...] = ()
+    differs: tuple[str, ...] = ()
+    problem: str = ""
+    silent: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"store: hot {self.settings.hot}, cold {_place_text(self.settings.cold)}"
+        if self.service:
+            return f"{text} (reported by the service at {self.service})"
+        where = f"; no service answers at {' or '.join(self.silent)}" if self.silent else ""
+        return f"{text} (the settings of this shell{where})"
+
+    def obstacle(self, name: str) -> str | None:
+        """Why this process cannot use a tier, or the keys, of the service, with the next step; `None`: it can."""
+        value, variable = getattr(self.settings, name), f"KVSTORE_{name.upper()}"
+        if name in self.lacking:
+            return f"a service does not report its secrets: set {variable} here to the service's whole {name}"
+        if isinstance(value, S3Location) and self.credentials:
+            return (
+                f"the service logs in to S3 with {', '.join(self.credentials)} of its environment, which it does not "
+                "report: set them here too"
+            )
+        if isinstance(value, FileLocation) and self.is_remote:
+            return f"{value.path} is a directory of the service's machine: run this command there"
+        return None
+
+    @property
+    def is_named(self) -> bool:
+        """Whether its settings name a tier, and are not only defaults."""
+        return bool({"hot", "cold"} & self.settings.model_fields_set)
+
+
+def store_of(
+    reported: Mapping[str, object], local: Settings, address: str, *, is_remote: bool = False, is_chosen: bool = False
+) -> StoreInUse:
+    """The store of a service.
+
+    Args:
+        reported: As `reported_settings` returns it.
+        local: The tool's own settings.
+        address: Of the service.
+        is_remote: The service may run on another machine.
+        is_chosen: The user named this service, so other settings here do not matter.
+
+    Raises:
+        InvalidRequest: The answer is not one of this release, or a value is not one that this release knows.
+    """
+    settings, lacking = settings_of(reported, local)
+    own = {name: getattr(local, name) for name in ("hot", "cold") if name in local.model_fields_set}
+    differs = [
+        f"{name} {_place_text(here)}" for name, here in own.items() if not _is_same_place(here, getattr(settings, name))
+    ]
+    return StoreInUse(
+        settings,
+        service=address,
+        is_remote=is_remote,
+        lacking=tuple(lacking),
+        credentials=tuple(named_credentials(reported)),
+        differs=() if is_chosen else tuple(differs),
+    )
+
+
+def _is_same_place(here: object, there: object) -> bool:
+    """Whether two locations are one place. An endpoint that one of them leaves to the AWS environment is not known
+    here, and counts as the same."""
+    if isinstance(here, S3Location) and isinstance(there, S3Location):
+        ends = (here.endpoint_url, there.endpoint_url)
+        return (here.bucket, here.prefix) == (there.bucket, there.prefix) and (None in ends or ends[0] == ends[1])
+    return str(here) == str(there)
+
+
+def _place_text(location: object) -> str:
+    endpoint = location.endpoint_url if isinstance(location, S3Location) else None
+    return f"{location} at {endpoint.rpartition('@')[2]}" if endpoint else str(location)
 
 
 def named_credentials(reported: Mapping[str, object]) -> list[str]:

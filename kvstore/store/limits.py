@@ -27,8 +27,8 @@ class StoreLimits:
         lease_records_max: Records in all leases together; each takes about 200 bytes of memory beside the record.
         namespaces_max: Namespaces open at a time; one more closes one that was unused for ten minutes.
         description_bytes: Bytes of the descriptions of open namespaces.
-        aside_bytes: Bytes of records that readers reported bad and that tiers keep in quarantine, over the service's
-            life; beyond this, bad records are deleted.
+        quarantine_bytes: Bytes of records that readers reported bad and that tiers keep, over the service's life;
+            beyond this, bad records are deleted.
         save_bytes_in_flight: Bytes of saves that are being verified at a time; beyond, saves answer `BUSY`.
         write_back_bytes: Bytes that wait for one slower tier; beyond, new records stay in memory only, counted.
         write_back_in_flight: Records that are written to one tier at a time.
@@ -42,7 +42,7 @@ class StoreLimits:
         backoff_s_max: The longest pause, and so the latest that writing resumes after a tier is back.
         drain_timeout_s: `aclose` gives the write-back this long.
         cold_probes: Heads per round of queries to the cold tier. Fewer cost less and take more rounds.
-        manifest_look_s: How often the hot tier is checked for lost manifests, which are written again.
+        manifest_check_s: How often the hot tier is checked for lost manifests, which are written again.
         absent_s: How long lookups leave out a record that turned out to be missing.
     """
 
@@ -56,7 +56,7 @@ class StoreLimits:
     lease_records_max: int = 1 << 19
     namespaces_max: int = 1024
     description_bytes: int = 64 * _MIB
-    aside_bytes: int = 256 * _MIB
+    quarantine_bytes: int = 256 * _MIB
     save_bytes_in_flight: int = 256 * _MIB
     write_back_bytes: int = 256 * _MIB
     write_back_in_flight: int = 4
@@ -68,5 +68,5 @@ class StoreLimits:
     backoff_s_max: float = 2.0
     drain_timeout_s: float = 5.0
     cold_probes: int = 16
-    manifest_look_s: float = 15.0
+    manifest_check_s: float = 15.0
     absent_s: float = 60.0

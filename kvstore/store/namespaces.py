@@ -236,7 +236,7 @@ class Manifests:
 
     async def _check_regularly(self) -> None:
         while True:
-            await asyncio.sleep(self._limits.manifest_look_s)
+            await asyncio.sleep(self._limits.manifest_check_s)
             await self.check()
 
     async def check(self) -> None:

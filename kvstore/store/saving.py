@@ -31,11 +31,7 @@ __all__ = ["Saver", "verify_record"]
 _RELEASE_S = 2.0
 _COPIED_TOGETHER = 256
 """Records that are queued before the event loop gets a turn."""
-_OUTCOMES = {
-    PutOutcome.STORED: SaveOutcome.STORED,
-    PutOutcome.EXISTS: SaveOutcome.EXISTS,
-    PutOutcome.FULL: SaveOutcome.FULL,
-}
+_OUTCOMES = {outcome: SaveOutcome[outcome.name] for outcome in PutOutcome}
 
 
 class Saver:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from itertools import product
 
@@ -35,7 +34,7 @@ from kvstore.store.recorder import Recorder
 from kvstore.store.retention import RetentionParts
 from kvstore.store.saving import Saver
 from kvstore.store.staging import Holding, Promotion
-from kvstore.store.upkeep.operations import StoreOperations
+from kvstore.store.upkeep.operations import StoreOperations, TierState
 from kvstore.tiers.base import Tier
 from kvstore.tiers.memory import MemoryTier
 
@@ -96,7 +95,7 @@ class TieredStore(PageStore):
         self._memory = memory
         self._recorder = recorder
         self._choice, self._admission, self._operator_rules = parts.choice, parts.admission, parts.operator_rules
-        self._quarantined = Shares(limits.aside_bytes)
+        self._quarantined = Shares(limits.quarantine_bytes)
         self._namespaces = OpenNamespaces(limits.namespaces_max, context.clock, limits.description_bytes)
         memory.owner_of = self._namespaces.tenant_of
         self._leases = LeaseTable(context)
@@ -346,12 +345,12 @@ class TieredStore(PageStore):
     async def status(self, *, deadline: Deadline, tenant: str = "") -> Mapping[str, object]:
         self._check_open()
         deadline = _leave_time(deadline)
-        tiers = await asyncio.gather(*(self._tier_status(tier, deadline) for tier in (self._memory, *self.slower)))
+        tiers = {state.name: _tier_status(state) for state in await self.operations.tiers(deadline=deadline)}
         if tenant:
             return self._status_for(tenant, tiers)
         return {
             "version": kvstore.__version__,
-            "tiers": {str(tier["name"]): tier for tier in tiers},
+            "tiers": tiers,
             "namespaces": len(self._namespaces),
             "leases": {
                 "active": len(self._leases),
@@ -373,24 +372,16 @@ class TieredStore(PageStore):
             "quotas": self.operations.quotas(),
         }
 
-    def _status_for(self, tenant: str, tiers: Sequence[Mapping[str, object]]) -> Mapping[str, object]:
+    def _status_for(self, tenant: str, tiers: Mapping[str, Mapping[str, object]]) -> Mapping[str, object]:
         pinned_bytes = self._memory.pinned_by[tenant]
         return {
             "version": kvstore.__version__,
-            "tiers": {str(tier["name"]): {"name": tier["name"], "healthy": tier["healthy"]} for tier in tiers},
+            "tiers": {name: {"name": name, "healthy": tier["healthy"]} for name, tier in tiers.items()},
             "namespaces": self._namespaces.of_tenant(tenant),
             "leases": {"active": self._leases.of_tenant(tenant), "pinned_bytes": pinned_bytes},
             "recent": self._explainer.recent(tenant),
             "quotas": {name: quota for name, quota in self.operations.quotas().items() if name == tenant},
         }
-
-    async def _tier_status(self, tier: Tier, deadline: Deadline) -> dict[str, object]:
-        try:
-            usage = await tier.usage(deadline=deadline)
-        except Unavailable as error:
-            return {"name": tier.name, "healthy": False, "reason": str(error)}
-        self.operations.saw(tier.name, usage)
-        return {"name": tier.name, "healthy": True, **asdict(usage)}
 
     async def drain(self, deadline: Deadline) -> int:
         """Wait until every saved record has reached its slower tiers, or until the deadline.
@@ -453,3 +444,9 @@ def _leave_time(deadline: Deadline) -> Deadline:
     """A slightly earlier deadline, so that the answer itself arrives in time."""
     remaining_s = deadline.remaining_s
     return deadline.earlier(remaining_s - min(_ANSWER_S, remaining_s / 10))
+
+
+def _tier_status(state: TierState) -> dict[str, object]:
+    if state.usage is None:
+        return {"name": state.name, "healthy": False, "reason": state.reason}
+    return {"name": state.name, "healthy": True, **asdict(state.usage)}

@@ -219,7 +219,7 @@ def test_a_killed_reindex_goes_on(
         [],
         [f"{hot}: continues an interrupted run of 100 records"],
         [
-            f"{hot}: done already, by an interrupted run",
+            f"{hot}: an interrupted run finished it",
             f"{settings.cold}: continues an interrupted run of 100 records",
         ],
     ]

@@ -108,9 +108,9 @@ async def test_damaged_files_count_and_are_bounded(tmp_path: Path) -> None:
         assert await tier.get(record.key, deadline=soon()) is None
         most_bytes = max(most_bytes, folder_bytes(tmp_path / "quarantine"))
     assert tier.num_quarantined == 120
-    aside_bytes = folder_bytes(tmp_path / "quarantine")
-    assert 0 < aside_bytes <= most_bytes <= BUDGET_BYTES / 16
-    assert (await tier.usage(deadline=soon())).used_bytes == aside_bytes
+    quarantine_bytes = folder_bytes(tmp_path / "quarantine")
+    assert 0 < quarantine_bytes <= most_bytes <= BUDGET_BYTES / 16
+    assert (await tier.usage(deadline=soon())).used_bytes == quarantine_bytes
     while len([entry async for entry in tier.scan()]) < 80:
         number += 1
         await tier.put(make_record(number, payload_bytes=90_000), deadline=soon())
@@ -122,5 +122,5 @@ async def test_damaged_files_count_and_are_bounded(tmp_path: Path) -> None:
     await tier.aclose()
     again = await FilesystemTier.open(tmp_path, budget_bytes=BUDGET_BYTES)
     usage = await again.usage(deadline=soon())
-    assert usage.used_bytes is not None and aside_bytes < usage.used_bytes <= BUDGET_BYTES
+    assert usage.used_bytes is not None and quarantine_bytes < usage.used_bytes <= BUDGET_BYTES
     await again.aclose()

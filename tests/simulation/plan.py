@@ -65,7 +65,7 @@ def draw_plan(numbers: random.Random) -> Plan:
             finish_bytes_in_flight=numbers.choice((2, 100)) * record_bytes,
             write_back_attempts=numbers.choice((2, 8)),
             write_back_timeout_s=3.0,
-            manifest_look_s=LOOK_S,
+            manifest_check_s=LOOK_S,
             absent_s=numbers.choice((2.0, 60.0)),
         ),
         pending_lease_s=numbers.choice((2.0, 5.0)),

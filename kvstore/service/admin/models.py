@@ -48,7 +48,7 @@ PrefixText = Annotated[
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32), WHOLE_NUMBER]
 Limit = Annotated[int, Query(ge=1, le=1000, description="entries per page at most")]
 Cursor = Annotated[str, Query(max_length=200, description="`next_cursor` of the previous page")]
-Confirm = Annotated[bool, Query(description="true: delete; false: only report what would be deleted")]
+Confirm = Annotated[bool, Query(description="false: a dry run, which changes nothing")]
 
 
 def namespace_id(text: str) -> NamespaceId:

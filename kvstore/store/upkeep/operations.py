@@ -157,20 +157,16 @@ class StoreOperations:
         except (Unavailable, Closed) as error:
             reason = str(error)
         else:
-            self.saw(tier.name, usage)
+            if level in self._bounded:
+                usage = self._bounded[level](usage)
+            self._seen[tier.name] = usage, self._clock.wall_ms()
         last_usage, last_at_ms = self._seen.get(tier.name, (None, 0))
-        if usage is not None and level in self._bounded:
-            usage = self._bounded[level](usage)
         is_open = isinstance(tier, GuardedTier) and tier.is_open
         state = TierState(tier.name, level, is_open, usage, reason, last_usage=last_usage, last_at_ms=last_at_ms)
         queue = self._saver.queues().get(tier.name)
         if queue is None:
             return state
         return replace(state, waiting_records=len(queue), waiting_bytes=queue.used_bytes, is_paused=queue.is_paused)
-
-    def saw(self, tier: str, usage: TierUsage) -> None:
-        """Remember what a tier has just reported, for the time when it does not answer."""
-        self._seen[tier] = usage, self._clock.wall_ms()
 
     def check_hot(self) -> None:
         """Refuse direct calls to the hot tier's server while the tier's breaker is open. Safe from any thread.

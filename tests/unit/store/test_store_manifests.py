@@ -18,7 +18,7 @@ from kvstore.tiers.memory import MemoryTier
 
 pytestmark = pytest.mark.virtual_time
 
-OFTEN = replace(LIMITS, manifest_look_s=0.01)
+OFTEN = replace(LIMITS, manifest_check_s=0.01)
 PROMPT = Prompt(ATTENTION, "a", 64)
 MANIFEST = pack_manifest(PROMPT.description)
 

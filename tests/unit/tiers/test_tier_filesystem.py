@@ -18,6 +18,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.testing.records import make_key, make_record
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.filesystem import FilesystemTier
+from kvstore.tiers.filesystem.files import RecordFiles
 from kvstore.tiers.filesystem.index import cost_bytes
 
 PAYLOAD_BYTES = 10_000
@@ -169,8 +170,8 @@ async def test_slow_disk_costs_the_deadline(tmp_path: Path, monkeypatch: pytest.
     """A disk that hangs costs a call its deadline, a flood of calls is refused, and the late put still counts."""
     tier = await open_tier(tmp_path, num_records=1000)
     hold = threading.Event()
-    write = tier._files.write
-    monkeypatch.setattr(tier._files, "write", lambda *args: hold.wait(20) and write(*args))
+    write = RecordFiles.write
+    monkeypatch.setattr(RecordFiles, "write", lambda *args: hold.wait(20) and write(*args))
     records = [make_record(number, 10) for number in range(257)]
     waiting = [asyncio.ensure_future(tier.put(record, deadline=Deadline.after(1))) for record in records[:256]]
     await asyncio.sleep(0.2)
@@ -206,14 +207,14 @@ async def test_a_record_that_comes_again_while_it_leaves(
     tier = await filled(tmp_path, 2, num_records=2)
     record = make_record(0, PAYLOAD_BYTES)
     method, remove = REMOVALS[how]
-    began, hold, slow = threading.Event(), threading.Event(), getattr(tier._files, method)
+    began, hold, slow = threading.Event(), threading.Event(), getattr(RecordFiles, method)
 
     def slowly(*args: object) -> object:
         began.set()
         hold.wait(20)
         return slow(*args)
 
-    monkeypatch.setattr(tier._files, method, slowly)
+    monkeypatch.setattr(RecordFiles, method, slowly)
     removal = asyncio.ensure_future(remove(tier))
     assert await asyncio.to_thread(began.wait, 20)
     monkeypatch.undo()
