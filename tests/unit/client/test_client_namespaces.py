@@ -14,6 +14,7 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.instruments import Instruments
 from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
@@ -47,7 +48,7 @@ class Store(TieredStore):
 
     def __init__(self, clock: Clock) -> None:
         limits = replace(StoreLimits(), stage_bytes=1 << 20, namespaces_max=OPEN_MAX)
-        super().__init__(MemoryTier(2 << 20), limits=limits, clock=clock)
+        super().__init__(MemoryTier(2 << 20), limits=limits, instruments=Instruments(clock=clock))
         self.num_opened = 0
 
     async def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:

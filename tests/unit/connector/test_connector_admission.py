@@ -298,7 +298,7 @@ class TestCeiling:
         with harness(tmp_path, max_wait_ms=1500) as at:
             records = records_of(tokens_of("a", 170), at.facts, at.shape)
             use_tiers(at, [], records)
-            cold = at.store.inner._slower[-1]
+            cold = at.store.inner.slower[-1]
             assert isinstance(cold, FaultyTier)
             cold.get_limit = len([record for record in records if record.header.span.stop <= 128])
             at.new("a", 170)
