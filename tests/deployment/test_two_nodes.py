@@ -63,7 +63,7 @@ def test_the_compose_file_gives_options_that_it_has(script: ModuleType, monkeypa
     """The demo's command is one that the script takes."""
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(script, "run", lambda *given: asked.append(given) or [])
-    monkeypatch.setattr(script, "run_as_program", lambda run, **_: len(run(None)))
+    monkeypatch.setattr(script, "run_program", lambda name, run, report: len(run(None)))
     monkeypatch.setattr(sys, "argv", ["two_nodes", *compose_service("demo")["command"]])
     assert script.main() == 0
     ((save, load, tokens, folder, _),) = asked

@@ -70,7 +70,7 @@ def test_too_few_files(folder: Path, limit: int) -> None:
     ended = served(folder, limit)
     (line,) = ended.stderr.splitlines()
     assert ended.returncode == 2
-    assert "limit of open files" in line and "LimitNOFILE" in line and f"seen={limit}" in line
+    assert "limit of open files" in line and "LimitNOFILE" in line and f"got {limit}" in line
 
 
 def test_all_files_are_open(folder: Path) -> None:

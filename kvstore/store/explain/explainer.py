@@ -232,9 +232,7 @@ class Explainer:
         if not found:
             raise InvalidRequest(
                 "unknown request: run `kvstore explain` without an id to list recent ones; a restart clears the list",
-                field="request",
                 seen=request,
-                kept=len(mine),
             )
         if len(found) > 1:
             names = ", ".join(sorted(one.outcome.request for one in found)[:5])
