@@ -96,7 +96,7 @@ def parse_manifest(data: bytes | bytearray | memoryview, expected: NamespaceId |
     tenant_stop = _HEAD.size + tenant_bytes
     try:
         tenant = packed[_HEAD.size : tenant_stop].decode()
-        description = NamespaceDescription.from_canonical(bytes(packed[tenant_stop:]), tenant)
+        description = NamespaceDescription.from_canonical(bytes(packed[tenant_stop:]), tenant, is_stored=True)
     except (UnicodeDecodeError, InvalidRequest) as error:
         raise CorruptRecord("manifest does not hold a namespace description", error=error) from error
     if description.id != namespace or (expected is not None and expected != namespace):

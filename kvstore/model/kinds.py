@@ -10,6 +10,7 @@ from typing import ClassVar
 from kvstore.errors import InvalidRequest
 
 __all__ = [
+    "MAX_LAYOUT_TOKENS",
     "ChunkedLocal",
     "FullAttention",
     "GroupKind",
@@ -17,8 +18,13 @@ __all__ = [
     "RecordKind",
     "Recurrent",
     "SlidingWindow",
+    "check_fits",
     "parse_kind",
 ]
+
+
+MAX_LAYOUT_TOKENS = (1 << 32) - 1
+"""No page, window or chunk is longer: the spans of records and messages have 32 bits."""
 
 
 class RecordKind(IntEnum):
@@ -109,12 +115,25 @@ _KINDS: dict[str, type[GroupKind]] = {
 }
 
 
+def check_fits(field: str, value: int) -> None:
+    """Refuse a number of a layout that no format can hold.
+
+    Raises:
+        InvalidRequest: It is over 32 bits.
+    """
+    if value > MAX_LAYOUT_TOKENS:
+        seen = f"a number of {value.bit_length()} bits"  # its digits may be thousands
+        raise InvalidRequest(
+            "a number of a layout is too large", field=field, expected=f"at most {MAX_LAYOUT_TOKENS}", seen=seen
+        )
+
+
 def parse_kind(description: dict[str, int | str]) -> GroupKind:
     """The inverse of `GroupKind.describe`.
 
     Raises:
-        InvalidRequest: The kind is unknown, or its fields are missing, unknown, negative, or zero (`extra_tokens` may
-            be).
+        InvalidRequest: The kind is unknown, or its fields are missing, unknown, negative, too large, or zero
+            (`extra_tokens` may be).
     """
     fields = dict(description)
     name = fields.pop("kind", None)
@@ -123,6 +142,8 @@ def parse_kind(description: dict[str, int | str]) -> GroupKind:
         raise InvalidRequest(f"kind of group must be one of {sorted(_KINDS)}", kind=name)
     if not all(type(value) is int and value >= 0 for value in fields.values()):  # a bool is no number of tokens
         raise InvalidRequest("fields of a kind must be whole numbers, not negative", kind=name, fields=fields)
+    for field, value in fields.items():
+        check_fits(field, int(value))
     try:
         parsed = kind(**fields)
     except TypeError as error:

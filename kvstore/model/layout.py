@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstore.errors import InvalidRequest
-from kvstore.model.kinds import GroupKind, RecordKind, Recurrent
+from kvstore.model.kinds import GroupKind, RecordKind, Recurrent, check_fits
 
 __all__ = [
     "MAX_GROUPS",
@@ -97,6 +97,7 @@ class Layout:
     def __post_init__(self) -> None:
         if self.page_tokens <= 0:
             raise InvalidRequest("page_tokens must be positive", page_tokens=self.page_tokens)
+        check_fits("layout.page_tokens", self.page_tokens)
         if not 1 <= len(self.groups) <= MAX_GROUPS:
             raise InvalidRequest(
                 "the layout has too many groups, or none",

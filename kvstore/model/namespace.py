@@ -4,19 +4,42 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import NAMESPACE_BYTES, NamespaceId
-from kvstore.model.kinds import parse_kind
+from kvstore.model.kinds import check_fits, parse_kind
 from kvstore.model.layout import GroupLayout, Layout
 
-__all__ = ["NamespaceDescription", "NamespaceNotOpen", "describe_layout", "field_differences", "flat_fields", "name_of"]
+__all__ = [
+    "MAX_DESCRIPTION_BYTES",
+    "WEIGHTS_FIELD",
+    "NamespaceDescription",
+    "NamespaceNotOpen",
+    "describe_layout",
+    "field_differences",
+    "flat_fields",
+    "name_of",
+]
 
-_MAX_BYTES = 1 << 20
+MAX_DESCRIPTION_BYTES = 128 << 10
+"""Of a new description. A layout of 64 groups and 256 layers needs 26 KiB and 1,283 values. A model's configuration
+needs a few KiB, and some ten KiB where it lists the layers that are not quantized. A description within this and the
+bounds below is parsed and compared in a few milliseconds, in which no other request is served."""
+_VALUES_MAX = 8192
+_LEVELS_MAX = 16
+_KEY_MAX = 256
+_LONG_NUMBER = re.compile(rb"[:,\[]-?[0-9]{100}")
+"""Long numbers take long to parse."""
+_STORED_BYTES_MAX = 1 << 20
+"""Of a stored description: earlier releases admitted as much."""
 _NAME_MAX = 120
+WEIGHTS_FIELD = "weights_id"
+"""The field of a description that names the weights."""
 
 
 class NamespaceNotOpen(InvalidRequest):
@@ -24,6 +47,15 @@ class NamespaceNotOpen(InvalidRequest):
 
 
 @dataclass(frozen=True, slots=True)
+class _Derived:
+    """What is read from the fields of a description, once."""
+
+    layout: Layout
+    name: str
+    weights_id: str
+
+
+@dataclass(frozen=True)
 class NamespaceDescription:
     """The description of a namespace as canonical JSON: equal descriptions are equal bytes on every machine.
 
@@ -44,47 +76,59 @@ class NamespaceDescription:
         """Make a description.
 
         Raises:
-            InvalidRequest: A value is not plain JSON (floats are refused: their text is not canonical), the layout
-                is missing or wrong, or the whole is over 1 MiB.
+            InvalidRequest: A value is not plain JSON (floats are refused: their text is not canonical) or not valid
+                Unicode, the layout is missing or wrong, or the whole is too large.
         """
-        try:
-            _refuse_floats(fields, "")
-            canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidRequest("a namespace description must be plain JSON", error=error) from error
-        if len(canonical) > _MAX_BYTES:
-            raise InvalidRequest(f"a namespace description has at most {_MAX_BYTES} bytes", seen=len(canonical))
-        description = cls(canonical, tenant)
-        description.layout()
-        return description
+        return cls._of(fields, tenant, is_stored=False)
 
     @classmethod
-    def from_canonical(cls, canonical: bytes, tenant: str = "") -> NamespaceDescription:
+    def from_canonical(cls, canonical: bytes, tenant: str = "", *, is_stored: bool = False) -> NamespaceDescription:
         """Parse the canonical form, e.g. from the wire or a manifest.
+
+        Args:
+            canonical: The bytes.
+            tenant: The owner of the records.
+            is_stored: It is a manifest's. Earlier releases stored up to 1 MiB, and text that is not valid Unicode.
 
         Raises:
             InvalidRequest: The bytes are not the canonical form of a valid description.
         """
-        if len(canonical) > _MAX_BYTES:
-            raise InvalidRequest(f"a namespace description has at most {_MAX_BYTES} bytes", seen=len(canonical))
+        _check_size(canonical, is_stored)
         try:
             fields = json.loads(canonical)
         except (ValueError, RecursionError) as error:
             raise InvalidRequest("a namespace description must be JSON") from error
         if not isinstance(fields, dict):
             raise InvalidRequest("a namespace description must be a JSON object", seen=type(fields).__name__)
-        description = cls.from_fields(fields, tenant)
+        description = cls._of(fields, tenant, is_stored)
         if description.canonical != canonical:
             raise InvalidRequest("a namespace description must be in canonical form")
         return description
 
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The description as a new dictionary."""
-        value: dict[str, Any] = json.loads(self.canonical)
-        return value
+    @classmethod
+    def _of(cls, fields: Mapping[str, Any], tenant: str, is_stored: bool) -> NamespaceDescription:
+        _check_values(fields, is_stored)
+        try:
+            canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequest("a namespace description must be plain JSON", error=error) from error
+        _check_size(canonical, is_stored)
+        description = cls(canonical, tenant)
+        # a cached property: the fields are not kept, since they need many times the memory of the canonical form
+        description.__dict__["_derived"] = _derived_from(description.fields if is_stored else fields)
+        return description
 
     @property
+    def fields(self) -> dict[str, Any]:
+        """The description as a new dictionary. Text that is not valid Unicode, which earlier releases stored, has `?`
+        in place of each lone surrogate, so that it can be shown.
+        """
+        value: dict[str, Any] = json.loads(self.canonical)
+        if b"\\ud" in self.canonical:
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+        return value
+
+    @cached_property
     def id(self) -> NamespaceId:
         """The first 16 bytes of SHA-256 over a fixed label, the tenant's length, the tenant and the description."""
         tenant = self.tenant.encode()
@@ -96,7 +140,12 @@ class NamespaceDescription:
         """A name for operators: the model and its types, like `LlamaForCausalLM bfloat16, cache fp8`. Two namespaces
         may have the same name, but not the same id.
         """
-        return name_of(self.fields)
+        return self._derived.name
+
+    @property
+    def weights_id(self) -> str:
+        """The weights that the pages were computed with; empty: the description does not say."""
+        return self._derived.weights_id
 
     def layout(self) -> Layout:
         """The groups and slices that the store checks coverage against.
@@ -104,19 +153,30 @@ class NamespaceDescription:
         Raises:
             InvalidRequest: `fields["layout"]` is missing or not a valid layout.
         """
-        layout = self.fields.get("layout")
-        try:
-            page_tokens, groups = layout["page_tokens"], layout["groups"]  # type: ignore[index]
-            parsed = tuple(
-                GroupLayout(
-                    parse_kind({k: v for k, v in group.items() if k in _KIND_FIELDS}),
-                    _whole(group["num_slices"]),
-                )
-                for group in groups
+        return self._derived.layout
+
+    @cached_property
+    def _derived(self) -> _Derived:
+        return _derived_from(self.fields)
+
+
+def _derived_from(fields: Mapping[str, Any]) -> _Derived:
+    return _Derived(_parse_layout(fields.get("layout")), name_of(fields), str(fields.get(WEIGHTS_FIELD, "")))
+
+
+def _parse_layout(layout: Any) -> Layout:
+    try:
+        page_tokens, groups = layout["page_tokens"], layout["groups"]
+        parsed = tuple(
+            GroupLayout(
+                parse_kind({k: v for k, v in group.items() if k in _KIND_FIELDS}),
+                _whole("num_slices", group["num_slices"]),
             )
-            return Layout(_whole(page_tokens), parsed)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise InvalidRequest("layout must be an object with page_tokens and groups", field="layout") from error
+            for group in groups
+        )
+        return Layout(_whole("page_tokens", page_tokens), parsed)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InvalidRequest("layout must be an object with page_tokens and groups", field="layout") from error
 
 
 def name_of(fields: Mapping[str, Any]) -> str:
@@ -165,20 +225,79 @@ def flat_fields(value: object, path: str = "") -> Iterator[tuple[str, object]]:
         yield path, value
 
 
-def _whole(value: object) -> int:
+def _whole(field: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidRequest("expected a whole number in layout", seen=value)
+    check_fits(f"layout.{field}", value)
     return value
 
 
-def _refuse_floats(value: object, path: str) -> None:
-    if isinstance(value, float):
-        raise InvalidRequest("a namespace description holds no floats: write them as text", field=path, seen=value)
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise InvalidRequest("keys of a namespace description are text", field=path, seen=key)
-            _refuse_floats(item, f"{path}.{key}" if path else key)
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            _refuse_floats(item, f"{path}[{index}]")
+def _check_size(canonical: bytes, is_stored: bool) -> None:
+    most = _STORED_BYTES_MAX if is_stored else MAX_DESCRIPTION_BYTES
+    if len(canonical) > most:
+        raise InvalidRequest(f"a namespace description has at most {most} bytes", seen=len(canonical))
+    if not is_stored and (long := _LONG_NUMBER.search(canonical)):
+        seen = long[0][1:21].decode() + "..."
+        raise InvalidRequest("a number of a namespace description is too long", expected="below 100 digits", seen=seen)
+
+
+_Path = tuple[Any, str | int] | None
+"""The path to a value: its container's path, and its key or index there."""
+
+
+def _check_values(fields: Mapping[str, Any], is_stored: bool) -> None:
+    """Refuse floats and keys that are not text; of a description that is not stored yet also too many or too deeply
+    nested values, long keys, and text that is not valid Unicode.
+    """
+    num_values = 0
+    todo: list[tuple[object, _Path, int]] = [(fields, None, 1)]
+    while todo:
+        value, path, level = todo.pop()
+        if isinstance(value, float):
+            raise _refused("a namespace description holds no floats: write them as text", path, seen=value)
+        if isinstance(value, dict | list | tuple | Mapping):
+            num_values += len(value)
+            if not is_stored and (num_values > _VALUES_MAX or level > _LEVELS_MAX):
+                raise _refused(
+                    "a namespace description has too many values, or they are nested too deeply",
+                    path,
+                    expected=f"at most {_VALUES_MAX} values on {_LEVELS_MAX} levels",
+                    seen=f"{num_values} on {level} or more",
+                )
+            if not isinstance(value, list | tuple):
+                for key in value:
+                    _check_key(key, path, is_stored)
+            for key, item in enumerate(value) if isinstance(value, list | tuple) else value.items():
+                if isinstance(item, str):
+                    if not item.isascii():
+                        _check_text(item, (path, key), is_stored)
+                elif item is not None and type(item) is not int:
+                    todo.append((item, (path, key), level + 1))
+
+
+def _check_key(key: object, path: _Path, is_stored: bool) -> None:
+    if not isinstance(key, str):
+        raise _refused("keys of a namespace description are text", path, seen=key)
+    if len(key) > _KEY_MAX and not is_stored:
+        raise _refused("a key of a namespace description is too long", path, expected=_KEY_MAX, seen=len(key))
+    if not key.isascii():
+        _check_text(key, path, is_stored)
+
+
+def _check_text(text: str, path: _Path, is_stored: bool) -> None:
+    if is_stored:
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        seen = ascii(text[error.start])
+        raise _refused("text of a namespace description must be valid Unicode", path, seen=seen) from error
+
+
+def _refused(problem: str, path: _Path, **details: object) -> InvalidRequest:
+    parts: list[str] = []
+    while path is not None:
+        path, key = path
+        parts.append(f"[{key}]" if isinstance(key, int) else f".{key}")
+    field = "".join(reversed(parts)).removeprefix(".")[:_KEY_MAX]
+    return InvalidRequest(problem, field=field.encode("ascii", "backslashreplace").decode(), **details)

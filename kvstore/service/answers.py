@@ -90,10 +90,13 @@ class Answers:
                 return messages.Renewed(request.id, alive)
             case messages.OpenNamespace():
                 # the tenant comes from the session's credential, never from the description
-                description = NamespaceDescription.from_canonical(request.description, tenant)
+                description = NamespaceDescription(request.description, tenant)
+                known = self._opened.get(description.id)
+                if known is None:  # else equal bytes were parsed before
+                    description = NamespaceDescription.from_canonical(request.description, tenant)
                 namespace = await self.store.open_namespace(description, deadline=deadline)
                 self._opened.pop(namespace, None)
-                self._opened[namespace] = _Opened(tenant, description.layout())
+                self._opened[namespace] = known or _Opened(tenant, description.layout())
                 if len(self._opened) > _OPENED_MAX:  # its clients open it again
                     del self._opened[next(iter(self._opened))]
                 return messages.NamespaceOpened(request.id, namespace)

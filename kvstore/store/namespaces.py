@@ -171,9 +171,7 @@ async def read_description(
         manifest = await tier.get_manifest(namespace, deadline=deadline) if tier is not None else None
         with suppress(CorruptRecord, UnsupportedFormat, InvalidRequest):
             if manifest is not None:
-                description = parse_manifest(manifest, namespace)
-                description.layout()
-                return description
+                return parse_manifest(manifest, namespace)
     return None
 
 

@@ -144,14 +144,18 @@ class TieredStore(PageStore):
 
     async def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:
         self._check_open()
-        namespace, layout = description.id, description.layout()
-        for closed in self._namespaces.open(namespace, layout, description.tenant, len(description.canonical)):
-            self._manifests.close(closed)
-        self._explainer.name(namespace, description.name)
-        if self._operator_rules is not None:
-            self._operator_rules.know(description)
-        if self._recorder is not None:
-            self._recorder.register(namespace, layout, description.tenant)
+        namespace = description.id
+        if self._namespaces.use(namespace) is None:  # an open one is answered without parsing its description
+            layout = description.layout()
+            for closed in self._namespaces.open(namespace, layout, description.tenant, len(description.canonical)):
+                self._manifests.close(closed)
+            self._explainer.name(namespace, description.name)
+            if self._operator_rules is not None:
+                self._operator_rules.know(description)
+            if self._recorder is not None:
+                self._recorder.register(namespace, layout, description.tenant)
+        else:
+            self._explainer.keep_name(namespace)
         self._manifests.open(namespace, pack_manifest(description))
         return namespace
 

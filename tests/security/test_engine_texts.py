@@ -54,7 +54,7 @@ def texts_in(value: object) -> Iterator[str]:
 @pytest.mark.parametrize("field", ["request", "reason", "detail name", "detail value"])
 def test_texts_are_printable(field: str) -> None:
     """No control character, line separator or mark of direction passes, and no text is longer than 256."""
-    for nasty in (*NASTY, "x" * 5000, "\x1b[2J" * 300, "name\u202egpj.exe"):
+    for nasty in (*NASTY, "\ud800", "\udfff", "x" * 5000, "\x1b[2J" * 300, "name\u202egpj.exe"):
         text = f"a{nasty}b"
         given = {"request": {"request": text}, "reason": {"reason": text}}.get(field)
         if given is None:

@@ -23,7 +23,6 @@ from kvstore.service.admin.data_loop import CALL_S, DataLoop
 from kvstore.service.admin.problems import Refused
 from kvstore.service.authentication import Grant
 from kvstore.settings import Settings
-from kvstore.store.retention.operator_rules import WEIGHTS_FIELD
 from kvstore.store.upkeep.operations import StoreOperations
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import RedisLocation
@@ -59,7 +58,7 @@ class Namespace:
     @property
     def weights_id(self) -> str:
         """The weights that its pages were computed with; empty: the description does not say."""
-        return str(self.description.fields.get(WEIGHTS_FIELD, ""))
+        return self.description.weights_id
 
     def keys_of(self, prefix: PrefixHash) -> list[RecordKey]:
         """Every record that a boundary can have."""

@@ -96,6 +96,11 @@ class Explainer:
         while len(self._names) > _NAMES_KEPT:
             self._names.popitem(last=False)
 
+    def keep_name(self, namespace: NamespaceId) -> None:
+        """Note that a namespace is used again, so that its name is forgotten later."""
+        if namespace in self._names:
+            self._names.move_to_end(namespace)
+
     def recent(self, tenant: str = "") -> Mapping[str, object]:
         """The counts of the last minutes, as `Recent.counts`: of a tenant; empty: of all."""
         return self._recent.get(tenant, Recent(self._clock)).counts()

@@ -18,12 +18,10 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 
-__all__ = ["WEIGHTS_FIELD", "OperatorRules", "Retirement"]
+__all__ = ["OperatorRules", "Retirement"]
 
 _log = logging.getLogger(__name__)
 
-WEIGHTS_FIELD = "weights_id"
-"""The field of a description that names the weights."""
 _POLL_S = 1.0
 """How late a rule that another service wrote takes effect here, at most."""
 _CALL_S = 5.0
@@ -153,7 +151,7 @@ class OperatorRules:
     def know(self, description: NamespaceDescription) -> None:
         """Note that a namespace is used here."""
         if len(self._known) < _KNOWN_MAX:
-            self._known[description.id] = description.tenant, str(description.fields.get(WEIGHTS_FIELD, ""))
+            self._known[description.id] = description.tenant, description.weights_id
 
     def is_retired(self, namespace: NamespaceId) -> bool:
         """Whether the weights of a namespace that is used here are retired, so that all of it counts as missing."""

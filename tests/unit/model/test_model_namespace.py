@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvstore.errors import InvalidRequest
 from kvstore.model.kinds import FullAttention, Recurrent, SlidingWindow
 from kvstore.model.layout import GroupLayout, Layout
-from kvstore.model.namespace import NamespaceDescription, describe_layout
+from kvstore.model.namespace import MAX_DESCRIPTION_BYTES, NamespaceDescription, describe_layout
 
 GROUPS = (GroupLayout(FullAttention(), 8), GroupLayout(SlidingWindow(128, 3), 8), GroupLayout(Recurrent(), 1))
 LAYOUT = Layout(256, GROUPS)
@@ -95,6 +95,70 @@ def test_nonsense_is_refused_and_named(fields: dict[str, Any], message: str) -> 
     """What is not canonical, not JSON, too large or no layout is refused with what is wrong."""
     with pytest.raises(InvalidRequest, match=message):
         NamespaceDescription.from_fields({**FIELDS, **fields})
+
+
+def nested(levels: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(levels - 1):
+        value = [value]
+    return value
+
+
+def with_layout(**changed: Any) -> dict[str, Any]:
+    group = {"kind": "sliding_window", "window_tokens": 9, "extra_tokens": 0, "num_slices": 1}
+    group |= {name: value for name, value in changed.items() if name in group}
+    return {"layout": {"page_tokens": changed.get("page_tokens", 16), "groups": [group]}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"x": "y" * MAX_DESCRIPTION_BYTES}, f"at most {MAX_DESCRIPTION_BYTES} bytes seen=13"),
+        ({"x": [[]] * 10_000}, "at most 8192 values on 16 levels"),
+        ({"x": nested(16)}, "at most 8192 values on 16 levels"),
+        ({"x": {"k" * 257: 0}}, "key of a namespace description is too long field=x expected=256 seen=257"),
+        ({"x": 10**100}, "number of a namespace description is too long expected=below 100 digits"),
+        ({"model": "\ud800"}, r"valid Unicode field=model seen='\\ud800'"),
+        ({"x": [{"a": ["é", "b\udfff"]}]}, r"valid Unicode field=x\[0\].a\[1\] seen='\\udfff'"),
+        ({"x": {"\ud800": {"\udc00": 0}}}, "valid Unicode field=x"),
+        (with_layout(page_tokens=1 << 32), "field=layout.page_tokens expected=at most 4294967295 seen=a number of 33"),
+        (with_layout(page_tokens=10**90), "at most 4294967295 seen=a number of"),
+        (with_layout(page_tokens=10**4000), "below 100 digits"),
+        (with_layout(window_tokens=1 << 32), "field=window_tokens expected=at most 4294967295"),
+        (with_layout(extra_tokens=1 << 63), "field=extra_tokens expected=at most 4294967295"),
+        (with_layout(num_slices=1 << 63), "at most 4294967295 seen=a number of 64 bits"),
+    ],
+)
+def test_what_is_too_much_is_refused(fields: dict[str, Any], message: str) -> None:
+    """Bytes, values, levels, keys, numbers and text have bounds, of fields and of bytes. The error can be sent."""
+    fields = {**FIELDS, **fields}
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        NamespaceDescription.from_fields(fields)
+    assert str(refused.value).encode() and len(str(refused.value)) < 500
+    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    with pytest.raises(InvalidRequest):
+        NamespaceDescription.from_canonical(canonical)
+
+
+def test_what_just_fits_is_read() -> None:
+    """The largest numbers, the deepest nesting and the longest keys that are admitted, and text beyond 16 bits."""
+    fields = {"a": nested(15), "k" * 256: "\U0001f600é", **with_layout(page_tokens=(1 << 32) - 1)}
+    description = NamespaceDescription.from_fields(fields)
+    assert NamespaceDescription.from_canonical(description.canonical) == description
+    assert description.fields == fields and description.layout().page_tokens == (1 << 32) - 1
+
+
+def test_what_earlier_releases_stored_is_read() -> None:
+    """Larger descriptions, and text that is not valid Unicode: its bytes and its id are kept, and it can be shown."""
+    fields = {**FIELDS, "model": "a\ud800b", "weights_id": "\udfff", "m": [[]] * 300_000, "\ud800": "\\ud800é"}
+    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    stored = NamespaceDescription.from_canonical(canonical, is_stored=True)
+    assert (stored.canonical, stored.layout()) == (canonical, LAYOUT)
+    assert stored.id == NamespaceDescription(canonical).id
+    assert (stored.name, stored.weights_id, stored.fields["?"]) == ("a?b", "?", "\\ud800é")
+    assert json.dumps(stored.fields, ensure_ascii=False).encode()
+    with pytest.raises(InvalidRequest, match="at most"):
+        NamespaceDescription.from_canonical(b" " * ((1 << 20) + 1), is_stored=True)
 
 
 def test_only_the_canonical_spelling_is_read() -> None:
