@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import ipaddress
+import resource
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from kvstore.errors import InvalidRequest
 from kvstore.format.record import MAX_RECORD_BYTES
+from kvstore.wire.frames import MAX_HEAD_BYTES
 
 __all__ = ["PROGRESS_BYTES", "ServiceLimits", "Stall", "UnauthenticatedConnection", "UnauthenticatedConnections"]
+
+
+_CONNECTIONS_MAX = 4096
+_RESERVED_FILES = 512
+"""For tiers, the catalog, the administration port, and connections that have not said hello."""
+
+
+def _connections_max() -> int:
+    """The process's limit of open files less the reserve; where that is little, half of the limit."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files == resource.RLIM_INFINITY:
+        return _CONNECTIONS_MAX
+    return min(_CONNECTIONS_MAX, max(files - _RESERVED_FILES, files // 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +34,8 @@ class ServiceLimits:
     Attributes:
         receive_bytes: Bytes of saves being received or stored, over all connections and shared among tenants. Too few
             stall savers; too many are memory that the tiers do not get.
+        head_bytes: Bytes of heads over 16 KiB that are being received, likewise. Apart from saves, so that no lookup
+            waits behind them. Where there is no room, nothing more is read from a connection until there is some.
         save_credit_bytes: Bytes of unanswered saves on one connection: a client's window. 32 MiB keep ten usual
             records in flight.
         max_requests: Unanswered requests on one connection; further ones are answered `Unavailable`.
@@ -28,11 +45,14 @@ class ServiceLimits:
             answered. The default is 28 prompts of 256 Ki tokens.
         max_loads: Loads of one connection that hold a record at the same time; the others wait their turn.
         receive_timeout_s: A record must arrive within this time and by its save's deadline. A late one is dropped, so
-            that an engine which stops in the middle of one does not keep the room that others wait for.
+            that an engine which stops in the middle of one does not keep the room that others wait for. A late head
+            over 16 KiB ends the connection.
         hello_timeout_s: A connection without a hello is closed then. A TLS handshake before may take as long.
         unauthenticated_of_address: Connections of one address that have not said hello. Beyond that, the one that has
             waited longest is closed.
         unauthenticated: The same for all addresses together.
+        connections: Connections that have said hello, shared among tenants; one more is refused. As many as the
+            process's limit of open files allows, at most 4,096.
         silence_timeout_s: How long a peer may move less than 64 KiB of what it has begun to send, or of what it should
             read. Then an unfinished record is dropped; an unfinished head, or unread answers, end the connection.
         unread_bytes: Answers that peers have not read, over all connections. Beyond that, connections whose peers have
@@ -41,6 +61,7 @@ class ServiceLimits:
     """
 
     receive_bytes: int = 256 << 20
+    head_bytes: int = 64 << 20
     save_credit_bytes: int = 32 << 20
     max_requests: int = 1024
     request_bytes: int = 32 << 20
@@ -50,14 +71,17 @@ class ServiceLimits:
     hello_timeout_s: float = 5.0
     unauthenticated_of_address: int = 64
     unauthenticated: int = 256
+    connections: int = field(default_factory=_connections_max)
     silence_timeout_s: float = 10.0
     unread_bytes: int = 64 << 20
     stage_progress_s: float = 0.02
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if (value := getattr(self, field.name)) <= 0:
-                raise InvalidRequest("a limit of the service must be positive", field=field.name, seen=value)
+        for limit in fields(self):
+            if (value := getattr(self, limit.name)) <= 0:
+                raise InvalidRequest("a limit of the service must be positive", field=limit.name, seen=value)
+        if self.head_bytes < MAX_HEAD_BYTES:
+            raise InvalidRequest("the largest head must have room", field="head_bytes", seen=self.head_bytes)
 
     @property
     def max_payload_bytes(self) -> int:

@@ -28,6 +28,7 @@ _ACCEPTED_AT_ONCE = 16
 """Few, so that the loop reads the hello of those who have sent one before it accepts more."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _EXHAUSTED_PAUSE_S = 0.2
+_EXHAUSTED_WARN_S = 60.0
 _TAKEN = "another program listens there: end it, or name another place in listen"
 _HINTS = {
     errno.EADDRINUSE: _TAKEN,
@@ -65,7 +66,7 @@ class Acceptor:
         self._handshake_s = handshake_s
         self._connecting = Background("acceptor")
         self._resume: asyncio.TimerHandle | None = None
-        self._is_exhausted = False
+        self._warn_at_s = 0.0
         self._loop.add_reader(sock.fileno(), self._accept)
 
     @property
@@ -97,7 +98,6 @@ class Acceptor:
                     raise
                 self._pause(error)
                 return
-            self._is_exhausted = False
             sock.setblocking(False)
             entry = self._unauthenticated.enter(peer[0] if isinstance(peer, tuple) else "")
             task = self._connecting.spawn(self._connect(sock, entry), "connection")
@@ -123,11 +123,12 @@ class Acceptor:
             entry.end_with(transport.abort)
 
     def _pause(self, error: OSError) -> None:
-        """Nothing can be accepted now: log it once, end the oldest unauthenticated connection, and try again soon."""
-        if not self._is_exhausted:
-            self._is_exhausted = True
+        """Nothing can be accepted now: warn at most once a minute, end the oldest unauthenticated connection, and try
+        again soon."""
+        if self._loop.time() >= self._warn_at_s:
+            self._warn_at_s = self._loop.time() + _EXHAUSTED_WARN_S
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            _log.error(
+            _log.warning(
                 "connections wait, since the system gives this process no more descriptors: raise the limit of open "
                 "files (ulimit -n, or LimitNOFILE of its unit) error=%s limit=%d",
                 error.strerror,

@@ -68,7 +68,14 @@ class Server:
         self._budget = ByteBudget(self._limits.receive_bytes)
         self._requests = Shares(self._limits.request_bytes)
         self._context = SessionContext(
-            self._answers, self._authenticator, self._limits, self._budget, self._requests, tracing
+            self._answers,
+            self._authenticator,
+            self._limits,
+            self._budget,
+            self._requests,
+            ByteBudget(self._limits.head_bytes),
+            Shares(self._limits.connections),
+            tracing,
         )
         self._sessions: set[Session] = set()
         self._closing = Background("server")

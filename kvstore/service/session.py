@@ -16,6 +16,8 @@ from kvstore.errors import Closed, InternalError, InvalidRequest, KVStoreError, 
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget, Shares
+from kvstore.runtime.budget import Grant as ByteGrant
+from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.tracing import RequestContext, Tracing, request_context
 from kvstore.runtime.turns import still_working
@@ -45,6 +47,8 @@ class SessionContext:
     Attributes:
         budget: Payload bytes of saves that are being received or stored.
         requests: Bytes of unanswered requests.
+        heads: Bytes of long heads that are being received.
+        connections: Connections that have said hello.
         tracing: Makes a span of each request; `None`: no tracing.
     """
 
@@ -53,6 +57,8 @@ class SessionContext:
     limits: ServiceLimits
     budget: ByteBudget
     requests: Shares
+    heads: ByteBudget
+    connections: Shares
     tracing: Tracing | None = None
 
 
@@ -83,6 +89,9 @@ class Session:
     ) -> None:
         # before the hello little is received, and no payload
         self.connection = FrameConnection(self, 0, partial(self._made, on_made), max_head_bytes=HELLO_HEAD_BYTES_MAX)
+        reader = self.connection.reader
+        reader.is_of_client = True
+        reader.room_for_head, reader.head_arrived = self._take_head_room, self._return_head_room
         self.grant: Grant | None = None
         self.client = ""
         self.role = ""
@@ -101,6 +110,10 @@ class Session:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._requests = context.requests
         self._request_bytes = 0
+        self._connections = context.connections
+        self._heads = context.heads
+        self._head_room: ByteGrant | None = None
+        self._head_since_s = 0.0
         self._receiving: asyncio.TimerHandle | None = None
         self._load_turns = asyncio.Semaphore(limits.max_loads)
         self._loaded_bytes = 0  # of loads that are being sent
@@ -126,15 +139,18 @@ class Session:
             now_s: On the monotonic clock.
         """
         is_in_head = self.connection.reader.is_in_head
+        is_late = self._head_room is not None and now_s - self._head_since_s >= self._limits.receive_timeout_s
         if self.connection.is_held:  # this service does not read now
-            silent_s = self._sends.ended()
+            silent_s, is_late = self._sends.ended(), False
+            self._head_since_s = now_s
         elif is_in_head or self._incoming.holds_room:
             silent_s = self._sends.seconds(self.connection.received_bytes, now_s)
         else:
             silent_s = self._sends.ended()
-        if silent_s >= self._limits.silence_timeout_s:
+        if is_late or silent_s >= self._limits.silence_timeout_s:
             self._give_up()
             if is_in_head:
+                self._return_head_room()
                 self.connection.refuse(InvalidRequest("the rest of a frame's head did not arrive in time"))
         if not self.held_bytes and self.connection.queued_bytes < PROGRESS_BYTES:
             return self._reads.ended()
@@ -145,6 +161,29 @@ class Session:
     def _made(self, on_made: Callable[[Session], None]) -> None:
         self._greeting = asyncio.get_running_loop().call_later(self._limits.hello_timeout_s, self._not_greeted)
         on_made(self)
+
+    def _take_head_room(self, num_bytes: int) -> bool:
+        """Take room for a long head. False: there is none, and nothing is read until there is."""
+        room = self._heads.try_take(num_bytes, self.tenant)
+        if room is None:
+            self._tasks.spawn(self._wait_for_head_room(num_bytes), "room for a head")
+            return False
+        self._head_room, self._head_since_s = room, SYSTEM_CLOCK.monotonic_s()
+        return True
+
+    async def _wait_for_head_room(self, num_bytes: int) -> None:
+        room = await self._heads.take(num_bytes, self.tenant)
+        if not self.connection.open:
+            self._heads.give_back(room)
+            return
+        self._head_room, self._head_since_s = room, SYSTEM_CLOCK.monotonic_s()
+        self.connection.provide(None)
+
+    def _return_head_room(self) -> None:
+        """The head has arrived in full, or will not. Idempotent."""
+        room, self._head_room = self._head_room, None
+        if room is not None:
+            self._heads.give_back(room)
 
     def on_head(self, head: Head, payload_bytes: int) -> memoryview | Later | None:
         """Allocate the buffer of a save, within credit and budget. A payload on any other message is an error. The
@@ -208,6 +247,9 @@ class Session:
                 timer.cancel()
         if self._entry is not None:
             self._entry.leave()
+        self._return_head_room()
+        if self.grant is not None:
+            self._connections.give_back(self.tenant, 1)
         self._on_ended(self)
 
     # the greeting
@@ -222,8 +264,14 @@ class Session:
         assert isinstance(message, messages.Hello)
         if message.version < PROTOCOL_VERSION:
             raise UnsupportedFormat("no common protocol version", expected=PROTOCOL_VERSION, seen=message.version)
-        self.grant = self._authenticator.check(self.connection, message.token)
-        self.tenant = self.grant.tenant or NO_TENANT
+        grant = self._authenticator.check(self.connection, message.token)
+        if not self._connections.try_take(grant.tenant or NO_TENANT, 1):
+            raise Unavailable(
+                "too many connections: raise the limit of open files of the service, or use fewer",
+                limit=self._connections.limit,
+                of_this_tenant=self._connections.used_by(grant.tenant or NO_TENANT),
+            )
+        self.grant, self.tenant = grant, grant.tenant or NO_TENANT
         self._incoming.tenant = self.tenant
         self.client, self.role = plain_text(message.client, 128), plain_text(message.role, 16)
         if self._greeting is not None:

@@ -6,7 +6,7 @@ A frame is a 16-byte prefix (magic with version, head bytes, payload bytes), a m
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import Any, Final, Protocol
 
@@ -17,6 +17,7 @@ from kvstore.errors import InternalError, InvalidRequest, UnsupportedFormat
 __all__ = [
     "HELLO_HEAD_BYTES_MAX",
     "LATER",
+    "LONG_HEAD_BYTES",
     "MAGIC",
     "MAX_HEAD_BYTES",
     "PREFIX_BYTES",
@@ -32,9 +33,20 @@ MAGIC = b"KVW1"
 MAX_HEAD_BYTES = 4 << 20
 HELLO_HEAD_BYTES_MAX = 8 << 10
 """What a service accepts before it knows its peer: a token of 4 KiB and a name."""
+LONG_HEAD_BYTES = 16 << 10
+"""A service receives a longer head only when it has room for it: a lookup of more than 450 boundaries."""
+_ITEMS_MAX = 64
+_ITEMS_TOTAL_MAX = 4096
+_LIMITS_OF_CLIENT = {
+    "max_array_len": _ITEMS_MAX,
+    "max_map_len": _ITEMS_MAX,
+    "max_str_len": 64 << 10,
+    "max_ext_len": 0,
+}
 _PREFIX = struct.Struct("<4sIQ")
 PREFIX_BYTES = _PREFIX.size
-_SCRAP_BYTES = 256 << 10
+_SCRAP = memoryview(bytearray(256 << 10))
+"""All readers write into it what they drop, and none reads it."""
 
 Head = Mapping[str, Any]
 
@@ -81,14 +93,45 @@ def pack_head(head: Head, payload_bytes: int = 0) -> bytes:
     return _PREFIX.pack(MAGIC, len(packed), payload_bytes) + packed
 
 
-def unpack_head(data: bytes | bytearray) -> Head:
+class _Items:
+    """Counts the values of a head as its lists and maps are complete, so that a head is small once it is unpacked.
+
+    Lists and maps that are not complete are few: msgpack allows 1,024 in each other, of 64 values each.
+    """
+
+    def __init__(self) -> None:
+        self._left = _ITEMS_TOTAL_MAX
+
+    def of_list(self, values: list[Any]) -> list[Any]:
+        self._count(len(values))
+        return values
+
+    def of_map(self, pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        self._count(len(pairs))
+        return dict(pairs)
+
+    def _count(self, num_items: int) -> None:
+        self._left -= num_items + 1
+        if self._left < 0:
+            raise ValueError("too many values")
+
+
+def unpack_head(data: bytes | bytearray, *, is_of_client: bool = False) -> Head:
     """The inverse of `pack_head`, without the prefix.
 
+    Args:
+        is_of_client: Whether it may hold no more than a request needs: lists and maps of 64 values, 4,096 values in
+            all, and texts of 64 KiB. Bytes are as long as the head allows.
+
     Raises:
-        InvalidRequest: Not one complete msgpack map with text keys.
+        InvalidRequest: Not one complete msgpack map with text keys, or it holds more than a client may send.
     """
+    limits: Mapping[str, Any] = _LIMITS_OF_CLIENT if is_of_client else {}
+    if is_of_client and len(data) > _ITEMS_TOTAL_MAX:  # a shorter head holds fewer values than it has bytes
+        items = _Items()
+        limits = {**limits, "list_hook": items.of_list, "object_pairs_hook": items.of_map}
     try:
-        head = msgpack.unpackb(data, raw=False, strict_map_key=True)
+        head = msgpack.unpackb(data, raw=False, strict_map_key=True, **limits)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise InvalidRequest("a frame's head must be msgpack", seen=type(error).__name__) from error
     if not isinstance(head, dict) or not all(isinstance(key, str) for key in head):
@@ -98,6 +141,7 @@ def unpack_head(data: bytes | bytearray) -> Head:
 
 class _Phase(Enum):
     PREFIX = auto()
+    WAITING_FOR_HEAD = auto()
     HEAD = auto()
     WAITING = auto()
     PAYLOAD = auto()
@@ -111,11 +155,20 @@ class FrameReader:
 
     Larger payloads and heads than the limits are refused. The limits may be changed at any time; they apply to the next
     frame.
+
+    Attributes:
+        is_of_client: Whether it reads what a client sends; see `unpack_head`.
+        room_for_head: Called with the size of a head over 16 KiB before anything is allocated for it. False: nothing is
+            read until `provide`.
+        head_arrived: Called when such a head has arrived in full.
     """
 
     def __init__(self, sink: FrameSink, max_payload_bytes: int, max_head_bytes: int = MAX_HEAD_BYTES) -> None:
         self.max_payload_bytes = max_payload_bytes
         self.max_head_bytes = max_head_bytes
+        self.is_of_client = False
+        self.room_for_head: Callable[[int], bool] | None = None
+        self.head_arrived: Callable[[], None] | None = None
         self._sink: FrameSink | None = sink
         self._phase = _Phase.PREFIX
         self._target: memoryview | None = memoryview(bytearray(PREFIX_BYTES))
@@ -123,12 +176,12 @@ class FrameReader:
         self._needed = PREFIX_BYTES
         self._head: Head = {}
         self._payload_bytes = 0
-        self._scrap: memoryview | None = None
+        self._head_bytes = 0
 
     @property
     def waiting(self) -> bool:
-        """Whether the sink must provide a buffer before anything more is read."""
-        return self._phase is _Phase.WAITING
+        """Whether the sink must provide a buffer, or room for a head, before anything more is read."""
+        return self._phase in (_Phase.WAITING, _Phase.WAITING_FOR_HEAD)
 
     @property
     def is_in_head(self) -> bool:
@@ -142,13 +195,11 @@ class FrameReader:
 
     def buffer(self) -> memoryview:
         """Where the next received bytes belong; never empty."""
-        if self._phase is _Phase.WAITING:
+        if self.waiting:
             raise InternalError("read from a stream whose sink has no buffer yet")
         if self._target is not None:
             return self._target[self._filled : self._needed]
-        if self._scrap is None:
-            self._scrap = memoryview(bytearray(_SCRAP_BYTES))
-        return self._scrap[: self._needed - self._filled]
+        return _SCRAP[: self._needed - self._filled]
 
     def received(self, num_bytes: int) -> None:
         """Process `num_bytes` that were written into the last `buffer()`; calls the sink for what is complete.
@@ -169,7 +220,10 @@ class FrameReader:
             self._deliver(target)
 
     def provide(self, target: memoryview | None) -> None:
-        """Provide the buffer after `LATER`, or `None` to drop the payload."""
+        """Provide the buffer after `LATER`, or `None` to drop the payload. A head that waits for room has it now."""
+        if self._phase is _Phase.WAITING_FOR_HEAD:
+            self._begin_head()
+            return
         if self._phase is not _Phase.WAITING:
             raise InternalError("a buffer was provided, but no payload waits for one")
         self._expect(_Phase.PAYLOAD, target, self._payload_bytes)
@@ -184,7 +238,8 @@ class FrameReader:
 
         Sink and reader refer to each other, so without this a buffer would live until the cyclic collector runs.
         """
-        self._phase, self._target, self._scrap, self._sink, self._head = _Phase.ENDED, None, None, None, {}
+        self._phase, self._target, self._sink, self._head = _Phase.ENDED, None, None, {}
+        self.room_for_head = self.head_arrived = None
 
     def _prefix_complete(self) -> None:
         assert self._target is not None
@@ -198,12 +253,20 @@ class FrameReader:
         if payload_bytes > self.max_payload_bytes:
             limit = self.max_payload_bytes
             raise InvalidRequest("payload is too large", field="payload_bytes", limit=limit, seen=payload_bytes)
-        self._payload_bytes = payload_bytes
-        self._expect(_Phase.HEAD, memoryview(bytearray(head_bytes)), head_bytes)
+        self._payload_bytes, self._head_bytes = payload_bytes, head_bytes
+        if head_bytes > LONG_HEAD_BYTES and self.room_for_head is not None and not self.room_for_head(head_bytes):
+            self._phase = _Phase.WAITING_FOR_HEAD
+        else:
+            self._begin_head()
+
+    def _begin_head(self) -> None:
+        self._expect(_Phase.HEAD, memoryview(bytearray(self._head_bytes)), self._head_bytes)
 
     def _head_complete(self) -> None:
         assert self._target is not None
-        self._head = unpack_head(self._target.obj)  # type: ignore[arg-type]
+        if self._head_bytes > LONG_HEAD_BYTES and self.head_arrived is not None:
+            self.head_arrived()
+        self._head = unpack_head(self._target.obj, is_of_client=self.is_of_client)  # type: ignore[arg-type]
         if self._payload_bytes == 0:
             self._deliver(None)
             return

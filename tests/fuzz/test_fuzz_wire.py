@@ -143,7 +143,9 @@ def heads_in(sent: bytes) -> Iterator[dict[str, Any]]:
 async def talk(choose: random.Random) -> None:
     budget, ended = ByteBudget(LIMITS.receive_bytes), list[Session]()
     store = DictStore()
-    context = SessionContext(Answers(store, dict), AnyPeer(), LIMITS, budget, Shares(LIMITS.request_bytes))
+    heads, connections = ByteBudget(LIMITS.head_bytes), Shares(LIMITS.connections)
+    requests = Shares(LIMITS.request_bytes)
+    context = SessionContext(Answers(store, dict), AnyPeer(), LIMITS, budget, requests, heads, connections)
     session = Session(context, None, on_made=lambda _: None, on_ended=ended.append)
     pipe = Pipe(session.connection)
     session.connection.connection_made(pipe)
