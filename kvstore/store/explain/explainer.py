@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import count
+from heapq import merge, nsmallest
+from itertools import count, islice
 
 from kvstore.api import Outcome
 from kvstore.errors import Closed, InvalidRequest, KVStoreError
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.turns import PIECE, LongWork, Turns, who_asks
 from kvstore.store.context import StoreContext
 from kvstore.store.explain.absence import Absence, AbsenceFinder, Removals
 from kvstore.store.explain.reasons import REASONS, UNKNOWN, result_of
@@ -32,6 +34,8 @@ _PAUSE_S, _PAUSE_S_MAX, _SHARE = 0.5, 300.0, 0.02
 """The shortest and longest pause between two batches. Between these bounds, searches take this share of the time. On a
 cluster, whose slots are read one by one, that is one batch in minutes."""
 _SEARCH_S, _REMOVALS_S = 2.0, 10.0
+_SEARCHES, _EXPLAIN_S = 4, 30.0
+"""Explanations that read the catalog at a time, since each reads all tombstones; and how long one may take for it."""
 _NOT_SAVED = ("never_stored", "group_incomplete", "nothing_stored", "catalog_incomplete")
 """Reasons behind which there may be a loss: the record is not stored, and it was not removed."""
 _UNKNOWN = ("never_stored", "nothing_stored")
@@ -67,15 +71,22 @@ class Explainer:
     Args:
         absence: Finds out why something was not stored; `None`: there is no catalog.
         is_retired: Whether the weights of a namespace are retired.
+        work: What may be long runs in its turns.
 
     Attributes:
         key_reason: Returns why a tenant's keys may cost hits, as a key of `REASONS`; empty: they do not.
     """
 
     def __init__(
-        self, context: StoreContext, absence: AbsenceFinder | None, is_retired: Callable[[NamespaceId], bool]
+        self,
+        context: StoreContext,
+        absence: AbsenceFinder | None,
+        is_retired: Callable[[NamespaceId], bool],
+        work: LongWork,
     ) -> None:
         self._absence = absence
+        self._work = work
+        self._searches = Turns(_SEARCHES)
         self._is_retired = is_retired
         self._clock = context.clock
         self._meters = context.meters
@@ -189,20 +200,24 @@ class Explainer:
         self._meters.add("request_tokens", local, part="local")
         self._meters.add("request_tokens", outcome.resume_tokens - local, part="resumed")
 
-    def latest(self, tenant: str | None) -> list[ReportedOutcome]:
-        """The outcomes of a tenant's requests, or of all tenants', newest first."""
+    def latest(self, tenant: str | None) -> Iterator[ReportedOutcome]:
+        """The outcomes of a tenant's requests, or of all tenants', newest first; while none is reported."""
         tenants = self._reported if tenant is None else (tenant,)
-        found = [one for name in tenants for one in self._reported.get(name, {}).values()]
-        return sorted(found, key=lambda one: -one.number)
+        kept = [self._reported[name].values() for name in tenants if name in self._reported]
+        return merge(*map(reversed, kept), key=lambda one: -one.number)  # each has its newest last
 
     async def explain(self, request: str, tenant: str | None, deadline: Deadline) -> Mapping[str, object]:
-        """As `PageStore.explain`."""
+        """As `PageStore.explain`. It waits for its turn among tenants and connections, as lookups do."""
         if not request:
-            return {"requests": [_summary(one, tenant) for one in self.latest(tenant)[:_LISTED]]}
-        reported = self._find(request, tenant)
+            async with self._work.turn(PIECE):
+                return {"requests": [_summary(one, tenant) for one in islice(self.latest(tenant), _LISTED)]}
+        reported = await self._find(request, tenant)
         outcome = reported.outcome
         if (found := self._known(outcome)) is None:
-            found = self._judge(reported, await self._search(reported, deadline), tenant)
+            async with self._searches.turn(who_asks()):
+                searched = await self._search(reported, deadline.earlier(_EXPLAIN_S))
+            async with self._work.turn(PIECE):
+                found = self._judge(reported, searched, tenant)
         if tenant is None:  # lists say the same from now on
             reported.operators_reason = found.reason
         else:
@@ -225,17 +240,21 @@ class Explainer:
             },
         }
 
-    def _find(self, request: str, tenant: str | None) -> ReportedOutcome:
-        mine = self.latest(tenant)
-        exact = [one for one in mine if one.outcome.request == request]
-        found = exact or [one for one in mine if one.outcome.request.startswith(request)]
+    async def _find(self, request: str, tenant: str | None) -> ReportedOutcome:
+        async with self._work.turn(PIECE):
+            whose = list(self._reported) if tenant is None else [tenant]
+            tenants = [self._reported[name] for name in whose if name in self._reported]
+            found = [kept[request] for kept in tenants if request in kept]
+        for kept in tenants if not found else ():
+            async with self._work.turn(PIECE):
+                found += [one for name, one in kept.items() if name.startswith(request)]
         if not found:
             raise InvalidRequest(
                 "unknown request: run `kvstore explain` without an id to list recent ones; a restart clears the list",
                 seen=request,
             )
         if len(found) > 1:
-            names = ", ".join(sorted(one.outcome.request for one in found)[:5])
+            names = ", ".join(nsmallest(5, (one.outcome.request for one in found)))
             raise InvalidRequest(
                 "several requests start like that: write more of it", field="request", seen=request, requests=names
             )
