@@ -18,13 +18,17 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.turns import PIECE, LongWork, Turns, who_asks
 from kvstore.store.context import StoreContext
 from kvstore.store.explain.absence import Absence, AbsenceFinder, Removals
+from kvstore.store.explain.kept import Kept, Room, bytes_of
 from kvstore.store.explain.reasons import REASONS, UNKNOWN, result_of
 from kvstore.store.explain.reports import Losses, Recent, ReportedLoss
 
 __all__ = ["Explainer", "ReportedOutcome"]
 
 _KEPT = 2048
-"""Latest outcomes of each tenant; no tenant displaces those of another."""
+"""Latest outcomes of each tenant; no tenant displaces those of another, unless all together exceed `_ROOM_BYTES`."""
+_KEPT_BYTES, _ROOM_BYTES = 6 << 20, 64 << 20
+"""Bytes of a tenant's outcomes, and of all reports of all tenants. As many as engines send them fit; of larger ones
+fewer are kept."""
 _LISTED = 100
 _NAMES_KEPT = 1024
 _REPORTED_WITHIN_S = 5
@@ -91,12 +95,13 @@ class Explainer:
         self._clock = context.clock
         self._meters = context.meters
         self._background = context.background
-        self._reported: dict[str, OrderedDict[str, ReportedOutcome]] = {}  # by tenant, by request
+        self._reported: dict[str, Kept[str, ReportedOutcome]] = {}  # by tenant, by request
         self._waiting: deque[ReportedOutcome] = deque()
         self._searching: asyncio.Task[None] | None = None
         self._numbers = count()
         self._names: OrderedDict[NamespaceId, str] = OrderedDict()
-        self._losses = Losses()
+        self._room = Room(_ROOM_BYTES)
+        self._losses = Losses(self._room)
         self._recent: dict[str, Recent] = {"": Recent(context.clock)}  # of all, and of each tenant
         self.key_reason: Callable[[str], str] = lambda tenant: ""
 
@@ -127,16 +132,16 @@ class Explainer:
                 reason = outcome.reason if outcome.reason in REASONS else "other"
                 self._meters.add("saves_lost", outcome.num_lost, reason=reason)
             return
-        kept = self._reported.setdefault(outcome.tenant, OrderedDict())
-        kept.pop(outcome.request, None)
+        kept = self._reported.get(outcome.tenant)
+        if kept is None:
+            kept = self._reported[outcome.tenant] = Kept(self._room, _KEPT, _KEPT_BYTES)
         # now, since a request that misses for a loss may lose the same record itself, which is no reason for its miss
         loss = self._loss_of(outcome, at_ms)
         if loss is not None and loss.outcome.request == outcome.request and loss.at_ms > at_ms:
             loss = None  # reported first, since the two came from different processes
         reported = ReportedOutcome(outcome, at_ms, next(self._numbers), loss, outcome.reason, outcome.reason)
-        kept[outcome.request] = reported
-        if len(kept) > _KEPT:
-            kept.popitem(last=False)
+        # with the loss, which it keeps alive
+        kept.put(outcome.request, reported, bytes_of(outcome) + (bytes_of(loss.outcome) if loss is not None else 0))
         if (known := self._known(outcome)) is not None:
             reported.reason = reported.operators_reason = known.reason
             self._count(reported)
@@ -203,7 +208,7 @@ class Explainer:
     def latest(self, tenant: str | None) -> Iterator[ReportedOutcome]:
         """The outcomes of a tenant's requests, or of all tenants', newest first; while none is reported."""
         tenants = self._reported if tenant is None else (tenant,)
-        kept = [self._reported[name].values() for name in tenants if name in self._reported]
+        kept = [self._reported[name].entries.values() for name in tenants if name in self._reported]
         return merge(*map(reversed, kept), key=lambda one: -one.number)  # each has its newest last
 
     async def explain(self, request: str, tenant: str | None, deadline: Deadline) -> Mapping[str, object]:
@@ -243,7 +248,7 @@ class Explainer:
     async def _find(self, request: str, tenant: str | None) -> ReportedOutcome:
         async with self._work.turn(PIECE):
             whose = list(self._reported) if tenant is None else [tenant]
-            tenants = [self._reported[name] for name in whose if name in self._reported]
+            tenants = [self._reported[name].entries for name in whose if name in self._reported]
             found = [kept[request] for kept in tenants if request in kept]
         for kept in tenants if not found else ():
             async with self._work.turn(PIECE):
