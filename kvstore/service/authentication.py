@@ -214,7 +214,12 @@ def read_token(path: Path) -> str:
 
 
 class FailureLimit:
-    """Counts wrong tokens by address. After too many in a window, the address waits until the window has ended.
+    """Counts wrong tokens by address. After too many in a window, wrong ones of the address are only refused until the
+    window has ended. It keeps logs short; it is not what keeps guessers out.
+
+    A right token is admitted all the same. Else anybody at an address, or behind the same proxy, could keep out the
+    others there, and a service that was restarted would not know whom to admit. So a guesser may try as often as the
+    service can hash. That does not help: a token is 32 random bytes, so 10^9 guesses a second need 10^60 years.
 
     Args:
         window_s: Length of a window, which begins with the first failure.
@@ -272,7 +277,6 @@ class Authenticator:
         self._token = token.encode()
         self._credentials = credentials
         self._failures = failures or FailureLimit()
-        self._proven: set[str] = set()
 
     def check(self, connection: FrameConnection, token: str) -> Grant:
         """The peer's tenant, and what it may do.
@@ -317,14 +321,12 @@ class Authenticator:
         return _WITHOUT_TENANT if is_shared else None
 
     def _limit(self, address: str, token: str, grant: Grant | None) -> None:
-        """Count wrong tokens. After too many, a right token is refused too unless it was accepted before, so that a
-        guesser does not learn whether a guess was right."""
-        wait_s = self._failures.wait_s(address)
-        if wait_s and (grant is None or grant.name not in self._proven):
+        """Count wrong tokens, and refuse what comes without a right one after too many."""
+        if grant is not None:  # also while the address waits: see `FailureLimit`
+            return
+        if wait_s := self._failures.wait_s(address):
             raise Unavailable("too many wrong tokens from this address: wait", seconds=wait_s)
-        if grant is not None:
-            self._proven.add(grant.name)
-        elif token:
+        if token:
             self._failures.failed(address)
             _log.warning("a peer sent a wrong token to the data port peer=%s", address)
 

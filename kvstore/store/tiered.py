@@ -112,7 +112,7 @@ class TieredStore(PageStore):
         catalog = recorder.catalog if recorder is not None else None
         absence = AbsenceFinder(catalog, self._manifests) if catalog is not None else None
         catalog_lookup = CatalogLookup(catalog, context.instruments, self.work) if catalog is not None else None
-        self._explainer = Explainer(context, absence, self._is_retired)
+        self._explainer = Explainer(context, absence, self._is_retired, self.work)
         self.operations = StoreOperations(
             context,
             manifests=self._manifests,

@@ -103,6 +103,30 @@ async def test_silence_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             sock.close()
 
 
+@pytest.mark.parametrize("begun", [b"", b"{"])
+async def test_bodies_that_do_not_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
+    """A tenant's token begins a hundred lookups and sends no bodies, or the first byte: an operator, another tenant and
+    the dashboard at the same address are answered all the time, and so is the tenant once the deadline is over."""
+    monkeypatch.setattr(gate, "_BODY_BEGINS_S" if not begun else "_BODY_S", 3.0)
+    head = HALVES["half a body"].replace(b"Bearer x", b"Bearer red token")[:-1]
+    async with open_service(tmp_path) as made:
+        clients = made.client("operator"), made.client("blue"), made.client("red")
+        async with clients[0] as operator, clients[1] as blue, clients[2] as red:
+            assert (await operator.get("/v1/tiers")).status_code == 200
+            stack, started_s = ExitStack(), time.monotonic()
+            for number in range(100):
+                stack.enter_context(await asyncio.to_thread(said, made.url.rpartition("/")[2], head + begun))
+                if number % 20 == 19:
+                    for client, path in ((operator, "/v1/tiers"), (blue, "/v1/requests"), (operator, "/")):
+                        assert (await client.get(path)).status_code == 200
+            refused = await red.get("/v1/requests")
+            assert (refused.status_code, refused.headers.get("retry-after")) == (503, "1")
+            while (await red.get("/v1/requests")).status_code != 200:
+                assert time.monotonic() - started_s < 12.0
+                await asyncio.sleep(0.1)
+            stack.close()
+
+
 async def test_who_does_not_read_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks for a large answer again and again and reads none of it."""
     monkeypatch.setattr(serving, "_READ_S", 0.5)

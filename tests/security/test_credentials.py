@@ -85,6 +85,16 @@ async def test_a_service_without_entries_admits_nobody(folder: Path, text: str) 
         assert made.status_of(HEALTHY) == 200 and not made.admits("")
 
 
+async def test_wrong_tokens_lock_nobody_out(service: Service) -> None:
+    """Just after the start an address sends wrong tokens to both ports until it is told to wait: the right one, which
+    the service has not seen yet, is admitted to both at once."""
+    for number in range(12):
+        assert not service.admits(f"guess {number}")
+        assert service.status_of(f"guess {number}") == (401 if number < 10 else 429)
+    assert service.admits(HEALTHY) and service.status_of(HEALTHY) == 200
+    assert not service.admits("guess") and service.status_of("guess") == 429
+
+
 async def test_hellos_while_the_file_is_rewritten(service: Service, tell: Callable[[str], None], full: bool) -> None:
     """The file is written in place again and again: no hello with a wrong token or none is greeted, and none with a
     right one is refused for it."""

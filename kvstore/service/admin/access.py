@@ -43,7 +43,6 @@ class Access:
     def __init__(self, credentials: Credentials | None) -> None:
         self._credentials = credentials
         self._failures = FailureLimit()
-        self._proven: set[str] = set()
 
     def admit(self, scope: AsgiScope) -> Grant:
         """The grant of a request.
@@ -60,15 +59,12 @@ class Access:
         if kind.lower() != "bearer" or not token:
             raise Refused(401, "a token is needed", field="authorization", expected="Bearer TOKEN", headers=_CHALLENGE)
         grant = self._credentials.grant_of(token) if len(token) <= _TOKEN_CHARS_MAX else None
-        wait_s = self._failures.wait_s(address)
-        # while an address waits, a right guess is answered like a wrong one; tokens used before still work
-        if wait_s and (grant is None or grant.name not in self._proven):
+        if grant is not None:  # also while the address waits: see `FailureLimit`
+            return grant
+        if wait_s := self._failures.wait_s(address):
             raise Refused(429, "too many wrong tokens from this address", headers={"Retry-After": str(wait_s)})
-        if grant is None:
-            self._failures.failed(address)
-            raise Refused(401, "the token is not valid", field="authorization", headers=_CHALLENGE)
-        self._proven.add(grant.name)
-        return grant
+        self._failures.failed(address)
+        raise Refused(401, "the token is not valid", field="authorization", headers=_CHALLENGE)
 
 
 def _local_grant(scope: AsgiScope) -> Grant:

@@ -16,20 +16,21 @@ from kvstore.runtime.events import EventKind, Events
 from kvstore.runtime.tracing import RequestContext, request_context
 from kvstore.service.admin.access import HEALTH_PATHS, Access, is_open
 from kvstore.service.admin.problems import Refused, answer
+from kvstore.service.authentication import Grant
 
 __all__ = ["BODY_BYTES_MAX", "Gate"]
 
 BODY_BYTES_MAX = 4 << 20
 """Room for the token ids of a prompt of some hundred thousand tokens."""
-_BODY_S = 30.0
-_REQUESTS_MAX, _REQUESTS_OF_ADDRESS_MAX = 128, 64
+_BODY_S, _BODY_BEGINS_S = 15.0, 5.0
+"""A body must have arrived, and have begun, after this time."""
+_REQUESTS_MAX, _REQUESTS_OF_ADDRESS_MAX, _REQUESTS_OF_TENANT_MAX = 128, 64, 32
 _HEALTH_REQUESTS_MAX = 256
-"""Limits of requests that run at a time. Health requests have their own, so that a supervisor always gets through."""
+"""Limits of requests that run at a time: of each kind of `_places`, of an address of one, and of a tenant. Health
+requests have a limit of their own, so that a supervisor always gets through."""
 
 _audit = logging.getLogger("kvstore.audit")
 
-_HEALTH = "health"
-"""The key under which requests for `HEALTH_PATHS` are counted; no address has this name."""
 _REQUEST_ID = b"x-request-id"
 _REQUEST_ID_FORM = re.compile("[A-Za-z0-9._:-]{1,64}")
 _READ_METHODS = ("GET", "HEAD", "OPTIONS")
@@ -71,7 +72,7 @@ class Gate:
         self._app = app
         self._access = access
         self._events = events
-        self._running: Counter[str] = Counter()
+        self._running: Counter[tuple[str, ...]] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -88,36 +89,32 @@ class Gate:
                 message["headers"] = [*message.get("headers", ()), (_REQUEST_ID, request_id.encode())]
             await send(message)
 
-        source = _HEALTH if scope["path"] in HEALTH_PATHS else scope["client"][0] if scope.get("client") else ""
-        self._running[source] += 1
+        places: dict[tuple[str, ...], int] = {}
         try:
             try:
-                self._check_number(source)
+                grant = None
                 if not is_open(scope["path"]):
                     grant = state["grant"] = self._access.admit(scope)
                     request_context.set(RequestContext(request=request_id, tenant=grant.tenant or ""))
+                wanted = _places(scope, grant)
+                if any(self._running[place] >= most for place, most in wanted.items()):
+                    text = "too many requests run at a time: retry later"
+                    raise Refused(503, text, headers={"Retry-After": "1"})
+                places = wanted
+                self._running.update(places.keys())
                 receive = _limited(scope, receive)
             except Refused as refused:
                 await answer(refused)(scope, receive, watched)
                 return
             await self._app(scope, receive, watched)
         finally:
-            self._running[source] -= 1
-            if not self._running[source]:
-                del self._running[source]
+            self._running.subtract(places.keys())
+            for place in places:
+                if not self._running[place]:
+                    del self._running[place]
             if scope["method"] not in _READ_METHODS and scope["path"] not in _READ_PATHS:
                 _log_change(scope, state, status)
                 self._report_change(scope, state, status)
-
-    def _check_number(self, source: str) -> None:
-        """Refuse a request when too many run already."""
-        others = self._running.total() - self._running[_HEALTH]
-        if source == _HEALTH:
-            is_too_many = self._running[source] > _HEALTH_REQUESTS_MAX
-        else:
-            is_too_many = others > _REQUESTS_MAX or self._running[source] > _REQUESTS_OF_ADDRESS_MAX
-        if is_too_many:
-            raise Refused(503, "too many requests run at a time: retry later", headers={"Retry-After": "1"})
 
     def _report_change(self, scope: Scope, state: dict[str, Any], status: int) -> None:
         """Emit an event if the request changed something."""
@@ -131,6 +128,18 @@ class Gate:
         detail = {name: value for name, value in audit.items() if isinstance(value, int | str) and name != "namespace"}
         detail |= {"who": grant.name, "what": done}
         self._events.add(EventKind.ADMIN, text, namespace=namespace, tenant=grant.tenant, detail=detail)
+
+
+def _places(scope: Scope, grant: Grant | None) -> dict[tuple[str, ...], int]:
+    """The places that a request takes, each with how many there are. Each kind has its own, so that no tenant keeps out
+    an operator, nor anybody without a token a tenant."""
+    if scope["path"] in HEALTH_PATHS:
+        return {("health",): _HEALTH_REQUESTS_MAX}
+    if grant is not None and grant.tenant is not None:  # not by address: tenants may share one
+        return {("tenants",): _REQUESTS_MAX, ("tenants", grant.tenant): _REQUESTS_OF_TENANT_MAX}
+    kind = "operators" if grant is not None else "no token"
+    address = scope["client"][0] if scope.get("client") else ""
+    return {(kind,): _REQUESTS_MAX, (kind, address): _REQUESTS_OF_ADDRESS_MAX}
 
 
 def _request_id(scope: Scope) -> str:
@@ -147,17 +156,19 @@ def _limited(scope: Scope, receive: Receive) -> Receive:
     if not length.isdigit() or int(length) > BODY_BYTES_MAX:
         raise refused
     num_bytes, is_whole = 0, False
-    ends_s = asyncio.get_running_loop().time() + _BODY_S
+    started_s = asyncio.get_running_loop().time()
 
     async def counted() -> Message:
         nonlocal num_bytes, is_whole
         if is_whole:  # the caller now waits for the peer to disconnect
             return await receive()
+        within_s = _BODY_S if num_bytes else min(_BODY_S, _BODY_BEGINS_S)
         try:
-            async with asyncio.timeout_at(ends_s):
+            async with asyncio.timeout_at(started_s + within_s):
                 message = await receive()
         except TimeoutError as error:
-            raise HTTPException(408, f"the body did not arrive within {_BODY_S:.0f} s") from error
+            what = "arrive" if num_bytes else "begin"
+            raise HTTPException(408, f"the body did not {what} within {within_s:.0f} s") from error
         is_whole = not message.get("more_body", False)
         num_bytes += len(message.get("body", b""))
         if num_bytes > BODY_BYTES_MAX:

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import count
+from heapq import merge, nsmallest
+from itertools import count, islice
 
 from kvstore.api import Outcome
 from kvstore.errors import Closed, InvalidRequest, KVStoreError
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.turns import PIECE, LongWork, Turns, who_asks
 from kvstore.store.context import StoreContext
 from kvstore.store.explain.absence import Absence, AbsenceFinder, Removals
+from kvstore.store.explain.kept import Kept, Room, bytes_of
 from kvstore.store.explain.reasons import REASONS, UNKNOWN, result_of
 from kvstore.store.explain.reports import Losses, Recent, ReportedLoss
 
 __all__ = ["Explainer", "ReportedOutcome"]
 
 _KEPT = 2048
-"""Latest outcomes of each tenant; no tenant displaces those of another."""
+"""Latest outcomes of each tenant; no tenant displaces those of another, unless all together exceed `_ROOM_BYTES`."""
+_KEPT_BYTES, _ROOM_BYTES = 6 << 20, 64 << 20
+"""Bytes of a tenant's outcomes, and of all reports of all tenants. As many as engines send them fit; of larger ones
+fewer are kept."""
 _LISTED = 100
 _NAMES_KEPT = 1024
 _REPORTED_WITHIN_S = 5
@@ -32,6 +38,8 @@ _PAUSE_S, _PAUSE_S_MAX, _SHARE = 0.5, 300.0, 0.02
 """The shortest and longest pause between two batches. Between these bounds, searches take this share of the time. On a
 cluster, whose slots are read one by one, that is one batch in minutes."""
 _SEARCH_S, _REMOVALS_S = 2.0, 10.0
+_SEARCHES, _EXPLAIN_S = 4, 30.0
+"""Explanations that read the catalog at a time, since each reads all tombstones; and how long one may take for it."""
 _NOT_SAVED = ("never_stored", "group_incomplete", "nothing_stored", "catalog_incomplete")
 """Reasons behind which there may be a loss: the record is not stored, and it was not removed."""
 _UNKNOWN = ("never_stored", "nothing_stored")
@@ -67,25 +75,33 @@ class Explainer:
     Args:
         absence: Finds out why something was not stored; `None`: there is no catalog.
         is_retired: Whether the weights of a namespace are retired.
+        work: What may be long runs in its turns.
 
     Attributes:
         key_reason: Returns why a tenant's keys may cost hits, as a key of `REASONS`; empty: they do not.
     """
 
     def __init__(
-        self, context: StoreContext, absence: AbsenceFinder | None, is_retired: Callable[[NamespaceId], bool]
+        self,
+        context: StoreContext,
+        absence: AbsenceFinder | None,
+        is_retired: Callable[[NamespaceId], bool],
+        work: LongWork,
     ) -> None:
         self._absence = absence
+        self._work = work
+        self._searches = Turns(_SEARCHES)
         self._is_retired = is_retired
         self._clock = context.clock
         self._meters = context.meters
         self._background = context.background
-        self._reported: dict[str, OrderedDict[str, ReportedOutcome]] = {}  # by tenant, by request
+        self._reported: dict[str, Kept[str, ReportedOutcome]] = {}  # by tenant, by request
         self._waiting: deque[ReportedOutcome] = deque()
         self._searching: asyncio.Task[None] | None = None
         self._numbers = count()
         self._names: OrderedDict[NamespaceId, str] = OrderedDict()
-        self._losses = Losses()
+        self._room = Room(_ROOM_BYTES)
+        self._losses = Losses(self._room)
         self._recent: dict[str, Recent] = {"": Recent(context.clock)}  # of all, and of each tenant
         self.key_reason: Callable[[str], str] = lambda tenant: ""
 
@@ -121,16 +137,16 @@ class Explainer:
                 reason = outcome.reason if outcome.reason in REASONS else "other"
                 self._meters.add("saves_lost", outcome.num_lost, reason=reason)
             return
-        kept = self._reported.setdefault(outcome.tenant, OrderedDict())
-        kept.pop(outcome.request, None)
+        kept = self._reported.get(outcome.tenant)
+        if kept is None:
+            kept = self._reported[outcome.tenant] = Kept(self._room, _KEPT, _KEPT_BYTES)
         # now, since a request that misses for a loss may lose the same record itself, which is no reason for its miss
         loss = self._loss_of(outcome, at_ms)
         if loss is not None and loss.outcome.request == outcome.request and loss.at_ms > at_ms:
             loss = None  # reported first, since the two came from different processes
         reported = ReportedOutcome(outcome, at_ms, next(self._numbers), loss, outcome.reason, outcome.reason)
-        kept[outcome.request] = reported
-        if len(kept) > _KEPT:
-            kept.popitem(last=False)
+        # with the loss, which it keeps alive
+        kept.put(outcome.request, reported, bytes_of(outcome) + (bytes_of(loss.outcome) if loss is not None else 0))
         if (known := self._known(outcome)) is not None:
             reported.reason = reported.operators_reason = known.reason
             self._count(reported)
@@ -194,20 +210,24 @@ class Explainer:
         self._meters.add("request_tokens", local, part="local")
         self._meters.add("request_tokens", outcome.resume_tokens - local, part="resumed")
 
-    def latest(self, tenant: str | None) -> list[ReportedOutcome]:
-        """The outcomes of a tenant's requests, or of all tenants', newest first."""
+    def latest(self, tenant: str | None) -> Iterator[ReportedOutcome]:
+        """The outcomes of a tenant's requests, or of all tenants', newest first; while none is reported."""
         tenants = self._reported if tenant is None else (tenant,)
-        found = [one for name in tenants for one in self._reported.get(name, {}).values()]
-        return sorted(found, key=lambda one: -one.number)
+        kept = [self._reported[name].entries.values() for name in tenants if name in self._reported]
+        return merge(*map(reversed, kept), key=lambda one: -one.number)  # each has its newest last
 
     async def explain(self, request: str, tenant: str | None, deadline: Deadline) -> Mapping[str, object]:
-        """As `PageStore.explain`."""
+        """As `PageStore.explain`. It waits for its turn among tenants and connections, as lookups do."""
         if not request:
-            return {"requests": [_summary(one, tenant) for one in self.latest(tenant)[:_LISTED]]}
-        reported = self._find(request, tenant)
+            async with self._work.turn(PIECE):
+                return {"requests": [_summary(one, tenant) for one in islice(self.latest(tenant), _LISTED)]}
+        reported = await self._find(request, tenant)
         outcome = reported.outcome
         if (found := self._known(outcome)) is None:
-            found = self._judge(reported, await self._search(reported, deadline), tenant)
+            async with self._searches.turn(who_asks()):
+                searched = await self._search(reported, deadline.earlier(_EXPLAIN_S))
+            async with self._work.turn(PIECE):
+                found = self._judge(reported, searched, tenant)
         if tenant is None:  # lists say the same from now on
             reported.operators_reason = found.reason
         else:
@@ -230,17 +250,21 @@ class Explainer:
             },
         }
 
-    def _find(self, request: str, tenant: str | None) -> ReportedOutcome:
-        mine = self.latest(tenant)
-        exact = [one for one in mine if one.outcome.request == request]
-        found = exact or [one for one in mine if one.outcome.request.startswith(request)]
+    async def _find(self, request: str, tenant: str | None) -> ReportedOutcome:
+        async with self._work.turn(PIECE):
+            whose = list(self._reported) if tenant is None else [tenant]
+            tenants = [self._reported[name].entries for name in whose if name in self._reported]
+            found = [kept[request] for kept in tenants if request in kept]
+        for kept in tenants if not found else ():
+            async with self._work.turn(PIECE):
+                found += [one for name, one in kept.items() if name.startswith(request)]
         if not found:
             raise InvalidRequest(
                 "unknown request: run `kvstore explain` without an id to list recent ones; a restart clears the list",
                 seen=request,
             )
         if len(found) > 1:
-            names = ", ".join(sorted(one.outcome.request for one in found)[:5])
+            names = ", ".join(nsmallest(5, (one.outcome.request for one in found)))
             raise InvalidRequest(
                 "several requests start like that: write more of it", field="request", seen=request, requests=names
             )

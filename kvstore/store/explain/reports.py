@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
 from kvstore.model.layout import MAX_GROUPS
 from kvstore.model.outcome import Outcome
 from kvstore.runtime.clock import Clock
+from kvstore.store.explain.kept import ENTRY_BYTES, Kept, Room, bytes_of
 from kvstore.store.explain.reasons import REASONS, result_of
 
 __all__ = ["WINDOW_S", "Losses", "Recent", "ReportedLoss"]
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
 
 WINDOW_S = 300
 _STEP_S = 10
@@ -24,6 +22,8 @@ _RECORDS_KEPT = 4096
 """Latest losses of each tenant."""
 _REQUESTS_KEPT = 2048
 _NAMESPACES_KEPT = 256
+_RECORDS_BYTES, _REQUESTS_BYTES, _NAMESPACES_BYTES = 6 << 20, 3 << 20, 1 << 20
+"""Of each tenant. As many losses as engines report them fit; of the largest that a peer can send, some hundred."""
 _NEVER_SAVED_S = 300
 """How long a report of records that can never be saved counts: engines repeat it every minute while they run."""
 
@@ -44,18 +44,21 @@ class _OfRequest:
     records: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
 class _OfTenant:
-    num_groups: int = 0
-    records: OrderedDict[tuple[NamespaceId, PrefixHash, int], ReportedLoss] = field(default_factory=OrderedDict)
-    namespaces: OrderedDict[tuple[NamespaceId, int], ReportedLoss] = field(default_factory=OrderedDict)
-    requests: OrderedDict[str, _OfRequest] = field(default_factory=OrderedDict)
+    def __init__(self, room: Room) -> None:
+        self.num_groups = 0
+        self.records: Kept[tuple[NamespaceId, PrefixHash, int], ReportedLoss]
+        self.records = Kept(room, _RECORDS_KEPT, _RECORDS_BYTES)
+        self.namespaces: Kept[tuple[NamespaceId, int], ReportedLoss]
+        self.namespaces = Kept(room, _NAMESPACES_KEPT, _NAMESPACES_BYTES)
+        self.requests: Kept[str, _OfRequest] = Kept(room, _REQUESTS_KEPT, _REQUESTS_BYTES)
 
 
 class Losses:
     """The latest loss of each record, kept apart for each tenant, to explain later requests that need it."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: Room) -> None:
+        self._room = room
         self._tenants: dict[str, _OfTenant] = {}
 
     def note(self, outcome: Outcome, at_ms: int) -> None:
@@ -63,18 +66,20 @@ class Losses:
         if outcome.namespace is None or not 0 < outcome.groups < 1 << MAX_GROUPS:
             return
         group = outcome.groups.bit_length() - 1
-        kept = self._tenants.setdefault(outcome.tenant, _OfTenant())
+        kept = self._tenants.get(outcome.tenant)
+        if kept is None:
+            kept = self._tenants[outcome.tenant] = _OfTenant(self._room)
         kept.num_groups = max(kept.num_groups, group + 1)
         loss = ReportedLoss(outcome, at_ms)
         if outcome.stop is None:
-            _put(kept.namespaces, (outcome.namespace, group), loss, _NAMESPACES_KEPT)
+            kept.namespaces.put((outcome.namespace, group), loss, bytes_of(outcome))
             return
-        _put(kept.records, (outcome.namespace, outcome.stop.prefix, group), loss, _RECORDS_KEPT)
-        mine = kept.requests.get(outcome.request) or _OfRequest(outcome.stop.tokens)
+        kept.records.put((outcome.namespace, outcome.stop.prefix, group), loss, bytes_of(outcome))
+        mine = kept.requests.entries.get(outcome.request) or _OfRequest(outcome.stop.tokens)
         mine.first_tokens = min(mine.first_tokens, outcome.stop.tokens)
         reason = _word(outcome.reason)
         mine.records[reason] = mine.records.get(reason, 0) + outcome.num_lost
-        _put(kept.requests, outcome.request, mine, _REQUESTS_KEPT)
+        kept.requests.put(outcome.request, mine, ENTRY_BYTES + sys.getsizeof(outcome.request))
 
     def at(self, tenant: str, namespace: NamespaceId, stop: Boundary, groups: int, now_ms: int) -> ReportedLoss | None:
         """The loss of a record that was missing at a boundary, of whose groups those in the bits `groups` were there.
@@ -85,8 +90,8 @@ class Losses:
         if kept is None:
             return None
         missing = [group for group in range(kept.num_groups) if not groups >> group & 1]
-        never = (kept.namespaces.get((namespace, group)) for group in missing)
-        lost = (kept.records.get((namespace, stop.prefix, group)) for group in missing)
+        never = (kept.namespaces.entries.get((namespace, group)) for group in missing)
+        lost = (kept.records.entries.get((namespace, stop.prefix, group)) for group in missing)
         return next(
             (loss for loss in never if loss is not None and now_ms - loss.at_ms < _NEVER_SAVED_S * 1000),
             next((loss for loss in lost if loss is not None), None),
@@ -95,7 +100,7 @@ class Losses:
     def of_request(self, tenant: str, request: str) -> dict[str, object]:
         """What of a request was not saved, as details of its explanation."""
         kept = self._tenants.get(tenant)
-        if kept is None or (mine := kept.requests.get(request)) is None:
+        if kept is None or (mine := kept.requests.entries.get(request)) is None:
             return {}
         numbers = ", ".join(f"{reason} {num}" for reason, num in sorted(mine.records.items()))
         return {"not_saved": numbers, "first_not_saved_tokens": mine.first_tokens}
@@ -172,13 +177,6 @@ class Recent:
     def _first(self) -> int:
         """The number of the oldest step that counts."""
         return self._number() - WINDOW_S // _STEP_S + 1
-
-
-def _put(kept: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> None:
-    kept.pop(key, None)
-    kept[key] = value
-    if len(kept) > most:
-        kept.popitem(last=False)
 
 
 def _word(reason: str) -> str:

@@ -104,7 +104,7 @@ class StoreOperations:
 
     def outcomes(self, tenant: str | None) -> list[ReportedOutcome]:
         """What engines reported of a tenant's latest requests, or of all tenants', newest first."""
-        return self._explainer.latest(tenant)
+        return list(self._explainer.latest(tenant))
 
     async def memory_sizes(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         """For each record its bytes in this node's memory; `None`: it is not there.
