@@ -217,8 +217,8 @@ class FailureLimit:
     """Counts wrong tokens by address. After too many in a window, wrong ones of the address are only refused until the
     window has ended. It keeps logs short; it is not what keeps guessers out.
 
-    A right token is admitted all the same. Else anybody at an address, or behind the same proxy, could keep out the
-    others there, and a service that was restarted would not know whom to admit. So a guesser may try as often as the
+    A right token is admitted all the same. Else one peer at an address, or behind a proxy, could keep out the others
+    there, and a service that was restarted would not know its clients. So a guesser may try as often as the
     service can hash. That does not help: a token is 32 random bytes, so 10^9 guesses a second need 10^60 years.
 
     Args:

@@ -131,8 +131,8 @@ class Gate:
 
 
 def _places(scope: Scope, grant: Grant | None) -> dict[tuple[str, ...], int]:
-    """The places that a request takes, each with how many there are. Each kind has its own, so that no tenant keeps out
-    an operator, nor anybody without a token a tenant."""
+    """The places that a request takes, each with how many there are. Each kind has its own, so that a tenant keeps out
+    no operator, and a peer without a token no tenant."""
     if scope["path"] in HEALTH_PATHS:
         return {("health",): _HEALTH_REQUESTS_MAX}
     if grant is not None and grant.tenant is not None:  # not by address: tenants may share one
