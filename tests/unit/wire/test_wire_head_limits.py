@@ -47,10 +47,10 @@ WORST = {
 @pytest.mark.parametrize("name", WORST)
 def test_heads_of_many_values(name: str) -> None:
     """Each is refused, and soon."""
-    started_s = time.monotonic()
+    started_s = time.process_time()
     with pytest.raises(InvalidRequest, match="must be msgpack"):
         unpack_head(WORST[name], is_of_client=True)
-    assert time.monotonic() - started_s < 0.5
+    assert time.process_time() - started_s < 0.5
 
 
 def test_requests_fit() -> None:
