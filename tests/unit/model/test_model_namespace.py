@@ -114,8 +114,8 @@ def with_layout(**changed: Any) -> dict[str, Any]:
     ("fields", "message"),
     [
         ({"x": "y" * MAX_DESCRIPTION_BYTES}, f"at most {MAX_DESCRIPTION_BYTES} bytes seen=13"),
-        ({"x": [[]] * 10_000}, "at most 8192 values on 16 levels"),
-        ({"x": nested(16)}, "at most 8192 values on 16 levels"),
+        ({"x": [[]] * 20_000}, "at most 16384 values on 16 levels"),
+        ({"x": nested(16)}, "at most 16384 values on 16 levels"),
         ({"x": {"k" * 257: 0}}, "key of a namespace description is too long field=x expected=256 seen=257"),
         ({"x": 10**100}, "number of a namespace description is too long expected=below 100 digits"),
         ({"model": "\ud800"}, r"valid Unicode field=model seen='\\ud800'"),
