@@ -113,7 +113,7 @@ def with_layout(**changed: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"x": "y" * MAX_DESCRIPTION_BYTES}, f"at most {MAX_DESCRIPTION_BYTES} bytes seen=13"),
+        ({"x": "y" * MAX_DESCRIPTION_BYTES}, f"at most {MAX_DESCRIPTION_BYTES} bytes seen=26"),
         ({"x": [[]] * 20_000}, "at most 16384 values on 16 levels"),
         ({"x": nested(16)}, "at most 16384 values on 16 levels"),
         ({"x": {"k" * 257: 0}}, "key of a namespace description is too long field=x expected=256 seen=257"),
