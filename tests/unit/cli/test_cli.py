@@ -105,6 +105,7 @@ def test_errors_name_what_to_change(
 ) -> None:
     """A wrong call is 2, a failure is 1: one line in words, with the flag, the setting or the verb that helps."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("KVSTORE_ADMIN_LISTEN", "127.0.0.1:9")  # at the default address another service may answer
     code = main(call.split())
     out, err = capsys.readouterr()
     assert (code, out, len(err.splitlines())) == (status, "", 1)
