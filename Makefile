@@ -9,7 +9,7 @@ TORCH_INDEX ?=
 VLLM ?=
 BACKENDS ?= embedded
 PYTEST_ARGS ?=
-WORKERS ?= 3
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made
@@ -22,7 +22,7 @@ help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
 	@echo
 	@echo 'variables: PYTHON (a Python 3.11 to 3.13), VENV (.venv), TORCH_INDEX (an index with CPU builds of torch),'
-	@echo '           BACKENDS=embedded|real for demo, PYTEST_ARGS and WORKERS (3; 0: in one process) for test'
+	@echo '           BACKENDS=embedded|real for demo, PYTEST_ARGS and WORKERS (2; 0: in one process) for test'
 
 env: $(STAMP) ## make the virtual environment: vLLM for CPUs, our packages, every tool
 

@@ -92,7 +92,7 @@ def test_an_untested_release_that_is_permitted(
             fresh.traffic([], in_flight=1)
         (restored,) = ask_each(fresh, PROMPTS[-1:])
         assert (restored.num_cached_tokens, restored.tokens) == (RESTORED, computed[-1].tokens)
-        assert f"{TRIAL_POINTS} resume points were computed again and were equal" in fresh.log_text()
+        assert f"{TRIAL_POINTS} resume points were computed again and are equal" in fresh.log_text()
         assert len([line for line in warnings_of(fresh) if "was not tested" in line]) == 1
         fresh.stop()
         tested = engine(EngineSpec(checkpoint=llama, connector=patient))
