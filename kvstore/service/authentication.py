@@ -214,12 +214,11 @@ def read_token(path: Path) -> str:
 
 
 class FailureLimit:
-    """Counts wrong tokens by address. After too many in a window, wrong ones of the address are only refused until the
-    window has ended. It keeps logs short; it is not what keeps guessers out.
+    """Counts wrong tokens by address. After too many in a window, further wrong tokens of that address are refused
+    until the window ends. A right token is always admitted.
 
-    A right token is admitted all the same. Else one peer at an address, or behind a proxy, could keep out the others
-    there, and a service that was restarted would not know its clients. So a guesser may try as often as the
-    service can hash. That does not help: a token is 32 random bytes, so 10^9 guesses a second need 10^60 years.
+    This bounds the log. It does not stop guessing, and need not: a token is 32 random bytes, so 10^9 guesses a second
+    need 10^60 years. If it refused right tokens too, one client could lock out all others at its address or proxy.
 
     Args:
         window_s: Length of a window, which begins with the first failure.
