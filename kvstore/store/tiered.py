@@ -248,7 +248,6 @@ class TieredStore(PageStore):
 
     def _lease(self, holding: Holding, owner: str, tenant: str) -> Staged:
         lease = self._leases.grant(holding.pins, owner, tenant)
-        self.meters.add("leases_granted")
         self.meters.add("served_bytes", holding.num_bytes)
         for source, count in holding.sources.items():
             self.meters.add("served_records", count, tier=source)
@@ -319,7 +318,6 @@ class TieredStore(PageStore):
                     await tier.delete(key, deadline=deadline)
             except Unavailable:
                 failed.append(tier.name)
-                self.meters.add("quarantine_failures", tier=tier.name)
         if failed:
             raise Unavailable("a record could not be quarantined in every tier", key=key, tiers=",".join(failed))
 

@@ -45,7 +45,7 @@ class GuardedTier(Tier):
 
     Args:
         inner: The tier; owned from now on.
-        instruments: For counting calls, hits, bytes and errors (see README.md), for a span of each call, and for events
+        instruments: For counting calls, bytes and errors (see README.md), for a span of each call, and for events
             of outages and quarantined records.
         breaker: Decides when calls are refused; `None`: a default one.
         calls_max: Calls at a time. Further ones are refused, so that a slow tier does not exhaust the node's memory.
@@ -102,17 +102,14 @@ class GuardedTier(Tier):
 
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         with self._call("head", deadline):
-            self._count("heads", len(keys))
             return await self.inner.head(keys, deadline=deadline)
 
     async def get(
         self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
     ) -> Record | None:
         with self._call("get", deadline):
-            self._count("reads")
             record = await self.inner.get(key, deadline=deadline, allocate=allocate)
         if record is not None:
-            self._count("hits")
             self._count("read_bytes", record.num_bytes)
         return record
 
@@ -124,7 +121,6 @@ class GuardedTier(Tier):
 
     async def _put(self, put: Callable[..., Awaitable[PutOutcome]], record: Record, deadline: Deadline) -> PutOutcome:
         with self._call("put", deadline):
-            self._count("puts")
             await self._check_version(deadline)
             outcome = await put(record, deadline=deadline)
         if outcome is PutOutcome.STORED:

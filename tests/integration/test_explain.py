@@ -328,7 +328,7 @@ def test_no_room_in_this_node(tmp_path: Path) -> None:
     """A hit that is larger than what this node can hold is cut, and the setting is named."""
     with engine(directory(tmp_path), tmp_path) as at:
         num_bytes = sum(record.num_bytes for record in at.keep("prompt"))
-    with engine(directory(tmp_path, stage_bytes=num_bytes // 2), tmp_path) as at:
+    with engine(directory(tmp_path, memory_bytes=num_bytes * 2 // 3), tmp_path) as at:
         assert at.ask("a", "prompt") < 192
         told = at.explain("a")
         assert told["reason"] == "node_memory"

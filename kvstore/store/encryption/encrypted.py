@@ -178,8 +178,6 @@ class EncryptedStore(PageStore):
         target = fresh_buffer(record.num_bytes - ENCRYPTION_BYTES)
         async with deadline.scope("decrypting a record"):
             plain = await self._work(record.num_bytes, lambda: decrypt_record(record, key, target, plain_key.prefix))
-        self.meters.add("decrypted_records")
-        self.meters.add("decrypted_bytes", plain.num_bytes)
         return plain
 
     async def save(
@@ -207,7 +205,6 @@ class EncryptedStore(PageStore):
             target = self.inner.buffer(record.num_bytes + ENCRYPTION_BYTES)
             encrypted = await self._work(record.num_bytes, lambda: encrypt_record(record, key, target))
         self.meters.add("encrypted_records")
-        self.meters.add("encrypted_bytes", encrypted.num_bytes)
         return await self.inner.save(encrypted, ack=ack, retention=retention, deadline=deadline)
 
     async def _work(self, num_bytes: int, call: Callable[[], Record]) -> Record:
