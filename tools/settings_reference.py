@@ -53,7 +53,7 @@ SERVICE_CHANGE_WHEN = {
     "cold_unused_s": "Set it when rules demand that unused data is deleted, or when its storage costs too much.",
     "quotas": "Set it when one tenant's pages evict another's.",
     "retention_policy": "Change it when `kvstore simulate` shows more hits for one policy on your traffic.",
-    "retention_admission": "Set `second_sight` when writes to `cold` cost too much, `all` when each save must reach it.",
+    "retention_admission": "Set `second_sight` when writes to `cold` cost much, `all` when each save must reach it.",
     "fsync": "Set `data` when records in the directory must survive a power failure.",
     "lease_s": "Raise it when engines pause longer. Lower it when killed engines cause `node_memory`.",
     "stall_timeout_ms": "Raise it when `kvstore explain` says `stall` although the disk or link works.",

@@ -106,9 +106,13 @@ class Pool:
             raise Unavailable("the service is not reachable", url=self.url, reason=self._reason)
         return min(usable, key=lambda connection: connection.num_running)
 
+    def connections(self) -> list[Connection]:
+        """Those that are open."""
+        return [slot for slot in self._slots if slot is not None and slot.open]
+
     def sockets(self) -> list[tuple[int, int]]:
         """Descriptor and inode of each open connection."""
-        return [slot.socket_id for slot in self._slots if slot is not None and slot.open and slot.socket_id]
+        return [connection.socket_id for connection in self.connections() if connection.socket_id]
 
     # suspicion
 

@@ -72,8 +72,8 @@ def test_every_meter_is_described() -> None:
 
 
 def test_every_meter_is_read() -> None:
-    """A meter is named by an alert, a chart, a verb, the dashboard, a page (its row in the reference does not count), or
-    a test of what it counts. One that no place names is removed.
+    """A meter is named by an alert, a chart, a verb, the dashboard, a page (its row in the reference does not
+    count) or a test of what it counts. One that no place names is removed.
     """
     patterns = ("deploy/**/*.*", "kvstore/cli/*.py", "kvstore/doctor/*.py", "kvstore/service/admin/dashboard/*")
     places = [path for pattern in (*patterns, "docs/*.md", "tests/**/*.py") for path in ROOT.glob(pattern)]

@@ -111,7 +111,7 @@ def test_cancelled_futures_cancel_their_calls(tmp_path: Path) -> None:
         time.sleep(0.05)
         assert future.cancel()
         ends_s = time.monotonic() + 5
-        control = store._store._pool.now()
+        control = store._store.pool.now()
         assert control is not None
         while control._pending:
             assert time.monotonic() < ends_s

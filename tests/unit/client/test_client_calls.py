@@ -104,7 +104,7 @@ async def test_allocators_that_fail_cost_their_own_call_only(node: Node) -> None
     ]
     outcomes = await asyncio.gather(*loads, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [MemoryError, InvalidRequest, InvalidRequest, Record]
-    assert client._pool.num_connects == 2
+    assert client.pool.num_connects == 2
 
 
 async def test_cancelled_loads_do_not_touch_their_buffers_again(node: Node) -> None:
@@ -131,7 +131,7 @@ async def test_cancelled_loads_do_not_touch_their_buffers_again(node: Node) -> N
         await client.status(deadline=soon())
         assert bytes(buffer) == before
     assert partial > 0  # some were cancelled in the middle of their payload
-    assert client._pool.num_connects == 2
+    assert client.pool.num_connects == 2
 
 
 async def test_deadlines_are_kept_and_told(node: Node) -> None:
@@ -233,8 +233,7 @@ async def test_received_saves_outlive_their_sender(node: Node) -> None:
     record = PROMPT.record(64)
     save = asyncio.ensure_future(client.save(record, deadline=soon()))
     await until(lambda: node.server.describe()["requests_running"] == 1)
-    connections = [slot for slot in client._pool._slots if slot is not None]
-    for connection in connections:
+    for connection in client.pool.connections():
         connection.close()
     with pytest.raises(Unavailable):
         await save
@@ -267,7 +266,7 @@ async def test_savers_wait_for_credit_and_for_room(node: Node) -> None:
     assert set(await asyncio.gather(*saves)) == {SaveOutcome.STORED}
     watching.cancel()
     assert 0 < peak <= 5 << 20
-    assert [client._pool.num_connects for client in clients] == [3, 3, 3]
+    assert [client.pool.num_connects for client in clients] == [3, 3, 3]
 
 
 async def test_saves_without_room_end_at_their_deadline(node: Node) -> None:
@@ -285,7 +284,7 @@ async def test_saves_without_room_end_at_their_deadline(node: Node) -> None:
     assert set(await asyncio.gather(*stuck)) == {SaveOutcome.STORED}
     await asyncio.sleep(0.05)
     assert await second.save(PROMPT.record(128), deadline=soon()) is SaveOutcome.STORED
-    assert second._pool.num_connects == 3
+    assert second.pool.num_connects == 3
 
 
 async def test_too_large_records_are_refused_before_they_are_sent(node: Node) -> None:
@@ -319,7 +318,7 @@ async def test_bugs_in_the_store_cost_one_answer(node: Node, caplog: pytest.LogC
     assert type(raised.value).__name__ == "InternalError"
     assert "Traceback" in caplog.text
     await client.open_namespace(PROMPT.description, deadline=soon())
-    assert client._pool.num_connects == 3
+    assert client.pool.num_connects == 3
 
 
 async def test_a_retention_hint_reaches_the_store(tmp_path: Path) -> None:

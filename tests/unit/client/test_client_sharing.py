@@ -41,8 +41,7 @@ class Node:
     @property
     def received_bytes(self) -> int:
         """Over all connections."""
-        slots = self.client._pool._slots
-        return sum(slot.frames.received_bytes for slot in slots if slot is not None)
+        return sum(connection.frames.received_bytes for connection in self.client.pool.connections())
 
     async def saved(self, prompt: Prompt) -> None:
         await self.client.wait_ready(deadline=soon())
@@ -130,8 +129,8 @@ async def test_a_record_that_went_during_the_copy_is_not_used(tmp_path: Path, mo
             for key in staged.keys:  # what a service does that thinks its peer is gone
                 node.memory.remove(key)
             node.memory._idle.clear()
-            for lease in list(node.server._answers.store._leases._leases):
-                node.server._answers.store._leases.release(lease)
+            for lease in list(node.server.answers.store.leases._leases):
+                node.server.answers.store.leases.release(lease)
             overwritten = [arena.take(200_192) for _ in range(20)]
             for buffer in overwritten:
                 if buffer is not None:

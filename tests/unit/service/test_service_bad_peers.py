@@ -95,7 +95,7 @@ async def bystander(server: Server) -> AsyncIterator[RemoteStore]:
     await client.wait_ready(deadline=Deadline.after(5))
     yield client
     assert (await client.status(deadline=Deadline.after(5)))["records"] is not None
-    assert client._pool.num_connects == 3
+    assert client.pool.num_connects == 3
     await client.aclose()
 
 
