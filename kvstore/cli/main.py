@@ -20,7 +20,7 @@ FAILURE, USAGE, INTERRUPTED = 1, 2, 130
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
 
 _MODULES = {"bench": "programs", "demo": "programs", "gc": "rm", "unpin": "pin"}
-_VERBS = [
+VERBS = [
     "bench",
     "demo",
     "doctor",
@@ -50,13 +50,13 @@ class _Verbs(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands: dict[str, Any] = dict.fromkeys(_VERBS)  # their names, to suggest one for a mistyped verb
+        self.commands: dict[str, Any] = dict.fromkeys(VERBS)  # their names, to suggest one for a mistyped verb
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return _VERBS
+        return VERBS
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in _VERBS:
+        if cmd_name not in VERBS:
             return None
         verb = getattr(import_module(f"kvstore.cli.{_MODULES.get(cmd_name, cmd_name)}"), cmd_name)
         if not isinstance(verb, typer.Typer):

@@ -47,7 +47,6 @@ class Pool:
         on_control: Callable[[Connection], Awaitable[None]],
     ) -> None:
         self.url = url
-        self.num_connects = 0
         self._locate = locate
         self._options = options
         self._on_control = on_control
@@ -161,7 +160,6 @@ class Pool:
     async def _open(self, index: int) -> Connection:
         address = await self._locate()
         connection = await Connection.connect(address, self._options, "data" if index else "control")
-        self.num_connects += 1
         if index == 0:
             try:
                 await self._on_control(connection)

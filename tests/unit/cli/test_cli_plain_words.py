@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.cli.main import _VERBS, main
+from kvstore.cli.main import VERBS, main
 from kvstore.cli.printing import amounts_text, counted
 from kvstore.settings import Settings
 from kvstore.wire.address import parse_address
@@ -30,7 +30,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return call
 
 
-@pytest.mark.parametrize("verb", ["", *(verb for verb in _VERBS if verb not in ("bench", "demo"))])  # other programs
+@pytest.mark.parametrize("verb", ["", *(verb for verb in VERBS if verb not in ("bench", "demo"))])  # other programs
 def test_no_flag_has_a_type_in_its_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A flag takes no value: `--json <bool>` would be typed as it stands there, and refused."""
     assert main([*([verb] if verb else []), "--help"]) == 0

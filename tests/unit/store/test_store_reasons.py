@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.catalog.base import LeaveReason
-from kvstore.cli.status_problems import _LATE
+from kvstore.cli.status_problems import LATE
 from kvstore.store.explain.reasons import LEFT, REASONS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -21,7 +21,7 @@ def test_every_word_is_documented() -> None:
     assert told == {word: reason.why for word, reason in REASONS.items()}
 
 
-@pytest.mark.parametrize("word", [word for word in REASONS if word in _LATE or word.startswith("save_")])
+@pytest.mark.parametrize("word", [word for word in REASONS if word in LATE or word.startswith("save_")])
 def test_advice_does_not_go_in_a_circle(word: str) -> None:
     """`kvstore status` shows what to do about these reasons, and so does the doctor of losses: neither sends its reader
     to itself, or to the other one and back."""
