@@ -13,19 +13,7 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
-
-
-class ManualClock:
-    """Time that moves only when told to."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-    def wall_ms(self) -> int:
-        return int(self.now_s * 1000)
+from tests.virtual_time import ManualClock
 
 
 def test_a_deadline_counts_down_on_its_own_clock() -> None:
