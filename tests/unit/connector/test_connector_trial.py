@@ -127,7 +127,7 @@ def test_saves_that_nobody_answers_end_saving(tmp_path: Path, caplog: pytest.Log
     """Their blocks are given back, an idle engine may rest, a late answer does no harm, hits are still found."""
     unpinned: list[int] = []
     with harness(tmp_path) as made:
-        clock = ManualClock()
+        clock = ManualClock(0.0)
         made.side._watchdog = Watchdog(made.side.save_jobs, clock)
         made.side.bind_pins(SimpleNamespace(pin=lambda _: None, unpin=unpinned.extend))
         made.new("a", 64)
@@ -152,7 +152,7 @@ def test_saves_that_nobody_answers_end_saving(tmp_path: Path, caplog: pytest.Log
 
 def test_saves_that_are_answered_in_time() -> None:
     """Ranks that answer one save after the other are slow, not silent. Nor is an engine that makes few steps."""
-    clock, oldest, abandoned = ManualClock(), [0], []  # type: ignore[var-annotated]
+    clock, oldest, abandoned = ManualClock(0.0), [0], []  # type: ignore[var-annotated]
 
     class Answered:
         oldest_id = property(lambda self: oldest[0])
