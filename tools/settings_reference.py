@@ -89,7 +89,7 @@ ENGINE_CHANGE_WHEN = {
     "audit_rate": "Set it when you introduce a model or a vLLM release, and keep a small share in production.",
     "allow_untested_vllm": "Set it when you must run a vLLM release that this connector was not tested with.",
 }
-"""When a user should change a setting. One for which nobody can say so is removed."""
+"""When a user should change a setting. A setting without such a situation is removed."""
 
 INTRODUCTION = """\
 # Settings

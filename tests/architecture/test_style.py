@@ -87,6 +87,7 @@ PRIVATE_ACCESSES = {
     "tests/unit/store/test_store_catalog.py": 1,
     "tests/unit/store/test_store_durability.py": 2,
     "tests/unit/store/test_store_manifests.py": 2,
+    "tests/unit/store/test_store_reasons.py": 3,
     "tests/unit/store/test_store_reindexing.py": 1,
     "tests/unit/store/test_store_reports_kept.py": 6,
     "tests/unit/tiers/test_filesystem_index.py": 3,
