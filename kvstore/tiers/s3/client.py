@@ -397,9 +397,9 @@ def require_host_names() -> None:
     """Make each connection that aiobotocore opens from now on check the certificate and its host name. Idempotent.
 
     aiobotocore 2.25 does not check the host name: botocore leaves that to urllib3, which aiobotocore does not use.
-    Behind a proxy it checks no certificate at all. So a server with any certificate of a trusted authority could pose as S3.
-    This corrects every connection that the library opens in this process: those of our client, and those of the clients
-    that the library makes to fetch credentials. aiobotocore 3.10 checks by itself.
+    Behind a proxy it checks no certificate at all. So a server with any certificate of a trusted authority could pose
+    as S3. This corrects every connection that the library opens in this process: those of our client, and those of the
+    clients that the library makes to fetch credentials. aiobotocore 3.10 checks by itself.
 
     Raises:
         InvalidRequest: The installed release opens its connections in another way than 2.25.
