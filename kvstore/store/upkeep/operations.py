@@ -24,6 +24,8 @@ __all__ = ["PIECE_RECORDS_MAX", "StoreOperations", "TierState"]
 PIECE_RECORDS_MAX = 4096
 """Records per call: some milliseconds of the loop, which serves engines at the same time."""
 
+_TIER_ANSWER_S = 2.0
+"""Well before the deadline of a status, whose answer names the tier that has not answered."""
 _PAUSE_RECORDS = 256
 """Records after which the event loop gets a turn."""
 
@@ -146,7 +148,8 @@ class StoreOperations:
         await self._tier(level).delete_all(keys, deadline=deadline)
 
     async def tiers(self, *, deadline: Deadline) -> list[TierState]:
-        """The state of each tier, the fastest first. One that does not answer costs the deadline, no more."""
+        """The state of each tier, the fastest first. One that does not answer costs two seconds, or the deadline."""
+        deadline = deadline.earlier(_TIER_ANSWER_S)
         levels: list[tuple[Level | None, Tier]] = [(None, self._memory), *self._slower.items()]
         return list(await asyncio.gather(*(self._state(tier, level, deadline) for level, tier in levels)))
 
