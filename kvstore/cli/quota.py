@@ -43,16 +43,20 @@ def quota(  # noqa: PLR0917 - typer makes flags of them
         client.call("DELETE", "quotas", tenant)
     if is_set:
         client.call("PUT", "quotas", tenant, body=_body(before or {}, guaranteed, maximum))
-    listed = client.get("quotas")["quotas"]
+    found = client.get("quotas")
+    listed, unread = found["quotas"], found.get("unread")
     if remove and before is not None and not json_:
         sizes = f"{bytes_text(before['guaranteed_bytes'])} guaranteed, at most {bytes_text(before['maximum_bytes'])}"
         typer.echo(f"removed the quota of {tenant} that an operator had set: {sizes}")
     if tenant:
         listed = [one for one in listed if one["tenant"] == tenant]
     if json_:
-        echo_json({"quotas": listed})
-    elif not listed:
-        typer.echo(f"no quota{' of ' + tenant if tenant else 's'}")
+        echo_json({"quotas": listed, "unread": unread})
+        return
+    if unread:
+        typer.echo(f"quotas as this service last knew them: {unread}", err=True)
+    if not listed:
+        typer.echo(f"no quota{' of ' + tenant if tenant else 's'}{' was known' if unread else ''}")
     else:
         _show(listed)
 

@@ -91,8 +91,7 @@ class GuardedTier(Tier):
         """
         if self._breaker.is_open:
             self._count("refused")
-            text = "the tier failed and is not used until a probe succeeds"
-            raise Unavailable(text, tier=self.name, reason=self._reason)
+            raise Unavailable(f"{self.name} failed and is not used until a probe succeeds", reason=self._reason)
 
     def open_breaker(self, reason: str) -> None:
         """Refuse calls until a probe succeeds, because the tier did not answer when it was opened. The caller logs it.
