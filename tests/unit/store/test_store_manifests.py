@@ -62,8 +62,8 @@ async def test_what_nobody_has_open_comes_from_the_cold_tier() -> None:
 
 
 async def test_a_manifest_that_could_not_be_written_is_written_later(caplog: pytest.LogCaptureFixture) -> None:
-    """Both tiers are away when the namespace is opened, and counted; once they are back they get the manifest. The log has
-    a line for each.
+    """Both tiers are away when the namespace is opened, and counted; once they are back they get the manifest. The log
+    has a line for each.
     """
     hot, cold = slow_tier("redis"), slow_tier("s3")
     hot.down = cold.down = True
