@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import re
 import shutil
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -19,7 +20,7 @@ from kvstore.eviction.candidates import ADMISSIONS, AUTO, POLICIES, REMOVED
 from kvstore.eviction.holdings import Quota
 from kvstore.runtime.machine import usable_bytes
 from kvstore.runtime.sizes import parse_bytes
-from kvstore.runtime.toml_tables import cut, shown
+from kvstore.runtime.wrong_values import cut, expectation, shown
 from kvstore.tiers.locations import (
     ColdLocation,
     FileLocation,
@@ -116,6 +117,12 @@ def _quota(tenant: str, given: object) -> Quota:
     if quota.maximum_bytes is not None and not max(1, quota.guaranteed_bytes) <= quota.maximum_bytes:
         raise ValueError(f"the maximum of tenant {tenant!r} is less than what is guaranteed to it, or nothing")
     return quota
+
+
+def _collector(value: object) -> object:
+    if value is not None and not (isinstance(value, str) and re.fullmatch(r"https?://[^@\s]+", value)):
+        raise ValueError("expected the url of a collector without a login, like http://collector:4318/v1/traces")
+    return value
 
 
 def _replaced(value: object, info: ValidationInfo) -> object:
@@ -249,15 +256,20 @@ class Settings(BaseModel):
     pending_lease_s: Seconds = 30.0
     drain_timeout_s: Annotated[float, Field(ge=0, le=_SECONDS_MAX, allow_inf_nan=False)] = 5.0
     log_format: Literal["text", "json"] = "text"
-    otlp_traces_endpoint: Annotated[str, Field(pattern=r"^https?://[^@\s]+$")] | None = None
+    otlp_traces_endpoint: Annotated[str | None, BeforeValidator(_collector)] = None
     traces_share: Annotated[float, Field(ge=0, le=1)] = 0.01
     idle_exit_s: Seconds | None = None
 
     _sources: Mapping[str, Source] = PrivateAttr(default_factory=dict)
+    _typed: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
     def source(self, name: str) -> Source:
         """Where the value of a setting came from."""
         return self._sources.get(name, "default")
+
+    def given(self, name: str) -> str:
+        """How the value of a setting was given, like `as KVSTORE_LISTEN`; empty: it is the default."""
+        return self._typed.get(name, "")
 
     def tls(self) -> ServerTls | None:
         """The TLS settings of a `tls://` address; `None`: there is no certificate.
@@ -319,6 +331,7 @@ def load_settings(flags: Mapping[str, object] | None = None, *, config: Path | N
     typed |= {name: f"as {ENV_PREFIX}{name.upper()}" for name in from_environment}
     typed |= {name: f"as --{name.replace('_', '-')}" for name in from_flags}
     settings = _made(values, typed)
+    settings._typed = typed
     settings._sources = {
         **dict.fromkeys(from_file, "file"),
         **dict.fromkeys(from_environment, "environment"),
@@ -359,17 +372,17 @@ def _refuse_unknown(names: Iterable[str], what: str, spell: Any = str) -> None:
     known = sorted(Settings.model_fields)
     for name in sorted(names):
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise InvalidRequest(f"unknown {what} {cut(spell(name))}: did you mean {spell(near)}?")
+            near = difflib.get_close_matches(name, known, n=1)
+            step = f"did you mean {spell(near[0])}?" if near else "docs/settings.md lists all"
+            raise InvalidRequest(f"unknown {what} {cut(spell(name))}: {step}")
 
 
 def _explain(error: ValidationError, seen: Mapping[str, object], typed: Mapping[str, str]) -> str:
     """Every wrong field: its name, how or where it was typed, what was expected, what was seen."""
     lines = []
-    for problem in error.errors(include_url=False, include_context=False, include_input=False):
+    for problem in error.errors(include_url=False, include_input=False):
         name = str(problem["loc"][0])
-        expected = problem["msg"].removeprefix("Value error, ")
-        expected = expected[:1].lower() + expected[1:]
+        expected = expectation(problem)
         value = seen.get(name)
         value = without_secrets(value) if isinstance(value, str) else value
         seen_text = "" if "seen=" in expected else f" seen={shown(value)}"

@@ -185,7 +185,7 @@ def _settings(config: Path | None, url: str) -> Settings:
     for name in ("hot", "cold", "encryption_keys"):
         if (why := store.obstacle(name)) is not None:
             raise InvalidRequest(f"cannot use {name} from here: {why}")
-    typer.echo(str(store), err=True)
+    typer.echo(f"store: {store}", err=True)
     return store.settings
 
 

@@ -55,7 +55,7 @@ def reindex(  # noqa: PLR0917 - typer makes flags of them
         reports = _by_service(store, admin_of(store, token_file, config, _CALL_S), quiet=json_)
     else:
         locations = _locations(store)
-        typer.echo(str(store), err=True)
+        typer.echo(f"store: {store}", err=True)
         saved = SavedProgress(state or default_directory(), locations)
         if restart:
             saved.clear()

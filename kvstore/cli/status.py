@@ -47,7 +47,7 @@ def status(  # noqa: PLR0917 - typer makes flags of them
     if json_:
         typer.echo(json.dumps(values, indent=2, sort_keys=True, default=str))
         return
-    console_of().print(page_of(service.address, values), highlight=False)
+    console_of().print(page_of(service.address, values, service.found), highlight=False)
     if all_:
         typer.echo()
         table = table_of("all values", "what", "value")
@@ -72,14 +72,16 @@ def _flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str,
             yield prefix + name, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def page_of(address: str, values: Mapping[str, Any]) -> Group:
+def page_of(address: str, values: Mapping[str, Any], found: str = "") -> Group:
     """The page for people. Pure.
 
     Args:
         address: Of the service.
         values: Its answer to `status`; a service of a neighbouring release may lack some values.
+        found: How the address was found.
     """
     service = values.get("service", {})
+    where = f"{escape(address)}[/bold]{f', {escape(found)}' if found else ''}"
     up = f", up {span_text(service['uptime_s'])}" if "uptime_s" in service else ""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="bold")
@@ -95,7 +97,7 @@ def page_of(address: str, values: Mapping[str, Any]) -> Group:
     for title, lines in sections.items():
         for index, line in enumerate(lines):
             grid.add_row("" if index else title, line)
-    return Group(f"[bold]kvstore {escape(str(values.get('version', '')))} at {escape(address)}[/bold]{up}", "", grid)
+    return Group(f"[bold]kvstore {escape(str(values.get('version', '')))} at {where}{up}", "", grid)
 
 
 def _working(found: list[Problem]) -> Iterator[str]:

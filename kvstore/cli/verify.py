@@ -59,7 +59,7 @@ def verify(  # noqa: PLR0917 - typer makes flags of them
     else:
         location = _parsed_location(tier) if is_location else _location(store, tier)
         if not is_location:
-            typer.echo(str(store), err=True)
+            typer.echo(f"store: {store}", err=True)
         name, started_s = str(location), SYSTEM_CLOCK.monotonic_s()
         with quieted():  # quarantined records are listed in the report
             findings = asyncio.run(_verify(location, store.settings, only, bytes_per_s, quiet=json_))

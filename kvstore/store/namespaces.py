@@ -216,9 +216,13 @@ class Manifests:
         self._kept = {kept for kept in self._kept if kept[0] != namespace}
 
     async def describe(self, namespace: NamespaceId, *, deadline: Deadline) -> NamespaceDescription | None:
-        """The description of a namespace; `None`: no manifest of it can be read."""
+        """The description of a namespace; `None`: there is none, or none that this release can read.
+
+        Raises:
+            Unavailable: A tier that may have it does not answer.
+        """
+        manifest = await self.find(namespace, deadline=deadline)
         try:
-            manifest = await self.find(namespace, deadline=deadline)
             described = parse_manifest(manifest, namespace) if manifest is not None else None
         except KVStoreError as error:
             self._meters.add("manifest_read_failures")

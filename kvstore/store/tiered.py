@@ -8,6 +8,7 @@ from itertools import product
 
 import kvstore
 from kvstore.api import Ack, LeaseId, Lookup, Outcome, PageStore, PrefixQuery, Progress, Retention, SaveOutcome, Staged
+from kvstore.catalog.entry import Level
 from kvstore.catalog.pending import PendingLog
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.format.manifest import pack_manifest
@@ -110,7 +111,8 @@ class TieredStore(PageStore):
         )
         self._manifests = Manifests(context, recorder)
         catalog = recorder.catalog if recorder is not None else None
-        absence = AbsenceFinder(catalog, self._manifests) if catalog is not None else None
+        tiers = {Level.HOT: hot, Level.COLD: cold}
+        absence = AbsenceFinder(catalog, self._manifests, tiers) if catalog is not None else None
         catalog_lookup = CatalogLookup(catalog, context.instruments, self.work) if catalog is not None else None
         self._explainer = Explainer(context, absence, self._is_retired, self.work)
         self.operations = StoreOperations(

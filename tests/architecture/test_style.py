@@ -24,7 +24,7 @@ TOPS = {
     "connector/worker/audit.py": "a background task's top",
     "connector/worker/loader.py": "a background task's top",
     "connector/worker/saver.py": "a background task's top",
-    "kvstore/cli/main.py": "the command line's main",
+    "kvstore/cli/verbs.py": "the command line's main",
     "kvstore/client/connection.py": "a session's top: a caller's callback fails its own call alone",
     "kvstore/service/admin/port.py": "a thread's top",
     "kvstore/service/session.py": "a session's top",

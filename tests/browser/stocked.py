@@ -106,6 +106,6 @@ def add_events(made: ServiceHarness) -> None:
     tell(EventKind.TIER_DOWN, "tier redis is off, requests go on without it", is_public=True, detail={"tier": "redis"})
     tell(EventKind.TIER_BACK, "tier redis is back after 4.2 s", is_public=True, detail={"tier": "redis"})
     told = {"tier": "filesystem", "reason": "payload checksum"}
-    tell(EventKind.QUARANTINED, "a record in filesystem was put aside, and not served", namespace=about, detail=told)
+    tell(EventKind.QUARANTINED, "a record in filesystem was quarantined, and not served", namespace=about, detail=told)
     tell(EventKind.EVICTED, "evicted 12 boundaries from filesystem", detail={"evicted": 12})
     tell(EventKind.SAVES_DROPPED, "7 records are not copied to filesystem", detail={"busy": 7})

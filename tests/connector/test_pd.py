@@ -39,7 +39,7 @@ def test_a_decode_server_restores_what_a_prefill_server_computed(work: Path) -> 
     assert all(row["outputs_equal"] for row in rows)
 
 
-@pytest.mark.parametrize("model", ["qwen3next", "gemma3"])
+@pytest.mark.parametrize("model", ["qwen3next", pytest.param("gemma3", marks=pytest.mark.full)])
 def test_an_engine_that_only_saves_misses_no_state(model: str, work: Path, tmp_path: Path) -> None:
     """A prefill engine looks nothing up, and computes each of these prompts in one step, right when it comes.
 

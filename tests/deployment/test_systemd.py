@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.cli.main import _VERBS
 from kvstore.cli.serve import notify_ready
+from kvstore.cli.verbs import _VERBS
 from kvstore.settings import Settings, load_settings
 from tests.deployment.files import DEPLOY, ROOT
 

@@ -129,7 +129,7 @@ async def test_a_wrong_or_missing_key_is_a_counted_miss_and_destroys_nothing(
         await check_exact(store, RED)
 
 
-async def test_a_forged_record_is_put_aside_and_never_served(place: Place, tmp_path: Path) -> None:
+async def test_a_forged_record_is_quarantined_and_never_served(place: Place, tmp_path: Path) -> None:
     """Somebody who can write to the tiers, and knows our checksums, changes a byte of a record everywhere: its load
     fails, it is quarantined, and the next request is served up to there.
     """

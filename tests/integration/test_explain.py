@@ -202,7 +202,7 @@ def test_evicted(tmp_path: Path) -> None:
 
 
 def test_a_slice_is_missing(tmp_path: Path) -> None:
-    """One record of a page was put aside at an engine that found it corrupt: the group is named."""
+    """One record of a page was quarantined by an engine that found it corrupt: the group is named."""
     with engine(directory(tmp_path), tmp_path) as at:
         records = at.keep("prompt")
         second = next(record for record in records if record.header.span.stop == 128)
@@ -289,6 +289,13 @@ def test_lost_by_redis(redis: RedisServer, tmp_path: Path) -> None:
         assert asyncio.run(lose()) > 0
         assert at.ask("a", "prompt") == 0
         assert at.explain("a")["reason"] == "lost"
+        redis.freeze()
+        try:
+            frozen = at.bridge.run(lambda store: store.explain("a", deadline=Deadline.after(0.2), tenant=None))
+        finally:
+            redis.thaw()
+        assert frozen["reason"] == at.listed()["a"] == "lost"
+        assert "redis" in frozen["detail"]["no_answer"].lower()
 
 
 def test_corrupt_in_redis(redis: RedisServer, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ class Gone(Enum):
 
     EVICTED = "evicted by the server, which had been told that it may"
     DELETED = "deleted by a service"
-    QUARANTINED = "put aside by a service"
+    QUARANTINED = "quarantined by a service"
     DAMAGED = "damaged where it stood"
     FLUSHED = "the server lost everything"
 
@@ -43,7 +43,7 @@ class Medium:
         self.name = name
         self.records: dict[RecordKey, bytes] = {}
         self.manifests: dict[NamespaceId, bytes] = {}
-        self.aside: dict[RecordKey, bytes] = {}
+        self.quarantined: dict[RecordKey, bytes] = {}
         self.evictable: dict[RecordKey, None] = {}
         self.used_bytes = 0
         self.capacity_bytes = capacity_bytes
@@ -88,7 +88,7 @@ class Medium:
         self.used_bytes -= len(data)
         self.evictable.pop(key, None)
         if why is Gone.QUARANTINED:
-            self.aside[key] = data
+            self.quarantined[key] = data
         self.num_evicted += why is Gone.EVICTED
         self._watcher.gone(self, key, why)
         return True

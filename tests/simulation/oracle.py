@@ -91,7 +91,7 @@ class Oracle:
             self.violate(f"{by} returned wrong bytes", asked)
 
     def suspect(self, key: RecordKey) -> None:
-        """A read of it was damaged, or a reader says that it is bad: it may be put aside."""
+        """A read of it was damaged, or a reader says that it is bad: it may be quarantined."""
         self._suspected.add(key)
 
     def is_suspect(self, key: RecordKey) -> bool:
@@ -143,7 +143,7 @@ class Oracle:
         if why is Gone.DAMAGED:
             self._suspected.add(key)
         elif why is Gone.QUARANTINED and key not in self._suspected:
-            self.violate(f"{medium.name}: a good record was put aside", key)
+            self.violate(f"{medium.name}: a good record was quarantined", key)
         elif why is Gone.DELETED:
             if medium is not self.media["s3"]:
                 self.violate(f"{medium.name}: nobody may delete here", key)

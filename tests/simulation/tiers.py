@@ -57,7 +57,7 @@ class SimulatedTier(Tier):
         opened = await open_off_loop(buffer, key)
         if isinstance(opened, Record):
             return opened
-        await self._put_aside(key, opened, lambda data: data is stored, deadline)
+        await self._quarantine(key, opened, lambda data: data is stored, deadline)
         return None
 
     def _read(self, key: RecordKey) -> tuple[bytes | None, bytes | None]:
@@ -89,19 +89,19 @@ class SimulatedTier(Tier):
 
     async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
         self._check_open()
-        return await self._put_aside(key, reason, lambda data: seen is None or data == seen.data, deadline)
+        return await self._quarantine(key, reason, lambda data: seen is None or data == seen.data, deadline)
 
-    async def _put_aside(
+    async def _quarantine(
         self, key: RecordKey, reason: str, is_seen: Callable[[bytes], bool], deadline: Deadline
     ) -> bool:
         def work() -> bool:
             data = self._medium.records.get(key)
             return data is not None and is_seen(data) and self._medium.take(key, Gone.QUARANTINED)
 
-        is_aside = await self._link("quarantine", work, deadline)
-        if is_aside:
+        is_quarantined = await self._link("quarantine", work, deadline)
+        if is_quarantined:
             self._quarantined(key, reason)
-        return is_aside
+        return is_quarantined
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
         self._check_open()

@@ -119,7 +119,7 @@ def test_every_wrong_value_is_told_with_field_expected_and_seen(tmp_path: Path) 
         load_settings({"memory_bytes": "8 gigs", "fsync": "always"})
     message = str(caught.value)
     assert "setting memory_bytes: expected bytes, like 8GiB, 500MB or 1048576 seen='8 gigs'" in message
-    assert "setting fsync: input should be 'none' or 'data' seen='always'" in message
+    assert "setting fsync: expected none or data seen='always'" in message
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.catalog.base import BoundaryEntry, Catalog, Tombstone
 from kvstore.catalog.entry import Level
 from kvstore.model.keys import NamespaceId, PrefixHash
-from kvstore.model.layout import Layout
+from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.namespace import NamespaceDescription, field_differences
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.explain.reasons import LEFT
 from kvstore.store.namespaces import Manifests
+from kvstore.tiers.base import Tier
 
 __all__ = ["Absence", "AbsenceFinder", "Removals"]
 
@@ -39,12 +40,14 @@ class AbsenceFinder:
     """Judges by the catalog's present state. Changes after the request are recognized by their time, in whole seconds.
 
     Args:
-        manifests: Describes other namespaces.
+        manifests: Describes namespaces.
+        tiers: The tier at each level; `None`: this service has none there.
     """
 
-    def __init__(self, catalog: Catalog, manifests: Manifests) -> None:
+    def __init__(self, catalog: Catalog, manifests: Manifests, tiers: Mapping[Level, Tier | None]) -> None:
         self._catalog = catalog
         self._manifests = manifests
+        self._tiers = tiers
 
     async def find(
         self,
@@ -53,6 +56,7 @@ class AbsenceFinder:
         groups: int,
         missed_s: int,
         *,
+        late_s: int = 0,
         deadline: Deadline,
         removals: Removals | None = None,
     ) -> Absence:
@@ -63,11 +67,12 @@ class AbsenceFinder:
             prefix: The boundary.
             groups: A bit for each group that was complete there at the time.
             missed_s: Time of the request, in seconds since the Unix epoch.
+            late_s: Removals count that the catalog learnt of this long after the request.
             deadline: When to give up.
             removals: As `removals` returned them a moment ago; `None`: they are read.
 
         Raises:
-            KVStoreError: The catalog did not answer.
+            KVStoreError: The catalog, or a tier that describes namespaces, did not answer.
         """
         entry = await self._catalog.get(namespace, prefix, deadline=deadline)
         since: dict[str, object] = {}
@@ -75,15 +80,18 @@ class AbsenceFinder:
             since = {"stored_after_s": entry.first_use_s - missed_s}
         description = await self._manifests.describe(namespace, deadline=deadline)
         removals = removals if removals is not None else await self.removals(deadline=deadline)
-        tombstones = removals.get((namespace, prefix), ())
-        tombstone = next((one for one in tombstones if one.at_s <= missed_s), None)
+        layout = description.layout() if description is not None else None
+        before = [one for one in removals.get((namespace, prefix), ()) if one.at_s <= missed_s + late_s]
+        tombstone = before[0] if before else None
+        left = {**_removal(tombstone, missed_s), **self._places(entry, before, missed_s, layout), **since}
+        if tombstone is not None and not since and _is_whole(entry, layout, Level):
+            return Absence("other_tier", left)
         if groups:
-            layout = description.layout() if description is not None else None
-            return Absence("group_incomplete", {**_groups(layout, groups), **_removal(tombstone, missed_s), **since})
+            return Absence("group_incomplete", {**_groups(layout, groups), **left})
         if tombstone is not None:
-            return Absence(LEFT[tombstone.reason], {**_removal(tombstone, missed_s), **since})
+            return Absence(LEFT[tombstone.reason], left)
         if entry is not None and not since:
-            return Absence("group_incomplete", _slices(entry, description))
+            return Absence("group_incomplete", {**_slices(entry, layout), **left})
         if description is not None and (other := await self._elsewhere(description, prefix, deadline)) is not None:
             return Absence("namespace_differs", {**other, **since})
         if not since and not await self._catalog.is_complete(deadline=deadline):
@@ -98,6 +106,25 @@ class AbsenceFinder:
         """
         tombstones = await self._catalog.tombstones(limit=_TOMBSTONES_MAX, deadline=deadline)
         return await asyncio.to_thread(_by_boundary, tombstones)  # many: the loop serves engines at the same time
+
+    def _places(
+        self, entry: BoundaryEntry | None, before: Sequence[Tombstone], missed_s: int, layout: Layout | None
+    ) -> dict[str, object]:
+        """For each tier whether it has the boundary now, and when it left before the request."""
+        found: dict[str, object] = {}
+        for level in Level if entry is not None or before else ():
+            tier = self._tiers[level]
+            left = next((one for one in before if one.level is level), None)
+            is_there = entry is not None and entry.num_records(level) > 0 and level not in entry.leaving
+            if tier is None and left is None and not is_there:
+                continue
+            text = "not stored"
+            if is_there:
+                text = "stored" if _is_whole(entry, layout, (level,)) else "stored in part"
+            if left is not None:
+                text += f": {LEFT[left.reason]} {max(0, missed_s - left.at_s)} s before the request"
+            found[f"in_{tier.name if tier is not None else level.name.lower()}"] = text
+        return found
 
     async def _elsewhere(
         self, description: NamespaceDescription, prefix: PrefixHash, deadline: Deadline
@@ -140,7 +167,7 @@ def _removal(tombstone: Tombstone | None, missed_s: int) -> dict[str, object]:
     return {
         "left": LEFT[tombstone.reason],
         "left_from": tombstone.level.name.lower(),
-        "left_before_s": missed_s - tombstone.at_s,
+        "left_before_s": max(0, missed_s - tombstone.at_s),
     }
 
 
@@ -151,17 +178,29 @@ def _groups(layout: Layout | None, groups: int) -> dict[str, object]:
     return {"groups_missing": ", ".join(missing)}
 
 
-def _slices(entry: BoundaryEntry, description: NamespaceDescription | None) -> dict[str, object]:
-    """What a boundary lacks now, by group and slice. It may have been completed after the request."""
-    if description is None:
-        return {}
-    layout = description.layout()
-    whole, missing = 0, []
+def _missing(entry: BoundaryEntry, layout: Layout, levels: Iterable[Level]) -> Iterator[tuple[GroupLayout, int]]:
+    """Each group, and the number of its slices that are at none of these levels."""
+    seen = [entry.slices[level] for level in levels if level not in entry.leaving]
     for group, shape in enumerate(layout.groups):
         held = 0
-        for level in Level:
-            held |= entry.slices[level][group] if level not in entry.leaving else 0
-        num_missing = shape.num_slices - held.bit_count()
+        for slices in seen:
+            held |= slices[group]
+        yield shape, shape.num_slices - held.bit_count()
+
+
+def _is_whole(entry: BoundaryEntry | None, layout: Layout | None, levels: Iterable[Level]) -> bool:
+    """Whether these levels together have all records of a boundary now, as far as that is known."""
+    if entry is None or layout is None:
+        return False
+    return not any(num_missing for _, num_missing in _missing(entry, layout, levels))
+
+
+def _slices(entry: BoundaryEntry, layout: Layout | None) -> dict[str, object]:
+    """What a boundary lacks now, by group and slice. It may have been completed after the request."""
+    if layout is None:
+        return {}
+    whole, missing = 0, []
+    for group, (shape, num_missing) in enumerate(_missing(entry, layout, Level)):
         whole |= (num_missing == 0) << group
         if num_missing:
             missing.append(f"{num_missing} of {shape.num_slices} of group {group} ({shape.kind.name})")

@@ -42,6 +42,8 @@ _SEARCHES, _EXPLAIN_S = 4, 30.0
 """Explanations that read the catalog at a time, since each reads all tombstones; and how long one may take for it."""
 _NOT_SAVED = ("never_stored", "group_incomplete", "nothing_stored", "catalog_incomplete")
 """Reasons behind which there may be a loss: the record is not stored, and it was not removed."""
+_NOT_FOUND = ("nothing_stored", "not_looked_into", "no_answer")
+"""Reasons of a request for which no search has found one."""
 _UNKNOWN = ("never_stored", "nothing_stored")
 """Reasons that other requests, or the tenant's keys, may explain."""
 
@@ -188,7 +190,7 @@ class Explainer:
                     removals = await self._absence.removals(deadline=Deadline.after(_REMOVALS_S, self._clock))
             except KVStoreError:  # read for each of them, they would take as long again
                 for reported in batch:
-                    reported.reason = reported.operators_reason = "not_looked_into"
+                    reported.reason = reported.operators_reason = "no_answer"
                     self._count(reported)
             else:
                 for reported in batch:
@@ -228,6 +230,8 @@ class Explainer:
                 searched = await self._search(reported, deadline.earlier(_EXPLAIN_S))
             async with self._work.turn(PIECE):
                 found = self._judge(reported, searched, tenant)
+            if found.reason == "no_answer" and (before := reported.reason_for(tenant)) not in _NOT_FOUND:
+                found = Absence(before, found.detail)
         if tenant is None:  # lists say the same from now on
             reported.operators_reason = found.reason
         else:
@@ -277,17 +281,26 @@ class Explainer:
         if self._absence is None or outcome.namespace is None:
             return self._lost(reported, Absence(outcome.reason)) or Absence(outcome.reason)
         vanished = outcome.reason == "gone"  # between lookup and fetch: the catalog learns why at about this time
-        missed_s = reported.at_ms // 1000 + (_REPORTED_WITHIN_S if vanished else 0)
         try:
             found = await self._absence.find(
-                outcome.namespace, outcome.stop.prefix, outcome.groups, missed_s, deadline=deadline, removals=removals
+                outcome.namespace,
+                outcome.stop.prefix,
+                outcome.groups,
+                reported.at_ms // 1000,
+                late_s=_REPORTED_WITHIN_S if vanished else 0,
+                deadline=deadline,
+                removals=removals,
             )
-        except KVStoreError as error:
-            found = Absence(outcome.reason, {"catalog": str(error)})
+        except InvalidRequest:  # the namespace was not opened here, and the catalog knows nothing about it
+            found = Absence(outcome.reason)
             return self._lost(reported, found) or found
-        if vanished:
-            return found if "left" in found.detail else Absence("gone")
-        return self._lost(reported, found) or found
+        except KVStoreError as error:
+            return Absence("no_answer", {"no_answer": str(error)})
+        if not vanished:
+            return self._lost(reported, found) or found
+        if "left" in found.detail and found.reason != "other_tier":
+            return found
+        return Absence("gone", {name: text for name, text in found.detail.items() if name.startswith("in_")})
 
     def _judge(self, reported: ReportedOutcome, found: Absence, tenant: str | None) -> Absence:
         """What was found, or what explains it: for a tenant or, `None`, an operator to know."""

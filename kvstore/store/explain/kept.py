@@ -1,4 +1,7 @@
-"""Mappings of what peers report: bounded in number and bytes, each and all together; the oldest leave."""
+"""Mappings of what peers report: bounded in number and bytes, each and all together; the oldest leave.
+
+`kvstore.runtime.budget` bounds what must stay until its holder gives it back: it refuses, or lets its callers wait.
+"""
 
 from __future__ import annotations
 

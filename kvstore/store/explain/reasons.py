@@ -86,6 +86,10 @@ REASONS = {
         "it was stored, and was evicted when its time to live had passed", "a longer time to live, or a pin"
     ),
     "removed": Reason("it was stored, and a client or an operator removed it"),
+    "other_tier": Reason(
+        "it had left one tier, and another one holds it, which the request did not use",
+        "`kvstore doctor` tests the tiers of this service; the detail names the one that holds it",
+    ),
     "lost": Reason(
         "it was stored, and Redis lost it: Redis evicted it, was flushed, or restarted without its data",
         "more memory for Redis, or a cold tier that gets more (retention_admission)",
@@ -148,6 +152,10 @@ REASONS = {
     "nothing_stored": Reason(
         "nothing usable was found; whether it was stored before is not known here",
         "configure a Redis as hot or a directory as cold: both keep a catalog, which records what was stored",
+    ),
+    "no_answer": Reason(
+        "nothing usable was found; why it was not stored is not known, since the catalog or a tier did not answer",
+        "`kvstore doctor` tests the tiers; `kvstore explain` checks again once they answer",
     ),
     "not_looked_into": Reason(
         "nothing usable was found; more requests missed at that time than are investigated",

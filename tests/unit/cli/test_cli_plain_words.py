@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.cli.main import _VERBS, main
+from kvstore.cli.main import main
 from kvstore.cli.printing import amounts_text, counted
+from kvstore.cli.verbs import _VERBS
 from kvstore.settings import Settings
 from kvstore.wire.address import parse_address
 from tests.unit.admin.service_harness import open_service, prompt_of

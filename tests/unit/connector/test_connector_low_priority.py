@@ -90,7 +90,7 @@ async def test_a_job_that_has_begun_is_done_again(threads: LowPriorityPool) -> N
     def work() -> int:
         begun.append(niceness())
         if len(begun) == 1:
-            gate.wait(60)  # as a thread does that is put aside
+            gate.wait(60)  # as a thread does that gets no processor
         return begun[-1]
 
     assert await run(threads, work, patience_s=0.1, release=lambda: released.append(True)) == niceness()

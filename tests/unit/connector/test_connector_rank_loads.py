@@ -32,7 +32,7 @@ def flipped(record: Record) -> Record:
 
 
 def test_a_flipped_bit(rank: Make, bridge: LoopBridge) -> None:
-    """A damaged record fails the load and is put aside, so that the next request does not meet it."""
+    """A damaged record fails the load and is quarantined, so that the next request does not meet it."""
     source = rank()
     source.save()
     staged = source.stage()

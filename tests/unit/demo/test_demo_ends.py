@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 
 def _descendants_by_environment(mark: str) -> list[int]:
@@ -29,7 +29,7 @@ def _descendants_by_environment(mark: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_ends_its_engine_and_its_service(number: signal.Signals, tmp_path: Path) -> None:
     """Interrupted while an engine and the private service run, the demo exits 130 and nothing of it is left."""
     # the second engine is up, and has its private service
@@ -37,7 +37,6 @@ def test_an_interrupted_demo_ends_its_engine_and_its_service(number: signal.Sign
     _interrupt(arguments, b"(b) asking", number=number, num_processes=3, log=tmp_path / "demo.log")
 
 
-@pytest.mark.full
 def test_an_interrupted_demo_of_disaggregated_prefill_ends_its_servers(tmp_path: Path) -> None:
     """Interrupted while two servers, their engines, the proxy and the private service run: nothing of it is left."""
     _interrupt(("demo.pd",), b"asking the proxy", number=signal.SIGTERM, num_processes=6, log=tmp_path / "demo.log")

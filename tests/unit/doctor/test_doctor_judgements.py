@@ -124,7 +124,7 @@ def test_clocks() -> None:
 
 
 def test_services() -> None:
-    """Down, refusing our token, of another release, with a tier that does not answer or records put aside."""
+    """Down, refusing our token, of another release, with a tier that does not answer or quarantined records."""
     down = Unavailable("the service is not reachable", url="unix:/run/s", reason="cannot connect")
     check(judge_unreachable("unix:/run/s", down), FAILED, "not reachable", "kvstore serve --listen unix:/run/s")
     check(judge_unreachable("tcp://h:7", down), FAILED, "", "firewall")

@@ -23,7 +23,7 @@ class SetClock:
 def test_no_kind_pushes_out_another() -> None:
     """A tier that comes and goes all night fills its own ring; the quarantine before it is still told."""
     events = Events()
-    events.add(EventKind.QUARANTINED, "a record was put aside")
+    events.add(EventKind.QUARANTINED, "a record was quarantined")
     for number in range(1000):
         events.add(EventKind.TIER_DOWN, f"down {number}")
     kept = events.after(0)

@@ -397,9 +397,9 @@ async def test_a_manifest_of_a_later_release_holds_no_write_back_up() -> None:
     await recorder.aclose()
 
 
-@pytest.mark.parametrize("how", ["read", "put aside"])
+@pytest.mark.parametrize("how", ["read", "quarantined"])
 async def test_a_record_that_comes_while_it_is_missed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read finds nothing, or puts a bad record aside; before the catalog is told so, another service stores a good
+    """A read finds nothing, or quarantines a bad record; before the catalog is told so, another service stores a good
     one and tells of it. The catalog has it afterwards, with its bytes, and the read has it too.
     """
     prompt = Prompt(ATTENTION, "a", 64)
@@ -407,7 +407,7 @@ async def test_a_record_that_comes_while_it_is_missed(how: str, monkeypatch: pyt
     recorder = Recorder(catalog, Instruments())
     recorder.register(prompt.namespace, prompt.layout, "")
     tier = CataloguedTier(cold, Level.COLD, recorder)
-    if how == "put aside":
+    if how == "quarantined":
         await tier.put(prompt.record(64, seed=1), deadline=soon())
     remove = catalog.remove
 

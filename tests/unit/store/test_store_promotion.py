@@ -129,7 +129,7 @@ class TestPromotion:
             assert staged.resume_tokens == 128
             assert store._memory.pinned_bytes == staged.num_bytes + 1024 * len(staged.keys)
 
-    async def test_records_of_another_boundary_are_put_aside(self) -> None:
+    async def test_records_of_another_boundary_are_quarantined(self) -> None:
         """An intact record stands under this name but spans other tokens than the prefix: quarantined, not served."""
         prompt, cold = Prompt(ATTENTION, "a", 128), slow_tier("s3")
         await fill(cold, prompt, tokens=[64])

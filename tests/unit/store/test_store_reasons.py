@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
+from store_harness import slow_tier, soon
 
-from kvstore.catalog.base import LeaveReason
+from kvstore.api import Ack, Outcome
+from kvstore.catalog.base import LeaveReason, Leaving, Removal
+from kvstore.catalog.entry import Level
 from kvstore.cli.status_problems import _LATE
+from kvstore.errors import Unavailable
+from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
 from kvstore.store.explain.reasons import LEFT, REASONS
+from kvstore.store.recorder import CataloguedTier, Recorder
+from kvstore.store.tiered import TieredStore
+from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
+from kvstore.testing.prompts import ATTENTION, Prompt, describe
+from kvstore.tiers.memory import MemoryTier
 
+T = TypeVar("T")
+PROMPT = Prompt(ATTENTION, "a", 64)
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -44,3 +60,152 @@ def test_every_word_of_the_connector_is_known() -> None:
     told |= set(re.findall(r"""return "(\w+)", \{""", text))
     assert len(told) > 12
     assert told - {"nothing_staged"} <= set(REASONS)
+
+
+class Clock:
+    """The system's clock, ahead by as much as a test wants."""
+
+    ahead_s = 0
+
+    def monotonic_s(self) -> float:
+        return SYSTEM_CLOCK.monotonic_s() + self.ahead_s
+
+    def wall_ms(self) -> int:
+        return SYSTEM_CLOCK.wall_ms() + 1000 * self.ahead_s
+
+
+class World:
+    """A store over a tier `redis`, whose server has the catalog too, and a tier `s3`."""
+
+    def __init__(self) -> None:
+        self.redis, self.s3 = slow_tier("redis"), slow_tier("s3")
+        self.clock = Clock()
+        instruments = Instruments(self.clock)
+        self.catalog = DictCatalog(CatalogBooks(complete=True), clock=self.clock, ask=self._ask)
+        self.recorder = Recorder(self.catalog, instruments)
+        hot = CataloguedTier(self.redis, Level.HOT, self.recorder)
+        cold = CataloguedTier(self.s3, Level.COLD, self.recorder)
+        self.store = TieredStore(MemoryTier(16 << 20), hot, cold, recorder=self.recorder, instruments=instruments)
+
+    async def _ask(self, what: str, work: Callable[[], T], deadline: Deadline) -> T:
+        if self.redis.down:
+            raise Unavailable("it does not answer", tier="redis")
+        return work()
+
+    async def save(self, prompt: Prompt = PROMPT) -> None:
+        await self.store.open_namespace(prompt.description, deadline=soon())
+        for record in prompt.records():
+            await self.store.save(record, ack=Ack.COLD, deadline=soon())
+        assert await self.store.drain(soon()) == 0
+
+    async def evict(self, level: Level, reason: LeaveReason = LeaveReason.EVICTED) -> None:
+        leaving = [Leaving(PROMPT.namespace, PROMPT.boundary(64).prefix)]
+        (entry,) = await self.catalog.start_leaving(leaving, level, deadline=soon())
+        assert entry is not None
+        assert await self.catalog.finish_leaving([(entry, reason)], level, deadline=soon())
+
+    async def explain(self, *, reason: str = "nothing_stored", groups: int = 0) -> Mapping[str, Any]:
+        """The explanation of a request that comes now and needs the prompt's page."""
+        stop = PROMPT.boundary(64)
+        self.clock.ahead_s += 60
+        self.store.report(Outcome("r", PROMPT.namespace, 64, 64, 0, 0, reason, {}, stop, groups))
+        return await self.again()
+
+    async def again(self) -> Mapping[str, Any]:
+        return await self.store.explain("r", deadline=soon())
+
+    async def listed(self) -> str:
+        told: Any = await self.store.explain("", deadline=soon())
+        return str(told["requests"][0]["reason"])
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    made = World()
+    yield made
+    made.redis.down = False
+    await made.store.aclose()
+    await made.recorder.aclose()
+
+
+@pytest.mark.parametrize("reason", ["nothing_stored", "gone"])
+async def test_evicted_from_one_tier_and_held_by_another(world: World, reason: str) -> None:
+    """It left Redis long ago and S3 has it: the eviction is not why the request missed, and each tier is named."""
+    await world.save()
+    await world.evict(Level.HOT)
+    told = await world.explain(reason=reason)
+    assert told["reason"] == {"nothing_stored": "other_tier", "gone": "gone"}[reason]
+    assert told["detail"]["in_redis"] == "not stored: evicted 60 s before the request"
+    assert told["detail"]["in_s3"] == "stored"
+
+
+async def test_evicted_from_each_tier(world: World) -> None:
+    """The last tier that it left gives the reason; the other one is named too."""
+    await world.save()
+    await world.evict(Level.HOT)
+    await world.evict(Level.COLD, LeaveReason.QUOTA)
+    told = await world.explain()
+    assert (told["reason"], told["detail"]["left_from"]) == ("quota", "cold")
+    assert told["detail"]["in_redis"].startswith("not stored: evicted")
+    assert told["detail"]["in_s3"].startswith("not stored: quota")
+
+
+async def test_evicted_from_one_tier_and_incomplete_in_another(world: World) -> None:
+    """What S3 has of it does not suffice: that it left Redis is the reason."""
+    await world.save()
+    await world.catalog.remove(
+        [Removal(PROMPT.key(64, slice_=1), Level.COLD, None, LeaveReason.CORRUPT)], deadline=soon()
+    )
+    await world.evict(Level.HOT)
+    told = await world.explain()
+    assert told["reason"] == "evicted"
+    assert told["detail"]["in_s3"] == "stored in part: corrupt 60 s before the request"
+
+
+async def test_while_the_catalog_does_not_answer(world: World) -> None:
+    """Nobody can know why it was not stored: that is said, with the tier, until the catalog answers."""
+    await world.save()
+    await world.evict(Level.HOT)
+    await world.evict(Level.COLD)
+    world.redis.down = True
+    told = await world.explain()
+    assert told["reason"] == await world.listed() == "no_answer"
+    assert "redis" in told["detail"]["no_answer"] and "doctor" in told["advice"]
+    world.redis.down = False
+    assert (await world.again())["reason"] == await world.listed() == "evicted"
+
+
+async def test_a_reason_that_was_found_stays(world: World) -> None:
+    """The catalog falls silent after the search: its answer of before is still right."""
+    await world.save()
+    await world.evict(Level.HOT)
+    await world.evict(Level.COLD)
+    assert (await world.explain())["reason"] == "evicted"
+    world.redis.down = True
+    told = await world.again()
+    assert told["reason"] == await world.listed() == "evicted"
+    assert "redis" in told["detail"]["no_answer"]
+
+
+async def test_a_tier_that_describes_other_namespaces_does_not_answer(world: World) -> None:
+    """Whether another namespace has the prompt is not known: then it may not be called never stored."""
+    await world.store.open_namespace(PROMPT.description, deadline=soon())
+    other = describe(ATTENTION, "other")
+    await world.catalog.register(other.id, ATTENTION, "", deadline=soon())
+    world.s3.down = True
+    told = await world.explain()
+    assert told["reason"] == "no_answer" and "s3" in told["detail"]["no_answer"]
+    world.s3.down = False
+    assert (await world.again())["reason"] == "never_stored"
+
+
+async def test_the_background_says_no_answer_too(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search that nobody asked for meets a silent catalog: the list says so."""
+    monkeypatch.setattr("kvstore.store.explain.explainer._PAUSE_S", 0.0)
+    await world.store.open_namespace(PROMPT.description, deadline=soon())
+    world.redis.down = True
+    world.store.report(Outcome("r", PROMPT.namespace, 64, 64, 0, 0, "nothing_stored", {}, PROMPT.boundary(64)))
+    searching = world.store._explainer._searching
+    assert searching is not None
+    await searching
+    assert await world.listed() == "no_answer"

@@ -33,7 +33,7 @@ async def filled_directory(root: Path) -> FilesystemTier:
     return tier
 
 
-async def test_bad_records_are_found_named_and_put_aside(tmp_path: Path) -> None:
+async def test_bad_records_are_found_named_and_quarantined(tmp_path: Path) -> None:
     """Of forty records three are damaged in three ways: these are told with a reason, the others are whole."""
     owner = await filled_directory(tmp_path)
     paths = [tmp_path / format_name(make_key(number)) for number in range(3)]
@@ -56,7 +56,7 @@ async def test_bad_records_are_found_named_and_put_aside(tmp_path: Path) -> None
     assert "wrong size" in reasons[format_name(make_key(1))]
     assert "another record stands under this name" in reasons[format_name(make_key(2))]
     assert not any(path.exists() for path in paths)
-    # the owner goes on: what was put aside is a miss for it, and may be put anew
+    # the owner goes on: what was quarantined is a miss for it, and may be put anew
     assert await owner.get(make_key(0), deadline=soon()) is None
     await owner.put(make_record(0, 5000), deadline=soon())
     assert await owner.get(make_key(0), deadline=soon()) is not None

@@ -57,6 +57,7 @@ class TenantQuota(BaseModel):
     used_bytes: int | None = Field(
         description="what it uses of the cold tier; null: the catalog does not answer", examples=[8589934592]
     )
+    is_known: bool = Field(description="false: no credential and no stored namespace is of a tenant of this name")
 
 
 class QuotaList(BaseModel):
@@ -91,8 +92,9 @@ async def set_quota(
     """Give a tenant a quota, in place of the one in the settings: within seconds on every service that shares the
     catalog, and after restarts.
     """
-    request.state.audit = {"tenant": tenant, **quota.model_dump()}
     rules, wanted = context.rules, Quota(quota.guaranteed_bytes, quota.maximum_bytes)
+    request.state.audit = {"tenant": tenant, **quota.model_dump()}
+    request.state.changed = rules.ordered.get(tenant) != wanted
     if wanted.maximum_bytes is not None and not max(1, wanted.guaranteed_bytes) <= wanted.maximum_bytes:
         detail = "the maximum is 0, or less than the guaranteed bytes"
         raise Refused(422, detail, field="body.maximum_bytes", seen=wanted.maximum_bytes)
@@ -100,12 +102,15 @@ async def set_quota(
     return await _quota_of(context, grant, tenant)
 
 
-@router.delete("/quotas/{tenant:path}", status_code=204, responses=refusals(404))
-async def remove_quota(context: Context, grant: OperatorAdministrator, tenant: TenantText) -> Response:
-    """Withdraw a quota that was set here. The one in the settings applies again."""
+@router.delete("/quotas/{tenant:path}", status_code=204)
+async def remove_quota(
+    context: Context, grant: OperatorAdministrator, request: Request, tenant: TenantText
+) -> Response:
+    """Withdraw a quota that was set here. The one in the settings applies again. Without one nothing changes."""
     rules = context.rules
     if tenant not in rules.ordered:
-        raise _unknown(tenant)
+        request.state.changed = False
+        return Response(status_code=204)
     await context.data_loop.call(lambda deadline: rules.set_quota(tenant, None, deadline=deadline))
     return Response(status_code=204)
 
@@ -118,13 +123,17 @@ async def _quota_of(context: AdminContext, grant: Grant, tenant: str) -> TenantQ
 
 
 def _quotas_of(context: AdminContext, tenants: list[str], used: dict[str, int] | None) -> list[TenantQuota]:
-    rules = context.rules
-    found: list[TenantQuota] = []
-    for tenant in tenants:
-        values = asdict(rules.quotas.get(tenant, Quota()))
-        values |= {"is_ordered": tenant in rules.ordered, "used_bytes": None if used is None else used.get(tenant, 0)}
-        found.append(TenantQuota(tenant=tenant, **values))
-    return found
+    rules, credentials = context.rules, context.service.credentials
+    return [
+        TenantQuota(
+            tenant=tenant,
+            **asdict(rules.quotas.get(tenant, Quota())),
+            is_ordered=tenant in rules.ordered,
+            used_bytes=None if used is None else used.get(tenant, 0),
+            is_known=used is None or tenant in used or (credentials is not None and credentials.has_tenant(tenant)),
+        )
+        for tenant in tenants
+    ]
 
 
 async def _used_bytes(context: AdminContext) -> tuple[dict[str, int] | None, str | None]:

@@ -56,7 +56,8 @@ class Explanation(RequestSummary):
     )
     advice: str = Field(description="what to do about it; may be empty", examples=["a larger budget, or a pin"])
     detail: dict[str, Any] = Field(
-        description="the facts behind the reason: plain values", examples=[{"left": "evicted", "left_from": "cold"}]
+        description="the facts behind the reason: plain values",
+        examples=[{"left": "evicted", "left_from": "cold", "in_s3": "not stored: evicted 60 s before the request"}],
     )
 
 

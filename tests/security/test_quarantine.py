@@ -70,7 +70,9 @@ async def test_discarding_good_records_stores_nothing_past_the_quota(
             limits=StoreLimits(stage_bytes=32 << 20),
             retention=RetentionParts(operator_rules=operator_rules),
         )
-        prompt = Prompt(ATTENTION, "mine", 40 * 64, payload_bytes=RECORD_BYTES, tenant="red", model=f"aside {place}")
+        prompt = Prompt(
+            ATTENTION, "mine", 40 * 64, payload_bytes=RECORD_BYTES, tenant="red", model=f"quarantine {place}"
+        )
         await store.open_namespace(prompt.description, deadline=soon())
         records = prompt.records()
         assert len(records) == 80
@@ -94,7 +96,7 @@ async def test_discarding_good_records_stores_nothing_past_the_quota(
 
 
 async def test_damaged_files_count_and_are_bounded(tmp_path: Path) -> None:
-    """A disk damages everything that is written: what is kept aside stays little, counts as used, and the directory
+    """A disk damages everything that is written: what is quarantined stays little, counts as used, and the directory
     never takes more than its budget; after a start it is the same."""
     tier = await FilesystemTier.open(tmp_path, budget_bytes=BUDGET_BYTES)
     most_bytes = 0
