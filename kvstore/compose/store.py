@@ -1,4 +1,4 @@
-"""The tiers, the pending log and the catalog that the settings name, and the store over them."""
+"""The tiers, the pending log and the catalog that the settings name, and the store over them, encrypted or not."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from importlib.util import find_spec
 
 from kvstore.catalog.base import Catalog, Gate
 from kvstore.catalog.entry import Level
@@ -19,7 +20,10 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
+from kvstore.runtime.tracing import Tracing
 from kvstore.settings import Settings
+from kvstore.store.encryption.encrypted import EncryptedStore
+from kvstore.store.encryption.key_ring import watch_keys
 from kvstore.store.limits import StoreLimits
 from kvstore.store.recorder import CataloguedTier, Recorder
 from kvstore.store.tiered import TieredStore
@@ -29,7 +33,7 @@ from kvstore.tiers.guarded import GuardedTier, report_quarantine
 from kvstore.tiers.locations import ColdLocation, FileLocation, HotLocation, NoTier, RedisLocation, S3Location
 from kvstore.tiers.memory import MemoryTier
 
-__all__ = ["missing_package", "open_catalog", "open_store", "open_tier", "store_limits"]
+__all__ = ["missing_package", "open_catalog", "open_served_store", "open_store", "open_tier", "store_limits"]
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +87,31 @@ async def open_store(settings: Settings, instruments: Instruments | None = None)
         )
         stack.push_async_callback(store.aclose)
         yield store
+
+
+@asynccontextmanager
+async def open_served_store(
+    settings: Settings, *, tracing: Tracing | None = None
+) -> AsyncIterator[TieredStore | EncryptedStore]:
+    """`open_store`, behind an `EncryptedStore` where `encryption_keys` is set.
+
+    Raises:
+        InvalidRequest: The keys cannot be used, or the package for it is not installed; else as `open_store`.
+    """
+    instruments = Instruments(tracing=tracing)
+    if settings.encryption_keys is None:
+        async with open_store(settings, instruments) as store:
+            yield store
+        return
+    if find_spec("cryptography") is None:
+        raise missing_package("encryption", "encryption_keys", "cryptography")
+    keys = watch_keys(settings.encryption_keys)  # before anything is opened: a wrong key file opens nothing
+    async with open_store(settings, instruments) as store:
+        encrypted = EncryptedStore(store, keys)
+        try:
+            yield encrypted
+        finally:
+            await encrypted.aclose()
 
 
 @asynccontextmanager

@@ -7,6 +7,8 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TypeVar
 
 from kvstore.errors import KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.format.manifest import STORE_VERSION_PLACE, check_store_version
@@ -16,14 +18,18 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import EventKind, Events
 from kvstore.runtime.instruments import Instruments
-from kvstore.tiers.base import Concern, Entry, PutOutcome, Tier, TierUsage
+from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage, TierWrapper
 from kvstore.tiers.breaker import Breaker
 
 __all__ = ["GuardedTier", "report_quarantine"]
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _PROBE_KEY = RecordKey(NamespaceId(bytes(NAMESPACE_BYTES)), PrefixHash(bytes(PREFIX_BYTES)), 0, 0)
+_COUNTED = {"get": "reads", "put": "puts"}
+_WRITES = {"put", "delete", "delete_all", "allow_eviction", "quarantine", "put_manifest"}
 _PROBE_S = 2.0
 _VERSION_S = 10.0
 """How long writes trust the tier's version while calls succeed."""
@@ -38,7 +44,7 @@ def report_quarantine(events: Events, tier: str, key: RecordKey, reason: str) ->
     events.add(EventKind.QUARANTINED, text, namespace=key.namespace.hex(), detail={**about, "prefix": key.prefix.hex()})
 
 
-class GuardedTier(Tier):
+class GuardedTier(TierWrapper):
     """Passes calls to `inner` while it is healthy. Otherwise refuses them at once with `Unavailable`.
 
     A newer release may take the tier over during an outage or while we run. So the tier's version is read before it is
@@ -56,10 +62,7 @@ class GuardedTier(Tier):
     def __init__(
         self, inner: Tier, instruments: Instruments, *, breaker: Breaker | None = None, calls_max: int = 1024
     ) -> None:
-        self.name = inner.name
-        self.inner = inner
-        inner.on_quarantine = self._inner_quarantined
-        inner.on_drop = self._inner_dropped
+        super().__init__(inner)
         self._clock = instruments.clock
         self._meters = instruments.meters
         self._events = instruments.events
@@ -73,10 +76,6 @@ class GuardedTier(Tier):
         # the version was read when the tier was opened
         self._version_read_s = self._clock.monotonic_s()
         self._reading_version = asyncio.Lock()
-
-    @property
-    def num_quarantined(self) -> int:
-        return self.inner.num_quarantined
 
     @property
     def is_open(self) -> bool:
@@ -109,68 +108,42 @@ class GuardedTier(Tier):
     async def get(
         self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
     ) -> Record | None:
-        with self._call("get", deadline):
-            self._count("reads")
-            record = await self.inner.get(key, deadline=deadline, allocate=allocate)
+        record = await super().get(key, deadline=deadline, allocate=allocate)
         if record is not None:
             self._count("hits")
             self._count("read_bytes", record.num_bytes)
         return record
 
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
-        return await self._put(self.inner.put, record, deadline)
+        return self._counted(record, await super().put(record, deadline=deadline))
 
     async def put_evictable(self, record: Record, *, deadline: Deadline) -> PutOutcome:
-        return await self._put(self.inner.put_evictable, record, deadline)
+        call = partial(self.inner.put_evictable, record, deadline=deadline)
+        return self._counted(record, await self._pass("put", call, deadline))
 
-    async def _put(self, put: Callable[..., Awaitable[PutOutcome]], record: Record, deadline: Deadline) -> PutOutcome:
-        with self._call("put", deadline):
-            self._count("puts")
-            await self._check_version(deadline)
-            outcome = await put(record, deadline=deadline)
+    def _counted(self, record: Record, outcome: PutOutcome) -> PutOutcome:
         if outcome is PutOutcome.STORED:
             self._count("put_bytes", record.num_bytes)
         elif outcome is PutOutcome.FULL:
             self._count("full")
         return outcome
 
-    async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
-        with self._call("delete", deadline):
-            await self._check_version(deadline)
-            return await self.inner.delete(key, deadline=deadline)
-
-    def cost_bytes(self, num_bytes: int) -> int:
-        return self.inner.cost_bytes(num_bytes)
-
     async def delete_all(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        with self._call("delete_all", deadline):
-            await self._check_version(deadline)
-            await self.inner.delete_all(keys, deadline=deadline)
+        await self._pass("delete_all", partial(self.inner.delete_all, keys, deadline=deadline), deadline)
 
-    async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        with self._call("allow_eviction", deadline):
-            await self._check_version(deadline)
-            await self.inner.allow_eviction(keys, deadline=deadline)
-
-    async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
-        with self._call("quarantine", deadline):
-            await self._check_version(deadline)
-            return await self.inner.quarantine(key, reason, seen=seen, deadline=deadline)
+    async def _pass(self, what: str, call: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
+        with self._call(what, deadline):
+            if what in _COUNTED:
+                self._count(_COUNTED[what])
+            if what in _WRITES:
+                await self._check_version(deadline)
+            return await call()
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
         """As `Tier.scan`. Does not affect the breaker: operators scan, and no request waits for that."""
         self.check_usable()
         async for entry in self.inner.scan(namespace):
             yield entry
-
-    async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
-        with self._call("put_manifest", deadline):
-            await self._check_version(deadline)
-            await self.inner.put_manifest(namespace, manifest, deadline=deadline)
-
-    async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
-        with self._call("get_manifest", deadline):
-            return await self.inner.get_manifest(namespace, deadline=deadline)
 
     async def usage(self, *, deadline: Deadline) -> TierUsage:
         """As `Tier.usage`. A tier that knows its usage without a request is asked for its version, at most every 2 s:
@@ -180,10 +153,6 @@ class GuardedTier(Tier):
             await self._check_version(deadline, _USAGE_S)
             return await self.inner.usage(deadline=deadline)
 
-    async def concerns(self, *, deadline: Deadline) -> list[Concern]:
-        with self._call("concerns", deadline):
-            return await self.inner.concerns(deadline=deadline)
-
     async def aclose(self) -> None:
         self._closed = True
         await self._background.aclose()
@@ -191,12 +160,7 @@ class GuardedTier(Tier):
 
     def _inner_quarantined(self, key: RecordKey, reason: str) -> None:
         report_quarantine(self._events, self.name, key, reason)
-        if self.on_quarantine is not None:
-            self.on_quarantine(key, reason)
-
-    def _inner_dropped(self, keys: Sequence[RecordKey]) -> None:
-        if self.on_drop is not None:
-            self.on_drop(keys)
+        super()._inner_quarantined(key, reason)
 
     @contextmanager
     def _call(self, what: str, deadline: Deadline, *, is_asked: bool = True) -> Iterator[None]:

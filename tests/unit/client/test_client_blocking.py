@@ -44,7 +44,7 @@ def test_every_call_from_plain_threads(store: BlockingStore) -> None:
     """A prompt is saved, looked up, staged, renewed, loaded from several threads, discarded, released."""
     assert store.open_namespace(PROMPT.description, deadline=soon()) == PROMPT.namespace
     records = {record.key: record for record in PROMPT.records()}
-    futures = [store.submit_save(record, deadline=soon()) for record in records.values()]
+    futures = [store.submit(lambda to, it=it: to.save(it, deadline=soon())) for it in records.values()]
     assert {future.result(10) for future in futures} == {SaveOutcome.STORED}
     assert store.lookup(PROMPT.query(), deadline=soon()).resume_tokens == 256
     staged = store.stage(PROMPT.query(), deadline=soon())
@@ -63,7 +63,7 @@ def test_every_call_from_plain_threads(store: BlockingStore) -> None:
 
 
 def test_waiting_on_the_loops_own_thread_is_refused(store: BlockingStore) -> None:
-    """A callback that waits would wait for ever: the error says what to do instead; `submit_...` works there."""
+    """A callback that waits would wait for ever: the error says what to do instead; `submit` works there."""
     seen: list[object] = []
     done = threading.Event()
 
@@ -76,11 +76,13 @@ def test_waiting_on_the_loops_own_thread_is_refused(store: BlockingStore) -> Non
             store.close()
         except InvalidRequest as error:
             seen.append(str(error))
-        store.submit_status(deadline=soon()).add_done_callback(lambda f: (seen.append(f.result()), done.set()))
+        store.submit(lambda to: to.status(deadline=soon())).add_done_callback(
+            lambda f: (seen.append(f.result()), done.set())
+        )
 
-    store.submit_status(deadline=soon()).add_done_callback(callback)
+    store.submit(lambda to: to.status(deadline=soon())).add_done_callback(callback)
     assert done.wait(5)
-    assert "submit_" in str(seen[0])
+    assert "`submit`" in str(seen[0])
     assert "own thread" in str(seen[1])
     assert isinstance(seen[2], dict)
 
@@ -107,7 +109,7 @@ def test_cancelled_futures_cancel_their_calls(tmp_path: Path) -> None:
     """A future is cancelled: its request is not running any more in the service."""
     with ServiceProcess(f"unix:{tmp_path / 'slow'}", slow=True) as slow, BlockingStore(slow.url) as store:
         store.wait_ready(deadline=soon())
-        future = store.submit_status(deadline=Deadline.after(60))
+        future = store.submit(lambda to: to.status(deadline=Deadline.after(60)))
         time.sleep(0.05)
         assert future.cancel()
         ends_s = time.monotonic() + 5
@@ -123,7 +125,7 @@ def test_close_ends_running_calls_and_the_thread(tmp_path: Path) -> None:
     with ServiceProcess(f"unix:{tmp_path / 'slow'}", slow=True) as slow:
         store = BlockingStore(slow.url)
         store.wait_ready(deadline=soon())
-        future = store.submit_status(deadline=Deadline.after(60))
+        future = store.submit(lambda to: to.status(deadline=Deadline.after(60)))
         time.sleep(0.05)
         begun_s = time.monotonic()
         store.close()
@@ -147,7 +149,7 @@ store = BlockingStore({service.url!r})
 store.wait_ready(deadline=Deadline.after(10))
 print("ready", flush=True)
 input()
-store.submit_status(deadline=Deadline.after(60))
+store.submit(lambda to: to.status(deadline=Deadline.after(60)))
 """
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
