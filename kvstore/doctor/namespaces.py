@@ -20,6 +20,7 @@ from kvstore.model.keys import NamespaceId
 from kvstore.model.namespace import NamespaceDescription, field_differences
 from kvstore.runtime.background import gather_all
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.files import read_regular
 from kvstore.settings import Settings
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation, S3Location
@@ -199,8 +200,7 @@ def _read_directory(root: Path) -> list[NamespaceDescription]:
 
 def _read_manifest(root: Path, namespace: NamespaceId) -> NamespaceDescription | None:
     try:
-        with (root / manifest_name(namespace)).open("rb") as file:
-            return parse_manifest(file.read(MAX_MANIFEST_BYTES + 1), namespace)
+        return parse_manifest(read_regular(root / manifest_name(namespace), MAX_MANIFEST_BYTES + 1), namespace)
     except (OSError, KVStoreError):
         return None
 

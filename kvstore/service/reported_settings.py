@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit
 
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.holdings import Quota
+from kvstore.runtime.files import read_regular
 from kvstore.settings import TOKEN_VARIABLE, Settings, settings_from
 from kvstore.tiers.locations import FileLocation, RedisLocation, S3Location, parse_hot
 
@@ -266,11 +268,8 @@ def secrets_of(settings: Settings) -> list[str]:
     if isinstance(cold, S3Location) and cold.endpoint_url is not None:
         found.append(urlsplit(cold.endpoint_url).password)
     if settings.token_file is not None:
-        try:
-            with settings.token_file.open("rb") as file:
-                found.append(file.read(_TOKEN_BYTES_MAX).decode(errors="replace").strip())
-        except OSError:
-            pass  # reported where the token is needed
+        with suppress(OSError):  # reported where the token is needed
+            found.append(read_regular(settings.token_file, _TOKEN_BYTES_MAX).decode(errors="replace").strip())
     found += [os.getenv(name) for name in _VARIABLES]
     spellings = {spelled for secret in found if secret for spelled in _spellings(secret)}
     return sorted(spellings, key=len, reverse=True)

@@ -14,6 +14,7 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget, Shares
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.tracing import Tracing
+from kvstore.runtime.turns import Turns
 from kvstore.service.answers import Answers
 from kvstore.service.authentication import Authenticator, Credentials, CredentialsFile
 from kvstore.service.limits import ServiceLimits, UnauthenticatedConnection, UnauthenticatedConnections
@@ -75,6 +76,7 @@ class Server:
             self._requests,
             ByteBudget(self._limits.head_bytes),
             Shares(self._limits.connections),
+            Turns(self._limits.frames_at_once),
             tracing,
         )
         self._sessions: set[Session] = set()
