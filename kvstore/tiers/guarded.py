@@ -48,8 +48,8 @@ class GuardedTier(TierWrapper):
     """Passes calls to `inner` while it is healthy. Otherwise refuses them at once with `Unavailable`.
 
     A newer release may take the tier over during an outage or while we run. So the tier's version is read before it is
-    used again after an outage, before the first write after a failed call, before a write if the last check is 10 s
-    ago, and for its usage if that is 2 s ago. A tier with a newer version is treated like one that does not answer.
+    used again after an outage, before the first write after a failed call, and before a write if the last check is 10 s
+    ago. It is also read for the tier's usage, at most every 2 s. A tier with a newer version is treated like one that does not answer.
 
     Args:
         inner: The tier; owned from now on.
@@ -146,8 +146,8 @@ class GuardedTier(TierWrapper):
             yield entry
 
     async def usage(self, *, deadline: Deadline) -> TierUsage:
-        """As `Tier.usage`. A tier that knows its usage without a request is asked for its version, at most every 2 s:
-        so one that does not answer is found out, and one that was taken over, though nobody reads or writes.
+        """As `Tier.usage`. A tier that knows its usage without a request is asked for its version, at most every 2 s.
+        So one that does not answer is found out, and one that was taken over, though no call reads or writes.
         """
         with self._call("usage", deadline, is_asked=not self._version_holds(_USAGE_S)):
             await self._check_version(deadline, _USAGE_S)
