@@ -20,6 +20,7 @@ __all__ = [
     "bytes_text",
     "console_of",
     "counted",
+    "detail_text",
     "echo_json",
     "held_text",
     "limit_text",
@@ -77,6 +78,27 @@ def bytes_text(num_bytes: float | None) -> str:
             break
         size /= 1024
     return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+
+
+def detail_text(name: str, value: object) -> tuple[str, str]:
+    """A named value of a report, as `left_before_s` 90, in words: `left before` and `90 s`. Paths of fields stay."""
+    words, unit = name, ""
+    if "." not in name:
+        stem, _, last = name.rpartition("_")
+        unit = last if stem and last in ("bytes", "s", "ms", "tokens") else ""
+        words = (stem if unit else name).replace("_", " ")
+    if isinstance(value, bool):
+        return words, "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return words, ", ".join(" ".join(detail_text(str(key), one)) for key, one in value.items()) or "nothing"
+    if isinstance(value, list | tuple):
+        return words, ", ".join(map(str, value)) or "none"
+    if not isinstance(value, int | float):
+        return words, "-" if value is None else str(value)
+    if unit == "bytes" or name == "bytes":
+        return words, bytes_text(value)
+    number = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+    return words, f"{number} {unit}".rstrip()
 
 
 def limit_text(tier: Mapping[str, Any]) -> str:

@@ -65,7 +65,7 @@ def _flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str,
         elif isinstance(value, bool):
             yield prefix + name, "yes" if value else "no"
         elif isinstance(value, int) and "bytes" in name:
-            yield prefix + name, f"{value:,} ({value / (1 << 20):,.1f} MiB)"
+            yield prefix + name, f"{value:,} ({bytes_text(value)})"
         elif isinstance(value, int) and name != "pid":
             yield prefix + name, f"{value:,}"
         else:

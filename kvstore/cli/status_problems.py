@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.cli.printing import bytes_text, share_text
-from kvstore.errors import in_words
+from kvstore.errors import next_step
 
 __all__ = ["Problem", "by_label", "problems_of"]
 
@@ -67,8 +67,9 @@ def _of_tiers(values: Mapping[str, Any]) -> Iterator[Problem]:
         if not tier.get("healthy"):
             reason = str(tier.get("reason", "no reason given"))
             why = reason.partition(" reason=")[2] or reason  # if the tier is not used for now: the first failure
-            what = f"{name} does not answer ({in_words(why)}): requests are served without it"
-            yield Problem(what, "kvstore doctor names the fix; the service uses it again as soon as it answers")
+            cause, step = next_step(why)
+            what = f"{name} does not answer ({cause}), and is used again as soon as it does"
+            yield Problem(f"{what}: requests are served without it", step or "kvstore doctor names the fix")
         elif tier.get("refuses_writes"):
             yield Problem(f"{name} accepts no writes: {tier['refuses_writes']}", "kvstore doctor")
         elif is_open.get(name):

@@ -159,7 +159,8 @@ def _rates(title: str, counts: Mapping[str, float], seconds: float | None) -> st
         causes = {name.removeprefix(_EVICTED): num for name, num in counts.items() if name.startswith(_EVICTED) and num}
         shown = ", ".join(f"{cause} {num:,.0f}" for cause, num in sorted(causes.items(), key=lambda one: -one[1]))
         freed = bytes_text(counts["retention_bytes"] / per)
-        parts.append(f"{evicted / per:,.1f}{unit} boundaries evicted, {freed}{unit} ({shown})")
+        number = f"{evicted / per:,.1f}" if seconds else f"{evicted:,.0f}"
+        parts.append(f"{number}{unit} boundaries evicted, {freed}{unit} ({shown})")
     corrupt = f", [bold red]{counts['corrupt_records']:,.0f} corrupt[/]" if counts["corrupt_records"] else ""
     return f"{title}: {'; '.join(parts)}{corrupt}"
 
