@@ -49,7 +49,8 @@ class GuardedTier(TierWrapper):
 
     A newer release may take the tier over during an outage or while we run. So the tier's version is read before it is
     used again after an outage, before the first write after a failed call, and before a write if the last check is 10 s
-    ago. It is also read for the tier's usage, at most every 2 s. A tier with a newer version is treated like one that does not answer.
+    ago. It is also read for the tier's usage, at most every 2 s. A tier with a newer version is treated like one that
+    does not answer.
 
     Args:
         inner: The tier; owned from now on.
