@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from kvstore.cli.options import AsJson, Config, TokenFile
-from kvstore.cli.printing import print_table, table_of
+from kvstore.cli.printing import detail_text, print_table, table_of
 from kvstore.cli.service import DataTimeout, Url, connected
 
 __all__ = ["explain"]
@@ -61,7 +61,8 @@ def _show(values: Mapping[str, Any], where: str) -> None:
         table.add_row("stopped at", f"token {values['stopped_at_tokens']:,}")
     table.add_row("why", f"{values['why']} ({values['reason'] or 'whole'})")
     for name, value in values["detail"].items():
-        table.add_row(f"  {name}", f"{value:,.4g}" if isinstance(value, float) else escape(str(value)))
+        words, text = detail_text(name, value)
+        table.add_row(escape(f"  {words}"), escape(text))
     if values["advice"]:
         table.add_row("next", values["advice"])
     if values["namespace"]:

@@ -91,10 +91,8 @@ class StoreInUse:
         if name in self.lacking:
             return f"a service does not report its secrets: set {variable} here to the service's whole {name}"
         if isinstance(value, S3Location) and self.credentials:
-            return (
-                "the service logs in to S3 with variables of its environment, which it does not report: set "
-                f"{', '.join(self.credentials)} in this shell too"
-            )
+            names = ", ".join(self.credentials)
+            return f"the service logs in to S3 with {names}, which it does not report: set {names} in this shell too"
         if isinstance(value, FileLocation) and self.is_remote:
             return f"{value.path} is a directory of the service's machine: run this command there"
         return None

@@ -185,7 +185,7 @@ def test_a_directory_is_verified_before_and_after_damage(tmp_path: Path, capsys:
     asyncio.run(fill())
     where = f"file://{tmp_path / 'records'}"
     assert main(["verify", where]) == 0
-    assert f"{where}: 5 records, 5 whole (15,960 bytes" in capsys.readouterr().out
+    assert f"{where}: 5 records, 5 whole (15.6 KiB" in capsys.readouterr().out
     path = tmp_path / "records" / format_name(make_key(3))
     path.write_bytes(path.read_bytes().replace(b"KVR1", b"KVR?"))
     assert main(["verify", where, "--json", "--rate", "1GiB"]) == 3
