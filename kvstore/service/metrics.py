@@ -41,7 +41,8 @@ COUNTERS = {
     "lookup_hits": "lookups that found a point to resume from",
     "lookup_tier_failures": "lookups that a tier did not answer",
     "lookups": "lookups",
-    "manifest_failures": "manifests that could not be written or read",
+    "manifest_failures": "manifests that could not be written to a tier",
+    "manifest_read_failures": "manifests that `kvstore explain` could not read",
     "pending_failures": "failed operations on pending entries",
     "pending_finished": "write-backs of other services that were finished here",
     "pending_left": "pending entries left for other services",
@@ -106,9 +107,9 @@ OWN_GAUGES = {
     "tenant_maximum_bytes": "bytes of the cold tier beyond which a tenant's own records are evicted first",
     "tenant_used_bytes": "bytes of the cold tier that a tenant with a quota uses",
     "tier_healthy": "1 while the tier answers",
-    "tier_used_bytes": "bytes that a tier holds, where that is known",
-    "tier_limit_bytes": "bytes that a tier may hold, where there is a limit",
-    "tier_records": "records that a tier holds, where that is known",
+    "tier_used_bytes": "bytes that a tier holds, the last known in an outage; of Redis the memory of its servers",
+    "tier_limit_bytes": "bytes that a tier may hold, where there is a limit; the last known in an outage",
+    "tier_records": "records that a tier holds, where that is known; the last known in an outage",
     "write_back_waiting_bytes": "bytes that wait in this service to be written to a tier",
     "write_back_waiting_records": "records that wait in this service to be written to a tier",
 }
@@ -215,8 +216,7 @@ def _own(tiers: Iterable[TierState], service: Mapping[str, object]) -> Samples:
         if tier.level is not None:
             samples["write_back_waiting_records"].append((label, tier.waiting_records))
             samples["write_back_waiting_bytes"].append((label, tier.waiting_bytes))
-        if tier.usage is not None:
-            usage = tier.usage
+        if (usage := tier.known_usage) is not None:
             known = {"used_bytes": usage.used_bytes, "limit_bytes": usage.limit_bytes, "records": usage.num_records}
             for name, value in known.items():
                 if value is not None:
