@@ -44,6 +44,8 @@ def _list(found: list[Mapping[str, Any]], url: str) -> None:
         table.add_row(one["job"], _kind(one), one["state"], job_progress(one), *times)
     print_table(table)
     for one in found:
+        if one["state"] == "failed":
+            typer.echo(f"{one['job']} failed: {one['error']}")
         if one["again"]:
             typer.echo(f"{one['job']} was interrupted; to start it again: {one['again']}")
 

@@ -31,6 +31,7 @@ __all__ = [
     "span_text",
     "table_of",
     "time_text",
+    "used_text",
 ]
 
 _WIDTH_MIN = 160
@@ -106,12 +107,21 @@ def limit_text(tier: Mapping[str, Any]) -> str:
     return f"{bytes_text(tier.get('limit_bytes'))}{f' ({name})' if name else ''}"
 
 
+def used_text(name: str, tier: Mapping[str, Any]) -> str:
+    """What a tier uses. Of Redis it is the memory of the servers, which others may use too: not what the store keeps
+    there."""
+    used = bytes_text(tier.get("used_bytes"))
+    return f"{used} (server memory)" if name == "redis" and used != "-" else used
+
+
 def share_text(amount: float | None, whole: float | None) -> str:
-    """A percentage; `0%` and `100%` are exact, `-` if one of the two is not known."""
+    """A percentage, also above 100; `0%` and `100%` are exact, `-` if one of the two is not known."""
     if amount is None or not whole:
         return "-"
     share = 100 * amount / whole
-    return f"{0 if share <= 0 else min(99, max(1, round(share))) if share < 100 else 100}%"
+    if share <= 0 or share == 100:
+        return f"{share:.0f}%"
+    return f"{min(99, max(1, round(share))) if share < 100 else max(101, round(share)):,}%"
 
 
 def span_text(seconds: float) -> str:

@@ -44,10 +44,13 @@ def quota(  # noqa: PLR0917 - typer makes flags of them
         client.call("DELETE", "quotas", tenant)
     if is_set:
         client.call("PUT", "quotas", tenant, body=_body(before or {}, guaranteed, maximum))
-    listed = [one for one in client.get("quotas")["quotas"] if tenant in ("", one["tenant"])]
+    found = client.get("quotas")
+    listed, unread = [one for one in found["quotas"] if tenant in ("", one["tenant"])], found.get("unread")
     if json_:
-        echo_json({"quotas": listed} | ({"removed": removed} if remove else {}))
+        echo_json({"quotas": listed, "unread": unread} | ({"removed": removed} if remove else {}))
         return
+    if unread:
+        typer.echo(f"quotas as this service last knew them: {unread}", err=True)
     if removed is not None:
         sizes = f"{bytes_text(removed['guaranteed_bytes'])} guaranteed, at most {bytes_text(removed['maximum_bytes'])}"
         typer.echo(f"removed the quota of {tenant} that an operator had set: {sizes}")
@@ -57,7 +60,8 @@ def quota(  # noqa: PLR0917 - typer makes flags of them
         _show(listed)
         _warn(listed if is_set else ())
     else:
-        typer.echo(f"no quota{' of ' + tenant if tenant else 's'}: {ONLY_OWN}")
+        why = "none was known" if unread else ONLY_OWN
+        typer.echo(f"no quota{' of ' + tenant if tenant else 's'}: {why}")
 
 
 def _body(before: Mapping[str, Any], guaranteed: str, maximum: str) -> dict[str, int | None]:

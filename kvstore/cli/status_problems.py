@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,14 @@ _COUNTERS = (
     ("discarded_records", "", "engines found {} bad records; they are quarantined", "kvstore verify, engines' logs"),
     ("write_back_dropped", "tier", "{} records were not copied to {}", "counters.write_back_dropped in --all says why"),
     ("encryption_refused_saves", "reason", "{} records were not kept ({})", "kvstore doctor"),
-    ("retention_failures", "tier", "eviction from {1} failed {0} times", "the service's log"),
+    (
+        "retention_failures",
+        "at",
+        "eviction from the cold tier failed {} times at {}",
+        "kvstore doctor, the service's log",
+    ),
     ("manifest_failures", "tier", "{} descriptions of namespaces were not written to {}", "the service's log"),
+    ("manifest_read_failures", "", "descriptions of namespaces could not be read {} times", "the service's log"),
     ("catalog_changes_lost", "", "the catalog lacks {} changes", "kvstore reindex"),
 )
 """Counters that should not grow: name, a label, what they mean (the number and the label's value), the next step."""
@@ -50,7 +56,7 @@ def problems_of(values: Mapping[str, Any]) -> list[Problem]:
     if counters.get("catalog_complete") == 0:
         what = "the catalog may be incomplete, so that lookups query the tiers too, which is slower"
         found.append(Problem(what, "kvstore reindex (services may keep running)"))
-    return [*found, *_of_counters(counters)]
+    return [*found, *_of_counters(counters, values.get("tiers", {}))]
 
 
 def _of_tiers(values: Mapping[str, Any]) -> Iterator[Problem]:
@@ -114,11 +120,12 @@ def _of_losses(recent: Mapping[str, Any]) -> Iterator[Problem]:
     yield Problem(losses_text(recent), "; ".join(loss_fixes(recent)))
 
 
-def _of_counters(counters: Mapping[str, float]) -> Iterator[Problem]:
+def _of_counters(counters: Mapping[str, float], tiers: Collection[str]) -> Iterator[Problem]:
+    places = {"catalog": "the catalog in redis" if "redis" in tiers else "the catalog"}
     for name, label, text, step in _COUNTERS:
         for value, amount in by_label(counters, name, label).items():
             if amount:
-                yield Problem(text.format(f"{amount:,.0f}", value), step, is_now=False)
+                yield Problem(text.format(f"{amount:,.0f}", places.get(value, value)), step, is_now=False)
     refused = by_label(counters, "saves", "outcome")
     for outcome, why in (("full", "the tiers were full"), ("busy", "too many saves were being received")):
         if amount := refused.get(outcome, 0):

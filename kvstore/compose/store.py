@@ -40,6 +40,7 @@ _log = logging.getLogger(__name__)
 _PROBE_S = 2.0
 _PENDING_LEASE_S = 30.0
 """How long after a service's death another one finishes its writes to the cold tier."""
+_WALK_PROBE_S = 4.0
 _ARENA_SPARE_BYTES = 64 << 20
 """In the arena beside the memory tier's budget: for records on their way in, and an eighth more for gaps."""
 _WARM_BYTES = 256 << 20
@@ -119,7 +120,8 @@ async def open_served_store(
 async def open_tier(
     location: HotLocation | ColdLocation, settings: Settings, *, is_owner: bool = False
 ) -> AsyncIterator[Tier]:
-    """One slower tier alone, for an operator's walk over it.
+    """One slower tier alone, for an operator's walk over it. It has answered once, since a step of a walk may wait for
+    a minute.
 
     Args:
         location: Where it is.
@@ -129,7 +131,7 @@ async def open_tier(
 
     Raises:
         InvalidRequest: There is none, or this installation cannot use it.
-        Unavailable: The directory cannot be read.
+        Unavailable: The directory cannot be read, or the tier does not answer.
     """
     match location:
         case NoTier():
@@ -145,6 +147,10 @@ async def open_tier(
         case S3Location():
             tier = await _s3(location, Meters())
     try:
+        try:
+            await tier.get_manifest(STORE_VERSION_PLACE, deadline=Deadline.after(_WALK_PROBE_S))
+        except Unavailable as error:
+            raise Unavailable(f"{tier.name} does not answer: {error.message}", **error.details) from error
         yield tier
     finally:
         await tier.aclose()

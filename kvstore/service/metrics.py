@@ -35,7 +35,8 @@ COUNTERS = {
     "lookup_hits": "lookups that found a point to resume from",
     "lookup_tier_failures": "lookups that a tier did not answer",
     "lookups": "lookups",
-    "manifest_failures": "manifests that could not be written or read",
+    "manifest_failures": "manifests that could not be written to a tier",
+    "manifest_read_failures": "manifests that `kvstore explain` could not read",
     "pending_failures": "failed operations on pending entries",
     "pending_finished": "write-backs of other services that were finished here",
     "pending_left": "pending entries left for other services",
@@ -91,8 +92,8 @@ OWN_GAUGES = {
     "tenant_maximum_bytes": "bytes of the cold tier beyond which a tenant's own records are evicted first",
     "tenant_used_bytes": "bytes of the cold tier that a tenant with a quota uses",
     "tier_healthy": "1 while the tier answers",
-    "tier_used_bytes": "bytes that a tier holds, where that is known",
-    "tier_limit_bytes": "bytes that a tier may hold, where there is a limit",
+    "tier_used_bytes": "bytes that a tier holds, the last known in an outage; of Redis the memory of its servers",
+    "tier_limit_bytes": "bytes that a tier may hold, where there is a limit; the last known in an outage",
     "write_back_waiting_bytes": "bytes that wait in this service to be written to a tier",
 }
 """Gauges that are read for each request of `/metrics`; shown as `kvstore_<name>`."""
@@ -197,8 +198,7 @@ def _own(tiers: Iterable[TierState], service: Mapping[str, object]) -> Samples:
         samples["tier_healthy"].append((label, int(tier.usage is not None and not tier.is_open)))
         if tier.level is not None:
             samples["write_back_waiting_bytes"].append((label, tier.waiting_bytes))
-        if tier.usage is not None:
-            usage = tier.usage
+        if (usage := tier.known_usage) is not None:
             for name, value in (("used_bytes", usage.used_bytes), ("limit_bytes", usage.limit_bytes)):
                 if value is not None:
                     samples[f"tier_{name}"].append((label, value))

@@ -454,6 +454,8 @@ def _leave_time(deadline: Deadline) -> Deadline:
 
 
 def _tier_status(state: TierState) -> dict[str, object]:
+    last = state.last_usage
+    known = {"last_known": {**asdict(last), "at_ms": state.last_at_ms}} if last is not None else {}
     if state.usage is None:
-        return {"name": state.name, "healthy": False, "reason": state.reason}
-    return {"name": state.name, "healthy": True, **asdict(state.usage)}
+        return {"name": state.name, "healthy": False, "reason": state.reason, **known}
+    return {"name": state.name, "healthy": True, **asdict(state.usage), **known}

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -32,7 +32,9 @@ _COUNTED = {"get": "reads", "put": "puts"}
 _WRITES = {"put", "delete", "delete_all", "allow_eviction", "quarantine", "put_manifest"}
 _PROBE_S = 2.0
 _VERSION_S = 10.0
-"""How long the tier's version is trusted while calls succeed."""
+"""How long writes trust the tier's version while calls succeed."""
+_USAGE_S = 2.0
+"""For how long its usage trusts it, and so for how long after a tier has frozen an idle one is still reported well."""
 
 
 def report_quarantine(events: Events, tier: str, key: RecordKey, reason: str) -> None:
@@ -47,7 +49,8 @@ class GuardedTier(TierWrapper):
 
     A newer release may take the tier over during an outage or while we run. So the tier's version is read before it is
     used again after an outage, before the first write after a failed call, and before a write if the last check is 10 s
-    ago. A tier with a newer version is treated like one that does not answer.
+    ago. It is also read for the tier's usage, at most every 2 s. A tier with a newer version is treated like one that
+    does not answer.
 
     Args:
         inner: The tier; owned from now on.
@@ -72,7 +75,7 @@ class GuardedTier(TierWrapper):
         self._background = Background(f"guard of tier {inner.name}")
         self._reason = ""  # for the last outage
         # the version was read when the tier was opened
-        self._version_holds_until_s = self._clock.monotonic_s() + _VERSION_S
+        self._version_read_s = self._clock.monotonic_s()
         self._reading_version = asyncio.Lock()
 
     @property
@@ -88,8 +91,7 @@ class GuardedTier(TierWrapper):
         """
         if self._breaker.is_open:
             self._count("refused")
-            text = "the tier failed and is not used until a probe succeeds"
-            raise Unavailable(text, tier=self.name, reason=self._reason)
+            raise Unavailable(f"{self.name} failed and is not used until a probe succeeds", reason=self._reason)
 
     def open_breaker(self, reason: str) -> None:
         """Refuse calls until a probe succeeds, because the tier did not answer when it was opened. The caller logs it.
@@ -143,11 +145,12 @@ class GuardedTier(TierWrapper):
             yield entry
 
     async def usage(self, *, deadline: Deadline) -> TierUsage:
-        usage = await super().usage(deadline=deadline)
-        if not self._version_holds() and not self._reading_version.locked():
-            # a long time may pass without a write
-            self._background.spawn(self._check_version_unasked(), "version")
-        return usage
+        """As `Tier.usage`. A tier that knows its usage without a request is asked for its version, at most every 2 s.
+        So one that does not answer is found out, and one that was taken over, though no call reads or writes.
+        """
+        with self._call("usage", deadline, is_asked=not self._version_holds(_USAGE_S)):
+            await self._check_version(deadline, _USAGE_S)
+            return await self.inner.usage(deadline=deadline)
 
     async def aclose(self) -> None:
         self._closed = True
@@ -159,8 +162,8 @@ class GuardedTier(TierWrapper):
         super()._inner_quarantined(key, reason)
 
     @contextmanager
-    def _call(self, what: str, deadline: Deadline) -> Iterator[None]:
-        """Refuse the call, or run it in a span and report its end to the breaker."""
+    def _call(self, what: str, deadline: Deadline, *, is_asked: bool = True) -> Iterator[None]:
+        """Refuse the call, or run it in a span and report its end to the breaker. `is_asked`: as `Breaker.observe`."""
         tracing = self._tracing
         with tracing.span(f"{self.name}.{what}", tier=self.name) if tracing is not None else nullcontext():
             if not self._closed:  # otherwise the inner tier raises `Closed`
@@ -171,47 +174,44 @@ class GuardedTier(TierWrapper):
             self._num_calls += 1
             self._meters.set("tier_calls", self._num_calls, tier=self.name)
             try:
-                with self._breaker.observe(deadline, self._clock):
+                with self._breaker.observe(deadline, self._clock, is_asked=is_asked):
                     yield
             except Unavailable:
                 self._count("errors")
-                self._version_holds_until_s = -math.inf
+                self._version_read_s = -math.inf
                 raise
             finally:
                 self._num_calls -= 1
                 self._meters.set("tier_calls", self._num_calls, tier=self.name)
                 self._meters.set("tier_quarantined", self.inner.num_quarantined, tier=self.name)
 
-    async def _check_version(self, deadline: Deadline) -> None:
-        """Read the tier's version, unless a recent answer still holds.
+    async def _check_version(self, deadline: Deadline, trusted_s: float = _VERSION_S) -> None:
+        """Read the tier's version, unless it was read in the last `trusted_s`.
 
         Raises:
             Unavailable: A newer release has taken the tier over, or the version cannot be read.
         """
-        if self._closed or self._version_holds():
+        if self._closed or self._version_holds(trusted_s):
             return
-        async with deadline.scope(f"reading the version of tier {self.name}"), self._reading_version:
+        async with deadline.scope(f"another reading of the version of tier {self.name}"):
+            await self._reading_version.acquire()
+        try:
             self.check_usable()
-            if self._version_holds():
-                return
-            try:
+            if not self._version_holds(trusted_s):
                 await self._read_version(deadline)
-            except UnsupportedFormat as error:
-                if self._breaker.open():
-                    self._opened(str(error))
-                raise Unavailable(error.message, **error.details) from error
+        except UnsupportedFormat as error:
+            if self._breaker.open():
+                self._opened(str(error))
+            raise Unavailable(error.message, **error.details) from error
+        finally:
+            self._reading_version.release()
 
-    async def _check_version_unasked(self) -> None:
-        """As `_check_version`, without a caller: a slow answer does not open the breaker."""
-        with suppress(KVStoreError):
-            await self._check_version(Deadline.after(_PROBE_S, self._clock))
-
-    def _version_holds(self) -> bool:
-        return self._clock.monotonic_s() < self._version_holds_until_s
+    def _version_holds(self, trusted_s: float) -> bool:
+        return self._clock.monotonic_s() < self._version_read_s + trusted_s
 
     async def _read_version(self, deadline: Deadline) -> None:
         check_store_version(await self.inner.get_manifest(STORE_VERSION_PLACE, deadline=deadline), self.name)
-        self._version_holds_until_s = self._clock.monotonic_s() + _VERSION_S
+        self._version_read_s = self._clock.monotonic_s()
 
     def _opened(self, reason: str) -> None:
         if not self._closed:

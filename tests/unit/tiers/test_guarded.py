@@ -27,7 +27,7 @@ class FailingTier(MemoryTier):
         super().__init__(1 << 20, name="failing")
         self.fails = False
         self.hangs = False
-        self.num_heads = 0
+        self.num_heads = self.num_versions = 0
 
     async def _maybe_fail(self, deadline: Deadline) -> None:
         if self.hangs:
@@ -40,6 +40,11 @@ class FailingTier(MemoryTier):
         self.num_heads += 1
         await self._maybe_fail(deadline)
         return await super().head(keys, deadline=deadline)
+
+    async def get_manifest(self, namespace, *, deadline):  # type: ignore[no-untyped-def]
+        self.num_versions += 1
+        await self._maybe_fail(deadline)
+        return await super().get_manifest(namespace, deadline=deadline)
 
     async def get(self, key, *, deadline, allocate=None):  # type: ignore[no-untyped-def]
         await self._maybe_fail(deadline)
@@ -102,6 +107,34 @@ async def test_opens_after_one_hang(guard: GuardedTier, inner: FailingTier) -> N
     inner.hangs = True
     await fail(guard, "deadline", timeout_s=0.12)
     assert guard.is_open
+
+
+async def test_its_usage_finds_out_an_idle_tier_that_hangs(
+    guard: GuardedTier, inner: FailingTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The inner tier knows its usage without a request, as S3 does: it is asked all the same, at most every 2 s."""
+    for _ in range(10):
+        await guard.usage(deadline=Deadline.after(1))
+    assert inner.num_versions == 0, "its version was read when it was opened"
+    await asyncio.sleep(2)
+    for _ in range(10):
+        await guard.usage(deadline=Deadline.after(1))
+    assert inner.num_versions == 1
+    inner.hangs = True
+    await asyncio.sleep(2)
+    with pytest.raises(Unavailable, match="did not end before its deadline"):
+        await guard.usage(deadline=Deadline.after(1))
+    assert guard.is_open and "is off, requests go on without it" in caplog.text
+
+
+async def test_a_usage_without_a_request_is_no_answer(guard: GuardedTier, inner: FailingTier) -> None:
+    """A status that is read while calls hang does not acquit the tier."""
+    inner.hangs = True
+    call = asyncio.ensure_future(guard.get(make_key(1), deadline=Deadline.after(0.2)))
+    await asyncio.sleep(0.1)
+    await guard.usage(deadline=Deadline.after(1))
+    await asyncio.wait({call})
+    assert isinstance(call.exception(), Unavailable) and guard.is_open
 
 
 async def test_short_deadlines_prove_nothing(guard: GuardedTier, inner: FailingTier) -> None:

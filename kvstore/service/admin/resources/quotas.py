@@ -64,13 +64,19 @@ class QuotaList(BaseModel):
     """Tenants with a quota."""
 
     quotas: list[TenantQuota]
+    unread: str | None = Field(
+        default=None,
+        description="why the catalog, where quotas are kept, cannot be read now, so that these are the last known; "
+        "null: it was read",
+    )
 
 
 @router.get("/quotas")
 async def list_quotas(context: Context, grant: Reader) -> QuotaList:
     """The quotas in force, sorted by tenant. A tenant sees its own."""
     tenants = [tenant for tenant in sorted(context.rules.quotas) if grant.sees(tenant)]
-    return QuotaList(quotas=await _quotas_of(context, tenants))
+    used, unread = await _used_bytes(context)
+    return QuotaList(quotas=_quotas_of(context, tenants, used), unread=unread)
 
 
 @router.get("/quotas/{tenant:path}", responses=refusals(404))
@@ -112,11 +118,12 @@ async def remove_quota(
 async def _quota_of(context: AdminContext, grant: Grant, tenant: str) -> TenantQuota:
     if tenant not in context.rules.quotas or not grant.sees(tenant):
         raise _unknown(tenant)
-    return (await _quotas_of(context, [tenant]))[0]
+    used, _ = await _used_bytes(context)
+    return _quotas_of(context, [tenant], used)[0]
 
 
-async def _quotas_of(context: AdminContext, tenants: list[str]) -> list[TenantQuota]:
-    rules, used, credentials = context.rules, await _used_bytes(context), context.service.credentials
+def _quotas_of(context: AdminContext, tenants: list[str], used: dict[str, int] | None) -> list[TenantQuota]:
+    rules, credentials = context.rules, context.service.credentials
     return [
         TenantQuota(
             tenant=tenant,
@@ -129,16 +136,16 @@ async def _quotas_of(context: AdminContext, tenants: list[str]) -> list[TenantQu
     ]
 
 
-async def _used_bytes(context: AdminContext) -> dict[str, int] | None:
-    """Bytes in the cold tier by tenant; `None`: the catalog does not answer."""
+async def _used_bytes(context: AdminContext) -> tuple[dict[str, int] | None, str | None]:
+    """Bytes in the cold tier by tenant; `None` and why, if the catalog does not answer."""
     try:
         totals = await context.catalog.totals()
-    except KVStoreError:
-        return None
+    except KVStoreError as error:
+        return None, str(error)
     used: dict[str, int] = {}
     for held in totals.values():
         used[held.tenant] = used.get(held.tenant, 0) + held.levels[Level.COLD].num_bytes
-    return used
+    return used, None
 
 
 def _unknown(tenant: str) -> Refused:
