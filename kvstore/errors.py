@@ -1,7 +1,8 @@
 """Errors named by what the caller does next; no other exception crosses a public border of `kvstore`.
 
 Normal outcomes (a miss, a full tier, a record that already exists) are values, not errors.
-Messages are lower case, say what was expected and what was seen, and end with `key=value` details.
+Messages are lower case, say what was expected and what was seen, and end with `key=value` details. The next step, if a
+message has one, is behind its first `: `. Before a caller adds its own, it looks with `next_step`: an error has one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,18 @@ __all__ = [
 
 _DETAIL = re.compile(r" ([a-z_]+)=(?=\S)")
 _WORDS = {"error": ": ", "reason": ": ", "seen": ", got "}
+
+
+def next_step(text: str) -> tuple[str, str]:
+    """The text of an error in two parts: what happened, with its details in words, and the next step, or nothing.
+
+    Of `cannot connect: check the address url=tcp://a:1` these are `cannot connect, url tcp://a:1` and `check the
+    address`.
+    """
+    detail = _DETAIL.search(text)
+    message, details = (text[: detail.start()], text[detail.start() :]) if detail is not None else (text, "")
+    cause, _, step = message.partition(": ")
+    return in_words(cause + details), step
 
 
 def in_words(text: str) -> str:

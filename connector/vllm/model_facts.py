@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -14,6 +16,10 @@ _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "m
 
 _TYPES = ("torch_dtype", "dtype")
 """Covered by `compute_dtype`, which an operator may have chosen."""
+
+_LONG_BYTES, _LONG_ITEMS = 96 << 10, 7000
+"""A longer list or map is described by its digest. Some quantizations name every layer of every expert, in megabytes:
+a description would be refused. Two such lists, each just below, fit."""
 
 _LONG_ROPES = ("longrope", "su")
 
@@ -61,8 +67,8 @@ def _draft_folder(vllm_config: Any) -> str | None:
 
 
 def _model_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    plain = _plain(_without_volatile(config))
-    return {key: value for key, value in plain.items() if key not in _TYPES}
+    plain = _without_volatile(config)
+    return {str(key): _shortened(_plain(value)) for key, value in plain.items() if key not in _TYPES}
 
 
 def _without_volatile(value: Any) -> Any:
@@ -79,7 +85,7 @@ def _model_rules(model: Any) -> dict[str, Any]:
     if originals:  # vLLM chooses one set of factors at start, by the longest request that it accepts
         rules["long_rope"] = [model.max_model_len > original for original in originals]
     if model.quantization_config is not None:
-        rules["quantization_config"] = _plain(_as_mapping(model.quantization_config))
+        rules["quantization_config"] = _shortened(_plain(_as_mapping(model.quantization_config)))
     if model.model_class_overrides:
         rules["model_class_overrides"] = _plain(model.model_class_overrides)
     return rules
@@ -115,6 +121,20 @@ def _media_rules(media: Any) -> dict[str, Any]:
 
 def _as_mapping(value: Any) -> Mapping[str, Any]:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _shortened(value: Any) -> Any:
+    """The same value, with a digest in place of each list or map in it that is too long to be described."""
+    if isinstance(value, dict):
+        value = {key: _shortened(item) for key, item in value.items()}
+    elif isinstance(value, list):
+        value = [_shortened(item) for item in value]
+    else:
+        return value
+    text = json.dumps(value, sort_keys=True)
+    if len(text) <= _LONG_BYTES and len(value) <= _LONG_ITEMS:
+        return value
+    return {"num_items": len(value), "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def _plain(value: Any) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.files import read_regular
 
 __all__ = ["JOBS", "OPERATOR_RULES", "FileTextStore", "Ownership", "SoleOwnership", "TextStore", "TextStoreKind"]
 
@@ -146,7 +147,7 @@ class FileTextStore(TextStore):
 
     def _read(self) -> dict[str, str]:
         try:
-            values = json.loads(self._path.read_text())
+            values = json.loads(read_regular(self._path))
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:

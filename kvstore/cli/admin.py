@@ -17,11 +17,12 @@ from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 import typer
 
 from kvstore.cli.options import AsJson, Config, TokenFile, tls_of, token_of
-from kvstore.cli.printing import progress_bar
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.cli.printing import bytes_text, progress_bar
+from kvstore.errors import InvalidRequest, Unavailable, next_step
 from kvstore.settings import TOKEN_VARIABLE, Settings, load_settings
 
 __all__ = [
+    "ONLY_OWN",
     "AdminClient",
     "NamespaceArgument",
     "Yes",
@@ -41,6 +42,9 @@ Timeout: TypeAlias = Annotated[float, typer.Option("--timeout", min=0.1, max=600
 NamespaceArgument: TypeAlias = Annotated[str, typer.Argument(help="The id of a namespace, or its first digits.")]
 Yes: TypeAlias = Annotated[bool, typer.Option("--yes", help="Do it. Without this flag: show what would be done.")]
 
+ONLY_OWN = "a tenant's token shows only what is that tenant's, an operator's token shows all"
+"""Behind an empty list."""
+
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 _ANSWER_BYTES_MAX = 64 << 20
 _POLL_S_MIN, _POLL_S_MAX = 0.02, 0.5
@@ -55,11 +59,19 @@ class AdminClient:
         url: `http://host:port` or `https://host:port`.
         token: Sent with each request, unless empty.
         timeout_s: For each answer.
+        found: How the address was found, like `given as --admin-url`.
         tls: For an `https` address.
+
+    Attributes:
+        note: A line to print on standard error with the first answer.
     """
 
-    def __init__(self, url: str, token: str, *, timeout_s: float, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, url: str, token: str, *, timeout_s: float, found: str = "", tls: ssl.SSLContext | None = None
+    ) -> None:
         self.url = url
+        self.found = found
+        self.note = ""
         self._headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._timeout_s = timeout_s
         # no proxy: those of the environment are for other networks
@@ -97,6 +109,9 @@ class AdminClient:
         try:
             with self._opener.open(Request(url, data, headers, method=method), timeout=self._timeout_s) as answer:
                 found: bytes = answer.read(_ANSWER_BYTES_MAX)
+                if self.note:
+                    typer.echo(self.note, err=True)
+                    self.note = ""
                 return found
         except HTTPError as error:
             with error:
@@ -106,35 +121,67 @@ class AdminClient:
             reason = getattr(reason, "strerror", None) or reason
             if "WRONG_VERSION_NUMBER" in str(reason):
                 raise Unavailable(f"{self.url} does not use TLS: write http:// instead of https://") from error
+            where = f"{self.url}, {self.found}" if self.found else self.url
             raise Unavailable(
-                f"no administration interface answers at {self.url} ({reason}): check that `kvstore serve` runs there "
+                f"no administration interface answers at {where} ({reason}): check that `kvstore serve` runs there "
                 "with this admin_listen, or name another address with --admin-url or KVSTORE_ADMIN_LISTEN"
             ) from error
 
 
+_TYPED = {
+    "namespace": ("NAMESPACE", "`kvstore ls` lists namespaces"),
+    "prefix": ("PREFIX", "`kvstore ls NAMESPACE` lists boundaries"),
+    "weights_id": ("WEIGHTS_ID", "`kvstore weights list` lists them"),
+    "job": ("JOB", "`kvstore jobs` lists them"),
+    "tenant": ("TENANT", "`kvstore quota` lists quotas"),
+    "level": ("TIER", ""),
+    "cursor": ("--cursor", "use the one that the previous page ended with, or none"),
+    "limit": ("--limit", ""),
+    "order": ("--order", ""),
+    "maximum_bytes": ("--maximum", ""),
+    "guaranteed_bytes": ("--guaranteed", ""),
+    "expires_in_s": ("--for", ""),
+    "token_ids": ("--token-ids", ""),
+    "cache_salt": ("--salt-file", ""),
+    "unused_s": ("--unused", ""),
+    "bytes_per_s": ("--rate", ""),
+}
+"""Fields of the interface: how each is typed on the command line, and where right values are found."""
+
+_STEPS = {
+    401: "name a file with a token of this service in --token-file or KVSTORE_TOKEN_FILE, or put the token into "
+    f"{TOKEN_VARIABLE}",
+    403: "use another token, see docs/admin.md",
+    429: "try again in a moment",
+    503: "try again in a moment",
+}
+"""The next step by the status, where the answer names none."""
+
+
 def _refusal(status: int, content: bytes) -> InvalidRequest | Unavailable:
-    """An HTTP error as one of ours, with the next step."""
+    """An HTTP error as one of ours: the field as it is typed here, and one next step."""
     try:
         problem = json.loads(content)
-        detail, field = str(problem["detail"]), problem.get("field")
+        detail, field = str(problem["detail"]), str(problem.get("field") or "")
     except (ValueError, KeyError, TypeError):
         return Unavailable(
             f"this is not an administration interface of kvstore (it answered HTTP {status}): name another --admin-url"
         )
-    if status == 401:
-        return Unavailable(
-            f"{detail}: name a file with a token of this service in --token-file or KVSTORE_TOKEN_FILE, or put the "
-            f"token into {TOKEN_VARIABLE}"
-        )
-    if status == 403:
-        return Unavailable(f"{detail}: use another token, see docs/admin.md")
-    if status in (413, 422):
-        details = {name: problem[name] for name in ("expected", "seen") if problem.get(name) is not None}
-        return InvalidRequest(f"{field}: {detail}" if field else detail, **details)
-    if status in (429, 503):
-        return Unavailable(f"{detail}: try again in a moment")
-    seen = {"seen": problem["seen"]} if problem.get("seen") is not None else {}
-    return Unavailable(f"{detail}{': see the log of the service' if status == 500 else ''}", **seen)
+    place, _, rest = field.partition(".")
+    name, _, item = (rest if place in ("body", "path", "query") else field).partition(".")
+    typed, step = _TYPED.get(name, ("" if name == "authorization" else name, ""))
+    cause, own_step = next_step(detail)
+    step = own_step or _STEPS.get(status, step)
+    if typed:
+        cause = f"{typed}{f', entry {int(item) + 1}' if item.isdecimal() else ''}: {cause}"
+    expected, seen = str(problem.get("expected") or ""), problem.get("seen")
+    if expected and expected not in detail:
+        cause += f", expected {expected}"
+    if seen is not None:
+        is_size = name.endswith("_bytes") and str(seen).isdecimal()
+        cause += f", got {bytes_text(int(seen)) if is_size else seen or 'nothing'}"
+    text = f"{cause}: {step}" if step else cause
+    return InvalidRequest(text) if status in (413, 422) else Unavailable(text)
 
 
 def admin_client(settings: Settings, token: str, timeout_s: float, *, url: str = "") -> AdminClient:
@@ -143,11 +190,11 @@ def admin_client(settings: Settings, token: str, timeout_s: float, *, url: str =
     Raises:
         InvalidRequest: The url is wrong, or the settings turn the port off.
     """
+    given = "as --admin-url" if url else settings.given("admin_listen")
     url = _checked(url) if url else _url_of(settings)
-    tls = None
-    if url.startswith("https:"):
-        tls = tls_of(settings).context()
-    return AdminClient(url, token, timeout_s=timeout_s, tls=tls)
+    tls = tls_of(settings).context() if url.startswith("https:") else None
+    found = f"given {given}" if given else "the default of admin_listen"
+    return AdminClient(url, token, found=found, timeout_s=timeout_s, tls=tls)
 
 
 def _checked(url: str) -> str:
@@ -189,7 +236,10 @@ def admin_verb(default_timeout_s: float) -> Callable[[Callable[..., None]], Call
         ) -> None:
             settings = load_settings({}, config=config)
             token = token_of(settings, token_file)
-            function(admin_client(settings, token, timeout_s, url=admin_url), json_, **own)
+            client = admin_client(settings, token, timeout_s, url=admin_url)
+            if not json_ and not admin_url and not settings.given("admin_listen"):
+                client.note = f"service: {client.url}, {client.found}; name another with --admin-url"
+            function(client, json_, **own)
 
         hints = get_type_hints(function, include_extras=True)
         own = list(inspect.signature(function).parameters.values())[2:]
@@ -246,8 +296,9 @@ def run_job(
         typer.echo(f"job {job['job']} {state}, after {progress['done']:,} {progress['unit']}", err=True)
         raise
     if job["state"] != "done":
-        why = job["error"] or "another client cancelled it"
-        raise Unavailable(f"job {job['job']} {job['state']} ({why}): run the command again to continue")
+        why, step = next_step(str(job["error"] or "another client cancelled it"))
+        again = f"{step}, then run the command again" if step else "run the command again to continue"
+        raise Unavailable(f"job {job['job']} {job['state']} ({why}): {again}")
     return job
 
 

@@ -74,7 +74,12 @@ def doctor(
         found = [without(one, secrets) for one in run_checks(checks, timeout_s=timeout_s)]
     counts = {verdict: sum(one.verdict is verdict for one in found) for verdict in Verdict}
     if json_:
-        where = {"hot": str(settings.hot), "cold": str(settings.cold), "told_by": store.service or None}
+        where = {
+            "hot": str(settings.hot),
+            "cold": str(settings.cold),
+            "told_by": store.service or None,
+            "found": store.found or None,
+        }
         echo_json(
             {
                 "release": kvstore.__version__,
@@ -90,7 +95,7 @@ def doctor(
 
 def _show(found: Sequence[Finding], store: StoreInUse, counts: Mapping[Verdict, int]) -> None:
     console = console_of()
-    console.print(escape(str(store)), soft_wrap=True)
+    console.print(escape(f"store: {store}"), soft_wrap=True)
     table = table_of(f"kvstore doctor, release {kvstore.__version__}", "check", "verdict", "seen", "expected")
     for one in found:
         verdict = f"[{_STYLES[one.verdict]}]{one.verdict.value}[/]"

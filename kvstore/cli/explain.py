@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from kvstore.cli.options import AsJson, Config, TokenFile
-from kvstore.cli.printing import print_table, table_of
+from kvstore.cli.printing import detail_text, print_table, table_of
 from kvstore.cli.service import DataTimeout, Url, connected
 
 __all__ = ["explain"]
@@ -32,17 +32,17 @@ def explain(  # noqa: PLR0917 - typer makes flags of them
     if json_:
         typer.echo(json.dumps(values, indent=2, default=str))
     elif request:
-        _show(values)
+        _show(values, f"{service.address}, {service.found}")
     else:
-        _list(cast(Sequence[Mapping[str, Any]], values["requests"]), service.address)
+        _list(cast(Sequence[Mapping[str, Any]], values["requests"]), f"{service.address}, {service.found}")
 
 
-def _list(requests: Sequence[Mapping[str, Any]], name: str) -> None:
+def _list(requests: Sequence[Mapping[str, Any]], where: str) -> None:
     if not requests:
-        typer.echo(f"no engine has reported a request to {name} since it started")
+        typer.echo(f"no engine has reported a request since the service started ({where})")
         return
     columns = ("request", "at (UTC)", "prompt", "resumed", "result", "reason")
-    table = table_of(f"latest requests at {name}, in tokens", *columns, right=("prompt", "resumed"))
+    table = table_of(f"latest requests at {where} (in tokens)", *columns, right=("prompt", "resumed"))
     for one in requests:
         tokens = (f"{one['prompt_tokens']:,}", f"{one['resume_tokens']:,}")
         at = str(one["at"])[:19].replace("T", " ")
@@ -50,7 +50,7 @@ def _list(requests: Sequence[Mapping[str, Any]], name: str) -> None:
     print_table(table)
 
 
-def _show(values: Mapping[str, Any]) -> None:
+def _show(values: Mapping[str, Any], where: str) -> None:
     table = table_of(f"request {values['request']}", "what", "value")
     table.add_row("at", values["at"])
     table.add_row("result", f"{values['result']}: resumed from token {values['resume_tokens']:,}")
@@ -61,10 +61,12 @@ def _show(values: Mapping[str, Any]) -> None:
         table.add_row("stopped at", f"token {values['stopped_at_tokens']:,}")
     table.add_row("why", f"{values['why']} ({values['reason'] or 'whole'})")
     for name, value in values["detail"].items():
-        table.add_row(f"  {name}", f"{value:,.4g}" if isinstance(value, float) else escape(str(value)))
+        words, text = detail_text(name, value)
+        table.add_row(escape(f"  {words}"), escape(text))
     if values["advice"]:
         table.add_row("next", values["advice"])
     if values["namespace"]:
         name = values.get("namespace_name", "")
         table.add_row("namespace", f"{escape(name)} ({values['namespace']})" if name else values["namespace"])
+    table.add_row("service", escape(where))
     print_table(table)

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from kvstore.cli.admin import AdminClient, admin_verb
-from kvstore.cli.printing import echo_json, print_table, table_of, time_text
+from kvstore.cli.printing import detail_text, echo_json, print_table, table_of, time_text
 from kvstore.errors import InvalidRequest
 
 __all__ = ["job_progress", "jobs"]
@@ -44,6 +44,8 @@ def _list(found: list[Mapping[str, Any]], url: str) -> None:
         table.add_row(one["job"], _kind(one), one["state"], job_progress(one), *times)
     print_table(table)
     for one in found:
+        if one["state"] == "failed":
+            typer.echo(f"{one['job']} failed: {one['error']}")
         if one["again"]:
             typer.echo(f"{one['job']} was interrupted; to start it again: {one['again']}")
 
@@ -55,7 +57,8 @@ def _show(one: Mapping[str, Any]) -> None:
     table.add_row("done", job_progress(one))
     table.add_row("began, ended (UTC)", f"{time_text(one['created_s'])}, {time_text(one['ended_s'])}")
     for name, value in {**one["about"], **one["report"]}.items():
-        table.add_row(escape(name), escape(str(value)))
+        words, text = detail_text(name, value)
+        table.add_row(escape(words), escape(text))
     if one["error"]:
         table.add_row("why", escape(one["error"]))
     if one["again"]:

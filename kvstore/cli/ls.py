@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from kvstore.cli.admin import AdminClient, admin_verb, whole_namespace
+from kvstore.cli.admin import ONLY_OWN, AdminClient, admin_verb, whole_namespace
 from kvstore.cli.printing import bytes_text, echo_json, held_text, namespace_name, print_table, table_of, time_text
+from kvstore.errors import InvalidRequest
 
 __all__ = ["ls"]
 
@@ -39,6 +40,8 @@ def ls(  # noqa: PLR0917 - typer makes flags of them
     cursor: Annotated[str, typer.Option(help="Continue after a page: its next_cursor.")] = "",
 ) -> None:
     """List namespaces with what they hold, or a namespace's boundaries or pins."""
+    if pins and not namespace:
+        raise InvalidRequest("--pins needs a namespace: name it first, `kvstore ls` lists namespaces")
     if not namespace:
         found = client.get("namespaces", limit=limit, cursor=cursor)
     else:
@@ -60,7 +63,7 @@ def ls(  # noqa: PLR0917 - typer makes flags of them
 
 def _show_namespaces(found: dict[str, Any], client: AdminClient) -> None:
     if not found["namespaces"]:
-        typer.echo(f"nothing is stored yet at {client.url}: no engine has opened a namespace")
+        typer.echo(f"nothing is stored at {client.url}: no engine has saved a page yet. {ONLY_OWN.capitalize()}")
         return
     columns = ("model and types", "namespace", "tenant", "boundaries", "held")
     table = table_of(f"namespaces at {client.url}", *columns, right=("boundaries",))
@@ -72,6 +75,9 @@ def _show_namespaces(found: dict[str, Any], client: AdminClient) -> None:
 
 
 def _show_prefixes(found: dict[str, Any]) -> None:
+    if not found["prefixes"]:
+        typer.echo("the namespace holds no boundaries")
+        return
     table = table_of(
         "boundaries", "prefix", "tokens", "hits", "bytes", "held", "last use (UTC)", right=("tokens", "hits", "bytes")
     )
@@ -88,6 +94,9 @@ def _show_prefixes(found: dict[str, Any]) -> None:
 
 
 def _show_pins(found: dict[str, Any]) -> None:
+    if not found["pins"]:
+        typer.echo("no boundary of this namespace is pinned: `kvstore pin NAMESPACE PREFIX` pins one")
+        return
     table = table_of("pins", "prefix", "until (UTC)")
     for one in found["pins"]:
         table.add_row(one["prefix"], time_text(one["pinned_until_s"]))

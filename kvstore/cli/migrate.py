@@ -16,7 +16,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from kvstore.catalog.entry import Level
 from kvstore.cli.options import AsJson, Config, parse_size, quieted
-from kvstore.cli.printing import print_table, progress_bar, table_of
+from kvstore.cli.printing import bytes_text, print_table, progress_bar, table_of
 from kvstore.cli.service import ServiceUrl, check_store, store_in_use
 from kvstore.compose import open_catalog, open_ownership, open_tier
 from kvstore.errors import InvalidRequest
@@ -100,7 +100,8 @@ def plan(config: Config = None, url: ServiceUrl = "", json_: AsJson = False) -> 
     numbers = ("namespaces", "records", "bytes", "copied already")
     table = table_of(KeyStep.text, "tier", "tenant", *numbers, right=numbers)
     for row in rows:
-        amounts = (f"{row[name]:,}" for name in ("namespaces", "num_records", "num_bytes", "num_copied"))
+        amounts = [f"{row[name]:,}" for name in ("namespaces", "num_records", "num_copied")]
+        amounts.insert(2, bytes_text(row["num_bytes"]))
         table.add_row(escape(str(row["tier"])), escape(str(row["tenant"]) or "(none)"), *amounts)
     print_table(table)
     typer.echo("next: kvstore migrate run")
@@ -185,7 +186,7 @@ def _settings(config: Path | None, url: str) -> Settings:
     for name in ("hot", "cold", "encryption_keys"):
         if (why := store.obstacle(name)) is not None:
             raise InvalidRequest(f"cannot use {name} from here: {why}")
-    typer.echo(str(store), err=True)
+    typer.echo(f"store: {store}", err=True)
     return store.settings
 
 

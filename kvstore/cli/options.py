@@ -47,15 +47,18 @@ def token_of(settings: Settings, token_file: Path | None) -> str:
 
 
 def parse_size(text: str, flag: str, *, least_bytes: int = 0) -> int:
-    """A size in bytes that was given with a flag, like `100MiB`.
+    """A size in bytes that was given with a flag, like `100MiB`. It has a unit, unless it is 0: `5` would be 5 bytes.
 
     Raises:
         InvalidRequest: It is not a size, or below `least_bytes`.
     """
+    if text.strip().isdecimal() and int(text) > 0:
+        raise InvalidRequest(f"{flag}: expected a size with its unit, like {text.strip()}GiB", seen=repr(text))
     try:
         num_bytes = parse_bytes(text)
     except ValueError as error:
-        raise InvalidRequest(f"{flag}: {error}", seen=repr(text)) from error
+        expected = str(error).replace(" or 1048576", "")
+        raise InvalidRequest(f"{flag}: {expected}", seen=repr(text)) from error
     if num_bytes < least_bytes:
         raise InvalidRequest(f"{flag}: expected at least {least_bytes} B", seen=repr(text))
     return num_bytes

@@ -20,6 +20,7 @@ __all__ = [
     "bytes_text",
     "console_of",
     "counted",
+    "detail_text",
     "echo_json",
     "held_text",
     "limit_text",
@@ -30,6 +31,7 @@ __all__ = [
     "span_text",
     "table_of",
     "time_text",
+    "used_text",
 ]
 
 _WIDTH_MIN = 160
@@ -78,18 +80,48 @@ def bytes_text(num_bytes: float | None) -> str:
     return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
 
 
+def detail_text(name: str, value: object) -> tuple[str, str]:
+    """A named value of a report, as `left_before_s` 90, in words: `left before` and `90 s`. Paths of fields stay."""
+    words, unit = name, ""
+    if "." not in name:
+        stem, _, last = name.rpartition("_")
+        unit = last if stem and last in ("bytes", "s", "ms", "tokens") else ""
+        words = (stem if unit else name).replace("_", " ")
+    if isinstance(value, bool):
+        return words, "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return words, ", ".join(" ".join(detail_text(str(key), one)) for key, one in value.items()) or "nothing"
+    if isinstance(value, list | tuple):
+        return words, ", ".join(map(str, value)) or "none"
+    if not isinstance(value, int | float):
+        return words, "-" if value is None else str(value)
+    if unit == "bytes" or name == "bytes":
+        return words, bytes_text(value)
+    number = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+    return words, f"{number} {unit}".rstrip()
+
+
 def limit_text(tier: Mapping[str, Any]) -> str:
     """The limit of a tier, with the setting that sets it."""
     name = tier.get("limit_name")
     return f"{bytes_text(tier.get('limit_bytes'))}{f' ({name})' if name else ''}"
 
 
+def used_text(name: str, tier: Mapping[str, Any]) -> str:
+    """What a tier uses. Of Redis it is the memory of the servers, which others may use too: not what the store keeps
+    there."""
+    used = bytes_text(tier.get("used_bytes"))
+    return f"{used} (server memory)" if name == "redis" and used != "-" else used
+
+
 def share_text(amount: float | None, whole: float | None) -> str:
-    """A percentage; `0%` and `100%` are exact, `-` if one of the two is not known."""
+    """A percentage, also above 100; `0%` and `100%` are exact, `-` if one of the two is not known."""
     if amount is None or not whole:
         return "-"
     share = 100 * amount / whole
-    return f"{0 if share <= 0 else min(99, max(1, round(share))) if share < 100 else 100}%"
+    if share <= 0 or share == 100:
+        return f"{share:.0f}%"
+    return f"{min(99, max(1, round(share))) if share < 100 else max(101, round(share)):,}%"
 
 
 def span_text(seconds: float) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from kvstore.cli.admin import AdminClient, admin_verb
+from kvstore.cli.admin import ONLY_OWN, AdminClient, admin_verb
 from kvstore.cli.options import parse_size
 from kvstore.cli.printing import bytes_text, echo_json, print_table, table_of
 from kvstore.errors import InvalidRequest
@@ -39,22 +39,29 @@ def quota(  # noqa: PLR0917 - typer makes flags of them
     if is_set and remove:
         raise InvalidRequest("--remove excludes --guaranteed and --maximum: give one or the other")
     before = next((one for one in client.get("quotas")["quotas"] if one["tenant"] == tenant), None)
+    removed = before if remove and before is not None and before["is_ordered"] else None
     if remove:
         client.call("DELETE", "quotas", tenant)
     if is_set:
         client.call("PUT", "quotas", tenant, body=_body(before or {}, guaranteed, maximum))
-    listed = client.get("quotas")["quotas"]
-    if remove and before is not None and not json_:
-        sizes = f"{bytes_text(before['guaranteed_bytes'])} guaranteed, at most {bytes_text(before['maximum_bytes'])}"
-        typer.echo(f"removed the quota of {tenant} that an operator had set: {sizes}")
-    if tenant:
-        listed = [one for one in listed if one["tenant"] == tenant]
+    found = client.get("quotas")
+    listed, unread = [one for one in found["quotas"] if tenant in ("", one["tenant"])], found.get("unread")
     if json_:
-        echo_json({"quotas": listed})
-    elif not listed:
-        typer.echo(f"no quota{' of ' + tenant if tenant else 's'}")
-    else:
+        echo_json({"quotas": listed, "unread": unread} | ({"removed": removed} if remove else {}))
+        return
+    if unread:
+        typer.echo(f"quotas as this service last knew them: {unread}", err=True)
+    if removed is not None:
+        sizes = f"{bytes_text(removed['guaranteed_bytes'])} guaranteed, at most {bytes_text(removed['maximum_bytes'])}"
+        typer.echo(f"removed the quota of {tenant} that an operator had set: {sizes}")
+    elif remove:
+        typer.echo(f"nothing to do: no operator has set a quota of {tenant}")
+    if listed:
         _show(listed)
+        _warn(listed if is_set else ())
+    else:
+        why = "none was known" if unread else ONLY_OWN
+        typer.echo(f"no quota{' of ' + tenant if tenant else 's'}: {why}")
 
 
 def _body(before: Mapping[str, Any], guaranteed: str, maximum: str) -> dict[str, int | None]:
@@ -64,6 +71,13 @@ def _body(before: Mapping[str, Any], guaranteed: str, maximum: str) -> dict[str,
         least = parse_size(guaranteed, "--guaranteed")
     if maximum:
         most = None if maximum == "none" else parse_size(maximum, "--maximum")
+    if most is not None and not max(1, least) <= most:
+        flag, expected = "--maximum", f"at least {bytes_text(max(1, least))}"
+        if not maximum:
+            flag, expected = "--guaranteed", f"at most {bytes_text(most)}, the tenant's maximum"
+        elif least:
+            expected += ", which is guaranteed to the tenant"
+        raise InvalidRequest(f"{flag}: expected {expected}", seen=repr(maximum or guaranteed))
     return {"guaranteed_bytes": least} | ({"maximum_bytes": most} if most is not None else {})
 
 
@@ -74,3 +88,13 @@ def _show(quotas: Sequence[dict[str, Any]]) -> None:
         sizes = (bytes_text(one[name]) for name in ("guaranteed_bytes", "maximum_bytes", "used_bytes"))
         table.add_row(escape(one["tenant"]), *sizes, "an operator" if one["is_ordered"] else "the settings")
     print_table(table)
+
+
+def _warn(quotas: Sequence[dict[str, Any]]) -> None:
+    """Say what a user who has just set these quotas may not have meant."""
+    for one in quotas:
+        if not one.get("is_known", True):
+            typer.echo(f"note: no credential and no stored namespace is of a tenant {one['tenant']}: check its name")
+        used, most = one["used_bytes"], one["maximum_bytes"]
+        if used is not None and most is not None and used > most:
+            typer.echo(f"note: {one['tenant']} uses {bytes_text(used)}, above its maximum: the rest will be evicted")

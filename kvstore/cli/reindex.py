@@ -23,6 +23,7 @@ from kvstore.compose import open_catalog, open_tier
 from kvstore.errors import InvalidRequest
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.files import read_regular
 from kvstore.service.reported_settings import StoreInUse
 from kvstore.settings import Settings
 from kvstore.store.upkeep.reindexing import ReindexReport, reindex_level
@@ -55,7 +56,7 @@ def reindex(  # noqa: PLR0917 - typer makes flags of them
         reports = _by_service(store, admin_of(store, token_file, config, _CALL_S), quiet=json_)
     else:
         locations = _locations(store)
-        typer.echo(str(store), err=True)
+        typer.echo(f"store: {store}", err=True)
         saved = SavedProgress(state or default_directory(), locations)
         if restart:
             saved.clear()
@@ -140,7 +141,7 @@ class SavedProgress:
         text = " ".join(str(location) for location in locations.values())
         self._path = folder / f"reindex-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
         try:
-            values = json.loads(self._path.read_text())
+            values = json.loads(read_regular(self._path))
         except (OSError, ValueError):
             values = {}
         self._values: dict[str, object] = values if isinstance(values, dict) else {}

@@ -15,7 +15,7 @@ from kvstore.cli.options import quieted, tls_of, token_of
 from kvstore.client import BlockingStore, ClientOptions
 from kvstore.client.embedded import EmbeddedOptions, private_socket_path
 from kvstore.client.remote import EMBEDDED
-from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable, next_step
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.reported_settings import StoreInUse, store_of
 from kvstore.settings import TOKEN_VARIABLE, Settings, load_settings
@@ -64,16 +64,19 @@ ByService: TypeAlias = Annotated[
 
 NO_SERVICE = "none"
 _PROBE_S = 2.0
+_EMBEDDED_FOUND = "this user's embedded service"
 _LOOPBACK, _ANY = ("127.0.0.1", "::1", "localhost"), ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A connection to the data port of a running service, its address, and when to stop waiting for answers."""
+    """A connection to the data port of a running service, its address and how it was found, and when to stop
+    waiting for answers."""
 
     store: BlockingStore
     deadline: Deadline
     address: str
+    found: str
 
 
 @contextmanager
@@ -88,8 +91,7 @@ def connected(
     """
     settings = load_settings({}, config=config)
     token = token_of(settings, token_file)
-    url = url or _address_by_admin_port(settings, token_file, config, timeout_s) or service_url(settings)
-    address = _embedded_address() if url == EMBEDDED else url
+    address, found = _found(url, settings, token_file, config, timeout_s)
     try:
         parse_address(address)
     except InvalidRequest as error:
@@ -97,12 +99,13 @@ def connected(
     deadline = Deadline.after(timeout_s)
     try:
         with quieted(), _open(address, token, settings, verb, timeout_s) as store:
-            yield Connection(store, deadline, address)
+            yield Connection(store, deadline, address, found)
     except Unavailable as error:
-        text, reason = str(error), str(error.details.get("reason", ""))
-        step = _next_step(text, is_embedded=url == EMBEDDED, has_token=bool(token))
+        text = str(error)
         message = "the service refuses this token" if "token" in text else error.message
-        where = f"{address}: {reason.replace(f' address={address}', '')}" if reason else address
+        reason = next_step(str(error.details.get("reason", "")).replace(f" address={address}", ""))[0]
+        where = f"{address}, {found}{f': {reason}' if reason else ''}"
+        step = _next_step(text, is_embedded=address == _embedded_address(), has_token=bool(token))
         raise Unavailable(f"{message} ({where}): {step}") from error
 
 
@@ -111,12 +114,30 @@ def _open(address: str, token: str, settings: Settings, verb: str, timeout_s: fl
     return BlockingStore(address, token=token or None, options=options)
 
 
-def _address_by_admin_port(settings: Settings, token_file: Path | None, config: Path | None, timeout_s: float) -> str:
-    """The address that the administration interface reports, if nothing here names one and no embedded service runs."""
-    if service_url(settings) != EMBEDDED or private_socket_path(EmbeddedOptions().directory).exists():
-        return ""
-    store = store_in_use("", token_file, config, timeout_s)
-    return str(store.settings.listen) if store.service else ""
+def _found(
+    url: str, settings: Settings, token_file: Path | None, config: Path | None, timeout_s: float
+) -> tuple[str, str]:
+    """The address of the data port, and how it was found: the url, else `listen` of the settings, else the embedded
+    service, else the service that answers at the default of `admin_listen`."""
+    if url:
+        return (_embedded_address() if url == EMBEDDED else url), "given as --url"
+    if (url := service_url(settings)) != EMBEDDED:
+        return url, _origin(settings, "listen")
+    if not Path(_embedded_address().removeprefix("unix:")).exists():
+        store = store_in_use("", token_file, config, timeout_s)
+        if store.service:
+            return str(store.settings.listen), f"reported at {store.service}, {store.found}"
+        if store.problem:
+            cause, step = next_step(store.problem)
+            step = step or "name it with --url"
+            raise Unavailable(f"a service runs, but does not report its address ({cause}): {step}")
+    return _embedded_address(), _EMBEDDED_FOUND
+
+
+def _origin(settings: Settings, name: str) -> str:
+    """How the address in a setting was found."""
+    given = settings.given(name)
+    return f"given {given}" if given else f"the default of {name}"
 
 
 def service_url(settings: Settings) -> str:
@@ -161,7 +182,12 @@ def check_store(store: StoreInUse) -> None:
         InvalidRequest: The settings here name another store than the service that answers.
     """
     if store.problem and not store.is_named:
-        raise Unavailable(f"a service runs, but does not report which store it uses: {store.problem}")
+        cause, step = next_step(store.problem)
+        step = step or (
+            "run this as the service's user with --url unix:/path of its socket, or with an operator's token and "
+            f"without --url; or name the store in KVSTORE_HOT and KVSTORE_COLD with --url {NO_SERVICE}"
+        )
+        raise Unavailable(f"a service runs, but does not report which store it uses ({cause}): {step}")
     if store.differs:
         raise InvalidRequest(
             f"the settings here name another store ({', '.join(store.differs)}) than the service at {store.service} "
@@ -206,9 +232,10 @@ def store_in_use(url: str, token_file: Path | None, config: Path | None, timeout
         try:
             is_remote = isinstance(parsed, TcpAddress) and parsed.host not in _LOOPBACK
             reported = _reported_settings(address, token, local, timeout_s)
-            return store_of(reported, local, address, is_remote=is_remote, is_chosen=bool(url))
+            found = "given as --url" if url else _origin(local, "listen")
+            return store_of(reported, local, address, found=found, is_remote=is_remote, is_chosen=bool(url))
         except KVStoreError as error:
-            problem = f"{address}: {error.sentence()}"
+            problem = f"{address}, {error.sentence()}"
     elif url:
         raise Unavailable(f"no service answers at {url}: check that `kvstore serve` runs there, or name another --url")
     else:
@@ -220,17 +247,18 @@ def store_in_use(url: str, token_file: Path | None, config: Path | None, timeout
         if _accepts(admin):
             try:
                 is_remote = admin.host not in (*_LOOPBACK, *_ANY)
-                return store_of(client.get("settings"), local, client.url, is_remote=is_remote)
+                return store_of(client.get("settings"), local, client.url, found=client.found, is_remote=is_remote)
             except KVStoreError as error:
                 if "admin_listen" in local.model_fields_set or "token" in error.message:
-                    problem = problem or f"{client.url}: {error.sentence()}"
+                    problem = problem or f"{client.url}, {error.sentence()}"
         else:
             silent.append(client.url)
     embedded = _embedded_address()
     is_named = _names_a_store(local) or "listen" in local.model_fields_set
     if not url and not problem and not is_named and _accepts(parse_address(embedded)):
         with suppress(KVStoreError):
-            return store_of(_reported_settings(embedded, token, local, timeout_s), local, embedded)
+            reported = _reported_settings(embedded, token, local, timeout_s)
+            return store_of(reported, local, embedded, found=_EMBEDDED_FOUND)
     return StoreInUse(local, problem=problem, silent=tuple(silent))
 
 

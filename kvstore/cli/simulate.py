@@ -55,7 +55,7 @@ def simulate(  # noqa: PLR0917 - typer makes flags of them
 ) -> None:
     """Replay a trace: token hit rate, bytes written and S3 requests for each policy and budget."""
     budgets = _budgets(budget_blocks)
-    policies = [check_policy(name.strip()) for name in policy.split(",")]
+    policies = _policies(policy)
     num_bytes = parse_size(block_bytes, "--block-bytes", least_bytes=1)
     if curve is not None and curve.suffix != ".svg":
         raise InvalidRequest("--curve: expected a file that ends in .svg", seen=repr(str(curve)))
@@ -81,6 +81,13 @@ def simulate(  # noqa: PLR0917 - typer makes flags of them
         _print(trace.name, len(prompts), rows)
         if curve is not None:
             typer.echo(f"curve: {curve}")
+
+
+def _policies(text: str) -> list[str]:
+    try:
+        return [check_policy(name.strip()) for name in text.split(",")]
+    except InvalidRequest as error:
+        raise InvalidRequest(f"--policy: {error.message}") from error
 
 
 def _budgets(text: str) -> list[int]:

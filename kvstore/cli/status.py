@@ -21,6 +21,7 @@ from kvstore.cli.printing import (
     share_text,
     span_text,
     table_of,
+    time_text,
 )
 from kvstore.cli.service import DataTimeout, Url, connected
 from kvstore.cli.status_problems import Problem, by_label, problems_of
@@ -29,6 +30,7 @@ __all__ = ["page_of", "status"]
 
 _REASONS_SHOWN = 4
 _ENGINES_SHOWN = 8
+_HOLDS = ("holds", "it held", "")
 
 
 def status(  # noqa: PLR0917 - typer makes flags of them
@@ -45,7 +47,7 @@ def status(  # noqa: PLR0917 - typer makes flags of them
     if json_:
         typer.echo(json.dumps(values, indent=2, sort_keys=True, default=str))
         return
-    console_of().print(page_of(service.address, values), highlight=False)
+    console_of().print(page_of(service.address, values, service.found), highlight=False)
     if all_:
         typer.echo()
         table = table_of("all values", "what", "value")
@@ -63,21 +65,23 @@ def _flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str,
         elif isinstance(value, bool):
             yield prefix + name, "yes" if value else "no"
         elif isinstance(value, int) and "bytes" in name:
-            yield prefix + name, f"{value:,} ({value / (1 << 20):,.1f} MiB)"
+            yield prefix + name, f"{value:,} ({bytes_text(value)})"
         elif isinstance(value, int) and name != "pid":
             yield prefix + name, f"{value:,}"
         else:
             yield prefix + name, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def page_of(address: str, values: Mapping[str, Any]) -> Group:
+def page_of(address: str, values: Mapping[str, Any], found: str = "") -> Group:
     """The page for people. Pure.
 
     Args:
         address: Of the service.
         values: Its answer to `status`; a service of a neighbouring release may lack some values.
+        found: How the address was found.
     """
     service = values.get("service", {})
+    where = f"{escape(address)}[/bold]{f', {escape(found)}' if found else ''}"
     up = f", up {span_text(service['uptime_s'])}" if "uptime_s" in service else ""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="bold")
@@ -93,7 +97,7 @@ def page_of(address: str, values: Mapping[str, Any]) -> Group:
     for title, lines in sections.items():
         for index, line in enumerate(lines):
             grid.add_row("" if index else title, line)
-    return Group(f"[bold]kvstore {escape(str(values.get('version', '')))} at {escape(address)}[/bold]{up}", "", grid)
+    return Group(f"[bold]kvstore {escape(str(values.get('version', '')))} at {where}{up}", "", grid)
 
 
 def _working(found: list[Problem]) -> Iterator[str]:
@@ -143,22 +147,36 @@ def _tiers(values: Mapping[str, Any]) -> Iterator[str]:
     is_open = by_label(values.get("counters", {}), "tier_open", "tier")
     for name, tier in values.get("tiers", {}).items():
         if not tier.get("healthy"):
-            yield f"{escape(name)}: [red]does not answer[/red]"
-            continue
-        state = "[red]failed, not used until a probe succeeds[/red]" if is_open.get(name) else "[green]works[/green]"
-        used, limit, records = tier.get("used_bytes"), tier.get("limit_bytes"), tier.get("num_records")
-        if used is None:
-            holds = "its bytes are not counted here (kvstore top)"
-            holds += f", at most {limit_text(tier)}" if limit else ""
+            state = "[red]does not answer[/red]"
+        elif is_open.get(name):
+            state = "[red]failed, not used until a probe succeeds[/red]"
+        elif tier.get("refuses_writes"):
+            state = "[red]accepts no writes[/red]"
         else:
-            holds = f"holds {bytes_text(used)}"
-            holds += f" in {records:,} records" if records is not None else ""
-            holds += f", {share_text(used, limit)} of {limit_text(tier)}" if limit else ", without a limit"
+            state = "[green]works[/green]"
         bad = f"; {tier['num_quarantined']:,} corrupt records quarantined" if tier.get("num_quarantined") else ""
-        yield f"{escape(name)}: {state}, {holds}{bad}"
+        yield f"{escape(name)}: {state}{_sizes(name, tier)}{bad}"
     yield from _evicted(values.get("counters", {}))
     for tenant, quota in values.get("quotas", {}).items():
         yield f"tenant {escape(tenant)}: {_quota_text(quota)} of the cold tier"
+
+
+def _sizes(name: str, tier: Mapping[str, Any]) -> str:
+    """What a tier holds, or what it held when that was last known; after a comma, or empty."""
+    last = tier.get("last_known")
+    shown = tier if last is None else last
+    used, limit, records = shown.get("used_bytes"), shown.get("limit_bytes"), shown.get("num_records")
+    if used is not None:
+        # of Redis it is the memory of the servers, which others may use too: not what the store keeps there
+        verb, verbed, unit = ("its server uses", "its server used", " of memory") if name == "redis" else _HOLDS
+        if last is not None:
+            verb = f"when last known, at {time_text(last['at_ms'] // 1000)} UTC, {verbed}"
+        text = f", {verb} {bytes_text(used)}{unit}"
+        text += f" in {records:,} records" if records is not None else ""
+        return text + (f", {share_text(used, limit)} of {limit_text(shown)}" if limit else ", without a limit")
+    if not tier.get("healthy"):
+        return ""
+    return ", its bytes are not counted here (kvstore top)" + (f", at most {limit_text(tier)}" if limit else "")
 
 
 def _evicted(counters: Mapping[str, float]) -> Iterator[str]:

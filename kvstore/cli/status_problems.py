@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvstore.cli.printing import bytes_text, share_text
-from kvstore.errors import in_words
+from kvstore.errors import next_step
 
 __all__ = ["Problem", "by_label", "problems_of"]
 
 _SAMPLE = re.compile(r"([a-z0-9_]+)(?:\{(.*)\})?")
 _LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
 
-_LATE = ("deadline", "lookup_failed", "lookup_timeout", "stage_failed", "stage_timeout", "stall", "tier_failed")
+LATE = ("deadline", "lookup_failed", "lookup_timeout", "stage_failed", "stage_timeout", "stall", "tier_failed")
 """Reasons for which a request was computed although its pages may have been stored: the store did not answer."""
 _LATE_SHARE, _LATE_REQUESTS_MIN = 0.2, 10
 _NEARLY_FULL, _NEARLY_LEASED = 0.75, 0.9
@@ -25,8 +25,14 @@ _COUNTERS = (
     ("discarded_records", "", "engines found {} bad records; they are quarantined", "kvstore verify, engines' logs"),
     ("write_back_dropped", "tier", "{} records were not copied to {}", "counters.write_back_dropped in --all says why"),
     ("encryption_refused_saves", "reason", "{} records were not kept ({})", "kvstore doctor"),
-    ("retention_failures", "tier", "eviction from {1} failed {0} times", "the service's log"),
+    (
+        "retention_failures",
+        "at",
+        "eviction from the cold tier failed {} times at {}",
+        "kvstore doctor, the service's log",
+    ),
     ("manifest_failures", "tier", "{} descriptions of namespaces were not written to {}", "the service's log"),
+    ("manifest_read_failures", "", "descriptions of namespaces could not be read {} times", "the service's log"),
     ("catalog_changes_lost", "", "the catalog lacks {} changes", "kvstore reindex"),
 )
 """Counters that should not grow: name, a label, what they mean (the number and the label's value), the next step."""
@@ -50,7 +56,7 @@ def problems_of(values: Mapping[str, Any]) -> list[Problem]:
     if counters.get("catalog_complete") == 0:
         what = "the catalog may be incomplete, so that lookups query the tiers too, which is slower"
         found.append(Problem(what, "kvstore reindex (services may keep running)"))
-    return [*found, *_of_counters(counters)]
+    return [*found, *_of_counters(counters, values.get("tiers", {}))]
 
 
 def _of_tiers(values: Mapping[str, Any]) -> Iterator[Problem]:
@@ -61,8 +67,9 @@ def _of_tiers(values: Mapping[str, Any]) -> Iterator[Problem]:
         if not tier.get("healthy"):
             reason = str(tier.get("reason", "no reason given"))
             why = reason.partition(" reason=")[2] or reason  # if the tier is not used for now: the first failure
-            what = f"{name} does not answer ({in_words(why)}): requests are served without it"
-            yield Problem(what, "kvstore doctor names the fix; the service uses it again as soon as it answers")
+            cause, step = next_step(why)
+            what = f"{name} does not answer ({cause}), and is used again as soon as it does"
+            yield Problem(f"{what}: requests are served without it", step or "kvstore doctor names the fix")
         elif tier.get("refuses_writes"):
             yield Problem(f"{name} accepts no writes: {tier['refuses_writes']}", "kvstore doctor")
         elif is_open.get(name):
@@ -94,7 +101,7 @@ def _of_memory(values: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _of_requests(recent: Mapping[str, Any]) -> Iterator[Problem]:
     num_requests = sum(recent.get("requests", {}).values())
-    late = {word: num for word, num in recent.get("reasons", {}).items() if word in _LATE}
+    late = {word: num for word, num in recent.get("reasons", {}).items() if word in LATE}
     num_late = sum(late.values())
     if num_requests < _LATE_REQUESTS_MIN or num_late < _LATE_SHARE * num_requests:
         return
@@ -113,11 +120,12 @@ def _of_losses(recent: Mapping[str, Any]) -> Iterator[Problem]:
     yield Problem(losses_text(recent), "; ".join(loss_fixes(recent)))
 
 
-def _of_counters(counters: Mapping[str, float]) -> Iterator[Problem]:
+def _of_counters(counters: Mapping[str, float], tiers: Collection[str]) -> Iterator[Problem]:
+    places = {"catalog": "the catalog in redis" if "redis" in tiers else "the catalog"}
     for name, label, text, step in _COUNTERS:
         for value, amount in by_label(counters, name, label).items():
             if amount:
-                yield Problem(text.format(f"{amount:,.0f}", value), step, is_now=False)
+                yield Problem(text.format(f"{amount:,.0f}", places.get(value, value)), step, is_now=False)
     refused = by_label(counters, "saves", "outcome")
     for outcome, why in (("full", "the tiers were full"), ("busy", "too many saves were being received")):
         if amount := refused.get(outcome, 0):

@@ -25,6 +25,8 @@ from kvstore.cli.printing import (
     share_text,
     span_text,
     table_of,
+    time_text,
+    used_text,
 )
 from kvstore.cli.status_problems import by_label
 from kvstore.errors import Unavailable
@@ -157,24 +159,29 @@ def _rates(title: str, counts: Mapping[str, float], seconds: float | None) -> st
         causes = {name.removeprefix(_EVICTED): num for name, num in counts.items() if name.startswith(_EVICTED) and num}
         shown = ", ".join(f"{cause} {num:,.0f}" for cause, num in sorted(causes.items(), key=lambda one: -one[1]))
         freed = bytes_text(counts["retention_bytes"] / per)
-        parts.append(f"{evicted / per:,.1f}{unit} boundaries evicted, {freed}{unit} ({shown})")
+        number = f"{evicted / per:,.1f}" if seconds else f"{evicted:,.0f}"
+        parts.append(f"{number}{unit} boundaries evicted, {freed}{unit} ({shown})")
     corrupt = f", [bold red]{counts['corrupt_records']:,.0f} corrupt[/]" if counts["corrupt_records"] else ""
     return f"{title}: {'; '.join(parts)}{corrupt}"
 
 
 def _tiers(tiers: list[dict[str, Any]]) -> Table:
-    table = table_of("tiers", "tier", "state", "records", "used", "of", "full", "waiting", "of the store")
+    table = table_of("tiers", "tier", "state", "records", "used", "of", "full", "waiting", "kept here")
     for one in tiers:
-        usage = one["usage"] or {}
-        state = "[green]healthy[/]" if one["healthy"] else f"[bold red]{one['breaker']}: does not answer[/]"
+        usage, last = one["usage"] or {}, one.get("last_known")
+        problem = one.get("problem") or f"{one['breaker']}: does not answer"  # a neighbouring release may lack it
+        state = "[green]healthy[/]" if one["healthy"] else f"[bold red]{problem}[/]"
         if one["write_back"] == "paused":
             state += " [yellow]write-back paused[/]"
-        records, waiting = usage.get("num_records"), usage.get("waiting_records")
+        if last is not None:
+            state += f", [yellow]sizes of {time_text(last['at_s'])} UTC[/]"
+        waiting, usage = usage.get("waiting_records"), last or usage
+        records = usage.get("num_records")
         table.add_row(
             one["name"],
             state,
             f"{records:,}" if records is not None else "-",
-            bytes_text(usage.get("used_bytes")),
+            used_text(one["name"], usage),
             limit_text(usage),
             share_text(usage.get("used_bytes"), usage.get("limit_bytes")),
             f"{waiting:,}" if waiting is not None else "-",

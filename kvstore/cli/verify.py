@@ -9,11 +9,11 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from kvstore.cli.admin import AdminClient, run_job
 from kvstore.cli.options import AsJson, Config, TokenFile, parse_size, quieted
-from kvstore.cli.printing import counted, progress_bar
+from kvstore.cli.printing import bytes_text, counted, progress_bar
 from kvstore.cli.service import NO_SERVICE, ByService, ServiceUrl, admin_of, check_store, location_of, store_in_use
 from kvstore.compose import open_tier
 from kvstore.errors import InvalidRequest
@@ -59,7 +59,7 @@ def verify(  # noqa: PLR0917 - typer makes flags of them
     else:
         location = _parsed_location(tier) if is_location else _location(store, tier)
         if not is_location:
-            typer.echo(str(store), err=True)
+            typer.echo(f"store: {store}", err=True)
         name, started_s = str(location), SYSTEM_CLOCK.monotonic_s()
         with quieted():  # quarantined records are listed in the report
             findings = asyncio.run(_verify(location, store.settings, only, bytes_per_s, quiet=json_))
@@ -79,16 +79,17 @@ async def _verify(
     *,
     quiet: bool,
 ) -> Findings:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[size]}"))
     async with open_tier(location, settings) as tier:
         with progress_bar(*columns, TimeRemainingColumn(), quiet=quiet) as progress:
-            bar = progress.add_task("counting", total=None)
+            bar = progress.add_task("counting", total=None, size="")
             num_records, num_bytes = await count_records(tier, namespace)
             progress.update(bar, total=num_bytes)
 
             def show(findings: Findings) -> None:
                 text = f"{findings.num_records:,} of {num_records:,} records, {findings.num_bad:,} corrupt"
-                progress.update(bar, description=text, completed=findings.num_bytes)
+                size = f"{bytes_text(findings.num_bytes)} of {bytes_text(num_bytes)}"
+                progress.update(bar, description=text, completed=findings.num_bytes, size=size)
 
             return await verify_tier(tier, namespace=namespace, rate=ByteRate(bytes_per_s), progress=show)
 
@@ -102,10 +103,10 @@ def _by_service(client: AdminClient, tier: str, bytes_per_s: int, *, quiet: bool
 
 
 def _show(location: str, findings: Findings, seconds: float) -> None:
-    size = f"{findings.num_bytes:,} bytes in {seconds:.1f} s"
+    size = f"{bytes_text(findings.num_bytes)} in {seconds:.1f} s"
     typer.echo(f"{location}: {counted(findings.num_records, 'record')}, {findings.num_whole:,} whole ({size})")
     for bad in findings.bad:
-        typer.echo(f"corrupt, quarantined: {bad.name} ({bad.num_bytes:,} bytes): {bad.reason}")
+        typer.echo(f"corrupt, quarantined: {bad.name} ({bytes_text(bad.num_bytes)}): {bad.reason}")
     for name in findings.unread:
         typer.echo(f"could not be read: {name}")
     if findings.num_gone:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from kvstore.cli.admin import AdminClient, Yes, admin_verb
+from kvstore.cli.admin import ONLY_OWN, AdminClient, Yes, admin_verb
 from kvstore.cli.printing import echo_json, held_text, print_table, table_of, time_text
 
 __all__ = ["weights"]
@@ -30,7 +30,10 @@ def list_weights(client: AdminClient, json_: bool) -> None:
     if json_:
         echo_json(found)
         return
-    _show(found["weights"])
+    if found["weights"]:
+        _show(found["weights"])
+    else:
+        typer.echo(f"no weights: nothing is stored yet, or its engines have no weights id. {ONLY_OWN.capitalize()}")
     if not found["is_complete"]:
         typer.echo("some namespaces have no description and are not listed here")
 

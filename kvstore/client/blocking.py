@@ -32,18 +32,6 @@ _LATE_S = 0.25
 _CLOSE_S = 3.0
 
 
-def _submitted(
-    method: Callable[Concatenate[RemoteStore, P], Coroutine[Any, Any, Value]],
-) -> Callable[Concatenate[BlockingStore, P], Future[Value]]:
-    """A call of the store that returns a future at once."""
-
-    @wraps(method)
-    def submit(self: BlockingStore, /, *args: P.args, **kwargs: P.kwargs) -> Future[Value]:
-        return self._submit(lambda: method(self._store, *args, **kwargs))
-
-    return submit
-
-
 def _waited(
     method: Callable[Concatenate[RemoteStore, P], Coroutine[Any, Any, Value]],
 ) -> Callable[Concatenate[BlockingStore, P], Value]:
@@ -53,13 +41,13 @@ def _waited(
     def wait(self: BlockingStore, /, *args: P.args, **kwargs: P.kwargs) -> Value:
         deadline = kwargs["deadline"]
         assert isinstance(deadline, Deadline)
-        return self._wait(self._submit(lambda: method(self._store, *args, **kwargs)), deadline)
+        return self._wait(self.submit(lambda _: method(self._store, *args, **kwargs)), deadline)
 
     return wait
 
 
 class BlockingStore:
-    """Every call of `PageStore` twice: `submit_x` returns a future at once, `x` waits, never past its deadline.
+    """The calls of `PageStore`, which wait, never past their deadline; `submit` returns a future at once.
 
     Futures fail as `PageStore` does. Cancelling one cancels its call; a cancelled stage leaves nothing leased. After
     a failed or cancelled load the buffer may still be written for a moment: drop it. Callbacks of futures, `progress`
@@ -107,37 +95,34 @@ class BlockingStore:
         Raises:
             Closed: The client is closed, or belongs to another process.
         """
-        return self._submit(lambda: work(self._store))
-
-    wait_ready, submit_wait_ready = _waited(RemoteStore.wait_ready), _submitted(RemoteStore.wait_ready)
-    open_namespace, submit_open_namespace = _waited(RemoteStore.open_namespace), _submitted(RemoteStore.open_namespace)
-    lookup, submit_lookup = _waited(RemoteStore.lookup), _submitted(RemoteStore.lookup)
-    stage, submit_stage = _waited(RemoteStore.stage), _submitted(RemoteStore.stage)
-    renew, submit_renew = _waited(RemoteStore.renew), _submitted(RemoteStore.renew)
-    load, submit_load = _waited(RemoteStore.load), _submitted(RemoteStore.load)
-    save, submit_save = _waited(RemoteStore.save), _submitted(RemoteStore.save)
-    discard, submit_discard = _waited(RemoteStore.discard), _submitted(RemoteStore.discard)
-    status, submit_status = _waited(RemoteStore.status), _submitted(RemoteStore.status)
-    explain = _waited(RemoteStore.explain)
-
-    def release(self, lease: LeaseId) -> None:
-        """End a lease; returns at once and never fails."""
-        with suppress(Closed):
-            self._submit(lambda: self._store.release(lease))
-
-    # the bridge
-
-    def _submit(self, call: Callable[[], Coroutine[Any, Any, Value]]) -> Future[Value]:
         if os.getpid() != self._pid:
             raise Closed("this store belongs to another process: make one after the fork", pid=self._pid)
         with self._lock:  # so that no thread closes the loop between the check and the call
             if self._closed:
                 raise Closed("the client is closed")
-            return asyncio.run_coroutine_threadsafe(self._answer(call), self._loop)
+            return asyncio.run_coroutine_threadsafe(self._answer(work), self._loop)
 
-    async def _answer(self, call: Callable[[], Coroutine[Any, Any, Value]]) -> Value:
+    wait_ready = _waited(RemoteStore.wait_ready)
+    open_namespace = _waited(RemoteStore.open_namespace)
+    lookup = _waited(RemoteStore.lookup)
+    stage = _waited(RemoteStore.stage)
+    renew = _waited(RemoteStore.renew)
+    load = _waited(RemoteStore.load)
+    save = _waited(RemoteStore.save)
+    discard = _waited(RemoteStore.discard)
+    status = _waited(RemoteStore.status)
+    explain = _waited(RemoteStore.explain)
+
+    def release(self, lease: LeaseId) -> None:
+        """End a lease; returns at once and never fails."""
+        with suppress(Closed):
+            self.submit(lambda store: store.release(lease))
+
+    # the bridge
+
+    async def _answer(self, work: Callable[[PageStore], Coroutine[Any, Any, Value]]) -> Value:
         try:
-            return await call()
+            return await work(self._store)
         except asyncio.CancelledError:
             if self._closed:
                 raise Closed("the client was closed during the call") from None
@@ -146,7 +131,7 @@ class BlockingStore:
     def _wait(self, future: Future[Value], deadline: Deadline) -> Value:
         if threading.current_thread() is self._thread:
             future.cancel()
-            raise InvalidRequest("a call that waits was made from the client's own thread: use submit_... there")
+            raise InvalidRequest("a call that waits was made from the client's own thread: use `submit` there")
         try:
             # the call ends by itself at the deadline; the margin is for a loop whose thread is not scheduled
             return future.result(deadline.remaining_s + _LATE_S)

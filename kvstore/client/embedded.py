@@ -15,6 +15,7 @@ from pathlib import Path
 
 import kvstore
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.runtime.files import open_regular
 from kvstore.wire.address import UNIX_PATH_BYTES_MAX, UnixAddress, unix_accepts
 
 __all__ = ["EmbeddedOptions", "EmbeddedService", "default_directory", "private_socket_path", "try_lock"]
@@ -22,6 +23,7 @@ __all__ = ["EmbeddedOptions", "EmbeddedService", "default_directory", "private_s
 _START_S = 20.0
 _OPENMP = ("GOMP_", "KMP_", "OMP_")
 _POLL_S = 0.02
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 _LOG_BYTES_MAX = 1 << 20
 _TOLD_BYTES_MAX = 512
 _PAUSE_FIRST_S, _PAUSE_MAX_S = 5.0, 60.0
@@ -112,7 +114,7 @@ class EmbeddedService:
         ends_s = loop.time() + _START_S
         process: subprocess.Popen[bytes] | None = None
         # a file of a few bytes: opening it blocks no longer than the connects around it
-        with open(self._directory / "run" / "starting.lock", "ab") as lock:  # noqa: ASYNC230
+        with open(open_regular(self._directory / "run" / "starting.lock", _APPEND), "ab") as lock:  # noqa: ASYNC230
             while not unix_accepts(str(path)):
                 if loop.time() >= ends_s:
                     raise Unavailable("the private service did not start in time", log=self._log_path)
@@ -145,7 +147,7 @@ class EmbeddedService:
         with suppress(FileNotFoundError):
             if self._log_path.stat().st_size > _LOG_BYTES_MAX:
                 self._log_path.replace(self._log_path.with_suffix(".log.1"))
-        with open(self._log_path, "ab") as log:
+        with open(open_regular(self._log_path, _APPEND), "ab") as log:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -178,7 +180,7 @@ def _reap() -> None:
 
 
 def _last_line(path: Path) -> str:
-    with open(path, "rb") as file:
+    with open(open_regular(path), "rb") as file:
         file.seek(max(0, path.stat().st_size - _TOLD_BYTES_MAX))
         lines = file.read().decode(errors="replace").splitlines()
     return lines[-1] if lines else ""

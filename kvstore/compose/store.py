@@ -1,4 +1,4 @@
-"""The tiers, the pending log and the catalog that the settings name, and the store over them."""
+"""The tiers, the pending log and the catalog that the settings name, and the store over them, encrypted or not."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from importlib.util import find_spec
 
 from kvstore.catalog.base import Catalog, Gate
 from kvstore.catalog.entry import Level
@@ -19,7 +20,10 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
+from kvstore.runtime.tracing import Tracing
 from kvstore.settings import Settings
+from kvstore.store.encryption.encrypted import EncryptedStore
+from kvstore.store.encryption.key_ring import watch_keys
 from kvstore.store.limits import StoreLimits
 from kvstore.store.recorder import CataloguedTier, Recorder
 from kvstore.store.tiered import TieredStore
@@ -29,11 +33,14 @@ from kvstore.tiers.guarded import GuardedTier, report_quarantine
 from kvstore.tiers.locations import ColdLocation, FileLocation, HotLocation, NoTier, RedisLocation, S3Location
 from kvstore.tiers.memory import MemoryTier
 
-__all__ = ["missing_package", "open_catalog", "open_store", "open_tier", "store_limits"]
+__all__ = ["missing_package", "open_catalog", "open_served_store", "open_store", "open_tier", "store_limits"]
 
 _log = logging.getLogger(__name__)
 
 _PROBE_S = 2.0
+_PENDING_LEASE_S = 30.0
+"""How long after a service's death another one finishes its writes to the cold tier."""
+_WALK_PROBE_S = 4.0
 _ARENA_SPARE_BYTES = 64 << 20
 """In the arena beside the memory tier's budget: for records on their way in, and an eighth more for gaps."""
 _WARM_BYTES = 256 << 20
@@ -85,10 +92,36 @@ async def open_store(settings: Settings, instruments: Instruments | None = None)
 
 
 @asynccontextmanager
+async def open_served_store(
+    settings: Settings, *, tracing: Tracing | None = None
+) -> AsyncIterator[TieredStore | EncryptedStore]:
+    """`open_store`, behind an `EncryptedStore` where `encryption_keys` is set.
+
+    Raises:
+        InvalidRequest: The keys cannot be used, or the package for it is not installed; else as `open_store`.
+    """
+    instruments = Instruments(tracing=tracing)
+    if settings.encryption_keys is None:
+        async with open_store(settings, instruments) as store:
+            yield store
+        return
+    if find_spec("cryptography") is None:
+        raise missing_package("encryption", "encryption_keys", "cryptography")
+    keys = watch_keys(settings.encryption_keys)  # before anything is opened: a wrong key file opens nothing
+    async with open_store(settings, instruments) as store:
+        encrypted = EncryptedStore(store, keys)
+        try:
+            yield encrypted
+        finally:
+            await encrypted.aclose()
+
+
+@asynccontextmanager
 async def open_tier(
     location: HotLocation | ColdLocation, settings: Settings, *, is_owner: bool = False
 ) -> AsyncIterator[Tier]:
-    """One slower tier alone, for an operator's walk over it.
+    """One slower tier alone, for an operator's walk over it. It has answered once, since a step of a walk may wait for
+    a minute.
 
     Args:
         location: Where it is.
@@ -98,7 +131,7 @@ async def open_tier(
 
     Raises:
         InvalidRequest: There is none, or this installation cannot use it.
-        Unavailable: The directory cannot be read.
+        Unavailable: The directory cannot be read, or the tier does not answer.
     """
     match location:
         case NoTier():
@@ -114,6 +147,10 @@ async def open_tier(
         case S3Location():
             tier = await _s3(location, Meters())
     try:
+        try:
+            await tier.get_manifest(STORE_VERSION_PLACE, deadline=Deadline.after(_WALK_PROBE_S))
+        except Unavailable as error:
+            raise Unavailable(f"{tier.name} does not answer: {error.message}", **error.details) from error
         yield tier
     finally:
         await tier.aclose()
@@ -156,9 +193,8 @@ async def open_catalog(
 
 def store_limits(settings: Settings) -> StoreLimits:
     """The store's limits, as the settings choose them."""
-    stage_bytes = settings.stage_bytes if settings.stage_bytes is not None else settings.memory_bytes * 3 // 4
     return StoreLimits(
-        stage_bytes=stage_bytes,
+        stage_bytes=settings.memory_bytes * 3 // 4,
         stall_timeout_s=settings.stall_timeout_ms / 1000,
         fetch_timeout_s=settings.fetch_timeout_ms / 1000,
         lease_s=settings.lease_s,
@@ -179,11 +215,11 @@ async def _open_pending(
             from kvstore.tiers.redis import open_control
 
             client = await stack.enter_async_context(open_control(hot, refuses_newer=True))
-            return RedisPendingLog(client, str(cold), lease_s=settings.pending_lease_s, gate=gate)
+            return RedisPendingLog(client, str(cold), lease_s=_PENDING_LEASE_S, gate=gate)
         case NoTier(), FileLocation() as cold:
             from kvstore.catalog.sqlite.pending import SqlitePendingLog
 
-            log = await SqlitePendingLog.open(cold.path / "pending.db", lease_s=settings.pending_lease_s, clock=clock)
+            log = await SqlitePendingLog.open(cold.path / "pending.db", lease_s=_PENDING_LEASE_S, clock=clock)
             stack.push_async_callback(log.aclose)
             return log
         case _:  # before the cold tier has a record, only this process's memory holds it

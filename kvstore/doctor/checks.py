@@ -13,6 +13,7 @@ from kvstore.doctor.redis import REDIS_NAMES, redis_check
 from kvstore.doctor.s3 import S3_NAMES, s3_check
 from kvstore.doctor.service import ServiceAddress, service_check
 from kvstore.doctor.versions import versions_check
+from kvstore.errors import next_step
 from kvstore.service.reported_settings import StoreInUse
 from kvstore.tiers.locations import FileLocation, RedisLocation, S3Location
 from kvstore.wire.address import TcpAddress, parse_address
@@ -99,5 +100,5 @@ def _skipped(names: Sequence[str], why: str) -> Check:
 
 def _not_examined(names: Sequence[str], obstacle: str) -> Check:
     """A check of a subject that is used but cannot be examined from here: a warning, since it may be broken."""
-    cause, _, step = obstacle.rpartition(": ")
+    cause, step = next_step(obstacle)
     return single(Criterion(names[0], "it can be examined from here").warning(f"not examined: {cause}", step))

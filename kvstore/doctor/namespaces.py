@@ -13,14 +13,16 @@ from typing import Any
 
 from kvstore.compose import open_catalog, open_tier
 from kvstore.doctor.check import Check, Criterion, Finding
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.format.manifest import MAX_MANIFEST_BYTES, parse_manifest
 from kvstore.format.names import ROOT, manifest_name
 from kvstore.model.keys import NamespaceId
 from kvstore.model.namespace import NamespaceDescription, field_differences
 from kvstore.runtime.background import gather_all
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.files import read_regular
 from kvstore.settings import Settings
+from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation, S3Location
 
 __all__ = ["Difference", "differences", "judge_namespaces", "namespaces_check"]
@@ -154,7 +156,10 @@ async def _read(settings: Settings, deadline: Deadline) -> list[NamespaceDescrip
     async with AsyncExitStack() as stack:
         ids = await _ids(settings, stack, deadline)
         locations = [place for place in (settings.hot, settings.cold) if not isinstance(place, NoTier | FileLocation)]
-        tiers = [await stack.enter_async_context(open_tier(location, settings)) for location in locations]
+        tiers: list[Tier] = []
+        for location in locations:
+            with suppress(Unavailable):  # another check says so
+                tiers.append(await stack.enter_async_context(open_tier(location, settings)))
         folder = settings.cold.path if isinstance(settings.cold, FileLocation) else None
 
         async def describe(namespace: NamespaceId) -> NamespaceDescription | None:
@@ -195,8 +200,7 @@ def _read_directory(root: Path) -> list[NamespaceDescription]:
 
 def _read_manifest(root: Path, namespace: NamespaceId) -> NamespaceDescription | None:
     try:
-        with (root / manifest_name(namespace)).open("rb") as file:
-            return parse_manifest(file.read(MAX_MANIFEST_BYTES + 1), namespace)
+        return parse_manifest(read_regular(root / manifest_name(namespace), MAX_MANIFEST_BYTES + 1), namespace)
     except (OSError, KVStoreError):
         return None
 

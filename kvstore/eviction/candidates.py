@@ -144,10 +144,11 @@ def parse_candidate(text: str, others: Sequence[str] = ()) -> Candidate:
     for name, known, what in ((policy, POLICIES, "policy"), (admission, ADMISSIONS, "admission rule")):
         if name in known or (what != "policy" and not plus):
             continue
-        expected = ", ".join([*others, *known] if what == "policy" else known)
+        names = [*others, *known] if what == "policy" else list(known)
+        advice = ""
         if name in REMOVED:
-            advice = f"this release has no {name}, use {REMOVED[name]}"
-        else:
-            advice = f"did you mean {difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]}?"
-        raise InvalidRequest(f"unknown {what} {name!r}: expected one of {expected}; {advice}")
+            advice = f"; this release has no {name}, use {REMOVED[name]}"
+        elif near := difflib.get_close_matches(name, names, n=1):
+            advice = f"; did you mean {near[0]}?"
+        raise InvalidRequest(f"unknown {what} {name!r}: expected one of {', '.join(names)}{advice}")
     return Candidate(policy, admission if plus else AdmitAll.name)

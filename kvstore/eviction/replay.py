@@ -18,6 +18,7 @@ from kvstore.eviction.prefixes import Key
 from kvstore.model.coverage import longest_resumable
 from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
+from kvstore.runtime.wrong_values import cut, not_json, shown
 
 __all__ = [
     "CLAIRVOYANT",
@@ -36,6 +37,8 @@ CLAIRVOYANT = "clairvoyant"
 _STEP_TOKENS = 16
 _SWEEP_S = 60.0
 _GZIP_MAGIC = b"\x1f\x8b"
+_NUMBER_MAX = 1 << 62
+_EXAMPLE = '{"timestamp": ..., "input_length": ..., "hash_ids": [...]}'
 _FIELDS = {"timestamp": "milliseconds", "input_length": "tokens"}
 
 
@@ -271,18 +274,18 @@ def read_trace(path: Path, *, block_tokens: int) -> list[TracedPrompt]:
 
 def _parse(line: bytes, where: str, block_tokens: int) -> TracedPrompt:
     try:
-        fields: Any = json.loads(line)
-    except ValueError as error:
-        raise InvalidRequest(f"{where}: expected a JSON object", seen=line[:60]) from error
+        fields: Any = json.loads(line.rstrip())
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{where}: expected a JSON object like {_EXAMPLE}", seen=not_json(error)) from error
     if not isinstance(fields, dict):
-        raise InvalidRequest(f"{where}: expected a JSON object", seen=line[:60])
+        raise InvalidRequest(f"{where}: expected a JSON object like {_EXAMPLE}", seen=shown(fields))
     for name, unit in _FIELDS.items():
         value = fields.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise InvalidRequest(f"{where}: {name}: expected {unit}, a number not below zero", seen=value)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _NUMBER_MAX:
+            raise InvalidRequest(f"{where}: {name}: expected {unit}, a number not below zero", seen=shown(value))
     blocks = fields.get("hash_ids")
     if not isinstance(blocks, list) or any(type(block) is not int for block in blocks):
-        raise InvalidRequest(f"{where}: hash_ids: expected a list of whole numbers", seen=str(blocks)[:60])
+        raise InvalidRequest(f"{where}: hash_ids: expected a list of whole numbers", seen=cut(str(blocks), 60))
     num_tokens = int(fields["input_length"])
     expected = -(-num_tokens // block_tokens)
     if len(blocks) != expected:

@@ -9,8 +9,9 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvstore.errors import InvalidRequest
+from kvstore.runtime.wrong_values import expectation, shown
 
-__all__ = ["TableEntry", "cut", "parse_tables", "shown"]
+__all__ = ["TableEntry", "parse_tables"]
 
 _POSITION = re.compile(r"\(at [^)]*\)$")
 
@@ -66,11 +67,11 @@ def _parse_entry(entry: object, model: type[Entry], what: str, where: str) -> En
     try:
         return model.model_validate(entry)
     except ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False)
+        problems = error.errors(include_url=False)
     # a misspelt field is reported before the field that is missing for it
     problem = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
     if not problem["loc"]:
-        raise InvalidRequest(f"invalid {what}: {_plain(problem['msg'])}", entry=where)
+        raise InvalidRequest(f"invalid {what}: {expectation(problem)}", entry=where)
     name = str(problem["loc"][0])
     if name not in model.model_fields:
         known = ", ".join(model.model_fields)
@@ -81,22 +82,3 @@ def _parse_entry(entry: object, model: type[Entry], what: str, where: str) -> En
     raise InvalidRequest(
         f"invalid {what}: expected {field.description}", entry=where, field=name, **({"seen": seen} if is_shown else {})
     )
-
-
-def shown(value: object) -> str:
-    """A value as errors show it: cut, since it may be anything."""
-    try:
-        return cut(repr(value))
-    except ValueError:  # Python does not write numbers of thousands of digits
-        return "a number of thousands of digits"
-
-
-def cut(text: str, most: int = 100) -> str:
-    """The first characters of a text, and how many it has."""
-    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
-
-
-def _plain(message: str) -> str:
-    """The text of an error that one of our own validators raised."""
-    message = message.removeprefix("Value error, ")
-    return message[:1].lower() + message[1:]

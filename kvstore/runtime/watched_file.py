@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from kvstore.errors import InvalidRequest
+from kvstore.runtime.files import open_regular
 
 __all__ = ["Watched", "read_guarded", "state_of"]
 
@@ -119,7 +120,7 @@ def read_guarded(path: Path, *, what: str, field: str, mode_bits: int, bytes_max
         InvalidRequest: The file cannot be read, or has one of these permissions.
     """
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             if os.fstat(file.fileno()).st_mode & mode_bits:
                 action, remedy = ("write", "go-w") if mode_bits == 0o022 else ("read", "600")
                 raise InvalidRequest(

@@ -107,6 +107,10 @@ class Credentials:
         """How many tokens are valid."""
         return len(self._grants)
 
+    def has_tenant(self, tenant: str) -> bool:
+        """Whether a token is of this tenant."""
+        return any(grant.tenant == tenant for grant in self._grants.values())
+
     def holds(self, grant: Grant) -> bool:
         """Whether a grant that was given earlier is still in force, unchanged. One from no file always is."""
         return not grant.token_sha256 or self._grants.get(self._name(grant.token_sha256)) == grant
@@ -145,6 +149,9 @@ class CredentialsFile(Credentials):
     def grant_of(self, token: str) -> Grant | None:
         """As `Credentials.grant_of`, with the content in force."""
         return self.file.value.grant_of(token)
+
+    def has_tenant(self, tenant: str) -> bool:
+        return self.file.value.has_tenant(tenant)
 
     def holds(self, grant: Grant) -> bool:
         return self.file.value.holds(grant)

@@ -43,10 +43,13 @@ class ServiceLimits:
             tenants; what does not fit is answered `Unavailable`. The service needs about 5 times as much memory.
         connection_request_bytes: Such bytes on one connection. Beyond, nothing more is read from it until some are
             answered. The default is 28 prompts of 256 Ki tokens.
+        frames_at_once: Frames that may be taken in about two rounds of the event loop, over all connections and in
+            turns among tenants and connections; loads and saves do not count. Too many delay other clients. Too few
+            slow down engines whose service moves many records. A connection whose frame waits is not read.
         max_loads: Loads of one connection that hold a record at the same time; the others wait their turn.
         receive_timeout_s: A record must arrive within this time and by its save's deadline. A late one is dropped, so
             that an engine which stops in the middle of one does not keep the room that others wait for. A late head
-            over 16 KiB ends the connection.
+            over 16 KiB ends the connection, and so does one that has waited as long for room.
         hello_timeout_s: A connection without a hello is closed then. A TLS handshake before may take as long.
         unauthenticated_of_address: Connections of one address that have not said hello. Beyond that, the one that has
             waited longest is closed.
@@ -66,6 +69,7 @@ class ServiceLimits:
     max_requests: int = 1024
     request_bytes: int = 32 << 20
     connection_request_bytes: int = 16 << 20
+    frames_at_once: int = 4
     max_loads: int = 8
     receive_timeout_s: float = 30.0
     hello_timeout_s: float = 5.0
@@ -186,21 +190,21 @@ class Stall:
     """Measures how long a count of bytes has hardly grown. Made for checks a second apart."""
 
     def __init__(self) -> None:
-        self._from_bytes = -PROGRESS_BYTES
+        self._from_bytes: int | None = None  # no check since it began
         self._since_s = 0.0
 
     def seconds(self, num_bytes: int, now_s: float) -> float:
         """Seconds since the count has grown by 64 KiB.
 
         Args:
-            num_bytes: The count.
+            num_bytes: The count. It may begin below zero: of small frames the kernel counts more than their bytes.
             now_s: On the monotonic clock.
         """
-        if num_bytes - self._from_bytes >= PROGRESS_BYTES:
+        if self._from_bytes is None or num_bytes - self._from_bytes >= PROGRESS_BYTES:
             self._from_bytes, self._since_s = num_bytes, now_s
         return now_s - self._since_s
 
     def ended(self) -> float:
         """Nothing has to move now: the next check begins again. Returns 0."""
-        self._from_bytes = -PROGRESS_BYTES
+        self._from_bytes = None
         return 0.0

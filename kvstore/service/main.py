@@ -23,6 +23,7 @@ from kvstore.compose import open_served_store
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.runtime.background import on_loose_exception
 from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.files import open_regular
 from kvstore.service.admin.port import Administered, admin_port, check_admin_listen
 from kvstore.service.authentication import CredentialsFile, read_token
 from kvstore.service.logs import log_to_file, log_to_stderr, shape_logs
@@ -185,7 +186,7 @@ def _only_service_of(directory: Path, socket_path: Path) -> Iterator[None]:
     """
     run = directory / "run"
     run.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(run / "service.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = open_regular(run / "service.lock", os.O_RDWR | os.O_CREAT)
     try:
         ends_s = SYSTEM_CLOCK.monotonic_s() + _LOCK_S
         while not try_lock(descriptor):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit
 
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.holdings import Quota
+from kvstore.runtime.files import read_regular
 from kvstore.settings import TOKEN_VARIABLE, Settings, settings_from
 from kvstore.tiers.locations import FileLocation, RedisLocation, S3Location, parse_hot
 
@@ -57,6 +59,7 @@ class StoreInUse:
     Attributes:
         settings: The settings of that store.
         service: The address of the service that reported them; empty: they are those of this shell.
+        found: How that address was found, like `given as --url`.
         is_remote: That service may run on another machine.
         lacking: Settings with a secret that is not known here: services do not report secrets.
         credentials: Variables with which the service logs in to S3, and which are not set here.
@@ -67,6 +70,7 @@ class StoreInUse:
 
     settings: Settings
     service: str = ""
+    found: str = ""
     is_remote: bool = False
     lacking: tuple[str, ...] = ()
     credentials: tuple[str, ...] = ()
@@ -75,9 +79,9 @@ class StoreInUse:
     silent: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        text = f"store: hot {self.settings.hot}, cold {_place_text(self.settings.cold)}"
+        text = f"hot {self.settings.hot}, cold {_place_text(self.settings.cold)}"
         if self.service:
-            return f"{text} (reported by the service at {self.service})"
+            return f"{text} (reported by the service at {self.service}{f', {self.found}' if self.found else ''})"
         where = f"; no service answers at {' or '.join(self.silent)}" if self.silent else ""
         return f"{text} (the settings of this shell{where})"
 
@@ -87,10 +91,8 @@ class StoreInUse:
         if name in self.lacking:
             return f"a service does not report its secrets: set {variable} here to the service's whole {name}"
         if isinstance(value, S3Location) and self.credentials:
-            return (
-                f"the service logs in to S3 with {', '.join(self.credentials)} of its environment, which it does not "
-                "report: set them here too"
-            )
+            names = ", ".join(self.credentials)
+            return f"the service logs in to S3 with {names}, which it does not report: set {names} in this shell too"
         if isinstance(value, FileLocation) and self.is_remote:
             return f"{value.path} is a directory of the service's machine: run this command there"
         return None
@@ -102,7 +104,13 @@ class StoreInUse:
 
 
 def store_of(
-    reported: Mapping[str, object], local: Settings, address: str, *, is_remote: bool = False, is_chosen: bool = False
+    reported: Mapping[str, object],
+    local: Settings,
+    address: str,
+    *,
+    found: str = "",
+    is_remote: bool = False,
+    is_chosen: bool = False,
 ) -> StoreInUse:
     """The store of a service.
 
@@ -110,6 +118,7 @@ def store_of(
         reported: As `reported_settings` returns it.
         local: The tool's own settings.
         address: Of the service.
+        found: How it was found.
         is_remote: The service may run on another machine.
         is_chosen: The user named this service, so other settings here do not matter.
 
@@ -124,6 +133,7 @@ def store_of(
     return StoreInUse(
         settings,
         service=address,
+        found=found,
         is_remote=is_remote,
         lacking=tuple(lacking),
         credentials=tuple(named_credentials(reported)),
@@ -256,11 +266,8 @@ def secrets_of(settings: Settings) -> list[str]:
     if isinstance(cold, S3Location) and cold.endpoint_url is not None:
         found.append(urlsplit(cold.endpoint_url).password)
     if settings.token_file is not None:
-        try:
-            with settings.token_file.open("rb") as file:
-                found.append(file.read(_TOKEN_BYTES_MAX).decode(errors="replace").strip())
-        except OSError:
-            pass  # reported where the token is needed
+        with suppress(OSError):  # reported where the token is needed
+            found.append(read_regular(settings.token_file, _TOKEN_BYTES_MAX).decode(errors="replace").strip())
     found += [os.getenv(name) for name in _VARIABLES]
     spellings = {spelled for secret in found if secret for spelled in _spellings(secret)}
     return sorted(spellings, key=len, reverse=True)

@@ -14,6 +14,7 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget, Shares
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.tracing import Tracing
+from kvstore.runtime.turns import Turns
 from kvstore.service.answers import Answers
 from kvstore.service.authentication import Authenticator, Credentials, CredentialsFile
 from kvstore.service.limits import ServiceLimits, UnauthenticatedConnection, UnauthenticatedConnections
@@ -59,7 +60,7 @@ class Server:
         self.listeners: list[Listener] = []
         self._limits = limits or ServiceLimits()
         self.tls = tls
-        self._answers = Answers(store, self.describe, settings or {})
+        self.answers = Answers(store, self.describe, settings or {})
         self._credentials = credentials
         self._authenticator = Authenticator(token, credentials)
         self._unauthenticated = UnauthenticatedConnections(
@@ -68,13 +69,14 @@ class Server:
         self._budget = ByteBudget(self._limits.receive_bytes)
         self._requests = Shares(self._limits.request_bytes)
         self._context = SessionContext(
-            self._answers,
+            self.answers,
             self._authenticator,
             self._limits,
             self._budget,
             self._requests,
             ByteBudget(self._limits.head_bytes),
             Shares(self._limits.connections),
+            Turns(self._limits.frames_at_once),
             tracing,
         )
         self._sessions: set[Session] = set()

@@ -20,7 +20,7 @@ from kvstore.runtime.budget import Grant as ByteGrant
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.tracing import RequestContext, Tracing, request_context
-from kvstore.runtime.turns import still_working
+from kvstore.runtime.turns import Turns, still_working
 from kvstore.service.answers import Answers
 from kvstore.service.authentication import NO_TENANT, Authenticator, Grant, Scope
 from kvstore.service.incoming import Incoming, Receipt
@@ -49,6 +49,8 @@ class SessionContext:
         requests: Bytes of unanswered requests.
         heads: Bytes of long heads that are being received.
         connections: Connections that have said hello.
+        frames: Turns of frames, a few in each round of the event loop. So the frames that one peer has sent in one go
+            do not come before the frames of others.
         tracing: Makes a span of each request; `None`: no tracing.
     """
 
@@ -59,6 +61,7 @@ class SessionContext:
     requests: Shares
     heads: ByteBudget
     connections: Shares
+    frames: Turns
     tracing: Tracing | None = None
 
 
@@ -111,6 +114,8 @@ class Session:
         self._requests = context.requests
         self._request_bytes = 0
         self._connections = context.connections
+        self._frames = context.frames
+        self._is_frame_waiting = False
         self._heads = context.heads
         self._head_room: ByteGrant | None = None
         self._head_since_s = 0.0
@@ -172,7 +177,12 @@ class Session:
         return True
 
     async def _wait_for_head_room(self, num_bytes: int) -> None:
-        room = await self._heads.take(num_bytes, self.tenant)
+        try:
+            async with Deadline.after(self._limits.receive_timeout_s).scope("room for a long head"):
+                room = await self._heads.take(num_bytes, self.tenant)
+        except Unavailable as error:
+            self.connection.refuse(error)
+            return
         if not self.connection.open:
             self._heads.give_back(room)
             return
@@ -220,11 +230,40 @@ class Session:
             self.connection.reader.drop_payload()
 
     def on_frame(self, head: Head, payload: memoryview | None) -> None:
-        """Start the answer to a message."""
+        """Start the answer to a message, or do so when it is its turn: until then nothing more is read."""
         if self.grant is None:
             self._greet(head)
             return
         message = messages.decode(head)
+        if isinstance(message, messages.Save | messages.Load):  # credit and `max_loads` bound them
+            self._take(message, payload, head)
+        elif self._frames.try_begin():
+            self._end_turn()
+            self._take(message, payload, head)
+        else:
+            self._is_frame_waiting = True
+            self.connection.hold()
+            self._tasks.spawn(self._take_in_turn(message, head), "frame")
+
+    async def _take_in_turn(self, message: Message, head: Head) -> None:
+        await self._frames.begin((self.tenant, self.number))
+        self._end_turn()
+        self._is_frame_waiting = False
+        try:
+            self._take(message, None, head)
+        except KVStoreError as error:
+            self.connection.refuse(error)
+        self._read_on()
+
+    def _end_turn(self) -> None:
+        asyncio.get_running_loop().call_soon(self._frames.end)  # in the next round
+
+    def _read_on(self) -> None:
+        """Read again, unless there is another reason not to."""
+        if not self._is_frame_waiting and self._request_bytes <= self._limits.connection_request_bytes:
+            self.connection.resume()
+
+    def _take(self, message: Message, payload: memoryview | None, head: Head) -> None:
         match message:
             case messages.Ping():  # answered here: it checks whether this loop runs
                 self.connection.post(messages.Pong(message.id))
@@ -336,8 +375,7 @@ class Session:
         def ended(_: object) -> None:
             self._requests.give_back(self.tenant, num_bytes)
             self._request_bytes -= num_bytes
-            if self._request_bytes <= self._limits.connection_request_bytes:
-                self.connection.resume()
+            self._read_on()
 
         self._requests.take(self.tenant, num_bytes)
         self._request_bytes += num_bytes

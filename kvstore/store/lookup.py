@@ -14,7 +14,7 @@ from kvstore.api import PrefixQuery
 from kvstore.catalog.base import Catalog
 from kvstore.catalog.entry import EntryTable, Level
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
-from kvstore.model.keys import PrefixHash, RecordKey
+from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.runtime.background import gather_all
 from kvstore.runtime.clock import Clock
@@ -276,11 +276,7 @@ class CatalogLookup:
             return False
         deadline = deadline.earlier(deadline.remaining_s * _CATALOG_SHARE)
         try:
-            reading = self._read_all(presence, deadline, hot=hot, cold=cold)
-            if self._clock.monotonic_s() - self._checked_s > _COMPLETE_S:
-                await gather_all([self._check_complete(deadline), reading])  # no further round trip
-            else:
-                await reading
+            await self._read_all(presence, deadline, hot=hot, cold=cold)
         except (Unavailable, Closed, CorruptRecord, InvalidRequest):
             self._meters.add("catalog_failures", call="lookup")
             self._unused_until_s = self._clock.monotonic_s() + _CATALOG_PAUSE_S
@@ -288,11 +284,6 @@ class CatalogLookup:
             return False
         self._meters.add("catalog_lookups", complete=str(self._is_complete).lower())
         return self._is_complete
-
-    async def _check_complete(self, deadline: Deadline) -> None:
-        now_s = self._clock.monotonic_s()
-        self._is_complete = await self._catalog.is_complete(deadline=deadline)
-        self._checked_s = now_s
 
     async def _read_all(self, presence: Presence, deadline: Deadline, *, hot: bool, cold: bool) -> None:
         query, page_tokens = presence.query, presence.layout.page_tokens
@@ -317,10 +308,27 @@ class CatalogLookup:
             async with deadline.scope("waiting to ask the catalog"):
                 await self._turns.begin(who_asks())
             try:
-                table = await self._catalog.lookup(query.namespace, prefixes, deadline=deadline)
+                table = await self._ask(query.namespace, prefixes, deadline)
             finally:
                 self._turns.end()
             await self._work.run(len(piece) * len(presence.layout.groups), _note, presence, piece, levels, table)
+
+    async def _ask(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], deadline: Deadline) -> EntryTable:
+        """Read some boundaries and now and then, in the same round trip, whether the catalog is complete."""
+        if self._clock.monotonic_s() - self._checked_s <= _COMPLETE_S:
+            return await self._catalog.lookup(namespace, prefixes, deadline=deadline)
+        tables: list[EntryTable] = []
+
+        async def look_up() -> None:
+            tables.append(await self._catalog.lookup(namespace, prefixes, deadline=deadline))
+
+        async def check() -> None:
+            now_s = self._clock.monotonic_s()
+            self._is_complete = await self._catalog.is_complete(deadline=deadline)
+            self._checked_s = now_s
+
+        await gather_all([check(), look_up()])
+        return tables[0]
 
 
 def _inner_indexes(presence: Presence) -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -23,6 +24,8 @@ from kvstore.store.recorder import Recorder
 from kvstore.tiers.base import Tier
 
 __all__ = ["Manifests", "OpenNamespaces", "check_header", "check_key", "read_description"]
+
+_log = logging.getLogger(__name__)
 
 _IDLE_S = 600.0
 """A namespace that was used within this time stays open. An engine whose weights change opens one for each version."""
@@ -196,6 +199,7 @@ class Manifests:
         self._clock = context.clock
         self._open: dict[NamespaceId, bytes] = {}
         self._kept: set[tuple[NamespaceId, str]] = set()
+        self._failing: set[str] = set()  # names of tiers that could not be written; empty: a reading
         if context.slower:
             context.background.spawn(self._check_regularly(), "manifests")
 
@@ -219,10 +223,13 @@ class Manifests:
         """
         manifest = await self.find(namespace, deadline=deadline)
         try:
-            return parse_manifest(manifest, namespace) if manifest is not None else None
-        except KVStoreError:
-            self._meters.add("manifest_failures", tier="read")
+            described = parse_manifest(manifest, namespace) if manifest is not None else None
+        except KVStoreError as error:
+            self._meters.add("manifest_read_failures")
+            self._warn("", "the description of namespace %s cannot be read: %s", namespace.hex(), error)
             return None
+        self._failing.discard("")
+        return described
 
     async def find(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
         """The manifest of a namespace that is open here, or from a tier; `None`: there is none.
@@ -257,10 +264,22 @@ class Manifests:
             return
         try:
             await tier.put_manifest(namespace, manifest, deadline=self._deadline())
-        except KVStoreError:
-            self._meters.add("manifest_failures", tier=tier.name)
+        except KVStoreError as error:
+            self._failed(tier, error)
         else:
+            self._failing.discard(tier.name)
             self._kept.add((namespace, tier.name))
+
+    def _failed(self, tier: Tier, error: KVStoreError) -> None:
+        self._meters.add("manifest_failures", tier=tier.name)
+        text = "the descriptions of namespaces cannot be written to %s, which is tried again every %g s: %s"
+        self._warn(tier.name, text, tier.name, self._limits.manifest_check_s, error)
+
+    def _warn(self, what: str, text: str, *values: object) -> None:
+        """Log once until one succeeds, since there may be a thousand namespaces."""
+        if what not in self._failing:
+            self._failing.add(what)
+            _log.warning(text, *values)
 
     async def _all_namespaces(self) -> Iterable[NamespaceId]:
         """The namespaces that are open here, and all in the catalog."""
@@ -280,8 +299,9 @@ class Manifests:
                 manifest = await self._cold.get_manifest(namespace, deadline=deadline)
             if manifest is not None:
                 await hot.put_manifest(namespace, manifest, deadline=deadline)
-        except KVStoreError:
-            self._meters.add("manifest_failures", tier=hot.name)
+                self._failing.discard(hot.name)
+        except KVStoreError as error:
+            self._failed(hot, error)
 
     def _deadline(self) -> Deadline:
         return Deadline.after(self._limits.write_back_timeout_s, self._clock)

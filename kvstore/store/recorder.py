@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -19,7 +19,7 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.store.retention.backpressure import BudgetGate
-from kvstore.tiers.base import Concern, Entry, PutOutcome, Tier, TierUsage
+from kvstore.tiers.base import PutOutcome, Tier, TierUsage, TierWrapper
 
 __all__ = ["CataloguedTier", "Recorder"]
 
@@ -278,7 +278,7 @@ class Recorder:
             report.resolve(True)
 
 
-class CataloguedTier(Tier):
+class CataloguedTier(TierWrapper):
     """Passes calls on to `inner`, and reports to the catalog what they changed.
 
     A put returns once the catalog has the record, or could not be reached in time and gets the report later. No fault
@@ -292,20 +292,10 @@ class CataloguedTier(Tier):
     """
 
     def __init__(self, inner: Tier, level: Level, recorder: Recorder, budget_gate: BudgetGate | None = None) -> None:
-        self.name = inner.name
-        self.inner = inner
+        super().__init__(inner)
         self._level = level
         self._recorder = recorder
         self._gate = budget_gate
-        inner.on_quarantine = self._inner_quarantined
-        inner.on_drop = self._inner_dropped
-
-    @property
-    def num_quarantined(self) -> int:
-        return self.inner.num_quarantined
-
-    async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
-        return await self.inner.head(keys, deadline=deadline)
 
     async def get(
         self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
@@ -393,31 +383,8 @@ class CataloguedTier(Tier):
             await self._report_removal(key, LeaveReason.CORRUPT, size or None, deadline)
         return is_quarantined
 
-    def _inner_quarantined(self, key: RecordKey, reason: str) -> None:
-        if self.on_quarantine is not None:
-            self.on_quarantine(key, reason)
-
     def _inner_dropped(self, keys: Sequence[RecordKey]) -> None:
         self._recorder.dropped(keys, self._level, self.name)
-
-    def cost_bytes(self, num_bytes: int) -> int:
-        return self.inner.cost_bytes(num_bytes)
-
-    async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        await self.inner.allow_eviction(keys, deadline=deadline)
-
-    async def concerns(self, *, deadline: Deadline) -> list[Concern]:
-        return await self.inner.concerns(deadline=deadline)
-
-    async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
-        async for entry in self.inner.scan(namespace):
-            yield entry
-
-    async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
-        await self.inner.put_manifest(namespace, manifest, deadline=deadline)
-
-    async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
-        return await self.inner.get_manifest(namespace, deadline=deadline)
 
     async def usage(self, *, deadline: Deadline) -> TierUsage:
         """As `Tier.usage`, against the budget of the level where that is the smaller bound."""
@@ -431,6 +398,3 @@ class CataloguedTier(Tier):
             return usage
         used_bytes = usage.used_bytes if usage.used_bytes is not None else gate.held_bytes
         return replace(usage, used_bytes=used_bytes, limit_bytes=gate.budget_bytes, limit_name="cold_bytes")
-
-    async def aclose(self) -> None:
-        await self.inner.aclose()

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from kvstore.errors import Unavailable
 from kvstore.format.record import Record
-from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
-from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
+from kvstore.tiers.base import PutOutcome, Tier, TierWrapper
 
 __all__ = ["FaultyTier"]
 
+T = TypeVar("T")
 
-class FaultyTier(Tier):
+
+class FaultyTier(TierWrapper):
     """Passes every call on to a real tier, unless a fault is set.
 
     Attributes:
@@ -33,8 +36,7 @@ class FaultyTier(Tier):
     """
 
     def __init__(self, inner: Tier, *, name: str | None = None) -> None:
-        self.name = name if name is not None else inner.name
-        self.inner = inner
+        super().__init__(inner, name)
         self.calls: Counter[str] = Counter()
         self.keys_asked: list[RecordKey] = []
         self.keys_put: list[RecordKey] = []
@@ -47,9 +49,9 @@ class FaultyTier(Tier):
         self.refused: set[RecordKey] = set()
         self.unanswered: set[RecordKey] = set()
 
-    @property
-    def num_quarantined(self) -> int:
-        return self.inner.num_quarantined
+    async def _pass(self, what: str, call: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
+        await self._fault(what, deadline)
+        return await call()
 
     async def _fault(self, method: str, deadline: Deadline) -> None:
         self.calls[method] += 1
@@ -61,8 +63,7 @@ class FaultyTier(Tier):
 
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         self.keys_asked += keys
-        await self._fault("head", deadline)
-        return await self.inner.head(keys, deadline=deadline)
+        return await super().head(keys, deadline=deadline)
 
     async def get(
         self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
@@ -89,33 +90,6 @@ class FaultyTier(Tier):
             self.keys_allowed.append(record.key)
         return outcome
 
-    async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
-        await self._fault("delete", deadline)
-        return await self.inner.delete(key, deadline=deadline)
-
     async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        await self._fault("allow_eviction", deadline)
+        await super().allow_eviction(keys, deadline=deadline)
         self.keys_allowed += keys
-        await self.inner.allow_eviction(keys, deadline=deadline)
-
-    async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
-        await self._fault("quarantine", deadline)
-        return await self.inner.quarantine(key, reason, seen=seen, deadline=deadline)
-
-    def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
-        return self.inner.scan(namespace)
-
-    async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
-        await self._fault("put_manifest", deadline)
-        await self.inner.put_manifest(namespace, manifest, deadline=deadline)
-
-    async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
-        await self._fault("get_manifest", deadline)
-        return await self.inner.get_manifest(namespace, deadline=deadline)
-
-    async def usage(self, *, deadline: Deadline) -> TierUsage:
-        await self._fault("usage", deadline)
-        return await self.inner.usage(deadline=deadline)
-
-    async def aclose(self) -> None:
-        await self.inner.aclose()

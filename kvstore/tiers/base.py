@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvstore.errors import Closed
 from kvstore.format.record import Record
@@ -15,9 +17,12 @@ from kvstore.runtime.background import gather_all
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.verify import check_deadline
 
-__all__ = ["Concern", "Entry", "PutOutcome", "Severity", "Tier", "TierUsage"]
+__all__ = ["Concern", "Entry", "PutOutcome", "Severity", "Tier", "TierUsage", "TierWrapper"]
 
 _log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class PutOutcome(Enum):
@@ -214,3 +219,67 @@ class Tier(ABC):
         if self.on_quarantine is not None:
             self.on_quarantine(key, reason)
         _log.warning("record quarantined tier=%s key=%s reason=%s place=%s", self.name, key, reason, place)
+
+
+def _passed(
+    method: Callable[Concatenate[Tier, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[TierWrapper, P], Coroutine[Any, Any, T]]:
+    """A method that makes the same call of the inner tier."""
+    name = method.__name__
+
+    @wraps(method, updated=())  # without the mark of an abstract method
+    async def call(self: TierWrapper, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        deadline = kwargs["deadline"]
+        assert isinstance(deadline, Deadline)
+        return await self._pass(name, partial(getattr(self.inner, name), *args, **kwargs), deadline)
+
+    return call
+
+
+class TierWrapper(Tier):
+    """Passes all calls to another tier, and passes on what that one reports. A subclass overrides what it changes.
+
+    `delete_all` deletes the records one by one, unless a subclass overrides it: `delete` may do more than pass a call.
+
+    Args:
+        inner: The tier; owned from now on.
+        name: By default that of `inner`.
+    """
+
+    def __init__(self, inner: Tier, name: str | None = None) -> None:
+        self.name = name if name is not None else inner.name
+        self.inner = inner
+        inner.on_quarantine = self._inner_quarantined
+        inner.on_drop = self._inner_dropped
+
+    async def _pass(self, what: str, call: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
+        """Make one call of `inner`, named `what`. Every call that takes a deadline goes through here."""
+        return await call()
+
+    def _inner_quarantined(self, key: RecordKey, reason: str) -> None:
+        if self.on_quarantine is not None:
+            self.on_quarantine(key, reason)
+
+    def _inner_dropped(self, keys: Sequence[RecordKey]) -> None:
+        if self.on_drop is not None:
+            self.on_drop(keys)
+
+    @property
+    def num_quarantined(self) -> int:
+        return self.inner.num_quarantined
+
+    def cost_bytes(self, num_bytes: int) -> int:
+        return self.inner.cost_bytes(num_bytes)
+
+    def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
+        return self.inner.scan(namespace)
+
+    head, get = _passed(Tier.head), _passed(Tier.get)
+    put, put_evictable = _passed(Tier.put), _passed(Tier.put_evictable)
+    delete, quarantine = _passed(Tier.delete), _passed(Tier.quarantine)
+    allow_eviction = _passed(Tier.allow_eviction)
+    put_manifest, get_manifest = _passed(Tier.put_manifest), _passed(Tier.get_manifest)
+    usage, concerns = _passed(Tier.usage), _passed(Tier.concerns)
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()

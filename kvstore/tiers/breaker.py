@@ -54,8 +54,12 @@ class Breaker:
         self.is_open = False
 
     @contextmanager
-    def observe(self, deadline: Deadline, clock: Clock = SYSTEM_CLOCK) -> Iterator[None]:
-        """Run a call, and count how it ended."""
+    def observe(self, deadline: Deadline, clock: Clock = SYSTEM_CLOCK, *, is_asked: bool = True) -> Iterator[None]:
+        """Run a call, and count how it ended.
+
+        Args:
+            is_asked: False: it may end without a request to the tier, so its success proves nothing.
+        """
         started_s = clock.monotonic_s()
         try:
             yield
@@ -70,6 +74,8 @@ class Breaker:
             if self._is_hang(started_s, clock.monotonic_s() - started_s):
                 self._count("its callers were cancelled before it answered: check its load and the network")
             raise
+        if not is_asked:
+            return
         self._answered_s = clock.monotonic_s()
         self._num_failures = 0
         if not self.is_open:

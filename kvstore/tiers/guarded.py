@@ -6,7 +6,9 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TypeVar
 
 from kvstore.errors import KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.format.manifest import STORE_VERSION_PLACE, check_store_version
@@ -16,17 +18,23 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import EventKind, Events
 from kvstore.runtime.instruments import Instruments
-from kvstore.tiers.base import Concern, Entry, PutOutcome, Tier, TierUsage
+from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage, TierWrapper
 from kvstore.tiers.breaker import Breaker
 
 __all__ = ["GuardedTier", "report_quarantine"]
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _PROBE_KEY = RecordKey(NamespaceId(bytes(NAMESPACE_BYTES)), PrefixHash(bytes(PREFIX_BYTES)), 0, 0)
+_COUNTED = {"get": "reads", "put": "puts"}
+_WRITES = {"put", "delete", "delete_all", "allow_eviction", "quarantine", "put_manifest"}
 _PROBE_S = 2.0
 _VERSION_S = 10.0
-"""How long the tier's version is trusted while calls succeed."""
+"""How long writes trust the tier's version while calls succeed."""
+_USAGE_S = 2.0
+"""For how long its usage trusts it, and so for how long after a tier has frozen an idle one is still reported well."""
 
 
 def report_quarantine(events: Events, tier: str, key: RecordKey, reason: str) -> None:
@@ -36,16 +44,17 @@ def report_quarantine(events: Events, tier: str, key: RecordKey, reason: str) ->
     events.add(EventKind.QUARANTINED, text, namespace=key.namespace.hex(), detail={**about, "prefix": key.prefix.hex()})
 
 
-class GuardedTier(Tier):
+class GuardedTier(TierWrapper):
     """Passes calls to `inner` while it is healthy. Otherwise refuses them at once with `Unavailable`.
 
     A newer release may take the tier over during an outage or while we run. So the tier's version is read before it is
     used again after an outage, before the first write after a failed call, and before a write if the last check is 10 s
-    ago. A tier with a newer version is treated like one that does not answer.
+    ago. It is also read for the tier's usage, at most every 2 s. A tier with a newer version is treated like one that
+    does not answer.
 
     Args:
         inner: The tier; owned from now on.
-        instruments: For counting calls, hits, bytes and errors (see README.md), for a span of each call, and for events
+        instruments: For counting calls, bytes and errors (see README.md), for a span of each call, and for events
             of outages and quarantined records.
         breaker: Decides when calls are refused; `None`: a default one.
         calls_max: Calls at a time. Further ones are refused, so that a slow tier does not exhaust the node's memory.
@@ -54,10 +63,7 @@ class GuardedTier(Tier):
     def __init__(
         self, inner: Tier, instruments: Instruments, *, breaker: Breaker | None = None, calls_max: int = 1024
     ) -> None:
-        self.name = inner.name
-        self.inner = inner
-        inner.on_quarantine = self._inner_quarantined
-        inner.on_drop = self._inner_dropped
+        super().__init__(inner)
         self._clock = instruments.clock
         self._meters = instruments.meters
         self._events = instruments.events
@@ -69,12 +75,8 @@ class GuardedTier(Tier):
         self._background = Background(f"guard of tier {inner.name}")
         self._reason = ""  # for the last outage
         # the version was read when the tier was opened
-        self._version_holds_until_s = self._clock.monotonic_s() + _VERSION_S
+        self._version_read_s = self._clock.monotonic_s()
         self._reading_version = asyncio.Lock()
-
-    @property
-    def num_quarantined(self) -> int:
-        return self.inner.num_quarantined
 
     @property
     def is_open(self) -> bool:
@@ -89,8 +91,7 @@ class GuardedTier(Tier):
         """
         if self._breaker.is_open:
             self._count("refused")
-            text = "the tier failed and is not used until a probe succeeds"
-            raise Unavailable(text, tier=self.name, reason=self._reason)
+            raise Unavailable(f"{self.name} failed and is not used until a probe succeeds", reason=self._reason)
 
     def open_breaker(self, reason: str) -> None:
         """Refuse calls until a probe succeeds, because the tier did not answer when it was opened. The caller logs it.
@@ -102,59 +103,40 @@ class GuardedTier(Tier):
 
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         with self._call("head", deadline):
-            self._count("heads", len(keys))
             return await self.inner.head(keys, deadline=deadline)
 
     async def get(
         self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
     ) -> Record | None:
-        with self._call("get", deadline):
-            self._count("reads")
-            record = await self.inner.get(key, deadline=deadline, allocate=allocate)
+        record = await super().get(key, deadline=deadline, allocate=allocate)
         if record is not None:
-            self._count("hits")
             self._count("read_bytes", record.num_bytes)
         return record
 
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
-        return await self._put(self.inner.put, record, deadline)
+        return self._counted(record, await super().put(record, deadline=deadline))
 
     async def put_evictable(self, record: Record, *, deadline: Deadline) -> PutOutcome:
-        return await self._put(self.inner.put_evictable, record, deadline)
+        call = partial(self.inner.put_evictable, record, deadline=deadline)
+        return self._counted(record, await self._pass("put", call, deadline))
 
-    async def _put(self, put: Callable[..., Awaitable[PutOutcome]], record: Record, deadline: Deadline) -> PutOutcome:
-        with self._call("put", deadline):
-            self._count("puts")
-            await self._check_version(deadline)
-            outcome = await put(record, deadline=deadline)
+    def _counted(self, record: Record, outcome: PutOutcome) -> PutOutcome:
         if outcome is PutOutcome.STORED:
             self._count("put_bytes", record.num_bytes)
         elif outcome is PutOutcome.FULL:
             self._count("full")
         return outcome
 
-    async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
-        with self._call("delete", deadline):
-            await self._check_version(deadline)
-            return await self.inner.delete(key, deadline=deadline)
-
-    def cost_bytes(self, num_bytes: int) -> int:
-        return self.inner.cost_bytes(num_bytes)
-
     async def delete_all(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        with self._call("delete_all", deadline):
-            await self._check_version(deadline)
-            await self.inner.delete_all(keys, deadline=deadline)
+        await self._pass("delete_all", partial(self.inner.delete_all, keys, deadline=deadline), deadline)
 
-    async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
-        with self._call("allow_eviction", deadline):
-            await self._check_version(deadline)
-            await self.inner.allow_eviction(keys, deadline=deadline)
-
-    async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
-        with self._call("quarantine", deadline):
-            await self._check_version(deadline)
-            return await self.inner.quarantine(key, reason, seen=seen, deadline=deadline)
+    async def _pass(self, what: str, call: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
+        with self._call(what, deadline):
+            if what in _COUNTED:
+                self._count(_COUNTED[what])
+            if what in _WRITES:
+                await self._check_version(deadline)
+            return await call()
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
         """As `Tier.scan`. Does not affect the breaker: operators scan, and no request waits for that."""
@@ -162,26 +144,13 @@ class GuardedTier(Tier):
         async for entry in self.inner.scan(namespace):
             yield entry
 
-    async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
-        with self._call("put_manifest", deadline):
-            await self._check_version(deadline)
-            await self.inner.put_manifest(namespace, manifest, deadline=deadline)
-
-    async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
-        with self._call("get_manifest", deadline):
-            return await self.inner.get_manifest(namespace, deadline=deadline)
-
     async def usage(self, *, deadline: Deadline) -> TierUsage:
-        with self._call("usage", deadline):
-            usage = await self.inner.usage(deadline=deadline)
-        if not self._version_holds() and not self._reading_version.locked():
-            # a long time may pass without a write
-            self._background.spawn(self._check_version_unasked(), "version")
-        return usage
-
-    async def concerns(self, *, deadline: Deadline) -> list[Concern]:
-        with self._call("concerns", deadline):
-            return await self.inner.concerns(deadline=deadline)
+        """As `Tier.usage`. A tier that knows its usage without a request is asked for its version, at most every 2 s.
+        So one that does not answer is found out, and one that was taken over, though no call reads or writes.
+        """
+        with self._call("usage", deadline, is_asked=not self._version_holds(_USAGE_S)):
+            await self._check_version(deadline, _USAGE_S)
+            return await self.inner.usage(deadline=deadline)
 
     async def aclose(self) -> None:
         self._closed = True
@@ -190,16 +159,11 @@ class GuardedTier(Tier):
 
     def _inner_quarantined(self, key: RecordKey, reason: str) -> None:
         report_quarantine(self._events, self.name, key, reason)
-        if self.on_quarantine is not None:
-            self.on_quarantine(key, reason)
-
-    def _inner_dropped(self, keys: Sequence[RecordKey]) -> None:
-        if self.on_drop is not None:
-            self.on_drop(keys)
+        super()._inner_quarantined(key, reason)
 
     @contextmanager
-    def _call(self, what: str, deadline: Deadline) -> Iterator[None]:
-        """Refuse the call, or run it in a span and report its end to the breaker."""
+    def _call(self, what: str, deadline: Deadline, *, is_asked: bool = True) -> Iterator[None]:
+        """Refuse the call, or run it in a span and report its end to the breaker. `is_asked`: as `Breaker.observe`."""
         tracing = self._tracing
         with tracing.span(f"{self.name}.{what}", tier=self.name) if tracing is not None else nullcontext():
             if not self._closed:  # otherwise the inner tier raises `Closed`
@@ -210,47 +174,44 @@ class GuardedTier(Tier):
             self._num_calls += 1
             self._meters.set("tier_calls", self._num_calls, tier=self.name)
             try:
-                with self._breaker.observe(deadline, self._clock):
+                with self._breaker.observe(deadline, self._clock, is_asked=is_asked):
                     yield
             except Unavailable:
                 self._count("errors")
-                self._version_holds_until_s = -math.inf
+                self._version_read_s = -math.inf
                 raise
             finally:
                 self._num_calls -= 1
                 self._meters.set("tier_calls", self._num_calls, tier=self.name)
                 self._meters.set("tier_quarantined", self.inner.num_quarantined, tier=self.name)
 
-    async def _check_version(self, deadline: Deadline) -> None:
-        """Read the tier's version, unless a recent answer still holds.
+    async def _check_version(self, deadline: Deadline, trusted_s: float = _VERSION_S) -> None:
+        """Read the tier's version, unless it was read in the last `trusted_s`.
 
         Raises:
             Unavailable: A newer release has taken the tier over, or the version cannot be read.
         """
-        if self._closed or self._version_holds():
+        if self._closed or self._version_holds(trusted_s):
             return
-        async with deadline.scope(f"reading the version of tier {self.name}"), self._reading_version:
+        async with deadline.scope(f"another reading of the version of tier {self.name}"):
+            await self._reading_version.acquire()
+        try:
             self.check_usable()
-            if self._version_holds():
-                return
-            try:
+            if not self._version_holds(trusted_s):
                 await self._read_version(deadline)
-            except UnsupportedFormat as error:
-                if self._breaker.open():
-                    self._opened(str(error))
-                raise Unavailable(error.message, **error.details) from error
+        except UnsupportedFormat as error:
+            if self._breaker.open():
+                self._opened(str(error))
+            raise Unavailable(error.message, **error.details) from error
+        finally:
+            self._reading_version.release()
 
-    async def _check_version_unasked(self) -> None:
-        """As `_check_version`, without a caller: a slow answer does not open the breaker."""
-        with suppress(KVStoreError):
-            await self._check_version(Deadline.after(_PROBE_S, self._clock))
-
-    def _version_holds(self) -> bool:
-        return self._clock.monotonic_s() < self._version_holds_until_s
+    def _version_holds(self, trusted_s: float) -> bool:
+        return self._clock.monotonic_s() < self._version_read_s + trusted_s
 
     async def _read_version(self, deadline: Deadline) -> None:
         check_store_version(await self.inner.get_manifest(STORE_VERSION_PLACE, deadline=deadline), self.name)
-        self._version_holds_until_s = self._clock.monotonic_s() + _VERSION_S
+        self._version_read_s = self._clock.monotonic_s()
 
     def _opened(self, reason: str) -> None:
         if not self._closed:

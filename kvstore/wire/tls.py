@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from kvstore.errors import InvalidRequest
+from kvstore.runtime.files import open_regular
 from kvstore.runtime.watched_file import Watched, state_of
 
 __all__ = ["ClientTls", "ServerTls"]
@@ -70,6 +71,7 @@ class ServerTls(Watched[ssl.SSLContext]):
             context.minimum_version = ssl.TLSVersion.TLSv1_2
             _load_certificate(context, certificate_file, key_file)
             if client_ca_file is not None:
+                _check_readable(client_ca_file, "cannot read the authorities", "tls_client_ca_file")
                 try:
                     context.load_verify_locations(client_ca_file)
                 except (OSError, ssl.SSLError) as error:
@@ -82,10 +84,18 @@ class ServerTls(Watched[ssl.SSLContext]):
         super().__init__("TLS certificate", partial(state_of, *paths), load)
 
 
+def _check_readable(path: Path, problem: str, field: str) -> None:
+    """Refuse a file that OpenSSL could not read, or that it would wait for."""
+    try:
+        os.close(open_regular(path))
+    except OSError as error:
+        raise InvalidRequest(problem, field=field, path=path, error=error.strerror) from error
+
+
 def _load_certificate(context: ssl.SSLContext, certificate: Path, key: Path | None) -> None:
     for name, path in (("tls_certificate_file", certificate), ("tls_key_file", key)):
-        if path is not None and not os.access(path, os.R_OK):
-            raise InvalidRequest("cannot read the file", field=name, path=path)
+        if path is not None:
+            _check_readable(path, "cannot read the file", name)
     try:
         context.load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as error:

@@ -165,7 +165,7 @@ async def test_a_frozen_tier_keeps_its_last_known_sizes(tmp_path: Path, visiting
                 await visit.charts(1)
                 data = "Chart.getChart(document.querySelector('canvas')).data"
                 lines = await page.evaluate(f"{data}.datasets.map((one) => [one.label, one.spanGaps, !one.stack])")
-                assert ["redis", False, True] in lines
+                assert ["redis (server memory)", False, True] in lines
                 await visit.shoot("overview-frozen-1280-light")
             finally:
                 redis.thaw()

@@ -14,6 +14,7 @@ import pytest
 
 from kvstore.errors import KVStoreError
 from kvstore.runtime.budget import ByteBudget, Shares
+from kvstore.runtime.turns import Turns
 from kvstore.service.answers import Answers
 from kvstore.service.authentication import Authenticator, Grant
 from kvstore.service.limits import ServiceLimits
@@ -145,7 +146,8 @@ async def talk(choose: random.Random) -> None:
     store = DictStore()
     heads, connections = ByteBudget(LIMITS.head_bytes), Shares(LIMITS.connections)
     requests = Shares(LIMITS.request_bytes)
-    context = SessionContext(Answers(store, dict), AnyPeer(), LIMITS, budget, requests, heads, connections)
+    frames = Turns(LIMITS.frames_at_once)
+    context = SessionContext(Answers(store, dict), AnyPeer(), LIMITS, budget, requests, heads, connections, frames)
     session = Session(context, None, on_made=lambda _: None, on_ended=ended.append)
     pipe = Pipe(session.connection)
     session.connection.connection_made(pipe)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.testing.records import make_key, make_record
-from kvstore.testing.servers import CephRgw, ceph_rgw
+from kvstore.testing.servers import CephRgw, ceph_rgw, redis_server
 from kvstore.testing.servers.ports import free_ports
 from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.breaker import Breaker
@@ -21,6 +23,7 @@ from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.locations import S3Location
 from kvstore.tiers.s3 import S3Tier
 from kvstore.tiers.s3.client import Credentials
+from tests.unit.admin.service_harness import open_service, prompt_of
 
 pytestmark = pytest.mark.servers
 
@@ -118,6 +121,44 @@ async def test_frozen(server: CephRgw) -> None:
     stored = await tier.get(record.key, deadline=Deadline.after(8))
     assert stored is not None and stored.data == record.data
     await tier.aclose()
+
+
+async def test_a_service_sees_that_its_idle_gateway_is_frozen(
+    server: CephRgw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is read or written. It is not ready, with the reason; its last sizes stay; a walk names the cause."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", server.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.secret_key)
+    cold = f"s3://pages/idle?endpoint_url={server.endpoint_url}"
+    with redis_server() as redis:
+        settings = {"hot": redis.url, "cold": cold, "cold_bytes": 1 << 30}
+        async with open_service(tmp_path, with_tokens=False, **settings) as made, made.client() as client:
+
+            async def seen() -> dict[str, Any]:
+                [tier] = [one for one in (await client.get("/v1/tiers")).json()["tiers"] if one["name"] == "s3"]
+                return dict(tier)
+
+            await made.save(prompt_of("a"))
+            async with asyncio.timeout(30):
+                while not (before := await seen())["usage"]["used_bytes"]:
+                    await asyncio.sleep(0.05)
+            server.freeze()
+            try:
+                async with asyncio.timeout(20):
+                    while (ready := await client.get("/readyz")).status_code == 200:
+                        await asyncio.sleep(0.05)
+                assert ready.json()["reason"].startswith("s3: it ")
+                after = await seen()
+                assert after["problem"] and after["last_known"]["used_bytes"] == before["usage"]["used_bytes"]
+                used = f'kvstore_tier_used_bytes{{tier="s3"}} {before["usage"]["used_bytes"]}'
+                assert used in (await client.get("/metrics")).text
+                job = (await client.post("/v1/tiers/cold/verify")).json()
+                async with asyncio.timeout(20):
+                    while (job := (await client.get(f"/v1/jobs/{job['job']}")).json())["state"] == "running":
+                        await asyncio.sleep(0.05)
+                assert job["state"] == "failed" and job["error"].startswith("s3 does not answer: "), job
+            finally:
+                server.thaw()
 
 
 async def test_requests_and_bytes_are_counted(server: CephRgw) -> None:

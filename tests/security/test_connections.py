@@ -31,7 +31,7 @@ MIB = 1 << 20
 def limited(service: AttackedService, files: int) -> AttackedService:
     """With a limit of open files."""
     command = ["bash", "-c", f'ulimit -Sn {files}; ulimit -Hn {files}; exec "$@"', "bash"]
-    service._process.command = [*command, *service._process.command]
+    service.process.command = [*command, *service.process.command]
     return service
 
 
@@ -160,3 +160,19 @@ async def test_a_head_of_small_values(server: Server) -> None:
         answer = await asyncio.to_thread(peer.receive)
         assert answer is not None and answer["type"] == "refused"
     await client.aclose()
+
+
+async def test_a_head_waits_for_room_only_so_long(tmp_path: Path) -> None:
+    """One connection holds all the room with the start of a head; another one that waits for it is told in time."""
+    server = Server(DictStore(), ServiceLimits(head_bytes=MAX_HEAD_BYTES, receive_timeout_s=0.1))
+    await server.listen([parse_address(f"unix:{tmp_path / 's'}")])
+
+    def wait() -> list[str]:
+        with RawPeer(f"unix:{tmp_path / 's'}") as one, RawPeer(f"unix:{tmp_path / 's'}") as other:
+            one.send(prefix(MAX_HEAD_BYTES))
+            other.send(prefix(MAX_HEAD_BYTES))
+            return [str((peer.receive() or {})["message"]) for peer in (one, other)]
+
+    said = " ".join(await asyncio.to_thread(wait))
+    await server.aclose()
+    assert "room for a long head" in said and "did not arrive in time" in said

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -74,6 +75,7 @@ async def test_lists_say_that_it_is_frozen(redis: RedisServer, tmp_path: Path) -
                 "the catalog and does not answer" in answers[0].json()["detail"] or "not used until" in answers[0].text
             )
             assert waited_s < 5.0, attempt
+            assert "does not answer" in answers[2].json()["unread"]
         command = [sys.executable, "-c", "import sys; from kvstore.cli.main import main; sys.exit(main())"]
         command += ["ls", "--admin-url", made.url]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -100,6 +102,9 @@ async def test_sizes_are_the_last_known_ones(redis: RedisServer, tmp_path: Path)
         assert after["last_known"]["used_bytes"] > 0
         assert abs(after["last_known"]["at_s"] - time.time()) < 60
         assert after["own"] == before["own"] and after["own_at_s"] is not None
+        assert 'kvstore_tier_used_bytes{tier="redis"} ' in (await client.get("/metrics")).text
+        told: Any = await made.store.status(deadline=soon())
+        assert told["tiers"]["redis"]["last_known"]["used_bytes"] > 0
         await made.port.watcher.step()
         samples = made.service.history.samples()
         assert samples[0].tier_bytes["redis"] > 0 and "redis" not in samples[-1].tier_bytes
@@ -139,8 +144,9 @@ async def test_it_is_not_ready_while_it_refuses_writes(cause: str, redis: RedisS
         assert answer.status_code == 503
         (tier,) = [one for one in answer.json()["tiers"] if one["name"] == "redis"]
         assert cause in tier["reason"] and "it takes no writes" in tier["reason"]
+        assert answer.json()["reason"] == f"redis: {tier['reason']}"
         (told,) = [one for one in (await client.get("/v1/tiers")).json()["tiers"] if one["name"] == "redis"]
-        assert not told["healthy"] and cause in told["reason"]
+        assert not told["healthy"] and told["problem"] == "takes no writes" and cause in told["reason"]
         status = await made.store.status(deadline=soon())
         assert cause in status["tiers"]["redis"]["refuses_writes"]  # type: ignore[index]
         await allow(direct)

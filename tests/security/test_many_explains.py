@@ -61,7 +61,7 @@ async def test_pipelined_explains_delay_nobody(
 ) -> None:
     """One tenant asks on eight connections, in one go each."""
     prompt = Prompt(ATTENTION, "explained", 64, tenant=GREEDY)
-    each = 1000 if full else 60
+    each = 1000 if full else 250
 
     def explain(number: int) -> None:
         peer = RawPeer(service.url, GREEDY)

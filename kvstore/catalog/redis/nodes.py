@@ -7,7 +7,6 @@ handled in one place.
 from __future__ import annotations
 
 import asyncio
-import binascii
 import logging
 import math
 import re
@@ -19,6 +18,8 @@ from typing import Any, cast
 
 from hiredis import pack_command
 from redis.asyncio import Redis, RedisCluster
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS as NUM_SLOTS
+from redis.crc import key_slot
 from redis.exceptions import (
     AskError,
     ConnectionError,
@@ -45,7 +46,6 @@ _log = logging.getLogger(__name__)
 Call = tuple[int, Command]
 """A command and the slot of its keys; without a cluster any slot."""
 
-NUM_SLOTS = 16384
 _CALLS_MAX = 24
 """Connections in use at a time, over all nodes. A client's pool has a few more, and raises when it is exhausted."""
 
@@ -95,7 +95,7 @@ class RedisNodes:
 
     def slot_of(self, tag: str) -> int:
         """The slot of every key with this hash tag; 0 without a cluster."""
-        return _slot_of(tag.encode()) if self.is_cluster else 0
+        return int(key_slot(tag.encode())) if self.is_cluster else 0
 
     def tag_of(self, slot: int) -> bytes:
         """A short hash tag whose keys are in `slot`."""
@@ -284,18 +284,13 @@ class RedisNodes:
         return replies
 
 
-def _slot_of(tag: bytes) -> int:
-    """The slot of every key with this hash tag, in a cluster."""
-    return binascii.crc_hqx(tag, 0) % NUM_SLOTS
-
-
 @cache
 def _tags() -> tuple[bytes, ...]:
     """For each slot the lowest decimal number that maps to it; found by trying, once per process."""
     tags: dict[int, bytes] = {}
     for number in count():
         tag = b"%d" % number
-        if tags.setdefault(_slot_of(tag), tag) is tag and len(tags) == NUM_SLOTS:
+        if tags.setdefault(key_slot(tag), tag) is tag and len(tags) == NUM_SLOTS:
             return tuple(tags[slot] for slot in range(NUM_SLOTS))
     raise AssertionError("not reached")
 

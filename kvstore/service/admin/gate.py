@@ -117,9 +117,9 @@ class Gate:
                 self._report_change(scope, state, status)
 
     def _report_change(self, scope: Scope, state: dict[str, Any], status: int) -> None:
-        """Emit an event if the request changed something."""
+        """Emit an event if the request changed something: a route sets `request.state.changed` to False if not."""
         audit, grant = state.get("audit", {}), state.get("grant")
-        if status >= 400 or grant is None or audit.get("dry_run"):
+        if status >= 400 or grant is None or audit.get("dry_run") or not state.get("changed", True):
             return
         done = f"{scope['method']} {scope['path']}"
         text = next((text for start, text in _EVENT_TEXTS.items() if done.startswith(start)), done)
@@ -181,7 +181,7 @@ def _limited(scope: Scope, receive: Receive) -> Receive:
 def _log_change(scope: Scope, state: dict[str, Any], status: int) -> None:
     grant = state.get("grant")
     _audit.info(
-        "method=%s path=%s query=%r status=%d who=%r peer=%s%s",
+        "method=%s path=%s query=%r status=%d who=%r peer=%s%s%s",
         scope["method"],
         scope.get("raw_path", b"").decode("latin-1")[:300],
         scope["query_string"].decode("latin-1")[:300],
@@ -189,4 +189,5 @@ def _log_change(scope: Scope, state: dict[str, Any], status: int) -> None:
         grant.name if grant is not None else None,
         scope["client"][0] if scope.get("client") else None,
         "".join(f" {name}={value}" for name, value in state.get("audit", {}).items()),
+        "" if state.get("changed", True) else " changed=False",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -14,6 +15,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from kvstore.errors import Closed, InvalidRequest, KVStoreError, Unavailable
+from kvstore.runtime.wrong_values import expectation
 
 __all__ = ["PROBLEM_JSON", "Problem", "Refused", "answer", "handle_problems", "refusals"]
 
@@ -29,11 +31,9 @@ class Problem(BaseModel):
     type: str = Field(default="about:blank", description="`about:blank`: the status says it all")
     title: str = Field(description="the status in words", examples=["Unprocessable Content"])
     status: int = Field(description="the status of the response", examples=[422])
-    detail: str = Field(description="what is wrong", examples=["input should be less than or equal to 1000"])
+    detail: str = Field(description="what is wrong", examples=["expected at most 1000"])
     field: str | None = Field(default=None, description="the parameter or field", examples=["query.limit"])
-    expected: str | None = Field(
-        default=None, description="what would be right", examples=["less than or equal to 1000"]
-    )
+    expected: str | None = Field(default=None, description="what would be right", examples=["at most 1000"])
     seen: str | None = Field(default=None, description="what was sent, cut at 100 characters", examples=["5000"])
 
 
@@ -117,20 +117,23 @@ async def _on_invalid(_: Request, error: Exception) -> Response:
         detail = "the body is not sent as JSON"
         return answer(Refused(422, detail, field="body", expected="Content-Type: application/json"))
     if first["type"] == "json_invalid":
-        return answer(Refused(422, "the body is not JSON", field="body", expected="JSON", seen=first["ctx"]["error"]))
-    expected = str(first["msg"]).removeprefix("Value error, ")
-    expected = expected[:1].lower() + expected[1:]
-    short = expected.removeprefix("input should be ").removeprefix("string should ")
+        seen = f"text that is no JSON from character {first['loc'][-1]} on"
+        return answer(Refused(422, "the body is not JSON", field="body", expected="JSON", seen=seen))
+    said = expectation(first)
+    expected = said.removeprefix("expected ") if said.startswith("expected ") else None
     field = ".".join(str(part) for part in first["loc"])
-    return answer(Refused(422, expected, field=field, expected=short, seen=_shown(first.get("input"))))
+    return answer(Refused(422, said, field=field, expected=expected, seen=_shown(first)))
 
 
-def _shown(value: object) -> object:
+def _shown(problem: Mapping[str, Any]) -> object:
     """What was sent; a long list or object as its size only."""
-    if value is None:
+    value = problem.get("input")
+    if value is None or problem["type"] == "missing":
         return None
     if isinstance(value, list | dict):
-        return f"{type(value).__name__} of {len(value)}"
+        return f"a JSON {'list' if isinstance(value, list) else 'object'} of {len(value)}"
+    if isinstance(value, str) and problem["loc"][0] == "body":
+        return json.dumps(value)  # 5 and "5" are two things in JSON
     return value if isinstance(value, str) else repr(value)
 
 

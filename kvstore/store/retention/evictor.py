@@ -108,7 +108,7 @@ class Evictor:
             if not self._is_failing:  # once until it works again: rounds are many
                 _log.warning("eviction from %s failed, later rounds try again: %s", self._tier.name, error)
             self._is_failing = True
-            self._meters.add("retention_failures", tier=self._tier.name)
+            self._meters.add("retention_failures", tier=self._tier.name, at=self._tier.name)
             self.has_unfinished = True
             return None
         self._is_failing = False

@@ -39,6 +39,8 @@ _BUSY_S = 0.1
 _READ_SHARE = 0.1
 """Share of the time spent on reading the totals while others write: over all slots of a cluster it is not free."""
 _READ_AT_ONCE = 64
+_CATALOG = "catalog"
+"""What has failed if the tier has not, as the counter of failures names it."""
 
 
 class RetentionOwner:
@@ -81,10 +83,12 @@ class RetentionOwner:
         self._background = Background(f"retention of {tier.name}")
         self._owned: set[NamespaceId] = set()
         self._is_over = self._is_failing = False
+        self._asked = _CATALOG
         self._has_grown = False
         self._stored_bytes = 0
         self._tenant_bytes: Mapping[str, int] | None = None
         self._known: set[NamespaceId] = set()
+        self._unreadable: set[NamespaceId] = set()
         self._swept_s = float("-inf")
         self._num_refused = num_refused
         self._num_seen = 0
@@ -108,6 +112,7 @@ class RetentionOwner:
     async def _run(self) -> None:
         while True:
             is_stuck, started_s = True, self._clock.monotonic_s()
+            self._asked = _CATALOG
             try:
                 is_stuck = await self.round() == 0 and self._is_over
                 self._is_failing = False
@@ -115,7 +120,7 @@ class RetentionOwner:
                 if not isinstance(error, Closed) and not self._is_failing:  # once until one works: rounds are many
                     _log.warning("a round of retention failed, the next one tries again: %s", error)
                 self._is_failing = True
-                self._meters.add("retention_failures", tier=self._tier.name)
+                self._count_failure(self._asked)
                 self._evictor.has_unfinished = True  # what was hidden before it failed
                 if self._gate is not None:
                     self._gate.suspend()
@@ -276,7 +281,9 @@ class RetentionOwner:
         """What the tier uses of its budget: the bytes of its records, or what the medium says they occupy."""
         if not self._rules.is_private:
             return stored
+        self._asked = self._tier.name
         used = (await self._tier.usage(deadline=self._deadline())).used_bytes or stored
+        self._asked = _CATALOG
         self._cost = max(1.0, used / max(1, stored))
         return used
 
@@ -302,17 +309,26 @@ class RetentionOwner:
         try:
             await self._catalog.get(namespace, PrefixHash(bytes(PREFIX_BYTES)), deadline=self._deadline())
         except InvalidRequest:  # not registered here yet
+            self._asked = self._tier.name
             manifest = await self._tier.get_manifest(namespace, deadline=self._deadline())
+            self._asked = _CATALOG
             if manifest is None:
                 return False
             try:
                 description = parse_manifest(manifest, namespace)
-            except (CorruptRecord, UnsupportedFormat):
-                self._meters.add("retention_failures", tier=self._tier.name)
+            except (CorruptRecord, UnsupportedFormat) as error:
+                self._count_failure(self._tier.name)
+                if namespace not in self._unreadable:  # once: rounds are many
+                    self._unreadable.add(namespace)
+                    text = "nothing is evicted here of namespace %s, whose description in %s cannot be read: %s"
+                    _log.warning(text, namespace.hex(), self._tier.name, error)
                 return False
             await self._catalog.register(namespace, description.layout(), description.tenant, deadline=self._deadline())
         self._known.add(namespace)
         return True
+
+    def _count_failure(self, at: str) -> None:
+        self._meters.add("retention_failures", tier=self._tier.name, at=at)
 
     def _on_freed(self, num_bytes: int) -> None:
         if self._gate is not None:

@@ -24,6 +24,8 @@ __all__ = ["PIECE_RECORDS_MAX", "StoreOperations", "TierState"]
 PIECE_RECORDS_MAX = 4096
 """Records per call: some milliseconds of the loop, which serves engines at the same time."""
 
+_TIER_ANSWER_S = 2.0
+"""Well before the deadline of a status, whose answer names the tier that has not answered."""
 _PAUSE_RECORDS = 256
 """Records after which the event loop gets a turn."""
 
@@ -48,9 +50,14 @@ class TierState:
     is_paused: bool = False
     """An operator has paused that queue."""
     last_usage: TierUsage | None = None
-    """The last usage that it reported to this process; `None`: it never did."""
+    """The last usage with its bytes, while `usage` has none; `None`: it has, or they were never known here."""
     last_at_ms: int = 0
     """When that was, since the Unix epoch."""
+
+    @property
+    def known_usage(self) -> TierUsage | None:
+        """What it holds, or last held: for what must not become unknown in an outage."""
+        return self.last_usage or self.usage
 
 
 class StoreOperations:
@@ -146,7 +153,8 @@ class StoreOperations:
         await self._tier(level).delete_all(keys, deadline=deadline)
 
     async def tiers(self, *, deadline: Deadline) -> list[TierState]:
-        """The state of each tier, the fastest first. One that does not answer costs the deadline, no more."""
+        """The state of each tier, the fastest first. One that does not answer costs two seconds, or the deadline."""
+        deadline = deadline.earlier(_TIER_ANSWER_S)
         levels: list[tuple[Level | None, Tier]] = [(None, self._memory), *self._slower.items()]
         return list(await asyncio.gather(*(self._state(tier, level, deadline) for level, tier in levels)))
 
@@ -159,8 +167,11 @@ class StoreOperations:
         else:
             if level in self._bounded:
                 usage = self._bounded[level](usage)
+        last_usage, last_at_ms = None, 0
+        if usage is not None and usage.used_bytes is not None:
             self._seen[tier.name] = usage, self._clock.wall_ms()
-        last_usage, last_at_ms = self._seen.get(tier.name, (None, 0))
+        else:
+            last_usage, last_at_ms = self._seen.get(tier.name, (None, 0))
         is_open = isinstance(tier, GuardedTier) and tier.is_open
         state = TierState(tier.name, level, is_open, usage, reason, last_usage=last_usage, last_at_ms=last_at_ms)
         queue = self._saver.queues().get(tier.name)

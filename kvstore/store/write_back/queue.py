@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import logging
 from dataclasses import dataclass, field
 
 from kvstore.errors import KVStoreError, Unavailable
@@ -19,6 +20,10 @@ from kvstore.tiers.base import PutOutcome, Tier
 
 __all__ = ["WriteBack", "backoff_s"]
 
+_log = logging.getLogger(__name__)
+
+_FAILURES_TOLD = 3
+"""Failures in a row after which the log has a line."""
 _WAVE_RECORDS = 64
 """Records that arrive together are written shortest prefix first, so that what a crash leaves behind is usable. A wave
 is short, so that the end of a long prompt does not wait for the start of every later one."""
@@ -200,8 +205,10 @@ class WriteBack:
             else:
                 with self._tracing.span("kvstore.write_back", job.trace, tier=self._tier.name):
                     outcome = await self._put(job)
-        except Unavailable:
+        except Unavailable as error:
             self._failures += 1
+            if self._failures == _FAILURES_TOLD:
+                _log.warning("saved records cannot be written to %s, they are tried again: %s", self._tier.name, error)
             self._meters.add("write_back_failures", tier=self._tier.name)
             self._try_again(job)
             return
@@ -220,7 +227,6 @@ class WriteBack:
         self._num_written += 1
         self._requeue_deferred()
         if outcome is PutOutcome.STORED or outcome is PutOutcome.EXISTS:
-            self._meters.add("write_back_records", tier=self._tier.name, outcome=outcome.value)
             self._meters.add("write_back_bytes", job.record.num_bytes, tier=self._tier.name)
             self._end(job, is_written=True)
         else:

@@ -17,10 +17,12 @@ from typing import Literal
 
 from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
+from kvstore.format.manifest import MAX_MANIFEST_BYTES
 from kvstore.format.names import ROOT, format_name, manifest_name, pack_key, parse_name
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.files import read_regular
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.filesystem.index import Held, IndexLog
 from kvstore.tiers.verify import is_same, open_or_reason
@@ -47,6 +49,10 @@ _NEXT_STEP = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "raise the system's limit of open files (fs.file-max)",
     errno.ENOTDIR: "remove the file that has the name of a directory",
+    errno.EEXIST: "remove the file that has the name of a directory",
+    errno.EISDIR: "remove the directory that has the name of a file",
+    errno.EINVAL: "remove what is no regular file, or use a filesystem of another kind",
+    errno.ENXIO: "remove what is no regular file",
 }
 
 
@@ -89,9 +95,8 @@ class RecordFiles:
             for folder in (self.root, self._temp, self._quarantine, self.root / ROOT):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock_fd = _lock(self.root / "LOCK")
-            for leftover in self._temp.glob("*.tmp"):
-                leftover.unlink(missing_ok=True)
-            self._bound_quarantine()
+            self._empty_temp()
+            self._bound_quarantine(is_start=True)
 
     def held(self) -> Held:
         """The records, oldest first: from an earlier owner's log or, if that cannot be trusted, from the directory.
@@ -314,7 +319,7 @@ class RecordFiles:
         path = self.root / manifest_name(namespace)
         with _translated("read a manifest", path):
             try:
-                return path.read_bytes()
+                return read_regular(path, MAX_MANIFEST_BYTES + 1)
             except FileNotFoundError:
                 return None
 
@@ -362,16 +367,41 @@ class RecordFiles:
             return 0
         return num_bytes
 
-    def _bound_quarantine(self) -> None:
-        kept_bytes = 0
-        newest_first = sorted(self._quarantine.iterdir(), reverse=True)  # names start with the time
-        for index, path in enumerate(newest_first):
-            num_bytes = path.stat().st_size
-            if index >= _QUARANTINE_FILES_MAX or kept_bytes + num_bytes > self._quarantine_bytes_max:
-                path.unlink(missing_ok=True)
-            else:
-                kept_bytes += num_bytes
+    def _empty_temp(self) -> None:
+        foreign = [path for path in sorted(self._temp.glob("*.tmp")) if not _removed(path)]
+        _log_foreign(foreign)
+        taken = [int(path.stem) for path in foreign if path.stem.isdecimal()]
+        self._numbers = itertools.count(max(taken, default=-1) + 1)
+
+    def _bound_quarantine(self, *, is_start: bool = False) -> None:
+        kept_bytes = num_kept = 0
+        foreign = []
+        for path in sorted(self._quarantine.iterdir(), reverse=True):  # names start with the time: newest first
+            status = path.lstat()
+            num_bytes = status.st_size
+            if stat.S_ISDIR(status.st_mode):
+                foreign.append(path)
+            elif num_kept < _QUARANTINE_FILES_MAX and kept_bytes + num_bytes <= self._quarantine_bytes_max:
+                num_kept, kept_bytes = num_kept + 1, kept_bytes + num_bytes
+            elif not _removed(path):
+                foreign.append(path)
+        if is_start:
+            _log_foreign(foreign)
         self.quarantined_bytes = kept_bytes
+
+
+def _removed(path: Path) -> bool:
+    """Remove a file. False: it cannot be removed, as a directory cannot."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+def _log_foreign(paths: list[Path]) -> None:
+    if paths:
+        _log.warning("not a file of this service, skipped: remove it path=%s others=%d", paths[0], len(paths) - 1)
 
 
 def _lock(path: Path) -> int:
@@ -402,7 +432,7 @@ def _unavailable(error: OSError, action: str, path: Path) -> Unavailable:
     """The error for a tier's caller, naming the path, the errno and the next step."""
     code = errno.errorcode.get(error.errno or 0, str(error.errno))
     next_step = _NEXT_STEP.get(error.errno or 0, "check that the directory is mounted and writable")
-    return Unavailable(f"cannot {action}: {next_step}", errno=code, path=path)
+    return Unavailable(f"cannot {action}: {next_step}", errno=code, path=error.filename or path)
 
 
 # One file, which may be anything: a record, a corrupt one, or another program's file under its name.

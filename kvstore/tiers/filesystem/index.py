@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import struct
 import threading
@@ -22,8 +23,11 @@ import xxhash
 
 from kvstore.format.names import PACKED_KEY_BYTES, pack_key, unpack_key
 from kvstore.model.keys import RecordKey
+from kvstore.runtime.files import read_regular
 
 __all__ = ["ENTRY_BYTES", "Held", "Index", "IndexLog", "cost_bytes", "replay"]
+
+_log = logging.getLogger(__name__)
 
 Held = dict[bytes, int]
 """Bytes of each record by its packed key, oldest first."""
@@ -113,8 +117,13 @@ class IndexLog:
             OSError: The file exists but cannot be used.
         """
         try:
-            data = self._path.read_bytes()
+            data = read_regular(self._path)
         except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno not in (errno.EISDIR, errno.EINVAL, errno.ENXIO):
+                raise
+            _log.warning("the index is no regular file, so the start is slow: remove it path=%s", self._path)
             return None
         held = replay(data, self._boot)
         if held is None:
@@ -175,7 +184,7 @@ class IndexLog:
         with self._lock:
             if self._fd is None:
                 return
-            held = replay(self._path.read_bytes(), self._boot)
+            held = replay(read_regular(self._path), self._boot)
             if held is not None:
                 ordered = [(packed, num_bytes) for packed in order if (num_bytes := held.pop(packed, None)) is not None]
                 snapshot = _pack_snapshot([*ordered, *held.items()], clean=True, boot=self._boot)
@@ -197,13 +206,14 @@ class IndexLog:
         """Merge the tail into the snapshot: a second or two for a million records, while writers wait."""
         self._fold_at_bytes = 2 * self._num_bytes  # if it fails, the disk is full, and the log keeps growing
         with contextlib.suppress(OSError):
-            held = replay(self._path.read_bytes(), self._boot)
+            held = replay(read_regular(self._path), self._boot)
             if held is not None:
                 self._replace(_pack_snapshot(held.items(), clean=False, boot=self._boot), durable=False)
 
     def _replace(self, snapshot: bytes, *, durable: bool) -> None:
         new = self._path.with_suffix(".new")
-        fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        new.unlink(missing_ok=True)
+        fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             done = 0
             while done < len(snapshot):

@@ -98,6 +98,27 @@ async def test_a_tenant_sees_its_own_and_public_events(made: ServiceHarness) -> 
             assert [(await anext(events))["text"] for _ in range(3)][-1] == "of b"
 
 
+async def test_a_call_that_changes_nothing_is_no_event(made: ServiceHarness) -> None:
+    """The pin that is not there, the quota that is set already, and the end of one that is not: done, and no event."""
+    prompt = await made.save(prompt_of("a", "red"))
+    place = f"/v1/pins/{prompt.namespace.hex()}/{prompt.boundary(64).prefix.hex()}"
+    body = {"namespace": prompt.namespace.hex(), "prefix": prompt.boundary(64).prefix.hex(), "expires_in_s": 60}
+    async with made.client("operator") as client:
+
+        async def changes() -> list[str]:
+            return [one["text"] for one in await listed(client) if one["kind"] == "admin"]
+
+        assert (await client.delete(place)).status_code == 204
+        assert (await client.delete("/v1/quotas/red")).status_code == 204
+        assert (await client.post("/v1/tiers/cold/resume")).status_code == 200
+        assert await changes() == []
+        assert (await client.post("/v1/pins", json=body)).status_code == 201
+        for _ in range(2):
+            assert (await client.delete(place)).status_code == 204
+            assert (await client.put("/v1/quotas/red", json={"maximum_bytes": 4096})).status_code == 200
+        assert await changes() == ["a quota was set", "a pin was removed", "a prefix was pinned"]
+
+
 async def test_operator_rules_that_take_effect_are_events(made: ServiceHarness) -> None:
     """A quota and retired weights, set at any service, are reported once by each service where they take effect, and so
     is their end.

@@ -79,8 +79,12 @@ def test_a_frozen_service_is_called_frozen(tmp_path: Path, verb: str) -> None:
         ("status --url embeded:", 2, ["unix:/path", "'embeded:'", "or embedded:"]),
         ("status --url embedded:", 1, ["no embedded service is running"]),
         ("status --token-file /nonexistent/token", 2, ["--token-file", "/nonexistent/token: No such file"]),
-        ("status --timeout-s soon", 2, ["timeout-s", "kvstore status --help"]),
-        ("weights retire", 2, ["kvstore weights retire --help"]),
+        ("status --timeout-s soon", 2, ["--timeout-s: expected a number, got 'soon'", "kvstore status --help"]),
+        ("status --timeout 0", 2, ["--timeout: expected at least 0.01, got '0'", "kvstore status --help"]),
+        ("ls --limit 0", 2, ["--limit: expected at least 1, got '0'", "kvstore ls --help"]),
+        ("ls x --order foo", 2, ["--order: expected one of hits, bytes, age, idle, stored, got 'foo'"]),
+        ("doctor --config", 2, ["--config", "kvstore doctor --help"]),
+        ("weights retire", 2, ["WEIGHTS_ID is missing", "kvstore weights retire --help"]),
         (f"pin ab {'1' * 64} --for 7", 2, ["--for", "with its unit", "'7'"]),
         ("show ab abcd", 2, ["64 hex digits", "kvstore ls", "'abcd'"]),
         ("verify hot", 2, ["no such tier", "KVSTORE_HOT"]),
@@ -111,6 +115,13 @@ def test_errors_name_what_to_change(
     assert (code, out, len(err.splitlines())) == (status, "", 1)
     assert err.startswith("kvstore: ") and [text for text in texts if text not in err] == []
     assert re.search(r" [a-z_]+=\S", err) is None
+
+
+def test_ctrl_c_while_modules_are_imported_is_one_line(tmp_path: Path) -> None:
+    """At the start a command imports for a moment; the signal comes with the first of these modules."""
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    code, out, err = run("status", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert (code, out, err) == (130, "", "kvstore: interrupted\n")
 
 
 def test_serve_has_a_flag_and_a_help_for_every_setting() -> None:
@@ -174,7 +185,7 @@ def test_a_directory_is_verified_before_and_after_damage(tmp_path: Path, capsys:
     asyncio.run(fill())
     where = f"file://{tmp_path / 'records'}"
     assert main(["verify", where]) == 0
-    assert f"{where}: 5 records, 5 whole (15,960 bytes" in capsys.readouterr().out
+    assert f"{where}: 5 records, 5 whole (15.6 KiB" in capsys.readouterr().out
     path = tmp_path / "records" / format_name(make_key(3))
     path.write_bytes(path.read_bytes().replace(b"KVR1", b"KVR?"))
     assert main(["verify", where, "--json", "--rate", "1GiB"]) == 3

@@ -113,12 +113,20 @@ async def test_deletion_asks_first(made: ServiceHarness, run: Run, tmp_path: Pat
 async def test_orders_are_given(made: ServiceHarness, run: Run) -> None:
     """Quotas are set, shown and removed; weights are retired, collected and taken back; each asks where it deletes."""
     old = await made.save(Prompt(ATTENTION, "a", 128, tenant="red", weights_id="old"))
-    assert (await run("quota"))[:2] == (0, "no quotas\n")
+    status, out, _ = await run("quota")
+    assert status == 0 and out.startswith("no quotas: a tenant's token shows only what is that tenant's")
     status, out, _ = await run("quota", "red", "--guaranteed", "1MiB", "--maximum", "2MiB")
     assert status == 0 and "1.0 MiB" in out and "an operator" in out
     assert (await told(run, "quota"))["quotas"][0]["maximum_bytes"] == 2 << 20
     status, out, _ = await run("quota", "red", "--remove")
-    assert status == 0 and out.startswith("removed the quota of red") and out.endswith("no quota of red\n")
+    assert status == 0 and out.startswith("removed the quota of red") and "no quota of red" in out
+    status, out, _ = await run("quota", "red", "--remove")
+    assert status == 0 and out.startswith("nothing to do: no operator has set a quota of red")
+    out = (await run("quota", "nobody", "--maximum", "1KiB"))[1]
+    assert "no credential and no stored namespace is of a tenant nobody" in out and "above" not in out
+    out = (await run("quota", "red", "--maximum", "1KiB"))[1]
+    assert "above its maximum" in out and "check its name" not in out
+    await run("quota", "red", "--remove")
     status, out, _ = await run("weights", "list")
     assert status == 0 and "old" in out
     status, out, _ = await run("weights", "retire", "old")
@@ -185,15 +193,21 @@ async def test_requests_are_listed_by_their_whole_ids(made: ServiceHarness, run:
 @pytest.mark.parametrize(
     ("arguments", "status", "texts"),
     [
-        (["show", "0" * 32], 1, ["no such namespace"]),
+        (["show", "0" * 32], 1, ["NAMESPACE: no such namespace", "kvstore ls"]),
+        (["ls", "--pins"], 2, ["--pins needs a namespace", "kvstore ls"]),
+        (["ls", "--cursor", "x"], 2, ["--cursor: expected 32 hex digits", "got x: use the one"]),
+        (["jobs", "abc"], 2, ["JOB: expected 16 hex digits", "got abc: `kvstore jobs` lists them"]),
         (["show", "f" * 31], 2, ["no namespace starts with", "kvstore ls"]),
         (["show", "x"], 2, ["32 hex digits"]),
         (["pin", "0" * 32, "1" * 64, "--for", "soon"], 2, ["for", "7d"]),
         (["rm", "0" * 32, "--recursive"], 2, ["--recursive"]),
         (["quota", "--maximum", "1GiB"], 2, ["need a tenant"]),
         (["quota", "red", "--maximum", "much"], 2, ["maximum", "8GiB"]),
-        (["quota", "red", "--guaranteed", "1PiB"], 2, ["three quarters"]),
-        (["weights", "retire", "nobody's"], 1, ["these weights are unknown"]),
+        (["quota", "red", "--guaranteed", "1PiB"], 2, ["--guaranteed: ", "three quarters"]),
+        (["quota", "red", "--maximum", "5"], 2, ["--maximum: expected a size with its unit", "5GiB"]),
+        (["quota", "red", "--maximum", "0"], 2, ["--maximum: expected at least", "'0'"]),
+        (["quota", "red", "--maximum", "1MiB", "--guaranteed", "2MiB"], 2, ["--maximum: expected", "2.0 MiB"]),
+        (["weights", "retire", "nobody's"], 1, ["WEIGHTS_ID: these weights are unknown", "`kvstore weights list`"]),
         (["ls", "--admin-url", "ftp://x"], 2, ["http://host:port"]),
         (["ls", "--token-file", "/nonexistent"], 2, ["--token-file", "/nonexistent"]),
     ],

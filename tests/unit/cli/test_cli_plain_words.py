@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvstore.cli.main import _VERBS, main
-from kvstore.cli.printing import amounts_text, counted
+from kvstore.cli.main import main
+from kvstore.cli.printing import amounts_text, counted, detail_text
+from kvstore.cli.verbs import VERBS
+from kvstore.errors import next_step
 from kvstore.settings import Settings
 from kvstore.wire.address import parse_address
 from tests.unit.admin.service_harness import open_service, prompt_of
@@ -30,7 +32,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return call
 
 
-@pytest.mark.parametrize("verb", ["", *(verb for verb in _VERBS if verb not in ("bench", "demo"))])  # other programs
+@pytest.mark.parametrize("verb", ["", *(verb for verb in VERBS if verb not in ("bench", "demo"))])  # other programs
 def test_no_flag_has_a_type_in_its_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A flag takes no value: `--json <bool>` would be typed as it stands there, and refused."""
     assert main([*([verb] if verb else []), "--help"]) == 0
@@ -72,10 +74,36 @@ def test_numbers_have_their_nouns() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words", "text"),
+    [
+        ("left_before_s", 90, "left before", "90 s"),
+        ("fetch_s", 0.12345, "fetch", "0.1235 s"),
+        ("needs_bytes", 3 << 20, "needs", "3.0 MiB"),
+        ("bytes", 512, "bytes", "512 B"),
+        ("first_not_saved_tokens", 1024, "first not saved", "1,024 tokens"),
+        ("lost_by_request", "chatcmpl-1", "lost by request", "chatcmpl-1"),
+        ("not_saved", {"save_busy": 2}, "not saved", "save busy 2"),
+        ("layout.page_tokens", "64, 128", "layout.page_tokens", "64, 128"),
+        ("is_complete", True, "is complete", "yes"),
+    ],
+)
+def test_details_are_words_with_units(name: str, value: object, words: str, text: str) -> None:
+    assert detail_text(name, value) == (words, text)
+
+
+def test_an_error_is_split_at_its_next_step() -> None:
+    """What happened, with its details, and the step: a caller with a step of its own shows one of the two."""
+    said = next_step("cannot connect to Redis: check that a server runs there address=r:1 error=Connection refused")
+    assert said == ("cannot connect to Redis, address r:1: Connection refused", "check that a server runs there")
+    assert next_step("refused") == ("refused", "")
+
+
 def test_simulate_names_all_policies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["simulate", str(tmp_path / "x.jsonl"), "--policy", "foo"]) == 2
     said = capsys.readouterr().err
     assert all(policy in said for policy in ("auto", "clairvoyant", "lru", "flops_per_byte"))
+    assert "--policy: " in said and "did you mean" not in said
 
 
 async def test_unpin_and_quota_say_what_they_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:

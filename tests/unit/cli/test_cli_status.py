@@ -18,6 +18,7 @@ from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.store.explain.reports import WINDOW_S, Recent
 from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
 from tests.unit.cli.test_cli_admin import Run, run
+from tests.virtual_time import ManualClock
 
 __all__ = ["run"]
 
@@ -82,7 +83,7 @@ def test_a_healthy_service_says_so_first() -> None:
         "            since its start: 60% of 1,000,000 prompt tokens came from here, 5% from the engines' own caches; "
         "700 of 1,000 requests resumed",
         "tiers       memory: works, holds 1.0 GiB in 1,234 records, 50% of 2.0 GiB",
-        "            redis: works, holds 3.0 GiB, without a limit",
+        "            redis: works, its server uses 3.0 GiB of memory, without a limit",
         "            s3: works, its bytes are not counted here (kvstore top)",
         "write-back  12 records (24.0 MiB) wait here for s3",
         "            40 records (90.0 MiB, at most 8.0 GiB) of all services are in the hot tier and not yet cold",
@@ -187,30 +188,70 @@ def test_a_service_of_the_release_before_is_shown_as_far_as_it_tells() -> None:
     assert "engines     2 namespaces opened since its start" in lines
 
 
+AT_MS = 1_763_800_000_000
+
+
 @pytest.mark.parametrize(
-    ("amount", "whole", "told"), [(0, 5, "0%"), (1, 10_000, "1%"), (9_999, 10_000, "99%"), (5, 5, "100%"), (1, 0, "-")]
+    ("name", "tier", "line"),
+    [
+        (
+            "redis",
+            {
+                "healthy": True,
+                "used_bytes": 27 * GIB,
+                "limit_bytes": 20 * GIB,
+                "refuses_writes": "it has no memory left",
+            },
+            "redis: accepts no writes, its server uses 27.0 GiB of memory, 135% of 20.0 GiB",
+        ),
+        (
+            "redis",
+            {"healthy": False, "last_known": {"at_ms": AT_MS, "used_bytes": GIB, "limit_bytes": 4 * GIB}},
+            "redis: does not answer, when last known, at 2025-11-22 08:26:40 UTC, "
+            "its server used 1.0 GiB of memory, 25% of 4.0 GiB",
+        ),
+        (
+            "s3",  # the catalog that knows its bytes does not answer
+            {
+                "healthy": True,
+                "used_bytes": None,
+                "last_known": {"at_ms": AT_MS, "used_bytes": GIB, "limit_bytes": 4 * GIB, "limit_name": "cold_bytes"},
+            },
+            "s3: works, when last known, at 2025-11-22 08:26:40 UTC, it held 1.0 GiB, 25% of 4.0 GiB (cold_bytes)",
+        ),
+        ("s3", {"healthy": False, "reason": "away"}, "s3: does not answer"),
+    ],
+)
+def test_a_tier_in_an_outage_keeps_its_last_known_sizes(name: str, tier: dict[str, Any], line: str) -> None:
+    """Shown as such. One that accepts no writes does not also work."""
+    values = healthy()
+    values["tiers"][name] = tier
+    assert line in [shown.strip() for shown in printed(values, 400)]
+
+
+@pytest.mark.parametrize("at", ["catalog", "s3"])
+def test_what_has_failed_in_an_eviction_is_named(at: str) -> None:
+    values = healthy()
+    values["counters"][f'retention_failures{{at="{at}",tier="s3"}}'] = 7.0
+    place = "the catalog in redis" if at == "catalog" else "s3"
+    assert any(f"eviction from the cold tier failed 7 times at {place}" in line for line in printed(values, 400))
+
+
+@pytest.mark.parametrize(
+    ("amount", "whole", "told"),
+    [
+        *((0, 5, "0%"), (1, 10_000, "1%"), (9_999, 10_000, "99%"), (5, 5, "100%"), (1, 0, "-")),
+        *((135, 100, "135%"), (1_001, 1_000, "101%")),
+    ],
 )
 def test_a_share_is_none_or_all_only_where_it_is(amount: int, whole: int, told: str) -> None:
     """A single miss in ten thousand is seen."""
     assert share_text(amount, whole) == told
 
 
-class HandClock:
-    """Time that stands still."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-    def wall_ms(self) -> int:
-        return int(self.now_s * 1000)
-
-
 def test_recent_requests_are_forgotten_after_the_window() -> None:
     """What is counted over them is what the meters count; a reason of a newer engine adds no name."""
-    clock = HandClock()
+    clock = ManualClock()
     recent = Recent(clock)
     recent.add(Outcome("a", None, 100, 96, 16, 96), "")
     clock.now_s += WINDOW_S - 10
@@ -226,7 +267,7 @@ def test_recent_requests_are_forgotten_after_the_window() -> None:
 
 def test_recent_losses_are_forgotten_after_the_window() -> None:
     """Records by reason; of what is told of whole namespaces no number, but the largest need while it is repeated."""
-    clock = HandClock()
+    clock = ManualClock()
     recent = Recent(clock)
     stop = Boundary(64, PrefixHash(bytes(32)))
     recent.add(Outcome("a", None, 0, 0, 0, 0, "save_busy", {"records": 3}, stop=stop, groups=1), "save_busy")

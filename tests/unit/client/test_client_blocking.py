@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.api import Deadline, SaveOutcome
+from kvstore.api import Deadline, PageStore, SaveOutcome
 from kvstore.client import BlockingStore
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.testing.prompts import ATTENTION, Prompt
@@ -44,7 +45,7 @@ def test_every_call_from_plain_threads(store: BlockingStore) -> None:
     """A prompt is saved, looked up, staged, renewed, loaded from several threads, discarded, released."""
     assert store.open_namespace(PROMPT.description, deadline=soon()) == PROMPT.namespace
     records = {record.key: record for record in PROMPT.records()}
-    futures = [store.submit_save(record, deadline=soon()) for record in records.values()]
+    futures = [store.submit(lambda to, it=it: to.save(it, deadline=soon())) for it in records.values()]
     assert {future.result(10) for future in futures} == {SaveOutcome.STORED}
     assert store.lookup(PROMPT.query(), deadline=soon()).resume_tokens == 256
     staged = store.stage(PROMPT.query(), deadline=soon())
@@ -63,7 +64,7 @@ def test_every_call_from_plain_threads(store: BlockingStore) -> None:
 
 
 def test_waiting_on_the_loops_own_thread_is_refused(store: BlockingStore) -> None:
-    """A callback that waits would wait for ever: the error says what to do instead; `submit_...` works there."""
+    """A callback that waits would wait for ever: the error says what to do instead; `submit` works there."""
     seen: list[object] = []
     done = threading.Event()
 
@@ -76,11 +77,13 @@ def test_waiting_on_the_loops_own_thread_is_refused(store: BlockingStore) -> Non
             store.close()
         except InvalidRequest as error:
             seen.append(str(error))
-        store.submit_status(deadline=soon()).add_done_callback(lambda f: (seen.append(f.result()), done.set()))
+        store.submit(lambda to: to.status(deadline=soon())).add_done_callback(
+            lambda f: (seen.append(f.result()), done.set())
+        )
 
-    store.submit_status(deadline=soon()).add_done_callback(callback)
+    store.submit(lambda to: to.status(deadline=soon())).add_done_callback(callback)
     assert done.wait(5)
-    assert "submit_" in str(seen[0])
+    assert "`submit`" in str(seen[0])
     assert "own thread" in str(seen[1])
     assert isinstance(seen[2], dict)
 
@@ -95,7 +98,11 @@ def test_nobody_waits_past_the_deadline(service: ServiceProcess, store: Blocking
         assert time.monotonic() - begun_s < 5
     service.thaw()
     stuck = threading.Event()
-    store._loop.call_soon_threadsafe(stuck.wait, 60.0)
+
+    async def hold_the_loop(_: PageStore) -> None:
+        stuck.wait(60.0)
+
+    store.submit(hold_the_loop)
     begun_s = time.monotonic()
     with pytest.raises(Unavailable, match="thread"):
         store.status(deadline=Deadline.after(0.1))
@@ -107,11 +114,11 @@ def test_cancelled_futures_cancel_their_calls(tmp_path: Path) -> None:
     """A future is cancelled: its request is not running any more in the service."""
     with ServiceProcess(f"unix:{tmp_path / 'slow'}", slow=True) as slow, BlockingStore(slow.url) as store:
         store.wait_ready(deadline=soon())
-        future = store.submit_status(deadline=Deadline.after(60))
+        future = store.submit(lambda to: to.status(deadline=Deadline.after(60)))
         time.sleep(0.05)
         assert future.cancel()
         ends_s = time.monotonic() + 5
-        control = store._store._pool.now()
+        control = store._store.pool.now()
         assert control is not None
         while control._pending:
             assert time.monotonic() < ends_s
@@ -121,9 +128,10 @@ def test_cancelled_futures_cancel_their_calls(tmp_path: Path) -> None:
 def test_close_ends_running_calls_and_the_thread(tmp_path: Path) -> None:
     """Calls that run fail `Closed`, later ones too; the thread is gone; closing twice is closing once."""
     with ServiceProcess(f"unix:{tmp_path / 'slow'}", slow=True) as slow:
+        before = set(threading.enumerate())
         store = BlockingStore(slow.url)
         store.wait_ready(deadline=soon())
-        future = store.submit_status(deadline=Deadline.after(60))
+        future = store.submit(lambda to: to.status(deadline=Deadline.after(60)))
         time.sleep(0.05)
         begun_s = time.monotonic()
         store.close()
@@ -134,7 +142,7 @@ def test_close_ends_running_calls_and_the_thread(tmp_path: Path) -> None:
         with pytest.raises(Closed):
             store.status(deadline=soon())
         store.release(b"x" * 16)  # type: ignore[arg-type]  # ignored
-        assert not store._thread.is_alive()
+        assert "kvstore-client" not in {thread.name for thread in set(threading.enumerate()) - before}
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -147,7 +155,7 @@ store = BlockingStore({service.url!r})
 store.wait_ready(deadline=Deadline.after(10))
 print("ready", flush=True)
 input()
-store.submit_status(deadline=Deadline.after(60))
+store.submit(lambda to: to.status(deadline=Deadline.after(60)))
 """
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -212,7 +220,11 @@ def test_a_name_that_is_resolved_too_late_is_no_error(caplog: pytest.LogCaptureF
     """The caller that connected has given up and reported it. Other exceptions that no task awaited are logged."""
     with BlockingStore("unix:/nowhere") as store:
         for error in (socket.gaierror(-2, "Name or service not known"), ValueError("lost")):
-            store._loop.call_soon_threadsafe(store._loop.call_exception_handler, {"message": "m", "exception": error})
+
+            async def lose(_: PageStore, error: Exception = error) -> None:
+                asyncio.get_running_loop().call_exception_handler({"message": "m", "exception": error})
+
+            store.submit(lose).result(10)
         with pytest.raises(Unavailable):
             store.status(deadline=soon())
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ValueError]

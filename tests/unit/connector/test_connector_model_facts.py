@@ -220,3 +220,23 @@ def test_rules_are_facts() -> None:
     facts = make_facts(**read)
     assert isinstance(facts, EngineFacts)
     assert namespace(**read)
+
+
+def test_a_quantization_that_names_every_layer_of_every_expert() -> None:
+    """DeepSeek-V3 with 44,544 names, as a list and as a map, twice: described by digests that differ where they do."""
+    names = [
+        f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj"
+        for layer in range(3, 61)
+        for expert in range(256)
+        for part in ("gate", "up", "down")
+    ]
+    described = set()
+    for ignored in (names, names[:-1], {name: {"bits": 4, "data_type": "int"} for name in names}):
+        quantization = {"quant_method": "compressed-tensors", "ignore": ignored}
+        found = rules({**CONFIG, "quantization_config": quantization}, quantization_config=quantization)
+        assert found["model_config"]["quantization_config"]["quant_method"] == "compressed-tensors"
+        assert found["model_config"]["quantization_config"]["ignore"]["num_items"] == len(ignored)
+        described.add(namespace(**{name: found[name] for name in ("model_config", "model_rules")}))
+    assert len(described) == 3
+    few = {"quant_method": "compressed-tensors", "ignore": names[:1500]}
+    assert rules({**CONFIG, "quantization_config": few})["model_config"]["quantization_config"] == few

@@ -6,7 +6,8 @@ import asyncio
 import gc
 import time
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvstore.client import ClientOptions, RemoteStore, connect
 from kvstore.errors import Unavailable
 from kvstore.format.record import Record
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.limits import ServiceLimits
+from kvstore.service.limits import ServiceLimits, Stall
 from kvstore.service.server import Server
 from kvstore.testing.dict_store import DictStore
 from kvstore.testing.prompts import ATTENTION, Prompt
@@ -273,3 +274,56 @@ async def test_an_engine_that_does_not_read_holds_little(node: Node) -> None:
     writer.transport.abort()
     with pytest.raises(Unavailable):
         await client.load(staged.lease.__class__(bytes(16)), staged.keys[0], deadline=soon())
+
+
+class StepsStore(DictStore):
+    """Answers `status` in several rounds of the event loop, and counts how many it answers at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_running = self.most_running = 0
+
+    async def status(self, *, deadline: Deadline, tenant: str = "") -> Mapping[str, object]:
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        self.num_running -= 1
+        return {}
+
+
+async def test_requests_sent_in_one_go_are_begun_a_few_at_a_time(tmp_path: Path) -> None:
+    """Forty connections with fifty requests each: the rounds of the event loop stay short, and a lookup that comes last
+    is answered long before they are.
+    """
+    store = StepsStore()
+    server = Server(store)
+    await server.listen([parse_address(f"unix:{tmp_path / 's'}")])
+    address, prompt = server.addresses[0], prompt_of("late")
+    assert isinstance(address, UnixAddress)
+    asks = b"".join(pack_head(encode(messages.Status(number, 20_000))) for number in range(50))
+    peers = [await asyncio.open_unix_connection(address.path) for _ in range(40)]
+    for reader, writer in peers:
+        writer.write(pack_head(encode(messages.Hello(1))))
+        await reader.readuntil(b"losses")
+    client = connect(str(address))
+    await client.open_namespace(prompt.description, deadline=soon())
+    for _, writer in peers:
+        writer.write(asks)
+    await client.lookup(prompt.query(), deadline=soon())
+    assert store.num_running > 0
+    assert store.most_running <= 50
+    for _, writer in peers:
+        writer.transport.abort()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+    await client.aclose()
+    await server.aclose()
+
+
+def test_a_count_of_bytes_that_begins_below_zero() -> None:
+    """The kernel counts more for small frames than their bytes: a peer has its whole time to read them all the same."""
+    stall = Stall()
+    assert stall.seconds(-100_000, now_s=5000.0) == 0
+    assert stall.seconds(-90_000, now_s=5004.0) == 4
+    assert stall.seconds(-20_000, now_s=5005.0) == 0

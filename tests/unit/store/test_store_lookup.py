@@ -172,3 +172,26 @@ async def test_whether_the_catalog_is_complete_is_no_round_trip_more() -> None:
     async with asyncio.timeout(5):
         assert await lookup.fill(Presence(ATTENTION, prompt.query()), soon(), hot=True, cold=True)
     assert meters.get("catalog_lookups", complete="true") == 1
+
+
+class Counting(DictCatalog):
+    """Counts the questions; answers each after a while."""
+
+    def __init__(self) -> None:
+        super().__init__(CatalogBooks())
+        self.num_asked = 0
+
+    async def is_complete(self, *, deadline: Deadline) -> bool:
+        self.num_asked += 1
+        await asyncio.sleep(0)
+        return True
+
+
+async def test_many_lookups_ask_once_whether_the_catalog_is_complete() -> None:
+    """A hundred at a time, when the last answer is no longer used: those that wait for their turn use the new one."""
+    prompt, catalog = Prompt(ATTENTION, "a", 250), Counting()
+    await catalog.register(prompt.namespace, ATTENTION, "", deadline=soon())
+    lookup = CatalogLookup(catalog, Instruments(), LongWork("lookups"))
+    presences = [Presence(ATTENTION, prompt.query()) for _ in range(100)]
+    assert all(await asyncio.gather(*(lookup.fill(one, soon(), hot=True, cold=True) for one in presences)))
+    assert catalog.num_asked <= 2

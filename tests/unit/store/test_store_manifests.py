@@ -61,8 +61,10 @@ async def test_what_nobody_has_open_comes_from_the_cold_tier() -> None:
     await recorder.aclose()
 
 
-async def test_a_manifest_that_could_not_be_written_is_written_later() -> None:
-    """Both tiers are away when the namespace is opened, and counted; once they are back they get the manifest."""
+async def test_a_manifest_that_could_not_be_written_is_written_later(caplog: pytest.LogCaptureFixture) -> None:
+    """Both tiers are away when the namespace is opened, and counted; once they are back they get the manifest. The log
+    has a line for each.
+    """
     hot, cold = slow_tier("redis"), slow_tier("s3")
     hot.down = cold.down = True
     store = TieredStore(MemoryTier(16 * MIB), hot, cold, limits=OFTEN)
@@ -71,3 +73,5 @@ async def test_a_manifest_that_could_not_be_written_is_written_later() -> None:
     hot.down = cold.down = False
     await until(lambda: has(hot, PROMPT) and has(cold, PROMPT))
     await store.aclose()
+    for name in ("redis", "s3"):
+        assert caplog.text.count(f"descriptions of namespaces cannot be written to {name}") == 1

@@ -117,7 +117,7 @@ async def test_a_tier_that_refuses_leaves_no_hole(
     table = await world.catalog.lookup(NAMESPACE, path, deadline=world.deadline)
     assert not table.rows(Level.COLD).any()
     assert await world.used_bytes() == 3 * BOUNDARY_BYTES
-    assert world.meters.get("retention_failures", tier=world.tier.name) == 1
+    assert world.meters.get("retention_failures", tier=world.tier.name, at=world.tier.name) == 1
     assert await retention.round() == 0
     assert [record.getMessage().count("not now") for record in caplog.records if "eviction" in record.message] == [1]
     monkeypatch.setattr(world.tier, "delete", real)
@@ -239,4 +239,4 @@ async def test_an_error_of_any_kind_ends_a_round_and_not_retention(
         while await world.held(path) == [3, 3, 3, 3]:
             await asyncio.sleep(0.01)
     await retention.aclose()
-    assert world.meters.get("retention_failures", tier=world.tier.name) == 2
+    assert world.meters.get("retention_failures", tier=world.tier.name, at="catalog") == 2

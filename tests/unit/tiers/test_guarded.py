@@ -27,7 +27,7 @@ class FailingTier(MemoryTier):
         super().__init__(1 << 20, name="failing")
         self.fails = False
         self.hangs = False
-        self.num_heads = 0
+        self.num_heads = self.num_versions = 0
 
     async def _maybe_fail(self, deadline: Deadline) -> None:
         if self.hangs:
@@ -40,6 +40,11 @@ class FailingTier(MemoryTier):
         self.num_heads += 1
         await self._maybe_fail(deadline)
         return await super().head(keys, deadline=deadline)
+
+    async def get_manifest(self, namespace, *, deadline):  # type: ignore[no-untyped-def]
+        self.num_versions += 1
+        await self._maybe_fail(deadline)
+        return await super().get_manifest(namespace, deadline=deadline)
 
     async def get(self, key, *, deadline, allocate=None):  # type: ignore[no-untyped-def]
         await self._maybe_fail(deadline)
@@ -102,6 +107,34 @@ async def test_opens_after_one_hang(guard: GuardedTier, inner: FailingTier) -> N
     inner.hangs = True
     await fail(guard, "deadline", timeout_s=0.12)
     assert guard.is_open
+
+
+async def test_its_usage_finds_out_an_idle_tier_that_hangs(
+    guard: GuardedTier, inner: FailingTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The inner tier knows its usage without a request, as S3 does: it is asked all the same, at most every 2 s."""
+    for _ in range(10):
+        await guard.usage(deadline=Deadline.after(1))
+    assert inner.num_versions == 0, "its version was read when it was opened"
+    await asyncio.sleep(2)
+    for _ in range(10):
+        await guard.usage(deadline=Deadline.after(1))
+    assert inner.num_versions == 1
+    inner.hangs = True
+    await asyncio.sleep(2)
+    with pytest.raises(Unavailable, match="did not end before its deadline"):
+        await guard.usage(deadline=Deadline.after(1))
+    assert guard.is_open and "is off, requests go on without it" in caplog.text
+
+
+async def test_a_usage_without_a_request_is_no_answer(guard: GuardedTier, inner: FailingTier) -> None:
+    """A status that is read while calls hang does not acquit the tier."""
+    inner.hangs = True
+    call = asyncio.ensure_future(guard.get(make_key(1), deadline=Deadline.after(0.2)))
+    await asyncio.sleep(0.1)
+    await guard.usage(deadline=Deadline.after(1))
+    await asyncio.wait({call})
+    assert isinstance(call.exception(), Unavailable) and guard.is_open
 
 
 async def test_short_deadlines_prove_nothing(guard: GuardedTier, inner: FailingTier) -> None:
@@ -243,7 +276,7 @@ async def test_calls_are_limited(guard: GuardedTier, inner: FailingTier) -> None
 
 
 async def test_meters(guard: GuardedTier, inner: FailingTier, meters: Meters) -> None:
-    """Reads, hits, bytes, puts, errors and refusals are counted for the tier."""
+    """Bytes, errors and refusals are counted for the tier."""
     record = make_record(1)
     await guard.put(record, deadline=Deadline.after(5))
     await guard.put(record, deadline=Deadline.after(5))
@@ -257,8 +290,7 @@ async def test_meters(guard: GuardedTier, inner: FailingTier, meters: Meters) ->
     def seen(name: str) -> float:
         return meters.get(f"tier_{name}", tier="failing")
 
-    assert (seen("reads"), seen("hits"), seen("read_bytes")) == (5, 1, record.num_bytes)
-    assert (seen("puts"), seen("put_bytes"), seen("quarantined")) == (2, record.num_bytes, 1)
+    assert (seen("read_bytes"), seen("put_bytes"), seen("quarantined")) == (record.num_bytes, record.num_bytes, 1)
     assert (seen("errors"), seen("refused"), seen("open"), seen("calls")) == (3, 1, 1, 0)
 
 

@@ -3,7 +3,7 @@
 import { ago, badge, bytes, count, h, share, sum } from "./dom.js";
 import { item } from "./events.js";
 import { graph } from "./graphs.js";
-import { heldBy } from "./tiers.js";
+import { heldBy, usedName } from "./tiers.js";
 
 export async function view({ ask, query, signal }) {
   const hours = query.get("hours") ?? "1";
@@ -52,7 +52,7 @@ function ratios({ at_s: at, tokens, lookups }) {
 
 function held({ at_s: at, tier_bytes: tiers, of }) {
   // not stacked: tiers hold copies of the same records, and a tier that fails must not lower the others
-  const series = Object.entries(tiers).map(([label, values]) => ({ label, values, hasGaps: true }));
+  const series = Object.entries(tiers).map(([name, values]) => ({ label: name === "redis" ? `redis (${usedName(name)})` : name, values, hasGaps: true }));
   const empty = of === "tenant" ? "Only operators see this over time. Tenants shows what you hold now." : "The first sample is taken ten seconds after the start.";
   return graph("Bytes by tier", { at, series, write: bytes, empty });
 }

@@ -2,7 +2,7 @@
 
 import { ask as askAlone } from "./api.js"; // a dialog outlives the view behind it
 import { SPANS, confirmDelete } from "./changes.js";
-import { bytes, count, dialog, facts, h, nameOf, placeholder, share, sum, table } from "./dom.js";
+import { badge, bytes, count, dialog, facts, h, nameOf, placeholder, share, sum, table } from "./dom.js";
 import { changeQuota } from "./quotas.js";
 import { deleteUnused } from "./running.js";
 import { isOperator } from "./tiers.js";
@@ -11,13 +11,14 @@ const largest = (held) => Math.max(0, ...Object.values(held).map((one) => one.nu
 const LISTED_MAX = 1000;
 
 export async function view({ ask, signal, refresh }) {
-  const [listed, { quotas }, { tiers }] = await Promise.all([ask("/v1/namespaces", { query: { limit: LISTED_MAX } }), ask("/v1/quotas"), ask("/v1/tiers")]);
+  const [listed, { quotas, unread }, { tiers }] = await Promise.all([ask("/v1/namespaces", { query: { limit: LISTED_MAX } }), ask("/v1/quotas"), ask("/v1/tiers")]);
   signal.throwIfAborted();
   const change = isOperator(tiers) ? (tenant) => changeQuota(tenant, quotas, refresh) : null;
   const head = h("div", { class: "title" }, h("h1", {}, "Tenants and namespaces"),
     change && h("div", { class: "controls" }, h("button", { type: "button", "data-key": "quota", onclick: () => change("") }, "Set a quota…")));
+  const old = unread && h("p", { role: "status" }, badge("quotas are the last known", "warn"), " ", unread);
   const isEmpty = !listed.namespaces.length;
-  return [head, (!isEmpty || quotas.length > 0) && tenants(listed, quotas, change), isEmpty ? nothing() : namespaces(listed, refresh)].filter(Boolean);
+  return [head, old, (!isEmpty || quotas.length > 0) && tenants(listed, quotas, change), isEmpty ? nothing() : namespaces(listed, refresh)].filter(Boolean);
 }
 
 const nothing = () => h("section", { class: "card" }, placeholder("Nothing is stored yet",

@@ -7,10 +7,14 @@ const LEVEL = { memory: "this node's memory", hot: "hot, shared by all nodes", c
 
 export const isOperator = (tiers) => tiers.some(({ usage }) => usage); // tenants do not see it
 
-// What a tier holds. If it does not answer: what it last held, and when. undefined: not known.
-export function heldBy({ usage, own, own_at_s: ownAt, last_known: last }) {
+// What a tier uses. Of Redis it is the memory of its servers, which others may use too: not what the store keeps there.
+export const usedName = (name) => (name === "redis" ? "server memory" : "used");
+
+// What the store keeps in a tier. If that cannot be read: what it last was, and when. undefined: not known.
+export function heldBy({ name, usage, own, own_at_s: ownAt, last_known: last }) {
   if (own) return { held: own.num_bytes, at: ownAt };
-  return usage ? { held: usage.used_bytes ?? undefined } : { held: last?.used_bytes ?? undefined, at: last?.at_s };
+  if (name === "redis") return { held: undefined };
+  return usage && !last ? { held: usage.used_bytes ?? undefined } : { held: last?.used_bytes ?? undefined, at: last?.at_s };
 }
 
 export async function view({ ask, signal, refresh }) {
@@ -27,10 +31,7 @@ function actions(tier, refresh) {
     act("Drain…", drain), act("Verify…", verify), act("Reindex…", reindex));
 }
 
-function state({ breaker, healthy, usage }) {
-  if (breaker === "open") return badge("not used until a probe succeeds", "bad");
-  return healthy ? badge("in use", "good") : usage ? badge("takes no writes", "bad") : badge("does not answer", "bad");
-}
+const state = ({ problem }) => (problem ? badge(problem, "bad") : badge("in use", "good"));
 
 function card(tier, work) {
   const { usage, own, own_at_s: ownAt, last_known: last } = tier;
@@ -38,13 +39,13 @@ function card(tier, work) {
   if (tier.write_back === "paused") pairs.push(["write-back", badge("paused by an operator", "warn")]);
   if (tier.reason) pairs.push(["reason", tier.reason]);
   if (usage) {
-    pairs.push(["used", usage.limit_bytes ? `${bytes(usage.used_bytes)} of ${bytes(usage.limit_bytes)} (${usage.limit_name}), ${share(usage.used_bytes, usage.limit_bytes)}` : bytes(usage.used_bytes)],
+    pairs.push([usedName(tier.name), usage.limit_bytes ? `${bytes(usage.used_bytes)} of ${bytes(usage.limit_bytes)} (${usage.limit_name}), ${share(usage.used_bytes, usage.limit_bytes)}` : bytes(usage.used_bytes)],
       ["records", count(usage.num_records)],
       ["quarantined", usage.num_quarantined ? badge(`${count(usage.num_quarantined)} corrupt records`, "bad") : "none"]);
     if (tier.level !== "memory") pairs.push(["waiting to be written", `${count(usage.waiting_records)} records, ${bytes(usage.waiting_bytes)}`]);
   }
-  if (last) pairs.push([`last known, ${ago(last.at_s)}`, last.limit_bytes ? `${bytes(last.used_bytes)} of ${bytes(last.limit_bytes)}` : bytes(last.used_bytes)]);
-  if (own) pairs.push([ownAt ? `in the catalog, ${ago(ownAt)}` : "in the catalog", `${count(own.num_boundaries)} prefixes, ${count(own.num_records)} records, ${bytes(own.num_bytes)}`]);
+  if (last) pairs.push([`${usedName(tier.name)}, last known, ${ago(last.at_s)}`, last.limit_bytes ? `${bytes(last.used_bytes)} of ${bytes(last.limit_bytes)}` : bytes(last.used_bytes)]);
+  if (own) pairs.push([ownAt ? `kept here, last known, ${ago(ownAt)}` : "kept here", `${count(own.num_boundaries)} prefixes, ${count(own.num_records)} records, ${bytes(own.num_bytes)}`]);
   return h("section", { class: "card" }, h("div", { class: "title" }, h("h2", {}, tier.name), state(tier)),
     h("p", { class: "quiet" }, LEVEL[tier.level]),
     usage?.limit_bytes && h("p", {}, h("progress", { max: usage.limit_bytes, value: usage.used_bytes ?? 0, "aria-label": `${tier.name} used` })),

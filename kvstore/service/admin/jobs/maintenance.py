@@ -55,17 +55,21 @@ class WriteBackState(BaseModel):
 
 
 @router.post("/tiers/{level}/pause", responses=refusals(404))
-async def pause_write_back(context: Context, grant: OperatorAdministrator, level: LevelText) -> WriteBackState:
+async def pause_write_back(
+    context: Context, grant: OperatorAdministrator, request: Request, level: LevelText
+) -> WriteBackState:
     """Stop this service's background writes to a tier, also those for services that have ended. Waiting records are
     kept, up to `write_back_bytes`; saves that wait for the tier, and reads, continue. A restart resumes.
     """
-    return await _pause(context, level, is_paused=True)
+    return await _pause(context, request, level, is_paused=True)
 
 
 @router.post("/tiers/{level}/resume", responses=refusals(404))
-async def resume_write_back(context: Context, grant: OperatorAdministrator, level: LevelText) -> WriteBackState:
+async def resume_write_back(
+    context: Context, grant: OperatorAdministrator, request: Request, level: LevelText
+) -> WriteBackState:
     """Resume this service's background writes to a tier."""
-    return await _pause(context, level, is_paused=False)
+    return await _pause(context, request, level, is_paused=False)
 
 
 @router.post("/tiers/{level}/drain", status_code=202, responses=refusals(404, 409))
@@ -146,8 +150,9 @@ async def _waiting(context: AdminContext, level: Level, mark: int | None = None)
     return await context.data_loop.call(lambda _: context.operations.left_to_write(level, mark))
 
 
-async def _pause(context: AdminContext, level: TierLevel, *, is_paused: bool) -> WriteBackState:
+async def _pause(context: AdminContext, request: Request, level: TierLevel, *, is_paused: bool) -> WriteBackState:
     wanted = _level(context, level)
+    request.state.changed = (await _waiting(context, wanted))[2] != is_paused
     await context.data_loop.call(lambda _: context.operations.pause(wanted, is_paused=is_paused))
     num_waiting, _, is_paused = await _waiting(context, wanted)
     return WriteBackState(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Request
 from pydantic import BaseModel
 
 from kvstore.service.admin.access import Administrator, Reader
 from kvstore.service.admin.jobs.board import Jobs
-from kvstore.service.admin.jobs.job import JOB_EXAMPLE, JobStatus, status_of
+from kvstore.service.admin.jobs.job import JOB_EXAMPLE, JobState, JobStatus, status_of
 from kvstore.service.admin.problems import refusals
 
 __all__ = ["router"]
@@ -42,10 +42,11 @@ async def show_job(jobs: Jobs, grant: Reader, job: JobText) -> JobStatus:
 
 
 @router.delete("/jobs/{job}", responses=refusals(404))
-async def cancel_job(jobs: Jobs, grant: Administrator, job: JobText) -> JobStatus:
+async def cancel_job(jobs: Jobs, grant: Administrator, request: Request, job: JobText) -> JobStatus:
     """End a running job; what it has done stays done. The response is the job as it ended. A job that has ended already
     is returned as it is; an interrupted one is returned a last time and then forgotten.
     """
     found = await jobs.find(job, grant)
+    request.state.changed = found.state in (JobState.RUNNING, JobState.INTERRUPTED)
     await jobs.cancel(found)
     return status_of(found)

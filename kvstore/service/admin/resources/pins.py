@@ -97,12 +97,24 @@ async def create_pin(context: Context, grant: Administrator, request: Request, p
 
 
 @router.delete("/pins/{namespace}/{prefix}", status_code=204, responses=refusals(404))
-async def delete_pin(context: Context, grant: Administrator, namespace: NamedNamespace, prefix: PrefixText) -> Response:
+async def delete_pin(
+    context: Context, grant: Administrator, request: Request, namespace: NamedNamespace, prefix: PrefixText
+) -> Response:
     """End a pin now. A boundary that is not pinned stays as it is."""
-    await _set(context, namespace, prefix, 0)
+    entry = await namespace.catalog.get(namespace.id, prefix_hash(prefix), deadline=context.soon())
+    if entry is None:
+        raise _nothing_stored(prefix)
+    if entry.pinned_until_s > context.now_s():
+        await _set(context, namespace, prefix, 0)
+    else:
+        request.state.changed = False
     return Response(status_code=204)
 
 
 async def _set(context: AdminContext, namespace: Namespace, prefix: str, until_s: int) -> None:
     if not await namespace.catalog.pin(namespace.id, [prefix_hash(prefix)], until_s, deadline=context.soon()):
-        raise Refused(404, "nothing is stored at this boundary", field="prefix", seen=prefix)
+        raise _nothing_stored(prefix)
+
+
+def _nothing_stored(prefix: str) -> Refused:
+    return Refused(404, "nothing is stored at this boundary", field="prefix", seen=prefix)

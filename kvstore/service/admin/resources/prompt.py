@@ -17,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvstore.errors import InvalidRequest
+from kvstore.runtime.wrong_values import not_json
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, NAMESPACE_PATTERN, TokenId
 from kvstore.service.admin.problems import Refused
 
@@ -114,7 +115,7 @@ def _object(body: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest("the body is not JSON", field="body", seen=str(error)) from error
+        raise InvalidRequest("the body is not JSON", field="body", seen=not_json(error)) from error
     if not isinstance(fields, dict):
         raise InvalidRequest("the body must be a JSON object", field="body", seen=type(fields).__name__)
     return fields

@@ -57,19 +57,26 @@ class TenantQuota(BaseModel):
     used_bytes: int | None = Field(
         description="what it uses of the cold tier; null: the catalog does not answer", examples=[8589934592]
     )
+    is_known: bool = Field(description="false: no credential and no stored namespace is of a tenant of this name")
 
 
 class QuotaList(BaseModel):
     """Tenants with a quota."""
 
     quotas: list[TenantQuota]
+    unread: str | None = Field(
+        default=None,
+        description="why the catalog, where quotas are kept, cannot be read now, so that these are the last known; "
+        "null: it was read",
+    )
 
 
 @router.get("/quotas")
 async def list_quotas(context: Context, grant: Reader) -> QuotaList:
     """The quotas in force, sorted by tenant. A tenant sees its own."""
     tenants = [tenant for tenant in sorted(context.rules.quotas) if grant.sees(tenant)]
-    return QuotaList(quotas=await _quotas_of(context, tenants))
+    used, unread = await _used_bytes(context)
+    return QuotaList(quotas=_quotas_of(context, tenants, used), unread=unread)
 
 
 @router.get("/quotas/{tenant:path}", responses=refusals(404))
@@ -85,8 +92,9 @@ async def set_quota(
     """Give a tenant a quota, in place of the one in the settings: within seconds on every service that shares the
     catalog, and after restarts.
     """
-    request.state.audit = {"tenant": tenant, **quota.model_dump()}
     rules, wanted = context.rules, Quota(quota.guaranteed_bytes, quota.maximum_bytes)
+    request.state.audit = {"tenant": tenant, **quota.model_dump()}
+    request.state.changed = rules.ordered.get(tenant) != wanted
     if wanted.maximum_bytes is not None and not max(1, wanted.guaranteed_bytes) <= wanted.maximum_bytes:
         detail = "the maximum is 0, or less than the guaranteed bytes"
         raise Refused(422, detail, field="body.maximum_bytes", seen=wanted.maximum_bytes)
@@ -94,12 +102,15 @@ async def set_quota(
     return await _quota_of(context, grant, tenant)
 
 
-@router.delete("/quotas/{tenant:path}", status_code=204, responses=refusals(404))
-async def remove_quota(context: Context, grant: OperatorAdministrator, tenant: TenantText) -> Response:
-    """Withdraw a quota that was set here. The one in the settings applies again."""
+@router.delete("/quotas/{tenant:path}", status_code=204)
+async def remove_quota(
+    context: Context, grant: OperatorAdministrator, request: Request, tenant: TenantText
+) -> Response:
+    """Withdraw a quota that was set here. The one in the settings applies again. Without one nothing changes."""
     rules = context.rules
     if tenant not in rules.ordered:
-        raise _unknown(tenant)
+        request.state.changed = False
+        return Response(status_code=204)
     await context.data_loop.call(lambda deadline: rules.set_quota(tenant, None, deadline=deadline))
     return Response(status_code=204)
 
@@ -107,29 +118,34 @@ async def remove_quota(context: Context, grant: OperatorAdministrator, tenant: T
 async def _quota_of(context: AdminContext, grant: Grant, tenant: str) -> TenantQuota:
     if tenant not in context.rules.quotas or not grant.sees(tenant):
         raise _unknown(tenant)
-    return (await _quotas_of(context, [tenant]))[0]
+    used, _ = await _used_bytes(context)
+    return _quotas_of(context, [tenant], used)[0]
 
 
-async def _quotas_of(context: AdminContext, tenants: list[str]) -> list[TenantQuota]:
-    rules, used = context.rules, await _used_bytes(context)
-    found: list[TenantQuota] = []
-    for tenant in tenants:
-        values = asdict(rules.quotas.get(tenant, Quota()))
-        values |= {"is_ordered": tenant in rules.ordered, "used_bytes": None if used is None else used.get(tenant, 0)}
-        found.append(TenantQuota(tenant=tenant, **values))
-    return found
+def _quotas_of(context: AdminContext, tenants: list[str], used: dict[str, int] | None) -> list[TenantQuota]:
+    rules, credentials = context.rules, context.service.credentials
+    return [
+        TenantQuota(
+            tenant=tenant,
+            **asdict(rules.quotas.get(tenant, Quota())),
+            is_ordered=tenant in rules.ordered,
+            used_bytes=None if used is None else used.get(tenant, 0),
+            is_known=used is None or tenant in used or (credentials is not None and credentials.has_tenant(tenant)),
+        )
+        for tenant in tenants
+    ]
 
 
-async def _used_bytes(context: AdminContext) -> dict[str, int] | None:
-    """Bytes in the cold tier by tenant; `None`: the catalog does not answer."""
+async def _used_bytes(context: AdminContext) -> tuple[dict[str, int] | None, str | None]:
+    """Bytes in the cold tier by tenant; `None` and why, if the catalog does not answer."""
     try:
         totals = await context.catalog.totals()
-    except KVStoreError:
-        return None
+    except KVStoreError as error:
+        return None, str(error)
     used: dict[str, int] = {}
     for held in totals.values():
         used[held.tenant] = used.get(held.tenant, 0) + held.levels[Level.COLD].num_bytes
-    return used
+    return used, None
 
 
 def _unknown(tenant: str) -> Refused:

@@ -45,7 +45,9 @@ class Readiness(BaseModel):
     """Whether the whole service can be used. A service that is not ready still serves what it can."""
 
     ready: bool
-    reason: str | None = Field(default=None, description="why not, if the reason is not a tier")
+    reason: str | None = Field(
+        default=None, description="why not", examples=["s3: it failed and is not used until a probe succeeds"]
+    )
     tiers: list[TierReadiness]
 
 
@@ -76,9 +78,10 @@ async def _readiness(context: AdminContext) -> Readiness:
     except Unavailable:
         return Readiness(ready=False, reason="the event loop that answers engines does not respond", tiers=[])
     tiers = [_tier_readiness(state) for state in states]
-    listens = bool(context.service.server.describe()["addresses"])
-    reason = None if listens else "the service does not listen for engines"
-    return Readiness(ready=listens and all(tier.ready for tier in tiers), reason=reason, tiers=tiers)
+    reasons = [f"{tier.name}: {tier.reason}" for tier in tiers if not tier.ready]
+    if not context.service.server.describe()["addresses"]:
+        reasons.insert(0, "the service does not listen for engines")
+    return Readiness(ready=not reasons, reason="; ".join(reasons) or None, tiers=tiers)
 
 
 def _tier_readiness(state: TierState) -> TierReadiness:

@@ -23,6 +23,9 @@ router = APIRouter(tags=["tiers"])
 _ANSWER_S = 3.0
 
 
+Problem = Literal["does not answer", "is not used until a probe succeeds", "takes no writes"]
+
+
 class Usage(BaseModel):
     """What a tier holds, of all tenants."""
 
@@ -40,12 +43,13 @@ class Usage(BaseModel):
 
 
 class LastKnown(BaseModel):
-    """What a tier held when it last answered."""
+    """What a tier held when that was last known."""
 
     at_s: int = Field(description="when that was, in seconds since the Unix epoch", examples=[1763800000])
     num_records: int | None = Field(description="as in `usage`")
     used_bytes: int | None = Field(description="likewise", examples=[85899345920])
     limit_bytes: int | None = Field(description="likewise")
+    limit_name: str = Field(description="likewise")
 
 
 class TierStatus(BaseModel):
@@ -55,11 +59,14 @@ class TierStatus(BaseModel):
     level: Literal["memory", "hot", "cold"]
     healthy: bool
     breaker: Literal["closed", "open"] = Field(description="open: it failed and is not used until a probe succeeds")
-    reason: str | None = Field(description="why it is not healthy; for operators")
+    problem: Problem | None = Field(description="what is wrong if it is not healthy")
+    reason: str | None = Field(description="why; for operators")
     write_back: Literal["running", "paused"] = Field(description="paused: no background writes to it")
     usage: Usage | None = Field(description="for operators; null: it does not answer, or the token is a tenant's")
     last_known: LastKnown | None = Field(
-        default=None, description="for operators, while it does not answer; null: it answers, or never has"
+        default=None,
+        description="for operators, while it does not answer or its `used_bytes` are unknown; null: otherwise, or they "
+        "were never known",
     )
     own: Amount | None = Field(
         description="what the token may see of it; null: this node's memory, or a service without a catalog"
@@ -103,12 +110,20 @@ def _status(state: TierState, grant: Grant, own: Amount | None, own_at_s: int | 
     if is_operator and usage is not None:
         waiting = {"waiting_records": state.waiting_records, "waiting_bytes": state.waiting_bytes}
         shown = Usage.model_validate({**asdict(usage), **waiting})
-    elif is_operator and state.last_usage is not None:
+    if is_operator and state.last_usage is not None:
         last = LastKnown.model_validate({**asdict(state.last_usage), "at_s": state.last_at_ms // 1000})
+    problem: Problem | None = None
+    if state.is_open:
+        problem = "is not used until a probe succeeds"
+    elif usage is None:
+        problem = "does not answer"
+    elif refusal:
+        problem = "takes no writes"
     return TierStatus(
         name=state.name,
         level="memory" if state.level is None else "hot" if state.level.name == "HOT" else "cold",
-        healthy=usage is not None and not state.is_open and not refusal,
+        healthy=problem is None,
+        problem=problem,
         breaker="open" if state.is_open else "closed",
         reason=(state.reason or (f"it takes no writes: {refusal}" if refusal else None)) if is_operator else None,
         write_back="paused" if state.is_paused else "running",

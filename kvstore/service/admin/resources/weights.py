@@ -100,6 +100,7 @@ async def _change(
     if weights_id not in found and (grant.tenant, weights_id) not in rules.retired:
         raise Refused(404, "these weights are unknown", field="weights_id", seen=weights_id)
     request.state.audit = {"dry_run": not confirm, "weights_id": repr(weights_id), "is_retired": is_retired}
+    request.state.changed = is_retired != ((grant.tenant, weights_id) in rules.retired)
     if confirm:
         await context.data_loop.call(
             lambda deadline: rules.retire(grant.tenant, weights_id, is_retired=is_retired, deadline=deadline)

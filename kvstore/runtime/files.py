@@ -1,0 +1,39 @@
+"""Opens files under names that may be anything: a pipe or a device never makes the caller wait."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+__all__ = ["open_regular", "read_regular"]
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a regular file; a new one may be read by its owner only.
+
+    Args:
+        path: The file, or a link to it.
+        flags: As for `os.open`.
+
+    Raises:
+        OSError: It cannot be opened. A directory, pipe, device or socket is `EISDIR`, `ENXIO` or `EINVAL`.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(number, "expected a regular file", str(path))
+    return descriptor
+
+
+def read_regular(path: Path, bytes_max: int = -1) -> bytes:
+    """The content of a regular file; bytes beyond `bytes_max`, if it is not negative, are not read.
+
+    Raises:
+        OSError: As `open_regular`, or it cannot be read.
+    """
+    with open(open_regular(path), "rb") as file:
+        return file.read(bytes_max)
