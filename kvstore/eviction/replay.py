@@ -274,7 +274,7 @@ def read_trace(path: Path, *, block_tokens: int) -> list[TracedPrompt]:
 
 def _parse(line: bytes, where: str, block_tokens: int) -> TracedPrompt:
     try:
-        fields: Any = json.loads(line)
+        fields: Any = json.loads(line.rstrip())
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{where}: expected a JSON object like {_EXAMPLE}", seen=not_json(error)) from error
     if not isinstance(fields, dict):

@@ -92,7 +92,8 @@ def _in_words(pattern: str) -> str:
 def not_json(error: Exception) -> str:
     """Where a text stops being JSON; the parser's own words would name no field that was typed."""
     if isinstance(error, json.JSONDecodeError):
-        return f"text that is no JSON from line {error.lineno}, column {error.colno} on"
+        line = f"line {error.lineno}, " if "\n" in error.doc.rstrip() else ""
+        return f"text that is no JSON from {line}column {error.colno} on"
     return "bytes that are no text" if isinstance(error, UnicodeDecodeError) else "text that no JSON parser can read"
 
 

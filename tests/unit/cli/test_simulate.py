@@ -131,6 +131,11 @@ def test_bad_input_is_named(
 
 def test_a_file_that_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Missing, truncated and foreign files are told apart from an empty result."""
+    half = tmp_path / "half.jsonl"
+    half.write_text('{"a":\n')
+    assert main(["simulate", str(half)]) == 2
+    said = capsys.readouterr().err
+    assert f"line 1 of {half}: expected a JSON object" in said and "no JSON from column 6 on" in said
     broken = tmp_path / "trace.jsonl.gz"
     broken.write_bytes(CUT.read_bytes()[:1000])
     assert main(["simulate", str(broken)]) == 2
