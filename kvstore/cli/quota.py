@@ -59,7 +59,7 @@ def quota(  # noqa: PLR0917 - typer makes flags of them
     if listed:
         _show(listed)
         _warn(listed if is_set else ())
-    else:
+    elif not remove:
         why = "none was known" if unread else ONLY_OWN
         typer.echo(f"no quota{' of ' + tenant if tenant else 's'}: {why}")
 

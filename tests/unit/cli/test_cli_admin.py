@@ -88,6 +88,32 @@ async def test_what_is_stored_is_listed_and_shown(made: ServiceHarness, run: Run
     assert (await told(run, "ls", namespace, "--pins"))["pins"] == []
 
 
+async def test_an_incomplete_catalog_is_not_an_empty_store(
+    made: ServiceHarness, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A catalog that lost its entries: lists of namespaces say that records may be stored, and how to find them."""
+    monkeypatch.setattr("kvstore.service.admin.catalog_access._FRESH_S", 0.0)
+    assert "no engine has saved a page yet" in (await run("ls"))[1]
+    await made.catalog.set_complete(False, deadline=soon())
+    status, out, err = await run("ls")
+    assert (status, err) == (0, "") and "lists nothing" in out and "`kvstore reindex`" in out and "no engine" not in out
+    assert (await told(run, "ls"))["is_complete"] is False
+    assert "`kvstore reindex`" in (await run("top", "--once"))[1]
+    await made.save(prompt_of("a"))
+    assert "`kvstore reindex`" in (await run("ls"))[1]
+
+
+async def test_interrupted_jobs_that_cannot_be_read(made: ServiceHarness, run: Run, tmp_path: Path) -> None:
+    """A list without them says so, and a job that is not found may be one of them."""
+    (tmp_path / "records" / "jobs.json").write_text("{")
+    status, out, err = await run("jobs")
+    assert status == 0 and "or was interrupted" not in out and "interrupted jobs are not known now" in err
+    assert err.count("repair or delete the file") == 1
+    assert "repair or delete the file" in (await told(run, "jobs"))["unread"]
+    status, _, err = await run("jobs", "0" * 16)
+    assert status == 1 and "no such job" not in err and "cannot be read" in err
+
+
 async def test_deletion_asks_first(made: ServiceHarness, run: Run, tmp_path: Path) -> None:
     """Without --yes nothing goes; one boundary, all behind one, one user's prompts by salt, a whole namespace."""
     prompt = await made.save(prompt_of("a"))
