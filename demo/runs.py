@@ -107,7 +107,7 @@ def run_reference(prompt: Prompt, work: Path, say: Say) -> Reference:
     say(f"(a) {prompt.model}: starting vLLM without a store")
     with start_engine(spec, work=work, name=f"demo-a-{prompt.model}") as engine:
         engine.generate([_warm_up("a")], timeout_s=_ANSWER_S)
-        prompt = _affordable(prompt, engine, say)
+        prompt = affordable(prompt, engine, say)
         say(f"(a) computing {len(prompt.tokens):,} tokens")
         (computed,) = engine.generate([prompt.request()], timeout_s=_ANSWER_S)
         say("(a) asking again: the engine's own cache answers")
@@ -116,7 +116,7 @@ def run_reference(prompt: Prompt, work: Path, say: Say) -> Reference:
     return Reference(prompt, computed, resumed)
 
 
-def _affordable(prompt: Prompt, engine: EngineProcess, say: Say) -> Prompt:
+def affordable(prompt: Prompt, engine: EngineProcess, say: Say) -> Prompt:
     """The prompt, halved until this processor computes it in `_COMPUTE_S`, to 2,048 tokens at the least."""
     if not prompt.may_be_cut:
         return prompt
@@ -162,7 +162,7 @@ def run_connected(
         (answer,) = engine.generate([prompt.request()], timeout_s=_ANSWER_S)
         after, raw_after = counters(), engine.connector_counters()
         say(f"({name}) first token after {answer.ttft_s:.2f} s; the engine ends")
-    served = _grown(before, after, "served_records")
+    served = grown(before, after, "served_records")
     return Run(
         answer=answer,
         counters={key: value - raw_before.get(key, 0) for key, value in raw_after.items()},
@@ -176,15 +176,15 @@ def _warm_up(run: str) -> Request:
     return Request(seeded_prompt(9000 + ord(run), _WARM_UP_TOKENS), max_tokens=2)
 
 
-def _grown(before: Mapping[str, float], after: Mapping[str, float], name: str) -> dict[str, float]:
+def grown(before: Mapping[str, float], after: Mapping[str, float], name: str) -> dict[str, float]:
     """By tier, the growth of a counter."""
     prefix = f'{name}{{tier="'
-    grown = {
+    more = {
         key.removeprefix(prefix).removesuffix('"}'): value - before.get(key, 0)
         for key, value in after.items()
         if key.startswith(prefix)
     }
-    return {tier: amount for tier, amount in grown.items() if amount > 0}
+    return {tier: amount for tier, amount in more.items() if amount > 0}
 
 
 # ---- rows

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,7 +35,7 @@ from kvstore.tiers.locations import (
 from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address
 from kvstore.wire.tls import ServerTls
 
-__all__ = ["TOKEN_VARIABLE", "Settings", "Source", "load_settings", "settings_from"]
+__all__ = ["REMOVED_SETTINGS", "TOKEN_VARIABLE", "Settings", "Source", "load_settings", "settings_from"]
 
 Source = Literal["flag", "environment", "file", "default"]
 """Where the value of a setting came from."""
@@ -47,6 +47,13 @@ CONFIG_VARIABLE = "KVSTORE_CONFIG"
 """Names the TOML file where no flag does."""
 TOKEN_VARIABLE = "KVSTORE_TOKEN"
 """Holds the token of verbs where no file does; services do not read it."""
+
+REMOVED_SETTINGS: Mapping[str, str] = {
+    "pending_lease_s": "30 s",
+    "stage_bytes": "three quarters of memory_bytes",
+}
+"""Settings of earlier releases, and what applies now. They are ignored with a warning, so that an upgraded node starts.
+"""
 
 _SECONDS_MAX = 10**9
 """Thirty years; of milliseconds eleven days."""
@@ -165,8 +172,8 @@ class Settings(BaseModel):
             admits no client.
         encryption_keys: A file with the keys that records are encrypted with before they are stored (see
             docs/encryption.md), or `command:` and a command that prints such a file. Read again when it changes.
-        memory_bytes: Size of the memory tier. It must hold the hits of a node's concurrent requests: one prompt of
-            8,192 tokens of a 7B model is 0.5-4 GiB.
+        memory_bytes: Size of the memory tier. Three quarters of it must hold the hits of a node's concurrent requests:
+            one prompt of 8,192 tokens of a 7B model is 0.5-4 GiB. A hit that does not fit is shortened.
         disk_bytes: Size of the directory tier; by default a tenth of the free space at start. Without Redis, whole
             boundaries are evicted, longest prefixes first. With Redis, and while the catalog is rebuilt, the oldest
             records are evicted.
@@ -195,8 +202,6 @@ class Settings(BaseModel):
             with the most hits. The service that owns a namespace decides, as for the policy.
         fsync: `none`: a power failure may lose the last records (their checksums make that a miss). `data`: a disk
             flush per record, which makes writes slower.
-        stage_bytes: Part of the memory tier for leased records; at most, and by default, three quarters. A hit that
-            does not fit is shortened.
         lease_s: How long staged records stay in memory when their engine stops responding. Longer pins memory for dead
             engines.
         stall_timeout_ms: A stage ends when no record begins or finishes to arrive for this long. Raise it for a disk or
@@ -208,8 +213,6 @@ class Settings(BaseModel):
         pending_bytes: Bytes of records in `hot` that `cold` does not have yet, over all services; `hot` cannot evict
             them. Beyond this limit new records are not written to `hot`, and saves that wait for it answer busy. Keep
             it well below the memory of `hot`: the rest is for hits.
-        pending_lease_s: How long after a service's death another one finishes its writes to `cold`. Shorter finishes
-            sooner, but repeats the work of a service that only hangs for that long.
         drain_timeout_s: How long a stopping service continues to write the records that wait.
         log_format: `text`, or `json`: one object per line, for collectors. Both contain the request, tenant and
             namespace that a line belongs to, and neither contains a secret.
@@ -246,14 +249,12 @@ class Settings(BaseModel):
     retention_policy: Annotated[Literal["auto", "lru", "flops_per_byte"], BeforeValidator(_replaced)] = "auto"
     retention_admission: Annotated[Literal["auto", "all", "second_sight"], BeforeValidator(_replaced)] = "auto"
     fsync: Literal["none", "data"] = "none"
-    stage_bytes: Bytes | None = None
     lease_s: Seconds = 30.0
     stall_timeout_ms: Millis = 400
     fetch_timeout_ms: Millis = 5000
     write_back_bytes: Bytes = 96 << 20
     write_back_in_flight: Annotated[int, Field(ge=1, le=256)] = 4
     pending_bytes: Bytes = 8 << 30
-    pending_lease_s: Seconds = 30.0
     drain_timeout_s: Annotated[float, Field(ge=0, le=_SECONDS_MAX, allow_inf_nan=False)] = 5.0
     log_format: Literal["text", "json"] = "text"
     otlp_traces_endpoint: Annotated[str | None, BeforeValidator(_collector)] = None
@@ -304,7 +305,7 @@ def load_settings(flags: Mapping[str, object] | None = None, *, config: Path | N
             cannot be read. Never shows a secret.
     """
     from_flags = {name: value for name, value in (flags or {}).items() if value is not None}
-    _refuse_unknown(from_flags, "flag")
+    _check_names(from_flags, "flag")
     environment = {
         name.upper(): value
         for name, value in os.environ.items()  # noqa: TID251
@@ -315,14 +316,14 @@ def load_settings(flags: Mapping[str, object] | None = None, *, config: Path | N
         for name, value in environment.items()
         if name not in (CONFIG_VARIABLE, TOKEN_VARIABLE) and not name.startswith(_FOREIGN_PREFIXES)
     }
-    _refuse_unknown(from_environment, "environment variable", spell=lambda name: ENV_PREFIX + name.upper())
+    _check_names(from_environment, "environment variable", spell=lambda name: ENV_PREFIX + name.upper())
     if config is None and environment.get(CONFIG_VARIABLE):
         config = Path(environment[CONFIG_VARIABLE])
     from_file = _read_toml(config) if config is not None else {}
     for name, value in from_file.items():
         if isinstance(value, dict) and name not in Settings.model_fields:
             raise InvalidRequest(f"settings stand at the top of {config}: remove the line [{name}]")
-    _refuse_unknown(from_file, f"key in {config}")
+    _check_names(from_file, f"key in {config}")
     values: dict[str, object] = {**from_file, **from_environment, **from_flags}
     for name, value in values.items():
         if isinstance(value, str) and len(value) > _TEXT_CHARS_MAX:
@@ -346,7 +347,8 @@ def settings_from(values: Mapping[str, object]) -> Settings:
     Raises:
         InvalidRequest: As `load_settings`.
     """
-    _refuse_unknown(values, "setting")
+    values = dict(values)
+    _check_names(values, "setting")
     return _made(values, {})
 
 
@@ -368,10 +370,15 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise InvalidRequest("the settings file is not TOML", path=path, error=cut(str(error))) from error
 
 
-def _refuse_unknown(names: Iterable[str], what: str, spell: Any = str) -> None:
+def _check_names(values: dict[str, Any], what: str, spell: Any = str) -> None:
+    """Refuse an unknown name; remove a setting of an earlier release with a warning."""
     known = sorted(Settings.model_fields)
-    for name in sorted(names):
-        if name not in known:
+    for name in sorted(values):
+        if name in REMOVED_SETTINGS:
+            del values[name]
+            message = "%s %s: this release has no such setting, using %s; remove it"
+            _log.warning(message, what, cut(spell(name)), REMOVED_SETTINGS[name])
+        elif name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             step = f"did you mean {spell(near[0])}?" if near else "docs/settings.md lists all"
             raise InvalidRequest(f"unknown {what} {cut(spell(name))}: {step}")

@@ -87,7 +87,7 @@ class Journal:
             CorruptRecord: The stored state cannot be read.
             UnsupportedFormat: A newer release wrote it.
         """
-        data = await self._tier.get_manifest(_place("state"), deadline=_soon())
+        data = await self._tier.get_manifest(place("state"), deadline=_soon())
         if data is None:
             return None
         try:
@@ -105,19 +105,19 @@ class Journal:
     async def write(self, state: State) -> None:
         """Store a state, replacing the previous one."""
         content = {"kvstore_migration": _FORMAT, **state.model_dump(mode="json")}
-        await self._tier.put_manifest(_place("state"), json.dumps(content).encode(), deadline=_soon())
+        await self._tier.put_manifest(place("state"), json.dumps(content).encode(), deadline=_soon())
 
     async def sheet(self, level: Level, namespace: NamespaceId, number: int) -> Sheet:
         """Read a sheet; empty where none was written, or it is damaged: then its records are copied again."""
-        data = await self._tier.get_manifest(_place(f"sheet {level.name} {namespace.hex()} {number}"), deadline=_soon())
+        data = await self._tier.get_manifest(place(f"sheet {level.name} {namespace.hex()} {number}"), deadline=_soon())
         return _unpacked(namespace, bytes(data)) if data is not None else {}
 
     async def write_sheet(
         self, level: Level, namespace: NamespaceId, number: int, sheet: Mapping[RecordKey, RecordKey]
     ) -> None:
         """Store a sheet, replacing the previous one."""
-        place = _place(f"sheet {level.name} {namespace.hex()} {number}")
-        await self._tier.put_manifest(place, _packed(sheet), deadline=_soon())
+        name = place(f"sheet {level.name} {namespace.hex()} {number}")
+        await self._tier.put_manifest(name, _packed(sheet), deadline=_soon())
 
 
 def num_sheets(num_records: int) -> int:
@@ -137,7 +137,7 @@ def _soon() -> Deadline:
     return Deadline.after(_CALL_S)
 
 
-def _place(what: str) -> NamespaceId:
+def place(what: str) -> NamespaceId:
     return NamespaceId(hashlib.sha256(f"kvstore migration v1\0{what}".encode()).digest()[:NAMESPACE_BYTES])
 
 

@@ -112,3 +112,16 @@ class VirtualClock:
 
     def wall_ms(self) -> int:
         return EPOCH_MS + int(self._loop.time() * 1000)
+
+
+class ManualClock:
+    """A store's clock that stands still until a test changes `now_s`."""
+
+    def __init__(self, now_s: float = 1000.0) -> None:
+        self.now_s = now_s
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def wall_ms(self) -> int:
+        return round(self.now_s * 1000)

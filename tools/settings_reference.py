@@ -32,6 +32,65 @@ MADE_DEFAULTS = {
 }
 """In words, where a function makes the default."""
 
+SERVICE_CHANGE_WHEN = {
+    "listen": "Change it when engines run on other machines or in containers without a shared directory.",
+    "admin_listen": "Change it when Prometheus or operators reach this service from other machines.",
+    "token_file": "Set it when engines of one owner connect over TCP.",
+    "tls_certificate_file": "Set it when clients connect over a network that others can read.",
+    "tls_key_file": "Set it when key and certificate are in two files.",
+    "tls_client_ca_file": "Set it when a client must also prove its identity with a certificate.",
+    "tls_ca_file": "Set it when a private authority signed the service's certificate.",
+    "credentials_file": "Set it when several tenants share the service, or when operators' rights differ.",
+    "encryption_keys": "Set it when those who can read Redis, S3 or the disk must not read prompts' pages.",
+    "memory_bytes": "Raise it when `kvstore explain` says `node_memory`, or most hits come from slower tiers.",
+    "disk_bytes": "Set it when the directory shares a disk, or when it may use more than a tenth of it.",
+    "hot": "Set it when several nodes share pages.",
+    "hot_connections": "Raise it when Redis is reached over TLS and reads are slower than the link.",
+    "hot_in_flight_bytes": "Lower it when a node has little memory. Raise it when a fast link to Redis is not filled.",
+    "catalog_look_s": "Raise it when Redis evicts all the time and its processor is busy with the comparisons.",
+    "cold": "Set it when pages must survive the node, or when nodes share them.",
+    "cold_bytes": "Set it when the bucket must not grow without a limit.",
+    "cold_unused_s": "Set it when rules demand that unused data is deleted, or when its storage costs too much.",
+    "quotas": "Set it when one tenant's pages evict another's.",
+    "retention_policy": "Change it when `kvstore simulate` shows more hits for one policy on your traffic.",
+    "retention_admission": "Set `second_sight` when writes to `cold` cost much, `all` when each save must reach it.",
+    "fsync": "Set `data` when records in the directory must survive a power failure.",
+    "lease_s": "Raise it when engines pause longer. Lower it when killed engines cause `node_memory`.",
+    "stall_timeout_ms": "Raise it when `kvstore explain` says `stall` although the disk or link works.",
+    "fetch_timeout_ms": "Raise it when the tier needs longer for one record, as over a slow link to S3.",
+    "write_back_bytes": "Raise it when saves are dropped because `cold` or `hot` is slow or down for some time.",
+    "write_back_in_flight": "Raise it when records wait for a distant S3 while the link has room.",
+    "pending_bytes": "Change it with the memory of Redis. Raise it when S3 may be down for long.",
+    "drain_timeout_s": "Raise it when a stop loses records, and the supervisor waits as long before it kills.",
+    "log_format": "Set `json` when a collector reads the log.",
+    "otlp_traces_endpoint": "Set it when you look for where a slow request spends its time.",
+    "traces_share": "Raise it when you look for a rare fault. Lower it when the collector gets too much.",
+    "idle_exit_s": "Set it when a script starts a service and no supervisor stops it.",
+}
+ENGINE_CHANGE_WHEN = {
+    "url": "Change it when engines or nodes share pages.",
+    "token_file": "Set it when the service asks for a token.",
+    "tls_ca_file": "Set it when a private authority signed the service's certificate.",
+    "tls_certificate_file": "Set it when the service has `tls_client_ca_file`.",
+    "tls_key_file": "Set it when key and certificate are in two files.",
+    "mode": "Set `load` when this engine's pages are not worth storing, `save` when it only fills the store.",
+    "weights_id": "Set it when digesting the weights delays the start, or when a registry names them.",
+    "weights_may_change": "Set it when a trainer updates the weights of the running engine.",
+    "weights_id_file": "Set it when a trainer updates the weights of the running engine.",
+    "trust_mm_uuids": "Set it when only trusted code chooses the identifiers of images.",
+    "pinned_bytes": "Raise it when `vllm:kvstore_saves_delayed` grows. Lower it when host or GPU memory is short.",
+    "memory_bytes": "Raise it when `kvstore explain` says `node_memory`.",
+    "disk_bytes": "Change it when the cache may use more, or less, of the disk.",
+    "lookup_timeout_ms": "Raise it when `kvstore explain` says `lookup_timeout` on a busy machine.",
+    "stall_timeout_ms": "Raise it with the service's own.",
+    "max_wait_ms": "Raise it when `kvstore explain` says `deadline` and computing takes longer.",
+    "whole_prompt_hits": "Set it when the same prompts return word for word.",
+    "load_always": "Set it when you compare loading with computing.",
+    "audit_rate": "Set it when you introduce a model or a vLLM release, and keep a small share in production.",
+    "allow_untested_vllm": "Set it when you must run a vLLM release that this connector was not tested with.",
+}
+"""When a user should change a setting. A setting without such a situation is removed."""
+
 INTRODUCTION = """\
 # Settings
 
@@ -44,8 +103,8 @@ of the TOML file that `--config` or `KVSTORE_CONFIG` names. Flags override varia
 overrides the defaults. An unknown key is refused, and the message suggests the nearest one. Sizes are numbers of bytes,
 or text like `8GiB`, `500MB`; times have their unit in the name.
 
-| setting | takes | default | what it is, and its trade-off |
-|---|---|---|---|
+| setting | takes | default | what it is, and its trade-off | when to change it |
+|---|---|---|---|---|
 """
 
 ENGINE = """
@@ -55,18 +114,18 @@ Keys of `kv_connector_extra_config` in vLLM's `--kv-transfer-config`. Each is al
 (`KVSTORE_CONNECTOR_URL`), which overrides the key. Unknown keys are refused. How they work together:
 [vllm.md](vllm.md).
 
-| key | takes | default | what it is, and its trade-off |
-|---|---|---|---|
+| key | takes | default | what it is, and its trade-off | when to change it |
+|---|---|---|---|---|
 """
 
 
 def page() -> str:
     """The whole page."""
-    told = attributes(Settings)
-    rows = [_row(name, _takes(name, field.annotation), _default(name, field), told) for name, field in _fields()]
-    told = attributes(ConnectorSettings)
+    told, when = attributes(Settings), SERVICE_CHANGE_WHEN
+    rows = [_row(name, _takes(name, field.annotation), _default(name, field), told, when) for name, field in _fields()]
+    told, when = attributes(ConnectorSettings), ENGINE_CHANGE_WHEN
     engine = [
-        _row(field.name, _takes(field.name, field.type), _value(field.name, field.default), told)
+        _row(field.name, _takes(field.name, field.type), _value(field.name, field.default), told, when)
         for field in fields(ConnectorSettings)
         if field.default is not MISSING
     ]
@@ -91,8 +150,8 @@ def _fields() -> list[tuple[str, FieldInfo]]:
     return list(Settings.model_fields.items())
 
 
-def _row(name: str, takes: str, default: str, told: Mapping[str, str]) -> str:
-    return f"| `{name}` | {takes} | {default} | {told[name].replace('|', '/')} |\n"
+def _row(name: str, takes: str, default: str, told: Mapping[str, str], when: Mapping[str, str]) -> str:
+    return f"| `{name}` | {takes} | {default} | {told[name].replace('|', '/')} | {when[name]} |\n"
 
 
 def _takes(name: str, annotation: Any) -> str:

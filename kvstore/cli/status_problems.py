@@ -15,7 +15,7 @@ __all__ = ["Problem", "by_label", "problems_of"]
 _SAMPLE = re.compile(r"([a-z0-9_]+)(?:\{(.*)\})?")
 _LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
 
-_LATE = ("deadline", "lookup_failed", "lookup_timeout", "stage_failed", "stage_timeout", "stall", "tier_failed")
+LATE = ("deadline", "lookup_failed", "lookup_timeout", "stage_failed", "stage_timeout", "stall", "tier_failed")
 """Reasons for which a request was computed although its pages may have been stored: the store did not answer."""
 _LATE_SHARE, _LATE_REQUESTS_MIN = 0.2, 10
 _NEARLY_FULL, _NEARLY_LEASED = 0.75, 0.9
@@ -101,7 +101,7 @@ def _of_memory(values: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _of_requests(recent: Mapping[str, Any]) -> Iterator[Problem]:
     num_requests = sum(recent.get("requests", {}).values())
-    late = {word: num for word, num in recent.get("reasons", {}).items() if word in _LATE}
+    late = {word: num for word, num in recent.get("reasons", {}).items() if word in LATE}
     num_late = sum(late.values())
     if num_requests < _LATE_REQUESTS_MIN or num_late < _LATE_SHARE * num_requests:
         return

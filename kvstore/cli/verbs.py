@@ -22,7 +22,7 @@ FAILURE, USAGE = 1, 2
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
 
 _MODULES = {"bench": "programs", "demo": "programs", "gc": "rm", "unpin": "pin"}
-_VERBS = [
+VERBS = [
     "bench",
     "demo",
     "doctor",
@@ -52,13 +52,13 @@ class _Verbs(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands: dict[str, Any] = dict.fromkeys(_VERBS)  # their names, to suggest one for a mistyped verb
+        self.commands: dict[str, Any] = dict.fromkeys(VERBS)  # their names, to suggest one for a mistyped verb
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return _VERBS
+        return VERBS
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in _VERBS:
+        if cmd_name not in VERBS:
             return None
         verb = getattr(import_module(f"kvstore.cli.{_MODULES.get(cmd_name, cmd_name)}"), cmd_name)
         if not isinstance(verb, typer.Typer):
@@ -166,7 +166,7 @@ def _called(error: Any, arguments: Sequence[str]) -> str:
         names.append(context.info_name)
         context = context.parent
     if error.ctx is None:  # a flag without its value
-        names = [argument for argument in arguments if argument in _VERBS][:1]
+        names = [argument for argument in arguments if argument in VERBS][:1]
     return " ".join(["kvstore", *reversed(names)])
 
 

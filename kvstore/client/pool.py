@@ -47,7 +47,6 @@ class Pool:
         on_control: Callable[[Connection], Awaitable[None]],
     ) -> None:
         self.url = url
-        self.num_connects = 0
         self._locate = locate
         self._options = options
         self._on_control = on_control
@@ -106,9 +105,13 @@ class Pool:
             raise Unavailable("the service is not reachable", url=self.url, reason=self._reason)
         return min(usable, key=lambda connection: connection.num_running)
 
+    def connections(self) -> list[Connection]:
+        """Those that are open."""
+        return [slot for slot in self._slots if slot is not None and slot.open]
+
     def sockets(self) -> list[tuple[int, int]]:
         """Descriptor and inode of each open connection."""
-        return [slot.socket_id for slot in self._slots if slot is not None and slot.open and slot.socket_id]
+        return [connection.socket_id for connection in self.connections() if connection.socket_id]
 
     # suspicion
 
@@ -157,7 +160,6 @@ class Pool:
     async def _open(self, index: int) -> Connection:
         address = await self._locate()
         connection = await Connection.connect(address, self._options, "data" if index else "control")
-        self.num_connects += 1
         if index == 0:
             try:
                 await self._on_control(connection)

@@ -42,7 +42,7 @@ class RemoteStore(PageStore):
     def __init__(self, locate: Callable[[], Awaitable[Address]], url: str, options: ClientOptions) -> None:
         self._options = options
         self._namespaces: OrderedDict[NamespaceId, NamespaceDescription] = OrderedDict()  # used longest ago first
-        self._pool = Pool(locate, url, options, self._reopen)
+        self.pool = Pool(locate, url, options, self._reopen)
         self._shared = SharedRecords(options)
         self._stall_s = options.first_stall_timeout_s or options.stall_timeout_s
         self._reports = Reports(self._control, options.dead_after_s)
@@ -51,15 +51,15 @@ class RemoteStore(PageStore):
     @property
     def url(self) -> str:
         """The url that it was made with."""
-        return self._pool.url
+        return self.pool.url
 
     def start(self) -> None:
         """Begin to connect, on the running loop; otherwise the first call does. Idempotent."""
-        self._pool.start()
+        self.pool.start()
 
     def sockets(self) -> list[tuple[int, int]]:
         """Descriptor and inode of each connection, which a forked child must not keep open."""
-        return self._pool.sockets()
+        return self.pool.sockets()
 
     async def wait_ready(self, *, deadline: Deadline) -> None:
         """Return when the service can be used.
@@ -68,7 +68,7 @@ class RemoteStore(PageStore):
             Unavailable: It cannot be used at the deadline; the message says why.
         """
         self._check_open()
-        await self._pool.wait_ready(deadline)
+        await self.pool.wait_ready(deadline)
 
     async def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:
         async with self._control(deadline) as connection:
@@ -171,7 +171,7 @@ class RemoteStore(PageStore):
             raise InternalError("unknown outcome of a save", seen=answer.outcome) from error
 
     async def release(self, lease: LeaseId) -> None:
-        connection = self._pool.now()
+        connection = self.pool.now()
         if connection is not None and not self._closed:  # without a connection its leases have ended already
             connection.post(messages.Release(lease))
 
@@ -204,8 +204,8 @@ class RemoteStore(PageStore):
 
     async def aclose(self) -> None:
         self._closed = True
-        await self._reports.aclose(self._pool.now())
-        await self._pool.aclose()
+        await self._reports.aclose(self.pool.now())
+        await self.pool.aclose()
 
     # helpers
 
@@ -235,14 +235,14 @@ class RemoteStore(PageStore):
     @asynccontextmanager
     async def _control(self, deadline: Deadline) -> AsyncIterator[Connection]:
         self._check_open()
-        connection = await self._pool.control(deadline)
+        connection = await self.pool.control(deadline)
         async with self._watching():
             yield connection
 
     @asynccontextmanager
     async def _data(self, deadline: Deadline) -> AsyncIterator[Connection]:
         self._check_open()
-        connection = await self._pool.data(deadline)
+        connection = await self.pool.data(deadline)
         async with self._watching():
             yield connection
 
@@ -252,7 +252,7 @@ class RemoteStore(PageStore):
         try:
             yield
         except Silent:
-            self._pool.heard_nothing()
+            self.pool.heard_nothing()
             raise
         except KVStoreError:
             self._check_open()

@@ -38,6 +38,8 @@ __all__ = ["missing_package", "open_catalog", "open_served_store", "open_store",
 _log = logging.getLogger(__name__)
 
 _PROBE_S = 2.0
+_PENDING_LEASE_S = 30.0
+"""How long after a service's death another one finishes its writes to the cold tier."""
 _WALK_PROBE_S = 4.0
 _ARENA_SPARE_BYTES = 64 << 20
 """In the arena beside the memory tier's budget: for records on their way in, and an eighth more for gaps."""
@@ -191,9 +193,8 @@ async def open_catalog(
 
 def store_limits(settings: Settings) -> StoreLimits:
     """The store's limits, as the settings choose them."""
-    stage_bytes = settings.stage_bytes if settings.stage_bytes is not None else settings.memory_bytes * 3 // 4
     return StoreLimits(
-        stage_bytes=stage_bytes,
+        stage_bytes=settings.memory_bytes * 3 // 4,
         stall_timeout_s=settings.stall_timeout_ms / 1000,
         fetch_timeout_s=settings.fetch_timeout_ms / 1000,
         lease_s=settings.lease_s,
@@ -214,11 +215,11 @@ async def _open_pending(
             from kvstore.tiers.redis import open_control
 
             client = await stack.enter_async_context(open_control(hot, refuses_newer=True))
-            return RedisPendingLog(client, str(cold), lease_s=settings.pending_lease_s, gate=gate)
+            return RedisPendingLog(client, str(cold), lease_s=_PENDING_LEASE_S, gate=gate)
         case NoTier(), FileLocation() as cold:
             from kvstore.catalog.sqlite.pending import SqlitePendingLog
 
-            log = await SqlitePendingLog.open(cold.path / "pending.db", lease_s=settings.pending_lease_s, clock=clock)
+            log = await SqlitePendingLog.open(cold.path / "pending.db", lease_s=_PENDING_LEASE_S, clock=clock)
             stack.push_async_callback(log.aclose)
             return log
         case _:  # before the cold tier has a record, only this process's memory holds it

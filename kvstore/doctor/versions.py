@@ -45,7 +45,7 @@ def versions_check(settings: Settings) -> Check:
     async def run(deadline: Deadline) -> AsyncIterator[Finding]:
         yield judge_python(sys.version_info[:3])
         yield judge_distribution(_distribution(DISTRIBUTION), _distribution(_NOT_OURS))
-        yield judge_vllm(_installed("vllm"))
+        yield judge_vllm(installed_version("vllm"))
         yield judge_packages(extras_of(settings), _is_installed)
 
     return Check(("python", "distribution", "vllm", "packages"), run, _INSTALL_FIX)
@@ -112,7 +112,7 @@ def _distribution(name: str) -> str | None:
         return None
 
 
-def _installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     if (seen := _distribution(name)) is not None:
         return seen
     # another distribution may provide it, as for vLLM on CPUs

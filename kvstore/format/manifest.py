@@ -28,7 +28,6 @@ __all__ = [
     "key_ids_place",
     "pack_key_ids",
     "pack_manifest",
-    "pack_store_version",
     "parse_key_ids",
     "parse_manifest",
 ]
@@ -110,11 +109,6 @@ a higher one in the tier."""
 
 STORE_VERSION_PLACE = NamespaceId(hashlib.sha256(b"kvstore store version\0").digest()[:NAMESPACE_BYTES])
 """The version is stored as the manifest of this namespace; a tier without it has version 1."""
-
-
-def pack_store_version(version: int) -> bytes:
-    """The version as bytes to store."""
-    return json.dumps({"kvstore_store_version": version}).encode()
 
 
 def check_store_version(note: bytes | None, tier: str) -> None:

@@ -11,7 +11,7 @@ _KEPT_OBSERVATIONS = 1000
 
 
 class Meters:
-    """Named numbers with labels, e.g. `meters.add("tier_reads", tier="redis")`. Safe from any thread."""
+    """Named numbers with labels, e.g. `meters.add("tier_errors", tier="redis")`. Safe from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

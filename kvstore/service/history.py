@@ -125,8 +125,7 @@ _LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
 
 _KEPT = frozenset(
     {
-        *("lookups", "lookup_hits", "requests", "request_tokens", "served_records", "served_bytes"),
-        *("saves", "retention_bytes", "write_back_bytes", "staged_bytes", "retention_boundaries"),
+        *("lookups", "lookup_hits", "requests", "request_tokens", "served_records", "retention_boundaries"),
     }
 )
 """Meters that the history keeps."""

@@ -23,21 +23,15 @@ COUNTERS = {
     "catalog_changes_lost": "changes that did not reach the catalog",
     "catalog_failures": "calls of the catalog that failed",
     "catalog_lookups": "lookups that the catalog answered, by whether it is complete",
-    "catalog_rebuilds": "catalogs of a directory that were rebuilt",
     "catalog_reconciled": "records that Redis no longer had, found by a comparison with the catalog",
     "catalog_unknown_records": "records in Redis that the catalog did not have",
     "corrupt_records": "records that did not match their seal; none was served",
-    "decrypted_bytes": "bytes of records that were decrypted for engines",
-    "decrypted_records": "records that were decrypted for engines",
     "declined_bytes": "bytes of records that the admission rule kept from the cold tier",
     "declined_records": "records that the admission rule kept from the cold tier",
     "discarded_records": "records that an engine found bad",
-    "encrypted_bytes": "bytes of records that were encrypted",
     "encrypted_records": "records that were encrypted",
     "encryption_misses": "short lookups and failed loads that a missing or wrong key may have caused",
     "encryption_refused_saves": "records that were not kept because the right key was missing",
-    "leases_expired": "leases that ended by themselves",
-    "leases_granted": "leases",
     "lookup_hits": "lookups that found a point to resume from",
     "lookup_tier_failures": "lookups that a tier did not answer",
     "lookups": "lookups",
@@ -46,7 +40,6 @@ COUNTERS = {
     "pending_failures": "failed operations on pending entries",
     "pending_finished": "write-backs of other services that were finished here",
     "pending_left": "pending entries left for other services",
-    "quarantine_failures": "bad records that a tier could not quarantine",
     "request_tokens": "tokens of prompts that engines reported: of the prompt, held by the engine, resumed from here",
     "requests": "requests that engines reported, by how far they were resumed and why no further",
     "retention_boundaries": "boundaries that retention removed",
@@ -63,25 +56,18 @@ COUNTERS = {
     "served_records": "records leased to engines, by the tier they were read from",
     "stage_misses": "records that were expected in a tier and missing",
     "stage_refused": "hits that were shortened for lack of room",
-    "stage_tier_failures": "reads of a tier that failed",
-    "staged_bytes": "bytes read from slower tiers",
     "staged_records": "records read from slower tiers",
     "stages": "hits that were staged",
     "stages_cut": "hits that were shortened for lack of time",
     "tier_evicted_records": "records that a tier evicted by itself, one by one",
     "tier_errors": "calls of a tier that failed",
     "tier_full": "records for which a tier had no room",
-    "tier_heads": "existence checks of records in a tier",
-    "tier_hits": "reads that found their record",
     "tier_put_bytes": "bytes written to a tier",
-    "tier_puts": "writes to a tier",
     "tier_read_bytes": "bytes read from a tier",
-    "tier_reads": "reads of a tier",
     "tier_refused": "calls that were refused while a tier is not used or has too many",
     "write_back_bytes": "bytes copied to slower tiers",
     "write_back_dropped": "records that are not copied to a slower tier",
     "write_back_failures": "writes to a slower tier that failed and are retried",
-    "write_back_records": "records copied to slower tiers",
 }
 """Meters that only grow; shown as `kvstore_<name>_total`."""
 
@@ -103,15 +89,12 @@ OWN_GAUGES = {
     "requests_running": "requests of engines that are being answered",
     "receive_bytes_used": "bytes of saves being received",
     "receive_bytes_limit": "limit of receive_bytes_used",
-    "tenant_guaranteed_bytes": "bytes of the cold tier that are guaranteed to a tenant",
     "tenant_maximum_bytes": "bytes of the cold tier beyond which a tenant's own records are evicted first",
     "tenant_used_bytes": "bytes of the cold tier that a tenant with a quota uses",
     "tier_healthy": "1 while the tier answers",
     "tier_used_bytes": "bytes that a tier holds, the last known in an outage; of Redis the memory of its servers",
     "tier_limit_bytes": "bytes that a tier may hold, where there is a limit; the last known in an outage",
-    "tier_records": "records that a tier holds, where that is known; the last known in an outage",
     "write_back_waiting_bytes": "bytes that wait in this service to be written to a tier",
-    "write_back_waiting_records": "records that wait in this service to be written to a tier",
 }
 """Gauges that are read for each request of `/metrics`; shown as `kvstore_<name>`."""
 
@@ -122,7 +105,7 @@ Samples = defaultdict[str, list[tuple[str, float]]]
 
 ALWAYS = (
     *("catalog_changes_lost", "catalog_reconciled", "discarded_records", "lookup_hits", "lookups", "served_bytes"),
-    *("leases_expired", "stages"),
+    "stages",
 )
 """Counters that are 0 before their first count."""
 ALWAYS_OF_S3 = ("s3_received_bytes", "s3_requests", "s3_retries", "s3_sent_bytes", "s3_throttled")
@@ -198,8 +181,8 @@ def _of_tenants(quotas: Quotas) -> Samples:
     samples: Samples = defaultdict(list)
     for tenant, quota in quotas.items():
         label = '{tenant="' + tenant.replace("\\", "\\\\").replace('"', '\\"') + '"}'
-        for name, value in quota.items():
-            if value is not None:
+        for name in ("used_bytes", "maximum_bytes"):
+            if (value := quota[name]) is not None:
                 samples[f"tenant_{name}"].append((label, value))
     return samples
 
@@ -214,11 +197,9 @@ def _own(tiers: Iterable[TierState], service: Mapping[str, object]) -> Samples:
         label = f'{{tier="{tier.name}"}}'
         samples["tier_healthy"].append((label, int(tier.usage is not None and not tier.is_open)))
         if tier.level is not None:
-            samples["write_back_waiting_records"].append((label, tier.waiting_records))
             samples["write_back_waiting_bytes"].append((label, tier.waiting_bytes))
         if (usage := tier.known_usage) is not None:
-            known = {"used_bytes": usage.used_bytes, "limit_bytes": usage.limit_bytes, "records": usage.num_records}
-            for name, value in known.items():
+            for name, value in (("used_bytes", usage.used_bytes), ("limit_bytes", usage.limit_bytes)):
                 if value is not None:
                     samples[f"tier_{name}"].append((label, value))
     return samples

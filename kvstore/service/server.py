@@ -60,7 +60,7 @@ class Server:
         self.listeners: list[Listener] = []
         self._limits = limits or ServiceLimits()
         self.tls = tls
-        self._answers = Answers(store, self.describe, settings or {})
+        self.answers = Answers(store, self.describe, settings or {})
         self._credentials = credentials
         self._authenticator = Authenticator(token, credentials)
         self._unauthenticated = UnauthenticatedConnections(
@@ -69,7 +69,7 @@ class Server:
         self._budget = ByteBudget(self._limits.receive_bytes)
         self._requests = Shares(self._limits.request_bytes)
         self._context = SessionContext(
-            self._answers,
+            self.answers,
             self._authenticator,
             self._limits,
             self._budget,

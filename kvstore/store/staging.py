@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from kvstore.api import PrefixQuery, Progress
@@ -292,7 +292,6 @@ class Promotion:
             try:
                 record = await self._read_from(tier, item, seconds)
             except (Unavailable, Closed):
-                self._meters.add("stage_tier_failures", tier=tier.name)
                 cut = f"tier_failed:{tier.name}"
                 continue
             if record is None:
@@ -304,7 +303,6 @@ class Promotion:
                 await self._quarantine(tier, record, str(error.message))
                 continue
             self._meters.add("staged_records", tier=tier.name)
-            self._meters.add("staged_bytes", record.num_bytes, tier=tier.name)
             self._memory.insert(record)  # every waiting stage pins it; until then it serves other readers
             if tier is self._cold:
                 self._on_cold_hit(record)
@@ -344,10 +342,8 @@ class Promotion:
         self._meters.add("corrupt_records", tier=tier.name, reason=reason)
         self._absent.add(record.key, self._limits.absent_s)
         deadline = Deadline.after(self._limits.fetch_timeout_s, self._clock)
-        try:
+        with suppress(Unavailable, Closed):
             await tier.quarantine(record.key, reason, seen=record, deadline=deadline)
-        except (Unavailable, Closed):
-            self._meters.add("stage_tier_failures", tier=tier.name)
 
 
 @dataclass(eq=False, slots=True)

@@ -64,6 +64,9 @@ class TieredStore(PageStore):
         instruments: The code that made the tiers adds to its events.
 
     Attributes:
+        memory: The tier that records are leased from.
+        recorder: The way to the catalog.
+        leases: What is leased, to whom and until when.
         operations: What operators show, remove and control.
         work: Runs what takes long for a long prompt.
     """
@@ -93,13 +96,13 @@ class TieredStore(PageStore):
         self.meters, self.events = context.meters, context.instruments.events
         self.work = LongWork("lookups")
         self._context = context
-        self._memory = memory
-        self._recorder = recorder
+        self.memory = memory
+        self.recorder = recorder
         self._choice, self._admission, self._operator_rules = parts.choice, parts.admission, parts.operator_rules
         self._quarantined = Shares(limits.quarantine_bytes)
         self._namespaces = OpenNamespaces(limits.namespaces_max, context.clock, limits.description_bytes)
         memory.owner_of = self._namespaces.tenant_of
-        self._leases = LeaseTable(context)
+        self.leases = LeaseTable(context)
         self._absent = AbsentKeys(context.clock)
         self._saver = Saver(
             context,
@@ -139,10 +142,10 @@ class TieredStore(PageStore):
 
     @property
     def arena(self) -> Arena | None:
-        return self._memory.arena
+        return self.memory.arena
 
     def buffer(self, num_bytes: int) -> memoryview:
-        return self._memory.buffer(num_bytes)
+        return self.memory.buffer(num_bytes)
 
     async def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:
         self._check_open()
@@ -154,8 +157,8 @@ class TieredStore(PageStore):
             self._explainer.name(namespace, description.name)
             if self._operator_rules is not None:
                 self._operator_rules.know(description)
-            if self._recorder is not None:
-                self._recorder.register(namespace, layout, description.tenant)
+            if self.recorder is not None:
+                self.recorder.register(namespace, layout, description.tenant)
         else:
             self._explainer.keep_name(namespace)
         self._manifests.open(namespace, pack_manifest(description))
@@ -170,8 +173,8 @@ class TieredStore(PageStore):
         layout = self._layout_for(query)
         if self._is_retired(query.namespace):
             return Lookup(query.local_tokens, (0,) * len(query.boundaries))
-        if self._recorder is not None and learns:
-            self._recorder.learn(query, layout)
+        if self.recorder is not None and learns:
+            self.recorder.learn(query, layout)
         if self._choice is not None:
             self._choice.observe(query, layout)
         presence = await self._find(query, layout, _leave_time(deadline))
@@ -197,7 +200,7 @@ class TieredStore(PageStore):
     def _answer(self, presence: Presence) -> Lookup:
         bits = presence.groups_present()
         resume_tokens = presence.resume_tokens(bits)
-        places = (self._memory, self._context.hot, self._context.cold)
+        places = (self.memory, self._context.hot, self._context.cold)
         names = ["" if tier is None else tier.name for tier in places]
         offers = offers_of(presence, resume_tokens, names, bits)
         return Lookup(resume_tokens, tuple(bits), offers, tuple(sorted(presence.silent)))
@@ -215,7 +218,7 @@ class TieredStore(PageStore):
         if self._is_retired(query.namespace):
             return Staged(None, query.local_tokens, cut="weights_retired")
         tenant = self._namespaces.tenant_of(query.namespace)
-        if self._leases.refuses(tenant):
+        if self.leases.refuses(tenant):
             return Staged(None, query.local_tokens, cut="node_memory")
         deadline = _leave_time(deadline)
         # a tier that hangs during a lookup is as stalled as one that hangs during a read; a long prompt takes longer
@@ -229,7 +232,7 @@ class TieredStore(PageStore):
             raise Closed("the store was closed during the call")
         if holding.resume_tokens <= query.local_tokens:
             return Staged(None, query.local_tokens, cut=holding.cut)
-        if self._leases.refuses(tenant, len(holding.pins)):  # other stages ended while this one ran
+        if self.leases.refuses(tenant, len(holding.pins)):  # other stages ended while this one ran
             self._promotion.drop(holding)
             return Staged(None, query.local_tokens, cut="node_memory")
         try:
@@ -240,17 +243,16 @@ class TieredStore(PageStore):
         return self._lease(holding, owner, tenant)
 
     async def _note_use(self, namespace: NamespaceId, holding: Holding) -> None:
-        if self._recorder is None:
+        if self.recorder is None:
             return
         read = {key.prefix: stop for key, (_, stop) in zip(holding.pins, holding.spans, strict=True)}
         uses = list(read.items())
         for start in range(0, len(uses), PIECE):
             async with self.work.turn(len(uses)):
-                self._recorder.used(namespace, uses[start : start + PIECE])
+                self.recorder.used(namespace, uses[start : start + PIECE])
 
     def _lease(self, holding: Holding, owner: str, tenant: str) -> Staged:
-        lease = self._leases.grant(holding.pins, owner, tenant)
-        self.meters.add("leases_granted")
+        lease = self.leases.grant(holding.pins, owner, tenant)
         self.meters.add("served_bytes", holding.num_bytes)
         for source, count in holding.sources.items():
             self.meters.add("served_records", count, tier=source)
@@ -261,13 +263,13 @@ class TieredStore(PageStore):
             spans=holding.spans,
             sources=holding.sources,
             num_bytes=holding.num_bytes,
-            lease_s=self._leases.lease_s,
+            lease_s=self.leases.lease_s,
             cut=holding.cut,
         )
 
     async def renew(self, lease: LeaseId, *, deadline: Deadline) -> bool:
         self._check_open()
-        return self._leases.renew(lease)
+        return self.leases.renew(lease)
 
     async def load(
         self,
@@ -278,7 +280,7 @@ class TieredStore(PageStore):
         allocate: Callable[[int], memoryview] | None = None,
     ) -> Record:
         self._layout(key.namespace)
-        record = self._leases.record(lease, key) if not self._is_retired(key.namespace) else None
+        record = self.leases.record(lease, key) if not self._is_retired(key.namespace) else None
         if record is None:
             raise Unavailable("the lease has ended, or does not hold the record", key=key)
         return record
@@ -298,22 +300,22 @@ class TieredStore(PageStore):
         return await self._saver.save(record, layout, ack=ack, retention=retention, deadline=deadline)
 
     async def release(self, lease: LeaseId) -> None:
-        self._leases.release(lease)
+        self.leases.release(lease)
 
     def release_owner(self, owner: str) -> int:
         """End all leases that were staged for `owner` at once; returns how many."""
-        return self._leases.release_owner(owner)
+        return self.leases.release_owner(owner)
 
     async def discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
         check_key(key, self._layout(key.namespace))
         self.meters.add("discarded_records")
-        all_seen: list[Record | None] = [*self._leases.forget(key)] or [None]  # `None`: by its name
+        all_seen: list[Record | None] = [*self.leases.forget(key)] or [None]  # `None`: by its name
         self._absent.add(key, self.limits.absent_s)
         self._saver.forget(key)
         failed = []
         num_bytes = sum(record.num_bytes for record in all_seen if record is not None)
         may_quarantine = self._take_quarantine(key.namespace, num_bytes)
-        for tier, seen in product((self._memory, *self.slower), all_seen):
+        for tier, seen in product((self.memory, *self.slower), all_seen):
             try:
                 if may_quarantine:
                     await tier.quarantine(key, reason, seen=seen, deadline=deadline)
@@ -321,7 +323,6 @@ class TieredStore(PageStore):
                     await tier.delete(key, deadline=deadline)
             except Unavailable:
                 failed.append(tier.name)
-                self.meters.add("quarantine_failures", tier=tier.name)
         if failed:
             raise Unavailable("a record could not be quarantined in every tier", key=key, tiers=",".join(failed))
 
@@ -359,9 +360,9 @@ class TieredStore(PageStore):
             "tiers": tiers,
             "namespaces": len(self._namespaces),
             "leases": {
-                "active": len(self._leases),
-                "expired": self._leases.num_expired,
-                "pinned_bytes": self._memory.pinned_bytes,
+                "active": len(self.leases),
+                "expired": self.leases.num_expired,
+                "pinned_bytes": self.memory.pinned_bytes,
             },
             "write_back": {
                 name: {
@@ -379,12 +380,12 @@ class TieredStore(PageStore):
         }
 
     def _status_for(self, tenant: str, tiers: Mapping[str, Mapping[str, object]]) -> Mapping[str, object]:
-        pinned_bytes = self._memory.pinned_by[tenant]
+        pinned_bytes = self.memory.pinned_by[tenant]
         return {
             "version": kvstore.__version__,
             "tiers": {name: {"name": name, "healthy": tier["healthy"]} for name, tier in tiers.items()},
             "namespaces": self._namespaces.of_tenant(tenant),
-            "leases": {"active": self._leases.of_tenant(tenant), "pinned_bytes": pinned_bytes},
+            "leases": {"active": self.leases.of_tenant(tenant), "pinned_bytes": pinned_bytes},
             "recent": self._explainer.recent(tenant),
             "quotas": {name: quota for name, quota in self.operations.quotas().items() if name == tenant},
         }
@@ -407,12 +408,12 @@ class TieredStore(PageStore):
         finally:
             await self._context.background.aclose()
             await self._saver.aclose()
-            self._leases.release_all()
+            self.leases.release_all()
             self.work.close()
 
     def _leasable_bytes(self, namespace: NamespaceId) -> int:
         """How many bytes more may be leased now to the tenant of a namespace."""
-        tenant, memory = self._namespaces.tenant_of(namespace), self._memory
+        tenant, memory = self._namespaces.tenant_of(namespace), self.memory
         return share_left(self.limits.stage_bytes, memory.pinned_bytes, memory.pinned_by[tenant], tenant=tenant)
 
     def _is_retired(self, namespace: NamespaceId) -> bool:

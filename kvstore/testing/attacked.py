@@ -138,11 +138,11 @@ class AttackedService:
             env["KVSTORE_CREDENTIALS_FILE"] = str(file)
         env |= {f"KVSTORE_{name.upper()}": value for name, value in (settings or {}).items()}
         command = [sys.executable, "-m", "kvstore.cli", "serve"]
-        self._process = ServerProcess(command, folder / "service.log", env)
+        self.process = ServerProcess(command, folder / "service.log", env)
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self.process.pid
 
     @property
     def resident_bytes(self) -> int:
@@ -153,7 +153,7 @@ class AttackedService:
 
     def log_tail(self) -> str:
         """The last 2,000 characters that the service wrote."""
-        return self._process.log_tail()
+        return self.process.log_tail()
 
     def client(self, token: str | None = None) -> RemoteStore:
         """A client; the caller closes it. `None`: with the healthy client's token."""
@@ -172,17 +172,17 @@ class AttackedService:
                 with suppress(Unavailable):
                     await client.wait_ready(deadline=deadline.earlier(1.0))
                     return
-                if deadline.expired or not self._process.running:
+                if deadline.expired or not self.process.running:
                     raise Unavailable("the service of the test does not start", log=self.log_tail())
         finally:
             await client.aclose()
 
     def __enter__(self) -> AttackedService:
-        self._process.start()
+        self.process.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.stop(_START_S)
+        self.process.stop(_START_S)
 
 
 async def beside(

@@ -54,7 +54,7 @@ class GuardedTier(TierWrapper):
 
     Args:
         inner: The tier; owned from now on.
-        instruments: For counting calls, hits, bytes and errors (see README.md), for a span of each call, and for events
+        instruments: For counting calls, bytes and errors (see README.md), for a span of each call, and for events
             of outages and quarantined records.
         breaker: Decides when calls are refused; `None`: a default one.
         calls_max: Calls at a time. Further ones are refused, so that a slow tier does not exhaust the node's memory.
@@ -103,7 +103,6 @@ class GuardedTier(TierWrapper):
 
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         with self._call("head", deadline):
-            self._count("heads", len(keys))
             return await self.inner.head(keys, deadline=deadline)
 
     async def get(
@@ -111,7 +110,6 @@ class GuardedTier(TierWrapper):
     ) -> Record | None:
         record = await super().get(key, deadline=deadline, allocate=allocate)
         if record is not None:
-            self._count("hits")
             self._count("read_bytes", record.num_bytes)
         return record
 

@@ -31,6 +31,70 @@ TOPS = {
     "kvstore/tiers/guarded.py": "a background task's top",
 }
 
+# Accesses to private names that tests have left, by file. A file that is not listed has none; a number only sinks.
+PRIVATE_ACCESSES = {
+    "tests/golden/record_conversation.py": 1,
+    "tests/golden/test_golden_conversations.py": 1,
+    "tests/integration/test_admin_schema.py": 1,
+    "tests/integration/test_explain_departures.py": 3,
+    "tests/integration/test_reports_of_an_outage.py": 1,
+    "tests/integration/test_taken_over.py": 1,
+    "tests/property/test_saves_properties.py": 18,
+    "tests/security/test_admin_connections.py": 3,
+    "tests/security/test_connections.py": 1,
+    "tests/security/test_foreign_things.py": 2,
+    "tests/security/test_impostor.py": 1,
+    "tests/security/test_long_hits.py": 1,
+    "tests/security/test_strange_redis.py": 1,
+    "tests/simulation/invariants.py": 22,
+    "tests/simulation/rest.py": 8,
+    "tests/unit/admin/test_admin_dashboard.py": 2,
+    "tests/unit/admin/test_admin_events.py": 2,
+    "tests/unit/admin/test_admin_isolation.py": 2,
+    "tests/unit/admin/test_admin_jobs.py": 1,
+    "tests/unit/admin/test_admin_port.py": 1,
+    "tests/unit/cli/test_cli.py": 2,
+    "tests/unit/cli/test_simulate.py": 1,
+    "tests/unit/client/test_client_blocking.py": 2,
+    "tests/unit/client/test_client_calls.py": 2,
+    "tests/unit/client/test_client_embedded.py": 1,
+    "tests/unit/client/test_client_namespaces.py": 3,
+    "tests/unit/client/test_client_sharing.py": 5,
+    "tests/unit/connector/rank_harness.py": 7,
+    "tests/unit/connector/scheduler_harness.py": 1,
+    "tests/unit/connector/test_connector_contract.py": 1,
+    "tests/unit/connector/test_connector_device_order.py": 1,
+    "tests/unit/connector/test_connector_device_ranks.py": 3,
+    "tests/unit/connector/test_connector_device_threads.py": 1,
+    "tests/unit/connector/test_connector_errors.py": 9,
+    "tests/unit/connector/test_connector_fetching.py": 2,
+    "tests/unit/connector/test_connector_group_saves.py": 1,
+    "tests/unit/connector/test_connector_lookups.py": 1,
+    "tests/unit/connector/test_connector_losses.py": 3,
+    "tests/unit/connector/test_connector_low_priority.py": 6,
+    "tests/unit/connector/test_connector_rank_loads.py": 2,
+    "tests/unit/connector/test_connector_saves.py": 1,
+    "tests/unit/connector/test_connector_step_order.py": 3,
+    "tests/unit/connector/test_connector_trial.py": 1,
+    "tests/unit/connector/test_connector_weights.py": 8,
+    "tests/unit/connector/test_connector_worker.py": 25,
+    "tests/unit/connector/test_connector_worker_audit.py": 3,
+    "tests/unit/format/test_format_specification.py": 2,
+    "tests/unit/runtime/test_runtime_arena.py": 1,
+    "tests/unit/runtime/test_runtime_turns.py": 1,
+    "tests/unit/service/test_service_bad_peers.py": 4,
+    "tests/unit/service/test_service_fairness.py": 5,
+    "tests/unit/store/test_store_admission.py": 10,
+    "tests/unit/store/test_store_catalog.py": 1,
+    "tests/unit/store/test_store_durability.py": 2,
+    "tests/unit/store/test_store_manifests.py": 2,
+    "tests/unit/store/test_store_reasons.py": 3,
+    "tests/unit/store/test_store_reindexing.py": 1,
+    "tests/unit/store/test_store_reports_kept.py": 6,
+    "tests/unit/tiers/test_filesystem_index.py": 3,
+    "tests/unit/tiers/test_redis_connection.py": 1,
+}
+
 # Spelled in pieces, so that this file does not contain them.
 FORBIDDEN = tuple("".join(parts) for parts in (("FIX", "ME"), ("TO", "DO"), ("XX", "X"), ("/wo", "rk/")))
 
@@ -123,6 +187,12 @@ def test_each_package_has_a_readme_of_a_page(package: str) -> None:
     assert long == []
 
 
+def test_tests_use_public_names() -> None:
+    """A test that reads or replaces a private name breaks when only the inside changes: no file gains one."""
+    seen = Counter(str(path) for path in files("tests") for node in ast.walk(tree(path)) for _ in _private_names(node))
+    assert {path: count for path, count in seen.items() if count > PRIVATE_ACCESSES.get(path, 0)} == {}
+
+
 def test_nothing_is_left_unfinished() -> None:
     """No file that is kept carries a mark of unfinished work, or a path of somebody's machine."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
@@ -136,6 +206,21 @@ def test_nothing_is_left_unfinished() -> None:
             text = path.read_text(errors="ignore")
             found += [f"{name}: {match.group()}" for match in pattern.finditer(text)]
     assert found == []
+
+
+def _private_names(node: ast.AST) -> list[str]:
+    """Private names that a test reads from another object, imports, or replaces by `monkeypatch`."""
+    names: list[str] = []
+    if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+        names = [node.attr] if ast.unparse(node) != "os._exit" else []
+    elif isinstance(node, ast.ImportFrom):
+        names = [alias.name for alias in node.names]
+    elif (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("setattr", "delattr")
+    ):
+        texts = [one.value for one in node.args[:2] if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+        names = [text.rpartition(".")[2] for text in texts]
+    return [name for name in names if name.startswith("_") and not name.startswith("__")]
 
 
 def _handlers(path: Path) -> list[ast.ExceptHandler]:

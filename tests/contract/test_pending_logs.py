@@ -20,6 +20,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.testing.dict_pending import DictPendingLog, PendingBooks
 from kvstore.testing.records import make_key
 from kvstore.testing.servers import RedisServer, redis_server
+from tests.virtual_time import ManualClock
 
 pytest_plugins = ["kvstore.testing.fixtures"]
 
@@ -38,22 +39,12 @@ def entries(*numbers: int) -> list[PendingEntry]:
     return [PendingEntry(make_key(number), 1000 + number, 64 * (number + 1)) for number in numbers]
 
 
-class HandClock:
-    now_s = 1_700_000_000.0
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-    def wall_ms(self) -> int:
-        return round(self.now_s * 1000)
-
-
 @dataclass
 class Shared:
     """Makes owners that share one medium. `clock` measures the leases; `None`: the server's own."""
 
     make: Make
-    clock: HandClock | None
+    clock: ManualClock | None
 
     async def wait(self, seconds: float) -> None:
         if self.clock is None:
@@ -64,7 +55,7 @@ class Shared:
 
 @pytest.fixture(params=["redis", "sqlite", "dictionaries"])
 async def shared(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Shared]:
-    clock = HandClock()
+    clock = ManualClock(1_700_000_000.0)
     async with AsyncExitStack() as stack:
 
         async def sqlite() -> PendingLog:

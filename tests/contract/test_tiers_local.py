@@ -24,7 +24,7 @@ FILE_VERDICTS = "kvstore.tiers.filesystem.files"
 
 
 class MemoryMedium(Medium):
-    """Reaches into the tier's own slots, as a stray write to memory would."""
+    """Replaces the bytes of a record, as a stray write to memory would."""
 
     receives = False
 
@@ -35,12 +35,14 @@ class MemoryMedium(Medium):
         return self.tier
 
     async def read(self, key: RecordKey) -> bytes | None:
-        slot = self.tier._slots.get(key)
-        return None if slot is None else bytes(slot.record.data)
+        record = self.tier.peek(key)
+        return None if record is None else bytes(record.data)
 
     async def write(self, key: RecordKey, data: bytes) -> None:
-        slot = self.tier._slots[key]
-        slot.record = Record(slot.record.header, memoryview(data))
+        record = self.tier.peek(key)
+        assert record is not None
+        self.tier.remove(key)
+        self.tier.insert(Record(record.header, memoryview(data)))
 
 
 class FilesystemMedium(Medium):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.cli.serve import notify_ready
-from kvstore.cli.verbs import _VERBS
+from kvstore.cli.verbs import VERBS
 from kvstore.settings import Settings, load_settings
 from tests.deployment.files import DEPLOY, ROOT
 
@@ -64,7 +64,7 @@ def test_systemd_takes_it(tmp_path: Path) -> None:
 def test_command_and_settings_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """The verb, its flags, the variables, and each key of the settings beside it, the commented ones too."""
     program, verb, *flags = shlex.split(one("ExecStart"))
-    assert Path(program).name == "kvstore" and verb in _VERBS and flags == ["--config", "/etc/kvstore/kvstore.toml"]
+    assert Path(program).name == "kvstore" and verb in VERBS and flags == ["--config", "/etc/kvstore/kvstore.toml"]
     names = [value.partition("=")[0] for value in unit()["Environment"]]
     assert all(
         name == "XDG_CACHE_HOME" or name.removeprefix("KVSTORE_").lower() in Settings.model_fields for name in names

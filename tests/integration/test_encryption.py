@@ -175,8 +175,8 @@ async def test_keys_change_while_it_runs_and_both_generations_are_read(tmp_path:
         await store.open_namespace(prompt.description, deadline=soon())
         for part, keys in zip(parts, stages, strict=True):
             write_keys(path, keys)
-            store._keys.poll()
-            store._keys.poll()  # a change counts when it is seen twice
+            store.keys.poll()
+            store.keys.poll()  # a change counts when it is seen twice
             for record in prompt.records(part):
                 assert await store.save(record, ack=Ack.COLD, deadline=soon()) is SaveOutcome.STORED
     async with opened(place, path) as store:

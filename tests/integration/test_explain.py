@@ -84,8 +84,8 @@ class Engine:
             for record in records:
                 await store.save(record, deadline=soon())
             assert await store.drain(soon()) == 0
-            if store._recorder is not None:
-                await store._recorder.drain(soon())
+            if store.recorder is not None:
+                await store.recorder.drain(soon())
 
         self.bridge.run(save)
         return records
@@ -126,7 +126,7 @@ class Engine:
         return {one["request"]: one["reason"] for one in told["requests"]}
 
     def num_tombstones(self) -> int:
-        return len(self.bridge.run(lambda store: store._recorder.catalog.tombstones(limit=9, deadline=soon())))
+        return len(self.bridge.run(lambda store: store.recorder.catalog.tombstones(limit=9, deadline=soon())))
 
     def close(self) -> None:
         for state in list(self.side.requests.values()):
@@ -187,7 +187,7 @@ def test_evicted(tmp_path: Path) -> None:
             at.keep(f"other {number}")
 
         def left() -> bool:
-            return bool(at.bridge.run(lambda store: store._recorder.catalog.tombstones(limit=1, deadline=soon())))
+            return bool(at.bridge.run(lambda store: store.recorder.catalog.tombstones(limit=1, deadline=soon())))
 
         eventually(left)
     with engine(settings, tmp_path) as at:  # with an empty memory
@@ -207,7 +207,7 @@ def test_a_slice_is_missing(tmp_path: Path) -> None:
         records = at.keep("prompt")
         second = next(record for record in records if record.header.span.stop == 128)
         at.bridge.run(lambda store: store.discard(second.key, "checksum", deadline=soon()))
-        at.bridge.run(lambda store: store._recorder.drain(soon()))
+        at.bridge.run(lambda store: store.recorder.drain(soon()))
         assert at.ask("a", "prompt") == 64
         told = at.explain("a")
         assert (told["result"], told["resume_tokens"], told["stopped_at_tokens"]) == ("part", 64, 128)
@@ -251,7 +251,7 @@ def test_lists_and_counts_have_the_reasons_of_explain(tmp_path: Path) -> None:
         eventually(lambda: at.num_tombstones() > 0)
     with engine(settings, tmp_path) as at:
         # what it compares at its start is not told of as never stored
-        eventually(lambda: at.bridge.run(lambda store: store._recorder.catalog.is_complete(deadline=soon())))
+        eventually(lambda: at.bridge.run(lambda store: store.recorder.catalog.is_complete(deadline=soon())))
         at.keep("salted", ends=[64])
         assert at.ask("a warm one", "salted") == 64
         asked = {"salt": "salted", "dtype": "typed", "evicted": "first", "never": "new"}
@@ -335,7 +335,7 @@ def test_no_room_in_this_node(tmp_path: Path) -> None:
     """A hit that is larger than what this node can hold is cut, and the setting is named."""
     with engine(directory(tmp_path), tmp_path) as at:
         num_bytes = sum(record.num_bytes for record in at.keep("prompt"))
-    with engine(directory(tmp_path, stage_bytes=num_bytes // 2), tmp_path) as at:
+    with engine(directory(tmp_path, memory_bytes=num_bytes * 2 // 3), tmp_path) as at:
         assert at.ask("a", "prompt") < 192
         told = at.explain("a")
         assert told["reason"] == "node_memory"

@@ -24,7 +24,7 @@ AWAY_S = 1.2
 
 
 def tombstones(at: Engine) -> int:
-    return len(at.bridge.run(lambda store: store._recorder.catalog.tombstones(limit=100, deadline=soon())))
+    return len(at.bridge.run(lambda store: store.recorder.catalog.tombstones(limit=100, deadline=soon())))
 
 
 def test_expired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

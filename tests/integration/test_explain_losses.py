@@ -195,7 +195,7 @@ async def test_a_service_that_was_away(service: Service) -> None:
     engine, other = await service.client(), await service.client()
     await service.stop()
     async with asyncio.timeout(20):
-        while engine._pool.now() is not None:
+        while engine.pool.now() is not None:
             await asyncio.sleep(0.01)
     engine.report(loss("first", 64, "save_failed", group=0))
     await service.start()
@@ -209,7 +209,7 @@ async def test_a_service_that_was_away(service: Service) -> None:
 async def test_a_service_of_an_earlier_release_is_not_told(service: Service) -> None:
     """It would take a loss for the outcome of the request."""
     engine = await service.client()
-    connection = engine._pool.now()
+    connection = engine.pool.now()
     assert connection is not None and connection.welcome.losses
     connection.welcome = replace(connection.welcome, losses=False)
     await tell(engine, miss("a", 64), loss("a", 64))

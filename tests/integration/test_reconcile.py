@@ -169,8 +169,7 @@ async def test_records_that_nobody_told_of(client: Redis, shared_redis: RedisSer
         assert isinstance(catalog, RedisCatalog)
         assert await told(catalog) != await scanned(settings)
         assert await Sampler(catalog).check() == Sample(0, 0)  # whoever has put them may be about to tell
-        reconciler = Reconciler(catalog, Meters())
-        reconciler._sampler = Sampler(catalog, grace_s=0.0)
+        reconciler = Reconciler(catalog, Meters(), grace_s=0.0)
         await reconciler.check()
         assert not await catalog.is_complete(deadline=soon())
         assert await told(catalog) == await scanned(settings)  # so small a Redis was sampled as a whole

@@ -25,8 +25,8 @@ from kvstore.client.connection import Connection
 from kvstore.client.remote import RemoteStore
 from kvstore.client.reports import KEPT, KEPT_S, Reports
 from kvstore.errors import Unavailable
-from kvstore.runtime.clock import Clock
 from kvstore.testing.prompts import ATTENTION, Prompt
+from tests.virtual_time import ManualClock
 
 PROMPT = Prompt(ATTENTION, "outage", 256)
 HEALS_S = 30.0
@@ -174,18 +174,6 @@ async def test_the_last_words_of_an_engine(engine: Engine) -> None:
     assert told["recent"]["losses"] == {"save_failed": 4}  # type: ignore[index]
 
 
-class StoppedClock(Clock):
-    """Time that passes when a test says so."""
-
-    now_s = 1000.0
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-    def wall_ms(self) -> int:
-        return int(self.now_s * 1000)
-
-
 async def test_a_bounded_number_is_kept_for_a_bounded_time() -> None:
     """The oldest go first."""
 
@@ -194,7 +182,7 @@ async def test_a_bounded_number_is_kept_for_a_bounded_time() -> None:
         raise Unavailable("the service is not reachable")
         yield
 
-    clock = StoppedClock()
+    clock = ManualClock()
     reports = Reports(nobody, 1.0, clock)
     try:
         for number in range(KEPT + 5):

@@ -74,7 +74,7 @@ async def main():
             while await check(store, f"room {number}") == held:
                 number += 1
                 await asyncio.sleep(0.1)
-            while not await store._recorder.catalog.is_complete(deadline=soon()):
+            while not await store.recorder.catalog.is_complete(deadline=soon()):
                 await asyncio.sleep(0.1)
     async with open_store(settings) as store:
         assert await check(store, "again") > held

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from kvstore.compose import open_store
 from kvstore.errors import KVStoreError
-from kvstore.format.manifest import STORE_VERSION, STORE_VERSION_PLACE, pack_store_version
+from kvstore.format.manifest import STORE_VERSION, STORE_VERSION_PLACE
 from kvstore.format.names import manifest_name
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings, load_settings
@@ -44,7 +44,7 @@ async def client_of(server: RedisServer) -> AsyncIterator[Redis]:
 async def take_over(server: RedisServer) -> None:
     """As a newer release does: whoever has seen the version may have stored anything in any form."""
     async with client_of(server) as client:
-        await client.set(NOTE, pack_store_version(STORE_VERSION + 1))
+        await client.set(NOTE, b'{"kvstore_store_version": %d}' % (STORE_VERSION + 1))
 
 
 async def start_taken_over(server: RedisServer, folder: Path) -> None:

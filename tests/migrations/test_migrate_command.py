@@ -20,7 +20,7 @@ from kvstore.cli.main import main
 from kvstore.cli.migrate import open_runner
 from kvstore.compose import open_catalog, open_served_store, open_tier
 from kvstore.errors import Unavailable, UnsupportedFormat
-from kvstore.format.manifest import STORE_VERSION, STORE_VERSION_PLACE, pack_store_version
+from kvstore.format.manifest import STORE_VERSION, STORE_VERSION_PLACE
 from kvstore.format.names import manifest_name
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
@@ -29,7 +29,7 @@ from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.testing.keys import tenant_key, write_keys
 from kvstore.testing.prompts import HYBRID, Prompt
 from migrations.copying import Progress
-from migrations.journal import _place
+from migrations.journal import place
 from migrations.steps import KeyStep, Verdict
 
 PROMPT = Prompt(HYBRID, "prompt", 64 * 4, tenant="red", payload_bytes=2000)
@@ -39,6 +39,10 @@ NUM = len(PROMPT.records())
 
 def soon() -> Deadline:
     return Deadline.after(60.0)
+
+
+def store_version(version: int) -> bytes:
+    return b'{"kvstore_store_version": %d}' % version
 
 
 @pytest.fixture
@@ -226,7 +230,7 @@ def test_ctrl_c_ends_a_run_and_the_next_one_goes_on(
     write_keys(keys, [("red", 1, 1), ("red", 0, 0)])
     command = [sys.executable, "-m", "kvstore.cli", "migrate", "run", "--rate", "1kB"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    begun = tmp_path / "records" / manifest_name(_place("state"))
+    begun = tmp_path / "records" / manifest_name(place("state"))
     ends_s = time.monotonic() + 120
     while not begun.exists():
         assert process.poll() is None and time.monotonic() < ends_s
@@ -330,7 +334,7 @@ DAMAGED = (Unavailable, "remove the damaged note", "remove the damaged note")
 @pytest.mark.parametrize(
     ("note", "refusal"),
     [
-        (pack_store_version(STORE_VERSION + 1), NEWER),
+        (store_version(STORE_VERSION + 1), NEWER),
         (b"{}", NEWER),
         (b'{"kvstore_store_version": "x"}', NEWER),
         (b"?", DAMAGED),
@@ -358,7 +362,7 @@ def test_nothing_is_written_to_a_tier_of_a_newer_release_or_an_unknown_one(
     status, _, complaint = run(capsys, "status")
     assert (status, words in complaint) == (1, True)
     assert in_loop(names(load_settings())) == before
-    in_loop(mark(pack_store_version(STORE_VERSION)))
+    in_loop(mark(store_version(STORE_VERSION)))
     assert in_loop(resumes(PROMPT)) == PROMPT.num_tokens
     in_loop(save(OTHER))
 

@@ -239,8 +239,8 @@ async def rotate(
             await save(store, prompts)
             await save(store, others)
         write_keys(fleet.keys, AFTER + BLUE)
-        store._keys.poll()
-        store._keys.poll()  # a change counts when it is seen twice
+        store.keys.poll()
+        store.keys.poll()  # a change counts when it is seen twice
         stop = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             reading = group.create_task(read_on(store, prompts, stop))

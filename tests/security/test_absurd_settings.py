@@ -78,7 +78,7 @@ def test_all_files_are_open(folder: Path) -> None:
     others have left."""
     made = AttackedService(folder)
     limited = ["bash", "-c", 'ulimit -Sn 256; ulimit -Hn 256; exec "$@"', "bash"]
-    made._process.command = [*limited, *made._process.command]
+    made.process.command = [*limited, *made.process.command]
     with made, ExitStack() as stack:
         give_up_s = time.monotonic() + 60
         while True:

@@ -31,7 +31,7 @@ MIB = 1 << 20
 def limited(service: AttackedService, files: int) -> AttackedService:
     """With a limit of open files."""
     command = ["bash", "-c", f'ulimit -Sn {files}; ulimit -Hn {files}; exec "$@"', "bash"]
-    service._process.command = [*command, *service._process.command]
+    service.process.command = [*command, *service.process.command]
     return service
 
 

@@ -83,7 +83,7 @@ async def test_a_hit_of_any_size_is_answered(
         assert (await client.load(staged.lease, key, deadline=soon())).key == key
     async with held.watching():
         again = await store.stage(prompt.query(), deadline=soon())
-        await server._answers._work.run(num_records, convert.staged_reply, 1, again, prompt.query(), layout)
+        await server.answers._work.run(num_records, convert.staged_reply, 1, again, prompt.query(), layout)
         assert again.lease is not None
         await store.release(again.lease)
     tell(f"{num_records} records: {held.longest_s * 1e3:.0f} ms")

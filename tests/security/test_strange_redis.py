@@ -220,7 +220,7 @@ async def test_keys_are_damaged_under_a_running_service(
 ) -> None:
     """It continues, and so does the next one: every damaged key is repaired by the service that needs it."""
     server = own_redis
-    settings = settings_of(server.port, tmp_path / "cold", pending_lease_s=1.0)
+    settings = settings_of(server.port, tmp_path / "cold")
     async with Redis(host=server.host, port=server.port) as client:
         async with open_store(settings) as store:
             await check_works(settings, store, "before")

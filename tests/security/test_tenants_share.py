@@ -136,7 +136,7 @@ async def take_pinned_bytes(node: Node) -> None:
         for record in prompt.records():
             await client.save(record, deadline=soon())
         await client.stage(prompt.query(), deadline=soon())
-    assert STAGE_BYTES * 0.6 < node.store._memory.pinned_bytes <= STAGE_BYTES * 0.75
+    assert STAGE_BYTES * 0.6 < node.store.memory.pinned_bytes <= STAGE_BYTES * 0.75
 
 
 async def take_requests(node: Node) -> None:
@@ -156,7 +156,7 @@ async def take_requests(node: Node) -> None:
         writers.append(writer)
     most_bytes = 0
     for _ in range(200):
-        most_bytes = max(most_bytes, node.server._requests.used_by(GREEDY))
+        most_bytes = max(most_bytes, node.server.describe()["request_bytes_used"])
         await asyncio.sleep(0.001)
     assert 400_000 < most_bytes <= 3 << 18
     assert await node.works(MODEST)

@@ -28,12 +28,12 @@ class ServiceWatch:
             ("staged bytes", memory.pinned_bytes, limits.stage_bytes),
             ("saves in flight", store._saver._in_flight.used_bytes, limits.save_bytes_in_flight),
             ("reads in flight", store._promotion._in_flight.used_bytes, limits.stage_bytes_in_flight),
-            ("leases", len(store._leases), limits.leases_max),
+            ("leases", len(store.leases), limits.leases_max),
             *((tier.name, queue.used_bytes, limits.write_back_bytes) for tier, queue in store._saver._queues),
         ):
             if seen > limit:
                 self._violate(f"{what}: {seen} are over the budget of {limit}")
-        held = store._leases._leases
+        held = store.leases._leases
         for lease in [lease for lease in self._ends_s if lease not in held]:
             del self._ends_s[lease], self._last_ends_s[lease]
         for lease, entry in held.items():
@@ -48,7 +48,7 @@ class ServiceWatch:
         """Nothing is held for nobody: no lease, no byte, no place in a queue."""
         store = self._service.store
         held = {
-            "leases": len(store._leases),
+            "leases": len(store.leases),
             "pinned bytes": self._service.memory.pinned_bytes,
             "bytes of saves": store._saver._in_flight.used_bytes,
             "bytes of reads": store._promotion._in_flight.used_bytes,

@@ -29,10 +29,11 @@ def test_the_page_is_current(reference: ModuleType) -> None:
 
 
 def test_every_setting_is_described_once(reference: ModuleType) -> None:
-    """In the order of the code, with words of its own, and a default that can be read."""
-    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+) \|$", reference.page(), re.MULTILINE)
+    """In the order of the code, with words of its own, a default that can be read, and when to change it."""
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", reference.page(), re.MULTILINE)
     assert [row[0] for row in rows] == [*Settings.model_fields, *ConnectorSettings.__dataclass_fields__]
-    for name, takes, default, told in rows:
+    for name, takes, default, told, when in rows:
         assert takes and default and len(told) > 20, name
         assert told[0].isupper() or told[0] in "`", name
+        assert re.match(r"(Change|Raise|Lower|Set) .*\b(when|with)\b.*\.$", when), name
         assert not re.search(r"object at|Location\(|Address\(", default), name

@@ -87,17 +87,24 @@ class Reconciler:
         catalog: The caller closes it.
         meters: Where to count.
         period_s: Seconds between checks.
+        grace_s: How long a stored record may lack an entry.
         clock: For deadlines.
     """
 
     def __init__(
-        self, catalog: RedisCatalog, meters: Meters, *, period_s: float = _PERIOD_S, clock: Clock = SYSTEM_CLOCK
+        self,
+        catalog: RedisCatalog,
+        meters: Meters,
+        *,
+        period_s: float = _PERIOD_S,
+        grace_s: float = _GRACE_S,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._catalog = catalog
         self._meters = meters
         self._period_s = period_s
         self._ownership = catalog.ownership(_LEASE_S)
-        self._sampler = Sampler(catalog, clock=clock)
+        self._sampler = Sampler(catalog, grace_s=grace_s, clock=clock)
         self._clock = clock
         self._counters: list[ServerCounters] | None = None
         self._was_complete = False

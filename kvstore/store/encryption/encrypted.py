@@ -60,7 +60,7 @@ class EncryptedStore(PageStore):
         self.inner = inner
         self.meters = inner.meters
         self.events = inner.events
-        self._keys = keys
+        self.keys = keys
         self._ledger = KeyLedger(inner.slower)
         self._tenants: dict[NamespaceId, str] = {}
         self._states: dict[str, KeyState] = {}
@@ -80,7 +80,7 @@ class EncryptedStore(PageStore):
 
     def generations(self, tenant: str) -> tuple[Generation, ...]:
         """As `KeyRing.generations`. Safe from any thread."""
-        return self._keys.value.generations(tenant)
+        return self.keys.value.generations(tenant)
 
     async def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:
         namespace = await self.inner.open_namespace(description, deadline=deadline)
@@ -178,8 +178,6 @@ class EncryptedStore(PageStore):
         target = fresh_buffer(record.num_bytes - ENCRYPTION_BYTES)
         async with deadline.scope("decrypting a record"):
             plain = await self._work(record.num_bytes, lambda: decrypt_record(record, key, target, plain_key.prefix))
-        self.meters.add("decrypted_records")
-        self.meters.add("decrypted_bytes", plain.num_bytes)
         return plain
 
     async def save(
@@ -207,7 +205,6 @@ class EncryptedStore(PageStore):
             target = self.inner.buffer(record.num_bytes + ENCRYPTION_BYTES)
             encrypted = await self._work(record.num_bytes, lambda: encrypt_record(record, key, target))
         self.meters.add("encrypted_records")
-        self.meters.add("encrypted_bytes", encrypted.num_bytes)
         return await self.inner.save(encrypted, ack=ack, retention=retention, deadline=deadline)
 
     async def _work(self, num_bytes: int, call: Callable[[], Record]) -> Record:
@@ -238,7 +235,7 @@ class EncryptedStore(PageStore):
 
     async def status(self, *, deadline: Deadline, tenant: str = "") -> Mapping[str, object]:
         status = await self.inner.status(deadline=deadline, tenant=tenant)
-        return status if tenant else {**status, "encryption": {"keys": len(self._keys.value)}}
+        return status if tenant else {**status, "encryption": {"keys": len(self.keys.value)}}
 
     # keys
 
@@ -246,9 +243,9 @@ class EncryptedStore(PageStore):
         """Reload the keys when they change; check each tenant's keys then, and every few minutes."""
         rests_s = _CHECK_AGAIN_S
         while True:
-            await asyncio.sleep(self._keys.poll_s)
-            rests_s -= self._keys.poll_s
-            if await asyncio.to_thread(self._keys.poll) or rests_s <= 0:
+            await asyncio.sleep(self.keys.poll_s)
+            rests_s -= self.keys.poll_s
+            if await asyncio.to_thread(self.keys.poll) or rests_s <= 0:
                 rests_s = _CHECK_AGAIN_S
                 for tenant in list(self._states):
                     await self.check_keys(tenant)

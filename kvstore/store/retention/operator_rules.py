@@ -22,8 +22,6 @@ __all__ = ["OperatorRules", "Retirement"]
 
 _log = logging.getLogger(__name__)
 
-_POLL_S = 1.0
-"""How late a rule that another service wrote takes effect here, at most."""
 _CALL_S = 5.0
 _PROBE_S = 2.0
 _QUOTA, _RETIRED = "quota", "retired"
@@ -60,12 +58,15 @@ class OperatorRules:
         used_bytes: Returns the bytes of each tenant that count against its quota; `None`: not known.
     """
 
-    def __init__(self, book: TextStore, quotas: Mapping[str, Quota], instruments: Instruments) -> None:
+    def __init__(
+        self, book: TextStore, quotas: Mapping[str, Quota], instruments: Instruments, *, poll_s: float = 1.0
+    ) -> None:
         self.quotas = dict(quotas)
         self.ordered: Mapping[str, Quota] = {}
         self.retired: Mapping[tuple[str | None, str], Retirement] = {}
         self.used_bytes: Callable[[], Mapping[str, int] | None] = lambda: None
         self._book = book
+        self._poll_s = poll_s
         self._from_settings = dict(quotas)
         self._meters = instruments.meters
         self._clock = instruments.clock
@@ -103,7 +104,7 @@ class OperatorRules:
 
     async def _read_regularly(self) -> None:
         while True:
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(self._poll_s)
             try:
                 await self.read(Deadline.after(_CALL_S, self._clock))
             except Closed:

@@ -311,7 +311,6 @@ class CatalogKeeper:
     def __init__(self, catalog: Catalog, tier: Tier, instruments: Instruments) -> None:
         self._catalog = catalog
         self._tier = tier
-        self._meters = instruments.meters
         self._clock = instruments.clock
         self._background = Background("catalog keeper")
         self._is_doubtful = False  # it could not be compared
@@ -362,7 +361,6 @@ class CatalogKeeper:
             return False
         report = await reindex_level(self._catalog, self._tier, Level.COLD, clock=self._clock)
         await self._catalog.set_complete(True, deadline=self._deadline())
-        self._meters.add("catalog_rebuilds", tier=self._tier.name)
         _log.info("the catalog is complete again records=%d stale=%d", report.num_records, report.num_stale)
         return True
 

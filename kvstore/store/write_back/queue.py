@@ -227,7 +227,6 @@ class WriteBack:
         self._num_written += 1
         self._requeue_deferred()
         if outcome is PutOutcome.STORED or outcome is PutOutcome.EXISTS:
-            self._meters.add("write_back_records", tier=self._tier.name, outcome=outcome.value)
             self._meters.add("write_back_bytes", job.record.num_bytes, tier=self._tier.name)
             self._end(job, is_written=True)
         else:

@@ -44,6 +44,8 @@ _NEXT_STEP = {
     errno.EOPNOTSUPP: "use a filesystem that has hard links and flock",
     errno.EMLINK: "use a filesystem that has hard links",
     errno.EROFS: "mount the filesystem writable",
+    errno.ENOSPC: "make room on the disk",
+    errno.EDQUOT: "make room, or raise the quota of the disk",
     errno.EIO: "check the disk and the kernel log",
     errno.ESTALE: "mount the network filesystem again",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",

@@ -17,7 +17,7 @@ from kvstore.tiers.redis.resp import Argument, ErrorReply, ProtocolError, Reply,
 __all__ = ["Connection"]
 
 _HANG_S = 0.2
-_UNSENT_BYTES_MAX = 64 << 20
+UNSENT_BYTES_MAX = 64 << 20
 
 _AHEAD = 2
 """Parts of a read that are requested at a time: the server prepares one while another is received."""
@@ -116,7 +116,7 @@ class Connection(BufferedConnection):
         transport = self._transport
         if transport is None or transport.is_closing():
             raise Unavailable("the connection to Redis is lost", address=self.address)
-        if self.unsent_bytes > _UNSENT_BYTES_MAX:
+        if self.unsent_bytes > UNSENT_BYTES_MAX:
             # bytes of callers that left stay here, and are not counted as bytes in flight
             raise Unavailable("Redis takes bytes too slowly: check its load and the network", address=self.address)
         return transport

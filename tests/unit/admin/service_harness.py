@@ -90,8 +90,8 @@ class ServiceHarness:
     @property
     def _recorder(self) -> Recorder:
         tiered = self.store.inner if isinstance(self.store, EncryptedStore) else self.store
-        assert tiered._recorder is not None
-        return tiered._recorder
+        assert tiered.recorder is not None
+        return tiered.recorder
 
     def client(self, name: str | None = None, *, address: str = "127.0.0.1") -> httpx.AsyncClient:
         """With the token of that name, from an address of the loopback."""

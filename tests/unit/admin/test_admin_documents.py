@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 
+from connector.metrics import COUNTERS as ENGINE_COUNTERS
+from connector.metrics import GAUGES as ENGINE_GAUGES
+from connector.metrics import TIMES as ENGINE_TIMES
 from kvstore.service.admin.app import make_routes
 from kvstore.service.metrics import COUNTERS, GAUGES, OWN_GAUGES, render
 from tests.architecture.sources import ROOT, files, tree
@@ -65,6 +69,20 @@ def test_every_meter_is_described() -> None:
     text = (ROOT / "docs/observing.md").read_text()
     names = [f"kvstore_{name}_total" for name in COUNTERS] + [f"kvstore_{name}" for name in (*GAUGES, *OWN_GAUGES)]
     assert [name for name in names if f"`{name}`" not in text] == []
+
+
+def test_every_meter_is_read() -> None:
+    """A meter is named by an alert, a chart, a verb, the dashboard, a page (its row in the reference does not
+    count) or a test of what it counts. One that no place names is removed.
+    """
+    patterns = ("deploy/**/*.*", "kvstore/cli/*.py", "kvstore/doctor/*.py", "kvstore/service/admin/dashboard/*")
+    places = [path for pattern in (*patterns, "docs/*.md", "tests/**/*.py") for path in ROOT.glob(pattern)]
+    own = (ROOT / "tests/unit/admin/test_admin_documents.py", ROOT / "tests/unit/connector/test_connector_metrics.py")
+    text = "\n".join(path.read_text() for path in places if path.is_file() and path not in own)
+    text = re.sub(r"^\| `(vllm:)?kvstore_\w+` \| (counter|gauge|histogram) .*$", "", text, flags=re.MULTILINE)
+    named = set(re.findall(r"(?<!\w)(?:kvstore_|connector_)?([a-z0-9_]+?)(?:_total|_count|_sum|_bucket)?(?!\w)", text))
+    engine = [one.meter.removeprefix("connector_") for one in (*ENGINE_COUNTERS, *ENGINE_TIMES, *ENGINE_GAUGES)]
+    assert [name for name in (*COUNTERS, *GAUGES, *OWN_GAUGES, *engine) if name not in named] == []
 
 
 def test_metrics_are_text_that_prometheus_reads() -> None:

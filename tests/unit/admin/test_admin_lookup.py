@@ -72,7 +72,7 @@ async def test_a_lookup_finds_records_under_their_keyed_names(tmp_path: Path) ->
         assert isinstance(made.store, EncryptedStore)
         await made.save_pages(prompt, boundaries[:8])
         write_keys(path, [("", 2, 2), ("", 1, 1)])
-        assert not made.store._keys.poll() and made.store._keys.poll()
+        assert not made.store.keys.poll() and made.store.keys.poll()
         await made.save_pages(prompt, boundaries, skip=2)
         found = (
             await client.post("/v1/lookup", json={"namespace": prompt.namespace.hex(), "token_ids": tokens})

@@ -18,6 +18,7 @@ from kvstore.service.authentication import Credentials, FailureLimit
 from kvstore.settings import load_settings
 from kvstore.wire.address import TcpAddress
 from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of, soon
+from tests.virtual_time import ManualClock
 
 
 async def test_without_tokens_the_own_user_may_do_all(tmp_path: Path) -> None:
@@ -159,16 +160,7 @@ async def test_it_ends_with_the_service(tmp_path: Path) -> None:
 def test_failures_are_counted_by_window() -> None:
     """Ten failures in a minute are too many, for one address; after the minute the count starts again."""
 
-    class Clock:
-        now_s = 5.0
-
-        def monotonic_s(self) -> float:
-            return self.now_s
-
-        def wall_ms(self) -> int:
-            return 0
-
-    clock = Clock()
+    clock = ManualClock()
     limit = FailureLimit(clock=clock, addresses_max=2)
     for _ in range(10):
         assert limit.wait_s("a") == 0

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.cli.main import main
 from kvstore.cli.printing import amounts_text, counted, detail_text
-from kvstore.cli.verbs import _VERBS
+from kvstore.cli.verbs import VERBS
 from kvstore.errors import next_step
 from kvstore.settings import Settings
 from kvstore.wire.address import parse_address
@@ -32,7 +32,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return call
 
 
-@pytest.mark.parametrize("verb", ["", *(verb for verb in _VERBS if verb not in ("bench", "demo"))])  # other programs
+@pytest.mark.parametrize("verb", ["", *(verb for verb in VERBS if verb not in ("bench", "demo"))])  # other programs
 def test_no_flag_has_a_type_in_its_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A flag takes no value: `--json <bool>` would be typed as it stands there, and refused."""
     assert main([*([verb] if verb else []), "--help"]) == 0

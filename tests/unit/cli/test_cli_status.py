@@ -18,6 +18,7 @@ from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.store.explain.reports import WINDOW_S, Recent
 from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
 from tests.unit.cli.test_cli_admin import Run, run
+from tests.virtual_time import ManualClock
 
 __all__ = ["run"]
 
@@ -254,22 +255,9 @@ def test_a_share_is_none_or_all_only_where_it_is(amount: int, whole: int, told: 
     assert share_text(amount, whole) == told
 
 
-class HandClock:
-    """Time that stands still."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-    def wall_ms(self) -> int:
-        return int(self.now_s * 1000)
-
-
 def test_recent_requests_are_forgotten_after_the_window() -> None:
     """What is counted over them is what the meters count; a reason of a newer engine adds no name."""
-    clock = HandClock()
+    clock = ManualClock()
     recent = Recent(clock)
     recent.add(Outcome("a", None, 100, 96, 16, 96), "")
     clock.now_s += WINDOW_S - 10
@@ -285,7 +273,7 @@ def test_recent_requests_are_forgotten_after_the_window() -> None:
 
 def test_recent_losses_are_forgotten_after_the_window() -> None:
     """Records by reason; of what is told of whole namespaces no number, but the largest need while it is repeated."""
-    clock = HandClock()
+    clock = ManualClock()
     recent = Recent(clock)
     stop = Boundary(64, PrefixHash(bytes(32)))
     recent.add(Outcome("a", None, 0, 0, 0, 0, "save_busy", {"records": 3}, stop=stop, groups=1), "save_busy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.api import Deadline, SaveOutcome
+from kvstore.api import Deadline, PageStore, SaveOutcome
 from kvstore.client import BlockingStore
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.testing.prompts import ATTENTION, Prompt
@@ -97,7 +98,11 @@ def test_nobody_waits_past_the_deadline(service: ServiceProcess, store: Blocking
         assert time.monotonic() - begun_s < 5
     service.thaw()
     stuck = threading.Event()
-    store._loop.call_soon_threadsafe(stuck.wait, 60.0)
+
+    async def hold_the_loop(_: PageStore) -> None:
+        stuck.wait(60.0)
+
+    store.submit(hold_the_loop)
     begun_s = time.monotonic()
     with pytest.raises(Unavailable, match="thread"):
         store.status(deadline=Deadline.after(0.1))
@@ -113,7 +118,7 @@ def test_cancelled_futures_cancel_their_calls(tmp_path: Path) -> None:
         time.sleep(0.05)
         assert future.cancel()
         ends_s = time.monotonic() + 5
-        control = store._store._pool.now()
+        control = store._store.pool.now()
         assert control is not None
         while control._pending:
             assert time.monotonic() < ends_s
@@ -123,6 +128,7 @@ def test_cancelled_futures_cancel_their_calls(tmp_path: Path) -> None:
 def test_close_ends_running_calls_and_the_thread(tmp_path: Path) -> None:
     """Calls that run fail `Closed`, later ones too; the thread is gone; closing twice is closing once."""
     with ServiceProcess(f"unix:{tmp_path / 'slow'}", slow=True) as slow:
+        before = set(threading.enumerate())
         store = BlockingStore(slow.url)
         store.wait_ready(deadline=soon())
         future = store.submit(lambda to: to.status(deadline=Deadline.after(60)))
@@ -136,7 +142,7 @@ def test_close_ends_running_calls_and_the_thread(tmp_path: Path) -> None:
         with pytest.raises(Closed):
             store.status(deadline=soon())
         store.release(b"x" * 16)  # type: ignore[arg-type]  # ignored
-        assert not store._thread.is_alive()
+        assert "kvstore-client" not in {thread.name for thread in set(threading.enumerate()) - before}
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -214,7 +220,11 @@ def test_a_name_that_is_resolved_too_late_is_no_error(caplog: pytest.LogCaptureF
     """The caller that connected has given up and reported it. Other exceptions that no task awaited are logged."""
     with BlockingStore("unix:/nowhere") as store:
         for error in (socket.gaierror(-2, "Name or service not known"), ValueError("lost")):
-            store._loop.call_soon_threadsafe(store._loop.call_exception_handler, {"message": "m", "exception": error})
+
+            async def lose(_: PageStore, error: Exception = error) -> None:
+                asyncio.get_running_loop().call_exception_handler({"message": "m", "exception": error})
+
+            store.submit(lose).result(10)
         with pytest.raises(Unavailable):
             store.status(deadline=soon())
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ValueError]

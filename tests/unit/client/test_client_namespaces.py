@@ -120,12 +120,11 @@ async def test_a_service_of_the_release_before(
 ) -> None:
     """It has closed a namespace, and has no word for that: the client opens it after any invalid request."""
     monkeypatch.setattr("kvstore.service.session.error_of", lambda *about: replace(error_of(*about), code=""))
-    for connection in client._pool._slots:
-        assert connection is not None
+    for connection in client.pool.connections():
         connection.welcome = replace(connection.welcome, codes=False)
     prompt = prompt_of(1)
     await client.open_namespace(prompt.description, deadline=soon())
-    node.server._answers._opened.clear()
+    node.server.answers._opened.clear()
     await client.lookup(prompt.query(), deadline=soon())
     assert node.store.num_opened == 2
 
@@ -140,8 +139,7 @@ async def test_an_engine_that_had_many_namespaces_connects_again(
         node.clock.ahead_s += 1000.0
         await client.open_namespace(prompt_of(weights).description, deadline=soon())
     assert node.store.num_opened == 20
-    for connection in list(client._pool._slots):
-        assert connection is not None
+    for connection in client.pool.connections():
         connection.close()
         await connection.closed.wait()
     await client.wait_ready(deadline=soon())

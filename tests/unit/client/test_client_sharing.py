@@ -35,14 +35,13 @@ def soon() -> Deadline:
 class Node:
     """A service with shared memory and a client of it, which can be asked how records came."""
 
-    def __init__(self, memory: MemoryTier, server: Server, client: RemoteStore) -> None:
-        self.memory, self.server, self.client = memory, server, client
+    def __init__(self, store: TieredStore, server: Server, client: RemoteStore) -> None:
+        self.store, self.memory, self.server, self.client = store, store.memory, server, client
 
     @property
     def received_bytes(self) -> int:
         """Over all connections."""
-        slots = self.client._pool._slots
-        return sum(slot.frames.received_bytes for slot in slots if slot is not None)
+        return sum(connection.frames.received_bytes for connection in self.client.pool.connections())
 
     async def saved(self, prompt: Prompt) -> None:
         await self.client.wait_ready(deadline=soon())
@@ -61,7 +60,7 @@ async def node_at(
     await server.listen([parse_address(url)])
     client = connect(str(server.addresses[0]), token="a token" if url.startswith("tcp") else None, options=options)
     try:
-        yield Node(memory, server, client)
+        yield Node(store, server, client)
     finally:
         await client.aclose()
         await server.aclose()
@@ -129,9 +128,7 @@ async def test_a_record_that_went_during_the_copy_is_not_used(tmp_path: Path, mo
             assert arena is not None
             for key in staged.keys:  # what a service does that thinks its peer is gone
                 node.memory.remove(key)
-            node.memory._idle.clear()
-            for lease in list(node.server._answers.store._leases._leases):
-                node.server._answers.store._leases.release(lease)
+            node.store.leases.release_all()
             overwritten = [arena.take(200_192) for _ in range(20)]
             for buffer in overwritten:
                 if buffer is not None:

@@ -101,7 +101,7 @@ class SteeredStore(PageStore):
 
     @property
     def num_leases(self) -> int:
-        return len(self.inner._leases)
+        return len(self.inner.leases)
 
     async def _pass(self, name: str, deadline: Deadline, key: RecordKey | None = None) -> None:
         self.calls[name] += 1

@@ -49,7 +49,7 @@ def fill(rank: Rank) -> Rank:
 
 def payloads(bridge: LoopBridge) -> dict[Any, tuple[int, bytes]]:
     """By key the chain and the payload of all stored records."""
-    slots = bridge.store.inner._memory._slots.values()
+    slots = bridge.store.inner.memory._slots.values()
     return {slot.record.header.key: (slot.record.header.codec_chain, bytes(slot.record.payload)) for slot in slots}
 
 
@@ -73,8 +73,8 @@ def test_records_are_the_processors(
     assert target.result() == ({"r"}, set())
     assert torch.equal(target.blocks(ALL), wanted)
 
-    for slot in list(bridge.store.inner._memory._slots):
-        del bridge.store.inner._memory._slots[slot]
+    for slot in list(bridge.store.inner.memory._slots):
+        del bridge.store.inner.memory._slots[slot]
     fill(rank(layout=layout, element_bytes=element_bytes)).save()
     assert payloads(bridge) == expected
 

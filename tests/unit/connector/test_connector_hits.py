@@ -192,7 +192,7 @@ def test_staging_brings_nothing(at: SchedulerHarness) -> None:
 
     async def remove_all(store: object) -> None:
         for record in records:
-            at.store.inner._memory.remove(record.key)
+            at.store.inner.memory.remove(record.key)
 
     at.bridge.run(remove_all)
     at.store.held.clear()
@@ -269,7 +269,7 @@ def test_a_hit_of_which_nothing_came_is_no_shorter_hit(at: SchedulerHarness) -> 
 
     async def lose_all(store: SteeredStore) -> None:
         for record in records:
-            store.inner._memory.remove(record.key)
+            store.inner.memory.remove(record.key)
 
     at.bridge.run(lose_all)
     assert at.ask("a") == 0

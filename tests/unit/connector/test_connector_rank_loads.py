@@ -42,7 +42,7 @@ def test_a_flipped_bit(rank: Make, bridge: LoopBridge) -> None:
     assert source.result() == ({"r"}, {"r"})
     assert source.meters.get("connector_corrupt_records") == 1
     assert bridge.store.calls["discard"] == 1
-    assert bad not in bridge.store.inner._memory
+    assert bad not in bridge.store.inner.memory
     assert source.stage().resume_tokens < 160
 
 

@@ -71,7 +71,7 @@ def test_a_page_of_which_a_slice_is_missing_is_saved(at: SchedulerHarness) -> No
     records = at.keep("a", 128)
 
     async def lose_a_slice(store: object) -> None:
-        at.store.inner._memory.remove(records[1].key)
+        at.store.inner.memory.remove(records[1].key)
 
     at.bridge.run(lose_a_slice)
     at.new("a", 128)

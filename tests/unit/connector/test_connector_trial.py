@@ -18,6 +18,7 @@ from connector.scheduler.facts import StepFacts
 from connector.scheduler.save_jobs import Watchdog
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
 from tests.unit.connector.support import make_facts, make_shape
+from tests.virtual_time import ManualClock
 
 UNTESTED = {"untested_release": "0.34.0"}
 
@@ -122,21 +123,11 @@ def test_an_untested_release_has_pages_of_its_own() -> None:
 # ---- the watchdog
 
 
-class Clock:
-    now_s = 0.0
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-    def wall_ms(self) -> int:
-        return 0
-
-
 def test_saves_that_nobody_answers_end_saving(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Their blocks are given back, an idle engine may rest, a late answer does no harm, hits are still found."""
     unpinned: list[int] = []
     with harness(tmp_path) as made:
-        clock = Clock()
+        clock = ManualClock(0.0)
         made.side._watchdog = Watchdog(made.side.save_jobs, clock)
         made.side.bind_pins(SimpleNamespace(pin=lambda _: None, unpin=unpinned.extend))
         made.new("a", 64)
@@ -161,7 +152,7 @@ def test_saves_that_nobody_answers_end_saving(tmp_path: Path, caplog: pytest.Log
 
 def test_saves_that_are_answered_in_time() -> None:
     """Ranks that answer one save after the other are slow, not silent. Nor is an engine that makes few steps."""
-    clock, oldest, abandoned = Clock(), [0], []  # type: ignore[var-annotated]
+    clock, oldest, abandoned = ManualClock(0.0), [0], []  # type: ignore[var-annotated]
 
     class Answered:
         oldest_id = property(lambda self: oldest[0])

@@ -78,7 +78,7 @@ def test_records_are_what_the_store_expects(rank: Make, bridge: LoopBridge) -> N
     """Two pages and a tail, each in four slices, sealed under their keys; a second save of them stores nothing."""
     source = rank()
     source.save()
-    records = [slot.record for slot in bridge.store.inner._memory._slots.values()]
+    records = [slot.record for slot in bridge.store.inner.memory._slots.values()]
     kinds = sorted((record.header.span.start, record.header.span.stop, record.header.kind) for record in records)
     assert kinds == sorted([(0, 64, RecordKind.PAGE), (64, 128, RecordKind.PAGE), (128, 160, RecordKind.TAIL)] * HEADS)
     assert source.meters.get("connector_saves", outcome="stored") == 12
@@ -248,7 +248,7 @@ def test_an_engine_that_stops_saves_what_it_has(rank: Make, bridge: LoopBridge) 
     start = time.monotonic()
     source.side.saver.finish(10)
     assert time.monotonic() - start < 5
-    assert len(bridge.store.inner._memory) == 12
+    assert len(bridge.store.inner.memory) == 12
     go_on()
 
 
@@ -377,7 +377,7 @@ def test_drain(rank: Make, bridge: LoopBridge) -> None:
     assert not source.side.saver.drain(0.05)
     bridge.store.held.clear()
     assert source.side.saver.drain(10)
-    assert len(bridge.store.inner._memory) == 12
+    assert len(bridge.store.inner.memory) == 12
 
 
 def test_an_error_while_copying(rank: Make) -> None:

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from demo import pd
-from demo.runs import Row, _affordable, _grown, prompt_of, report
+from demo.runs import Row, affordable, grown, prompt_of, report
 from kvstore.testing.engine import Answer, EngineProcess, Request
 
 GOOD = Row(
@@ -66,7 +66,7 @@ def test_only_what_the_prompt_added_counts() -> None:
     """Counters that stood before the prompt, other counters, and tiers that did not move are left out."""
     before = {'served_records{tier="redis"}': 3.0, "saves": 1.0}
     after = {'served_records{tier="redis"}': 8.0, 'served_records{tier="s3"}': 0.0, "saves": 9.0}
-    assert _grown(before, after, "served_records") == {"redis": 5.0}
+    assert grown(before, after, "served_records") == {"redis": 5.0}
 
 
 GOOD_PD = pd.Row(
@@ -126,6 +126,6 @@ def test_a_slow_processor_is_asked_for_less(tokens_per_s: float, chosen: int | N
     """What would take minutes is cut, and said; a length that somebody chose is kept."""
     said: list[str] = []
     prompt = prompt_of("llama-demo", Path("/checkpoint"), 1, chosen)
-    cut = _affordable(prompt, cast(EngineProcess, Engine(tokens_per_s)), said.append)
+    cut = affordable(prompt, cast(EngineProcess, Engine(tokens_per_s)), said.append)
     assert cut.tokens == prompt.tokens[:expected] and len(cut.tokens) == expected
     assert [f"{expected:,} tokens" in line for line in said] == [True] * (expected < len(prompt.tokens))

@@ -21,7 +21,7 @@ from kvstore.doctor.versions import (
     DISTRIBUTION,
     PYTHON_MIN,
     TESTED_VLLM,
-    _installed,
+    installed_version,
     judge_distribution,
     judge_packages,
     judge_python,
@@ -71,8 +71,8 @@ def test_versions() -> None:
     """Python and vLLM within and without the supported range, and packages that the settings need."""
     check(judge_python((3, 12, 1)), OK, "3.12.1")
     check(judge_python((3, 10, 9)), FAILED, "3.10.9", "Python 3.11")
-    assert _installed("yaml")  # the distribution has another name
-    assert _installed("no_such_module") is None
+    assert installed_version("yaml")  # the distribution has another name
+    assert installed_version("no_such_module") is None
     check(judge_distribution("0.1.0", None), OK, "kvstore-vllm 0.1.0")
     check(judge_distribution(None, None), SKIPPED, "source tree")
     check(

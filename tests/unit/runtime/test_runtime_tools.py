@@ -13,24 +13,12 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
-
-
-class ManualClock:
-    """Time that moves only when told to."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-    def wall_ms(self) -> int:
-        return int(self.now_s * 1000)
+from tests.virtual_time import ManualClock
 
 
 def test_a_deadline_counts_down_on_its_own_clock() -> None:
     """What remains shrinks with the clock and never goes below zero; the point itself does not move."""
-    clock = ManualClock()
+    clock = ManualClock(100.0)
     deadline = Deadline.after(5, clock)
     assert (deadline.remaining_s, deadline.expired) == (5, False)
     clock.now_s += 4
@@ -41,7 +29,7 @@ def test_a_deadline_counts_down_on_its_own_clock() -> None:
 
 def test_an_earlier_deadline_is_never_later() -> None:
     """A shorter limit makes the point earlier, a longer one changes nothing."""
-    clock = ManualClock()
+    clock = ManualClock(100.0)
     deadline = Deadline.after(5, clock)
     assert deadline.earlier(2).at_s == 102
     assert deadline.earlier(50) == deadline

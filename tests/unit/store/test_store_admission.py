@@ -161,7 +161,7 @@ async def test_what_is_gone_everywhere_is_kept_when_it_comes_again(world: Admiss
     service = await world.service(prompt, has_hot=False, limits=limits, memory_bytes=24 * 1024)
     await service.serve(prompt)
     await service.serve(filler)
-    assert not any(record.key in service.store._memory for record in prompt.records()[:5])
+    assert not any(record.key in service.store.memory for record in prompt.records()[:5])
     assert world.cold.keys_put == []
     await service.serve(prompt)
     assert set(world.cold.keys_put) == keys_of(prompt)

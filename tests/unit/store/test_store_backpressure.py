@@ -10,25 +10,13 @@ from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.testing.records import make_key
+from tests.virtual_time import ManualClock
 
 KEY, OTHER = make_key(1), make_key(2)
 
 
 def soon() -> Deadline:
     return Deadline.after(10.0)
-
-
-class HandClock:
-    """Stands still until it is set."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-    def wall_ms(self) -> int:
-        return int(self.now_s * 1000)
 
 
 @pytest.fixture
@@ -143,7 +131,7 @@ async def test_what_was_asked_for_and_served_is_not_asked_for_again(gate: Budget
 
 async def test_others_are_presumed_to_write_on() -> None:
     """What they wrote before the last look counts on from there, until the next look says what it was."""
-    clock = HandClock()
+    clock = ManualClock()
     gate = BudgetGate(1000, 900, clock, is_shared=True)
     gate.settle(100)
     assert await gate.take(KEY, 50, soon())
@@ -167,7 +155,7 @@ async def test_others_are_presumed_to_write_on() -> None:
 
 async def test_alone_nothing_is_presumed() -> None:
     """A directory's whole blocks are no other writer."""
-    clock = HandClock()
+    clock = ManualClock()
     gate = BudgetGate(1000, 900, clock)
     for used_bytes in (100, 500):
         gate.settle(used_bytes)

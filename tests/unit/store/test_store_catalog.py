@@ -66,9 +66,9 @@ class CataloguedStore:
             await self.store.save(record, ack=Ack.COLD, deadline=soon())
         await self.store.drain(soon())
 
-    def forget_memory(self) -> None:
-        for key in list(self.memory._slots):
-            self.memory.remove(key)
+    async def forget_memory(self) -> None:
+        async for entry in self.memory.scan():
+            self.memory.remove(entry.key)
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ async def test_a_complete_catalog_is_asked_instead_of_the_tiers(world: Catalogue
     await world.save(prompt)
     expected = await world.store.lookup(prompt.query(), deadline=soon())
     await world.catalog.set_complete(True, deadline=soon())
-    world.forget_memory()
+    await world.forget_memory()
     world.clock.ahead_s += 10  # the store asks again whether the catalog is complete
     world.hot.down = world.cold.down = True
     found = await world.store.lookup(prompt.query(), deadline=soon())
@@ -134,7 +134,7 @@ async def test_a_prompt_of_many_boundaries_is_asked_for_in_two_rounds(
     await world.save(prompt)
     await world.catalog.set_complete(True, deadline=soon())
     world.clock.ahead_s += 10  # the store asks again whether the catalog is complete
-    world.forget_memory()
+    await world.forget_memory()
     asked = []
     lookup = world.catalog.lookup
 
@@ -155,7 +155,7 @@ async def test_without_an_answer_the_tiers_are_asked(world: CataloguedStore, tro
     """A catalog that was lost, or that does not answer, costs nothing but its own question."""
     prompt = Prompt(ATTENTION, "a", 250)
     await world.save(prompt)
-    world.forget_memory()
+    await world.forget_memory()
     if trouble == "empty":
         await world.catalog.clear(deadline=soon())
     else:
@@ -172,13 +172,13 @@ async def test_a_record_that_is_gone_is_taken_off(world: CataloguedStore) -> Non
     await world.save(prompt)
     await world.catalog.set_complete(True, deadline=soon())
     world.clock.ahead_s += 10  # the store asks again whether the catalog is complete
-    world.forget_memory()
+    await world.forget_memory()
     for tier in (world.hot, world.cold):
         assert await tier.inner.delete(prompt.key(192, 0, 1), deadline=soon())
     assert (await world.store.lookup(prompt.query(), deadline=soon())).resume_tokens == 256
     assert (await world.store.stage(prompt.query(), deadline=soon())).resume_tokens == 128
     await world.recorder.drain(soon())
-    world.forget_memory()
+    await world.forget_memory()
     assert (await world.store.lookup(prompt.query(), deadline=soon())).resume_tokens == 128
     reasons = {tombstone.reason for tombstone in await world.catalog.tombstones(limit=10, deadline=soon())}
     assert reasons == {LeaveReason.LOST}
@@ -254,7 +254,7 @@ async def test_records_that_nobody_told_of_cost_one_miss(world: CataloguedStore)
     totals = (await world.catalog.totals(deadline=soon()))[prompt.namespace]
     for level in Level:
         assert totals.levels[level].num_bytes == sum(record.num_bytes for record in restored)
-    world.forget_memory()
+    await world.forget_memory()
     staged = await world.store.stage(prompt.query(), deadline=soon())
     assert (staged.resume_tokens, staged.sources) == (128, {"hot": 4})
 

@@ -136,18 +136,17 @@ async def test_a_book_that_takes_nothing_back_is_read_all_the_same(
 ) -> None:
     """A book that all services share has lost an order, and is too full to take it again: what others order is followed
     as soon as there is room, and the service looks until then."""
-    monkeypatch.setattr("kvstore.store.retention.operator_rules._POLL_S", 0.01)
     monkeypatch.setattr(FileTextStore, "is_shared", True)
     path = tmp_path / "orders.json"
     book = FileTextStore(tmp_path, OPERATOR_RULES)
-    told, other = rules_in(book, {}), rules_in(book, {})
+    instruments = Instruments()
+    told, other = OperatorRules(book, {}, instruments, poll_s=0.01), rules_in(book, {})
     await told.start()
     await told.retire("red", "old", is_retired=True, deadline=soon())
     path.unlink()
     book.kind = replace(OPERATOR_RULES, texts_max=0)
-    meters = told._meters
     async with asyncio.timeout(60):
-        while not meters.get("catalog_failures", call="orders"):
+        while not instruments.meters.get("catalog_failures", call="orders"):
             await asyncio.sleep(0.01)
     book.kind = OPERATOR_RULES
     await other.retire("red", "older", is_retired=True, deadline=soon())

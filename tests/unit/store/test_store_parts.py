@@ -16,24 +16,12 @@ from kvstore.store.lookup import AbsentKeys
 from kvstore.store.staging import FetchGate
 from kvstore.testing.records import make_key, make_record
 from kvstore.tiers.memory import MemoryTier
-
-
-class HandClock:
-    """Moves only when told."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-    def wall_ms(self) -> int:
-        return 0
+from tests.virtual_time import ManualClock
 
 
 @pytest.fixture
-async def parts() -> AsyncIterator[tuple[LeaseTable, MemoryTier, HandClock]]:
-    memory, clock, background = MemoryTier(1 << 20), HandClock(), Background("test")
+async def parts() -> AsyncIterator[tuple[LeaseTable, MemoryTier, ManualClock]]:
+    memory, clock, background = MemoryTier(1 << 20), ManualClock(), Background("test")
     for number in range(4):
         memory.insert(make_record(number))
     limits = StoreLimits(lease_s=10.0, leases_max=2)
@@ -41,7 +29,7 @@ async def parts() -> AsyncIterator[tuple[LeaseTable, MemoryTier, HandClock]]:
     await background.aclose()
 
 
-Parts = tuple[LeaseTable, MemoryTier, HandClock]
+Parts = tuple[LeaseTable, MemoryTier, ManualClock]
 
 
 def pins(memory: MemoryTier, *numbers: int) -> dict:
@@ -95,7 +83,7 @@ async def test_a_bad_record_leaves_every_lease(parts: Parts) -> None:
 
 def test_absent_keys_forget_themselves() -> None:
     """A key is known as absent for its time, or until it is written."""
-    clock = HandClock()
+    clock = ManualClock()
     absent = AbsentKeys(clock)
     absent.add(make_key(0), 5.0)
     absent.add(make_key(1), 50.0)
@@ -109,7 +97,7 @@ def test_absent_keys_forget_themselves() -> None:
 
 async def test_the_gate_lets_so_many_in_and_the_rest_in_order() -> None:
     """Four may run, the others enter first come first served; one that gives up frees its place in the queue."""
-    gate = FetchGate(HandClock(), quick_s=0.0, limit=4)
+    gate = FetchGate(ManualClock(), quick_s=0.0, limit=4)
     entered: list[int] = []
     leave = [asyncio.Event() for _ in range(8)]
 

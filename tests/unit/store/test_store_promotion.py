@@ -127,7 +127,7 @@ class TestPromotion:
         async with opened(prompt, cold=cold) as store:
             staged = await stage(store, prompt)
             assert staged.resume_tokens == 128
-            assert store._memory.pinned_bytes == staged.num_bytes + 1024 * len(staged.keys)
+            assert store.memory.pinned_bytes == staged.num_bytes + 1024 * len(staged.keys)
 
     async def test_records_of_another_boundary_are_quarantined(self) -> None:
         """An intact record stands under this name but spans other tokens than the prefix: quarantined, not served."""
@@ -154,7 +154,7 @@ class TestPromotion:
             for bad in (key, other):
                 await store.discard(bad, "found bad by a reader", deadline=soon())
             assert [size is None for size in await cold.inner.head([key, other], deadline=soon())] == [False, True]
-            assert key not in store._memory and other not in store._memory
+            assert key not in store.memory and other not in store.memory
             assert (await stage(store, prompt)).resume_tokens == 0
 
     async def test_a_hit_larger_than_the_budget_is_cut_to_what_fits(self) -> None:
@@ -165,7 +165,7 @@ class TestPromotion:
         async with opened(prompt, cold=cold, limits=limits) as store:
             staged = await stage(store, prompt)
             assert staged.resume_tokens == 192
-            assert store._memory.pinned_bytes <= 650_000
+            assert store.memory.pinned_bytes <= 650_000
             assert cold.calls["get"] == 6  # nothing was read in vain
             other = Prompt(ATTENTION, "b", 640, payload_bytes=100_000)
             await fill(cold, other)
@@ -184,7 +184,7 @@ class TestPromotion:
             staged = await stage(store, prompt)
             assert cold.calls["get"] == 10
             assert (staged.resume_tokens, len(staged.keys)) == (64, 5)
-            assert store._memory.pinned_bytes < 550_000
+            assert store.memory.pinned_bytes < 550_000
 
     async def test_hot_that_hangs_leaves_time_for_cold(self) -> None:
         """Both tiers have the prompt; hot answers heads but its gets hang: the stage falls back to cold."""
@@ -219,7 +219,7 @@ class TestPromotion:
             assert len(leases) == 1
             assert [one for one in staged if one.lease is None] == [Staged(None, 0, cut="node_memory")] * 3
             await store.release(leases[0])
-            assert store._memory.pinned_bytes == 0
+            assert store.memory.pinned_bytes == 0
 
     async def test_the_end_of_an_owner_ends_its_leases(self) -> None:
         """A peer dies: its leases end at once, those of others stay."""
@@ -233,4 +233,4 @@ class TestPromotion:
             assert staged.lease is not None
             assert await store.renew(staged.lease, deadline=soon())
             assert store.release_owner("two") == 1
-            assert store._memory.pinned_bytes == 0
+            assert store.memory.pinned_bytes == 0

@@ -13,7 +13,7 @@ from store_harness import slow_tier, soon
 from kvstore.api import Ack, Outcome
 from kvstore.catalog.base import LeaveReason, Leaving, Removal
 from kvstore.catalog.entry import Level
-from kvstore.cli.status_problems import _LATE
+from kvstore.cli.status_problems import LATE
 from kvstore.errors import Unavailable
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
@@ -37,7 +37,7 @@ def test_every_word_is_documented() -> None:
     assert told == {word: reason.why for word, reason in REASONS.items()}
 
 
-@pytest.mark.parametrize("word", [word for word in REASONS if word in _LATE or word.startswith("save_")])
+@pytest.mark.parametrize("word", [word for word in REASONS if word in LATE or word.startswith("save_")])
 def test_advice_does_not_go_in_a_circle(word: str) -> None:
     """`kvstore status` shows what to do about these reasons, and so does the doctor of losses: neither sends its reader
     to itself, or to the other one and back."""

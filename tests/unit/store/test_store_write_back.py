@@ -10,6 +10,7 @@ import pytest
 from store_harness import LIMITS, MIB, opened, slow_tier, soon, stage, until
 
 from kvstore.api import Ack, Retention, SaveOutcome
+from kvstore.catalog.entry import Level
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.manifest import parse_manifest
 from kvstore.store.tiered import TieredStore
@@ -24,8 +25,12 @@ class TestWriteBack:
         """Records saved in reverse are written to each tier shortest prefix first."""
         prompt, hot, cold = Prompt(ATTENTION, "a", 640), slow_tier("redis"), slow_tier("s3")
         async with opened(prompt, hot=hot, cold=cold, limits=replace(LIMITS, write_back_in_flight=1)) as store:
+            for level in (Level.HOT, Level.COLD):
+                await store.operations.pause(level, is_paused=True)
             for record in reversed(prompt.records()):
-                assert store._saver.keep(record) is SaveOutcome.STORED  # no turn of the loop in between
+                assert await store.save(record, deadline=soon()) is SaveOutcome.STORED
+            for level in (Level.HOT, Level.COLD):
+                await store.operations.pause(level, is_paused=False)
             assert await store.drain(soon()) == 0
             expected = [record.key.prefix for record in prompt.records()]
             assert [key.prefix for key in hot.keys_put] == expected

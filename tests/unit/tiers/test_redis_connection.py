@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
-from kvstore.tiers.redis.connection import _UNSENT_BYTES_MAX, Connection
+from kvstore.tiers.redis.connection import UNSENT_BYTES_MAX, Connection
 
 Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -63,7 +63,7 @@ async def test_bytes_of_callers_that_left_are_bounded(monkeypatch: pytest.Monkey
         for _ in range(40):
             with pytest.raises(Unavailable) as caught:
                 await connection.run([("SET", "a", value)] * 9, deadline=Deadline.after(0.02))
-            assert connection.unsent_bytes < _UNSENT_BYTES_MAX + call_bytes + (1 << 16)
+            assert connection.unsent_bytes < UNSENT_BYTES_MAX + call_bytes + (1 << 16)
             if "takes bytes too slowly" in str(caught.value):
                 break
         else:

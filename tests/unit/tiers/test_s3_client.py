@@ -12,7 +12,7 @@ from botocore.utils import parse_timestamp
 
 from kvstore.errors import Unavailable
 from kvstore.runtime.meters import Meters
-from kvstore.tiers.s3.client import S3Client, _timestamp
+from kvstore.tiers.s3.client import S3Client, timestamp
 from kvstore.tiers.s3.pacing import Pace
 
 NAMES = [f"v1/{number}" for number in range(2500)]
@@ -98,10 +98,10 @@ async def test_a_passing_failure_is_no_refusal(code: str) -> None:
 )  # fmt: skip
 def test_a_date_is_what_botocore_reads(spelled: str | int) -> None:
     """A listing's, one with a zone, seconds since 1970 as text and as a number, and a header's."""
-    assert _timestamp(spelled) == parse_timestamp(spelled)
+    assert timestamp(spelled) == parse_timestamp(spelled)
 
 
 def test_what_is_no_date_is_refused() -> None:
     """As botocore does, though it ends as a listing's date does."""
     with pytest.raises(ValueError, match="Invalid timestamp"):
-        _timestamp("no dateZ")
+        timestamp("no dateZ")
