@@ -22,6 +22,7 @@ from kvstore.errors import InvalidRequest, Unavailable, next_step
 from kvstore.settings import TOKEN_VARIABLE, Settings, load_settings
 
 __all__ = [
+    "INCOMPLETE",
     "ONLY_OWN",
     "AdminClient",
     "NamespaceArgument",
@@ -44,6 +45,9 @@ Yes: TypeAlias = Annotated[bool, typer.Option("--yes", help="Do it. Without this
 
 ONLY_OWN = "a tenant's token shows only what is that tenant's, an operator's token shows all"
 """Behind an empty list."""
+
+INCOMPLETE = "The catalog may lack records that are stored: run `kvstore reindex` (services may keep running)"
+"""Behind a list of namespaces."""
 
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 _ANSWER_BYTES_MAX = 64 << 20
@@ -153,7 +157,7 @@ _STEPS = {
     f"{TOKEN_VARIABLE}",
     403: "use another token, see docs/admin.md",
     429: "try again in a moment",
-    503: "try again in a moment",
+    503: "run `kvstore doctor`, which says what does not answer",
 }
 """The next step by the status, where the answer names none."""
 

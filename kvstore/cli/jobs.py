@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from kvstore.cli.admin import AdminClient, admin_verb
 from kvstore.cli.printing import detail_text, echo_json, print_table, table_of, time_text
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, next_step
 
 __all__ = ["job_progress", "jobs"]
 
@@ -31,10 +31,17 @@ def jobs(
     elif job:
         _show(found)
     else:
-        _list(found["jobs"], client.url)
+        _list(found["jobs"], client.url, found.get("unread"))  # absent: an older release
 
 
-def _list(found: list[Mapping[str, Any]], url: str) -> None:
+def _list(found: list[Mapping[str, Any]], url: str, unread: str | None) -> None:
+    if unread:
+        cause, step = next_step(unread)
+        step = step or "run `kvstore doctor`, which says what does not answer"
+        typer.echo(f"interrupted jobs are not known now: {cause}: {step}", err=True)
+    if not found and unread:
+        typer.echo(f"no job of {url} is running, or ended within the hour")
+        return
     if not found:
         typer.echo(f"no job of {url} is running, ended within the hour, or was interrupted")
         return

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from kvstore.cli.admin import ONLY_OWN, AdminClient, admin_verb, whole_namespace
+from kvstore.cli.admin import INCOMPLETE, ONLY_OWN, AdminClient, admin_verb, whole_namespace
 from kvstore.cli.printing import bytes_text, echo_json, held_text, namespace_name, print_table, table_of, time_text
 from kvstore.errors import InvalidRequest
 
@@ -62,6 +62,10 @@ def ls(  # noqa: PLR0917 - typer makes flags of them
 
 
 def _show_namespaces(found: dict[str, Any], client: AdminClient) -> None:
+    is_complete = found.get("is_complete", True)  # absent: an older release
+    if not found["namespaces"] and not is_complete:
+        typer.echo(f"the catalog at {client.url} lists nothing. {INCOMPLETE}")
+        return
     if not found["namespaces"]:
         typer.echo(f"nothing is stored at {client.url}: no engine has saved a page yet. {ONLY_OWN.capitalize()}")
         return
@@ -72,6 +76,8 @@ def _show_namespaces(found: dict[str, Any], client: AdminClient) -> None:
         table.add_row(*names, f"{one['num_boundaries']:,}", held_text(one["held"]))
     print_table(table)
     typer.echo(f"in total: {held_text(found['total'])}")
+    if not is_complete:
+        typer.echo(INCOMPLETE)
 
 
 def _show_prefixes(found: dict[str, Any]) -> None:

@@ -60,8 +60,8 @@ def quota(  # noqa: PLR0917 - typer makes flags of them
         _show(listed)
         _warn(listed if is_set else ())
     else:
-        why = "none was known" if unread else ONLY_OWN
-        typer.echo(f"no quota{' of ' + tenant if tenant else 's'}: {why}")
+        why = "none was known" if unread else "" if remove else ONLY_OWN
+        typer.echo(f"no quota{' of ' + tenant if tenant else 's'}{': ' if why else ''}{why}")
 
 
 def _body(before: Mapping[str, Any], guaranteed: str, maximum: str) -> dict[str, int | None]:

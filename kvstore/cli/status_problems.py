@@ -31,7 +31,7 @@ _COUNTERS = (
         "eviction from the cold tier failed {} times at {}",
         "kvstore doctor, the service's log",
     ),
-    ("manifest_failures", "tier", "{} descriptions of namespaces were not written to {}", "the service's log"),
+    ("manifest_failures", "tier", "writing descriptions of namespaces failed {} times at {}", "the service's log"),
     ("manifest_read_failures", "", "descriptions of namespaces could not be read {} times", "the service's log"),
     ("catalog_changes_lost", "", "the catalog lacks {} changes", "kvstore reindex"),
 )

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from kvstore.cli.admin import AdminClient, admin_verb
+from kvstore.cli.admin import INCOMPLETE, AdminClient, admin_verb
 from kvstore.cli.jobs import job_progress
 from kvstore.cli.printing import (
     bytes_text,
@@ -90,6 +90,7 @@ def read_values(client: AdminClient) -> dict[str, Any]:
         listed = client.get("namespaces", limit=_NAMESPACES_MAX)
         namespaces = sorted(listed["namespaces"], key=lambda one: -_size(one))
         values |= {"namespaces": namespaces[:_NAMESPACES_SHOWN], "total": listed["total"]}
+        values["is_complete"] = listed.get("is_complete", True)  # absent: an older release
         values["quotas"] = client.get("quotas")["quotas"]
     except Unavailable as error:  # a service without a catalog, or whose Redis does not answer
         values |= {"namespaces": [], "total": {}, "quotas": [], "catalog": error.sentence()}
@@ -127,6 +128,8 @@ def screen_of(
         parts.append(_namespaces(values))
     elif "catalog" in values:
         parts.append(f"namespaces: {escape(values['catalog'])}")
+    if not values.get("is_complete", True):
+        parts.append(f"namespaces: {INCOMPLETE}")
     if values["requests"]:
         parts.append(_requests(values["requests"]))
     parts += [f"job {job['job']}: {job['kind']}, {job_progress(job)}" for job in values["jobs"]]

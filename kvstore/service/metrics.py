@@ -35,7 +35,7 @@ COUNTERS = {
     "lookup_hits": "lookups that found a point to resume from",
     "lookup_tier_failures": "lookups that a tier did not answer",
     "lookups": "lookups",
-    "manifest_failures": "manifests that could not be written to a tier",
+    "manifest_failures": "attempts to write a manifest to a tier that failed; they are repeated",
     "manifest_read_failures": "manifests that `kvstore explain` could not read",
     "pending_failures": "failed operations on pending entries",
     "pending_finished": "write-backs of other services that were finished here",

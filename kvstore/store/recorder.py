@@ -76,6 +76,7 @@ class Recorder:
         self._flusher: asyncio.Task[None] | None = None
         self._use_reporter: asyncio.Task[None] | None = None
         self._has_lost = False
+        self._is_refused = False
         self._queries: deque[tuple[PrefixQuery, int]] = deque(maxlen=_QUERIES_KEPT)
         self._layouts: dict[NamespaceId, tuple[Layout, str]] = {}
         self._registered: set[NamespaceId] = set()
@@ -84,6 +85,16 @@ class Recorder:
     def __len__(self) -> int:
         """Changes that wait."""
         return len(self._waiting)
+
+    def check_reported(self) -> None:
+        """Check that the catalog takes changes: without the latest ones it cannot say that a record is not stored.
+
+        Raises:
+            Unavailable: It took none of those that were sent last.
+        """
+        if self._is_refused:
+            num = len(self._waiting)
+            raise Unavailable("the catalog took no changes when it was last asked: run `kvstore doctor`", waiting=num)
 
     def knows(self, namespace: NamespaceId) -> bool:
         """Whether the namespace was registered here: the catalog refuses changes of any other."""
@@ -204,12 +215,13 @@ class Recorder:
                 taken, self._has_lost = [True] * len(batch), True
             except (Unavailable, Closed):
                 self._meters.add("catalog_failures", call="change")
+                self._is_refused = True
                 for report in self._waiting:
                     report.resolve(True)
                 failures += 1
                 await asyncio.sleep(min(_PAUSE_S_MAX, 0.1 * 2 ** min(failures, 10)))
                 continue
-            failures = 0
+            failures, self._is_refused = 0, False
             self.num_refused += taken.count(False)
             for report, answer in zip(batch, taken, strict=True):
                 self._waiting.popleft()

@@ -115,7 +115,7 @@ class TieredStore(PageStore):
         self._manifests = Manifests(context, recorder)
         catalog = recorder.catalog if recorder is not None else None
         tiers = {Level.HOT: hot, Level.COLD: cold}
-        absence = AbsenceFinder(catalog, self._manifests, tiers) if catalog is not None else None
+        absence = AbsenceFinder(recorder, self._manifests, tiers) if recorder is not None else None
         catalog_lookup = CatalogLookup(catalog, context.instruments, self.work) if catalog is not None else None
         self._explainer = Explainer(context, absence, self._is_retired, self.work)
         self.operations = StoreOperations(

@@ -94,6 +94,7 @@ class CatalogAccess:
         self._tenants = _Cached[Mapping[NamespaceId, str]]({})
         self._totals = _Cached[Mapping[NamespaceId, NamespaceTotals]]({})
         self._hangs_until_s = _NEVER
+        self._is_complete = True
 
     async def open(self) -> Catalog:
         """The catalog.
@@ -113,6 +114,11 @@ class CatalogAccess:
     async def totals(self, within_s: float = CALL_S) -> Mapping[NamespaceId, NamespaceTotals]:
         """What every namespace holds, read at most one second ago."""
         return await self._read(self._totals, lambda catalog, limit: catalog.totals(deadline=limit), within_s)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the catalog had an entry for everything that is stored, when totals or tenants were read last."""
+        return self._is_complete
 
     def last_totals(self) -> tuple[Mapping[NamespaceId, NamespaceTotals], int] | None:
         """The totals that the catalog returned last, and when, in seconds since the Unix epoch."""
@@ -151,7 +157,7 @@ class CatalogAccess:
         if SYSTEM_CLOCK.monotonic_s() < self._hangs_until_s:
             raise Unavailable(why)
         try:
-            await catalog.is_complete(deadline=Deadline.after(_PROBE_S))
+            self._is_complete = await catalog.is_complete(deadline=Deadline.after(_PROBE_S))
         except Unavailable as error:
             self._hangs_until_s = SYSTEM_CLOCK.monotonic_s() + _FRESH_S
             raise Unavailable(why) from error

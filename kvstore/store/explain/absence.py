@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.catalog.base import BoundaryEntry, Catalog, Tombstone
+from kvstore.catalog.base import BoundaryEntry, Tombstone
 from kvstore.catalog.entry import Level
 from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.model.layout import GroupLayout, Layout
@@ -14,6 +14,7 @@ from kvstore.model.namespace import NamespaceDescription, field_differences
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.explain.reasons import LEFT
 from kvstore.store.namespaces import Manifests
+from kvstore.store.recorder import Recorder
 from kvstore.tiers.base import Tier
 
 __all__ = ["Absence", "AbsenceFinder", "Removals"]
@@ -40,12 +41,14 @@ class AbsenceFinder:
     """Judges by the catalog's present state. Changes after the request are recognized by their time, in whole seconds.
 
     Args:
+        recorder: Reports what this service stores to the catalog.
         manifests: Describes namespaces.
         tiers: The tier at each level; `None`: this service has none there.
     """
 
-    def __init__(self, catalog: Catalog, manifests: Manifests, tiers: Mapping[Level, Tier | None]) -> None:
-        self._catalog = catalog
+    def __init__(self, recorder: Recorder, manifests: Manifests, tiers: Mapping[Level, Tier | None]) -> None:
+        self._catalog = recorder.catalog
+        self._recorder = recorder
         self._manifests = manifests
         self._tiers = tiers
 
@@ -94,6 +97,7 @@ class AbsenceFinder:
             return Absence("group_incomplete", {**_slices(entry, layout), **left})
         if description is not None and (other := await self._elsewhere(description, prefix, deadline)) is not None:
             return Absence("namespace_differs", {**other, **since})
+        self._recorder.check_reported()
         if not since and not await self._catalog.is_complete(deadline=deadline):
             return Absence("catalog_incomplete")
         return Absence("never_stored", since)

@@ -88,6 +88,34 @@ async def test_what_is_stored_is_listed_and_shown(made: ServiceHarness, run: Run
     assert (await told(run, "ls", namespace, "--pins"))["pins"] == []
 
 
+@pytest.mark.parametrize("is_complete", [True, False])
+async def test_an_incomplete_catalog_is_not_an_empty_store(made: ServiceHarness, run: Run, is_complete: bool) -> None:
+    """A catalog that lost its entries: an empty list says that records may be stored, and how to find them."""
+    await made.catalog.set_complete(is_complete, deadline=soon())
+    status, out, err = await run("ls")
+    assert (status, err, "no engine has saved a page yet" in out) == (0, "", is_complete)
+    assert ("`kvstore reindex`" in out) is ("`kvstore reindex`" in (await run("top", "--once"))[1]) is not is_complete
+    assert (await told(run, "ls"))["is_complete"] is is_complete
+
+
+async def test_an_incomplete_catalog_lists_what_it_has(made: ServiceHarness, run: Run) -> None:
+    prompt = await made.save(prompt_of("a"))
+    await made.catalog.set_complete(False, deadline=soon())
+    status, out, _ = await run("ls")
+    assert status == 0 and prompt.namespace.hex() in out and "`kvstore reindex`" in out
+
+
+async def test_interrupted_jobs_that_cannot_be_read(made: ServiceHarness, run: Run, tmp_path: Path) -> None:
+    """A list without them says so, and a job that is not found may be one of them."""
+    (tmp_path / "records" / "jobs.json").write_text("{")
+    status, out, err = await run("jobs")
+    assert status == 0 and "or was interrupted" not in out and "interrupted jobs are not known now" in err
+    assert err.count("repair or delete the file") == 1
+    assert "repair or delete the file" in (await told(run, "jobs"))["unread"]
+    status, _, err = await run("jobs", "0" * 16)
+    assert status == 1 and "no such job" not in err and "cannot be read" in err
+
+
 async def test_deletion_asks_first(made: ServiceHarness, run: Run, tmp_path: Path) -> None:
     """Without --yes nothing goes; one boundary, all behind one, one user's prompts by salt, a whole namespace."""
     prompt = await made.save(prompt_of("a"))

@@ -237,6 +237,12 @@ def test_what_has_failed_in_an_eviction_is_named(at: str) -> None:
     assert any(f"eviction from the cold tier failed 7 times at {place}" in line for line in printed(values, 400))
 
 
+def test_failed_attempts_are_not_counted_as_descriptions() -> None:
+    values = healthy()
+    values["counters"]['manifest_failures{tier="redis"}'] = 8.0  # one namespace, eight attempts
+    assert any("writing descriptions of namespaces failed 8 times at redis" in line for line in printed(values, 400))
+
+
 @pytest.mark.parametrize(
     ("amount", "whole", "told"),
     [

@@ -175,6 +175,19 @@ async def test_while_the_catalog_does_not_answer(world: World) -> None:
     assert (await world.again())["reason"] == await world.listed() == "evicted"
 
 
+async def test_while_the_catalog_takes_no_changes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis is full but can be read, and S3 takes what the catalog does not learn of: it is not called never stored."""
+    with monkeypatch.context() as full:
+
+        async def refuse(*_: object, **__: object) -> list[bool]:
+            raise Unavailable("it has no memory left", tier="redis")
+
+        full.setattr(world.catalog, "add", refuse)
+        await world.save()
+        told = await world.explain()
+        assert told["reason"] == "no_answer" and "took no changes" in told["detail"]["no_answer"]
+
+
 async def test_a_reason_that_was_found_stays(world: World) -> None:
     """The catalog falls silent after the search: its answer of before is still right."""
     await world.save()

@@ -18,6 +18,9 @@ export function placeholder(strong, ...rest) {
   return h("div", { class: "placeholder" }, h("strong", {}, strong), ...rest.map((text) => h("span", {}, text)));
 }
 
+/** Instead of an empty list, while the catalog may lack records. */
+export const incomplete = () => placeholder("The catalog lists nothing", "It may lack records that are stored: run kvstore reindex.");
+
 export const loading = () => h("div", { class: "card", "aria-busy": "true" }, placeholder("Loading…"));
 
 // columns: [title, cell of a row, is it a number]

@@ -7,20 +7,21 @@ import { collectGarbage, openJob } from "./running.js";
 const POLL_MS = 1000; // while a job runs
 
 export async function view({ ask, signal, refresh, keepUp }) {
-  const { jobs } = await ask("/v1/jobs");
+  const { jobs, unread } = await ask("/v1/jobs");
   signal.throwIfAborted();
   const head = h("div", { class: "title" }, h("h1", {}, "Jobs"), h("div", { class: "controls" },
     h("button", { type: "button", onclick: () => collectGarbage(refresh) }, "Collect garbage…")));
+  const unknown = unread && h("p", { role: "status" }, badge("interrupted jobs are not known now", "warn"), " ", unread);
   if (!jobs.length) {
-    return [head, h("section", { class: "card" }, placeholder("No recent jobs",
-      "Large deletions, garbage collections and work on tiers appear here while they run, and for an hour after. After a restart the service lists only jobs that it interrupted."))];
+    return [head, unknown, h("section", { class: "card" }, placeholder("No recent jobs",
+      "Large deletions, garbage collections and work on tiers appear here while they run, and for an hour after. After a restart the service lists only jobs that it interrupted."))].filter(Boolean);
   }
   const lines = new Map(jobs.map((job) => [job.job, line(job)]));
   if (jobs.some(isRunning)) {
     keepUp();
     poll(lines, ask, signal, refresh);
   }
-  return [head, h("section", { class: "card" }, table("Jobs", [
+  return [head, unknown, h("section", { class: "card" }, table("Jobs", [
     ["job", ({ job }) => h("button", { type: "button", class: "plain", "data-key": job.job, onclick: () => openJob(job.job, refresh) }, nameOf(job))],
     ["about", ({ job }) => aboutOf(job)],
     ["started by", ({ job }) => whoseOf(job)],
@@ -28,7 +29,7 @@ export async function view({ ask, signal, refresh, keepUp }) {
     ["state", ({ state }) => state],
     ["progress", ({ progress }) => progress],
     ["result", ({ result }) => result],
-  ], [...lines.values()]))];
+  ], [...lines.values()]))].filter(Boolean);
 }
 
 // A running job is updated in place, so that no click or focus is lost.

@@ -2,14 +2,14 @@
 
 import { ask as askAlone } from "./api.js"; // a dialog outlives the view behind it
 import { confirmDelete, pin, unpin } from "./changes.js";
-import { ago, badge, bytes, count, dialog, facts, h, nameOf, placeholder, short, sum, table } from "./dom.js";
+import { ago, badge, bytes, count, dialog, facts, h, incomplete, nameOf, placeholder, short, sum, table } from "./dom.js";
 
 const ORDERS = { hits: "most hits", bytes: "largest", idle: "longest unused", age: "oldest" };
 
 export async function view({ ask, query, signal, refresh }) {
-  const { namespaces } = await ask("/v1/namespaces", { query: { limit: 200 } });
+  const { namespaces, is_complete: isComplete } = await ask("/v1/namespaces", { query: { limit: 200 } });
   signal.throwIfAborted();
-  if (!namespaces.length) return [h("h1", {}, "Prefixes"), h("section", { class: "card" }, placeholder("Nothing is stored yet", "Prefixes appear here as soon as an engine has saved its first page."))];
+  if (!namespaces.length) return [h("h1", {}, "Prefixes"), h("section", { class: "card" }, isComplete ? placeholder("Nothing is stored yet", "Prefixes appear here as soon as an engine has saved its first page.") : incomplete())];
   const largest = [...namespaces].sort((one, other) => other.num_boundaries - one.num_boundaries)[0].namespace;
   const namespace = query.get("namespace") ?? largest;
   const order = query.get("order") ?? "hits";

@@ -2,7 +2,7 @@
 
 import { ask as askAlone } from "./api.js"; // a dialog outlives the view behind it
 import { SPANS, confirmDelete } from "./changes.js";
-import { badge, bytes, count, dialog, facts, h, nameOf, placeholder, share, sum, table } from "./dom.js";
+import { badge, bytes, count, dialog, facts, h, incomplete, nameOf, placeholder, share, sum, table } from "./dom.js";
 import { changeQuota } from "./quotas.js";
 import { deleteUnused } from "./running.js";
 import { isOperator } from "./tiers.js";
@@ -18,11 +18,11 @@ export async function view({ ask, signal, refresh }) {
     change && h("div", { class: "controls" }, h("button", { type: "button", "data-key": "quota", onclick: () => change("") }, "Set a quota…")));
   const old = unread && h("p", { role: "status" }, badge("quotas are the last known", "warn"), " ", unread);
   const isEmpty = !listed.namespaces.length;
-  return [head, old, (!isEmpty || quotas.length > 0) && tenants(listed, quotas, change), isEmpty ? nothing() : namespaces(listed, refresh)].filter(Boolean);
+  return [head, old, (!isEmpty || quotas.length > 0) && tenants(listed, quotas, change), isEmpty ? nothing(listed) : namespaces(listed, refresh)].filter(Boolean);
 }
 
-const nothing = () => h("section", { class: "card" }, placeholder("Nothing is stored yet",
-  "Start an engine with the connector: it opens a namespace with its first request (docs/quick-start.md)."));
+const nothing = ({ is_complete: isComplete }) => h("section", { class: "card" }, isComplete ? placeholder("Nothing is stored yet",
+  "Start an engine with the connector: it opens a namespace with its first request (docs/quick-start.md).") : incomplete());
 
 function tenants({ namespaces: all, total }, quotas, change) {
   const names = [...new Set([...all, ...quotas].map((one) => one.tenant))].sort();

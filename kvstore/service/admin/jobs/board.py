@@ -10,7 +10,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from kvstore.errors import Closed, KVStoreError
+from kvstore.errors import Closed, KVStoreError, Unavailable
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.service.admin.jobs.job import KEEP_S, Job, JobKeeper, JobKind, JobProgress, JobState, JobStatus, status_of
@@ -123,16 +123,25 @@ class JobBoard:
         for job in (*old, *own[: max(0, len(own) - _KEPT_OF_TENANT_MAX)]):
             self._jobs.pop(job.id, None)
 
-    async def visible_to(self, grant: Grant) -> list[Job]:
-        """The jobs that a token may see: this service's, the latest first, then interrupted ones."""
-        jobs = [*reversed(list(self._jobs.values())), *await self._interrupted()]
-        return [job for job in jobs if job.is_visible_to(grant)]
+    async def visible_to(self, grant: Grant) -> tuple[list[Job], str | None]:
+        """The jobs that a token may see: this service's, the latest first, then interrupted ones. And why these cannot
+        be read, if they cannot.
+        """
+        interrupted: list[Job] = []
+        unread: str | None = None
+        try:
+            interrupted = await self._interrupted()
+        except Unavailable as error:
+            unread = str(error)
+        jobs = [*reversed(list(self._jobs.values())), *interrupted]
+        return [job for job in jobs if job.is_visible_to(grant)], unread
 
     async def find(self, id_: str, grant: Grant) -> Job:
         """A job that a token may see.
 
         Raises:
             Refused: 404: it does not exist for this token.
+            Unavailable: It is not this service's, and interrupted jobs cannot be read.
         """
         job = self._jobs.get(id_) or next((one for one in await self._interrupted() if one.id == id_), None)
         if job is None or not job.is_visible_to(grant):

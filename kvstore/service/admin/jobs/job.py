@@ -170,20 +170,26 @@ class JobKeeper:
 
     async def ended(self, job: Job) -> None:
         """Forget a job that has ended. If it is done, forget interrupted jobs with the same aim too."""
-        replaced = [one.id for one in await self.interrupted({job.id}) if _aim(one) == _aim(job)]
+        try:
+            replaced = [one.id for one in await self.interrupted({job.id}) if _aim(one) == _aim(job)]
+        except Unavailable:
+            replaced = []
         await self.remove([job.id, *(replaced if job.state is JobState.DONE else ())])
 
     async def interrupted(self, own: Collection[str]) -> list[Job]:
-        """Interrupted jobs, the latest first; none if the book does not answer.
+        """Interrupted jobs, the latest first.
 
         Args:
             own: Ids of this service's own jobs.
+
+        Raises:
+            Unavailable: The book does not answer.
         """
         try:
             texts = await self._book.read(deadline=self._soon())
         except Unavailable as error:
             self._warn(error)
-            return []
+            raise
         found: list[Job] = []
         old: list[Job] = []
         for id_, text in texts.items():

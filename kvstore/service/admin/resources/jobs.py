@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from kvstore.service.admin.access import Administrator, Reader
 from kvstore.service.admin.jobs.board import Jobs
@@ -25,6 +25,10 @@ class JobList(BaseModel):
     """Jobs, the latest first."""
 
     jobs: list[JobStatus]
+    unread: str | None = Field(
+        default=None,
+        description="why interrupted jobs cannot be read now, so that the list lacks them; null: they were read",
+    )
 
 
 @router.get("/jobs")
@@ -32,7 +36,8 @@ async def list_jobs(jobs: Jobs, grant: Reader) -> JobList:
     """Running jobs, and those that ended within the last hour, the latest first. A tenant sees its own. Each service
     lists its own jobs, and for a week those that were interrupted when their service ended.
     """
-    return JobList(jobs=[status_of(job) for job in await jobs.visible_to(grant)])
+    found, unread = await jobs.visible_to(grant)
+    return JobList(jobs=[status_of(job) for job in found], unread=unread)
 
 
 @router.get("/jobs/{job}", responses=refusals(404))

@@ -51,6 +51,9 @@ class NamespaceList(BaseModel):
     namespaces: list[NamespaceSummary]
     next_cursor: str | None = Field(description="for the next page; null: there is none")
     total: dict[str, Amount] = Field(description="what the namespaces of all pages hold together, by tier")
+    is_complete: bool = Field(
+        description="false: the catalog may lack records that are stored, until `kvstore reindex` has run"
+    )
 
 
 class NamespaceDetail(NamespaceSummary):
@@ -83,6 +86,7 @@ async def list_namespaces(
         ],
         next_cursor=page[-1].hex() if len(behind) > len(page) else None,
         total=amounts_of(sum_of(seen.values()), context.operations.tier_names),
+        is_complete=context.catalog.is_complete,
     )
 
 
