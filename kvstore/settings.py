@@ -49,7 +49,6 @@ TOKEN_VARIABLE = "KVSTORE_TOKEN"
 """Holds the token of verbs where no file does; services do not read it."""
 
 REMOVED_SETTINGS: Mapping[str, str] = {
-    "pending_lease_s": "30 s",
     "stage_bytes": "three quarters of memory_bytes",
 }
 """Settings of earlier releases, and what applies now. They are ignored with a warning, so that an upgraded node starts.
@@ -213,6 +212,8 @@ class Settings(BaseModel):
         pending_bytes: Bytes of records in `hot` that `cold` does not have yet, over all services; `hot` cannot evict
             them. Beyond this limit new records are not written to `hot`, and saves that wait for it answer busy. Keep
             it well below the memory of `hot`: the rest is for hits.
+        pending_lease_s: How long after a service's death another one finishes its writes to `cold`. Shorter finishes
+            sooner, but repeats the work of a service that only hangs for that long.
         drain_timeout_s: How long a stopping service continues to write the records that wait.
         log_format: `text`, or `json`: one object per line, for collectors. Both contain the request, tenant and
             namespace that a line belongs to, and neither contains a secret.
@@ -255,6 +256,7 @@ class Settings(BaseModel):
     write_back_bytes: Bytes = 96 << 20
     write_back_in_flight: Annotated[int, Field(ge=1, le=256)] = 4
     pending_bytes: Bytes = 8 << 30
+    pending_lease_s: Seconds = 30.0
     drain_timeout_s: Annotated[float, Field(ge=0, le=_SECONDS_MAX, allow_inf_nan=False)] = 5.0
     log_format: Literal["text", "json"] = "text"
     otlp_traces_endpoint: Annotated[str | None, BeforeValidator(_collector)] = None

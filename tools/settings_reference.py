@@ -61,6 +61,7 @@ SERVICE_CHANGE_WHEN = {
     "write_back_bytes": "Raise it when saves are dropped because `cold` or `hot` is slow or down for some time.",
     "write_back_in_flight": "Raise it when records wait for a distant S3 while the link has room.",
     "pending_bytes": "Change it with the memory of Redis. Raise it when S3 may be down for long.",
+    "pending_lease_s": "Raise it when machines pause longer than this, as in a live migration.",
     "drain_timeout_s": "Raise it when a stop loses records, and the supervisor waits as long before it kills.",
     "log_format": "Set `json` when a collector reads the log.",
     "otlp_traces_endpoint": "Set it when you look for where a slow request spends its time.",

@@ -38,8 +38,6 @@ __all__ = ["missing_package", "open_catalog", "open_served_store", "open_store",
 _log = logging.getLogger(__name__)
 
 _PROBE_S = 2.0
-_PENDING_LEASE_S = 30.0
-"""How long after a service's death another one finishes its writes to the cold tier."""
 _WALK_PROBE_S = 4.0
 _ARENA_SPARE_BYTES = 64 << 20
 """In the arena beside the memory tier's budget: for records on their way in, and an eighth more for gaps."""
@@ -215,11 +213,11 @@ async def _open_pending(
             from kvstore.tiers.redis import open_control
 
             client = await stack.enter_async_context(open_control(hot, refuses_newer=True))
-            return RedisPendingLog(client, str(cold), lease_s=_PENDING_LEASE_S, gate=gate)
+            return RedisPendingLog(client, str(cold), lease_s=settings.pending_lease_s, gate=gate)
         case NoTier(), FileLocation() as cold:
             from kvstore.catalog.sqlite.pending import SqlitePendingLog
 
-            log = await SqlitePendingLog.open(cold.path / "pending.db", lease_s=_PENDING_LEASE_S, clock=clock)
+            log = await SqlitePendingLog.open(cold.path / "pending.db", lease_s=settings.pending_lease_s, clock=clock)
             stack.push_async_callback(log.aclose)
             return log
         case _:  # before the cold tier has a record, only this process's memory holds it

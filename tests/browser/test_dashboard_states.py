@@ -108,7 +108,7 @@ async def test_a_tier_fails_and_recovers_live(tmp_path: Path, visiting: Visiting
             redis.restart()
             await page.get_by_text("tier redis is back").wait_for()
             await visit.open("prefixes")
-            await page.get_by_text("Nothing is stored yet").wait_for()
+            await page.get_by_text("The catalog lists nothing").wait_for()
 
 
 async def test_a_service_that_is_gone(tmp_path: Path, visiting: Visiting) -> None:
