@@ -42,7 +42,6 @@ PRIVATE_ACCESSES = {
     "tests/property/test_saves_properties.py": 18,
     "tests/security/test_admin_connections.py": 3,
     "tests/security/test_connections.py": 1,
-    "tests/security/test_foreign_things.py": 2,
     "tests/security/test_impostor.py": 1,
     "tests/security/test_long_hits.py": 1,
     "tests/security/test_strange_redis.py": 1,

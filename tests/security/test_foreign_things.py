@@ -63,9 +63,9 @@ async def test_pipes_under_the_names_of_our_files(folder: Path) -> None:
         await save()
         os.kill(service.pid, signal.SIGTERM)
         give_up_s = time.monotonic() + 15
-        while service._process.running and time.monotonic() < give_up_s:
+        while service.process.running and time.monotonic() < give_up_s:
             await asyncio.sleep(0.02)
-        has_ended = not service._process.running
+        has_ended = not service.process.running
         if not has_ended:
             os.kill(service.pid, signal.SIGKILL)
     assert has_ended

@@ -111,11 +111,12 @@ def test_a_tier_that_is_not_there_is_told_by_log_and_status(tmp_path: Path, caps
 
 def test_a_directory_that_cannot_be_used_is_a_line_and_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither made nor written to: it says which, and what to look at."""
-    for cold in ("/proc/kvstore", f"{tmp_path}/file"):
-        (tmp_path / "file").write_text("no directory")
+    (tmp_path / "file").write_text("no directory")
+    steps = {"/proc/kvstore": "check that the directory", f"{tmp_path}/file": "remove the file"}
+    for cold, step in steps.items():
         assert main(["serve", "--listen", f"unix:{tmp_path}/s", "--cold", f"file://{cold}"]) == 1
         said = capsys.readouterr().err.splitlines()[-1]
-        assert said.startswith("kvstore: ") and cold in said and "check that the directory" in said
+        assert said.startswith("kvstore: ") and cold in said and step in said
 
 
 def test_a_name_that_nobody_knows_is_one_line(tmp_path: Path) -> None:
