@@ -28,7 +28,6 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PROBE_KEY = RecordKey(NamespaceId(bytes(NAMESPACE_BYTES)), PrefixHash(bytes(PREFIX_BYTES)), 0, 0)
-_COUNTED = {"get": "reads", "put": "puts"}
 _WRITES = {"put", "delete", "delete_all", "allow_eviction", "quarantine", "put_manifest"}
 _PROBE_S = 2.0
 _VERSION_S = 10.0
@@ -132,8 +131,6 @@ class GuardedTier(TierWrapper):
 
     async def _pass(self, what: str, call: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
         with self._call(what, deadline):
-            if what in _COUNTED:
-                self._count(_COUNTED[what])
             if what in _WRITES:
                 await self._check_version(deadline)
             return await call()

@@ -74,7 +74,7 @@ class Clock:
         return SYSTEM_CLOCK.wall_ms() + 1000 * self.ahead_s
 
 
-class World:
+class ExplainedStore:
     """A store over a tier `redis`, whose server has the catalog too, and a tier `s3`."""
 
     def __init__(self) -> None:
@@ -120,8 +120,8 @@ class World:
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[World]:
-    made = World()
+async def world() -> AsyncIterator[ExplainedStore]:
+    made = ExplainedStore()
     yield made
     made.redis.down = False
     await made.store.aclose()
@@ -129,7 +129,7 @@ async def world() -> AsyncIterator[World]:
 
 
 @pytest.mark.parametrize("reason", ["nothing_stored", "gone"])
-async def test_evicted_from_one_tier_and_held_by_another(world: World, reason: str) -> None:
+async def test_evicted_from_one_tier_and_held_by_another(world: ExplainedStore, reason: str) -> None:
     """It left Redis long ago and S3 has it: the eviction is not why the request missed, and each tier is named."""
     await world.save()
     await world.evict(Level.HOT)
@@ -139,7 +139,7 @@ async def test_evicted_from_one_tier_and_held_by_another(world: World, reason: s
     assert told["detail"]["in_s3"] == "stored"
 
 
-async def test_evicted_from_each_tier(world: World) -> None:
+async def test_evicted_from_each_tier(world: ExplainedStore) -> None:
     """The last tier that it left gives the reason; the other one is named too."""
     await world.save()
     await world.evict(Level.HOT)
@@ -150,7 +150,7 @@ async def test_evicted_from_each_tier(world: World) -> None:
     assert told["detail"]["in_s3"].startswith("not stored: quota")
 
 
-async def test_evicted_from_one_tier_and_incomplete_in_another(world: World) -> None:
+async def test_evicted_from_one_tier_and_incomplete_in_another(world: ExplainedStore) -> None:
     """What S3 has of it does not suffice: that it left Redis is the reason."""
     await world.save()
     await world.catalog.remove(
@@ -162,7 +162,7 @@ async def test_evicted_from_one_tier_and_incomplete_in_another(world: World) -> 
     assert told["detail"]["in_s3"] == "stored in part: corrupt 60 s before the request"
 
 
-async def test_while_the_catalog_does_not_answer(world: World) -> None:
+async def test_while_the_catalog_does_not_answer(world: ExplainedStore) -> None:
     """Nobody can know why it was not stored: that is said, with the tier, until the catalog answers."""
     await world.save()
     await world.evict(Level.HOT)
@@ -175,7 +175,7 @@ async def test_while_the_catalog_does_not_answer(world: World) -> None:
     assert (await world.again())["reason"] == await world.listed() == "evicted"
 
 
-async def test_while_the_catalog_takes_no_changes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_while_the_catalog_takes_no_changes(world: ExplainedStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis is full but can be read, and S3 takes what the catalog does not learn of: it is not called never stored."""
     with monkeypatch.context() as full:
 
@@ -188,7 +188,7 @@ async def test_while_the_catalog_takes_no_changes(world: World, monkeypatch: pyt
         assert told["reason"] == "no_answer" and "took no changes" in told["detail"]["no_answer"]
 
 
-async def test_a_reason_that_was_found_stays(world: World) -> None:
+async def test_a_reason_that_was_found_stays(world: ExplainedStore) -> None:
     """The catalog falls silent after the search: its answer of before is still right."""
     await world.save()
     await world.evict(Level.HOT)
@@ -200,7 +200,7 @@ async def test_a_reason_that_was_found_stays(world: World) -> None:
     assert "redis" in told["detail"]["no_answer"]
 
 
-async def test_a_tier_that_describes_other_namespaces_does_not_answer(world: World) -> None:
+async def test_a_tier_that_describes_other_namespaces_does_not_answer(world: ExplainedStore) -> None:
     """Whether another namespace has the prompt is not known: then it may not be called never stored."""
     await world.store.open_namespace(PROMPT.description, deadline=soon())
     other = describe(ATTENTION, "other")
@@ -212,7 +212,7 @@ async def test_a_tier_that_describes_other_namespaces_does_not_answer(world: Wor
     assert (await world.again())["reason"] == "never_stored"
 
 
-async def test_the_background_says_no_answer_too(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_background_says_no_answer_too(world: ExplainedStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The search that nobody asked for meets a silent catalog: the list says so."""
     monkeypatch.setattr("kvstore.store.explain.explainer._PAUSE_S", 0.0)
     await world.store.open_namespace(PROMPT.description, deadline=soon())
