@@ -1,4 +1,4 @@
-"""`python -m benchmarks.quick`: codec, service, Redis and S3, each beside a ceiling. See README.md."""
+"""`python -m benchmarks.quick`: codec, service, loads, Redis and S3, each beside a ceiling. See README.md."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import replace
 import uvloop
 
 from benchmarks.ceilings import memcpy, tcp_peer, unix_peer
+from benchmarks.loads import load_rows
 from benchmarks.measure import Plan, Row, Work, measure
 from benchmarks.node import Node, temporary_folder
 from benchmarks.pages import RecordPages, benchmark_namespace, bf16_page
@@ -184,7 +185,7 @@ def _s3(plan: Plan, say: Say) -> list[Row]:
         return uvloop.run(run())
 
 
-SECTIONS: dict[str, Section] = {"codec": _codec, "service": _service, "redis": _redis, "s3": _s3}
+SECTIONS: dict[str, Section] = {"codec": _codec, "service": _service, "load": load_rows, "redis": _redis, "s3": _s3}
 
 
 if __name__ == "__main__":

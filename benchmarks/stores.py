@@ -9,13 +9,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from benchmarks.ceilings import Peer
 from benchmarks.measure import Plan, Row, Work, measure_in_turn, windowed
 from benchmarks.node import Node
 from benchmarks.pages import Batch, RecordPages
-from kvstore.api import Ack, PageStore, Retention, SaveOutcome
+from kvstore.api import Ack, LeasedRecord, PageStore, Retention, SaveOutcome
 from kvstore.format.names import format_name
 from kvstore.format.record import MAX_RECORD_BYTES, Record, open_record
+from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import PutOutcome, Tier
 
@@ -100,18 +103,21 @@ class Service(Store):
         if lease is None or len(staged.keys) != len(batch.records):
             seen = f"{len(staged.keys)} records of {len(batch.records)}"
             raise RuntimeError(f"the service staged {seen}: {staged.cut or 'no reason given'}")
+        keys = [record.key for record in batch.records]
+        records = await self._store.load_many(lease, keys, deadline=_soon())
         received: dict[bytes, memoryview] = {}
 
-        def load(record: Record, target: memoryview) -> Callable[[], Awaitable[None]]:
+        def load(key: RecordKey, leased: LeasedRecord, target: memoryview) -> Callable[[], Awaitable[None]]:
             async def call() -> None:
-                loaded = await self._store.load(lease, record.key, deadline=_soon(), allocate=_into(target))
-                received[record.key.prefix] = loaded.data
+                loaded = await leased.load(deadline=_soon(), allocate=_into(target))
+                with loaded.reading() as record:
+                    received[key.prefix] = _copied(record.data, target)
 
             return call
 
-        await windowed(map(load, batch.records, targets), in_flight)
+        await windowed(map(load, keys, records, targets), in_flight)
         await self._store.release(lease)
-        return [received[record.key.prefix] for record in batch.records]
+        return [received[key.prefix] for key in keys]
 
     async def forget(self, batch: Batch) -> None:
         pass
@@ -337,6 +343,15 @@ class _Get(Work):
             open_record(data, record.key)
         self.received = []
         await self.store.forget(self.batch)
+
+
+def _copied(source: memoryview, target: memoryview) -> memoryview:
+    """The part of `target` that holds `source`, which is copied there unless it was received there."""
+    place = target[: len(source)]
+    from_bytes, to_bytes = np.frombuffer(source, np.uint8), np.frombuffer(place, np.uint8)
+    if not np.may_share_memory(from_bytes, to_bytes):
+        np.copyto(to_bytes, from_bytes)
+    return place
 
 
 def _into(target: memoryview) -> Callable[[int], memoryview]:

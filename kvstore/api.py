@@ -2,13 +2,14 @@
 
 `TieredStore` implements it in the service, `RemoteStore` in a client.
 
-Reading order: `PrefixQuery`, `PageStore`, then the outcomes.
+Reading order: `PrefixQuery`, `PageStore`, then the outcomes and `LeasedRecord`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NewType
@@ -27,6 +28,8 @@ __all__ = [
     "Ack",
     "Deadline",
     "LeaseId",
+    "LeasedRecord",
+    "LoadedRecord",
     "Lookup",
     "Offer",
     "Outcome",
@@ -214,6 +217,28 @@ class PageStore(ABC):
         used again before `aclose`, unless it is dropped.
         """
 
+    async def load_many(
+        self, lease: LeaseId, keys: Sequence[RecordKey], *, deadline: Deadline
+    ) -> Sequence[LeasedRecord]:
+        """Begin to load leased records of one namespace, with one request at most; no record is copied.
+
+        Where this process can read the store's memory, each record is read there. Otherwise each one is loaded when its
+        `LeasedRecord.load` is called, so the caller bounds how many are in memory.
+
+        Args:
+            lease: From `stage`. It must last until all records have been read.
+            keys: Some of its keys.
+            deadline: When to give up the request.
+
+        Returns:
+            For each key its record.
+
+        Raises:
+            Unavailable: The lease has ended, or a record is no longer there. Without a request `LeasedRecord.load`
+                raises this, and all other errors.
+        """
+        return [LeasedRecord(self, lease, key) for key in keys]
+
     @abstractmethod
     async def save(
         self,
@@ -272,3 +297,39 @@ class PageStore(ABC):
     @abstractmethod
     async def aclose(self) -> None:
         """Release everything. Idempotent."""
+
+
+class LoadedRecord:
+    """A record that this process can read, on any thread; this one is in memory of its own."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    @property
+    def num_bytes(self) -> int:
+        """Header and payload."""
+        return self._record.num_bytes
+
+    @contextmanager
+    def reading(self) -> Iterator[Record]:
+        """The record, for the block alone. What is made from its bytes may be used only after the block has ended well.
+
+        Raises:
+            CorruptRecord: Its header is damaged, or another record's. The payload checksum is the reader's to verify.
+            Unavailable: At the end of the block, also in place of an error of the block: the memory got another content
+                during the block, so nothing is known about the record.
+        """
+        yield self._record
+
+
+class LeasedRecord:
+    """A record of `PageStore.load_many`; this one is loaded with a call of its own."""
+
+    def __init__(self, store: PageStore, lease: LeaseId, key: RecordKey) -> None:
+        self._store = store
+        self._lease = lease
+        self._key = key
+
+    async def load(self, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None) -> LoadedRecord:
+        """Make the record readable here. Arguments, errors and cancellation are those of `PageStore.load`."""
+        return LoadedRecord(await self._store.load(self._lease, self._key, deadline=deadline, allocate=allocate))

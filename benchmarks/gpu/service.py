@@ -10,6 +10,7 @@ import importlib
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from benchmarks.gpu.ceilings import to_device_gb_s
 from benchmarks.gpu.kit import GB, Kit
 
-__all__ = ["run"]
+__all__ = ["Model", "Rank", "rank_on", "run"]
 
 NEEDED = ("msgpack", "pydantic", "rich", "typer", "uvloop", "xxhash", "zstandard")
 """What the service is made with."""
@@ -38,7 +39,7 @@ def run(kit: Kit) -> None:
         with (
             temporary_folder() as folder,
             Node(folder, "service", memory_bytes=2 * model.num_bytes + (256 << 20)) as node,
-            _rank(kit, model, node.url) as rank,
+            rank_on(kit, model, node.url) as rank,
         ):
             rank.save()
             rank.load()
@@ -279,14 +280,8 @@ class Rank:
         """Load the prompt into other blocks some times, each beside nothing, and compare."""
         model, times = self._model, []
         for number in range(_LOADS):
-            times.append(self._load(f"request {number}"))
-        wrong = [
-            name
-            for (name, source), (_, target) in zip(self._blocks("source"), self._blocks("target"), strict=True)
-            if not torch.equal(*(self._views[name][where].view(torch.uint8) for where in (source, target)))
-        ]
-        if wrong:
-            raise AssertionError(f"{len(wrong)} layers do not hold what was saved, first {wrong[0]}")
+            times.append(self.load_once(self.prepare(f"request {number}")))
+        self.check()
         ceiling_gb_s = to_device_gb_s(self._kit, min(model.num_bytes, 1 << 30))
         gb_s = model.num_bytes / statistics.median(times) / GB
         self._kit.tell(
@@ -300,7 +295,22 @@ class Rank:
             codec="as saved: compressed, verified",
         )
 
-    def _load(self, request_id: str) -> float:
+    def check(self) -> None:
+        """Compare the blocks that the prompt was loaded to with those that it was saved from.
+
+        Raises:
+            AssertionError: They differ.
+        """
+        wrong = [
+            name
+            for (name, source), (_, target) in zip(self._blocks("source"), self._blocks("target"), strict=True)
+            if not torch.equal(*(self._views[name][where].view(torch.uint8) for where in (source, target)))
+        ]
+        if wrong:
+            raise AssertionError(f"{len(wrong)} layers do not hold what was saved, first {wrong[0]}")
+
+    def prepare(self, request_id: str) -> Any:
+        """Stage the prompt, and plan its load to other blocks."""
         from connector.jobs import LoadJob, StepJobs
         from connector.scheduler.plans import plan_load
         from kvstore.api import PrefixQuery
@@ -317,7 +327,12 @@ class Rank:
             local_tokens=0,
             resume_tokens=model.num_tokens,
         )
-        jobs = StepJobs(loads=(LoadJob(request_id, staged.lease, pieces),))
+        return StepJobs(loads=(LoadJob(request_id, staged.lease, pieces),))
+
+    def load_once(self, jobs: Any) -> float:
+        """Load what `prepare` returned; returns how many seconds that took."""
+        from kvstore.api import LeaseId
+
         started_s = time.perf_counter()
         self.side.begin_step(jobs)
         self.side.start_loads(jobs)
@@ -327,28 +342,24 @@ class Rank:
             if failed:
                 raise AssertionError("the load failed; its reason is logged")
         taken_s = time.perf_counter() - started_s
-        self._bridge.release(staged.lease)
+        self._bridge.release(LeaseId(jobs.loads[0].lease))
         if not finished:
             raise AssertionError(f"the load did not end in {_WAIT_S} s")
         return taken_s
 
 
-class _rank:
-    """Opens a store and a rank on it, and closes both."""
+@contextmanager
+def rank_on(kit: Kit, model: Model, url: str) -> Iterator[Rank]:
+    """A rank on a store of its own at `url`; both are closed at the end."""
+    from kvstore.client import BlockingStore
 
-    def __init__(self, kit: Kit, model: Model, url: str) -> None:
-        from kvstore.client import BlockingStore
-
-        self._bridge = BlockingStore(url)
-        self._bridge.wait_ready(deadline=_deadline())
-        self._rank = Rank(kit, model, self._bridge)
-
-    def __enter__(self) -> Rank:
-        return self._rank
-
-    def __exit__(self, *_: object) -> None:
-        self._rank.side.shutdown()
-        self._bridge.close()
+    with BlockingStore(url) as bridge:
+        bridge.wait_ready(deadline=_deadline())
+        rank = Rank(kit, model, bridge)
+        try:
+            yield rank
+        finally:
+            rank.side.shutdown()
 
 
 def _deadline() -> Any:

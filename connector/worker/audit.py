@@ -21,10 +21,10 @@ from connector.jobs import AuditJob, LoadPiece, RankReport
 from connector.worker.differences import bound_for, canonical_bytes, largest_difference, parts_of, some_blocks
 from connector.worker.groups import RankGroup
 from connector.worker.memory import view
-from kvstore.api import Deadline, LeaseId, PageStore
+from kvstore.api import Deadline, LeaseId, LoadedRecord, PageStore
 from kvstore.codec import CodecPool, decode_into
 from kvstore.errors import CorruptRecord, KVStoreError
-from kvstore.format.record import Record, verify_payload
+from kvstore.format.record import verify_payload
 from kvstore.runtime.meters import Meters
 
 __all__ = ["Auditor", "Scattered"]
@@ -169,10 +169,11 @@ class Auditor:
             CorruptRecord: It could not be compared.
         """
         key = pieces[index].key
-        record = await store.load(LeaseId(job.lease), key, deadline=Deadline.after(_DEADLINE_S))
+        (leased,) = await store.load_many(LeaseId(job.lease), [key], deadline=Deadline.after(_DEADLINE_S))
+        loaded = await leased.load(deadline=Deadline.after(_DEADLINE_S))
         corrupt: CorruptRecord | None = None
         try:
-            reason = await self._on_a_codec_thread(copy, partial(self._difference, record, pieces[index], copy))
+            reason = await self._on_a_codec_thread(copy, partial(self._difference, loaded, pieces[index], copy))
         except CorruptRecord as error:
             reason, corrupt = str(error), error
         if reason is None:
@@ -183,7 +184,7 @@ class Auditor:
             raise corrupt
         return False
 
-    def _difference(self, record: Record, piece: LoadPiece, copy: _Copy) -> str | None:
+    def _difference(self, loaded: LoadedRecord, piece: LoadPiece, copy: _Copy) -> str | None:
         """Why a record is not what was computed, or `None`. Called on a codec thread.
 
         Raises:
@@ -191,12 +192,13 @@ class Auditor:
         """
         group = self._groups[piece.key.group]
         size = group.plan.decoded_bytes(piece.span_blocks)
+        page = torch.empty(size, dtype=torch.uint8)
         try:
-            verify_payload(record)
-            if record.header.decoded_bytes != size:
-                raise CorruptRecord("page has the wrong size", expected=size, seen=record.header.decoded_bytes)
-            page = torch.empty(size, dtype=torch.uint8)
-            decode_into(record.header.codec_chain, record.payload, view(page))
+            with loaded.reading() as record:
+                verify_payload(record)
+                if record.header.decoded_bytes != size:
+                    raise CorruptRecord("page has the wrong size", expected=size, seen=record.header.decoded_bytes)
+                decode_into(record.header.codec_chain, record.payload, view(page))
         except CorruptRecord:
             self._meters.add("connector_corrupt_records")
             raise

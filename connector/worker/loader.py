@@ -17,11 +17,11 @@ from connector.jobs import LoadJob, LoadPiece
 from connector.worker.audit import Auditor, Scattered
 from connector.worker.groups import RankGroup
 from connector.worker.memory import RecordMemory, ScratchPages, view
-from kvstore.api import Deadline, LeaseId, PageStore
+from kvstore.api import Deadline, LeasedRecord, LeaseId, LoadedRecord, PageStore
 from kvstore.client import trace_parent
 from kvstore.codec import CodecPool, decode_into
 from kvstore.errors import CorruptRecord, InternalError, KVStoreError, Unavailable
-from kvstore.format.record import Record, verify_payload
+from kvstore.format.record import verify_payload
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.meters import Meters
 
@@ -43,7 +43,7 @@ class Loader:
         bridge: To the store.
         groups: The canonical groups on this rank, by their index.
         pool: Threads for verifying and decoding.
-        memory: Where records are received.
+        memory: Where records are received that cannot be read in the service's memory.
         scratch: Pages of host memory to decode into.
         stall_s: A load fails if the service owes records and none arrives for this long.
         meters: Counters.
@@ -182,41 +182,45 @@ class Loader:
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(load.progress.watch(self._stall_s))
 
-            async def load_piece(piece: LoadPiece) -> None:
+            async def load_piece(piece: LoadPiece, record: LeasedRecord) -> None:
                 nonlocal open_pieces
                 async with turn, self._in_flight:
-                    await self._load_record(store, load, piece)
+                    await self._load_record(store, load, piece, record)
                 open_pieces -= 1
                 if open_pieces == 0:
                     watch.cancel()
 
-            for piece in pieces:
-                group.create_task(load_piece(piece))
+            with load.progress.call():
+                keys = [piece.key for piece in pieces]
+                records = await store.load_many(load.lease, keys, deadline=Deadline.after(_CEILING_S))
+            for piece, record in zip(pieces, records, strict=True):
+                group.create_task(load_piece(piece, record))
             if not pieces:
                 watch.cancel()
 
-    async def _load_record(self, store: PageStore, load: _Load, piece: LoadPiece) -> None:
+    async def _load_record(self, store: PageStore, load: _Load, piece: LoadPiece, record: LeasedRecord) -> None:
         deadline = Deadline.after(_CEILING_S)
         with load.progress.call():
-            record = await store.load(load.lease, piece.key, deadline=deadline, allocate=self._memory.take)
+            loaded = await record.load(deadline=deadline, allocate=self._memory.take)
         try:
             # a cancelled run returns only once its thread is done, so that nothing touches the blocks afterwards
-            await self._pool.run(record.num_bytes, lambda: self._scatter(record, piece, load), deadline=deadline)
+            await self._pool.run(loaded.num_bytes, lambda: self._scatter(loaded, piece, load), deadline=deadline)
         except CorruptRecord as error:
             self._meters.add("connector_corrupt_records")
             with load.progress.call():
                 await store.discard(piece.key, str(error), deadline=deadline)
             raise
 
-    def _scatter(self, record: Record, piece: LoadPiece, load: _Load) -> None:
-        if self.verify:
-            verify_payload(record)
+    def _scatter(self, loaded: LoadedRecord, piece: LoadPiece, load: _Load) -> None:
         group = self._groups[piece.key.group]
         expected = group.plan.decoded_bytes(piece.span_blocks)
-        if record.header.decoded_bytes != expected:
-            raise CorruptRecord("page has the wrong size", expected=expected, seen=record.header.decoded_bytes)
         with self._scratch.page(expected) as page:
-            decode_into(record.header.codec_chain, record.payload, view(page), plane_width=group.copier.plane_width)
+            with loaded.reading() as record:
+                if self.verify:
+                    verify_payload(record)
+                if record.header.decoded_bytes != expected:
+                    raise CorruptRecord("page has the wrong size", expected=expected, seen=record.header.decoded_bytes)
+                decode_into(record.header.codec_chain, record.payload, view(page), plane_width=group.copier.plane_width)
             runs = group.plan.runs(piece.key.slice, piece.span_blocks)
             group.copier.scatter(runs, piece.block_ids, page, piece.first_block, load.after)
             if self._auditor is not None and load.scattered is not None:

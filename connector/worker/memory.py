@@ -29,7 +29,8 @@ _WARMED_BYTES_MAX = 512 << 20
 
 
 class RecordMemory:
-    """Memory for records in flight. A buffer's memory is reused once no reference is left, connections included.
+    """Memory for records that are made, or received. A buffer's memory is reused once no reference is left, connections
+    included.
 
     `take` belongs to the store's thread.
     """

@@ -45,7 +45,7 @@ class ClientOptions:
         first_attempt_s: Calls wait this long, within their deadlines, for the very first attempt to connect to end: it
             fails at once where no service listens, but a private service may take as long to start.
         tls: What the client trusts and presents at a `tls://` address.
-        shared_memory: Read records from the service's shared memory, if it offers that: one copy instead of two.
+        shared_memory: Read records where they are in the service's shared memory, if it offers that.
     """
 
     token: str = ""

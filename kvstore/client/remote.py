@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from kvstore.api import Ack, LeaseId, Lookup, Outcome, PageStore, PrefixQuery, Progress, Retention, SaveOutcome, Staged
+from kvstore.api import (
+    Ack,
+    LeasedRecord,
+    LeaseId,
+    Lookup,
+    Outcome,
+    PageStore,
+    PrefixQuery,
+    Progress,
+    Retention,
+    SaveOutcome,
+    Staged,
+)
 from kvstore.client.connection import ClientOptions, Connection, Silent
 from kvstore.client.embedded import EmbeddedOptions, EmbeddedService
 from kvstore.client.pool import Pool
 from kvstore.client.reports import Reports
-from kvstore.client.sharing import SharedRecords
+from kvstore.client.sharing import MappedRecord, SharedMemory, read_plain
 from kvstore.errors import Closed, CorruptRecord, InternalError, InvalidRequest, KVStoreError, Unavailable
-from kvstore.format.record import Record, read_record
+from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
@@ -30,6 +42,8 @@ __all__ = ["EMBEDDED", "EmbeddedOptions", "RemoteStore", "connect"]
 Value = TypeVar("Value")
 _NAMESPACES_MAX = 64
 """The namespaces that were used last, up to this number, are opened again on a new connection."""
+_LOCATED_MAX = 32_768
+"""Records in one request for places: 1.2 MB, of the 4 MiB that a frame's head may have."""
 
 
 class RemoteStore(PageStore):
@@ -43,7 +57,7 @@ class RemoteStore(PageStore):
         self._options = options
         self._namespaces: OrderedDict[NamespaceId, NamespaceDescription] = OrderedDict()  # used longest ago first
         self.pool = Pool(locate, url, options, self._reopen)
-        self._shared = SharedRecords(options)
+        self._shared = SharedMemory(options)
         self._stall_s = options.first_stall_timeout_s or options.stall_timeout_s
         self._reports = Reports(self._control, options.dead_after_s)
         self._closed = False
@@ -124,21 +138,38 @@ class RemoteStore(PageStore):
     ) -> Record:
         """As `PageStore.load`; if cancelled, a buffer from `allocate` is no longer written."""
         fields = convert.key_fields(key)
-        arena = self._shared.arena
         async with self._data(deadline) as connection:
-            answer, payload = await connection.request(
-                lambda i, ms: messages.Load(i, ms, lease, **fields, arena=arena),
+            _, payload = await connection.request(
+                lambda i, ms: messages.Load(i, ms, lease, **fields),
                 messages.Loaded,
                 deadline=deadline,
                 allocate=allocate,
             )
-        if answer.stamp:
-            payload = self._shared.read(arena, answer, allocate)
-            if payload is None:
-                raise Unavailable("the record is no longer there: its lease has ended", key=key)
         if payload is None:
             raise CorruptRecord("the service answered a load without a record", key=key)
-        return _plain(read_record(payload, key))
+        return read_plain(payload, key)
+
+    async def load_many(
+        self, lease: LeaseId, keys: Sequence[RecordKey], *, deadline: Deadline
+    ) -> Sequence[LeasedRecord]:
+        records: list[LeasedRecord] = []
+        for start in range(0, len(keys), _LOCATED_MAX):
+            records += await self._locate(lease, keys[start : start + _LOCATED_MAX], deadline)
+        return records
+
+    async def _locate(self, lease: LeaseId, keys: Sequence[RecordKey], deadline: Deadline) -> Sequence[LeasedRecord]:
+        async with self._control(deadline) as connection:
+            arena, view = self._shared.arena, self._shared.view
+            if view is None:
+                return await super().load_many(lease, keys, deadline=deadline)
+            fields = convert.locate_fields(keys)
+            answer, _ = await connection.request(
+                lambda i, ms: messages.Locate(i, ms, lease, **fields, arena=arena), messages.Located, deadline=deadline
+            )
+        return [
+            LeasedRecord(self, lease, key) if place is None else MappedRecord(self, lease, key, view, place)
+            for key, place in zip(keys, convert.parse_located(answer, len(keys)), strict=True)
+        ]
 
     async def save(
         self,
@@ -272,17 +303,6 @@ class RemoteStore(PageStore):
 @lru_cache(_NAMESPACES_MAX)
 def _layout_of(description: NamespaceDescription) -> Layout:
     return description.layout()
-
-
-def _plain(record: Record) -> Record:
-    """Refuse what no reader here could decode: a service hands out plain records.
-
-    Raises:
-        CorruptRecord: The record is encrypted.
-    """
-    if record.header.key_id:
-        raise CorruptRecord("the service answered a load with an encrypted record", key=record.key)
-    return record
 
 
 async def _open_namespace(connection: Connection, description: NamespaceDescription, deadline: Deadline) -> NamespaceId:

@@ -1,4 +1,4 @@
-"""Reads records from the service's shared memory, which is mapped once for each service."""
+"""Reads records where they are in the service's shared memory, which is mapped once for each service."""
 
 from __future__ import annotations
 
@@ -6,41 +6,46 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from kvstore.api import LeasedRecord, LeaseId, LoadedRecord, PageStore
 from kvstore.client.connection import ClientOptions, Connection
-from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import CorruptRecord, KVStoreError, Unavailable
+from kvstore.format.record import Record, read_record
+from kvstore.model.keys import RecordKey
 from kvstore.runtime.arena import ArenaView, Place
-from kvstore.runtime.buffers import fresh_buffer
+from kvstore.runtime.deadline import Deadline
 from kvstore.wire import messages
 from kvstore.wire.address import UnixAddress
 from kvstore.wire.frames import FrameReader, Head, pack_head
 from kvstore.wire.messages import PROTOCOL_VERSION, Message, decode, encode, raise_error
 
-__all__ = ["SharedRecords"]
+__all__ = ["MappedRecord", "SharedMemory", "read_plain"]
 
 _log = logging.getLogger(__name__)
 
 
-class SharedRecords:
-    """The service's shared memory, if it has any and we could map it.
+class SharedMemory:
+    """The service's shared memory, if it has any, says where records are in it, and we could map it.
 
     Attributes:
-        arena: Id of the mapped arena; empty: none. Named in each load, so that a restarted service, which has another
-            one, sends the record instead.
+        arena: Id of the mapped arena; empty: none. Named in each request for places, since a restarted service has
+            another one.
+        view: The mapping; `None`: none.
     """
 
     def __init__(self, options: ClientOptions) -> None:
         self.arena = b""
+        self.view: ArenaView | None = None
         self._options = options
-        self._view: ArenaView | None = None
 
     async def follow(self, connection: Connection) -> None:
         """Map the arena that the service of a new connection shares. Never fails: without one records are sent."""
-        arena = connection.welcome.arena
+        arena = connection.welcome.arena if connection.welcome.locates else b""
         if arena == self.arena or not self._options.shared_memory:
             return
-        self.arena, self._view = b"", None
+        self.arena, self.view = b"", None
         if not arena or not isinstance(connection.address, UnixAddress):
             return
         path = connection.address.path
@@ -49,25 +54,54 @@ class SharedRecords:
         except (KVStoreError, OSError) as error:
             _log.debug("cannot map the service's memory, records are sent instead reason=%s", error)
             return
-        self.arena, self._view = shared, view
+        self.arena, self.view = shared, view
 
-    def read(
-        self, arena: bytes, answer: messages.Loaded, allocate: Callable[[int], memoryview] | None
-    ) -> memoryview | None:
-        """Copy a record out of the arena that the load named. `None`: the record is gone.
 
-        Raises:
-            InvalidRequest: The answer makes no sense, or the caller's buffer cannot take the record.
-        """
-        view = self._view
-        if view is None or arena != self.arena:  # remapped meanwhile
-            return None
-        target = memoryview((allocate or fresh_buffer)(answer.num_bytes)).cast("B")
-        if target.readonly or len(target) < answer.num_bytes:
-            raise InvalidRequest("allocate must return a writable buffer of that size", expected=answer.num_bytes)
-        if not view.copy(Place(answer.offset, answer.num_bytes, answer.stamp), target):
-            return None
-        return target[: answer.num_bytes]
+class MappedRecord(LeasedRecord):
+    """A leased record that is read where it is in the service's memory.
+
+    Raises:
+        InvalidRequest: There is no such place in that memory.
+    """
+
+    def __init__(self, store: PageStore, lease: LeaseId, key: RecordKey, view: ArenaView, place: Place) -> None:
+        super().__init__(store, lease, key)
+        self._loaded = _MappedBytes(key, view, place)
+
+    async def load(self, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None) -> LoadedRecord:
+        return self._loaded
+
+
+class _MappedBytes(LoadedRecord):
+    def __init__(self, key: RecordKey, view: ArenaView, place: Place) -> None:
+        view.at(place)  # a service may answer anything
+        self._key, self._view, self._place = key, view, place
+
+    @property
+    def num_bytes(self) -> int:
+        return self._place.num_bytes
+
+    @contextmanager
+    def reading(self) -> Iterator[Record]:
+        try:
+            record = read_plain(self._view.at(self._place), self._key)
+            with record.data:  # which cannot be read after the block
+                yield record
+        finally:
+            if not self._view.holds(self._place):
+                raise Unavailable("the record is no longer there: its lease has ended", key=self._key)
+
+
+def read_plain(data: memoryview, key: RecordKey) -> Record:
+    """As `read_record`, of what a service hands out: a plain record, since no reader here could decrypt one.
+
+    Raises:
+        CorruptRecord: As `read_record`, or the record is encrypted.
+    """
+    record = read_record(data, key)
+    if record.header.key_id:
+        raise CorruptRecord("the service answered a load with an encrypted record", key=key)
+    return record
 
 
 class _Heads:

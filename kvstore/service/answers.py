@@ -12,8 +12,9 @@ from kvstore.format.record import read_record
 from kvstore.model.keys import NamespaceId
 from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
+from kvstore.runtime.arena import Arena, Place
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.turns import LongWork
+from kvstore.runtime.turns import PIECE, LongWork
 from kvstore.wire import convert, messages
 from kvstore.wire.messages import Reply, Request
 
@@ -100,6 +101,8 @@ class Answers:
                 if len(self._opened) > _OPENED_MAX:  # its clients open it again
                     del self._opened[next(iter(self._opened))]
                 return messages.NamespaceOpened(request.id, namespace)
+            case messages.Locate():
+                return await self._locate(request, deadline, tenant)
             case messages.Discard():
                 key = convert.parse_key(request)
                 self._check_owner(tenant, key.namespace)
@@ -148,14 +151,34 @@ class Answers:
     async def load(
         self, request: messages.Load, deadline: Deadline, *, tenant: str
     ) -> tuple[messages.Loaded, memoryview | None]:
-        """The reply to a `Load`, and the record as its payload unless the peer can read it from shared memory."""
+        """The reply to a `Load`, and the record as its payload unless an older peer can copy it from shared memory."""
         key = convert.parse_key(request)
         self._check_owner(tenant, key.namespace)
         record = await self.store.load(LeaseId(request.lease), key, deadline=deadline)
-        arena = self.store.arena
-        if arena is not None and request.arena == arena.id and (place := arena.place(record.data)) is not None:
+        arena = self._arena(request.arena)
+        if arena is not None and (place := arena.place(record.data)) is not None:
             return messages.Loaded(request.id, place.offset, place.num_bytes, place.stamp), None
         return messages.Loaded(request.id), record.data
+
+    async def _locate(self, request: messages.Locate, deadline: Deadline, tenant: str) -> Reply:
+        num_keys = len(request.parts) // 4
+        keys = await self._work.run(num_keys, convert.parse_locate, request)
+        self._check_owner(tenant, convert.parse_namespace(request.namespace, "locate.namespace"))
+        arena = self._arena(request.arena)
+        if arena is None:
+            return convert.located_reply(request.id, [None] * num_keys)
+        lease, places = LeaseId(request.lease), list[Place | None]()
+        for start in range(0, num_keys, PIECE):
+            async with self._work.turn(num_keys):
+                for key in keys[start : start + PIECE]:
+                    record = await self.store.load(lease, key, deadline=deadline)
+                    places.append(arena.place(record.data))
+        return await self._work.run(num_keys, convert.located_reply, request.id, places)
+
+    def _arena(self, arena_id: bytes) -> Arena | None:
+        """The memory with this id, which a peer has mapped; `None`: this service has another one, or none."""
+        arena = self.store.arena
+        return arena if arena is not None and arena.id == arena_id else None
 
     async def _query(self, request: messages.Lookup, tenant: str) -> PrefixQuery:
         self._check_owner(tenant, convert.parse_namespace(request.namespace, f"{request.type}.namespace"))

@@ -331,6 +331,7 @@ class Session:
                 traces=self._tracing is not None,
                 codes=True,
                 losses=True,
+                locates=True,
             )
         )
 
@@ -530,6 +531,8 @@ def _bytes_of(request: messages.Request) -> int:
     match request:
         case messages.Lookup():  # and Stage
             return len(request.tokens) + len(request.prefixes)
+        case messages.Locate():
+            return len(request.prefixes) + len(request.parts)
         case messages.OpenNamespace():
             return len(request.description)
     return 0

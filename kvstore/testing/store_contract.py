@@ -12,13 +12,15 @@ The node's store must have an empty memory of at least 4 MiB, nothing stored, an
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
-from kvstore.api import Ack, LeaseId, Lookup, PageStore, SaveOutcome, Staged
+from kvstore.api import Ack, LeaseId, LoadedRecord, Lookup, PageStore, SaveOutcome, Staged
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
 from kvstore.format.header_v1 import HeaderV1
 from kvstore.format.record import HEADER_BYTES, Record, open_record, seal
+from kvstore.model.keys import RecordKey
 from kvstore.model.kinds import RecordKind
 from kvstore.model.layout import Layout, Span
 from kvstore.runtime.deadline import Deadline
@@ -46,6 +48,17 @@ async def keep_leased(store: PageStore, lease: LeaseId) -> None:
     """Renew a lease until this is cancelled, as a reader does that is not done yet."""
     while await store.renew(lease, deadline=soon()):
         await asyncio.sleep(_RENEW_S)
+
+
+async def _load_many(store: PageStore, lease: LeaseId, keys: Sequence[RecordKey]) -> list[LoadedRecord]:
+    """All of these records, ready to be read."""
+    records = await store.load_many(lease, keys, deadline=soon())
+    return [await leased.load(deadline=soon()) for leased in records]
+
+
+def _read(loaded: LoadedRecord) -> bytes:
+    with loaded.reading() as record:
+        return bytes(record.data)
 
 
 class HitContract:
@@ -99,6 +112,47 @@ class HitContract:
             staged.lease, record.key, deadline=soon(), allocate=lambda size: memoryview(buffers[0])[:size]
         )
         assert bytes(loaded.data) == bytes(record.data)
+
+    @pytest.mark.parametrize("payload_bytes", [1000, 150_000])
+    async def test_many_records_are_loaded_with_one_call(self, store: PageStore, payload_bytes: int) -> None:
+        """Each key of a lease gets its record, in the order of the keys, read in any order and on any thread."""
+        prompt = Prompt(ATTENTION, "many", 256, payload_bytes=payload_bytes)
+        saved = {record.key: bytes(record.data) for record in await save_all(store, prompt)}
+        staged = await stage_all(store, prompt)
+        assert staged.lease is not None
+        async with asyncio.TaskGroup() as group:
+            renewing = group.create_task(keep_leased(store, staged.lease))
+            keys = staged.keys[::-1]
+            records = await store.load_many(staged.lease, keys, deadline=soon())
+            loaded = await asyncio.gather(*(leased.load(deadline=soon()) for leased in records))
+            assert [one.num_bytes for one in loaded] == [len(saved[key]) for key in keys]
+            for key, read in zip(keys, await asyncio.to_thread(list, map(_read, loaded)), strict=True):
+                assert read == saved[key]
+                open_record(read, key)
+            assert await store.load_many(staged.lease, (), deadline=soon()) == []
+            renewing.cancel()
+
+    async def test_a_record_that_goes_while_it_is_read_is_whole_or_refused(self, node: StoreNode) -> None:
+        """The lease ends and other records take its memory while a reader reads: it gets the right bytes, or learns at
+        the end of its block that it has none."""
+        store, prompt = node.store, Prompt(ATTENTION, "goes", 128, payload_bytes=150_000)
+        saved = {record.key: bytes(record.data) for record in await save_all(store, prompt)}
+        staged = await stage_all(store, prompt)
+        assert staged.lease is not None
+        records = await store.load_many(staged.lease, staged.keys, deadline=soon())
+        loaded = [await leased.load(deadline=soon()) for leased in records]
+        await store.release(staged.lease)
+        for key in staged.keys:
+            await node.lose(key)
+        await save_all(store, Prompt(ATTENTION, "successor", 256, payload_bytes=150_000))
+        for key, one in zip(staged.keys, loaded, strict=True):
+            read = b""
+            try:
+                with one.reading() as record:
+                    read = bytes(record.data)
+            except (CorruptRecord, Unavailable):
+                continue
+            assert read == saved[key]
 
     async def test_progress_is_told(self, store: PageStore) -> None:
         """The callback hears growing totals, and at least the last one when all records came from this node."""
@@ -196,6 +250,8 @@ class HitContract:
             await store.discard(bad, "checksum failed at the reader", deadline=soon())
             with pytest.raises(Unavailable):
                 await store.load(staged.lease, bad, deadline=soon())
+            with pytest.raises(Unavailable):
+                await _load_many(store, staged.lease, (good, bad))
             assert (await store.load(staged.lease, good, deadline=soon())).key == good
             renewing.cancel()
         assert (await look_up(store, prompt)).resume_tokens == 64
@@ -299,6 +355,8 @@ class CareContract:
         await store.release(first.lease)
         with pytest.raises(Unavailable):
             await store.load(first.lease, first.keys[0], deadline=soon())
+        with pytest.raises(Unavailable):
+            await _load_many(store, first.lease, first.keys)
         assert (await store.load(second.lease, second.keys[0], deadline=soon())).key == second.keys[0]
         await store.release(second.lease)
         await store.release(second.lease)
@@ -313,6 +371,8 @@ class CareContract:
         assert staged.lease is not None
         with pytest.raises(Unavailable):
             await store.load(staged.lease, prompt.key(128), deadline=soon())
+        with pytest.raises(Unavailable):
+            await _load_many(store, staged.lease, (*staged.keys, prompt.key(128)))
 
     async def test_acks_of_tiers_that_are_not_there_are_refused(self, node: StoreNode) -> None:
         """Each level of acknowledgement is either reached or refused by name, never silently weakened."""
@@ -359,6 +419,19 @@ class CareContract:
             await until(lambda: node.num_pinned_bytes() == 0)
         assert (await stage_all(node.store, prompt)).resume_tokens == 256
 
+    async def test_cancelled_loads_cost_nothing(self, node: StoreNode) -> None:
+        """A load of many is cancelled after each number of loop turns: the next one works, and nothing stays leased."""
+        store, prompt = node.store, Prompt(ATTENTION, "cancel load", 128, payload_bytes=150_000)
+        saved = {record.key: bytes(record.data) for record in await save_all(store, prompt)}
+        for turns in range(12):
+            staged = await stage_all(store, prompt)
+            assert staged.lease is not None
+            await cancel_after(turns, _load_many(store, staged.lease, staged.keys))
+            for key, one in zip(staged.keys, await _load_many(store, staged.lease, staged.keys), strict=True):
+                assert _read(one) == saved[key]
+            await store.release(staged.lease)
+            await until(lambda: node.num_pinned_bytes() == 0)
+
     async def test_expired_deadlines_do_no_harm(self, store: PageStore) -> None:
         """A call without time left answers less or `Unavailable`; it keeps nothing and breaks nothing."""
         prompt = Prompt(ATTENTION, "late", 128)
@@ -404,6 +477,7 @@ class CareContract:
             store.stage(prompt.query(), deadline=soon()),
             store.renew(staged.lease, deadline=soon()),
             store.load(staged.lease, record.key, deadline=soon()),
+            _load_many(store, staged.lease, staged.keys),
             store.save(record, deadline=soon()),
             store.discard(record.key, "test", deadline=soon()),
             store.status(deadline=soon()),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -20,13 +20,18 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import MAX_GROUPS, Layout
 from kvstore.model.outcome import CONTENT_BYTES
+from kvstore.runtime.arena import Place
 from kvstore.wire import messages
 
 __all__ = [
     "key_fields",
+    "locate_fields",
+    "located_reply",
     "lookup_reply",
     "outcome_message",
     "parse_key",
+    "parse_locate",
+    "parse_located",
     "parse_lookup",
     "parse_namespace",
     "parse_outcome",
@@ -118,10 +123,9 @@ def staged_reply(
     chosen = _pack_chosen(staged, query, layout) if query is not None and layout is not None else b""
     keys, spans = ((), ()) if chosen else (staged.keys, staged.spans)
     changed = {
+        **_keys_fields(keys),
         "lease": staged.lease or b"",
         "namespace": staged.keys[0].namespace if staged.keys else bytes(NAMESPACE_BYTES),
-        "prefixes": b"".join(key.prefix for key in keys),
-        "parts": _pack("H", [part for key in keys for part in (key.group, key.slice)], "parts"),
         "spans": _pack("I", [token for span in spans for token in span], "spans"),
         "sources": dict(staged.sources),
         "chosen": chosen,
@@ -155,18 +159,74 @@ Spans = tuple[tuple[int, int], ...]
 
 
 def _unpack_keys(message: messages.Staged) -> tuple[tuple[RecordKey, ...], Spans]:
-    parts = _unpack("H", message.parts, "staged.parts")
-    num_keys = len(parts) // 2
-    prefixes = _prefixes(message.prefixes, num_keys, "staged.prefixes")
+    keys = _parse_keys(message)
     tokens = _unpack("I", message.spans, "staged.spans")
-    _check_length("staged.parts", message.parts, num_keys * 4)
-    _check_length("staged.spans", message.spans, num_keys * 8)
-    namespace = parse_namespace(message.namespace, "staged.namespace")
-    keys = tuple(
+    _check_length("staged.spans", message.spans, len(keys) * 8)
+    return keys, tuple(zip(tokens[::2], tokens[1::2], strict=True))
+
+
+def _keys_fields(keys: Sequence[RecordKey]) -> dict[str, Any]:
+    """The fields of many keys of one namespace, without that, as `messages.Staged` and `messages.Locate` carry them."""
+    return {
+        "prefixes": b"".join(key.prefix for key in keys),
+        "parts": _pack("H", [part for key in keys for part in (key.group, key.slice)], "parts"),
+    }
+
+
+def _parse_keys(message: messages.Staged | messages.Locate) -> tuple[RecordKey, ...]:
+    parts = _unpack("H", message.parts, f"{message.type}.parts")
+    num_keys = len(parts) // 2
+    _check_length(f"{message.type}.parts", message.parts, num_keys * 4)
+    prefixes = _prefixes(message.prefixes, num_keys, f"{message.type}.prefixes")
+    namespace = parse_namespace(message.namespace, f"{message.type}.namespace")
+    return tuple(
         RecordKey(namespace, prefix, group, slice_)
         for prefix, group, slice_ in zip(prefixes, parts[::2], parts[1::2], strict=True)
     )
-    return keys, tuple(zip(tokens[::2], tokens[1::2], strict=True))
+
+
+def locate_fields(keys: Sequence[RecordKey]) -> dict[str, Any]:
+    """The fields of at least one key, as `messages.Locate` carries them.
+
+    Raises:
+        InvalidRequest: They are not of one namespace, or a group or slice does not fit 16 bits.
+    """
+    namespace = keys[0].namespace
+    if any(key.namespace != namespace for key in keys):
+        raise InvalidRequest("records that are loaded together are of one namespace", expected=namespace.hex())
+    return {"namespace": namespace, **_keys_fields(keys)}
+
+
+def parse_locate(message: messages.Locate) -> tuple[RecordKey, ...]:
+    """The keys in a message.
+
+    Raises:
+        InvalidRequest: The lengths of the fields do not match.
+    """
+    return _parse_keys(message)
+
+
+def located_reply(request_id: int, places: Sequence[Place | None]) -> messages.Located:
+    """Where records are, as a message; `None`: elsewhere."""
+    numbers = [
+        number
+        for place in places
+        for number in ((0, 0, 0) if place is None else (place.offset, place.num_bytes, place.stamp))
+    ]
+    return messages.Located(request_id, _pack("Q", numbers, "places"))
+
+
+def parse_located(message: messages.Located, num_keys: int) -> list[Place | None]:
+    """Where records are, from a message; `None`: elsewhere.
+
+    Raises:
+        InvalidRequest: There is not one place per key.
+    """
+    _check_length("located.places", message.places, num_keys * 24)
+    numbers = _unpack("Q", message.places, "located.places")
+    return [
+        Place(*place) if place[2] else None for place in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
+    ]
 
 
 def _pack_chosen(staged: Staged, query: PrefixQuery, layout: Layout) -> bytes:

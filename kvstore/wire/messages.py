@@ -77,6 +77,7 @@ class Welcome(Message):
         explains, traces: Whether it takes `outcome` and answers `explain`; whether it reads `trace` in a head.
         codes: Whether its errors carry a `code` where there is one.
         losses: Whether it distinguishes an `outcome` that is a loss from one of a request.
+        locates: Whether it answers `locate`.
     """
 
     version: int
@@ -89,6 +90,7 @@ class Welcome(Message):
     traces: bool = False
     codes: bool = False
     losses: bool = False
+    locates: bool = False
 
 
 @wire_message("refused")
@@ -195,7 +197,7 @@ class Renewed(Reply):
 
 @wire_message("load")
 class Load(Request):
-    """`arena` is the id of the shared memory that the client has mapped: a record in it need not be sent."""
+    """`arena` is for clients of releases before `locate`: the shared memory that they have mapped."""
 
     lease: bytes
     namespace: bytes
@@ -212,6 +214,27 @@ class Loaded(Reply):
     offset: int = 0
     num_bytes: int = 0
     stamp: int = 0
+
+
+@wire_message("locate")
+class Locate(Request):
+    """Asks where leased records are in shared memory. Per record: 32 bytes in `prefixes`, 2 u16 in `parts`.
+
+    `arena` is the id of the memory that the client has mapped.
+    """
+
+    lease: bytes
+    namespace: bytes
+    prefixes: bytes
+    parts: bytes
+    arena: bytes
+
+
+@wire_message("located")
+class Located(Reply):
+    """Per record of the request 3 u64 in `places`: offset, bytes, stamp; all zero: it is not in that memory."""
+
+    places: bytes
 
 
 @wire_message("share_arena")

@@ -14,6 +14,8 @@ SURFACE = {
             "Ack",
             "Deadline",
             "LeaseId",
+            "LeasedRecord",
+            "LoadedRecord",
             "Lookup",
             "Offer",
             "Outcome",

@@ -58,7 +58,7 @@ PRIVATE_ACCESSES = {
     "tests/unit/client/test_client_calls.py": 2,
     "tests/unit/client/test_client_embedded.py": 1,
     "tests/unit/client/test_client_namespaces.py": 3,
-    "tests/unit/client/test_client_sharing.py": 5,
+    "tests/unit/client/test_client_sharing.py": 1,
     "tests/unit/connector/rank_harness.py": 7,
     "tests/unit/connector/scheduler_harness.py": 1,
     "tests/unit/connector/test_connector_contract.py": 1,

@@ -11,6 +11,7 @@ import pytest
 
 from kvstore.client import connect
 from kvstore.model.keys import RecordKey
+from kvstore.runtime.arena import Arena
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits
@@ -21,9 +22,9 @@ from kvstore.wire.address import parse_address
 
 
 @asynccontextmanager
-async def remote_node(url: str, token: str = "") -> AsyncIterator[StoreNode]:
+async def remote_node(url: str, token: str = "", arena: Arena | None = None) -> AsyncIterator[StoreNode]:
     """A service on `url` and a client of it."""
-    memory = MemoryTier(64 << 20)
+    memory = MemoryTier(64 << 20, arena=arena)
     behind = TieredStore(memory, limits=replace(StoreLimits(), stage_bytes=32 << 20, lease_s=LEASE_S))
     server = Server(behind, token=token)
     await server.listen([parse_address(url)])
@@ -36,6 +37,7 @@ async def remote_node(url: str, token: str = "") -> AsyncIterator[StoreNode]:
     await client.aclose()
     await server.aclose()
     await behind.aclose()
+    await memory.aclose()
 
 
 class TestRemoteStoreOnUnixSocket(PageStoreContract):
@@ -44,6 +46,17 @@ class TestRemoteStoreOnUnixSocket(PageStoreContract):
     @pytest.fixture
     async def node(self, tmp_path: Path) -> AsyncIterator[StoreNode]:
         async with remote_node(f"unix:{tmp_path / 's'}") as node:
+            yield node
+
+
+class TestRemoteStoreOnSharedMemory(PageStoreContract):
+    """The same, of a service that keeps its records in an arena, where its clients read them."""
+
+    @pytest.fixture
+    async def node(self, tmp_path: Path) -> AsyncIterator[StoreNode]:
+        arena = Arena.open(96 << 20)
+        assert arena is not None
+        async with remote_node(f"unix:{tmp_path / 's'}", arena=arena) as node:
             yield node
 
 

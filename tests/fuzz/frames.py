@@ -47,6 +47,7 @@ def valid_frames(choose: random.Random) -> list[bytes]:
         (messages.Ping(9, 500), b""),
         (messages.Cancel(choose.randrange(9)), b""),
         (messages.ShareArena(10, 500), b""),
+        (messages.Locate(11, 500, lease, **convert.locate_fields([PROMPT.records()[0].key]), arena=lease), b""),
     ]
     assert namespace
     return [frame(encode(message), payload) for message, payload in said]

@@ -87,6 +87,10 @@ def test_heads_of_messages(choose: random.Random) -> None:
                 convert.parse_staged(message)
             case messages.Load() | messages.Discard():
                 convert.parse_key(message)
+            case messages.Locate():
+                convert.parse_locate(message)
+            case messages.Located():
+                convert.parse_located(message, choose.randrange(5))
             case messages.Error() | messages.Refused():
                 raise_error(message)
 

@@ -126,6 +126,9 @@ def test_an_id_is_free_when_its_answer_is_there(service: AttackedService) -> Non
         "error": head_bytes(messages.Discard(5, 20_000, reason="", **unknown)),
         "load": head_bytes(messages.Load(5, 20_000, bytes(16), **convert.key_fields(record.key))),
         "share_arena": head_bytes(messages.ShareArena(5, 20_000)),
+        "locate": head_bytes(
+            messages.Locate(5, 20_000, bytes(16), **convert.locate_fields([record.key]), arena=bytes(16))
+        ),
     }
     with opened(service.url) as peer:
         for kind, frame in frames.items():

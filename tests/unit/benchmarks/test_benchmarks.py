@@ -47,6 +47,14 @@ def test_codec(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["ratio"] == pytest.approx(row["gb_s"] / row["ceiling_gb_s"], rel=0.02, abs=2e-4)
 
 
+def test_loads(capsys: pytest.CaptureFixture[str]) -> None:
+    """One row: a small prompt through a service and a rank of its own, whose blocks are compared."""
+    assert quick.main(["--only", "load", "--json", *TINY]) == 0
+    (row,) = rows_of(capsys.readouterr().out)
+    assert set(row) == COLUMNS
+    assert (row["what"], row["size_bytes"], row["ceiling"]) == ("load", 32 << 20, "memcpy")
+
+
 @pytest.mark.servers
 def test_redis(capsys: pytest.CaptureFixture[str]) -> None:
     """Our tier, redis-py and the service, put and get, for each size and number in flight."""

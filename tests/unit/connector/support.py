@@ -73,7 +73,7 @@ class ManualClock:
 
 
 class SteeredStore(PageStore):
-    """A `TieredStore` over memory whose calls can be held up, made to fail, or hooked.
+    """A store whose calls can be held up, made to fail, or hooked; by default a `TieredStore` over memory.
 
     Attributes:
         calls: Number of calls by name.
@@ -87,8 +87,8 @@ class SteeredStore(PageStore):
         cancelled: Names of calls that were cancelled.
     """
 
-    def __init__(self) -> None:
-        self.inner = TieredStore(MemoryTier(64 * MIB), limits=StoreLimits(stage_bytes=32 * MIB))
+    def __init__(self, inner: PageStore | None = None) -> None:
+        self.inner: Any = inner or TieredStore(MemoryTier(64 * MIB), limits=StoreLimits(stage_bytes=32 * MIB))
         self.calls: Counter[str] = Counter()
         self.held: set[str] = set()
         self.held_keys: set[RecordKey] = set()

@@ -12,6 +12,7 @@ from kvstore import errors
 from kvstore.api import LeaseId, Lookup, Offer, Outcome, PrefixQuery, Staged
 from kvstore.errors import InternalError, InvalidRequest, KVStoreError
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
+from kvstore.runtime.arena import Place
 from kvstore.wire import convert, messages
 from kvstore.wire.messages import decode, encode, error_of, raise_error
 
@@ -108,6 +109,27 @@ def test_boundaries_beyond_32_bits_are_refused() -> None:
     """They would not fit the wire, nor a record's header."""
     with pytest.raises(InvalidRequest, match="tokens"):
         convert.query_fields(PrefixQuery(NAMESPACE, (Boundary(1 << 32, PrefixHash(bytes(32))),), 0, 16, 16))
+
+
+def test_places_come_back() -> None:
+    """Of many records of a namespace, in their order; a record without a place has none."""
+    keys = [RecordKey(NAMESPACE, PrefixHash(bytes([n]) * 32), n % 3, n % 2) for n in range(9)]
+    request = messages.Locate(1, 2, bytes(16), **convert.locate_fields(keys), arena=bytes(16))
+    assert list(convert.parse_locate(request)) == keys
+    places = [Place(64 + n, 1 << 30, (1 << 63) - 1) if n % 2 else None for n in range(9)]
+    reply = convert.located_reply(1, places)
+    assert convert.parse_located(reply, 9) == places
+    for num_keys in (8, 10):
+        with pytest.raises(InvalidRequest, match="length"):
+            convert.parse_located(reply, num_keys)
+
+
+@pytest.mark.parametrize("change", [{"parts": bytes(6)}, {"parts": bytes(8)}, {"prefixes": b""}, {"namespace": b""}])
+def test_requests_for_places_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
+    """Lengths that disagree."""
+    fields = convert.locate_fields([RecordKey(NAMESPACE, PrefixHash(bytes(32)), 0, 0)])
+    with pytest.raises(InvalidRequest, match="length"):
+        convert.parse_locate(messages.Locate(1, 2, bytes(16), **{**fields, **change}, arena=bytes(16)))
 
 
 @pytest.mark.parametrize("masks", [(), (0, 0), (1, 2, 3), (1 << 255, 0, 7)])

@@ -1,0 +1,317 @@
+"""Loads that read records where they are in a real service's memory: right bytes, or no byte in a block."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from connector.jobs import AuditJob, LoadJob, LoadPiece, StepJobs
+from connector.worker import audit, loader
+from kvstore.api import Deadline, LeasedRecord, LeaseId
+from kvstore.client import connect
+from kvstore.format.record import HEADER_BYTES
+from kvstore.model.keys import RecordKey
+from kvstore.runtime.arena import Arena
+from kvstore.service.server import Server
+from kvstore.store.tiered import TieredStore
+from kvstore.tiers.memory import MemoryTier
+from kvstore.wire.address import parse_address
+from tests.unit.connector.device_contract import storage
+from tests.unit.connector.rank_harness import SOURCE, TARGET, Make, Rank, ranks_on
+from tests.unit.connector.support import BLOCK, MIB, LoopBridge, SteeredStore, eventually, soon
+
+ARENA_BYTES = 2 * MIB
+
+
+class SharingStore(SteeredStore):
+    """The client of a service; a load of many records is one call of it."""
+
+    async def load_many(
+        self, lease: LeaseId, keys: Sequence[RecordKey], *, deadline: Deadline
+    ) -> Sequence[LeasedRecord]:
+        await self._pass("load_many", deadline)
+        records: Sequence[LeasedRecord] = await self.inner.load_many(lease, keys, deadline=deadline)
+        return records
+
+
+class SharingBridge(LoopBridge):
+    """A loop with a service that shares its memory, and a client of it."""
+
+    memory: MemoryTier
+    behind: TieredStore
+    server: Server
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        super().__init__()
+
+    async def _make(self) -> SteeredStore:
+        self.memory = MemoryTier(ARENA_BYTES, arena=Arena.open(ARENA_BYTES))
+        self.behind = TieredStore(self.memory)
+        self.server = Server(self.behind)
+        url = f"unix:{self.folder / 's'}"
+        await self.server.listen([parse_address(url)])
+        client = connect(url)
+        await client.wait_ready(deadline=soon())
+        return SharingStore(client)
+
+    async def _end(self) -> None:
+        await self.server.aclose()
+        await super()._end()
+        await self.behind.aclose()
+        await self.memory.aclose()
+
+    def overwrite(self) -> None:
+        """What a service does that considers its peer dead: free all records, and use all memory for others."""
+
+        async def use_all(_: SteeredStore) -> None:
+            self.behind.leases.release_all()
+            for key in [key async for key in _keys(self.memory)]:
+                self.memory.remove(key)
+            arena, taken = self.memory.arena, list[memoryview]()
+            assert arena is not None
+            while (buffer := arena.take(16_000)) is not None:
+                buffer[:] = b"\xff" * len(buffer)
+                taken.append(buffer)
+            assert len(taken) * (16 << 10) == ARENA_BYTES
+
+        self.run(use_all)
+
+    def record_bytes(self, key: RecordKey) -> Any:
+        """uint8 [bytes]: a record in the service's memory, for writing."""
+        held = self.memory.peek(key)
+        assert held is not None
+        array: Any = np.frombuffer(held.data, np.uint8)
+        address = array.__array_interface__["data"][0]
+        return np.ndarray(array.size, np.uint8, (ctypes.c_char * array.size).from_address(address))
+
+
+async def _keys(memory: MemoryTier) -> Any:
+    async for entry in memory.scan():
+        yield entry.key
+
+
+@pytest.fixture
+def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SharingBridge]:
+    monkeypatch.setattr("kvstore.tiers.memory._ARENA_BYTES_MIN", 1)  # the records of these tests are small
+    made = SharingBridge(tmp_path)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def rank(bridge: SharingBridge) -> Iterator[Make]:
+    with ranks_on(bridge) as make:
+        yield make
+
+
+def pieces_of(rank: Rank) -> tuple[bytes, tuple[LoadPiece, ...]]:
+    (job,) = rank.load_job(rank.stage()).loads
+    assert job.pieces is not None
+    return job.lease, job.pieces
+
+
+def load(rank: Rank, lease: bytes, pieces: tuple[LoadPiece, ...]) -> bool:
+    """Load these pieces; whether that succeeded."""
+    rank.side.start_loads(StepJobs(loads=(LoadJob("r", lease, pieces),)))
+    finished, failed = rank.result()
+    assert finished == {"r"}
+    return not failed
+
+
+def test_a_load_is_one_request_and_receives_no_record(rank: Make, bridge: SharingBridge) -> None:
+    """All records of a load are read where they are: one call, after which only its answer has come."""
+    source = rank()
+    source.save()
+    target = rank(seed=2)
+    lease, pieces = pieces_of(target)
+
+    def received_bytes() -> int:
+        return sum(connection.frames.received_bytes for connection in bridge.store.inner.pool.connections())
+
+    before = received_bytes()
+    assert load(target, lease, pieces)
+    assert torch.equal(target.blocks(TARGET), source.blocks(SOURCE))
+    assert (bridge.store.calls["load_many"], bridge.store.calls["load"]) == (1, 0)
+    assert received_bytes() - before < 100 + 24 * len(pieces)
+
+
+MOMENTS = ("before its checksum", "after its checksum", "after it is decoded")
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_memory_that_is_reused_while_it_is_read_reaches_no_block(
+    rank: Make, bridge: SharingBridge, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Each record in turn loses its memory at this moment: the load fails, no byte is written, no record is blamed."""
+    source, target = rank(), rank(seed=2)
+    verify, decode = loader.verify_payload, loader.decode_into
+    overwrites: list[Callable[[], None]] = []
+
+    def overwrite_at(now: str) -> None:
+        if now == moment and overwrites:
+            overwrites.pop()()
+
+    def verified(*given: Any) -> None:
+        overwrite_at(MOMENTS[0])
+        verify(*given)
+        overwrite_at(MOMENTS[1])
+
+    def decoded(*given: Any, **more: Any) -> None:
+        decode(*given, **more)
+        overwrite_at(MOMENTS[2])
+
+    monkeypatch.setattr(loader, "verify_payload", verified)
+    monkeypatch.setattr(loader, "decode_into", decoded)
+    before = [storage(layer) for layer in target.layers]
+    for index in range(12):
+        source.save()
+        lease, pieces = pieces_of(target)
+        assert len(pieces) == 12
+        overwrites.append(bridge.overwrite)
+        assert not load(target, lease, pieces[index : index + 1])
+        assert not overwrites
+        assert all(map(torch.equal, map(storage, target.layers), before))
+    assert bridge.store.calls["discard"] == 0
+    assert target.meters.get("connector_corrupt_records") == 0
+
+
+def test_memory_that_is_reused_at_any_time_serves_no_wrong_byte(rank: Make, bridge: SharingBridge) -> None:
+    """Leases end and memory is reused at random times under loads: what is written is what was saved, load by load."""
+    source, target = rank(), rank(seed=2)
+    chance = random.Random(5)
+    right = source.blocks(SOURCE)
+    outcomes = {True: 0, False: 0}
+    for _ in range(60):
+        source.save()
+        lease, pieces = pieces_of(target)
+        old = target.blocks(TARGET).clone()
+        timer = threading.Timer(chance.random() * 0.004, bridge.overwrite)
+        timer.start()
+        loaded = load(target, lease, pieces)
+        timer.join()
+        now = target.blocks(TARGET)
+        assert bool(((now == right) | (now == old)).all())
+        assert not loaded or torch.equal(now, right)
+        outcomes[loaded] += 1
+        for layer in target.layers:
+            layer.copy_(torch.randn_like(layer))
+    assert min(outcomes.values()) > 0, outcomes
+    assert target.meters.get("connector_corrupt_records") == 0
+
+
+def test_without_the_stamp_wrong_bytes_would_be_written(
+    rank: Make, bridge: SharingBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same with stamps that always match, and memory reused after its checksum was verified."""
+    source, target = rank(), rank(seed=2)
+    source.save()
+    lease, pieces = pieces_of(target)
+    verify = loader.verify_payload
+
+    def verified(*given: Any) -> None:
+        verify(*given)
+        bridge.overwrite()
+
+    monkeypatch.setattr(loader, "verify_payload", verified)
+    monkeypatch.setattr("kvstore.runtime.arena.ArenaView.holds", lambda *_: True)
+    before = [storage(layer) for layer in target.layers]
+    load(target, lease, pieces[:1])
+    assert not all(map(torch.equal, map(storage, target.layers), before))
+
+
+@pytest.mark.parametrize("at", [HEADER_BYTES, HEADER_BYTES + 100, 100])
+def test_a_corrupt_byte_is_found_and_its_record_discarded(rank: Make, bridge: SharingBridge, at: int) -> None:
+    """A byte that changed in the service's memory, of payload or header: nothing is written, and no reader gets it."""
+    source, target = rank(), rank(seed=2)
+    source.save()
+    lease, pieces = pieces_of(target)
+    bad = pieces[3].key
+    bridge.record_bytes(bad)[at] ^= 1
+    before = [storage(layer) for layer in target.layers]
+    assert not load(target, lease, pieces[3:4])
+    assert all(map(torch.equal, map(storage, target.layers), before))
+    assert target.meters.get("connector_corrupt_records") == 1
+    assert bad not in bridge.memory
+
+
+def test_a_service_that_says_nothing_of_places_fails_the_load(rank: Make, bridge: SharingBridge) -> None:
+    """The request for places has the same patience as one for a record, and is cancelled."""
+    source = rank(stall_timeout_ms=100)
+    source.save()
+    lease, pieces = pieces_of(source)
+    bridge.store.held.add("load_many")
+    assert not load(source, lease, pieces)
+    assert bridge.store.cancelled == ["load_many"]
+
+
+def test_a_client_that_is_closed_while_it_asks_reports_its_loads(bridge: SharingBridge) -> None:
+    """The load is reported, as failed, and nothing of the service's memory stays mapped for it."""
+    source = Rank(bridge)
+    source.save()
+    lease, pieces = pieces_of(source)
+    bridge.store.held.add("load_many")
+    source.side.start_loads(StepJobs(loads=(LoadJob("r", lease, pieces),)))
+    eventually(lambda: bridge.store.calls["load_many"])
+    source.side.shutdown()
+    bridge.store.held.clear()
+    assert source.result() == ({"r"}, {"r"})
+
+
+def test_records_that_are_not_shared_are_sent(
+    rank: Make, bridge: SharingBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the records have no place in the shared memory: these are received, the others are read there."""
+    source = rank()
+    source.save()
+    target = rank(seed=2)
+    lease, pieces = pieces_of(target)
+    place, asked = Arena.place, []
+
+    def some(arena: Arena, data: memoryview) -> Any:
+        asked.append(data)
+        return place(arena, data) if len(asked) % 2 else None
+
+    monkeypatch.setattr(Arena, "place", some)
+    assert load(target, lease, pieces)
+    assert len(asked) == len(pieces)
+    assert torch.equal(target.blocks(TARGET), source.blocks(SOURCE))
+
+
+def test_audits_read_there_too(rank: Make, bridge: SharingBridge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An audit compares a record where it is; one whose memory is reused is skipped, and neither wrong nor corrupt."""
+    source = rank(audit_rate=1.0)
+    source.save()
+    decode = audit.decode_into
+    for number, is_lost in enumerate((False, True)):
+        staged = source.stage()
+        assert staged.lease is not None
+        pieces = tuple(
+            LoadPiece(key, (stop - start) // BLOCK, 0, (SOURCE[start // BLOCK : stop // BLOCK],))
+            for key, (start, stop) in zip(staged.keys, staged.spans, strict=True)
+        )
+
+        def decoded(*given: Any, is_lost: bool = is_lost) -> None:
+            decode(*given)
+            if is_lost:
+                bridge.overwrite()
+
+        monkeypatch.setattr(audit, "decode_into", decoded)
+        source.side.save(StepJobs(audits=(AuditJob(number, staged.lease, pieces),)))
+        report = eventually(source.side.take_report)
+        assert report.audits_differ == set()
+        assert report.audits_partial == ({number} if is_lost else set())
+    assert source.meters.get("connector_audited_pages") == 12
+    assert source.meters.get("connector_audit_skipped") == 12
+    assert source.meters.get("connector_corrupt_records") == 0
+    assert (bridge.store.calls["load"], bridge.store.calls["discard"]) == (0, 0)
