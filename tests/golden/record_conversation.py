@@ -1,11 +1,13 @@
-"""Records what a client and a service of one release say to each other, frame by frame, over a real TCP connection.
+"""Records what a client and a service of one release say to each other, frame by frame, over real connections.
 
 Run it from a checkout of the release, once; later releases must be able to take either part:
 
     git worktree add ../release COMMIT
-    PYTHONPATH=../release python tests/golden/record_conversation.py tests/golden/wire-v1-COMMIT.jsonl
+    PYTHONPATH=../release python tests/golden/record_conversation.py \
+        tests/golden/wire-v1-COMMIT.jsonl tests/golden/places-v1-COMMIT.jsonl
 
-Each line of the file is a frame: the number of its connection, who sent it, and its bytes. Frames are cut by
+The first file has every request over TCP; the second one those for places in shared memory, over a Unix socket. Each
+line of a file is a frame: the number of its connection, who sent it, and its bytes. Frames are cut by
 docs/formats/wire-v1.md, not by the release's code.
 """
 
@@ -17,18 +19,23 @@ import contextlib
 import json
 import struct
 import sys
+import tempfile
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from kvstore.api import LeaseId, Outcome
 from kvstore.client import ClientOptions, connect
 from kvstore.client.connection import Connection
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.format.record import read_record
+from kvstore.runtime.arena import Arena
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.server import Server
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.tiers.memory import MemoryTier
-from kvstore.wire.address import TcpAddress, parse_address
+from kvstore.wire import convert, messages
+from kvstore.wire.address import TcpAddress, UnixAddress, parse_address
 
 TOKEN = "golden token"
 PROMPT = Prompt(ATTENTION, "golden", 128, payload_bytes=200)
@@ -46,14 +53,19 @@ class Recorder:
         lines: What was said, in order.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, connect: Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]) -> None:
         self.lines: list[dict[str, object]] = []
-        self._port = port
+        self._connect = connect
         self._num = 0
+
+    def write(self, path: Path) -> None:
+        """Write the frames to a file."""
+        path.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+        print(f"{path}: {len(self.lines)} frames of {self._num} connections")
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         number, self._num = self._num, self._num + 1
-        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        up_reader, up_writer = await self._connect()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._pass_on(number, "client", reader, up_writer))
             group.create_task(self._pass_on(number, "service", up_reader, writer))
@@ -113,13 +125,14 @@ async def refused(address: TcpAddress) -> None:
     raise AssertionError("a wrong token was taken")
 
 
-async def main(path: Path) -> None:
+async def record_all(path: Path) -> None:
+    """Every request, over TCP."""
     store = TieredStore(MemoryTier(8 << 20))
     server = Server(store, token=TOKEN)
     await server.listen([parse_address("tcp://127.0.0.1:0")])
     (address,) = server.addresses
     assert isinstance(address, TcpAddress)
-    recorder = Recorder(address.port)
+    recorder = Recorder(lambda: asyncio.open_connection("127.0.0.1", address.port))
     between = await asyncio.start_server(recorder.serve, "127.0.0.1", 0)
     port = between.sockets[0].getsockname()[1]
     await talk(f"tcp://127.0.0.1:{port}")
@@ -128,9 +141,74 @@ async def main(path: Path) -> None:
     between.close()
     await server.aclose()
     await store.aclose()
-    path.write_text("".join(json.dumps(line) + "\n" for line in recorder.lines))
-    print(f"{len(recorder.lines)} frames of {recorder._num} connections")
+    recorder.write(path)
+
+
+SHARED = Prompt(ATTENTION, "golden places", 128, payload_bytes=70_000)
+"""Its records are large enough for the arena."""
+
+
+async def shared_store() -> tuple[TieredStore, MemoryTier]:
+    """A store whose arena holds the records of `SHARED`, in an order that gives each the same place every time."""
+    memory = MemoryTier(8 << 20, arena=Arena.open(8 << 20))
+    store = TieredStore(memory)
+    await store.open_namespace(SHARED.description, deadline=soon())
+    for record in SHARED.records():
+        buffer = store.buffer(record.num_bytes)
+        buffer[:] = record.data
+        await store.save(read_record(buffer), deadline=soon())
+    return store, memory
+
+
+async def ask_for_places(path: str) -> None:
+    """Of all records, of a memory that the service does not have, and under a lease that is not one."""
+    connection = await Connection.connect(UnixAddress(path), ClientOptions(name="golden"), "control")
+    arena, deadline = connection.welcome.arena, soon()
+    await connection.request(
+        lambda i, ms: messages.OpenNamespace(i, ms, SHARED.description.canonical),
+        messages.NamespaceOpened,
+        deadline=deadline,
+    )
+    query = SHARED.query()
+    fields = convert.query_fields(query)
+    answer, _ = await connection.request(
+        lambda i, ms: messages.Stage(i, ms, **fields, packed=True), messages.Staged, deadline=deadline
+    )
+    staged = convert.parse_staged(answer, query, SHARED.description.layout())
+    assert staged.lease is not None
+    keys = convert.locate_fields(staged.keys)
+    for lease, memory in ((staged.lease, arena), (staged.lease, bytes(16)), (LeaseId(bytes(16)), arena)):
+        with contextlib.suppress(Unavailable):
+            await connection.request(
+                lambda i, ms, lease=lease, memory=memory: messages.Locate(i, ms, lease, **keys, arena=memory),
+                messages.Located,
+                deadline=deadline,
+            )
+    connection.post(messages.Release(staged.lease))
+    await asyncio.sleep(0.2)
+    connection.close()
+
+
+async def record_places(path: Path) -> None:
+    """The requests for places in shared memory, over a Unix socket."""
+    store, memory = await shared_store()
+    server = Server(store)
+    with tempfile.TemporaryDirectory() as folder:
+        await server.listen([parse_address(f"unix:{folder}/s")])
+        recorder = Recorder(lambda: asyncio.open_unix_connection(f"{folder}/s"))
+        between = await asyncio.start_unix_server(recorder.serve, f"{folder}/between")
+        await ask_for_places(f"{folder}/between")
+        between.close()
+        await server.aclose()
+    await store.aclose()
+    await memory.aclose()
+    recorder.write(path)
+
+
+async def main(everything: Path, places: Path) -> None:
+    await record_all(everything)
+    await record_places(places)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1])))
+    asyncio.run(main(*map(Path, sys.argv[1:])))

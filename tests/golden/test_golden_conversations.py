@@ -7,7 +7,7 @@ import base64
 import json
 import struct
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from kvstore.client.remote import RemoteStore
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.record import read_record
 from kvstore.model.namespace import NamespaceDescription
+from kvstore.runtime.arena import ArenaView
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.server import Server
 from kvstore.store.tiered import TieredStore
@@ -29,13 +30,16 @@ from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import convert, messages
 from kvstore.wire.address import TcpAddress, parse_address
 from kvstore.wire.messages import raise_error
+from tests.golden.record_conversation import SHARED, shared_store
 
 FILES = sorted(Path(__file__).parent.glob("wire-v1-*.jsonl"))
+PLACES = sorted(Path(__file__).parent.glob("places-v1-*.jsonl"))
+EVERY_PLACES_FILE = pytest.mark.parametrize("file", PLACES, ids=lambda file: file.stem)
 EVERY_FILE = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
 _PREFIX = struct.Struct("<4sIQ")
 _NOT_ANSWERED = ("release", "outcome", "cancel")
-_DIFFER = ("release", "lease", "lease_s", "values", "message", "deadline_ms")
+_DIFFER = ("release", "lease", "arena", "lease_s", "values", "message", "deadline_ms")
 """Fields that are of the run or of the release, not of the question."""
 
 
@@ -130,6 +134,7 @@ def compare(old: Frame, new: Frame) -> None:
 def test_there_is_a_conversation() -> None:
     """With every request that a client makes, with hits and misses, an error and a refusal."""
     assert FILES
+    assert PLACES
     exchanges = conversation(FILES[0])
     requests = {exchange.asked.type for exchange in exchanges}
     assert requests >= {"hello", "open_namespace", "lookup", "stage", "save", "load", "renew", "release", "discard"}
@@ -143,19 +148,32 @@ async def test_a_client_of_that_release_at_todays_service(file: Path) -> None:
     """Its very frames, over real connections: each answer is what it was then, or more. Leases alone are today's."""
     store = TieredStore(MemoryTier(8 << 20))
     server = Server(store, token="golden token")
-    streams: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
-    leases: dict[bytes, bytes] = {}
     try:
         await server.listen([parse_address("tcp://127.0.0.1:0")])
         (address,) = server.addresses
         assert isinstance(address, TcpAddress)
+        leases = await replay(file, lambda: asyncio.open_connection("127.0.0.1", address.port))
+        assert leases
+    finally:
+        await server.aclose()
+        await store.aclose()
+
+
+Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+
+
+async def replay(file: Path, connect: Connect) -> dict[bytes, bytes]:
+    """Send a conversation's very frames and compare each answer; returns today's ids by those of then."""
+    streams: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
+    ids: dict[bytes, bytes] = {}
+    try:
         for exchange in conversation(file):
             asked = exchange.asked
             if asked.connection not in streams:
-                streams[asked.connection] = await asyncio.open_connection("127.0.0.1", address.port)
+                streams[asked.connection] = await connect()
             reader, writer = streams[asked.connection]
             data = asked.data
-            for old, new in leases.items():
+            for old, new in ids.items():
                 data = data.replace(old, new)
             writer.write(data)
             async with asyncio.timeout(60.0):
@@ -164,14 +182,59 @@ async def test_a_client_of_that_release_at_todays_service(file: Path) -> None:
                     if seen.type == "stage_progress" != expected.type:  # how often it is told is a matter of time
                         seen = await read_frame(reader, asked.connection)
                     compare(expected, seen)
-                    if expected.type == "staged" and expected.head["lease"]:
-                        leases[expected.head["lease"]] = seen.head["lease"]
-        assert leases
+                    for name in ("lease", "arena"):
+                        if expected.head.get(name):
+                            ids[expected.head[name]] = seen.head[name]
     finally:
         for _, writer in streams.values():
             writer.close()
+    return ids
+
+
+@EVERY_PLACES_FILE
+async def test_a_client_that_asks_for_places_at_todays_service(file: Path, tmp_path: Path) -> None:
+    """The frames of a client of that release that has mapped the arena: each record has the place that it had then."""
+    store, memory = await shared_store()
+    server = Server(store)
+    try:
+        await server.listen([parse_address(f"unix:{tmp_path}/s")])
+        ids = await replay(file, lambda: asyncio.open_unix_connection(f"{tmp_path}/s"))
+        assert len(ids) == 2  # the lease and the arena
+    finally:
         await server.aclose()
         await store.aclose()
+        await memory.aclose()
+
+
+@EVERY_PLACES_FILE
+async def test_todays_client_reads_places_of_that_release(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks a service of that release as its own client did, and finds each record at the place in the answer."""
+    exchanges = conversation(file)
+    welcome = next(one.answers[0].head for one in exchanges if one.asked.type == "hello")
+    store, memory = await shared_store()
+    assert memory.arena is not None
+    view = ArenaView(memory.arena.descriptor, memory.arena.capacity_bytes)
+    monkeypatch.setattr("kvstore.client.sharing._map", lambda *_: (welcome["arena"], view))
+    service = PastService(exchanges)
+    server = await asyncio.start_unix_server(service.serve, f"{tmp_path}/s")
+    client = connect(f"unix:{tmp_path}/s", options=ClientOptions(num_data_connections=1, name="golden"))
+    try:
+        await client.open_namespace(SHARED.description, deadline=soon())
+        staged = await client.stage(SHARED.query(), deadline=soon())
+        assert staged.lease is not None
+        records = await client.load_many(staged.lease, staged.keys, deadline=soon())
+        expected = {record.key: record.data for record in SHARED.records()}
+        for key, leased in zip(staged.keys, records, strict=True):
+            with (await leased.load(deadline=soon())).reading() as record:
+                assert record.data == expected[key]
+        assert service.complaints == []
+    finally:
+        await client.aclose()
+        server.close()
+        await store.aclose()
+        await memory.aclose()
 
 
 class PastService:
