@@ -17,8 +17,6 @@ from kvstore.model.kinds import Latent, Recurrent
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.namespace import NamespaceDescription, describe_layout
 
-__all__ = ["CacheShape", "GroupShape", "describe_namespace", "read_shape"]
-
 _FORMAT = 1
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from kvstore.runtime.meters import Meters
 
-__all__ = ["COUNTERS", "GAUGES", "TIMES", "Drain", "Metric", "Payload", "keep_gauges", "merge", "metric_of", "summary"]
-
 Payload = dict[str, dict[str, Any]]
 
 _MIB = 1 << 20

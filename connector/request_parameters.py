@@ -17,8 +17,6 @@ from typing import Any, TypeGuard
 
 from kvstore.api import Retention
 
-__all__ = ["OBJECT", "Handoff", "RequestFlags", "read_flags", "read_handoff", "wants_receipt", "write_receipt"]
-
 OBJECT = "kvstore"
 _RECEIPT = "kvstore_handoff"
 _WAIT_S = 2.0

@@ -21,8 +21,6 @@ from migrations.journal import Journal, Sheet, State, num_sheets, sheet_of, shee
 from migrations.steps import Step, Verdict
 from migrations.store import Listed, Store, soon
 
-__all__ = ["Copier", "Progress", "Walk"]
-
 T = TypeVar("T")
 
 _IN_FLIGHT = 32

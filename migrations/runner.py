@@ -25,8 +25,6 @@ from migrations.journal import Journal, Phase, State, namespaces_of, sheets_name
 from migrations.steps import Step
 from migrations.store import Listed, Store, soon
 
-__all__ = ["Plan", "Runner"]
-
 _LEASE = "migration"
 _RENEW_SHARE = 0.3
 """Share of the lease after which it is renewed."""

@@ -16,8 +16,6 @@ from kvstore.model.namespace import NamespaceDescription
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import Tier
 
-__all__ = ["Listed", "Store", "soon"]
-
 T = TypeVar("T")
 
 _CALL_S = 30.0

@@ -8,8 +8,6 @@ from typing import Protocol
 
 from kvstore.errors import InvalidRequest
 
-__all__ = ["BlockRun", "LayerGeometry", "PagePlan", "prove_tiling"]
-
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:

@@ -40,8 +40,6 @@ from connector.device.rows import (
 from connector.device.streams import Event, Stream, Streams
 from kvstore.errors import InternalError, InvalidRequest
 
-__all__ = ["Ring", "StreamCopier", "StreamDevice"]
-
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _BATCH_BYTES = 32 << 20

@@ -22,18 +22,6 @@ from numpy.typing import NDArray
 from connector.canonical.runs import BlockRun
 from kvstore.errors import InternalError, InvalidRequest
 
-__all__ = [
-    "CacheGeometry",
-    "RowIndexes",
-    "RowPlan",
-    "gather_rows",
-    "join_planes",
-    "pack_indexes",
-    "plan_rows",
-    "scatter_rows",
-    "split_planes",
-]
-
 Ints = NDArray[np.int64]
 _WIDEST_FIRST = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 

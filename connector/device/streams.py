@@ -14,8 +14,6 @@ import torch
 from connector.device.host_memory import near_processors, pin_near
 from kvstore.errors import InvalidRequest
 
-__all__ = ["DONE", "CudaStreams", "Event", "Stream", "Streams"]
-
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every GPU of the process."""
 

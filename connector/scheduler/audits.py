@@ -21,8 +21,6 @@ from kvstore.model.keys import PrefixHash, RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.meters import Meters
 
-__all__ = ["TRIAL_POINTS", "Audits", "is_sampled"]
-
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _SEEN_MAX = 1 << 16

@@ -22,8 +22,6 @@ from kvstore.model.keys import Boundary, NamespaceId
 from kvstore.model.layout import Layout
 from kvstore.runtime.instruments import Instruments
 
-__all__ = ["Fetch", "FetchEnd", "Fetches", "common_tokens"]
-
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _RENEW_SHARE = 3

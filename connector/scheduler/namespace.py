@@ -21,8 +21,6 @@ from kvstore.errors import Closed, InvalidRequest, KVStoreError, Unavailable
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.clock import Clock
 
-__all__ = ["EngineNamespace"]
-
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _OPEN_S, _OPEN_RETRY_S = 10.0, 0.5

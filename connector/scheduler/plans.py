@@ -11,8 +11,6 @@ from kvstore.api import Staged
 from kvstore.errors import InternalError
 from kvstore.model.layout import Span
 
-__all__ = ["blocks_of", "final_pages", "plan_load"]
-
 
 def final_pages(
     *,

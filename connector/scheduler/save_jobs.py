@@ -19,8 +19,6 @@ from kvstore.model.keys import Boundary
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.instruments import Instruments
 
-__all__ = ["BlockPins", "Priority", "SaveJobs", "Watchdog"]
-
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _WAIT_S = 5.0

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from connector.worker.side import WorkerSide
     from kvstore.api import Staged
 
-__all__ = ["KVStorePromMetrics", "KVStoreStats", "ObservabilityHooks", "split_tokens", "to_events"]
-
 OWNERSHIP = "kvstore"
 """Distinguishes our events from those of vLLM's own tiers."""
 

@@ -27,8 +27,6 @@ from kvstore.errors import CorruptRecord, KVStoreError
 from kvstore.format.record import Record, verify_payload
 from kvstore.runtime.meters import Meters
 
-__all__ = ["Auditor", "Scattered"]
-
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _DEADLINE_S = 30.0

@@ -24,8 +24,6 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.kinds import Latent
 from kvstore.model.layout import GroupLayout
 
-__all__ = ["RankGroup", "check_bytes", "check_round_trip", "prove_group"]
-
 _CHECKED_BLOCKS = 2
 _GAPS_BYTES = 1 << 20
 """Between pages, which start at multiples of 512 bytes."""

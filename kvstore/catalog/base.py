@@ -14,23 +14,6 @@ from kvstore.model.layout import Layout
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 
-__all__ = [
-    "TOMBSTONES_MAX",
-    "Addition",
-    "BoundaryEntry",
-    "Catalog",
-    "Gate",
-    "LeaveReason",
-    "Leaving",
-    "LevelTotals",
-    "NamespaceTotals",
-    "Removal",
-    "Step",
-    "Tombstone",
-    "Use",
-    "entry_of",
-]
-
 TOMBSTONES_MAX = 16384
 """Tombstones that a catalog keeps."""
 _BATCH = 512

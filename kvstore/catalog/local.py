@@ -27,8 +27,6 @@ from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash
 from kvstore.model.layout import Layout
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["ENTRIES", "LocalCatalog"]
-
 T = TypeVar("T")
 
 ENTRIES = -1

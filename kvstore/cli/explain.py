@@ -13,8 +13,6 @@ from kvstore.cli.options import AsJson, Config, TokenFile
 from kvstore.cli.printing import detail_text, print_table, table_of
 from kvstore.cli.service import DataTimeout, Url, connected
 
-__all__ = ["explain"]
-
 
 def explain(  # noqa: PLR0917 - typer makes flags of them
     request: Annotated[

@@ -16,8 +16,6 @@ from kvstore.cli.admin import (
 )
 from kvstore.cli.printing import echo_json, time_text
 
-__all__ = ["pin", "unpin"]
-
 PrefixArgument = Annotated[str, typer.Argument(help="The boundary: 64 hex digits, from `kvstore ls`.")]
 
 

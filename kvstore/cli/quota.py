@@ -13,8 +13,6 @@ from kvstore.cli.options import parse_size
 from kvstore.cli.printing import bytes_text, echo_json, print_table, table_of
 from kvstore.errors import InvalidRequest
 
-__all__ = ["quota"]
-
 
 @admin_verb(30.0)
 def quota(  # noqa: PLR0917 - typer makes flags of them

@@ -25,21 +25,6 @@ from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address
 if TYPE_CHECKING:
     from kvstore.cli.admin import AdminClient
 
-__all__ = [
-    "NO_SERVICE",
-    "ByService",
-    "Connection",
-    "DataTimeout",
-    "ServiceUrl",
-    "Url",
-    "admin_of",
-    "check_store",
-    "connected",
-    "location_of",
-    "service_url",
-    "store_in_use",
-]
-
 Url: TypeAlias = Annotated[
     str,
     typer.Option(

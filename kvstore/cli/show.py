@@ -21,8 +21,6 @@ from kvstore.cli.printing import (
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.namespace import field_differences, flat_fields
 
-__all__ = ["show"]
-
 _FAMILY_SHOWN = 8
 
 

@@ -31,8 +31,6 @@ from kvstore.cli.printing import (
 from kvstore.cli.status_problems import by_label
 from kvstore.errors import Unavailable
 
-__all__ = ["read_values", "screen_of", "top"]
-
 _NAMESPACES_SHOWN, _REQUESTS_SHOWN = 8, 8
 _NAMESPACES_MAX = 1000
 _COUNTERS = (

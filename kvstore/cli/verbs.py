@@ -15,8 +15,6 @@ from kvstore.cli.main import INTERRUPTED
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.runtime.wrong_values import expectation, shown
 
-__all__ = ["app", "run"]
-
 FAILURE, USAGE = 1, 2
 # click's `UsageError`; taken from typer, since newer releases bundle click
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])

@@ -24,8 +24,6 @@ from kvstore.settings import Settings
 from kvstore.store.upkeep.verification import BadRecord, ByteRate, Findings, count_records, verify_tier
 from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier, parse_cold, parse_hot
 
-__all__ = ["verify"]
-
 BAD_FOUND, NOT_ALL_READ = 3, 1
 _JOB_ANSWER_S = 30.0
 

@@ -11,8 +11,6 @@ from rich.markup import escape
 from kvstore.cli.admin import ONLY_OWN, AdminClient, Yes, admin_verb
 from kvstore.cli.printing import echo_json, held_text, print_table, table_of, time_text
 
-__all__ = ["weights"]
-
 weights = typer.Typer(
     add_completion=False,
     help="List weights and what is stored of them; retire old ones on all services at once.",

@@ -16,8 +16,6 @@ from kvstore.errors import Closed, InvalidRequest
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["CodecPool", "PoolUsage"]
-
 Result = TypeVar("Result")
 
 

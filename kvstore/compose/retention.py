@@ -23,8 +23,6 @@ from kvstore.store.retention.policy_choice import PolicyChoice, candidates_of
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation
 
-__all__ = ["open_job_book", "open_ownership", "open_retention"]
-
 _PROBE_S = 2.0
 _OWNER_LEASE_S = 60.0
 """A dead owner's namespaces are not evicted from for this time."""

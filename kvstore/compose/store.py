@@ -33,8 +33,6 @@ from kvstore.tiers.guarded import GuardedTier, report_quarantine
 from kvstore.tiers.locations import ColdLocation, FileLocation, HotLocation, NoTier, RedisLocation, S3Location
 from kvstore.tiers.memory import MemoryTier
 
-__all__ = ["missing_package", "open_catalog", "open_served_store", "open_store", "open_tier", "store_limits"]
-
 _log = logging.getLogger(__name__)
 
 _PROBE_S = 2.0

@@ -13,19 +13,6 @@ from kvstore.errors import InvalidRequest
 from kvstore.eviction.policies import FlopsPerByte, Lru, Policy
 from kvstore.eviction.prefixes import Key, spread
 
-__all__ = [
-    "ADMISSIONS",
-    "AUTO",
-    "CANDIDATES",
-    "POLICIES",
-    "REMOVED",
-    "Admission",
-    "AdmitAll",
-    "Candidate",
-    "SecondSight",
-    "parse_candidate",
-]
-
 AUTO = "auto"
 
 

@@ -20,17 +20,6 @@ from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.runtime.wrong_values import cut, not_json, shown
 
-__all__ = [
-    "CLAIRVOYANT",
-    "ReplayPlan",
-    "ReplayResult",
-    "TracedPrompt",
-    "check_policy",
-    "clairvoyant_holds",
-    "read_trace",
-    "replay",
-]
-
 CLAIRVOYANT = "clairvoyant"
 """Not a policy but an upper bound: it knows the next use of every block from the trace."""
 

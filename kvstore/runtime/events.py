@@ -10,8 +10,6 @@ from enum import Enum
 
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 
-__all__ = ["Event", "EventKind", "Events"]
-
 _KEPT = 256
 """Events of each kind: a tier that fails and returns all night does not push out events of other kinds."""
 _TEXT_CHARS_MAX = 300

@@ -9,8 +9,6 @@ from kvstore.runtime.events import Events
 from kvstore.runtime.meters import Meters
 from kvstore.runtime.tracing import Tracing
 
-__all__ = ["Instruments"]
-
 
 @dataclass(frozen=True, slots=True)
 class Instruments:

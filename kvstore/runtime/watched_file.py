@@ -12,8 +12,6 @@ from typing import Generic, TypeVar
 from kvstore.errors import InvalidRequest
 from kvstore.runtime.files import open_regular
 
-__all__ = ["Watched", "read_guarded", "state_of"]
-
 _log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")

@@ -20,8 +20,6 @@ from kvstore.store.explain.reasons import REASONS, UNKNOWN
 from kvstore.store.retention.operator_rules import Retirement
 from kvstore.store.tiered import TieredStore
 
-__all__ = ["STEP_S", "History", "Sample", "Watcher", "Window", "window_of"]
-
 STEP_S = 10
 """Finer steps would show nothing that an operator could act on."""
 _SAMPLES_MAX = 6 * 3600 // STEP_S

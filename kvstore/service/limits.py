@@ -11,9 +11,6 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.record import MAX_RECORD_BYTES
 from kvstore.wire.frames import MAX_HEAD_BYTES
 
-__all__ = ["PROGRESS_BYTES", "ServiceLimits", "Stall", "UnauthenticatedConnection", "UnauthenticatedConnections"]
-
-
 _CONNECTIONS_MAX = 4096
 _RESERVED_FILES = 512
 """For tiers, the catalog, the administration port, and connections that have not said hello."""

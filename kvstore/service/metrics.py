@@ -13,8 +13,6 @@ from types import MappingProxyType
 
 from kvstore.store.upkeep.operations import TierState
 
-__all__ = ["CONTENT_TYPE", "COUNTERS", "GAUGES", "OWN_GAUGES", "render"]
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 COUNTERS = {

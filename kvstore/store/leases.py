@@ -16,8 +16,6 @@ from kvstore.runtime.budget import Shares
 from kvstore.store.context import StoreContext
 from kvstore.tiers.memory import Pin
 
-__all__ = ["LeaseTable"]
-
 _ID_BYTES = 16
 _SWEEP_S = 1.0
 

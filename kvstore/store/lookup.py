@@ -38,8 +38,6 @@ from kvstore.store.placement import (
 )
 from kvstore.tiers.base import Tier
 
-__all__ = ["AbsentKeys", "CatalogLookup", "PresenceFinder"]
-
 _QUERIES_MAX = 64
 """Queries to the slower tiers at a time, of a few thousand names at most; further ones wait their turn."""
 _CATALOG_QUERIES_MAX = 2

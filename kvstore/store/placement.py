@@ -25,29 +25,6 @@ from kvstore.model.coverage import ends_to_resume, longest_resumable
 from kvstore.model.keys import RecordKey
 from kvstore.model.layout import Layout, cell_of
 
-__all__ = [
-    "UNKNOWN_BYTES",
-    "PackedSlices",
-    "Presence",
-    "Probe",
-    "SliceMap",
-    "affordable_resume",
-    "boundaries_beyond",
-    "boundaries_of",
-    "by_group",
-    "count_first",
-    "fill",
-    "gaps",
-    "groups_present",
-    "inner_probes",
-    "last_of_each",
-    "offers_of",
-    "page_probes",
-    "resume_of",
-    "slices_of",
-    "spread",
-]
-
 UNKNOWN_BYTES = 4 << 20
 """Assumed for a record whose size no tier knows: encoded records aim at 2 to 4 MiB."""
 _TABLE_BYTES_MAX = 256 << 20

@@ -21,8 +21,6 @@ from kvstore.runtime.instruments import Instruments
 from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.tiers.base import PutOutcome, Tier, TierUsage, TierWrapper
 
-__all__ = ["CataloguedTier", "Recorder"]
-
 _BATCH = 512
 _WAITING_MAX = 65_536
 """Changes that may wait for a catalog that does not answer, some 30 MiB; beyond, the catalog is marked incomplete."""

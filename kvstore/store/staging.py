@@ -26,8 +26,6 @@ from kvstore.store.placement import UNKNOWN_BYTES, Presence, Probe, affordable_r
 from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES, MemoryTier, Pin
 
-__all__ = ["FetchGate", "Holding", "Promotion", "next_window"]
-
 _REPLANS_MAX = 64
 """Each new plan drops at least one record that turned out to be missing, so this bounds how many holes a prefix has."""
 _PINNED_AT_ONCE = 1024

@@ -39,8 +39,6 @@ from kvstore.store.upkeep.operations import StoreOperations, TierState
 from kvstore.tiers.base import Tier
 from kvstore.tiers.memory import MemoryTier
 
-__all__ = ["TieredStore"]
-
 _QUARANTINE_SHARE = 1 / 16
 """What a tenant may have quarantined by its own reports, as a share of its quota."""
 _ANSWER_S = 0.01

@@ -19,8 +19,6 @@ from kvstore.model.layout import GroupLayout, Layout
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.prompts import Prompt, describe
 
-__all__ = ["CatalogContract"]
-
 _LAYOUT = Layout(64, (GroupLayout(FullAttention(), 8), GroupLayout(FullAttention(), 3), GroupLayout(Recurrent(), 11)))
 _PROMPT = Prompt(_LAYOUT, "a", 64 * 1024, step_tokens=64, model="catalog")
 _NAMESPACE = _PROMPT.namespace

@@ -36,9 +36,6 @@ from kvstore.testing.store_node import (
     until,
 )
 
-__all__ = ["LEASE_S", "CareContract", "HitContract", "PageStoreContract", "StoreNode"]
-
-
 _RENEW_S = 0.05
 
 

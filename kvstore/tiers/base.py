@@ -17,8 +17,6 @@ from kvstore.runtime.background import gather_all
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.verify import check_deadline
 
-__all__ = ["Concern", "Entry", "PutOutcome", "Severity", "Tier", "TierUsage", "TierWrapper"]
-
 _log = logging.getLogger(__name__)
 
 P = ParamSpec("P")

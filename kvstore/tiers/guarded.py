@@ -21,8 +21,6 @@ from kvstore.runtime.instruments import Instruments
 from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage, TierWrapper
 from kvstore.tiers.breaker import Breaker
 
-__all__ = ["GuardedTier", "report_quarantine"]
-
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -12,20 +12,6 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from kvstore.errors import InvalidRequest
 
-__all__ = [
-    "ColdLocation",
-    "FileLocation",
-    "HostPort",
-    "HotLocation",
-    "NoTier",
-    "RedisLocation",
-    "S3Location",
-    "parse_cold",
-    "parse_hot",
-    "parse_redis",
-    "without_secrets",
-]
-
 RedisMode = Literal["standalone", "cluster", "sentinel"]
 
 

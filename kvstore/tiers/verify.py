@@ -11,8 +11,6 @@ from kvstore.model.keys import RecordKey
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["QuarantineBudget", "allocate_exactly", "check_deadline", "is_same", "open_off_loop", "open_or_reason"]
-
 _INLINE_BYTES = 4 << 20
 """Up to this size (140 us) a record is checked inline, while its bytes are in this core's cache. In a thread, on
 another core, the same check costs three times the processor time."""

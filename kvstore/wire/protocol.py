@@ -16,8 +16,6 @@ from kvstore.runtime.buffers import BufferedConnection
 from kvstore.wire import messages
 from kvstore.wire.frames import MAX_HEAD_BYTES, FrameReader, FrameSink, pack_head
 
-__all__ = ["FrameConnection", "FrameOwner"]
-
 _UNIX_BUFFER_BYTES = 256 << 10
 """Small, so that the kernel reuses a few pages instead of allocating new ones for each record."""
 _TCP_BUFFER_BYTES = 4 << 20

@@ -53,8 +53,6 @@ from kvstore.model.layout import Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["RedisCatalog", "parse_entry_name"]
-
 _ROOT = "c1"
 _NAMESPACES = f"{_ROOT}/namespaces"
 _COMPLETE = f"{_ROOT}/complete"

@@ -39,8 +39,6 @@ from kvstore.catalog.redis.scripts import ALL, DAMAGED
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["NUM_SLOTS", "Call", "NoRoom", "RedisNodes"]
-
 _log = logging.getLogger(__name__)
 
 Call = tuple[int, Command]

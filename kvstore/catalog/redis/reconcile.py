@@ -20,8 +20,6 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 
-__all__ = ["Reconciler", "Sample", "Sampler", "ServerCounters", "counters_of", "format_counters", "parse_counters"]
-
 _log = logging.getLogger(__name__)
 
 _PERIOD_S = 15.0

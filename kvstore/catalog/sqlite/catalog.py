@@ -15,8 +15,6 @@ from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["SqliteCatalog"]
-
 T = TypeVar("T")
 
 _SCHEMA = """

@@ -27,8 +27,6 @@ from kvstore.store.upkeep.operations import StoreOperations
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import RedisLocation
 
-__all__ = ["NO_CATALOG", "CatalogAccess", "Namespace"]
-
 T = TypeVar("T")
 
 NO_CATALOG = "this service has no catalog: it needs Redis as the hot tier, or a directory as the cold tier"

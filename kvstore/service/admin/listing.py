@@ -18,8 +18,6 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.catalog_access import Namespace
 from kvstore.service.admin.context import AdminContext
 
-__all__ = ["STEP_ENTRIES", "Order", "Page", "Rows", "entry_at", "list_entries", "steps_of"]
-
 STEP_ENTRIES = 512
 """Entries per step. Between steps other users of this thread and of Python's lock get a turn."""
 

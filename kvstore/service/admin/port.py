@@ -28,8 +28,6 @@ from kvstore.store.tiered import TieredStore
 from kvstore.wire.address import TcpAddress
 from kvstore.wire.tls import ServerTls
 
-__all__ = ["AdminPort", "Administered", "admin_port", "check_admin_listen"]
-
 _log = logging.getLogger(__name__)
 _BACKLOG = 128
 _JOIN_S = 5.0

@@ -17,8 +17,6 @@ from starlette.exceptions import HTTPException
 from kvstore.errors import Closed, InvalidRequest, KVStoreError, Unavailable
 from kvstore.runtime.wrong_values import expectation
 
-__all__ = ["PROBLEM_JSON", "Problem", "Refused", "answer", "handle_problems", "refusals"]
-
 PROBLEM_JSON = "application/problem+json"
 
 _log = logging.getLogger(__name__)

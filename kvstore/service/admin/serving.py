@@ -28,8 +28,6 @@ from kvstore.service.limits import UnauthenticatedConnection, UnauthenticatedCon
 from kvstore.service.listener import Acceptor
 from kvstore.wire.tls import ServerTls
 
-__all__ = ["serve_admin"]
-
 _STOP_POLL_S = 0.1
 _GRACE_S = 2
 _TOTALS_POLL_S, _TOTALS_S, _TOTALS_SHARE = 1.0, 60.0, 0.01

@@ -14,8 +14,6 @@ from kvstore.runtime.instruments import Instruments
 from kvstore.store.retention.plan import Victim
 from kvstore.tiers.base import Tier
 
-__all__ = ["Evictor"]
-
 _log = logging.getLogger(__name__)
 
 _LEVEL = Level.COLD

@@ -18,8 +18,6 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 
-__all__ = ["OperatorRules", "Retirement"]
-
 _log = logging.getLogger(__name__)
 
 _CALL_S = 5.0

@@ -25,8 +25,6 @@ from kvstore.store.retention.plan import EvictionPlan, RetentionRules, broken_of
 from kvstore.store.retention.policy_choice import PolicyChoice
 from kvstore.tiers.base import Tier
 
-__all__ = ["RetentionOwner"]
-
 _log = logging.getLogger(__name__)
 
 _LEVEL = Level.COLD

@@ -14,8 +14,6 @@ from kvstore.eviction.policies import Policy
 from kvstore.eviction.prefixes import Node
 from kvstore.runtime.pauses import SplitDict, empty_in_pieces
 
-__all__ = ["EvictionPlan", "RetentionRules", "Victim", "broken_of", "incomplete_of", "plan_eviction", "shares"]
-
 _SORTED_S = 256
 _SORTED_AT_ONCE = 1024
 """Entries are sorted in pieces that span this many seconds and hold this many: about a millisecond each."""

@@ -19,8 +19,6 @@ from kvstore.store.saving import Saver
 from kvstore.tiers.base import Tier, TierUsage
 from kvstore.tiers.guarded import GuardedTier
 
-__all__ = ["PIECE_RECORDS_MAX", "StoreOperations", "TierState"]
-
 PIECE_RECORDS_MAX = 4096
 """Records per call: some milliseconds of the loop, which serves engines at the same time."""
 

@@ -21,8 +21,6 @@ from kvstore.store.namespaces import read_description
 from kvstore.store.placement import slices_of
 from kvstore.tiers.base import Entry, Tier
 
-__all__ = ["CatalogKeeper", "ReindexReport", "mark_if_empty", "reindex_level"]
-
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -13,8 +13,6 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import Entry, Tier
 
-__all__ = ["BadRecord", "ByteRate", "Findings", "count_records", "verify_tier"]
-
 _IN_FLIGHT = 4
 _READ_S = 30.0
 _ATTEMPTS = 3

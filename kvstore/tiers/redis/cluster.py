@@ -25,8 +25,6 @@ from kvstore.tiers.redis.reading import Reading
 from kvstore.tiers.redis.replies import check_reply
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
 
-__all__ = ["Cluster", "Redirect", "SlotMap", "parse_slots", "redirect_of", "slot_of"]
-
 _log = logging.getLogger(__name__)
 
 _ROUNDS_MAX = 6

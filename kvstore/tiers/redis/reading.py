@@ -15,8 +15,6 @@ from kvstore.runtime.buffers import fresh_buffer
 from kvstore.tiers.redis.replies import strange_reply
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
 
-__all__ = ["PART_BYTES", "STRIPE_BYTES", "Reading", "is_striped", "stripe_names", "stripe_ranges", "striped_header"]
-
 STRIPE_BYTES = 4 * 1024 * 1024 - 64
 """The largest value: 4 MiB less Redis's own header of a string, so that it fills one 4 MiB allocation."""
 

@@ -28,8 +28,6 @@ from kvstore.tiers.redis.replies import check_replies, check_reply, is_wrong_typ
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
 from kvstore.tiers.redis.topology import Topology
 
-__all__ = ["Values", "each_alone"]
-
 _ORPHAN_S = 10 * 60  # expiry of stripes until their header is written, in case the writer dies
 
 _READING_BYTES = 2 * PART_BYTES

@@ -30,8 +30,6 @@ from kvstore.tiers.s3.http import Connections
 from kvstore.tiers.s3.objects import Object, Objects, allocate_once
 from kvstore.tiers.s3.pacing import Pace
 
-__all__ = ["Credentials", "S3Client"]
-
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")

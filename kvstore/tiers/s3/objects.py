@@ -24,8 +24,6 @@ from kvstore.tiers.s3.failures import Absent, NoBucket, broken_off, cannot_conne
 from kvstore.tiers.s3.http import Answer, Connections, Lost, Place
 from kvstore.tiers.s3.pacing import Pace
 
-__all__ = ["Object", "Objects", "Signer", "allocate_once"]
-
 _CODE = re.compile(rb"<Code>([A-Za-z0-9]{1,64})</Code>")
 _UNSIGNED = "UNSIGNED-PAYLOAD"
 """Records carry their own checksums: hashing every byte again would triple the cost of a transfer."""

@@ -21,8 +21,6 @@ from kvstore.tiers.s3.client import Credentials, S3Client
 from kvstore.tiers.s3.failures import Conflict, Taken
 from kvstore.tiers.verify import QuarantineBudget, allocate_exactly, is_same, open_off_loop
 
-__all__ = ["S3Tier"]
-
 _log = logging.getLogger(__name__)
 
 _CONFLICT_ATTEMPTS = 4

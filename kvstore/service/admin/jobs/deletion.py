@@ -24,20 +24,6 @@ from kvstore.service.admin.listing import entry_at, steps_of
 from kvstore.service.admin.models import Amount, amounts_of
 from kvstore.service.admin.problems import Refused
 
-__all__ = [
-    "BOUNDARIES_AT_ONCE",
-    "WALK_S",
-    "Deleted",
-    "audit_deletion",
-    "delete_boundary",
-    "delete_entries",
-    "delete_namespace",
-    "delete_unpinned",
-    "nothing_deleted",
-    "parts_of",
-    "pinned_boundaries",
-]
-
 WALK_S = 86_400.0
 """How long a job may read entries. It can be cancelled."""
 BOUNDARIES_AT_ONCE = 64

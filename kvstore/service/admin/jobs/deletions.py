@@ -41,8 +41,6 @@ from kvstore.service.admin.models import (
 )
 from kvstore.service.admin.problems import Refused, refusals
 
-__all__ = ["descendants", "router"]
-
 router = APIRouter(tags=["prefixes"])
 
 _TOKENS_MAX = 8192

@@ -33,8 +33,6 @@ from kvstore.store.retention.plan import broken_of
 from kvstore.store.upkeep.operations import PIECE_RECORDS_MAX
 from kvstore.tiers.base import Entry
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["gc"])
 
 _UNUSED_S = 60

@@ -17,8 +17,6 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.authentication import Grant
 
-__all__ = ["JOB_EXAMPLE", "KEEP_S", "Job", "JobKeeper", "JobKind", "JobProgress", "JobState", "JobStatus", "status_of"]
-
 _log = logging.getLogger(__name__)
 
 JOB_EXAMPLE = "5f0c6b1d2e7a4819"

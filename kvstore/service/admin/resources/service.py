@@ -19,8 +19,6 @@ from kvstore.service.reported_settings import reported_settings
 from kvstore.settings import Source
 from kvstore.store.upkeep.operations import TierState
 
-__all__ = ["health", "router"]
-
 health = APIRouter(tags=["health"])
 router = APIRouter(tags=["settings"])
 

@@ -16,8 +16,6 @@ from kvstore.service.admin.models import Amount, amounts_of, sum_of
 from kvstore.service.authentication import Grant
 from kvstore.store.upkeep.operations import TierState
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["tiers"])
 
 _ANSWER_S = 3.0
