@@ -19,30 +19,11 @@ FAILURE, USAGE = 1, 2
 # click's `UsageError`; taken from typer, since newer releases bundle click
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
 
-_MODULES = {"bench": "programs", "demo": "programs", "gc": "rm", "unpin": "pin"}
-VERBS = [
-    "bench",
-    "demo",
-    "doctor",
-    "explain",
-    "gc",
-    "jobs",
-    "ls",
-    "migrate",
-    "pin",
-    "quota",
-    "reindex",
-    "rm",
-    "serve",
-    "show",
-    "simulate",
-    "status",
-    "top",
-    "unpin",
-    "verify",
-    "weights",
-]
-"""Each is a function, or a `Typer`, in the module of its name or in the one that `_MODULES` gives."""
+VERBS = {verb: verb for verb in ("doctor", "explain", "jobs", "ls", "migrate", "reindex", "rm", "serve", "show")}
+VERBS |= {verb: verb for verb in ("simulate", "status", "top", "verify")}
+VERBS |= {"bench": "programs", "demo": "programs", "gc": "rm"}
+VERBS |= {"pin": "orders", "quota": "orders", "unpin": "orders", "weights": "orders"}
+"""The module of each; in it a verb is a function, or a `Typer`, of its name."""
 
 
 class _Verbs(TyperGroup):
@@ -53,12 +34,12 @@ class _Verbs(TyperGroup):
         self.commands: dict[str, Any] = dict.fromkeys(VERBS)  # their names, to suggest one for a mistyped verb
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return VERBS
+        return sorted(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in VERBS:
             return None
-        verb = getattr(import_module(f"kvstore.cli.{_MODULES.get(cmd_name, cmd_name)}"), cmd_name)
+        verb = getattr(import_module(f"kvstore.cli.{VERBS[cmd_name]}"), cmd_name)
         if not isinstance(verb, typer.Typer):
             alone = typer.Typer(add_completion=False)
             alone.command(cmd_name)(verb)
