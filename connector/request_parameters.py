@@ -99,7 +99,6 @@ def read_handoff(params: Mapping[str, Any] | None, *, most_s: float) -> Handoff 
     """The receipt in a request's `kv_transfer_params`. It comes from outside, so an invalid one is ignored.
 
     Args:
-        params: The request's.
         most_s: The longest wait that the operator allows.
     """
     value = params.get(_RECEIPT) if params is not None else None

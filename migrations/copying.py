@@ -68,10 +68,7 @@ class Copier:
     """Copies namespace by namespace.
 
     Args:
-        step: The rewrite.
-        store: The tiers and the catalog.
         journal: Where copies are recorded.
-        progress: Updated by the work.
         rate: Limits how fast records are read; `None`: no limit.
     """
 

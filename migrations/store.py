@@ -40,7 +40,6 @@ class Store:
 
     Attributes:
         tiers: The cold one first.
-        catalog: The catalog.
         lasting_level: The cold level if there is one, which evicts no record without the catalog; else the hot one.
     """
 

@@ -76,7 +76,6 @@ def prove_tiling(
     """Check that the slices' runs tile the pages and the content of the blocks exactly once.
 
     Args:
-        plan: The plan of one group on one rank.
         slices: The slices that the rank holds.
         layer_content: For each layer the byte ranges (start, stop) of a block that hold content, derived from the
             tensors themselves.

@@ -47,11 +47,7 @@ class Stream(Protocol):
 
 
 class Streams(Protocol):
-    """One device.
-
-    Attributes:
-        device: Where tensors live.
-    """
+    """One device."""
 
     device: torch.device
 

@@ -32,7 +32,6 @@ class EngineNamespace:
     """Opens the namespace in the background, and retries until the service answers.
 
     Args:
-        cache_folder: For digests of weight files.
         rank_refusals: By rank why its cache tensors cannot be cached; one refusal leaves the engine uncached.
         on_open: Called on the store's thread with the namespace.
 

@@ -76,11 +76,9 @@ class SaveJobs:
     engine's blocks. While a job waits, no job of a later priority gets memory.
 
     Args:
-        shape: The model's cache.
         num_ranks: Ranks that answer each job.
         limit_bytes: Host memory of a rank for saves in flight.
         num_blocks: Blocks of the engine's cache.
-        requests: The open requests by id.
         losses: Reports what is computed and not saved.
 
     Attributes:

@@ -47,7 +47,6 @@ class SchedulerSide:
 
     Args:
         facts: The engine, as its first rank reports it.
-        cache_folder: For digests of weight files.
         rank_refusals: By rank why its cache tensors cannot be cached; one refusal leaves the engine uncached.
 
     Attributes:

@@ -51,7 +51,6 @@ class ScratchPages:
 
     Args:
         device: Makes a page if all are too small.
-        pages: The pages.
     """
 
     def __init__(self, device: Device, pages: Iterable[torch.Tensor]) -> None:

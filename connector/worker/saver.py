@@ -56,14 +56,11 @@ class Saver:
     cannot be saved is counted and dropped: it is a miss later.
 
     Args:
-        bridge: To the store.
         groups: The canonical groups on this rank, by their index.
-        page_tokens: Tokens per page.
         threads: For encoding.
         patience_s: How long a page may wait for idle processors while there is room for others.
         pages: Host memory for pages in flight.
         memory: Where records are made.
-        meters: Counters.
     """
 
     def __init__(

@@ -237,7 +237,6 @@ class Catalog(ABC):
         entry that is added or removed before the last step may be read or not. An entry may be read twice.
 
         Args:
-            namespace: Its namespace.
             cursor: From the last step; empty: from the start.
             count: How many keys are read; none of them may be an entry.
             deadline: For the whole step.

@@ -25,7 +25,6 @@ class PoolUsage:
 
     Attributes:
         used_bytes: Bytes of jobs that were admitted and have not ended.
-        limit_bytes: The budget.
         num_waiting: Callers that wait to be admitted.
     """
 

@@ -120,8 +120,6 @@ async def open_tier(
     a minute.
 
     Args:
-        location: Where it is.
-        settings: How it is used.
         is_owner: Own a directory, to write to it: no service may own it at the same time. False: open it beside the
             service that owns it.
 
@@ -159,8 +157,6 @@ async def open_catalog(
     """The catalog of the settings' tiers: in the hot Redis, or in a file beside the records of a directory.
 
     Args:
-        settings: Where it is.
-        clock: For first and last use.
         is_guest: Another process owns the directory.
         gate: Called before each call to Redis; raises `Unavailable` while Redis is not used.
 

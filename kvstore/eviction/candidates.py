@@ -120,7 +120,6 @@ def parse_candidate(text: str, others: Sequence[str] = ()) -> Candidate:
     """The inverse of `Candidate.name`.
 
     Args:
-        text: The name.
         others: Names that the caller accepts too, for the message.
 
     Raises:

@@ -101,7 +101,6 @@ def check_store_version(note: bytes | None, tier: str) -> None:
 
     Args:
         note: The note stored at `STORE_VERSION_PLACE`; `None`: there is none.
-        tier: Name of the tier.
 
     Raises:
         UnsupportedFormat: Its version is newer, or the note has a form that this release does not know.

@@ -37,7 +37,6 @@ class Event:
         number: Increases with each event, also over restarts: milliseconds since the Unix epoch, or one more than the
             last. So gaps do not reveal events that a reader may not see.
         at_ms: When, in milliseconds since the Unix epoch.
-        kind: Its kind.
         text: What happened, cut at 300 characters.
         namespace: The namespace concerned, in hex; empty: none.
         tenant: The tenant that caused it; `None`: no tenant did.

@@ -16,7 +16,6 @@ class Instruments:
 
     Attributes:
         clock: Every time and every deadline is read from it; tests pass their own.
-        meters: Counters and gauges.
         events: The last events of each kind, for operators.
         tracing: Makes spans; `None`: tracing is off.
     """

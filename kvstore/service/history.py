@@ -143,7 +143,6 @@ class Watcher:
 
     Args:
         credentials: Reloads of these become events.
-        clock: For the time of day.
     """
 
     def __init__(

@@ -107,7 +107,6 @@ def store_of(
     Args:
         reported: As `reported_settings` returns it.
         local: The tool's own settings.
-        address: Of the service.
         found: How it was found.
         is_remote: The service may run on another machine.
         is_chosen: The user named this service, so other settings here do not matter.

@@ -280,7 +280,6 @@ def offers_of(
     serve, ascending. Each record counts for the first tier that has it, with the mean of the known sizes of its group.
 
     Args:
-        presence: What was found where.
         resume_tokens: The longest resume point of all tiers together.
         names: Names of the memory, the hot and the cold tier.
         bits: `presence.groups_present()`, where the caller has it.

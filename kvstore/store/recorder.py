@@ -296,7 +296,6 @@ class CataloguedTier(TierWrapper):
 
     Args:
         inner: The tier; owned from now on. Retention deletes from it directly, and changes the catalog itself.
-        level: The catalog's name for the tier.
         recorder: The way to the catalog; stays the caller's.
         budget_gate: Where puts wait for eviction; `None`: the level has no budget.
     """

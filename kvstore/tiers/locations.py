@@ -48,7 +48,6 @@ class S3Location:
     """A bucket, and the prefix of all names in it. Credentials come from the AWS environment.
 
     Attributes:
-        bucket: Its name.
         prefix: Without slashes at its ends; may be empty.
         endpoint_url: Where the service is. `None`: from the AWS environment, else Amazon's own.
         region: `None`: from the AWS environment.

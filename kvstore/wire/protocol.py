@@ -172,7 +172,6 @@ class FrameConnection(BufferedConnection):
         """Send a message, in FIFO order and once the other side reads; the payload is not copied.
 
         Args:
-            message: What to send.
             payload: The frame's payload; `None`: none.
             trace: A `traceparent` for the head, for a peer that reads it.
 

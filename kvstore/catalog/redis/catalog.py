@@ -69,7 +69,6 @@ class RedisCatalog(Catalog):
 
     Args:
         client: Replies in `bytes`; the caller closes it.
-        clock: For first and last use.
         gate: As for `RedisNodes`.
     """
 

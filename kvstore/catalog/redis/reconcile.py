@@ -83,10 +83,8 @@ class Reconciler:
 
     Args:
         catalog: The caller closes it.
-        meters: Where to count.
         period_s: Seconds between checks.
         grace_s: How long a stored record may lack an entry.
-        clock: For deadlines.
     """
 
     def __init__(

@@ -43,7 +43,6 @@ class SqliteCatalog(LocalCatalog):
 
     Args:
         path: The file; created when it does not exist.
-        clock: For first and last use.
         is_guest: Another process owns the file: it is neither created nor renamed here.
 
     Raises:

@@ -68,8 +68,6 @@ async def list_entries(
     """A page of at most `limit` entries, read within ten seconds. At most two requests read at a time.
 
     Args:
-        context: For the turn and the deadline.
-        namespace: The namespace to list.
         limit: Entries at most.
         cursor: From the previous page; empty: from the start.
         order: How to sort. Without an order a page can be short, even empty, and have a cursor: then the time was up.

@@ -154,7 +154,6 @@ class AdminPort:
 
     Args:
         sock: Bound and listening; owned from now on.
-        service: The service.
         tls: The certificate to present; `None`: plain HTTP. Not shared with the data port, which reloads its own.
 
     Attributes:

@@ -39,12 +39,8 @@ class Refused(Exception):
     """A request that is not carried out; the arguments are the fields of a `Problem`.
 
     Args:
-        status: Of the response.
         detail: In lower case.
-        field: The parameter or field.
-        expected: What would be right.
         seen: What was sent; never a token.
-        headers: Of the response.
     """
 
     def __init__(

@@ -53,9 +53,7 @@ def serve_admin(
 
     Args:
         sock: Listening; stays the caller's.
-        data_loop: The loop of the store.
         stop: Ends the server some tenths of a second later.
-        service: The service.
         tls: The certificate to present, used by this thread alone; `None`: plain HTTP.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

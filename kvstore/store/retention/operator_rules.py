@@ -46,7 +46,6 @@ class OperatorRules:
     remembers them writes them again.
 
     Args:
-        book: Where the rules are kept.
         quotas: From the settings, for tenants without a rule.
 
     Attributes:
@@ -168,7 +167,6 @@ class OperatorRules:
             tenant: Whose; `None`: all tenants'.
             weights_id: As in descriptions.
             is_retired: False: withdraw the rule.
-            deadline: When to give up.
 
         Raises:
             InvalidRequest: Too many rules.

@@ -50,8 +50,6 @@ class RetentionOwner:
         tier: Where to delete; not wrapped in a `CataloguedTier`.
         catalog: Stays the caller's.
         ownership: Leases on namespaces among the services that share the tier.
-        rules: Budgets and times.
-        choice: The policy that ranks what may be evicted.
         num_refused: Returns how many additions the catalog has refused because their boundary is being deleted. A new
             one starts a round: a boundary whose deletion was abandoned would refuse records for ever.
         budget_gate: Learns how much is held and what was evicted; `None`: no writer waits for eviction.

@@ -66,7 +66,6 @@ def plan_eviction(
 
     Args:
         entries: What is held; entries without records at the level are skipped.
-        level: Where to evict.
         tenants: The tenant of each namespace.
         free_bytes: Bytes to free to meet the budget; 0 or less: none.
         quotas: What each tenant is guaranteed, and the most it may hold.

@@ -227,7 +227,6 @@ class StoreOperations:
         """How many records that were queued for a tier before a mark are still to be written.
 
         Args:
-            level: Which tier.
             mark: As the first call returned it; `None`: this is the first call.
 
         Returns:

@@ -80,10 +80,6 @@ async def reindex_level(
     takes). Positions and parents are learnt when the records are read.
 
     Args:
-        catalog: The catalog to rebuild.
-        tier: The tier to walk over.
-        level: The catalog's name for the tier.
-        clock: For deadlines.
         manifests: Further tiers to ask for a manifest that this one lacks, e.g. a Redis after FLUSHALL.
         progress: Called with the report so far, after each batch.
 

@@ -96,7 +96,6 @@ class IndexLog:
     """The log of one directory; its methods may run in any thread.
 
     Args:
-        path: The file.
         boot: Identifies the machine's current boot. `None`: the system's boot id.
     """
 

@@ -66,7 +66,6 @@ class Reading:
     The first part contains the record's size. The stripes of a striped record follow its header.
 
     Args:
-        key: The record's key.
         allocate: Returns a buffer of the given size; called once, unless the record's size changes during the read.
 
     Attributes:

@@ -66,7 +66,6 @@ class Values:
     """Moves values between nodes and buffers.
 
     Args:
-        topology: Where names live.
         in_flight: Budget for bytes in flight; further calls wait for it within their deadline.
     """
 
@@ -158,12 +157,10 @@ class Values:
         since it was read, the good one expires too. Readers read twice just before, so this race is one round trip.
 
         Args:
-            key: The record's key.
             seen: The corrupt value: any other stays. `None`: it could not be a record by its type or size, and stays if
                 it can be one by now.
             is_forced: With `seen` of `None`, quarantine any value.
             expires_s: The expiry.
-            deadline: When to give up.
 
         Returns:
             The new name; `None`: nothing was renamed.
@@ -197,9 +194,7 @@ class Values:
         """Write the stripes, then the header with NX, then make the stripes stay as long as the header.
 
         Args:
-            record: The record.
             expires_s: Expiry of the record, which makes it evictable from the start; `None`: it stays.
-            deadline: When to give up.
 
         If interrupted, there is either no header or every stripe; stripes without a header expire. The caller must let
         a cancelled put run to its end once the header is written.

@@ -274,8 +274,6 @@ class S3Client:
         """Copy an object and remove it. False: it is absent, or its ETag is not `tag` (`None`: any).
 
         Args:
-            source: The object's name.
-            target: The copy's name.
             tag: As above.
             keeps: Whether an object of this size is copied before it is removed.
 

@@ -58,7 +58,6 @@ class S3Tier(Tier):
         deadline.
 
         Args:
-            location: Where it is.
             credentials: `None`: those of the AWS environment (variables, profile, instance role).
             meters: Counts `s3_requests{verb} s3_retries s3_throttled s3_received_bytes s3_sent_bytes`.
 

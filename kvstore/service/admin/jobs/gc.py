@@ -216,10 +216,8 @@ class _Orphans:
     checked twice: at the end of its batch, and before it is deleted.
 
     Args:
-        context: For calls to the catalog and the tiers.
         catalog: Complete.
         grant: An operator's.
-        level: The tier that is listed.
 
     Attributes:
         found: Orphans with their bytes, at most 65,536.

@@ -128,9 +128,7 @@ class JobKeeper:
     is logged once, and jobs run without it.
 
     Args:
-        book: Where jobs are stored.
         place: Where this service listens. A stored job of the same place that is not ours is from an earlier run.
-        clock: For times.
     """
 
     def __init__(self, book: TextStore, place: str, clock: Clock = SYSTEM_CLOCK) -> None:

@@ -70,7 +70,6 @@ async def split_token_ids(body: bytes, ids_max: int) -> tuple[dict[str, Any], ar
     the fields.
 
     Args:
-        body: What was sent.
         ids_max: How many ids are allowed.
 
     Raises:
