@@ -28,8 +28,8 @@ from kvstore.api import Deadline, PageStore, Retention, SaveOutcome
 from kvstore.client import trace_parent
 from kvstore.codec import encode, max_payload_bytes
 from kvstore.errors import Closed, KVStoreError, Unavailable
-from kvstore.format.header_v1 import HeaderV1
-from kvstore.format.record import HEADER_BYTES, Record, seal
+from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
+from kvstore.format.record import Record, seal
 from kvstore.model.keys import Boundary, RecordKey
 from kvstore.model.layout import Span
 from kvstore.runtime.clock import SYSTEM_CLOCK

@@ -10,8 +10,8 @@ from collections import Counter
 
 import pytest
 
-from kvstore.catalog.base import Addition, BoundaryEntry, Catalog, LeaveReason, Leaving, LevelTotals, Removal, Use
-from kvstore.catalog.entry import HITS_AT, TOKENS_AT, Level
+from kvstore.catalog.base import Addition, Catalog, LeaveReason, Leaving, LevelTotals, Removal, Use
+from kvstore.catalog.entry import HITS_AT, TOKENS_AT, BoundaryEntry, Level
 from kvstore.errors import Closed, InvalidRequest
 from kvstore.model.keys import PrefixHash, RecordKey
 from kvstore.model.kinds import FullAttention, Recurrent

@@ -17,8 +17,8 @@ import pytest
 
 from kvstore.api import Ack, LeaseId, Lookup, PageStore, SaveOutcome, Staged
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
-from kvstore.format.header_v1 import HeaderV1
-from kvstore.format.record import HEADER_BYTES, Record, open_record, seal
+from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
+from kvstore.format.record import Record, open_record, seal
 from kvstore.model.kinds import RecordKind
 from kvstore.model.layout import Layout, Span
 from kvstore.runtime.deadline import Deadline

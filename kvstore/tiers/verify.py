@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
-from kvstore.format.record import HEADER_BYTES, Record, open_record
+from kvstore.format.header_v1 import HEADER_BYTES
+from kvstore.format.record import Record, open_record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline

@@ -12,7 +12,6 @@ from redis.asyncio import Redis, RedisCluster
 from kvstore.catalog.base import (
     TOMBSTONES_MAX,
     Addition,
-    BoundaryEntry,
     Catalog,
     Gate,
     LeaveReason,
@@ -22,11 +21,10 @@ from kvstore.catalog.base import (
     Step,
     Tombstone,
     Use,
-    entry_of,
 )
 from kvstore.catalog.changes import packed_with
 from kvstore.catalog.coordination import Ownership
-from kvstore.catalog.entry import EntryShape, EntryTable, Level
+from kvstore.catalog.entry import BoundaryEntry, EntryShape, EntryTable, Level, entry_of
 from kvstore.catalog.redis.coordination import RedisOwnership
 from kvstore.catalog.redis.nodes import NUM_SLOTS, Call, RedisNodes
 from kvstore.catalog.redis.replies import Argument, Command

@@ -10,8 +10,17 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.catalog.base import BoundaryEntry, Step, entry_of
-from kvstore.catalog.entry import FIRST_USE_AT, HITS_AT, LAST_USE_AT, EntryShape, EntryTable, Level
+from kvstore.catalog.base import Step
+from kvstore.catalog.entry import (
+    FIRST_USE_AT,
+    HITS_AT,
+    LAST_USE_AT,
+    BoundaryEntry,
+    EntryShape,
+    EntryTable,
+    Level,
+    entry_of,
+)
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import PREFIX_BYTES, PrefixHash
 from kvstore.runtime.deadline import Deadline

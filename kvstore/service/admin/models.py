@@ -8,8 +8,8 @@ from typing import Annotated
 from fastapi import Path, Query
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from kvstore.catalog.base import BoundaryEntry, LevelTotals, NamespaceTotals
-from kvstore.catalog.entry import Level
+from kvstore.catalog.base import LevelTotals, NamespaceTotals
+from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.model.keys import NamespaceId, PrefixHash
 
 NAMESPACE_PATTERN, PREFIX_PATTERN = "^[0-9a-f]{32}$", "^[0-9a-f]{64}$"

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.catalog.base import BoundaryEntry, Tombstone
-from kvstore.catalog.entry import Level
+from kvstore.catalog.base import Tombstone
+from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.namespace import NamespaceDescription, field_differences

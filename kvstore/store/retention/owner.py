@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from kvstore.catalog.base import BoundaryEntry, Catalog
+from kvstore.catalog.base import Catalog
 from kvstore.catalog.coordination import Ownership
-from kvstore.catalog.entry import Level
+from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.eviction.holdings import Quota
 from kvstore.format.manifest import parse_manifest

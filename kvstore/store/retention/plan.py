@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from kvstore.catalog.base import BoundaryEntry, LeaveReason, Leaving
-from kvstore.catalog.entry import Level
+from kvstore.catalog.base import LeaveReason, Leaving
+from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.holdings import SHARED, Holdings, Quota
 from kvstore.eviction.policies import Policy

@@ -9,8 +9,8 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar, cast
 
-from kvstore.catalog.base import Addition, BoundaryEntry, Catalog, LeaveReason, Removal
-from kvstore.catalog.entry import EntryTable, Level
+from kvstore.catalog.base import Addition, Catalog, LeaveReason, Removal
+from kvstore.catalog.entry import BoundaryEntry, EntryTable, Level
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.background import Background

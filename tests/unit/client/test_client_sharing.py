@@ -15,7 +15,8 @@ import pytest
 from kvstore.api import Deadline
 from kvstore.client import ClientOptions, RemoteStore, connect
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.format.record import HEADER_BYTES, open_record
+from kvstore.format.header_v1 import HEADER_BYTES
+from kvstore.format.record import open_record
 from kvstore.runtime.arena import Arena, ArenaView
 from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits

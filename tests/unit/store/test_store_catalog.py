@@ -12,8 +12,8 @@ import pytest
 from store_harness import slow_tier, soon
 
 from kvstore.api import Ack, SaveOutcome
-from kvstore.catalog.base import Addition, BoundaryEntry, LeaveReason, Leaving, Removal
-from kvstore.catalog.entry import Level
+from kvstore.catalog.base import Addition, LeaveReason, Leaving, Removal
+from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.catalog.pending import PendingEntry
 from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.errors import Unavailable

@@ -13,8 +13,8 @@ import numpy as np
 from fastapi import Request
 from pydantic import BaseModel, Field
 
-from kvstore.catalog.base import BoundaryEntry, LeaveReason, Leaving, NamespaceTotals
-from kvstore.catalog.entry import PINNED_AT, Level
+from kvstore.catalog.base import LeaveReason, Leaving, NamespaceTotals
+from kvstore.catalog.entry import PINNED_AT, BoundaryEntry, Level
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.model.keys import PrefixHash, RecordKey
 from kvstore.runtime.deadline import Deadline

@@ -10,8 +10,8 @@ from itertools import chain
 
 from fastapi import APIRouter, Request
 
-from kvstore.catalog.base import BoundaryEntry, Catalog, NamespaceTotals
-from kvstore.catalog.entry import Level
+from kvstore.catalog.base import Catalog, NamespaceTotals
+from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.errors import Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.service.admin.access import Administrator
