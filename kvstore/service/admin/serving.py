@@ -12,7 +12,8 @@ import uvicorn
 import uvloop
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvstore.compose import open_job_book
+from kvstore.catalog.coordination import JOBS
+from kvstore.compose import open_book
 from kvstore.errors import KVStoreError
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK
@@ -70,7 +71,7 @@ async def _serve(
     calls = DataLoop(data_loop)
     catalog = CatalogAccess(service.settings, calls, service.store.operations)
     context = AdminContext(service, calls, DataLoop(data_loop), catalog, stop.is_set)
-    async with open_job_book(service.settings) as book:
+    async with open_book(service.settings, JOBS) as book:
         keeper = JobKeeper(book, f"{socket.gethostname()} {service.settings.listen}") if book is not None else None
         jobs = JobBoard(keeper)
         http = _Server(_config(make_app(context, jobs)), tls)
