@@ -21,6 +21,10 @@ from tests.workers import EnginesInTurn, comes_last
 
 pytest_plugins = ["kvstore.testing.fixtures"]
 
+# An engine's threads wait for each other by spinning. Beside another process, as another worker is, most of an engine's
+# time is spent so: four prompts took 96 s beside one busy loop, and 30 s with threads that sleep.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 settings.register_profile("kvstore", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("kvstore")
 
