@@ -131,6 +131,7 @@ class TieredStore(PageStore):
             context,
             absent=self._absent,
             work=self.work,
+            unpinning=self.leases.unpinning,
             free_for=self._leasable_bytes,
             on_cold_hit=self._saver.copy_to_hot,
         )
@@ -302,6 +303,7 @@ class TieredStore(PageStore):
 
     async def release(self, lease: LeaseId) -> None:
         self.leases.release(lease)
+        await self.leases.unpinning.done()
 
     def release_owner(self, owner: str) -> int:
         """End all leases that were staged for `owner` at once; returns how many."""
