@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -19,6 +20,8 @@ FAILURE, USAGE = 1, 2
 # click's `UsageError`; taken from typer, since newer releases bundle click
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
 
+_EXTRA = re.compile(r"got unexpected extra argument(?:s|\(s\))? \((.*)\)")
+"""How click says that there are too many."""
 VERBS = {verb: verb for verb in ("doctor", "explain", "jobs", "ls", "migrate", "reindex", "rm", "serve", "show")}
 VERBS |= {verb: verb for verb in ("simulate", "status", "top", "verify")}
 VERBS |= {"bench": "programs", "demo": "programs", "gc": "rm"}
@@ -125,6 +128,8 @@ def _wrong_call(error: Any, arguments: Sequence[str]) -> str:
         text = f"{_typed(param, arguments)}: {expectation(problem)}, got {shown(problem['input'])}"
     elif param is not None and not error.message:
         text = f"{_typed(param, arguments)} is missing"
+    elif extra := _EXTRA.fullmatch(text):
+        text = f"expected nothing more, got {extra[1]}"
     has_step = "Did you mean" in text or "Possible options" in text
     return text if has_step else f"{text} (see `{_called(error, arguments)} --help`)"
 

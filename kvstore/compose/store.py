@@ -70,6 +70,7 @@ async def open_store(settings: Settings, instruments: Instruments | None = None)
         recorder = await _open_recorder(settings, stack, instruments, gate)
         if recorder is not None:
             await _check_catalog(recorder.catalog, hot, cold, stack, instruments)
+            _reconcile(recorder.catalog, settings, stack, instruments)
         retention, budget_gate = await open_retention(
             settings, recorder, cold, stack, instruments=instruments, gate=gate
         )
@@ -116,8 +117,8 @@ async def open_served_store(
 async def open_tier(
     location: HotLocation | ColdLocation, settings: Settings, *, is_owner: bool = False
 ) -> AsyncIterator[Tier]:
-    """One slower tier alone, for an operator's walk over it. It has answered once, since a step of a walk may wait for
-    a minute.
+    """One slower tier alone, for an operator's walk over it. It has answered once, since a step of a walk may wait
+    longer.
 
     Args:
         is_owner: Own a directory, to write to it: no service may own it at the same time. False: open it beside the
@@ -231,17 +232,6 @@ async def _open_recorder(
         return None
     recorder = Recorder(catalog, instruments)
     stack.push_async_callback(recorder.aclose)
-    if not isinstance(settings.hot, RedisLocation):
-        return recorder
-
-    from kvstore.catalog.redis.catalog import RedisCatalog
-    from kvstore.catalog.redis.reconcile import Reconciler
-
-    assert isinstance(catalog, RedisCatalog)
-    background = Background("catalog")
-    stack.push_async_callback(background.aclose)
-    reconciler = Reconciler(catalog, instruments.meters, period_s=settings.catalog_look_s, clock=instruments.clock)
-    background.spawn(reconciler.run(), "reconcile")
     return recorder
 
 
@@ -267,6 +257,22 @@ async def _check_catalog(
             )
     except KVStoreError as error:
         _log.warning("cannot check whether the catalog is complete, it is used as it is: %s", error)
+
+
+def _reconcile(catalog: Catalog, settings: Settings, stack: AsyncExitStack, instruments: Instruments) -> None:
+    """Correct a catalog in Redis in the background. Only once an empty store is marked complete: what the first check
+    finds is what operators see until the next one.
+    """
+    if not isinstance(settings.hot, RedisLocation):
+        return
+    from kvstore.catalog.redis.catalog import RedisCatalog
+    from kvstore.catalog.redis.reconcile import Reconciler
+
+    assert isinstance(catalog, RedisCatalog)
+    background = Background("catalog")
+    stack.push_async_callback(background.aclose)
+    reconciler = Reconciler(catalog, instruments.meters, period_s=settings.catalog_look_s, clock=instruments.clock)
+    background.spawn(reconciler.run(), "reconcile")
 
 
 async def _guarded(

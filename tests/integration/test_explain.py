@@ -405,7 +405,7 @@ async def test_a_group_that_was_not_stored(tmp_path: Path) -> None:
 
 
 async def test_a_slice_that_was_not_stored(tmp_path: Path) -> None:
-    """Of a model with one group, one of two slices: both are named; or that nothing is missing any more."""
+    """Of a model with one group, one of two slices: both are named, until it is stored too."""
     prompt = Prompt(ATTENTION, "a", 64)
     first, second = prompt.records()
     miss = Outcome("a", prompt.namespace, 80, 64, 0, 0, "nothing_stored", stop=prompt.boundary(64))
@@ -420,8 +420,7 @@ async def test_a_slice_that_was_not_stored(tmp_path: Path) -> None:
         assert told["detail"]["slices_missing"].startswith("1 of 2 of group 0 (")
         await store.save(second, ack=Ack.COLD, deadline=soon())
         told = await store.explain("a", deadline=soon())
-        assert told["reason"] == "group_incomplete" and "groups_missing" not in told["detail"]
-        assert told["detail"]["missing_now"].startswith("nothing")
+        assert told["reason"] == "stored_since" and "groups_missing" not in told["detail"]
 
 
 async def test_one_tenants_requests_do_not_push_out_anothers() -> None:

@@ -104,15 +104,19 @@ def _config(app: Any) -> uvicorn.Config:
 
 
 async def _read_totals(context: AdminContext) -> None:
-    """Read from the catalog what is held by tiers that cannot tell it themselves. It takes long, so it runs here."""
+    """Read from the catalog what is held by tiers that cannot tell it themselves. It takes long, so it runs here. A
+    catalog that may lack records does not tell it.
+    """
     names, history = context.operations.tier_names, context.service.history
     while True:
         wait_s = _TOTALS_POLL_S
         if unmeasured := history.unmeasured:
             started_s = SYSTEM_CLOCK.monotonic_s()
             with suppress(KVStoreError):
-                held = amounts_of(sum_of((await context.catalog.totals(_TOTALS_S)).values()), names)
-                history.held = {name: amount.num_bytes for name, amount in held.items() if name in unmeasured}
+                totals, at_s = await context.catalog.whole_totals(_TOTALS_S)
+                for name, amount in amounts_of(sum_of(totals.values()), names).items():
+                    if name in unmeasured and at_s is None:
+                        context.operations.note_held(name, amount.num_bytes)
             wait_s = max(_TOTALS_S, (SYSTEM_CLOCK.monotonic_s() - started_s) / _TOTALS_SHARE)
         await asyncio.sleep(wait_s)
 

@@ -25,7 +25,8 @@ _log = logging.getLogger(__name__)
 
 _CONFLICT_ATTEMPTS = 4
 _CONFLICT_WAIT_S = 0.05
-_SCAN_STEP_S = 60.0
+_SCAN_STEP_S = 20.0
+"""For a thousand names, which take a second. A bucket that freezes during a walk costs this time once."""
 _REQUESTS_MAX = 32
 
 

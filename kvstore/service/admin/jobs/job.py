@@ -181,11 +181,7 @@ class JobKeeper:
         Raises:
             Unavailable: The book does not answer.
         """
-        try:
-            texts = await self._book.read(deadline=self._soon())
-        except Unavailable as error:
-            self._warn(error)
-            raise
+        texts = await self._book.read(deadline=self._soon())
         found: list[Job] = []
         old: list[Job] = []
         for id_, text in texts.items():
