@@ -10,8 +10,6 @@ from benchmarks.measure import Plan, Row, Work, measure
 from benchmarks.node import Node, temporary_folder
 from kvstore.testing.program import Say
 
-__all__ = ["load_rows"]
-
 _LAYERS, _HEADS, _CHANNELS, _BLOCK_TOKENS = 32, 8, 256, 16
 _TOKEN_BYTES = _LAYERS * _HEADS * _CHANNELS * 2
 """Of attention of a model of 8 billion parameters, in bfloat16."""

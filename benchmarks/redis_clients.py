@@ -13,8 +13,9 @@ from benchmarks.measure import windowed
 from benchmarks.pages import Batch
 from benchmarks.peer import receive, tune
 from benchmarks.stores import Store, TierStore
+from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.names import format_name
-from kvstore.format.record import HEADER_BYTES, Record
+from kvstore.format.record import Record
 from kvstore.tiers.base import Tier
 from kvstore.tiers.redis.reading import STRIPE_BYTES, is_striped, stripe_names, stripe_ranges
 from kvstore.tiers.redis.resp import encode_command

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.program import Column, counts, names_of, run_rows
-from kvstore.catalog.base import Addition, BoundaryEntry, entry_of
+from kvstore.catalog.base import Addition
 from kvstore.catalog.changes import packed_with
 from kvstore.catalog.coordination import SoleOwnership
-from kvstore.catalog.entry import EntryShape, Level
+from kvstore.catalog.entry import BoundaryEntry, EntryShape, Level, entry_of
 from kvstore.eviction.candidates import POLICIES, Candidate
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import FullAttention

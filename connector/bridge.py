@@ -9,8 +9,6 @@ from typing import Any, Protocol, TypeVar
 from kvstore.api import PageStore
 from kvstore.client import trace_parent
 
-__all__ = ["Bridge", "result_or_none", "traced"]
-
 Value = TypeVar("Value")
 
 

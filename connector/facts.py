@@ -8,8 +8,6 @@ from typing import Any
 
 from kvstore.model.kinds import GroupKind
 
-__all__ = ["CellFacts", "EngineFacts", "GroupFacts", "StateFacts"]
-
 
 @dataclass(frozen=True, slots=True)
 class CellFacts:

@@ -9,8 +9,6 @@ from connector.identity import CacheShape, GroupShape
 from connector.settings import ConnectorSettings
 from kvstore.runtime.sizes import format_bytes
 
-__all__ = ["HostMemoryBudget", "host_memory_budget", "page_bytes"]
-
 _MIB = 1 << 20
 _LEAST_BYTES = 512 * _MIB
 _MACHINE_SHARE = 8

@@ -11,13 +11,11 @@ from connector.canonical.attention import LATENT_GRID, page_tokens_for, within_w
 from connector.canonical.recurrent import layer_bands
 from connector.canonical.slices import HeadGrid, SliceGrid, head_grid, heads_on_ranks
 from connector.facts import CellFacts, EngineFacts, GroupFacts, StateFacts
-from connector.prefix_hash import LINK_TOKENS
 from kvstore.errors import InvalidRequest
+from kvstore.model.keys import LINK_TOKENS
 from kvstore.model.kinds import Latent, Recurrent
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.namespace import NamespaceDescription, describe_layout
-
-__all__ = ["CacheShape", "GroupShape", "describe_namespace", "read_shape"]
 
 _FORMAT = 1
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from kvstore.api import Retention
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 
-__all__ = ["AuditJob", "BlockIds", "LoadJob", "LoadPiece", "RankReport", "SaveJob", "StepJobs"]
-
 BlockIds = tuple[tuple[int, ...], ...]
 """For each feed of a group the blocks of one span in token order; the same number for each feed."""
 

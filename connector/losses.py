@@ -19,8 +19,6 @@ from kvstore.model.keys import Boundary, NamespaceId
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.meters import Meters
 
-__all__ = ["LossReason", "LossReporter"]
-
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _MIB = 1 << 20

@@ -7,13 +7,11 @@ and `gauges` by meter key, `times` as lists of seconds by meter name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvstore.runtime.meters import Meters
-
-__all__ = ["COUNTERS", "GAUGES", "TIMES", "Drain", "Metric", "Payload", "keep_gauges", "merge", "metric_of", "summary"]
 
 Payload = dict[str, dict[str, Any]]
 
@@ -109,13 +107,11 @@ class Drain:
     """What one side's meters have counted since the last `take`.
 
     Args:
-        meters: The side's meters, gauges included.
-        gauges: Returns further gauges by meter name. Only changes are reported.
+        meters: The side's meters. Of gauges, only changes are reported.
     """
 
-    def __init__(self, meters: Meters, gauges: Callable[[], Mapping[str, float]] = dict) -> None:
+    def __init__(self, meters: Meters) -> None:
         self._meters = meters
-        self._gauges = gauges
         self._last_counters: dict[str, float] = {}
         self._last_gauges: dict[str, float] = {}
 
@@ -123,7 +119,7 @@ class Drain:
         """The payload; `None` when nothing happened."""
         payload: Payload = {}
         seen = self._meters.snapshot()
-        gauges = {**self._gauges(), **{key: value for key, value in seen.items() if key in _GAUGE_METERS}}
+        gauges = {key: value for key, value in seen.items() if key in _GAUGE_METERS}
         counters = {
             key: value - self._last_counters.get(key, 0)
             for key, value in seen.items()

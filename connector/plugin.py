@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 
-__all__ = ["register"]
-
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _NAME = "KVStoreConnector"

@@ -19,16 +19,6 @@ from dataclasses import dataclass
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import LINK_TOKENS, Boundary, PrefixHash, prefix_root
 
-__all__ = [
-    "LINK_TOKENS",
-    "AdapterRequest",
-    "EmbeddedPrompt",
-    "MediaItem",
-    "PrefixChain",
-    "PromptContent",
-    "UncacheableContent",
-]
-
 _LINK_BYTES = LINK_TOKENS * 4
 
 

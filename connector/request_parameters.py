@@ -17,8 +17,6 @@ from typing import Any, TypeGuard
 
 from kvstore.api import Retention
 
-__all__ = ["OBJECT", "Handoff", "RequestFlags", "read_flags", "read_handoff", "wants_receipt", "write_receipt"]
-
 OBJECT = "kvstore"
 _RECEIPT = "kvstore_handoff"
 _WAIT_S = 2.0
@@ -101,7 +99,6 @@ def read_handoff(params: Mapping[str, Any] | None, *, most_s: float) -> Handoff 
     """The receipt in a request's `kv_transfer_params`. It comes from outside, so an invalid one is ignored.
 
     Args:
-        params: The request's.
         most_s: The longest wait that the operator allows.
     """
     value = params.get(_RECEIPT) if params is not None else None

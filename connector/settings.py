@@ -14,8 +14,6 @@ from kvstore.client import ClientTls
 from kvstore.errors import InvalidRequest
 from kvstore.runtime.sizes import parse_bytes
 
-__all__ = ["ConnectorSettings", "cache_folder"]
-
 _ENVIRONMENT = "KVSTORE_CONNECTOR_"
 _MODES = ("both", "load", "save", "off")
 _MODE_OF_ROLE = {"kv_producer": "save", "kv_consumer": "load"}

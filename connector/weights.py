@@ -23,16 +23,6 @@ from connector.prefix_hash import AdapterRequest, UncacheableContent
 from kvstore.errors import InvalidRequest
 from kvstore.runtime.meters import Meters
 
-__all__ = [
-    "Adapters",
-    "WeightsIdFile",
-    "digest_weights",
-    "file_identity",
-    "find_adapter_files",
-    "find_weight_files",
-    "find_weights_id",
-]
-
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")

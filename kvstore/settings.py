@@ -35,8 +35,6 @@ from kvstore.tiers.locations import (
 from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address
 from kvstore.wire.tls import ServerTls
 
-__all__ = ["REMOVED_SETTINGS", "TOKEN_VARIABLE", "Settings", "Source", "load_settings", "settings_from"]
-
 Source = Literal["flag", "environment", "file", "default"]
 """Where the value of a setting came from."""
 

@@ -21,8 +21,6 @@ from migrations.journal import Journal, Sheet, State, num_sheets, sheet_of, shee
 from migrations.steps import Step, Verdict
 from migrations.store import Listed, Store, soon
 
-__all__ = ["Copier", "Progress", "Walk"]
-
 T = TypeVar("T")
 
 _IN_FLIGHT = 32
@@ -70,10 +68,7 @@ class Copier:
     """Copies namespace by namespace.
 
     Args:
-        step: The rewrite.
-        store: The tiers and the catalog.
         journal: Where copies are recorded.
-        progress: Updated by the work.
         rate: Limits how fast records are read; `None`: no limit.
     """
 

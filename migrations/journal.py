@@ -22,8 +22,6 @@ from kvstore.model.keys import NAMESPACE_BYTES, NamespaceId, PrefixHash, RecordK
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import Tier
 
-__all__ = ["Journal", "Phase", "Sheet", "State", "namespaces_of", "num_sheets", "sheet_of", "sheets_name"]
-
 _FORMAT = 1
 _CALL_S = 60.0
 _SHEETS_MAX = 256

@@ -25,8 +25,6 @@ from migrations.journal import Journal, Phase, State, namespaces_of, sheets_name
 from migrations.steps import Step
 from migrations.store import Listed, Store, soon
 
-__all__ = ["Plan", "Runner"]
-
 _LEASE = "migration"
 _RENEW_SHARE = 0.3
 """Share of the lease after which it is renewed."""
@@ -57,16 +55,11 @@ class Runner:
     """Runs one step on one store.
 
     Args:
-        step: The rewrite.
         tiers: The slower tiers, by level. Without circuit breakers: a run retries a tier that is unavailable.
         catalog: New and removed records are reported to it.
         ownership: Provides the lease.
         lease_s: How long the lease lasts unless it is renewed.
         rate: Limits how fast records are read; `None`: no limit.
-        progress: Updated by the run.
-
-    Attributes:
-        progress: The progress so far.
     """
 
     def __init__(
@@ -247,7 +240,6 @@ class Runner:
         """Remove records from the catalog, then from the tier, so that the catalog names none that is missing.
 
         Args:
-            level: Where.
             replaced: All that have a new record; reported to the catalog, since some may have been evicted unnoticed.
             held: Those of them that the tier still has.
         """

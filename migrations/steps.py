@@ -11,8 +11,6 @@ from kvstore.format.encrypted import ENCRYPTION_BYTES, decrypt_record, encrypt_r
 from kvstore.format.record import Record
 from kvstore.store.encryption.key_ring import KeyRing
 
-__all__ = ["KeyStep", "Rewrite", "Step", "Verdict"]
-
 
 class Verdict(Enum):
     """A step's verdict for a record."""

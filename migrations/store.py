@@ -16,8 +16,6 @@ from kvstore.model.namespace import NamespaceDescription
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import Tier
 
-__all__ = ["Listed", "Store", "soon"]
-
 T = TypeVar("T")
 
 _CALL_S = 30.0
@@ -42,7 +40,6 @@ class Store:
 
     Attributes:
         tiers: The cold one first.
-        catalog: The catalog.
         lasting_level: The cold level if there is one, which evicts no record without the catalog; else the hot one.
     """
 

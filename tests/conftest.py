@@ -8,6 +8,7 @@ import faulthandler
 import importlib.util
 import os
 import re
+import signal
 from collections.abc import Callable, Generator, Mapping
 
 import pytest
@@ -20,6 +21,14 @@ from tests.virtual_time import VirtualClock, VirtualLoop
 from tests.workers import EnginesInTurn, comes_last
 
 pytest_plugins = ["kvstore.testing.fixtures"]
+
+# An engine's threads wait for each other by spinning. Beside another process, as another worker is, most of an engine's
+# time is spent so: four prompts took 96 s beside one busy loop, and 30 s with threads that sleep.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A shell starts background jobs with SIGINT ignored. Children inherit that: those that tests interrupt would not end.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("kvstore", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("kvstore")

@@ -18,8 +18,6 @@ from connector.canonical.slices import HeadGrid
 from kvstore.errors import InvalidRequest
 from kvstore.model.kinds import ChunkedLocal, GroupKind, SlidingWindow
 
-__all__ = ["LATENT_GRID", "AttentionPages", "latent_pages", "may_lose_blocks", "page_tokens_for", "within_windows"]
-
 LATENT_GRID = HeadGrid(num_heads=1, num_slices=1)
 
 _RECORD_BYTES = 4 << 20

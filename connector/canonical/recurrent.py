@@ -13,8 +13,6 @@ from math import gcd
 from connector.canonical.runs import BlockRun, LayerGeometry
 from kvstore.errors import InvalidRequest
 
-__all__ = ["StatePages", "layer_bands"]
-
 _RECORD_BYTES = 4 << 20
 
 

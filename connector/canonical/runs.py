@@ -8,8 +8,6 @@ from typing import Protocol
 
 from kvstore.errors import InvalidRequest
 
-__all__ = ["BlockRun", "LayerGeometry", "PagePlan", "prove_tiling"]
-
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
@@ -78,7 +76,6 @@ def prove_tiling(
     """Check that the slices' runs tile the pages and the content of the blocks exactly once.
 
     Args:
-        plan: The plan of one group on one rank.
         slices: The slices that the rank holds.
         layer_content: For each layer the byte ranges (start, stop) of a block that hold content, derived from the
             tensors themselves.

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from kvstore.errors import InvalidRequest
 
-__all__ = ["MAX_HEAD_SHARES", "HeadGrid", "SliceGrid", "head_grid", "heads_on_ranks"]
-
 MAX_HEAD_SHARES = 8
 
 

@@ -17,10 +17,8 @@ def open_device(where: torch.device, *, ring_bytes: int, page_bytes_max: int, nu
     """The device that the cache tensors are on.
 
     Args:
-        where: The tensors' device.
         ring_bytes: Host memory for saves. A GPU takes as much of its own memory for pages on their way there.
         page_bytes_max: Size of the largest page of one slice.
-        num_lanes: Threads that load at a time.
 
     Raises:
         InvalidRequest: The device is not supported, or has no room.

@@ -18,8 +18,6 @@ from connector.canonical.runs import BlockRun
 from connector.device.streams import Event
 from kvstore.errors import InternalError
 
-__all__ = ["BlockCopier", "Device", "Fence", "PageGather", "RunsMemo", "Ticket", "check_blocks", "storage_bytes"]
-
 Ticket: TypeAlias = Event
 """Done when a page has arrived in host memory: `wait` for it before reading a byte or reusing the memory."""
 

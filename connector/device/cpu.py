@@ -22,8 +22,6 @@ from connector.canonical.runs import BlockRun
 from connector.device.base import Fence, PageGather, RunsMemo, Ticket, check_blocks, storage_bytes
 from connector.device.streams import DONE
 
-__all__ = ["CpuCopier", "CpuDevice", "LayerPlace", "Strip", "fold_runs"]
-
 Bytes = NDArray[np.uint8]
 
 

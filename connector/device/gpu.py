@@ -40,8 +40,6 @@ from connector.device.rows import (
 from connector.device.streams import Event, Stream, Streams
 from kvstore.errors import InternalError, InvalidRequest
 
-__all__ = ["Ring", "StreamCopier", "StreamDevice"]
-
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _BATCH_BYTES = 32 << 20
@@ -55,11 +53,9 @@ class StreamDevice:
     """`Device` with streams: what the copiers of all groups of one rank share.
 
     Args:
-        streams: The GPU.
         ring_bytes: Room for pages that are gathered but not drained. As much as the host memory for saves, so that a
             page with a host buffer has room here.
         page_bytes_max: Size of the largest page.
-        num_lanes: Threads that load at a time.
         unit_bytes_min: A layout whose rows are smaller is refused: their indexes would take more than an eighth of a
             page's bytes on the GPU and on the way there, and copies of single rows are slow.
 

@@ -23,8 +23,6 @@ import torch
 from kvstore.errors import InternalError
 from kvstore.runtime.arena import FreeRanges
 
-__all__ = ["PAGE_ALIGN_BYTES", "HostPages", "near_processors", "pin_near"]
-
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 PAGE_ALIGN_BYTES = 512

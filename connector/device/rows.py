@@ -22,18 +22,6 @@ from numpy.typing import NDArray
 from connector.canonical.runs import BlockRun
 from kvstore.errors import InternalError, InvalidRequest
 
-__all__ = [
-    "CacheGeometry",
-    "RowIndexes",
-    "RowPlan",
-    "gather_rows",
-    "join_planes",
-    "pack_indexes",
-    "plan_rows",
-    "scatter_rows",
-    "split_planes",
-]
-
 Ints = NDArray[np.int64]
 _WIDEST_FIRST = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
@@ -59,8 +47,6 @@ class RowPlan:
 
     Attributes:
         unit_bytes: Bytes of a row.
-        num_blocks: Blocks of the page.
-        page_rows: Rows of the page.
         base: `[runs]`: the row of a run's first piece in block 0.
         stride: `[runs]`: rows between blocks.
         feed: `[runs]`: the table that places its blocks.
@@ -88,9 +74,6 @@ def plan_rows(
     """The plans that together copy a page, one for each shape of piece.
 
     Args:
-        geometry: Where the layers are.
-        runs: What goes where.
-        page_bytes: Of the whole page.
         unit_bytes_min: The smallest row to plan for. The index of a row has eight bytes.
 
     Raises:

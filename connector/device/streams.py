@@ -14,8 +14,6 @@ import torch
 from connector.device.host_memory import near_processors, pin_near
 from kvstore.errors import InvalidRequest
 
-__all__ = ["DONE", "CudaStreams", "Event", "Stream", "Streams"]
-
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every GPU of the process."""
 
@@ -49,11 +47,7 @@ class Stream(Protocol):
 
 
 class Streams(Protocol):
-    """One device.
-
-    Attributes:
-        device: Where tensors live.
-    """
+    """One device."""
 
     device: torch.device
 

@@ -21,8 +21,6 @@ from kvstore.model.keys import PrefixHash, RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.meters import Meters
 
-__all__ = ["TRIAL_POINTS", "Audits", "is_sampled"]
-
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _SEEN_MAX = 1 << 16
@@ -81,12 +79,8 @@ class Audits:
 
     Args:
         rate: Share of boundaries, chosen by their hash.
-        shape: The model's cache.
-        bridge: To the store.
         facts: The engine. If its vLLM is of an untested release, its first resume points are all audited, and no hit
             is taken until enough of them were equal.
-        meters: Counters.
-        clock: Time.
 
     Attributes:
         refusal: Why an engine of an untested release must not be cached: it does not compute what is stored.
@@ -125,7 +119,6 @@ class Audits:
         audited. A request that lost its blocks takes its hit: no request computes twice for an audit.
 
         Args:
-            request_id: Whose hit.
             staged: The hit. If it is taken over, `Audits` ends its lease.
             local_tokens: Tokens that the engine has itself.
 

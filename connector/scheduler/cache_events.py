@@ -17,8 +17,6 @@ from kvstore.api import Staged
 from kvstore.model.keys import PrefixHash
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 
-__all__ = ["CacheEvents", "PageEvent", "RequestHashes"]
-
 _ACKNOWLEDGED_IN = "memory"
 """The tier that acknowledges a save; write-back to the slower ones is not published."""
 

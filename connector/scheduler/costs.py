@@ -15,8 +15,6 @@ from math import ceil, sqrt
 from kvstore.api import Staged
 from kvstore.runtime.clock import Clock
 
-__all__ = ["Costs", "FetchCosts", "Fit", "PrefillCosts", "StepClock", "Stopwatch"]
-
 _KEEP = 0.95
 """Share of its weight that an observation keeps at each later one: about the last twenty count."""
 

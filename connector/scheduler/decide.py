@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from connector.scheduler.costs import Costs
 from kvstore.api import Lookup
 
-__all__ = ["Choice", "HitPolicy", "Option", "choose"]
-
 _MARGIN = 2.0
 """Fetching must look this many times as expensive as computing before it is given up. Measurements on a busy machine
 are sometimes off by half. A hit that does not pay costs its request a little time, bounded by the fetch's deadline. A

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from connector.prefix_hash import PromptContent
 from connector.request_parameters import Handoff, RequestFlags
 
-__all__ = ["PromptFacts", "StateOffer", "StepFacts"]
-
 
 @dataclass(frozen=True, slots=True)
 class PromptFacts:

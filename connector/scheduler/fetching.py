@@ -22,8 +22,6 @@ from kvstore.model.keys import Boundary, NamespaceId
 from kvstore.model.layout import Layout
 from kvstore.runtime.instruments import Instruments
 
-__all__ = ["Fetch", "FetchEnd", "Fetches", "common_tokens"]
-
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _RENEW_SHARE = 3
@@ -55,13 +53,11 @@ class Fetch:
         renewed_s: When its lease was granted or last renewed.
         shortened: Why it fetches less than is stored, in numbers; empty if it fetches all.
         reach_tokens: The furthest resume point that it may deliver.
-        future: The call.
         local_tokens: The engine's own hit that the last answer was for.
         taken_tokens: What vLLM took beyond it.
         is_measured: Costs were learned from its time.
         end: `None` while it is under way.
         task: The call's task. This and the following are written on the store's thread.
-        lease: The call's lease.
         took_s: How long the call took; written before the future is done.
         lease_lost: The service reported that the lease has ended.
     """

@@ -26,8 +26,6 @@ from kvstore.api import Lookup, Staged
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.instruments import Instruments
 
-__all__ = ["Hits"]
-
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _OVERDUE_S = 0.5

@@ -15,8 +15,6 @@ from kvstore.api import Deadline, Lookup, PageStore, PrefixQuery
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.instruments import Instruments
 
-__all__ = ["Lookups"]
-
 _STALE_S = 2.0
 """A request that waited in vLLM's queue for longer is looked up again: requests before it may have saved its prefix."""
 

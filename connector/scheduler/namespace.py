@@ -21,8 +21,6 @@ from kvstore.errors import Closed, InvalidRequest, KVStoreError, Unavailable
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.clock import Clock
 
-__all__ = ["EngineNamespace"]
-
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _OPEN_S, _OPEN_RETRY_S = 10.0, 0.5
@@ -34,7 +32,6 @@ class EngineNamespace:
     """Opens the namespace in the background, and retries until the service answers.
 
     Args:
-        cache_folder: For digests of weight files.
         rank_refusals: By rank why its cache tensors cannot be cached; one refusal leaves the engine uncached.
         on_open: Called on the store's thread with the namespace.
 

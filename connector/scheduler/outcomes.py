@@ -17,8 +17,6 @@ from kvstore.model.kinds import FullAttention, Latent
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.outcome import content_digest
 
-__all__ = ["OutcomeReporter", "reason_for_less", "silent_tiers", "stop_of"]
-
 
 class OutcomeReporter:
     """Reports on the store's thread. Nothing waits for a report; if it fails, only the explanation is lost."""

@@ -11,8 +11,6 @@ from kvstore.api import Staged
 from kvstore.errors import InternalError
 from kvstore.model.layout import Span
 
-__all__ = ["blocks_of", "final_pages", "plan_load"]
-
 
 def final_pages(
     *,
@@ -29,7 +27,6 @@ def final_pages(
         final_tokens: Tokens whose cache content does not change after this step.
         tail_tokens: Where a tail ends, if that is inside a page: hits should end at blocks, not at pages. This is the
             last boundary of the prompt while the request runs, and of all its tokens when it ends.
-        page_tokens: Tokens of a page.
         is_stored: Whether the record that ends at a boundary is stored, according to the lookup.
 
     Returns:
@@ -61,7 +58,6 @@ def plan_load(
 
     Args:
         staged: Leased records that serve at least `resume_tokens`.
-        groups: The canonical groups.
         tables: For each of vLLM's groups the request's block ids in token order.
         local_tokens: Blocks below hold the engine's own hit and are never written.
         resume_tokens: The engine computes the blocks from here on; they are never written.

@@ -13,8 +13,6 @@ from connector.scheduler.fetching import Fetch
 from kvstore.api import Lookup
 from kvstore.model.keys import NamespaceId, PrefixHash
 
-__all__ = ["RequestState"]
-
 
 @dataclass(slots=True)
 class RequestState:

@@ -19,8 +19,6 @@ from kvstore.model.keys import Boundary
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.instruments import Instruments
 
-__all__ = ["BlockPins", "Priority", "SaveJobs", "Watchdog"]
-
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _WAIT_S = 5.0
@@ -78,11 +76,9 @@ class SaveJobs:
     engine's blocks. While a job waits, no job of a later priority gets memory.
 
     Args:
-        shape: The model's cache.
         num_ranks: Ranks that answer each job.
         limit_bytes: Host memory of a rank for saves in flight.
         num_blocks: Blocks of the engine's cache.
-        requests: The open requests by id.
         losses: Reports what is computed and not saved.
 
     Attributes:

@@ -17,8 +17,6 @@ from kvstore.model.keys import NamespaceId
 from kvstore.model.layout import Span
 from kvstore.runtime.meters import Meters
 
-__all__ = ["RunningRequest", "Saves"]
-
 
 @dataclass(frozen=True, slots=True)
 class RunningRequest:

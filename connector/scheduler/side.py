@@ -35,8 +35,6 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.sizes import format_bytes
 
-__all__ = ["SchedulerSide"]
-
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _EMPTY_STEP_S = 0.005
@@ -49,7 +47,6 @@ class SchedulerSide:
 
     Args:
         facts: The engine, as its first rank reports it.
-        cache_folder: For digests of weight files.
         rank_refusals: By rank why its cache tensors cannot be cached; one refusal leaves the engine uncached.
 
     Attributes:

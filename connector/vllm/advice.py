@@ -9,8 +9,6 @@ from connector.settings import ConnectorSettings
 from connector.vllm.contract import advice_on_releases
 from kvstore.model.kinds import Recurrent
 
-__all__ = ["UNTRUSTED_MEDIA", "advise_at_start", "advise_on_block_size", "warn_of_untested_release"]
-
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 UNTRUSTED_MEDIA = (

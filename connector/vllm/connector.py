@@ -42,8 +42,6 @@ from connector.worker.side import WorkerSide
 from kvstore.client import BlockingStore, ClientOptions, EmbeddedOptions
 from kvstore.errors import InvalidRequest
 
-__all__ = ["KVStoreConnector"]
-
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)

@@ -15,18 +15,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = [
-    "BASE",
-    "TESTED_RELEASES",
-    "USES",
-    "Release",
-    "Use",
-    "advice_on_releases",
-    "is_tested",
-    "missing",
-    "release_of",
-]
-
 Release = tuple[int, int]
 """Major and minor number: `(0, 32)`."""
 

@@ -31,8 +31,6 @@ from connector.vllm.model_facts import read_rules
 from kvstore.model.kinds import ChunkedLocal, FullAttention, GroupKind, Latent, Recurrent, SlidingWindow
 from kvstore.runtime.machine import usable_bytes
 
-__all__ = ["cache_layers", "hash_block_tokens", "read_facts", "read_name", "untested_version"]
-
 _QUANT_MODES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
 _TOKEN_BACKENDS = (
     *("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"),

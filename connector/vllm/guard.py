@@ -7,8 +7,6 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["guarded"]
-
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _LOGGED_ERRORS = 20

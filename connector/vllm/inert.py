@@ -12,8 +12,6 @@ from typing import Any
 
 from connector.vllm.contract import BASE, advice_on_releases, missing
 
-__all__ = ["connector_class"]
-
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _BASES = ((BASE, "KVConnectorBase_V1"), (BASE.rpartition(".")[0], "KVConnectorBase_V1"))

@@ -9,8 +9,6 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["read_rules"]
-
 _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "max_model_len")
 """Keys of a model's configuration, nested ones included, that name its origin or that vLLM writes into it."""
 
@@ -18,8 +16,9 @@ _TYPES = ("torch_dtype", "dtype")
 """Covered by `compute_dtype`, which an operator may have chosen."""
 
 _LONG_BYTES, _LONG_ITEMS = 96 << 10, 7000
-"""A longer list or map is described by its digest. Some quantizations name every layer of every expert, in megabytes:
-a description would be refused. Two such lists, each just below, fit."""
+"""A longer list or map is described by its digest. Some quantizations name every layer of every expert, in megabytes,
+and a description has at most 256 KiB and 16,384 values. Two flat lists just below these limits fit in it. A change of
+these numbers gives models with such lists another namespace."""
 
 _LONG_ROPES = ("longrope", "su")
 

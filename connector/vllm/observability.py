@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from connector.worker.side import WorkerSide
     from kvstore.api import Staged
 
-__all__ = ["KVStorePromMetrics", "KVStoreStats", "ObservabilityHooks", "split_tokens", "to_events"]
-
 OWNERSHIP = "kvstore"
 """Distinguishes our events from those of vLLM's own tiers."""
 
@@ -62,17 +60,14 @@ class ObservabilityHooks:
         if side is None:
             return None
         if self._drain is None:
-            self._drain = Drain(side.meters, self._gauges)
+            self._drain = Drain(side.meters)
         if self.guarded_errors:
             side.meters.set("connector_guarded_errors", self.guarded_errors)
+        if (scheduler := self.scheduler_side) is not None:
+            side.meters.set("connector_ready", float(scheduler.is_ready))
+            side.meters.set("connector_saves_in_flight", len(scheduler.save_jobs))
         payload = self._drain.take()
         return None if payload is None else KVStoreStats(payload)
-
-    def _gauges(self) -> dict[str, float]:
-        side = self.scheduler_side
-        if side is None:
-            return {}
-        return {"connector_ready": float(side.is_ready), "connector_saves_in_flight": len(side.save_jobs)}
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVStoreStats:

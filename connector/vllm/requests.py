@@ -14,13 +14,6 @@ import torch
 from connector.prefix_hash import AdapterRequest, EmbeddedPrompt, MediaItem, PromptContent, UncacheableContent
 from connector.scheduler.facts import StateOffer, StepFacts
 
-__all__ = [
-    "PoolPins",
-    "RequestReader",
-    "read_step",
-    "read_trace",
-]
-
 _NUMBERED = re.compile(r"renderer\d+-mm-\d+-")
 """vLLM's own names for media that it neither hashes nor caches. Their numbers restart in every process."""
 

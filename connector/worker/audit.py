@@ -27,8 +27,6 @@ from kvstore.errors import CorruptRecord, KVStoreError
 from kvstore.format.record import verify_payload
 from kvstore.runtime.meters import Meters
 
-__all__ = ["Auditor", "Scattered"]
-
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _DEADLINE_S = 30.0
@@ -64,12 +62,10 @@ class Auditor:
     A page without a buffer or a record is skipped and counted. The engine's thread never waits.
 
     Args:
-        bridge: To the store.
         groups: The canonical groups on this rank, by their index.
         pages: Host memory for copies of blocks.
         compute_dtype: Type of the engine's activations.
         pool: Threads for comparing.
-        meters: Counters.
     """
 
     def __init__(
@@ -111,7 +107,6 @@ class Auditor:
         """Compare a load's blocks with what was scattered. Called on the engine's thread, while the request holds them.
 
         Args:
-            scattered: All pieces of the load.
             then: Called once, from another thread, unless this raises. Receives whether all pieces were equal; those
                 that were not compared count as equal.
 
@@ -246,8 +241,6 @@ class Auditor:
         """Order copies of the pieces' blocks, and check each one once it has arrived.
 
         Args:
-            pieces: Which blocks.
-            check: Compares one copy.
             then: Called once, from another thread, unless this raises: for each piece what `check` returned, or `None`
                 if it was not compared.
 

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from connector.facts import CellFacts, StateFacts
 
-__all__ = ["Part", "bound_for", "canonical_bytes", "largest_difference", "parts_of", "some_blocks"]
-
 Bytes = NDArray[np.uint8]
 
 _BOUNDS = {"float64": 1e-3, "float32": 1e-3, "float16": 0.1, "bfloat16": 0.25}

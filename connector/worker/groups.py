@@ -24,8 +24,6 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.kinds import Latent
 from kvstore.model.layout import GroupLayout
 
-__all__ = ["RankGroup", "check_bytes", "check_round_trip", "prove_group"]
-
 _CHECKED_BLOCKS = 2
 _GAPS_BYTES = 1 << 20
 """Between pages, which start at multiples of 512 bytes."""
@@ -41,7 +39,6 @@ class RankGroup:
         copier: Copies between its blocks and pages.
         held: The slices that this rank holds, and loads.
         shape: How the ranks share it.
-        rank: This rank.
         chain: Codec chain to encode with.
     """
 
@@ -64,11 +61,8 @@ def prove_group(
     """Make the plan for these tensors and prove it.
 
     Args:
-        shape: The group.
         layout: The group as the store sees it.
         layers: The cache tensors, dimension 0 = the manager's blocks, in the order of the group's layers.
-        engine: This rank.
-        device: The device of the tensors.
 
     Raises:
         InvalidRequest: The tensors do not match the facts, or the pages do not hold every content byte exactly once.
@@ -148,9 +142,7 @@ def check_round_trip(group: RankGroup, layers: Sequence[torch.Tensor], device: D
     """Copy some blocks to others through host pages, compare, and restore the old content.
 
     Args:
-        group: The group.
         layers: Its cache tensors, dimension 0 = blocks, whose content is not used yet.
-        device: Their device.
         pages: Host memory of that device, at least `check_bytes`.
 
     Raises:

@@ -10,8 +10,6 @@ from kvstore.api import Deadline
 from kvstore.codec import CodecPool
 from kvstore.errors import Unavailable
 
-__all__ = ["LowPriorityPool"]
-
 Result = TypeVar("Result")
 
 _NICENESS = 19

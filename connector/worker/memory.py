@@ -21,8 +21,6 @@ from kvstore.runtime.arena import Arena
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.machine import leave_pinned_core, populate_paced, spare_bytes
 
-__all__ = ["RecordMemory", "ScratchPages", "Warmer", "memory_ranges", "view"]
-
 _RECORD_BYTES = 96 << 20
 """For a dozen records of some MiB that are received, and as many that are sent."""
 _WARMED_BYTES_MAX = 512 << 20
@@ -54,7 +52,6 @@ class ScratchPages:
 
     Args:
         device: Makes a page if all are too small.
-        pages: The pages.
     """
 
     def __init__(self, device: Device, pages: Iterable[torch.Tensor]) -> None:

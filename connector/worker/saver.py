@@ -28,14 +28,12 @@ from kvstore.api import Deadline, PageStore, Retention, SaveOutcome
 from kvstore.client import trace_parent
 from kvstore.codec import encode, max_payload_bytes
 from kvstore.errors import Closed, KVStoreError, Unavailable
-from kvstore.format.header_v1 import HeaderV1
-from kvstore.format.record import HEADER_BYTES, Record, seal
+from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
+from kvstore.format.record import Record, seal
 from kvstore.model.keys import Boundary, RecordKey
 from kvstore.model.layout import Span
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.meters import Meters
-
-__all__ = ["Saver"]
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
@@ -58,14 +56,11 @@ class Saver:
     cannot be saved is counted and dropped: it is a miss later.
 
     Args:
-        bridge: To the store.
         groups: The canonical groups on this rank, by their index.
-        page_tokens: Tokens per page.
         threads: For encoding.
         patience_s: How long a page may wait for idle processors while there is room for others.
         pages: Host memory for pages in flight.
         memory: Where records are made.
-        meters: Counters.
     """
 
     def __init__(

@@ -26,8 +26,6 @@ from kvstore.codec import CodecPool
 from kvstore.errors import InvalidRequest
 from kvstore.runtime.meters import Meters
 
-__all__ = ["WorkerSide"]
-
 _DRAIN_S = 4.0  # vLLM kills its workers after 5 s
 _MAX_CODEC_THREADS = 4
 _EMPTY_STEP_S = 0.005

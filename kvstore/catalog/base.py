@@ -14,23 +14,6 @@ from kvstore.model.layout import Layout
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 
-__all__ = [
-    "TOMBSTONES_MAX",
-    "Addition",
-    "BoundaryEntry",
-    "Catalog",
-    "Gate",
-    "LeaveReason",
-    "Leaving",
-    "LevelTotals",
-    "NamespaceTotals",
-    "Removal",
-    "Step",
-    "Tombstone",
-    "Use",
-    "entry_of",
-]
-
 TOMBSTONES_MAX = 16384
 """Tombstones that a catalog keeps."""
 _BATCH = 512
@@ -254,7 +237,6 @@ class Catalog(ABC):
         entry that is added or removed before the last step may be read or not. An entry may be read twice.
 
         Args:
-            namespace: Its namespace.
             cursor: From the last step; empty: from the start.
             count: How many keys are read; none of them may be an entry.
             deadline: For the whole step.

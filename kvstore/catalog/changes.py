@@ -19,8 +19,6 @@ from kvstore.catalog.entry import (
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import PREFIX_BYTES, PrefixHash
 
-__all__ = ["EntryEdit", "packed_with"]
-
 _U32 = struct.Struct("<I")
 _U32_MAX = 0xFFFFFFFF
 

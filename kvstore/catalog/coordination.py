@@ -15,8 +15,6 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.files import read_regular
 
-__all__ = ["JOBS", "OPERATOR_RULES", "FileTextStore", "Ownership", "SoleOwnership", "TextStore", "TextStoreKind"]
-
 _BYTES_MAX = 4096
 """Of a name, and of a text."""
 

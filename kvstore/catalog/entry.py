@@ -32,8 +32,6 @@ from kvstore.errors import CorruptRecord, InvalidRequest
 from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import Layout
 
-__all__ = ["ENTRY_VERSION", "SUM_BYTES", "BoundaryEntry", "EntryShape", "EntryTable", "Level", "entry_of"]
-
 
 class Level(IntEnum):
     """A tier that outlives the process and that all services see alike. The numbers are stored."""

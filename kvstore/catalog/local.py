@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from kvstore.catalog.base import (
     Addition,
-    BoundaryEntry,
     Catalog,
     LeaveReason,
     Leaving,
@@ -18,16 +17,13 @@ from kvstore.catalog.base import (
     Step,
     Tombstone,
     Use,
-    entry_of,
 )
 from kvstore.catalog.changes import EntryEdit, packed_with
-from kvstore.catalog.entry import LAST_USE_AT, PINNED_AT, EntryShape, EntryTable, Level
+from kvstore.catalog.entry import LAST_USE_AT, PINNED_AT, BoundaryEntry, EntryShape, EntryTable, Level, entry_of
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash
 from kvstore.model.layout import Layout
 from kvstore.runtime.deadline import Deadline
-
-__all__ = ["ENTRIES", "LocalCatalog"]
 
 T = TypeVar("T")
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["PendingEntry", "PendingLog", "PendingTotals"]
-
 
 @dataclass(frozen=True, slots=True)
 class PendingEntry:

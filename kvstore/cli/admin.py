@@ -24,6 +24,7 @@ from kvstore.settings import TOKEN_VARIABLE, Settings, load_settings
 __all__ = [
     "INCOMPLETE",
     "ONLY_OWN",
+    "TYPED",
     "AdminClient",
     "NamespaceArgument",
     "Yes",
@@ -132,7 +133,7 @@ class AdminClient:
             ) from error
 
 
-_TYPED = {
+TYPED = {
     "namespace": ("NAMESPACE", "`kvstore ls` lists namespaces"),
     "prefix": ("PREFIX", "`kvstore ls NAMESPACE` lists boundaries"),
     "weights_id": ("WEIGHTS_ID", "`kvstore weights list` lists them"),
@@ -151,6 +152,18 @@ _TYPED = {
     "bytes_per_s": ("--rate", ""),
 }
 """Fields of the interface: how each is typed on the command line, and where right values are found."""
+
+
+def _duration_text(seconds: int) -> str:
+    """What `parse_duration` reads."""
+    return next(f"{seconds // one}{unit}" for unit, one in reversed(_DURATION.items()) if seconds % one == 0)
+
+
+_UNITS: Mapping[str, Callable[[int], str]] = {
+    **dict.fromkeys(("maximum_bytes", "guaranteed_bytes", "bytes_per_s"), bytes_text),
+    **dict.fromkeys(("expires_in_s", "unused_s"), _duration_text),
+}
+"""Fields of the interface that are numbers there, and are typed with a unit."""
 
 _STEPS = {
     401: "name a file with a token of this service in --token-file or KVSTORE_TOKEN_FILE, or put the token into "
@@ -173,7 +186,7 @@ def _refusal(status: int, content: bytes) -> InvalidRequest | Unavailable:
         )
     place, _, rest = field.partition(".")
     name, _, item = (rest if place in ("body", "path", "query") else field).partition(".")
-    typed, step = _TYPED.get(name, ("" if name == "authorization" else name, ""))
+    typed, step = TYPED.get(name, ("" if name == "authorization" else name, ""))
     cause, own_step = next_step(detail)
     step = own_step or _STEPS.get(status, step)
     if typed:
@@ -182,8 +195,9 @@ def _refusal(status: int, content: bytes) -> InvalidRequest | Unavailable:
     if expected and expected not in detail:
         cause += f", expected {expected}"
     if seen is not None:
-        is_size = name.endswith("_bytes") and str(seen).isdecimal()
-        cause += f", got {bytes_text(int(seen)) if is_size else seen or 'nothing'}"
+        cause += f", got {seen or 'nothing'}"
+    if name in _UNITS:  # as they were typed
+        cause = re.sub(r"\b\d+\b", lambda number: _UNITS[name](int(number[0])), cause)
     text = f"{cause}: {step}" if step else cause
     return InvalidRequest(text) if status in (413, 422) else Unavailable(text)
 
@@ -314,12 +328,15 @@ def parse_duration(text: str, flag: str) -> int:
     """
     match = re.fullmatch(r"\s*([1-9]\d{0,8})\s*([smhdw])\s*", text)
     if match is None:
-        raise InvalidRequest(f"{flag}: expected a time with its unit, like 90s, 15m, 12h, 7d or 2w", seen=repr(text))
+        raise InvalidRequest(f"{flag}: expected a time with its unit, like 90s, 15m, 12h, 7d or 2w, got {text!r}")
     return int(match[1]) * _DURATION[match[2]]
 
 
-def whole_namespace(client: AdminClient, text: str) -> str:
+def whole_namespace(client: AdminClient, text: str, typed: str = "NAMESPACE") -> str:
     """The id of a namespace, from its id or its first digits.
+
+    Args:
+        typed: What it was given as.
 
     Raises:
         InvalidRequest: No namespace, or more than one, matches.
@@ -327,7 +344,10 @@ def whole_namespace(client: AdminClient, text: str) -> str:
     if re.fullmatch("[0-9a-f]{32}", text):
         return text
     if not re.fullmatch("[0-9a-f]{1,31}", text):
-        raise InvalidRequest("a namespace has 32 hex digits: give all or the first, see `kvstore ls`", seen=repr(text))
+        raise InvalidRequest(
+            f"{typed}: expected 32 hex digits in lower case, or the first of them, got {text!r}: `kvstore ls` lists "
+            "namespaces"
+        )
     found: list[str] = []
     cursor: str | None = ""
     while cursor is not None:
@@ -335,9 +355,11 @@ def whole_namespace(client: AdminClient, text: str) -> str:
         found += [one["namespace"] for one in page["namespaces"] if one["namespace"].startswith(text)]
         cursor = page["next_cursor"]
     if not found:
-        raise InvalidRequest(f"no namespace starts with {text!r}: see `kvstore ls`")
+        raise InvalidRequest(f"{typed}: no namespace starts with {text!r}: see `kvstore ls`")
     if len(found) > 1:
-        raise InvalidRequest(f"{len(found)} namespaces start with {text!r}: give more digits, see `kvstore ls`")
+        raise InvalidRequest(
+            f"{typed}: {len(found)} namespaces start with {text!r}: give more digits, see `kvstore ls`"
+        )
     return found[0]
 
 
@@ -349,6 +371,6 @@ def whole_prefix(text: str) -> str:
     """
     if not re.fullmatch("[0-9a-f]{64}", text):
         raise InvalidRequest(
-            "a boundary has 64 hex digits: give all of them, see `kvstore ls NAMESPACE`", seen=repr(text)
+            f"PREFIX: expected 64 hex digits in lower case, got {text!r}: `kvstore ls NAMESPACE` lists boundaries"
         )
     return text

@@ -15,7 +15,8 @@ from rich.markup import escape
 import kvstore
 from kvstore.cli.options import AsJson, Config, quieted, tls_of
 from kvstore.cli.printing import console_of, echo_json, table_of
-from kvstore.cli.service import NO_SERVICE, service_url, store_in_use
+from kvstore.cli.service import NO_SERVICE, parsed_address, service_url, store_in_use
+from kvstore.client.remote import EMBEDDED
 from kvstore.doctor import Finding, ServiceAddress, Verdict, checks_of, run_checks, without
 from kvstore.errors import KVStoreError
 from kvstore.service.reported_settings import StoreInUse, secrets_of
@@ -55,6 +56,8 @@ def doctor(
     Exit status: 0 nothing failed (there may be warnings), 1 something failed, 2 a wrong call.
     """
     local = load_settings({}, config=config)
+    if url not in ("", EMBEDDED, NO_SERVICE):
+        parsed_address(url, NO_SERVICE)
     try:
         store = store_in_use(url, token_file, config, timeout_s)
     except KVStoreError:  # the check of the service reports why

@@ -12,8 +12,7 @@ from rich.markup import escape
 from kvstore.cli.options import AsJson, Config, TokenFile
 from kvstore.cli.printing import detail_text, print_table, table_of
 from kvstore.cli.service import DataTimeout, Url, connected
-
-__all__ = ["explain"]
+from kvstore.errors import InvalidRequest, next_step
 
 
 def explain(  # noqa: PLR0917 - typer makes flags of them
@@ -28,7 +27,11 @@ def explain(  # noqa: PLR0917 - typer makes flags of them
 ) -> None:
     """Show how much of a request was resumed, why not more, and what to do about it."""
     with connected(url, timeout_s, "explain", token_file, config) as service:
-        values = service.store.explain(request, deadline=service.deadline)
+        try:
+            values = service.store.explain(request, deadline=service.deadline)
+        except InvalidRequest as error:  # about the request, whose name this process cannot check
+            cause, step = next_step(str(error))
+            raise InvalidRequest(f"REQUEST: {cause}: {step}") from error
     if json_:
         typer.echo(json.dumps(values, indent=2, default=str))
     elif request:

@@ -12,8 +12,6 @@ from kvstore.cli.admin import AdminClient, admin_verb
 from kvstore.cli.printing import detail_text, echo_json, print_table, table_of, time_text
 from kvstore.errors import InvalidRequest, next_step
 
-__all__ = ["job_progress", "jobs"]
-
 
 @admin_verb(60.0)
 def jobs(

@@ -12,8 +12,6 @@ from kvstore.cli.admin import INCOMPLETE, ONLY_OWN, AdminClient, admin_verb, who
 from kvstore.cli.printing import bytes_text, echo_json, held_text, namespace_name, print_table, table_of, time_text
 from kvstore.errors import InvalidRequest
 
-__all__ = ["ls"]
-
 
 class ListOrder(Enum):
     """The order of listed boundaries."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-__all__ = ["INTERRUPTED", "main"]
-
 INTERRUPTED = 130
 
 

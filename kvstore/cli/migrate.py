@@ -33,8 +33,6 @@ from migrations.runner import Runner
 from migrations.steps import KeyStep
 from migrations.store import soon
 
-__all__ = ["migrate", "open_runner"]
-
 T = TypeVar("T")
 
 INCOMPLETE = 3

@@ -17,8 +17,6 @@ from kvstore.service.authentication import read_token
 from kvstore.settings import TOKEN_VARIABLE, Settings
 from kvstore.wire.tls import ClientTls
 
-__all__ = ["AsJson", "Config", "TokenFile", "parse_size", "quieted", "tls_of", "token_of"]
-
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Config: TypeAlias = Annotated[Path | None, typer.Option(help="TOML file with settings. Default: $KVSTORE_CONFIG.")]
 TokenFile: TypeAlias = Annotated[

@@ -15,25 +15,6 @@ from rich.table import Table
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
-__all__ = [
-    "amounts_text",
-    "bytes_text",
-    "console_of",
-    "counted",
-    "detail_text",
-    "echo_json",
-    "held_text",
-    "limit_text",
-    "namespace_name",
-    "print_table",
-    "progress_bar",
-    "share_text",
-    "span_text",
-    "table_of",
-    "time_text",
-    "used_text",
-]
-
 _WIDTH_MIN = 160
 
 

@@ -14,8 +14,6 @@ import kvstore
 from kvstore.cli.printing import print_table, table_of
 from kvstore.errors import InvalidRequest
 
-__all__ = ["BENCHMARKS", "bench", "demo"]
-
 BENCHMARKS = {
     "quick": ("quick", "codec, service, Redis and S3 in two minutes"),
     "store": ("store", "the byte paths to Redis, through the service and to S3"),

@@ -29,8 +29,6 @@ from kvstore.settings import Settings
 from kvstore.store.upkeep.reindexing import ReindexReport, reindex_level
 from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier
 
-__all__ = ["SavedProgress", "reindex"]
-
 Locations = Mapping[Level, HotLocation | ColdLocation]
 
 _CALL_S = 30.0

@@ -23,8 +23,6 @@ from kvstore.cli.admin import (
 from kvstore.cli.printing import amounts_text, counted, echo_json
 from kvstore.errors import InvalidRequest
 
-__all__ = ["gc", "rm"]
-
 _STDIN = Path("-")
 _GARBAGE = {
     "retired": "of retired weights",

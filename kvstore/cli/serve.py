@@ -20,8 +20,6 @@ from kvstore.service.main import serve_settings
 from kvstore.service.server import Server
 from kvstore.settings import REMOVED_SETTINGS, Settings, load_settings
 
-__all__ = ["notify_ready", "serve"]
-
 _log = logging.getLogger(__name__)
 _NOTIFY_S = 1.0
 

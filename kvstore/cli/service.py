@@ -25,21 +25,6 @@ from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address
 if TYPE_CHECKING:
     from kvstore.cli.admin import AdminClient
 
-__all__ = [
-    "NO_SERVICE",
-    "ByService",
-    "Connection",
-    "DataTimeout",
-    "ServiceUrl",
-    "Url",
-    "admin_of",
-    "check_store",
-    "connected",
-    "location_of",
-    "service_url",
-    "store_in_use",
-]
-
 Url: TypeAlias = Annotated[
     str,
     typer.Option(
@@ -92,10 +77,7 @@ def connected(
     settings = load_settings({}, config=config)
     token = token_of(settings, token_file)
     address, found = _found(url, settings, token_file, config, timeout_s)
-    try:
-        parse_address(address)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"--url: {error.message}, or embedded:", **error.details) from error
+    parsed_address(address)
     deadline = Deadline.after(timeout_s)
     try:
         with quieted(), _open(address, token, settings, verb, timeout_s) as store:
@@ -107,6 +89,18 @@ def connected(
         where = f"{address}, {found}{f': {reason}' if reason else ''}"
         step = _next_step(text, is_embedded=address == _embedded_address(), has_token=bool(token))
         raise Unavailable(f"{message} ({where}): {step}") from error
+
+
+def parsed_address(address: str, *also: str) -> Address:
+    """An address, which is wrong only if it was given as --url.
+
+    Args:
+        also: What else may be given there.
+    """
+    try:
+        return parse_address(address)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"--url: {error.message}, or {' or '.join((EMBEDDED, *also))}", **error.details) from error
 
 
 def _open(address: str, token: str, settings: Settings, verb: str, timeout_s: float) -> BlockingStore:
@@ -226,7 +220,7 @@ def store_in_use(url: str, token_file: Path | None, config: Path | None, timeout
         return StoreInUse(local)
     token = token_of(local, token_file)
     address = _embedded_address() if url == EMBEDDED else url or str(local.listen)
-    parsed = parse_address(address)
+    parsed = parsed_address(address, NO_SERVICE)
     problem, silent = "", []
     if _accepts(parsed):
         try:

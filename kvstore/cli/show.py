@@ -21,8 +21,6 @@ from kvstore.cli.printing import (
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.namespace import field_differences, flat_fields
 
-__all__ = ["show"]
-
 _FAMILY_SHOWN = 8
 
 
@@ -39,9 +37,10 @@ def show(
         raise InvalidRequest("give a boundary or --compare, not both")
     prefix = whole_prefix(prefix) if prefix else ""
     whole = whole_namespace(client, namespace)
+    compared = whole_namespace(client, compare, "--compare") if compare else ""
     found = client.get("prefixes", whole, prefix) if prefix else client.get("namespaces", whole)
     if compare:
-        other = client.get("namespaces", whole_namespace(client, compare))
+        other = client.get("namespaces", compared)
         _show_differences(found, other, json_=json_)
     elif json_:
         echo_json(found)

@@ -31,8 +31,6 @@ from kvstore.eviction.replay import (
     replay,
 )
 
-__all__ = ["simulate"]
-
 _ALONE_MAX = 40_000
 """Prompts to replay, over all plans, beyond which starting more processes pays off."""
 _CURVE_WIDTH, _BAR_WIDTH = 110, 50

@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.cli.printing import bytes_text, share_text
+from kvstore.cli.printing import bytes_text, counted, share_text, time_text
 from kvstore.errors import next_step
 
-__all__ = ["Problem", "by_label", "problems_of"]
+__all__ = ["Problem", "by_label", "problems_of", "waiting_text"]
 
 _SAMPLE = re.compile(r"([a-z0-9_]+)(?:\{(.*)\})?")
 _LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
@@ -50,7 +50,7 @@ class Problem:
 def problems_of(values: Mapping[str, Any]) -> list[Problem]:
     """All problems, the most expensive first; a service of a neighbouring release may lack some values."""
     counters = values.get("counters", {})
-    found = [*_of_tiers(values), *_of_pending(counters), *_of_memory(values)]
+    found = [*_of_tiers(values), *_of_catalog(values.get("catalog", {})), *_of_pending(counters), *_of_memory(values)]
     recent = values.get("recent", {})
     found += [*_of_requests(recent), *_of_losses(recent)]
     if counters.get("catalog_complete") == 0:
@@ -79,6 +79,21 @@ def _of_tiers(values: Mapping[str, Any]) -> Iterator[Problem]:
         if queue.get("paused"):
             step = "resume it on the dashboard, or by POST /v1/tiers/{hot|cold}/resume"
             yield Problem(f"the write-back to {name} is paused", step)
+
+
+def _of_catalog(catalog: Mapping[str, Any]) -> Iterator[Problem]:
+    if (since_ms := catalog.get("takes_none_since_ms")) is None:
+        return
+    yield Problem(waiting_text(catalog["waiting_changes"], since_ms // 1000), "kvstore doctor names the fix")
+
+
+def waiting_text(num_changes: float, since_s: int) -> str:
+    """That the catalog takes no changes, and what that means."""
+    num = counted(num_changes, "change")
+    return (
+        f"the catalog has taken no changes since {time_text(since_s)} UTC: {num} of this service wait, and other "
+        "services do not find what it has stored since"
+    )
 
 
 def _of_pending(counters: Mapping[str, float]) -> Iterator[Problem]:

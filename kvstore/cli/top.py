@@ -28,10 +28,9 @@ from kvstore.cli.printing import (
     time_text,
     used_text,
 )
-from kvstore.cli.status_problems import by_label
+from kvstore.cli.status_problems import by_label, waiting_text
 from kvstore.errors import Unavailable
-
-__all__ = ["read_values", "screen_of", "top"]
+from kvstore.runtime.clock import SYSTEM_CLOCK
 
 _NAMESPACES_SHOWN, _REQUESTS_SHOWN = 8, 8
 _NAMESPACES_MAX = 1000
@@ -112,6 +111,7 @@ def _counters(client: AdminClient) -> dict[str, float] | None:
     samples = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
     meters = {name: f"kvstore_{name}_total" for name in _COUNTERS}
     meters |= {"uptime_s": "kvstore_uptime_seconds", "sessions": "kvstore_sessions"}
+    meters |= {name: f"kvstore_{name}" for name in ("catalog_waiting_changes", "catalog_waiting_seconds")}
     found = {name: sum(by_label(samples, meter, "").values(), 0.0) for name, meter in meters.items()}
     causes = by_label(samples, meters["retention_boundaries"], "reason")
     return found | {f"{_EVICTED}{cause}": num for cause, num in causes.items()}
@@ -122,6 +122,10 @@ def screen_of(
 ) -> Group:
     """The screen, with rates since the values of `before`, which are this many seconds old."""
     parts: list[Any] = [_headline(url, values, before, seconds), _tiers(values["tiers"])]
+    counters = values["counters"] or {}
+    if waits_s := counters.get("catalog_waiting_seconds"):
+        since_s = int(SYSTEM_CLOCK.wall_ms() / 1000 - waits_s)
+        parts.append(f"[yellow]{waiting_text(counters['catalog_waiting_changes'], since_s)}[/]")
     if values["quotas"]:
         parts.append(_quotas(values["quotas"]))
     if values["namespaces"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -15,36 +16,17 @@ from kvstore.cli.main import INTERRUPTED
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.runtime.wrong_values import expectation, shown
 
-__all__ = ["app", "run"]
-
 FAILURE, USAGE = 1, 2
 # click's `UsageError`; taken from typer, since newer releases bundle click
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
 
-_MODULES = {"bench": "programs", "demo": "programs", "gc": "rm", "unpin": "pin"}
-VERBS = [
-    "bench",
-    "demo",
-    "doctor",
-    "explain",
-    "gc",
-    "jobs",
-    "ls",
-    "migrate",
-    "pin",
-    "quota",
-    "reindex",
-    "rm",
-    "serve",
-    "show",
-    "simulate",
-    "status",
-    "top",
-    "unpin",
-    "verify",
-    "weights",
-]
-"""Each is a function, or a `Typer`, in the module of its name or in the one that `_MODULES` gives."""
+_EXTRA = re.compile(r"got unexpected extra argument(?:s|\(s\))? \((.*)\)")
+"""How click says that there are too many."""
+VERBS = {verb: verb for verb in ("doctor", "explain", "jobs", "ls", "migrate", "reindex", "rm", "serve", "show")}
+VERBS |= {verb: verb for verb in ("simulate", "status", "top", "verify")}
+VERBS |= {"bench": "programs", "demo": "programs", "gc": "rm"}
+VERBS |= {"pin": "orders", "quota": "orders", "unpin": "orders", "weights": "orders"}
+"""The module of each; in it a verb is a function, or a `Typer`, of its name."""
 
 
 class _Verbs(TyperGroup):
@@ -55,12 +37,12 @@ class _Verbs(TyperGroup):
         self.commands: dict[str, Any] = dict.fromkeys(VERBS)  # their names, to suggest one for a mistyped verb
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return VERBS
+        return sorted(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in VERBS:
             return None
-        verb = getattr(import_module(f"kvstore.cli.{_MODULES.get(cmd_name, cmd_name)}"), cmd_name)
+        verb = getattr(import_module(f"kvstore.cli.{VERBS[cmd_name]}"), cmd_name)
         if not isinstance(verb, typer.Typer):
             alone = typer.Typer(add_completion=False)
             alone.command(cmd_name)(verb)
@@ -146,6 +128,8 @@ def _wrong_call(error: Any, arguments: Sequence[str]) -> str:
         text = f"{_typed(param, arguments)}: {expectation(problem)}, got {shown(problem['input'])}"
     elif param is not None and not error.message:
         text = f"{_typed(param, arguments)} is missing"
+    elif extra := _EXTRA.fullmatch(text):
+        text = f"expected nothing more, got {extra[1]}"
     has_step = "Did you mean" in text or "Possible options" in text
     return text if has_step else f"{text} (see `{_called(error, arguments)} --help`)"
 

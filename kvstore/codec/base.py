@@ -10,9 +10,6 @@ from numpy.typing import NDArray
 
 from kvstore.errors import CorruptRecord, InvalidRequest
 
-__all__ = ["Buffer", "ByteArray", "Chain", "Raw", "as_bytes", "as_writable_bytes", "words"]
-
-
 Buffer: TypeAlias = bytes | bytearray | memoryview
 ByteArray: TypeAlias = NDArray[np.uint8]
 

@@ -18,19 +18,6 @@ from kvstore.codec.planes import Planes, Planes2, Planes4, join_planes, split_pl
 from kvstore.codec.zstd import Zstd
 from kvstore.errors import InvalidRequest, UnsupportedFormat
 
-__all__ = [
-    "CHAINS",
-    "PLANES2",
-    "PLANES4",
-    "RAW",
-    "ZSTD",
-    "Encoded",
-    "chain_for_element_bytes",
-    "decode_into",
-    "encode",
-    "max_payload_bytes",
-]
-
 CHAINS: dict[int, Chain] = {chain.id: chain for chain in (Raw(), Planes2(), Planes4(), Zstd())}
 
 RAW = Raw.id

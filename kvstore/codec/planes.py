@@ -22,8 +22,6 @@ from kvstore.codec.base import ByteArray, Chain, words
 from kvstore.codec.zstd import TUNED, compress, decompress, worthwhile_bytes
 from kvstore.errors import CorruptRecord
 
-__all__ = ["Planes", "Planes2", "Planes4", "join_planes", "split_planes"]
-
 _KEPT_SCRATCH_BYTES = 16 << 20
 _MAX_PLANE_BYTES = (1 << 32) - 1
 

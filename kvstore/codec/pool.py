@@ -16,8 +16,6 @@ from kvstore.errors import Closed, InvalidRequest
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["CodecPool", "PoolUsage"]
-
 Result = TypeVar("Result")
 
 
@@ -27,7 +25,6 @@ class PoolUsage:
 
     Attributes:
         used_bytes: Bytes of jobs that were admitted and have not ended.
-        limit_bytes: The budget.
         num_waiting: Callers that wait to be admitted.
     """
 

@@ -15,8 +15,6 @@ import zstandard
 from kvstore.codec.base import ByteArray, Chain
 from kvstore.errors import CorruptRecord
 
-__all__ = ["LEVEL_1", "MAX_WINDOW_BYTES", "TUNED", "Zstd", "compress", "decompress", "worthwhile_bytes"]
-
 MAX_WINDOW_BYTES = 1 << 18
 """No frame of format v1 has a larger window: bounds the memory that a hostile frame can make a reader allocate."""
 

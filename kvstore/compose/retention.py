@@ -6,7 +6,14 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from kvstore.catalog.base import Gate
-from kvstore.catalog.coordination import JOBS, OPERATOR_RULES, FileTextStore, Ownership, SoleOwnership, TextStore
+from kvstore.catalog.coordination import (
+    OPERATOR_RULES,
+    FileTextStore,
+    Ownership,
+    SoleOwnership,
+    TextStore,
+    TextStoreKind,
+)
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.candidates import AUTO, AdmitAll
 from kvstore.runtime.deadline import Deadline
@@ -22,8 +29,6 @@ from kvstore.store.retention.plan import RetentionRules, shares
 from kvstore.store.retention.policy_choice import PolicyChoice, candidates_of
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation
-
-__all__ = ["open_job_book", "open_ownership", "open_retention"]
 
 _PROBE_S = 2.0
 _OWNER_LEASE_S = 60.0
@@ -116,20 +121,9 @@ async def _open_operator_rules(
     gate: Gate | None,
 ) -> OperatorRules | None:
     """Operators' rules, from the book beside the catalog; `None`: there is no catalog."""
-    if recorder is None:
+    book = await stack.enter_async_context(open_book(settings, OPERATOR_RULES, gate)) if recorder is not None else None
+    if book is None:
         return None
-    book: TextStore
-    match settings.hot, settings.cold:
-        case RedisLocation() as hot, _:
-            from kvstore.catalog.redis.coordination import RedisTextStore
-            from kvstore.tiers.redis import open_control
-
-            client = await stack.enter_async_context(open_control(hot, refuses_newer=gate is not None))
-            book = RedisTextStore(client, OPERATOR_RULES, gate=gate)
-        case _, FileLocation() as cold:
-            book = FileTextStore(cold.path, OPERATOR_RULES)
-        case _:
-            return None
     rules = OperatorRules(book, settings.quotas, instruments)
     stack.push_async_callback(rules.aclose)
     await rules.start()
@@ -137,17 +131,19 @@ async def _open_operator_rules(
 
 
 @asynccontextmanager
-async def open_job_book(settings: Settings) -> AsyncIterator[TextStore | None]:
-    """Where jobs are recorded, beside the catalog, over a connection of its own; `None`: there is no catalog."""
+async def open_book(
+    settings: Settings, kind: TextStoreKind, gate: Gate | None = None
+) -> AsyncIterator[TextStore | None]:
+    """Texts of one kind, kept beside the catalog, over a connection of their own; `None`: there is no catalog."""
     match settings.hot, settings.cold:
         case RedisLocation() as hot, _:
             from kvstore.catalog.redis.coordination import RedisTextStore
             from kvstore.tiers.redis import open_control
 
-            async with open_control(hot) as client:
-                yield RedisTextStore(client, JOBS)
+            async with open_control(hot, refuses_newer=gate is not None) as client:
+                yield RedisTextStore(client, kind, gate=gate)
         case _, FileLocation() as cold:
-            yield FileTextStore(cold.path, JOBS)
+            yield FileTextStore(cold.path, kind)
         case _:
             yield None
 

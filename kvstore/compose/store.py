@@ -33,8 +33,6 @@ from kvstore.tiers.guarded import GuardedTier, report_quarantine
 from kvstore.tiers.locations import ColdLocation, FileLocation, HotLocation, NoTier, RedisLocation, S3Location
 from kvstore.tiers.memory import MemoryTier
 
-__all__ = ["missing_package", "open_catalog", "open_served_store", "open_store", "open_tier", "store_limits"]
-
 _log = logging.getLogger(__name__)
 
 _PROBE_S = 2.0
@@ -72,6 +70,7 @@ async def open_store(settings: Settings, instruments: Instruments | None = None)
         recorder = await _open_recorder(settings, stack, instruments, gate)
         if recorder is not None:
             await _check_catalog(recorder.catalog, hot, cold, stack, instruments)
+            _reconcile(recorder.catalog, settings, stack, instruments)
         retention, budget_gate = await open_retention(
             settings, recorder, cold, stack, instruments=instruments, gate=gate
         )
@@ -118,12 +117,10 @@ async def open_served_store(
 async def open_tier(
     location: HotLocation | ColdLocation, settings: Settings, *, is_owner: bool = False
 ) -> AsyncIterator[Tier]:
-    """One slower tier alone, for an operator's walk over it. It has answered once, since a step of a walk may wait for
-    a minute.
+    """One slower tier alone, for an operator's walk over it. It has answered once, since a step of a walk may wait
+    longer.
 
     Args:
-        location: Where it is.
-        settings: How it is used.
         is_owner: Own a directory, to write to it: no service may own it at the same time. False: open it beside the
             service that owns it.
 
@@ -161,8 +158,6 @@ async def open_catalog(
     """The catalog of the settings' tiers: in the hot Redis, or in a file beside the records of a directory.
 
     Args:
-        settings: Where it is.
-        clock: For first and last use.
         is_guest: Another process owns the directory.
         gate: Called before each call to Redis; raises `Unavailable` while Redis is not used.
 
@@ -237,17 +232,6 @@ async def _open_recorder(
         return None
     recorder = Recorder(catalog, instruments)
     stack.push_async_callback(recorder.aclose)
-    if not isinstance(settings.hot, RedisLocation):
-        return recorder
-
-    from kvstore.catalog.redis.catalog import RedisCatalog
-    from kvstore.catalog.redis.reconcile import Reconciler
-
-    assert isinstance(catalog, RedisCatalog)
-    background = Background("catalog")
-    stack.push_async_callback(background.aclose)
-    reconciler = Reconciler(catalog, instruments.meters, period_s=settings.catalog_look_s, clock=instruments.clock)
-    background.spawn(reconciler.run(), "reconcile")
     return recorder
 
 
@@ -273,6 +257,22 @@ async def _check_catalog(
             )
     except KVStoreError as error:
         _log.warning("cannot check whether the catalog is complete, it is used as it is: %s", error)
+
+
+def _reconcile(catalog: Catalog, settings: Settings, stack: AsyncExitStack, instruments: Instruments) -> None:
+    """Correct a catalog in Redis in the background. Only once an empty store is marked complete: what the first check
+    finds is what operators see until the next one.
+    """
+    if not isinstance(settings.hot, RedisLocation):
+        return
+    from kvstore.catalog.redis.catalog import RedisCatalog
+    from kvstore.catalog.redis.reconcile import Reconciler
+
+    assert isinstance(catalog, RedisCatalog)
+    background = Background("catalog")
+    stack.push_async_callback(background.aclose)
+    reconciler = Reconciler(catalog, instruments.meters, period_s=settings.catalog_look_s, clock=instruments.clock)
+    background.spawn(reconciler.run(), "reconcile")
 
 
 async def _guarded(

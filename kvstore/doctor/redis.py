@@ -23,6 +23,8 @@ REDIS_NAMES = (
 )
 _LOGIN_ERRORS = ("WRONGPASS", "NOAUTH", "invalid password", "invalid username")
 _VOLATILE_FIX = "CONFIG SET maxmemory-policy volatile-lru, and the same in redis.conf"
+_FULL_SHARE = 0.95
+"""Above this a Redis refuses records, which are large, while small values still find room."""
 _PRIMARY_FIX = "name the primary in hot, or its sentinels: redis+sentinel://sentinel:26379/service"
 _LOGIN_FIX = (
     "put the right user and password into hot (KVSTORE_HOT=redis://user:password@host:port/0, with %40 for @); "
@@ -165,6 +167,8 @@ def _judge_memory(server: ServerFacts) -> Finding:
     if limit is None:
         return it.warning("no maxmemory: it grows until its machine runs out of memory", fix)
     seen = f"{format_bytes(server.used_bytes)} of maxmemory {format_bytes(limit)} in use"
+    if server.eviction_policy == "noeviction" and server.used_bytes >= _FULL_SHARE * limit:
+        return it.failed(f"{seen}: it is full and evicts nothing", f"{_VOLATILE_FIX}; or {fix}")
     if limit < MEMORY_BYTES_MIN:
         return it.warning(f"{seen}: too little for the pages of long prompts", fix)
     if best is not None and limit > best * 6 // 5:

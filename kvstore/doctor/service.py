@@ -17,7 +17,7 @@ from kvstore.client import ClientOptions, connect
 from kvstore.client.embedded import EmbeddedOptions, private_socket_path
 from kvstore.client.remote import EMBEDDED
 from kvstore.doctor.check import Check, Criterion, Finding
-from kvstore.errors import InvalidRequest, KVStoreError, in_words
+from kvstore.errors import InvalidRequest, KVStoreError, in_words, next_step
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.authentication import read_token
 from kvstore.store.explain.reasons import REASONS, UNKNOWN
@@ -124,14 +124,21 @@ def judge_release(status: Mapping[str, object], ours: str) -> Finding:
 
 
 def judge_tiers(status: Mapping[str, object]) -> Finding:
-    """Judge the service's tiers: open circuit breakers, quarantined records."""
-    it = Criterion("service.tiers", "every tier answers, and has no corrupt records")
+    """Judge the service's tiers: open circuit breakers, refused writes, quarantined records."""
+    it = Criterion("service.tiers", "every tier answers, accepts writes, and has no corrupt records")
     tiers = {tier: values for tier, values in _mapping(status.get("tiers")).items() if isinstance(values, Mapping)}
     down = {tier: values.get("reason") for tier, values in tiers.items() if values.get("healthy") is False}
     if down:
         seen = "; ".join(f"{tier} does not answer: {in_words(str(reason))}" for tier, reason in down.items())
         fix = f"repair {', '.join(down)} (see its own checks); the service then uses it again, without a restart"
         return it.failed(seen, fix)
+    refusing = {
+        tier: next_step(str(values["refuses_writes"])) for tier, values in tiers.items() if values.get("refuses_writes")
+    }
+    if refusing:
+        seen = "; ".join(f"{tier} accepts no writes: {cause}" for tier, (cause, _) in refusing.items())
+        steps = [f"{step} ({tier})" for tier, (_, step) in refusing.items() if step]
+        return it.failed(seen, "; ".join(steps) or f"see the checks of {', '.join(refusing)}")
     quarantined = {tier: values["num_quarantined"] for tier, values in tiers.items() if values.get("num_quarantined")}
     if quarantined:
         seen = ", ".join(f"{number} corrupt records quarantined in {tier}" for tier, number in quarantined.items())

@@ -9,8 +9,6 @@ from kvstore.eviction.candidates import CANDIDATES, Admission, Candidate
 from kvstore.eviction.holdings import Holdings
 from kvstore.eviction.prefixes import Key, spread
 
-__all__ = ["COPY_BOUNDARIES", "Auto", "PrefixSample", "save_prompt"]
-
 COPY_BOUNDARIES = 4096
 """About how many boundaries each simulation holds. Where the tier holds no more than these, the simulation is exact."""
 _DECIDE_EVERY = 32

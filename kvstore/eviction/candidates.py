@@ -13,19 +13,6 @@ from kvstore.errors import InvalidRequest
 from kvstore.eviction.policies import FlopsPerByte, Lru, Policy
 from kvstore.eviction.prefixes import Key, spread
 
-__all__ = [
-    "ADMISSIONS",
-    "AUTO",
-    "CANDIDATES",
-    "POLICIES",
-    "REMOVED",
-    "Admission",
-    "AdmitAll",
-    "Candidate",
-    "SecondSight",
-    "parse_candidate",
-]
-
 AUTO = "auto"
 
 
@@ -133,7 +120,6 @@ def parse_candidate(text: str, others: Sequence[str] = ()) -> Candidate:
     """The inverse of `Candidate.name`.
 
     Args:
-        text: The name.
         others: Names that the caller accepts too, for the message.
 
     Raises:

@@ -9,8 +9,6 @@ from kvstore.eviction.policies import Policy
 from kvstore.eviction.prefixes import Key, Node
 from kvstore.runtime.pauses import empty_in_pieces
 
-__all__ = ["Holdings", "Pool", "Quota"]
-
 SHARED = 0
 """The pool of all tenants without a quota."""
 

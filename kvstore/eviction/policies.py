@@ -11,8 +11,6 @@ from typing import ClassVar
 from kvstore.eviction.prefixes import Node
 from kvstore.runtime.pauses import SplitDict, empty_in_pieces
 
-__all__ = ["FlopsPerByte", "FreeNodes", "Lru", "Policy", "PrefillCost"]
-
 _SLACK = 64
 """Heap entries below which a compaction is not worth its cost."""
 

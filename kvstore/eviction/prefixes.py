@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Key", "Node", "spread"]
-
 Key = bytes | int
 """Names a boundary: its prefix hash in the store (alone, or with its namespace in front), a number in a trace."""
 

@@ -20,17 +20,6 @@ from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.runtime.wrong_values import cut, not_json, shown
 
-__all__ = [
-    "CLAIRVOYANT",
-    "ReplayPlan",
-    "ReplayResult",
-    "TracedPrompt",
-    "check_policy",
-    "clairvoyant_holds",
-    "read_trace",
-    "replay",
-]
-
 CLAIRVOYANT = "clairvoyant"
 """Not a policy but an upper bound: it knows the next use of every block from the trace."""
 
@@ -121,7 +110,6 @@ def replay(
 
     Args:
         prompts: In the order of their times.
-        plan: The assumptions.
         on_progress: Called from time to time with the number of prompts that were done since the last call.
     """
     run = _clairvoyant if plan.policy == CLAIRVOYANT else _play
@@ -250,7 +238,6 @@ def read_trace(path: Path, *, block_tokens: int) -> list[TracedPrompt]:
     `{"timestamp": ms, "input_length": tokens, "output_length": ..., "hash_ids": [...]}`.
 
     Args:
-        path: The file.
         block_tokens: Tokens of a block; Mooncake's traces have 512.
 
     Raises:

@@ -16,8 +16,6 @@ from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.record import Record, seal
 from kvstore.model.keys import PREFIX_BYTES, PrefixHash, RecordKey
 
-__all__ = ["ENCRYPTION_BYTES", "SECRET_BYTES", "TenantKey", "decrypt_record", "encrypt_record"]
-
 SECRET_BYTES = 32
 ENCRYPTION_BYTES = PREFIX_BYTES
 """How much longer an encrypted payload is: the plaintext is preceded by the prefix hash, which is encrypted too."""

@@ -15,8 +15,6 @@ from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, NamespaceId, Prefi
 from kvstore.model.kinds import RecordKind
 from kvstore.model.layout import Span
 
-__all__ = ["CHECKSUM_BYTES", "HEADER_BYTES", "MAGIC", "VERSION", "HeaderV1"]
-
 MAGIC = b"KVR1"
 VERSION = 1
 HEADER_BYTES = 192

@@ -18,21 +18,6 @@ from kvstore.format.names import manifest_name
 from kvstore.model.keys import NAMESPACE_BYTES, NamespaceId
 from kvstore.model.namespace import NamespaceDescription
 
-__all__ = [
-    "MANIFEST_MAGIC",
-    "MANIFEST_VERSION",
-    "MAX_MANIFEST_BYTES",
-    "STORE_VERSION",
-    "STORE_VERSION_PLACE",
-    "check_store_version",
-    "key_ids_place",
-    "pack_key_ids",
-    "pack_manifest",
-    "parse_key_ids",
-    "parse_manifest",
-]
-
-
 MANIFEST_MAGIC = b"KVM1"
 MANIFEST_VERSION = 1
 MAX_MANIFEST_BYTES = 2 << 20
@@ -116,7 +101,6 @@ def check_store_version(note: bytes | None, tier: str) -> None:
 
     Args:
         note: The note stored at `STORE_VERSION_PLACE`; `None`: there is none.
-        tier: Name of the tier.
 
     Raises:
         UnsupportedFormat: Its version is newer, or the note has a form that this release does not know.

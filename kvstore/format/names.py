@@ -12,18 +12,6 @@ import struct
 from kvstore.errors import CorruptRecord, InvalidRequest
 from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, NamespaceId, PrefixHash, RecordKey
 
-__all__ = [
-    "PACKED_KEY_BYTES",
-    "ROOT",
-    "format_name",
-    "manifest_name",
-    "namespace_root",
-    "pack_key",
-    "parse_name",
-    "stripe_name",
-    "unpack_key",
-]
-
 ROOT = "v1"
 _NAME = re.compile(
     r"v1/(?P<namespace>[0-9a-f]{32})/(?P<fan>[0-9a-f]{2})/\{(?P<prefix>[0-9a-f]{64})\}"

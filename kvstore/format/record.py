@@ -10,17 +10,6 @@ from kvstore.errors import CorruptRecord
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.model.keys import RecordKey
 
-__all__ = [
-    "HEADER_BYTES",
-    "MAX_RECORD_BYTES",
-    "Record",
-    "RunningChecksum",
-    "open_record",
-    "read_record",
-    "seal",
-    "verify_payload",
-]
-
 MAX_RECORD_BYTES = 1 << 30
 """No record is larger; a length from outside is checked against this before memory is allocated."""
 

@@ -26,8 +26,6 @@ import numpy.typing as npt
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import GroupLayout, Layout, cell_of
 
-__all__ = ["MAX_POINTS", "NeededRecord", "ends_to_resume", "longest_resumable", "records_to_resume"]
-
 MAX_POINTS = 1 << 20
 """Most cells, and most resume points, of one prompt: bounds the work that a hostile query can cause."""
 

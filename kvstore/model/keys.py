@@ -9,19 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
 
-__all__ = [
-    "LINK_TOKENS",
-    "NAMESPACE_BYTES",
-    "PREFIX_BYTES",
-    "Boundary",
-    "NamespaceId",
-    "PlainChain",
-    "PrefixHash",
-    "RecordKey",
-    "prefix_root",
-]
-
-
 NAMESPACE_BYTES = 16
 PREFIX_BYTES = 32
 

@@ -9,20 +9,6 @@ from typing import ClassVar
 
 from kvstore.errors import InvalidRequest
 
-__all__ = [
-    "MAX_LAYOUT_TOKENS",
-    "ChunkedLocal",
-    "FullAttention",
-    "GroupKind",
-    "Latent",
-    "RecordKind",
-    "Recurrent",
-    "SlidingWindow",
-    "check_fits",
-    "parse_kind",
-]
-
-
 MAX_LAYOUT_TOKENS = (1 << 32) - 1
 """No page, window or chunk is longer: the spans of records and messages have 32 bits."""
 

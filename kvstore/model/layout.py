@@ -7,19 +7,6 @@ from dataclasses import dataclass
 from kvstore.errors import InvalidRequest
 from kvstore.model.kinds import GroupKind, RecordKind, Recurrent, check_fits
 
-__all__ = [
-    "MAX_GROUPS",
-    "MAX_GROUP_SLICES",
-    "MAX_PREFIX_TOKENS",
-    "MAX_SLICES",
-    "GroupLayout",
-    "Layout",
-    "Span",
-    "cell_of",
-    "span_ending_at",
-]
-
-
 MAX_PREFIX_TOKENS = 1 << 24
 """No prefix is longer: bounds the work that a query can cause, and fits the u32 of a record's header."""
 

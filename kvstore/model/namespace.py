@@ -15,17 +15,6 @@ from kvstore.model.keys import NAMESPACE_BYTES, NamespaceId
 from kvstore.model.kinds import check_fits, parse_kind
 from kvstore.model.layout import GroupLayout, Layout
 
-__all__ = [
-    "MAX_DESCRIPTION_BYTES",
-    "WEIGHTS_FIELD",
-    "NamespaceDescription",
-    "NamespaceNotOpen",
-    "describe_layout",
-    "field_differences",
-    "flat_fields",
-    "name_of",
-]
-
 MAX_DESCRIPTION_BYTES = 256 << 10
 """Of a new description. A layout of 64 groups and 256 layers needs 26 KiB and 1,283 values. A model's configuration
 needs a few KiB, and far more where it lists the layers of each expert that are not quantized. A description within this

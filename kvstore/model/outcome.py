@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
 
-__all__ = ["CONTENT_BYTES", "Outcome", "content_digest"]
-
 CONTENT_BYTES = 16
 _LOST_MAX = 1 << 20
 """The most that one message can add to the counts."""

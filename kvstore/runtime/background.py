@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 from kvstore.errors import Closed, KVStoreError, Unavailable
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["Background", "Work", "gather_all", "on_loose_exception", "outcome_of"]
-
 _log = logging.getLogger(__name__)
 
 _CANCEL_AGAIN_S = 5.0

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from kvstore.errors import InternalError, InvalidRequest
 
-__all__ = ["ByteBudget", "Grant", "Shares", "share_left"]
-
 _TIMES_FREE = 3
 
 

@@ -8,8 +8,6 @@ from typing import Any, cast
 
 import numpy as np
 
-__all__ = ["BufferedConnection", "fresh_buffer"]
-
 
 def fresh_buffer(num_bytes: int) -> memoryview:
     """A writable buffer of unspecified content; all of it must be written before it is read.

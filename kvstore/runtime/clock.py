@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-__all__ = ["SYSTEM_CLOCK", "Clock", "SystemClock"]
-
 
 class Clock(Protocol):
     """Two kinds of time: monotonic, to measure durations, and wall-clock, for timestamps."""

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from kvstore.errors import Unavailable
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 
-__all__ = ["Deadline"]
-
 
 @dataclass(frozen=True, slots=True)
 class Deadline:

@@ -10,8 +10,6 @@ from enum import Enum
 
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 
-__all__ = ["Event", "EventKind", "Events"]
-
 _KEPT = 256
 """Events of each kind: a tier that fails and returns all night does not push out events of other kinds."""
 _TEXT_CHARS_MAX = 300
@@ -39,7 +37,6 @@ class Event:
         number: Increases with each event, also over restarts: milliseconds since the Unix epoch, or one more than the
             last. So gaps do not reveal events that a reader may not see.
         at_ms: When, in milliseconds since the Unix epoch.
-        kind: Its kind.
         text: What happened, cut at 300 characters.
         namespace: The namespace concerned, in hex; empty: none.
         tenant: The tenant that caused it; `None`: no tenant did.

@@ -7,8 +7,6 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["open_regular", "read_regular"]
-
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     """A descriptor of a regular file; a new one may be read by its owner only.

@@ -9,8 +9,6 @@ from kvstore.runtime.events import Events
 from kvstore.runtime.meters import Meters
 from kvstore.runtime.tracing import Tracing
 
-__all__ = ["Instruments"]
-
 
 @dataclass(frozen=True, slots=True)
 class Instruments:
@@ -18,7 +16,6 @@ class Instruments:
 
     Attributes:
         clock: Every time and every deadline is read from it; tests pass their own.
-        meters: Counters and gauges.
         events: The last events of each kind, for operators.
         tracing: Makes spans; `None`: tracing is off.
     """

@@ -10,16 +10,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = [
-    "container_bytes",
-    "leave_pinned_core",
-    "machine_bytes",
-    "populate",
-    "populate_paced",
-    "spare_bytes",
-    "usable_bytes",
-]
-
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 

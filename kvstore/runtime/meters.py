@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 
-__all__ = ["Meters"]
-
 _KEPT_OBSERVATIONS = 1000
 
 

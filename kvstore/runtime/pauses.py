@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any, TypeVar
 
-__all__ = ["SplitDict", "collector_paused", "collector_spared", "empty_in_pieces"]
-
 _AT_ONCE = 512
 
 _num_paused = 0

@@ -11,8 +11,6 @@ from kvstore.errors import Closed, KVStoreError
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["Batches", "SingleFlight"]
-
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 

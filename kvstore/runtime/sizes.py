@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["BYTES_MAX", "format_bytes", "parse_bytes"]
-
 BYTES_MAX = 1 << 60
 """No memory, disk or bucket is larger."""
 _DIGITS_MAX = 40

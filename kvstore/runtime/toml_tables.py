@@ -11,8 +11,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from kvstore.errors import InvalidRequest
 from kvstore.runtime.wrong_values import expectation, shown
 
-__all__ = ["TableEntry", "parse_tables"]
-
 _POSITION = re.compile(r"\(at [^)]*\)$")
 
 Entry = TypeVar("Entry", bound="TableEntry")

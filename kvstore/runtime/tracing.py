@@ -7,8 +7,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["NO_REQUEST", "RequestContext", "Tracing", "request_context", "trace_parent"]
-
 trace_parent: ContextVar[str] = ContextVar("kvstore_trace_parent", default="")
 """The W3C `traceparent` of the current caller of a store; a client sends it to a service that traces. Empty: none."""
 

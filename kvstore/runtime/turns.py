@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 from kvstore.runtime.pauses import collector_paused
 from kvstore.runtime.tracing import request_context
 
-__all__ = ["PIECE", "LongWork", "Turns", "Who", "still_working", "who_asks"]
-
 Who = tuple[Hashable, Hashable]
 """Whose turn it is: a tenant, and one of its connections."""
 

@@ -12,8 +12,6 @@ from typing import Generic, TypeVar
 from kvstore.errors import InvalidRequest
 from kvstore.runtime.files import open_regular
 
-__all__ = ["Watched", "read_guarded", "state_of"]
-
 _log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
@@ -110,7 +108,6 @@ def read_guarded(path: Path, *, what: str, field: str, mode_bits: int, bytes_max
     """The content of a file that other users may not write, or not even read.
 
     Args:
-        path: The file.
         what: What errors call it.
         field: The setting that names it.
         mode_bits: Permissions that it must not have: 0o022, or 0o077 for a secret.

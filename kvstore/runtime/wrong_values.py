@@ -7,8 +7,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["cut", "expectation", "not_json", "shown"]
-
 _EXPECTED = {
     "greater_than": "more than {gt}",
     "greater_than_equal": "at least {ge}",

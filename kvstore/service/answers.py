@@ -18,9 +18,6 @@ from kvstore.runtime.turns import PIECE, LongWork
 from kvstore.wire import convert, messages
 from kvstore.wire.messages import Reply, Request
 
-__all__ = ["Answers"]
-
-
 _OPENED_MAX = 4096
 """Namespaces whose tenants are remembered, the latest: more than a store keeps open."""
 

@@ -26,19 +26,6 @@ from kvstore.runtime.toml_tables import TableEntry, parse_tables
 from kvstore.runtime.watched_file import Watched, read_guarded, state_of
 from kvstore.wire.protocol import FrameConnection
 
-__all__ = [
-    "ALL_TENANTS",
-    "NO_TENANT",
-    "Authenticator",
-    "Credentials",
-    "CredentialsFile",
-    "FailureLimit",
-    "Grant",
-    "Scope",
-    "read_credentials",
-    "read_token",
-]
-
 ALL_TENANTS = "*"
 """The tenant of an operator's token, as the file spells it."""
 

@@ -20,8 +20,6 @@ from kvstore.store.explain.reasons import REASONS, UNKNOWN
 from kvstore.store.retention.operator_rules import Retirement
 from kvstore.store.tiered import TieredStore
 
-__all__ = ["STEP_S", "History", "Sample", "Watcher", "Window", "window_of"]
-
 STEP_S = 10
 """Finer steps would show nothing that an operator could act on."""
 _SAMPLES_MAX = 6 * 3600 // STEP_S
@@ -53,13 +51,11 @@ class History:
 
     Attributes:
         unmeasured: Tiers that do not know what they hold: S3 would have to be scanned.
-        held: By such tier, what it holds according to the catalog, where that was read.
     """
 
     def __init__(self, samples_max: int = _SAMPLES_MAX) -> None:
         self._samples: deque[Sample] = deque(maxlen=samples_max)
         self.unmeasured: frozenset[str] = frozenset()
-        self.held: Mapping[str, int] = {}
 
     def add(self, sample: Sample) -> None:
         """Append the sample of one step."""
@@ -145,7 +141,6 @@ class Watcher:
 
     Args:
         credentials: Reloads of these become events.
-        clock: For the time of day.
     """
 
     def __init__(
@@ -191,13 +186,8 @@ class Watcher:
         """
         deadline = Deadline.after(_ANSWER_S, self._clock)
         status = await self._store.status(deadline=deadline)
-        tier_bytes, away = _tiers(status)
-        self._history.unmeasured = frozenset(name for name, held in tier_bytes.items() if held is None)
-        held_bytes = {
-            name: num_bytes
-            for name, held in tier_bytes.items()
-            if (num_bytes := self._history.held.get(name) if held is None else held) is not None
-        }
+        unmeasured, held_bytes, away = _tiers(status)
+        self._history.unmeasured = frozenset(unmeasured)
         now = self._store.meters.snapshot()
         grown = _grown(self._before, now)
         counts = {
@@ -301,12 +291,17 @@ class Watcher:
         await self._background.aclose()
 
 
-def _tiers(status: Mapping[str, object]) -> tuple[dict[str, int | None], set[str]]:
-    """The bytes held by each tier that answers, `None` if it does not know; and the tiers that do not answer."""
+def _tiers(status: Mapping[str, object]) -> tuple[set[str], dict[str, int], set[str]]:
+    """Of the tiers that answer those that do not know their bytes, and the bytes of each, the last known where it does
+    not know them; and the tiers that do not answer.
+    """
     tiers = status["tiers"]
     assert isinstance(tiers, Mapping)
-    held = {name: tier["used_bytes"] for name, tier in tiers.items() if tier["healthy"]}
-    return held, {name for name, tier in tiers.items() if not tier["healthy"]}
+    healthy = {name: tier for name, tier in tiers.items() if tier["healthy"]}
+    unmeasured = {name for name, tier in healthy.items() if tier["used_bytes"] is None}
+    held = {name: tier.get("last_known", tier)["used_bytes"] for name, tier in healthy.items()}
+    known = {name: num_bytes for name, num_bytes in held.items() if num_bytes is not None}
+    return unmeasured, known, set(tiers).difference(healthy)
 
 
 def _grown(before: Mapping[str, float], now: Mapping[str, float]) -> Grown:

@@ -8,8 +8,6 @@ from kvstore.errors import InternalError, InvalidRequest, Unavailable
 from kvstore.runtime.budget import ByteBudget, Grant
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["Incoming", "Receipt"]
-
 
 @dataclass(eq=False, slots=True)
 class Receipt:

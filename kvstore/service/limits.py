@@ -11,9 +11,6 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.record import MAX_RECORD_BYTES
 from kvstore.wire.frames import MAX_HEAD_BYTES
 
-__all__ = ["PROGRESS_BYTES", "ServiceLimits", "Stall", "UnauthenticatedConnection", "UnauthenticatedConnections"]
-
-
 _CONNECTIONS_MAX = 4096
 _RESERVED_FILES = 512
 """For tiers, the catalog, the administration port, and connections that have not said hello."""
@@ -40,12 +37,14 @@ class ServiceLimits:
             records in flight.
         max_requests: Unanswered requests on one connection; further ones are answered `Unavailable`.
         request_bytes: Bytes of unanswered lookups, stages and descriptions, over all connections and shared among
-            tenants; what does not fit is answered `Unavailable`. The service needs about 5 times as much memory.
+            tenants; what does not fit is answered `Unavailable`. The service needs more: the message of a lookup of
+            16,384 boundaries and the query made of it take 5.1 times its bytes of memory (by `tracemalloc`).
         connection_request_bytes: Such bytes on one connection. Beyond, nothing more is read from it until some are
             answered. The default is 28 prompts of 256 Ki tokens.
-        frames_at_once: Frames that may be taken in about two rounds of the event loop, over all connections and in
-            turns among tenants and connections; loads and saves do not count. Too many delay other clients. Too few
-            slow down engines whose service moves many records. A connection whose frame waits is not read.
+        frames_at_once: Frames that have their turn at a time, over all connections and in turns among tenants and
+            connections. A turn ends in the next round of the event loop; loads and saves need none. Too many delay
+            other clients. Too few slow down engines whose service moves many records. A connection whose frame waits
+            is not read.
         max_loads: Loads of one connection that hold a record at the same time; the others wait their turn.
         receive_timeout_s: A record must arrive within this time and by its save's deadline. A late one is dropped, so
             that an engine which stops in the middle of one does not keep the room that others wait for. A late head

@@ -19,8 +19,6 @@ from kvstore.service.limits import UnauthenticatedConnection, UnauthenticatedCon
 from kvstore.wire.address import Address, UnixAddress, unix_accepts
 from kvstore.wire.tls import ServerTls
 
-__all__ = ["Acceptor", "Listener"]
-
 _log = logging.getLogger(__name__)
 
 _BACKLOG = 512

@@ -14,8 +14,6 @@ from typing import Literal
 from kvstore.runtime.tracing import request_context
 from kvstore.service.reported_settings import without_secrets
 
-__all__ = ["LogFormat", "ServiceFormatter", "log_to_file", "log_to_stderr", "shape_logs"]
-
 LogFormat = Literal["text", "json"]
 
 _FILE_BYTES_MAX = 1 << 20

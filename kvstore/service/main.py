@@ -33,8 +33,6 @@ from kvstore.service.tracing import open_tracing
 from kvstore.settings import Settings, load_settings
 from kvstore.wire.address import Address, TcpAddress, unix_accepts
 
-__all__ = ["main", "serve", "serve_embedded", "serve_settings"]
-
 _log = logging.getLogger(__name__)
 
 _DESCRIPTORS_MIN, _DESCRIPTORS_MAX = 256, 1 << 16

@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
+from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.store.recorder import Backlog
 from kvstore.store.upkeep.operations import TierState
-
-__all__ = ["CONTENT_TYPE", "COUNTERS", "GAUGES", "OWN_GAUGES", "render"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -72,7 +72,7 @@ COUNTERS = {
 """Meters that only grow; shown as `kvstore_<name>_total`."""
 
 GAUGES = {
-    "catalog_complete": "1 while the catalog has every stored record",
+    "catalog_complete": "1 while the catalog has every stored record, apart from the changes that wait in services",
     "pending_bytes": "bytes in the hot tier that the cold tier does not have yet, of all services",
     "pending_limit_bytes": "limit of pending_bytes; beyond it new records are not written to the hot tier",
     "pending_records": "records in the hot tier that the cold tier does not have yet, of all services",
@@ -83,6 +83,8 @@ GAUGES = {
 """Meters that go up and down; shown as `kvstore_<name>`."""
 
 OWN_GAUGES = {
+    "catalog_waiting_changes": "changes that this service has yet to report to the catalog",
+    "catalog_waiting_seconds": "for how long the catalog has taken none of them; 0: it takes them",
     "info": "1; the release is a label",
     "uptime_seconds": "seconds since the service started",
     "sessions": "connections of engines",
@@ -92,6 +94,7 @@ OWN_GAUGES = {
     "tenant_maximum_bytes": "bytes of the cold tier beyond which a tenant's own records are evicted first",
     "tenant_used_bytes": "bytes of the cold tier that a tenant with a quota uses",
     "tier_healthy": "1 while the tier answers",
+    "tier_refuses_writes": "1 while the tier answers and takes no writes",
     "tier_used_bytes": "bytes that a tier holds, the last known in an outage; of Redis the memory of its servers",
     "tier_limit_bytes": "bytes that a tier may hold, where there is a limit; the last known in an outage",
     "write_back_waiting_bytes": "bytes that wait in this service to be written to a tier",
@@ -137,6 +140,7 @@ def render(
     tiers: Iterable[TierState],
     service: Mapping[str, object],
     quotas: Quotas = MappingProxyType({}),
+    backlog: Backlog | None = None,
 ) -> str:
     """All metrics as text. Alerts and charts need a series to be there before its first count, so those of `ALWAYS...`
     begin with 0.
@@ -146,6 +150,7 @@ def render(
         tiers: The state of each tier; empty when it is not known now.
         service: The data port's description of itself, as `Server.describe` returns it.
         quotas: As `StoreOperations.quotas` returns them.
+        backlog: As `StoreOperations.backlog` returns it.
     """
     samples: Samples = defaultdict(list)
     tiers = list(tiers)
@@ -160,7 +165,7 @@ def render(
             lines += _family(f"kvstore_{name}", "gauge", GAUGES[name], listed)
         else:
             lines += _family(f"kvstore_{name}", "untyped", "not described yet", listed)
-    for name, listed in {**_own(tiers, service), **_of_tenants(quotas)}.items():
+    for name, listed in {**_own(tiers, service), **_of_tenants(quotas), **_of_catalog(backlog)}.items():
         lines += _family(f"kvstore_{name}", "gauge", OWN_GAUGES[name], listed)
     return "\n".join(lines) + "\n"
 
@@ -187,6 +192,16 @@ def _of_tenants(quotas: Quotas) -> Samples:
     return samples
 
 
+def _of_catalog(backlog: Backlog | None) -> Samples:
+    samples: Samples = defaultdict(list)
+    if backlog is not None:
+        since_ms = backlog.since_ms
+        waits_s = 0.0 if since_ms is None else max(0.0, (SYSTEM_CLOCK.wall_ms() - since_ms) / 1000)
+        samples["catalog_waiting_changes"].append(("", backlog.num_changes))
+        samples["catalog_waiting_seconds"].append(("", waits_s))
+    return samples
+
+
 def _own(tiers: Iterable[TierState], service: Mapping[str, object]) -> Samples:
     samples: Samples = defaultdict(list)
     samples["info"].append((f'{{release="{service["release"]}"}}', 1))
@@ -197,6 +212,8 @@ def _own(tiers: Iterable[TierState], service: Mapping[str, object]) -> Samples:
         label = f'{{tier="{tier.name}"}}'
         samples["tier_healthy"].append((label, int(tier.usage is not None and not tier.is_open)))
         if tier.level is not None:
+            refuses = tier.usage is not None and bool(tier.usage.refuses_writes)
+            samples["tier_refuses_writes"].append((label, int(refuses)))
             samples["write_back_waiting_bytes"].append((label, tier.waiting_bytes))
         if (usage := tier.known_usage) is not None:
             for name, value in (("used_bytes", usage.used_bytes), ("limit_bytes", usage.limit_bytes)):

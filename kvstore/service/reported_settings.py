@@ -16,16 +16,6 @@ from kvstore.runtime.files import read_regular
 from kvstore.settings import TOKEN_VARIABLE, Settings, settings_from
 from kvstore.tiers.locations import FileLocation, RedisLocation, S3Location, parse_hot
 
-__all__ = [
-    "StoreInUse",
-    "named_credentials",
-    "reported_settings",
-    "secrets_of",
-    "settings_of",
-    "store_of",
-    "without_secrets",
-]
-
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE")
@@ -117,7 +107,6 @@ def store_of(
     Args:
         reported: As `reported_settings` returns it.
         local: The tool's own settings.
-        address: Of the service.
         found: How it was found.
         is_remote: The service may run on another machine.
         is_chosen: The user named this service, so other settings here do not matter.

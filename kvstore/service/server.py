@@ -23,8 +23,6 @@ from kvstore.service.session import Session, SessionContext
 from kvstore.wire.address import Address
 from kvstore.wire.tls import ServerTls
 
-__all__ = ["Server"]
-
 _log = logging.getLogger(__name__)
 _CLOSE_S = 5.0
 _CHECK_S = 1.0

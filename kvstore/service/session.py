@@ -31,8 +31,6 @@ from kvstore.wire.frames import HELLO_HEAD_BYTES_MAX, LATER, MAX_HEAD_BYTES, Hea
 from kvstore.wire.messages import PROTOCOL_VERSION, Message, error_of
 from kvstore.wire.protocol import FrameConnection
 
-__all__ = ["Session", "SessionContext"]
-
 _log = logging.getLogger(__name__)
 _DEADLINE_MS_MAX = 3_600_000
 _GRACE_S = 1.0

@@ -15,8 +15,6 @@ from kvstore.settings import Settings
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-__all__ = ["OtelTracing", "open_tracing"]
-
 _log = logging.getLogger(__name__)
 
 

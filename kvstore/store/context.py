@@ -12,8 +12,6 @@ from kvstore.store.limits import StoreLimits
 from kvstore.tiers.base import Tier
 from kvstore.tiers.memory import MemoryTier
 
-__all__ = ["StoreContext"]
-
 
 @dataclass(frozen=True, slots=True)
 class StoreContext:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 
 from kvstore.api import LeaseId
 from kvstore.errors import Closed
@@ -16,10 +18,55 @@ from kvstore.runtime.budget import Shares
 from kvstore.store.context import StoreContext
 from kvstore.tiers.memory import Pin
 
-__all__ = ["LeaseTable"]
-
 _ID_BYTES = 16
 _SWEEP_S = 1.0
+_AT_ONCE = 1024
+"""Records that are unpinned before the event loop gets a turn: a millisecond or two."""
+
+
+class Unpinning:
+    """Gives back pins without waiting: a few at once, many piece by piece in the background. All pins of a long prompt
+    in one go would hold the event loop for a tenth of a second.
+    """
+
+    def __init__(self, context: StoreContext) -> None:
+        self._memory = context.memory
+        self._background = context.background
+        self._left: deque[dict[RecordKey, Pin]] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    def give_back(self, pins: dict[RecordKey, Pin]) -> None:
+        """End pins. Empties `pins`, now or soon."""
+        self._left.append(pins)
+        if self._task is not None and not self._task.done():
+            return
+        if len(pins) > _AT_ONCE:
+            with suppress(Closed):
+                self._task = self._background.spawn(self._run(), "unpinning", is_shared=True)
+                return
+        self.finish()
+
+    async def done(self) -> None:
+        """Wait until all pins that were given back so far have ended."""
+        if self._task is not None and not self._task.done():
+            await asyncio.wait({self._task})
+
+    def finish(self) -> None:
+        """End all pins that were given back now, however many."""
+        while self._left:
+            self._unpin_some()
+
+    async def _run(self) -> None:
+        while self._left:
+            self._unpin_some()
+            await asyncio.sleep(0)
+
+    def _unpin_some(self) -> None:
+        pins = self._left[0]
+        for key in list(islice(pins, _AT_ONCE)):
+            self._memory.unpin(pins.pop(key))
+        if not pins:
+            self._left.popleft()
 
 
 @dataclass(eq=False, slots=True)
@@ -40,6 +87,9 @@ class LeaseTable:
 
     An id cannot be guessed, so a peer can neither end another's lease nor read through it. Tenants share the leases and
     the records in them. While there are leases, expired ones are ended every second: the bytes they pin are needed.
+
+    Attributes:
+        unpinning: Where pins go that end.
     """
 
     def __init__(self, context: StoreContext) -> None:
@@ -49,6 +99,7 @@ class LeaseTable:
         self._clock = context.clock
         self._meters = context.meters
         self._background = context.background
+        self.unpinning = Unpinning(context)
         self._held = Shares(context.limits.leases_max)
         self._records = Shares(context.limits.lease_records_max)
         self._leases: dict[LeaseId, _Lease] = {}
@@ -98,8 +149,7 @@ class LeaseTable:
         if held is not None:
             self._held.give_back(held.tenant, 1)
             self._records.give_back(held.tenant, held.num_records)
-            for pin in held.pins.values():
-                self._memory.unpin(pin)
+            self.unpinning.give_back(held.pins)
 
     def of_tenant(self, tenant: str) -> int:
         """How many leases a tenant holds."""
@@ -140,6 +190,7 @@ class LeaseTable:
         """End every lease."""
         for lease in list(self._leases):
             self.release(lease)
+        self.unpinning.finish()
 
     async def _sweep_regularly(self) -> None:
         while self._leases:

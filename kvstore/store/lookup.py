@@ -38,8 +38,6 @@ from kvstore.store.placement import (
 )
 from kvstore.tiers.base import Tier
 
-__all__ = ["AbsentKeys", "CatalogLookup", "PresenceFinder"]
-
 _QUERIES_MAX = 64
 """Queries to the slower tiers at a time, of a few thousand names at most; further ones wait their turn."""
 _CATALOG_QUERIES_MAX = 2
@@ -55,6 +53,8 @@ _PAGE_ROUNDS_MAX = 4
 _PAGES_SHARE = 0.75
 """The pages' share of a lookup's time: if a tier hangs there must be time left to ask the other one for the tails."""
 _ABSENT_MAX = 65_536
+_PEEKED_AT_ONCE = 1024
+"""Records that are looked for in memory before the event loop gets a turn: some milliseconds."""
 
 
 @dataclass(eq=False, slots=True)
@@ -122,7 +122,7 @@ class PresenceFinder:
 
     async def _find_in_memory(self, presence: Presence) -> None:
         num_boundaries, num_groups = len(presence.query.boundaries), len(presence.layout.groups)
-        step = max(1, PIECE // num_groups)
+        step = max(1, _PEEKED_AT_ONCE // num_groups)
         for start in range(0, num_boundaries, step):
             stop = min(start + step, num_boundaries)
             async with self._work.turn((stop - start) * num_groups):

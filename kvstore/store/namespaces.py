@@ -23,8 +23,6 @@ from kvstore.store.context import StoreContext
 from kvstore.store.recorder import Recorder
 from kvstore.tiers.base import Tier
 
-__all__ = ["Manifests", "OpenNamespaces", "check_header", "check_key", "read_description"]
-
 _log = logging.getLogger(__name__)
 
 _IDLE_S = 600.0

@@ -25,29 +25,6 @@ from kvstore.model.coverage import ends_to_resume, longest_resumable
 from kvstore.model.keys import RecordKey
 from kvstore.model.layout import Layout, cell_of
 
-__all__ = [
-    "UNKNOWN_BYTES",
-    "PackedSlices",
-    "Presence",
-    "Probe",
-    "SliceMap",
-    "affordable_resume",
-    "boundaries_beyond",
-    "boundaries_of",
-    "by_group",
-    "count_first",
-    "fill",
-    "gaps",
-    "groups_present",
-    "inner_probes",
-    "last_of_each",
-    "offers_of",
-    "page_probes",
-    "resume_of",
-    "slices_of",
-    "spread",
-]
-
 UNKNOWN_BYTES = 4 << 20
 """Assumed for a record whose size no tier knows: encoded records aim at 2 to 4 MiB."""
 _TABLE_BYTES_MAX = 256 << 20
@@ -303,7 +280,6 @@ def offers_of(
     serve, ascending. Each record counts for the first tier that has it, with the mean of the known sizes of its group.
 
     Args:
-        presence: What was found where.
         resume_tokens: The longest resume point of all tiers together.
         names: Names of the memory, the hot and the cold tier.
         bits: `presence.groups_present()`, where the caller has it.

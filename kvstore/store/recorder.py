@@ -21,8 +21,6 @@ from kvstore.runtime.instruments import Instruments
 from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.tiers.base import PutOutcome, Tier, TierUsage, TierWrapper
 
-__all__ = ["CataloguedTier", "Recorder"]
-
 _BATCH = 512
 _WAITING_MAX = 65_536
 """Changes that may wait for a catalog that does not answer, some 30 MiB; beyond, the catalog is marked incomplete."""
@@ -54,9 +52,19 @@ class _Report:
             self.taken.set_result(answer)
 
 
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Changes that this process has yet to report to the catalog. Other services do not know of them."""
+
+    num_changes: int
+    since_ms: int | None
+    """Since when the catalog has taken none, since the Unix epoch; `None`: it takes them."""
+
+
 class Recorder:
     """The way from the store to its catalog. Changes that cannot be reported now are reported later, in the same order.
-    When too many wait, the catalog is marked incomplete: until a reindex, lookups do not trust a missing entry.
+    When too many wait, or some are left at the end, the catalog is marked incomplete: until a reindex, lookups do not
+    trust a missing entry.
 
     Args:
         catalog: Stays the caller's.
@@ -76,7 +84,7 @@ class Recorder:
         self._flusher: asyncio.Task[None] | None = None
         self._use_reporter: asyncio.Task[None] | None = None
         self._has_lost = False
-        self._is_refused = False
+        self._refused_since_ms: int | None = None
         self._queries: deque[tuple[PrefixQuery, int]] = deque(maxlen=_QUERIES_KEPT)
         self._layouts: dict[NamespaceId, tuple[Layout, str]] = {}
         self._registered: set[NamespaceId] = set()
@@ -86,15 +94,22 @@ class Recorder:
         """Changes that wait."""
         return len(self._waiting)
 
+    @property
+    def backlog(self) -> Backlog:
+        """What waits. Safe from any thread."""
+        return Backlog(len(self._waiting), self._refused_since_ms)
+
     def check_reported(self) -> None:
         """Check that the catalog takes changes: without the latest ones it cannot say that a record is not stored.
 
         Raises:
             Unavailable: It took none of those that were sent last.
         """
-        if self._is_refused:
-            num = len(self._waiting)
-            raise Unavailable("the catalog took no changes when it was last asked: run `kvstore doctor`", waiting=num)
+        if self._refused_since_ms is not None:
+            raise Unavailable(
+                f"the catalog took no changes when it was last asked, and {len(self._waiting)} of this service wait: "
+                "run `kvstore doctor`"
+            )
 
     def knows(self, namespace: NamespaceId) -> bool:
         """Whether the namespace was registered here: the catalog refuses changes of any other."""
@@ -119,7 +134,7 @@ class Recorder:
         """Report that a level holds `record` now. False: its boundary is being deleted there, put the record again.
 
         Returns once the catalog has the change. If it cannot be reached, or not before the deadline, it is reported
-        later.
+        later; while it takes no changes, this returns at once.
         """
         key, tokens = record.key, record.header.span.stop
         addition = Addition(key, level, record.num_bytes, tokens, self.parent_of(key.prefix))
@@ -182,7 +197,7 @@ class Recorder:
 
     async def _report(self, change: Addition | Removal, deadline: Deadline, *, is_new: bool = False) -> bool:
         report = _Report(change, asyncio.get_running_loop().create_future(), is_new)
-        if not self._queue(report):
+        if not self._queue(report) or self._refused_since_ms is not None:  # a write waits for no refusal that is known
             return True
         try:
             await asyncio.wait({report.taken}, timeout=deadline.remaining_s)
@@ -193,8 +208,7 @@ class Recorder:
     def _queue(self, report: _Report) -> bool:
         """Queue a change. False: too many wait, this one is lost."""
         if len(self._waiting) >= _WAITING_MAX:
-            self._has_lost = True
-            self._meters.add("catalog_changes_lost")
+            self._lose(1)
             return False
         self._waiting.append(report)
         if self._flusher is None or self._flusher.done():
@@ -215,13 +229,14 @@ class Recorder:
                 taken, self._has_lost = [True] * len(batch), True
             except (Unavailable, Closed):
                 self._meters.add("catalog_failures", call="change")
-                self._is_refused = True
+                if self._refused_since_ms is None:
+                    self._refused_since_ms = self._clock.wall_ms()
                 for report in self._waiting:
                     report.resolve(True)
                 failures += 1
                 await asyncio.sleep(min(_PAUSE_S_MAX, 0.1 * 2 ** min(failures, 10)))
                 continue
-            failures, self._is_refused = 0, False
+            failures, self._refused_since_ms = 0, None
             self.num_refused += taken.count(False)
             for report, answer in zip(batch, taken, strict=True):
                 self._waiting.popleft()
@@ -248,11 +263,15 @@ class Recorder:
         await self.catalog.remove(removals, deadline=deadline)
         return [True] * len(batch)
 
-    async def _mark_incomplete_if_lost(self) -> None:
+    def _lose(self, num_changes: int) -> None:
+        self._has_lost = True
+        self._meters.add("catalog_changes_lost", num_changes)
+
+    async def _mark_incomplete_if_lost(self, within_s: float = _CALL_S) -> None:
         """Mark the catalog incomplete if changes were lost: a record without an entry may be stored all the same."""
         if self._has_lost:
             try:
-                await self.catalog.set_complete(False, deadline=Deadline.after(_CALL_S, self._clock))
+                await self.catalog.set_complete(False, deadline=Deadline.after(within_s, self._clock))
             except (Unavailable, Closed):
                 return
             self._has_lost = False
@@ -283,11 +302,16 @@ class Recorder:
         return len(self._waiting)
 
     async def aclose(self) -> None:
-        """Drain for a second, then stop. Idempotent."""
+        """Drain for a second, then stop. What is left is lost, and the catalog marked incomplete: a Redis that is full
+        takes no change, but that. Idempotent.
+        """
         await self.drain(Deadline.after(_CLOSE_S, self._clock))
         await self._background.aclose()
-        for report in self._waiting:
-            report.resolve(True)
+        if self._waiting:
+            self._lose(len(self._waiting))
+            await self._mark_incomplete_if_lost(_CLOSE_S)
+        while self._waiting:
+            self._waiting.popleft().resolve(True)
 
 
 class CataloguedTier(TierWrapper):
@@ -298,7 +322,6 @@ class CataloguedTier(TierWrapper):
 
     Args:
         inner: The tier; owned from now on. Retention deletes from it directly, and changes the catalog itself.
-        level: The catalog's name for the tier.
         recorder: The way to the catalog; stays the caller's.
         budget_gate: Where puts wait for eviction; `None`: the level has no budget.
     """

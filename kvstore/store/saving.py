@@ -26,8 +26,6 @@ from kvstore.store.write_back.queue import WriteBack
 from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.verify import open_off_loop
 
-__all__ = ["Saver", "verify_record"]
-
 _RELEASE_S = 2.0
 _COPIED_TOGETHER = 256
 """Records that are queued before the event loop gets a turn."""

@@ -20,13 +20,12 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.shared_calls import SingleFlight
 from kvstore.runtime.turns import LongWork, Turns
 from kvstore.store.context import StoreContext
+from kvstore.store.leases import Unpinning
 from kvstore.store.lookup import AbsentKeys
 from kvstore.store.namespaces import check_header
 from kvstore.store.placement import UNKNOWN_BYTES, Presence, Probe, affordable_resume, resume_of
 from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES, MemoryTier, Pin
-
-__all__ = ["FetchGate", "Holding", "Promotion", "next_window"]
 
 _REPLANS_MAX = 64
 """Each new plan drops at least one record that turned out to be missing, so this bounds how many holes a prefix has."""
@@ -100,6 +99,7 @@ class Promotion:
     Args:
         absent: Learns of records that were missing or bad.
         work: Runs what takes long for a long prompt.
+        unpinning: Where pins go that get no lease.
         free_for: Returns how many bytes more may be pinned now for a namespace.
         on_cold_hit: Called with each record that the cold tier delivered.
     """
@@ -110,6 +110,7 @@ class Promotion:
         *,
         absent: AbsentKeys,
         work: LongWork,
+        unpinning: Unpinning,
         free_for: Callable[[NamespaceId], int],
         on_cold_hit: Callable[[Record], None],
     ) -> None:
@@ -122,6 +123,7 @@ class Promotion:
         self._limits = limits
         self._absent = absent
         self._work = work
+        self._unpinning = unpinning
         self._free_for = free_for
         self._on_cold_hit = on_cold_hit
         self._flights: SingleFlight[RecordKey, _Read | _NotRead] = SingleFlight(context.background)
@@ -153,24 +155,24 @@ class Promotion:
             run.cut_by(reason)
             self._meters.add("stages_cut", reason=reason)
         except BaseException:
-            run.drop_pins(self._memory)
+            self._unpinning.give_back(run.pins)
             raise
         finally:
             self._runs.discard(run)
         try:
             return await run.settle(self._memory, self._work)
         except BaseException:
-            run.drop_pins(self._memory)
+            self._unpinning.give_back(run.pins)
             raise
 
     def drop(self, holding: Holding) -> None:
         """Unpin a holding that gets no lease."""
-        for pin in holding.pins.values():
-            self._memory.unpin(pin)
+        self._unpinning.give_back(holding.pins)
 
     async def _fetch_all(self, run: _StageRun, presence: Presence) -> None:
         """Plan, fetch, and plan again without what turned out to be missing, until all of a plan is here."""
         bits = await self._work.run(presence.num_cells, presence.groups_present)
+        await self._unpinning.done()  # a lease that ended a moment ago takes no memory
         for _ in range(_REPLANS_MAX):
             run.expect_nothing()
             free_bytes = self._free_for(presence.query.namespace) + run.pinned_bytes
@@ -226,7 +228,7 @@ class Promotion:
                         missed.add(item.probe)
         left = await self._work.run(len(wanted), lambda: [item for item in wanted if item.key not in run.pins])
         todo = iter(left)
-        run.waiting = {item.key for item in left}
+        run.waiting = await self._work.run(len(left), lambda: {item.key for item in left})
         run.touch()
 
         async def worker(items: Iterator[_Wanted]) -> None:
@@ -393,10 +395,6 @@ class _StageRun:
         self._num_bytes += pin.records[0].num_bytes
         if self.progress is not None:
             self.progress(self._num_bytes)
-
-    def drop_pins(self, memory: MemoryTier) -> None:
-        """Unpin everything at once."""
-        self._drop(memory, list(self.pins))
 
     async def drop_pins_in_pieces(self, memory: MemoryTier, work: LongWork, *, but: Collection[RecordKey]) -> None:
         """Unpin all but some records."""

@@ -31,15 +31,13 @@ from kvstore.store.limits import StoreLimits
 from kvstore.store.lookup import AbsentKeys, CatalogLookup, PresenceFinder
 from kvstore.store.namespaces import Manifests, OpenNamespaces, check_key
 from kvstore.store.placement import UNKNOWN_BYTES, Presence, offers_of
-from kvstore.store.recorder import Recorder
+from kvstore.store.recorder import Backlog, Recorder
 from kvstore.store.retention import RetentionParts
 from kvstore.store.saving import Saver
 from kvstore.store.staging import Holding, Promotion
 from kvstore.store.upkeep.operations import StoreOperations, TierState
 from kvstore.tiers.base import Tier
 from kvstore.tiers.memory import MemoryTier
-
-__all__ = ["TieredStore"]
 
 _QUARANTINE_SHARE = 1 / 16
 """What a tenant may have quarantined by its own reports, as a share of its quota."""
@@ -124,12 +122,14 @@ class TieredStore(PageStore):
             explainer=self._explainer,
             saver=self._saver,
             operator_rules=self._operator_rules,
+            recorder=recorder,
         )
         self._finder = PresenceFinder(context, self._absent, self.work, catalog_lookup)
         self._promotion = Promotion(
             context,
             absent=self._absent,
             work=self.work,
+            unpinning=self.leases.unpinning,
             free_for=self._leasable_bytes,
             on_cold_hit=self._saver.copy_to_hot,
         )
@@ -301,6 +301,7 @@ class TieredStore(PageStore):
 
     async def release(self, lease: LeaseId) -> None:
         self.leases.release(lease)
+        await self.leases.unpinning.done()
 
     def release_owner(self, owner: str) -> int:
         """End all leases that were staged for `owner` at once; returns how many."""
@@ -373,6 +374,7 @@ class TieredStore(PageStore):
                 }
                 for name, queue in self._saver.queues().items()
             },
+            "catalog": _catalog_status(self.operations.backlog()),
             "admission": self._admission.rules() if self._admission is not None else {},
             "counters": self.meters.snapshot(),
             "recent": self._explainer.recent(),
@@ -451,6 +453,12 @@ def _leave_time(deadline: Deadline) -> Deadline:
     """A slightly earlier deadline, so that the answer itself arrives in time."""
     remaining_s = deadline.remaining_s
     return deadline.earlier(remaining_s - min(_ANSWER_S, remaining_s / 10))
+
+
+def _catalog_status(backlog: Backlog | None) -> dict[str, object]:
+    if backlog is None:
+        return {}
+    return {"waiting_changes": backlog.num_changes, "takes_none_since_ms": backlog.since_ms}
 
 
 def _tier_status(state: TierState) -> dict[str, object]:

@@ -26,8 +26,6 @@ from kvstore.service.limits import ServiceLimits
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers.process import ServerProcess
 
-__all__ = ["HEALTHY", "AttackedService", "Seen", "beside"]
-
 HEALTHY = "healthy"
 """The tenant, and the token, of the healthy client of a service with tenants."""
 

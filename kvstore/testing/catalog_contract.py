@@ -10,16 +10,14 @@ from collections import Counter
 
 import pytest
 
-from kvstore.catalog.base import Addition, BoundaryEntry, Catalog, LeaveReason, Leaving, LevelTotals, Removal, Use
-from kvstore.catalog.entry import HITS_AT, TOKENS_AT, Level
+from kvstore.catalog.base import Addition, Catalog, LeaveReason, Leaving, LevelTotals, Removal, Use
+from kvstore.catalog.entry import HITS_AT, TOKENS_AT, BoundaryEntry, Level
 from kvstore.errors import Closed, InvalidRequest
 from kvstore.model.keys import PrefixHash, RecordKey
 from kvstore.model.kinds import FullAttention, Recurrent
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.prompts import Prompt, describe
-
-__all__ = ["CatalogContract"]
 
 _LAYOUT = Layout(64, (GroupLayout(FullAttention(), 8), GroupLayout(FullAttention(), 3), GroupLayout(Recurrent(), 11)))
 _PROMPT = Prompt(_LAYOUT, "a", 64 * 1024, step_tokens=64, model="catalog")

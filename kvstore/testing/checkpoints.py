@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CHECKPOINTS", "VOCABULARY", "Checkpoint", "write_checkpoint"]
-
 VOCABULARY = 1024
 """Token ids of every checkpoint are below this; 0 to 2 are special."""
 

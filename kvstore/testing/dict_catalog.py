@@ -14,8 +14,6 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.verify import check_deadline
 
-__all__ = ["Ask", "CatalogBooks", "DictCatalog", "at_once"]
-
 T = TypeVar("T")
 
 

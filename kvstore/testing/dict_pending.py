@@ -14,8 +14,6 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.dict_catalog import Ask, at_once
 
-__all__ = ["DictOwnership", "DictPendingLog", "LeaseBooks", "PendingBooks"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["DictStore"]
-
 
 class DictStore(PageStore):
     """Keeps everything in dictionaries.

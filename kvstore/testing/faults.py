@@ -13,8 +13,6 @@ from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import PutOutcome, Tier, TierWrapper
 
-__all__ = ["FaultyTier"]
-
 T = TypeVar("T")
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from kvstore.testing.servers.ports import free_ports
 
-__all__ = ["FaultyProxy"]
-
 _CHUNK_BYTES = 1 << 18
 _LINGER_S = 1.0
 _CHUNKS_MAX = 256

@@ -13,8 +13,6 @@ import pytest
 
 from kvstore.testing.servers import CephRgw, RedisCluster, RedisServer, ceph_rgw, redis_cluster, redis_server
 
-__all__ = ["shared_cluster", "shared_redis", "shared_rgw"]
-
 
 @pytest.fixture(scope="session")
 def shared_redis() -> Iterator[RedisServer]:

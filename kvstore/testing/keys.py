@@ -9,8 +9,6 @@ from pathlib import Path
 
 from kvstore.format.encrypted import TenantKey
 
-__all__ = ["secret_of", "tenant_key", "write_keys"]
-
 
 def secret_of(number: int) -> bytes:
     """32 bytes."""

@@ -9,8 +9,6 @@ from contextlib import asynccontextmanager
 
 from kvstore.runtime.pauses import collector_paused
 
-__all__ = ["LoopHeld"]
-
 
 class LoopHeld:
     """Watches the event loop.

@@ -15,8 +15,6 @@ from kvstore.testing.engine import EngineFailed
 from kvstore.testing.servers import CannotInstall
 from kvstore.testing.servers.process import ServerFailed
 
-__all__ = ["Say", "run_program"]
-
 _INTERRUPTED = 130
 _LOG_COLUMNS = 150
 

@@ -16,8 +16,6 @@ from kvstore.model.kinds import FullAttention, Recurrent, SlidingWindow
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.namespace import NamespaceDescription, describe_layout
 
-__all__ = ["ATTENTION", "HYBRID", "WINDOWED", "Prompt", "describe"]
-
 ATTENTION = Layout(64, (GroupLayout(FullAttention(), 2),))
 """One group, two slices, pages of 64 tokens."""
 

@@ -13,9 +13,6 @@ from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import RecordKind
 from kvstore.model.layout import Span
 
-__all__ = ["DAMAGE", "NAMESPACE", "flipped", "make_key", "make_record"]
-
-
 NAMESPACE = NamespaceId(hashlib.sha256(b"namespace of the tests").digest()[:16])
 
 

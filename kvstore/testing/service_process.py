@@ -21,8 +21,6 @@ from kvstore.service.server import Server
 from kvstore.testing.dict_store import DictStore
 from kvstore.wire.address import TcpAddress, parse_address
 
-__all__ = ["ServiceProcess", "free_tcp_url"]
-
 _START_S = 60.0
 
 

@@ -18,8 +18,8 @@ import pytest
 
 from kvstore.api import Ack, LeaseId, LoadedRecord, Lookup, PageStore, SaveOutcome, Staged
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
-from kvstore.format.header_v1 import HeaderV1
-from kvstore.format.record import HEADER_BYTES, Record, open_record, seal
+from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
+from kvstore.format.record import Record, open_record, seal
 from kvstore.model.keys import RecordKey
 from kvstore.model.kinds import RecordKind
 from kvstore.model.layout import Layout, Span
@@ -37,9 +37,6 @@ from kvstore.testing.store_node import (
     stage_all,
     until,
 )
-
-__all__ = ["LEASE_S", "CareContract", "HitContract", "PageStoreContract", "StoreNode"]
-
 
 _RENEW_S = 0.05
 

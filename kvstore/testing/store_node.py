@@ -15,19 +15,6 @@ from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
 
-__all__ = [
-    "LAYOUTS",
-    "LEASE_S",
-    "StoreNode",
-    "cancel_after",
-    "look_up",
-    "save_all",
-    "save_one",
-    "soon",
-    "stage_all",
-    "until",
-]
-
 T = TypeVar("T")
 
 LEASE_S = 0.4

@@ -22,8 +22,6 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.testing.records import DAMAGE, NAMESPACE, flipped, make_key, make_record
 from kvstore.tiers.base import Entry, PutOutcome, Tier
 
-__all__ = ["LARGE_BYTES", "LastingTierContract", "Medium", "TierContract", "soon"]
-
 LARGE_BYTES = 9 << 20
 OTHER_NAMESPACE = NamespaceId(bytes(range(16)))
 

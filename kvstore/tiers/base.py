@@ -17,8 +17,6 @@ from kvstore.runtime.background import gather_all
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.verify import check_deadline
 
-__all__ = ["Concern", "Entry", "PutOutcome", "Severity", "Tier", "TierUsage", "TierWrapper"]
-
 _log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
@@ -125,8 +123,6 @@ class Tier(ABC):
         """Return the verified record, or `None`: absent, incomplete or just quarantined.
 
         Args:
-            key: The record to read.
-            deadline: When to give up.
             allocate: Returns a writable buffer of the given size to receive into; by default a fresh `bytearray`.
 
         If cancelled, a buffer from `allocate` may still be written to: do not use it again.
@@ -170,11 +166,9 @@ class Tier(ABC):
         """Hide a record from readers, and keep its bytes if the medium allows. False: nothing was quarantined.
 
         Args:
-            key: Its name.
             reason: What is wrong with it, for people.
             seen: The corrupt record as it was read; another record that has the name by now stays. `None`: quarantine
                 any record of this name.
-            deadline: When to give up.
         """
 
     @abstractmethod

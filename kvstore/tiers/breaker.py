@@ -10,8 +10,6 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["Breaker"]
-
 
 class Breaker:
     """Opens after `failures_max` failures in a row, or after one call that hung for `hang_s` or longer.

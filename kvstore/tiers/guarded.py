@@ -21,8 +21,6 @@ from kvstore.runtime.instruments import Instruments
 from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage, TierWrapper
 from kvstore.tiers.breaker import Breaker
 
-__all__ = ["GuardedTier", "report_quarantine"]
-
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -89,7 +87,7 @@ class GuardedTier(TierWrapper):
             Unavailable: The breaker is open.
         """
         if self._breaker.is_open:
-            self._count("refused")
+            self._meters.add("tier_refused", tier=self.name)
             raise Unavailable(f"{self.name} failed and is not used until a probe succeeds", reason=self._reason)
 
     def open_breaker(self, reason: str) -> None:
@@ -109,7 +107,7 @@ class GuardedTier(TierWrapper):
     ) -> Record | None:
         record = await super().get(key, deadline=deadline, allocate=allocate)
         if record is not None:
-            self._count("read_bytes", record.num_bytes)
+            self._meters.add("tier_read_bytes", record.num_bytes, tier=self.name)
         return record
 
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
@@ -121,9 +119,9 @@ class GuardedTier(TierWrapper):
 
     def _counted(self, record: Record, outcome: PutOutcome) -> PutOutcome:
         if outcome is PutOutcome.STORED:
-            self._count("put_bytes", record.num_bytes)
+            self._meters.add("tier_put_bytes", record.num_bytes, tier=self.name)
         elif outcome is PutOutcome.FULL:
-            self._count("full")
+            self._meters.add("tier_full", tier=self.name)
         return outcome
 
     async def delete_all(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
@@ -166,7 +164,7 @@ class GuardedTier(TierWrapper):
             if not self._closed:  # otherwise the inner tier raises `Closed`
                 self.check_usable()
             if self._num_calls >= self._calls_max:
-                self._count("refused")
+                self._meters.add("tier_refused", tier=self.name)
                 raise Unavailable("too many calls wait for the tier", tier=self.name, limit=self._calls_max)
             self._num_calls += 1
             self._meters.set("tier_calls", self._num_calls, tier=self.name)
@@ -174,7 +172,7 @@ class GuardedTier(TierWrapper):
                 with self._breaker.observe(deadline, self._clock, is_asked=is_asked):
                     yield
             except Unavailable:
-                self._count("errors")
+                self._meters.add("tier_errors", tier=self.name)
                 self._version_read_s = -math.inf
                 raise
             finally:
@@ -247,6 +245,3 @@ class GuardedTier(TierWrapper):
         self._events.add(
             EventKind.TIER_BACK, text, is_public=True, detail={"tier": self.name, "away_s": round(away_s, 1)}
         )
-
-    def _count(self, what: str, amount: int = 1) -> None:
-        self._meters.add(f"tier_{what}", amount, tier=self.name)

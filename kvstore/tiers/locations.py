@@ -12,20 +12,6 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from kvstore.errors import InvalidRequest
 
-__all__ = [
-    "ColdLocation",
-    "FileLocation",
-    "HostPort",
-    "HotLocation",
-    "NoTier",
-    "RedisLocation",
-    "S3Location",
-    "parse_cold",
-    "parse_hot",
-    "parse_redis",
-    "without_secrets",
-]
-
 RedisMode = Literal["standalone", "cluster", "sentinel"]
 
 
@@ -62,7 +48,6 @@ class S3Location:
     """A bucket, and the prefix of all names in it. Credentials come from the AWS environment.
 
     Attributes:
-        bucket: Its name.
         prefix: Without slashes at its ends; may be empty.
         endpoint_url: Where the service is. `None`: from the AWS environment, else Amazon's own.
         region: `None`: from the AWS environment.

@@ -15,8 +15,6 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
 from kvstore.tiers.verify import is_same, open_off_loop
 
-__all__ = ["RECORD_OVERHEAD_BYTES", "MemoryTier", "Pin"]
-
 RECORD_OVERHEAD_BYTES = 1024
 """The cost of a record beside its bytes: header, key and index entries; about 1 KiB in CPython 3.11."""
 

@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import Callable
 
 from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
-from kvstore.format.record import HEADER_BYTES, Record, open_record
+from kvstore.format.header_v1 import HEADER_BYTES
+from kvstore.format.record import Record, open_record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
-
-__all__ = ["QuarantineBudget", "allocate_exactly", "check_deadline", "is_same", "open_off_loop", "open_or_reason"]
 
 _INLINE_BYTES = 4 << 20
 """Up to this size (140 us) a record is checked inline, while its bytes are in this core's cache. In a thread, on

@@ -8,8 +8,6 @@ from urllib.parse import urlsplit
 
 from kvstore.errors import InvalidRequest, Unavailable
 
-__all__ = ["Address", "TcpAddress", "UnixAddress", "parse_address", "unix_accepts"]
-
 UNIX_PATH_BYTES_MAX = 107
 """Linux stores a socket's path in 108 bytes, including the terminating zero."""
 

@@ -23,26 +23,6 @@ from kvstore.model.outcome import CONTENT_BYTES
 from kvstore.runtime.arena import Place
 from kvstore.wire import messages
 
-__all__ = [
-    "key_fields",
-    "locate_fields",
-    "located_reply",
-    "lookup_reply",
-    "outcome_message",
-    "parse_key",
-    "parse_locate",
-    "parse_located",
-    "parse_lookup",
-    "parse_namespace",
-    "parse_outcome",
-    "parse_query",
-    "parse_staged",
-    "plain_text",
-    "query_fields",
-    "staged_reply",
-]
-
-
 _TEXT_MAX = 256
 _DETAILS_MAX = 16
 _TOKENS_MAX = (1 << 32) - 1

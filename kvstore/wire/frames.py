@@ -14,21 +14,6 @@ import msgpack
 
 from kvstore.errors import InternalError, InvalidRequest, UnsupportedFormat
 
-__all__ = [
-    "HELLO_HEAD_BYTES_MAX",
-    "LATER",
-    "LONG_HEAD_BYTES",
-    "MAGIC",
-    "MAX_HEAD_BYTES",
-    "PREFIX_BYTES",
-    "FrameReader",
-    "FrameSink",
-    "Head",
-    "Later",
-    "pack_head",
-    "unpack_head",
-]
-
 MAGIC = b"KVW1"
 MAX_HEAD_BYTES = 4 << 20
 HELLO_HEAD_BYTES_MAX = 8 << 10

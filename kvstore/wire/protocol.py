@@ -16,8 +16,6 @@ from kvstore.runtime.buffers import BufferedConnection
 from kvstore.wire import messages
 from kvstore.wire.frames import MAX_HEAD_BYTES, FrameReader, FrameSink, pack_head
 
-__all__ = ["FrameConnection", "FrameOwner"]
-
 _UNIX_BUFFER_BYTES = 256 << 10
 """Small, so that the kernel reuses a few pages instead of allocating new ones for each record."""
 _TCP_BUFFER_BYTES = 4 << 20
@@ -174,7 +172,6 @@ class FrameConnection(BufferedConnection):
         """Send a message, in FIFO order and once the other side reads; the payload is not copied.
 
         Args:
-            message: What to send.
             payload: The frame's payload; `None`: none.
             trace: A `traceparent` for the head, for a peer that reads it.
 

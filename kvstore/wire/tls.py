@@ -12,8 +12,6 @@ from kvstore.errors import InvalidRequest
 from kvstore.runtime.files import open_regular
 from kvstore.runtime.watched_file import Watched, state_of
 
-__all__ = ["ClientTls", "ServerTls"]
-
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:

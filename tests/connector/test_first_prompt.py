@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
 
 PROMPT = seeded_prompt(601, 2500)
 RESTORED = 2432
-ENGINES, BUSY = 5, 6
+BUSY = 6
 PATIENCE_S = 60.0
 
 
@@ -64,7 +64,10 @@ def reason(directory: Path) -> object:
         return requests[0]["reason"] if requests else None
 
 
-def test_the_first_prompt_is_a_hit(engine: Callable[..., EngineProcess], llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_engines", [2, pytest.param(5, marks=pytest.mark.full)])
+def test_the_first_prompt_is_a_hit(
+    num_engines: int, engine: Callable[..., EngineProcess], llama: Path, tmp_path: Path
+) -> None:
     """Each engine starts a private service for itself, which takes longer than a lookup may, and is asked at once."""
     spec = EngineSpec(
         checkpoint=llama,
@@ -78,11 +81,11 @@ def test_the_first_prompt_is_a_hit(engine: Callable[..., EngineProcess], llama: 
     end_service(tmp_path / "kvstore")
     with busy_processors():
         cached = []
-        for _ in range(ENGINES):
+        for _ in range(num_engines):
             fresh = engine(spec)
             (answer,) = fresh.generate([Request(PROMPT)])
             cached.append((answer.num_cached_tokens, reason(tmp_path / "kvstore")))
             assert answer.tokens == expected.tokens
             fresh.stop()
             end_service(tmp_path / "kvstore")
-        assert cached == [(RESTORED, "")] * ENGINES
+        assert cached == [(RESTORED, "")] * num_engines

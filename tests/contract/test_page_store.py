@@ -18,7 +18,8 @@ from kvstore.runtime.meters import Meters
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.servers import CephRgw, RedisServer
-from kvstore.testing.store_contract import LEASE_S, PageStoreContract, StoreNode
+from kvstore.testing.store_contract import PageStoreContract
+from kvstore.testing.store_node import LEASE_S, StoreNode
 from kvstore.tiers.base import Tier
 from kvstore.tiers.filesystem import FilesystemTier
 from kvstore.tiers.guarded import GuardedTier

@@ -17,7 +17,8 @@ from kvstore.store.encryption.key_ring import watch_keys
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.keys import write_keys
-from kvstore.testing.store_contract import LEASE_S, PageStoreContract, StoreNode
+from kvstore.testing.store_contract import PageStoreContract
+from kvstore.testing.store_node import LEASE_S, StoreNode
 from kvstore.tiers.filesystem import FilesystemTier
 from kvstore.tiers.memory import MemoryTier
 

@@ -16,7 +16,8 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
-from kvstore.testing.store_contract import LEASE_S, PageStoreContract, StoreNode
+from kvstore.testing.store_contract import PageStoreContract
+from kvstore.testing.store_node import LEASE_S, StoreNode
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address
 

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 
 from kvstore.api import Ack, SaveOutcome
-from kvstore.catalog.base import BoundaryEntry, Catalog
-from kvstore.catalog.entry import Level
+from kvstore.catalog.base import Catalog
+from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings, load_settings

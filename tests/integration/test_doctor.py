@@ -254,6 +254,18 @@ ROUNDS = {
             *(_redis(maxmemory="100kb", maxmemory_policy="noeviction"), "redis.rights", "writes: OOM"),
             ("CONFIG SET maxmemory-policy volatile-lru", "raise maxmemory"),
         ),
+        Fault(
+            *(
+                _redis(maxmemory="100kb", maxmemory_policy="noeviction"),
+                "redis.memory",
+                "it is full and evicts nothing",
+            ),
+            ("CONFIG SET maxmemory-policy volatile-lru", "CONFIG SET maxmemory "),
+        ),
+        Fault(
+            *(_redis(maxmemory="100kb", maxmemory_policy="noeviction"), "service.tiers", "redis accepts no writes"),
+            ("raise maxmemory",),
+        ),
     ),
     "what costs hits": (
         Fault(

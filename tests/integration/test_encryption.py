@@ -19,7 +19,8 @@ from kvstore.client import EmbeddedOptions, connect
 from kvstore.compose import open_served_store
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.encrypted import ENCRYPTION_BYTES, encrypt_record
-from kvstore.format.record import HEADER_BYTES, seal
+from kvstore.format.header_v1 import HEADER_BYTES
+from kvstore.format.record import seal
 from kvstore.model.keys import RecordKey
 from kvstore.service.authentication import Credentials
 from kvstore.service.server import Server

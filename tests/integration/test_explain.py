@@ -405,7 +405,7 @@ async def test_a_group_that_was_not_stored(tmp_path: Path) -> None:
 
 
 async def test_a_slice_that_was_not_stored(tmp_path: Path) -> None:
-    """Of a model with one group, one of two slices: both are named; or that nothing is missing any more."""
+    """Of a model with one group, one of two slices: both are named, until it is stored too."""
     prompt = Prompt(ATTENTION, "a", 64)
     first, second = prompt.records()
     miss = Outcome("a", prompt.namespace, 80, 64, 0, 0, "nothing_stored", stop=prompt.boundary(64))
@@ -420,8 +420,7 @@ async def test_a_slice_that_was_not_stored(tmp_path: Path) -> None:
         assert told["detail"]["slices_missing"].startswith("1 of 2 of group 0 (")
         await store.save(second, ack=Ack.COLD, deadline=soon())
         told = await store.explain("a", deadline=soon())
-        assert told["reason"] == "group_incomplete" and "groups_missing" not in told["detail"]
-        assert told["detail"]["missing_now"].startswith("nothing")
+        assert told["reason"] == "stored_since" and "groups_missing" not in told["detail"]
 
 
 async def test_one_tenants_requests_do_not_push_out_anothers() -> None:
@@ -441,9 +440,11 @@ async def test_one_tenants_requests_do_not_push_out_anothers() -> None:
         await store.aclose()
 
 
-async def test_more_misses_than_are_looked_into(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_explained", [128, pytest.param(256, marks=pytest.mark.full)])
+async def test_more_misses_than_are_looked_into(num_explained: int, tmp_path: Path) -> None:
     """A flood of misses: each has a reason at once or soon, those that were not looked into say so, the counts add up,
-    and who asks for one of them is told its own."""
+    and who asks for one of them is told its own. At most 256 wait to be looked into, which is done slowly on purpose.
+    """
     prompt = Prompt(HYBRID, "a", 128)
     async with open_store(directory(tmp_path)) as store:
         await store.open_namespace(prompt.description, deadline=soon())
@@ -456,10 +457,11 @@ async def test_more_misses_than_are_looked_into(tmp_path: Path) -> None:
             return dict(status["recent"]["reasons"])
 
         async with asyncio.timeout(60):
-            while sum((await reasons()).values()) < 1000:
+            while (await reasons()).get("never_stored", 0) < num_explained:
                 await asyncio.sleep(0.05)
         found = await reasons()
-        assert set(found) == {"never_stored", "not_looked_into"} and found["never_stored"] >= 256
+        assert set(found) == {"never_stored", "not_looked_into"}
+        assert 1000 - 256 + num_explained <= sum(found.values()) <= 1000
         told: Any = await store.explain("r999", deadline=soon())
         assert told["reason"] == "never_stored"
         listed: Any = await store.explain("", deadline=soon())

@@ -175,6 +175,15 @@ async def test_records_that_nobody_told_of(client: Redis, shared_redis: RedisSer
         assert await told(catalog) == await scanned(settings)  # so small a Redis was sampled as a whole
 
 
+async def test_a_fresh_store_is_not_called_incomplete(client: Redis, shared_redis: RedisServer, tmp_path: Path) -> None:
+    """Nothing is stored: the first that is known of its catalog, long before the second check, is that it is whole."""
+    async with open_store(settings_for(shared_redis, tmp_path, 600.0)) as store:
+        async with asyncio.timeout(WITHIN_S):
+            while "catalog_complete" not in store.meters.snapshot():
+                await asyncio.sleep(0.01)
+        assert store.meters.get("catalog_complete") == 1
+
+
 async def test_a_redis_that_was_flushed_under_a_service(
     client: Redis, shared_redis: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

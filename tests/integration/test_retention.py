@@ -13,8 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from kvstore.api import Ack
-from kvstore.catalog.base import BoundaryEntry
-from kvstore.catalog.entry import Level
+from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.catalog.redis.coordination import RedisOwnership
 from kvstore.compose import open_catalog, open_store, open_tier
 from kvstore.errors import Unavailable

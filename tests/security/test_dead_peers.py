@@ -20,7 +20,7 @@ from tests.security.raw_peer import RawPeer, head_bytes, prefix
 MEMORY_BYTES = 64 << 20
 LARGE_BYTES = 40 << 20
 NUM_PEERS = 8
-SLACK_BYTES = 64 << 20
+SLACK_BYTES = 76 << 20
 """Less than two of the large records, and than a sixth of what all peers of one state make the service hold."""
 
 # A service whose cyclic collector never runs: memory that only that would free is seen as resident.

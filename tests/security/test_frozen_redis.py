@@ -111,6 +111,32 @@ async def test_sizes_are_the_last_known_ones(redis: RedisServer, tmp_path: Path)
         redis.thaw()
 
 
+@pytest.mark.parametrize("is_seen", [True, False])
+async def test_what_is_kept_is_not_zero_after_the_catalog_is_lost(
+    is_seen: bool, redis: RedisServer, tmp_path: Path
+) -> None:
+    """Redis came back empty and the directory holds what it held: what was last known of it is shown, or nothing."""
+    async with (
+        open_service(tmp_path, with_tokens=False, hot=hot(redis)) as made,
+        made.client() as client,
+        Redis(host=redis.host, port=redis.port) as direct,
+    ):
+
+        async def cold() -> Any:
+            return (await client.get("/v1/tiers")).json()["tiers"][2]
+
+        await made.save(prompt_of("a"))
+        before = await cold() if is_seen else None
+        await direct.flushall()
+        await asyncio.sleep(1.1)  # what the catalog told is believed for a second
+        after = await cold()
+        if before is None:
+            assert after["own"] is None
+        else:
+            assert before["own"]["num_bytes"] > 0 and before["own_at_s"] is None
+            assert after["own"] == before["own"] and after["own_at_s"] is not None
+
+
 Refuse = Callable[[Redis], Awaitable[object]]
 
 REFUSALS: dict[str, tuple[Refuse, Refuse]] = {

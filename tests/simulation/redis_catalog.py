@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvstore.catalog.base import Addition, LeaveReason, Removal, Tombstone, entry_of
+from kvstore.catalog.base import Addition, LeaveReason, Removal, Tombstone
 from kvstore.catalog.coordination import Ownership
-from kvstore.catalog.entry import Level
+from kvstore.catalog.entry import Level, entry_of
 from kvstore.format.names import format_name
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.clock import Clock

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from kvstore.catalog.base import entry_of
-from kvstore.catalog.entry import EntryShape, Level
+from kvstore.catalog.entry import EntryShape, Level, entry_of
 from kvstore.errors import KVStoreError
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline

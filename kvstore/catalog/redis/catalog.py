@@ -12,7 +12,6 @@ from redis.asyncio import Redis, RedisCluster
 from kvstore.catalog.base import (
     TOMBSTONES_MAX,
     Addition,
-    BoundaryEntry,
     Catalog,
     Gate,
     LeaveReason,
@@ -22,11 +21,10 @@ from kvstore.catalog.base import (
     Step,
     Tombstone,
     Use,
-    entry_of,
 )
 from kvstore.catalog.changes import packed_with
 from kvstore.catalog.coordination import Ownership
-from kvstore.catalog.entry import EntryShape, EntryTable, Level
+from kvstore.catalog.entry import BoundaryEntry, EntryShape, EntryTable, Level, entry_of
 from kvstore.catalog.redis.coordination import RedisOwnership
 from kvstore.catalog.redis.nodes import NUM_SLOTS, Call, RedisNodes
 from kvstore.catalog.redis.replies import Argument, Command
@@ -53,8 +51,6 @@ from kvstore.model.layout import Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["RedisCatalog", "parse_entry_name"]
-
 _ROOT = "c1"
 _NAMESPACES = f"{_ROOT}/namespaces"
 _COMPLETE = f"{_ROOT}/complete"
@@ -71,7 +67,6 @@ class RedisCatalog(Catalog):
 
     Args:
         client: Replies in `bytes`; the caller closes it.
-        clock: For first and last use.
         gate: As for `RedisNodes`.
     """
 

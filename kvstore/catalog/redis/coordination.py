@@ -14,8 +14,6 @@ from kvstore.catalog.redis.scripts import hash_items
 from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["RedisOwnership", "RedisTextStore"]
-
 _OWNER_BYTES = 16
 
 # A key that is no lease, or one without an end, would block all owners for ever: it is deleted, or gets an end.

@@ -18,8 +18,7 @@ from typing import Any, cast
 
 from hiredis import pack_command
 from redis.asyncio import Redis, RedisCluster
-from redis.crc import REDIS_CLUSTER_HASH_SLOTS as NUM_SLOTS
-from redis.crc import key_slot
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import (
     AskError,
     ConnectionError,
@@ -39,9 +38,9 @@ from kvstore.catalog.redis.scripts import ALL, DAMAGED
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["NUM_SLOTS", "Call", "NoRoom", "RedisNodes"]
-
 _log = logging.getLogger(__name__)
+
+NUM_SLOTS = REDIS_CLUSTER_HASH_SLOTS
 
 Call = tuple[int, Command]
 """A command and the slot of its keys; without a cluster any slot."""

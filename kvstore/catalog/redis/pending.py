@@ -36,8 +36,6 @@ from kvstore.format.names import pack_key, unpack_key
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["NUM_SHARDS", "RedisPendingLog"]
-
 T = TypeVar("T")
 
 NUM_SHARDS = 16

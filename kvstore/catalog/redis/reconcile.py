@@ -20,8 +20,6 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 
-__all__ = ["Reconciler", "Sample", "Sampler", "ServerCounters", "counters_of", "format_counters", "parse_counters"]
-
 _log = logging.getLogger(__name__)
 
 _PERIOD_S = 15.0
@@ -85,10 +83,8 @@ class Reconciler:
 
     Args:
         catalog: The caller closes it.
-        meters: Where to count.
         period_s: Seconds between checks.
         grace_s: How long a stored record may lack an entry.
-        clock: For deadlines.
     """
 
     def __init__(

@@ -8,8 +8,6 @@ from typing import Any
 from kvstore.catalog.redis.scripts import START
 from kvstore.errors import Unavailable
 
-__all__ = ["Argument", "Command", "check_reply", "keys_of"]
-
 Argument = bytes | str | int
 Command = Sequence[Argument]
 

@@ -29,27 +29,6 @@ from kvstore.catalog.entry import EntryShape, Level
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.model.keys import NAMESPACE_BYTES, NamespaceId, PrefixHash
 
-__all__ = [
-    "ADD",
-    "ALL",
-    "DAMAGED",
-    "FINISH",
-    "OBSERVE",
-    "PIN",
-    "REMOVE",
-    "START",
-    "STOP",
-    "USE",
-    "Script",
-    "add_item",
-    "hash_items",
-    "parse_tombstone",
-    "parse_totals",
-    "remove_item",
-    "sum_totals",
-]
-
-
 _PAYLOAD_AT = 112
 """Offset of the payload's size in a record's header. A striped record's value is its header alone, so its size is
 read from there."""

@@ -15,8 +15,6 @@ from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["SqliteCatalog"]
-
 T = TypeVar("T")
 
 _SCHEMA = """
@@ -45,7 +43,6 @@ class SqliteCatalog(LocalCatalog):
 
     Args:
         path: The file; created when it does not exist.
-        clock: For first and last use.
         is_guest: Another process owns the file: it is neither created nor renamed here.
 
     Raises:

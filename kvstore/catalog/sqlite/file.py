@@ -16,8 +16,6 @@ from typing import TypeVar
 from kvstore.errors import Closed, Unavailable
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["SqliteFile", "is_no_room", "make_private"]
-
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)

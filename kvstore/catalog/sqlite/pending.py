@@ -20,8 +20,6 @@ from kvstore.model.keys import RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["SqlitePendingLog"]
-
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS write_backs (
     key BLOB NOT NULL, owner BLOB NOT NULL, lease_end_ms INTEGER NOT NULL,

@@ -18,8 +18,6 @@ from starlette.types import Scope as AsgiScope
 from kvstore.service.admin.problems import Refused
 from kvstore.service.authentication import Credentials, FailureLimit, Grant, Scope
 
-__all__ = ["HEALTH_PATHS", "Access", "Administrator", "Operator", "OperatorAdministrator", "Reader", "is_open"]
-
 HEALTH_PATHS = frozenset({"/livez", "/readyz"})
 """For the supervisor of the process: they need no token and reveal nothing of what is stored."""
 

@@ -32,8 +32,6 @@ from kvstore.service.admin.resources import (
     weights,
 )
 
-__all__ = ["make_app", "make_routes"]
-
 _TITLE = "kvstore"
 _DESCRIPTION = (
     "Shows and operates a kvstore service. Errors are `application/problem+json`; times are seconds since the Unix "

@@ -6,13 +6,13 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from kvstore.catalog.base import Catalog, NamespaceTotals
 from kvstore.catalog.entry import Level
 from kvstore.compose import open_catalog, open_tier
-from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
+from kvstore.errors import CorruptRecord, InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.format.manifest import parse_manifest
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import Layout
@@ -26,8 +26,6 @@ from kvstore.settings import Settings
 from kvstore.store.upkeep.operations import StoreOperations
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import RedisLocation
-
-__all__ = ["NO_CATALOG", "CatalogAccess", "Namespace"]
 
 T = TypeVar("T")
 
@@ -93,6 +91,7 @@ class CatalogAccess:
         self._known: OrderedDict[NamespaceId, Namespace] = OrderedDict()
         self._tenants = _Cached[Mapping[NamespaceId, str]]({})
         self._totals = _Cached[Mapping[NamespaceId, NamespaceTotals]]({})
+        self._whole = replace(self._totals)  # as they were when the catalog was complete
         self._hangs_until_s = _NEVER
         self._is_complete = True
 
@@ -112,17 +111,35 @@ class CatalogAccess:
             return self._catalog
 
     async def totals(self, within_s: float = CALL_S) -> Mapping[NamespaceId, NamespaceTotals]:
-        """What every namespace holds, read at most one second ago."""
-        return await self._read(self._totals, lambda catalog, limit: catalog.totals(deadline=limit), within_s)
+        """What every namespace holds by its entries, read at most one second ago."""
+        found = await self._read(self._totals, lambda catalog, limit: catalog.totals(deadline=limit), within_s)
+        if self._is_complete:
+            self._whole = replace(self._totals)
+        return found
 
     @property
     def is_complete(self) -> bool:
         """Whether the catalog had an entry for everything that is stored, when totals or tenants were read last."""
         return self._is_complete
 
-    def last_totals(self) -> tuple[Mapping[NamespaceId, NamespaceTotals], int] | None:
-        """The totals that the catalog returned last, and when, in seconds since the Unix epoch."""
-        return (self._totals.value, self._totals.at_s) if self._totals.at_s else None
+    async def whole_totals(self, within_s: float = CALL_S) -> tuple[Mapping[NamespaceId, NamespaceTotals], int | None]:
+        """What every namespace holds, all of it. Of a catalog that does not answer, or may lack records: the totals
+        that were read last before that, and when, in seconds since the Unix epoch; `None`: now.
+
+        Raises:
+            Unavailable: They were never known here.
+        """
+        try:
+            found = await self.totals(within_s)
+        except KVStoreError:
+            if not self._whole.at_s:
+                raise
+        else:
+            if self._is_complete:
+                return found, None
+        if not self._whole.at_s:
+            raise Unavailable("the catalog may lack records that are stored: run `kvstore reindex`")
+        return self._whole.value, self._whole.at_s
 
     def forget_totals(self) -> None:
         """Read the totals again at the next use, because records were deleted."""

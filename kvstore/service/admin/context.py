@@ -26,8 +26,6 @@ from kvstore.store.encryption.key_ring import Generation
 from kvstore.store.retention.operator_rules import OperatorRules
 from kvstore.store.upkeep.operations import StoreOperations, TierState
 
-__all__ = ["AdminContext", "Context", "NamedNamespace", "QueriedNamespace"]
-
 _SCANS_AT_ONCE = 2
 
 

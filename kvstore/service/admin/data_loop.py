@@ -12,8 +12,6 @@ from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.upkeep.operations import PIECE_RECORDS_MAX
 
-__all__ = ["CALL_S", "DataLoop"]
-
 T = TypeVar("T")
 
 CALL_S = 5.0

@@ -18,8 +18,6 @@ from kvstore.service.admin.access import HEALTH_PATHS, Access, is_open
 from kvstore.service.admin.problems import Refused, answer
 from kvstore.service.authentication import Grant
 
-__all__ = ["BODY_BYTES_MAX", "Gate"]
-
 BODY_BYTES_MAX = 4 << 20
 """Room for the token ids of a prompt of some hundred thousand tokens."""
 _BODY_S, _BODY_BEGINS_S = 15.0, 5.0

@@ -10,15 +10,22 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.catalog.base import BoundaryEntry, Step, entry_of
-from kvstore.catalog.entry import FIRST_USE_AT, HITS_AT, LAST_USE_AT, EntryShape, EntryTable, Level
+from kvstore.catalog.base import Step
+from kvstore.catalog.entry import (
+    FIRST_USE_AT,
+    HITS_AT,
+    LAST_USE_AT,
+    BoundaryEntry,
+    EntryShape,
+    EntryTable,
+    Level,
+    entry_of,
+)
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import PREFIX_BYTES, PrefixHash
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.catalog_access import Namespace
 from kvstore.service.admin.context import AdminContext
-
-__all__ = ["STEP_ENTRIES", "Order", "Page", "Rows", "entry_at", "list_entries", "steps_of"]
 
 STEP_ENTRIES = 512
 """Entries per step. Between steps other users of this thread and of Python's lock get a turn."""
@@ -70,8 +77,6 @@ async def list_entries(
     """A page of at most `limit` entries, read within ten seconds. At most two requests read at a time.
 
     Args:
-        context: For the turn and the deadline.
-        namespace: The namespace to list.
         limit: Entries at most.
         cursor: From the previous page; empty: from the start.
         order: How to sort. Without an order a page can be short, even empty, and have a cursor: then the time was up.

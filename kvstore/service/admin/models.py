@@ -8,26 +8,9 @@ from typing import Annotated
 from fastapi import Path, Query
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from kvstore.catalog.base import BoundaryEntry, LevelTotals, NamespaceTotals
-from kvstore.catalog.entry import Level
+from kvstore.catalog.base import LevelTotals, NamespaceTotals
+from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.model.keys import NamespaceId, PrefixHash
-
-__all__ = [
-    "WHOLE_NUMBER",
-    "Amount",
-    "Confirm",
-    "Cursor",
-    "Limit",
-    "NamespaceText",
-    "PrefixSummary",
-    "PrefixText",
-    "TokenId",
-    "amounts_of",
-    "namespace_id",
-    "prefix_hash",
-    "sum_of",
-    "summary_of",
-]
 
 NAMESPACE_PATTERN, PREFIX_PATTERN = "^[0-9a-f]{32}$", "^[0-9a-f]{64}$"
 NAMESPACE_EXAMPLE, PREFIX_EXAMPLE = "6b1f0c6d2f7e4a1b9c3d5e7f90a1b2c3", "9f86d081884c7d65" * 4

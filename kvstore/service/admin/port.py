@@ -28,8 +28,6 @@ from kvstore.store.tiered import TieredStore
 from kvstore.wire.address import TcpAddress
 from kvstore.wire.tls import ServerTls
 
-__all__ = ["AdminPort", "Administered", "admin_port", "check_admin_listen"]
-
 _log = logging.getLogger(__name__)
 _BACKLOG = 128
 _JOIN_S = 5.0
@@ -156,7 +154,6 @@ class AdminPort:
 
     Args:
         sock: Bound and listening; owned from now on.
-        service: The service.
         tls: The certificate to present; `None`: plain HTTP. Not shared with the data port, which reloads its own.
 
     Attributes:

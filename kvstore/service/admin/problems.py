@@ -17,8 +17,6 @@ from starlette.exceptions import HTTPException
 from kvstore.errors import Closed, InvalidRequest, KVStoreError, Unavailable
 from kvstore.runtime.wrong_values import expectation
 
-__all__ = ["PROBLEM_JSON", "Problem", "Refused", "answer", "handle_problems", "refusals"]
-
 PROBLEM_JSON = "application/problem+json"
 
 _log = logging.getLogger(__name__)
@@ -41,12 +39,8 @@ class Refused(Exception):
     """A request that is not carried out; the arguments are the fields of a `Problem`.
 
     Args:
-        status: Of the response.
         detail: In lower case.
-        field: The parameter or field.
-        expected: What would be right.
         seen: What was sent; never a token.
-        headers: Of the response.
     """
 
     def __init__(

@@ -12,7 +12,8 @@ import uvicorn
 import uvloop
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvstore.compose import open_job_book
+from kvstore.catalog.coordination import JOBS
+from kvstore.compose import open_book
 from kvstore.errors import KVStoreError
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK
@@ -27,8 +28,6 @@ from kvstore.service.admin.port import Administered
 from kvstore.service.limits import UnauthenticatedConnection, UnauthenticatedConnections
 from kvstore.service.listener import Acceptor
 from kvstore.wire.tls import ServerTls
-
-__all__ = ["serve_admin"]
 
 _STOP_POLL_S = 0.1
 _GRACE_S = 2
@@ -55,9 +54,7 @@ def serve_admin(
 
     Args:
         sock: Listening; stays the caller's.
-        data_loop: The loop of the store.
         stop: Ends the server some tenths of a second later.
-        service: The service.
         tls: The certificate to present, used by this thread alone; `None`: plain HTTP.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -74,7 +71,7 @@ async def _serve(
     calls = DataLoop(data_loop)
     catalog = CatalogAccess(service.settings, calls, service.store.operations)
     context = AdminContext(service, calls, DataLoop(data_loop), catalog, stop.is_set)
-    async with open_job_book(service.settings) as book:
+    async with open_book(service.settings, JOBS) as book:
         keeper = JobKeeper(book, f"{socket.gethostname()} {service.settings.listen}") if book is not None else None
         jobs = JobBoard(keeper)
         http = _Server(_config(make_app(context, jobs)), tls)
@@ -107,15 +104,19 @@ def _config(app: Any) -> uvicorn.Config:
 
 
 async def _read_totals(context: AdminContext) -> None:
-    """Read from the catalog what is held by tiers that cannot tell it themselves. It takes long, so it runs here."""
+    """Read from the catalog what is held by tiers that cannot tell it themselves. It takes long, so it runs here. A
+    catalog that may lack records does not tell it.
+    """
     names, history = context.operations.tier_names, context.service.history
     while True:
         wait_s = _TOTALS_POLL_S
         if unmeasured := history.unmeasured:
             started_s = SYSTEM_CLOCK.monotonic_s()
             with suppress(KVStoreError):
-                held = amounts_of(sum_of((await context.catalog.totals(_TOTALS_S)).values()), names)
-                history.held = {name: amount.num_bytes for name, amount in held.items() if name in unmeasured}
+                totals, at_s = await context.catalog.whole_totals(_TOTALS_S)
+                for name, amount in amounts_of(sum_of(totals.values()), names).items():
+                    if name in unmeasured and at_s is None:
+                        context.operations.note_held(name, amount.num_bytes)
             wait_s = max(_TOTALS_S, (SYSTEM_CLOCK.monotonic_s() - started_s) / _TOTALS_SHARE)
         await asyncio.sleep(wait_s)
 

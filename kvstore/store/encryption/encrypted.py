@@ -33,8 +33,6 @@ from kvstore.store.saving import verify_record
 from kvstore.store.tiered import TieredStore
 from kvstore.store.upkeep.operations import StoreOperations
 
-__all__ = ["EncryptedStore"]
-
 _log = logging.getLogger(__name__)
 
 _THREADS = 4

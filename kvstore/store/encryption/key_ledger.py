@@ -13,8 +13,6 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.store.encryption.key_ring import Generation
 from kvstore.tiers.base import Tier
 
-__all__ = ["KeyLedger", "KeyState"]
-
 _log = logging.getLogger(__name__)
 
 

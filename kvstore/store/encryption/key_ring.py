@@ -18,8 +18,6 @@ from kvstore.format.encrypted import KEY_ID_MAX, SECRET_BYTES, TenantKey
 from kvstore.runtime.toml_tables import TableEntry, parse_tables
 from kvstore.runtime.watched_file import Watched, read_guarded, state_of
 
-__all__ = ["COMMAND_PREFIX", "EVERY_TENANT", "Generation", "KeyRing", "parse_keys", "watch_keys"]
-
 EVERY_TENANT = "*"
 """Stands for all tenants that the file does not name."""
 

@@ -1,14 +1,17 @@
-"""Why a boundary was not stored when a request needed it: from the catalog, its tombstones, and other namespaces."""
+"""Why a boundary was not stored when a request needed it: from the catalog, its tombstones, other namespaces, and the
+tiers.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
-from kvstore.catalog.base import BoundaryEntry, Tombstone
-from kvstore.catalog.entry import Level
-from kvstore.model.keys import NamespaceId, PrefixHash
+from kvstore.catalog.base import Tombstone
+from kvstore.catalog.entry import BoundaryEntry, Level
+from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.namespace import NamespaceDescription, field_differences
 from kvstore.runtime.deadline import Deadline
@@ -27,6 +30,8 @@ _NAMESPACES_MAX = 64
 _TOMBSTONES_MAX = 1 << 20
 """As many as the catalog keeps."""
 _FIELDS_MAX = 8
+_HEADS_MAX = 64
+"""Records of a boundary that each tier is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +92,10 @@ class AbsenceFinder:
         before = [one for one in removals.get((namespace, prefix), ()) if one.at_s <= missed_s + late_s]
         tombstone = before[0] if before else None
         left = {**_removal(tombstone, missed_s), **self._places(entry, before, missed_s, layout), **since}
-        if tombstone is not None and not since and _is_whole(entry, layout, Level):
-            return Absence("other_tier", left)
+        if not since and _is_whole(entry, layout, Level):
+            if tombstone is not None:
+                return Absence("other_tier", left)
+            return Absence("stored_since", {**(_groups(layout, groups) if groups else {}), **left})
         if groups:
             return Absence("group_incomplete", {**_groups(layout, groups), **left})
         if tombstone is not None:
@@ -98,9 +105,12 @@ class AbsenceFinder:
         if description is not None and (other := await self._elsewhere(description, prefix, deadline)) is not None:
             return Absence("namespace_differs", {**other, **since})
         self._recorder.check_reported()
-        if not since and not await self._catalog.is_complete(deadline=deadline):
-            return Absence("catalog_incomplete")
-        return Absence("never_stored", since)
+        if since:
+            return Absence("never_stored", since)
+        unlisted = await self._unlisted(namespace, prefix, layout, missed_s, deadline)
+        if unlisted or not await self._catalog.is_complete(deadline=deadline):
+            return Absence("catalog_incomplete", unlisted)
+        return Absence("never_stored")
 
     async def removals(self, *, deadline: Deadline) -> Removals:
         """All removals that the catalog remembers. Read them once for several boundaries.
@@ -128,6 +138,26 @@ class AbsenceFinder:
             if left is not None:
                 text += f": {LEFT[left.reason]} {max(0, missed_s - left.at_s)} s before the request"
             found[f"in_{tier.name if tier is not None else level.name.lower()}"] = text
+        return found
+
+    async def _unlisted(
+        self, namespace: NamespaceId, prefix: PrefixHash, layout: Layout | None, missed_s: int, deadline: Deadline
+    ) -> dict[str, object]:
+        """The tiers that hold records of a boundary without an entry: the catalog never learnt of them, because the
+        service that stored them was killed, or has yet to report them. Not those that the request itself has just
+        computed.
+        """
+        if layout is None:  # nothing of the namespace is stored: its description would be beside it
+            return {}
+        slices = ((group, slice_) for group, one in enumerate(layout.groups) for slice_ in range(one.num_slices))
+        keys = [RecordKey(namespace, prefix, *place) for place in islice(slices, _HEADS_MAX)]
+        found: dict[str, object] = {}
+        for tier in [one for one in self._tiers.values() if one is not None]:
+            sizes = await tier.head(keys, deadline=deadline)
+            there = next((key for key, size in zip(keys, sizes, strict=True) if size is not None), None)
+            record = await tier.get(there, deadline=deadline) if there is not None else None
+            if record is not None and record.header.created_ms < 1000 * missed_s:
+                found[f"in_{tier.name}"] = "stored, and unknown to the catalog"
         return found
 
     async def _elsewhere(
@@ -200,7 +230,7 @@ def _is_whole(entry: BoundaryEntry | None, layout: Layout | None, levels: Iterab
 
 
 def _slices(entry: BoundaryEntry, layout: Layout | None) -> dict[str, object]:
-    """What a boundary lacks now, by group and slice. It may have been completed after the request."""
+    """What a boundary lacks now, by group and slice."""
     if layout is None:
         return {}
     whole, missing = 0, []
@@ -208,6 +238,4 @@ def _slices(entry: BoundaryEntry, layout: Layout | None) -> dict[str, object]:
         whole |= (num_missing == 0) << group
         if num_missing:
             missing.append(f"{num_missing} of {shape.num_slices} of group {group} ({shape.kind.name})")
-    if not missing:
-        return {"missing_now": "nothing: what was missing was stored after this request"}
     return {**_groups(layout, whole), "slices_missing": ", ".join(missing)}

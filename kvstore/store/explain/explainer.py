@@ -14,6 +14,7 @@ from itertools import count, islice
 from kvstore.api import Outcome
 from kvstore.errors import Closed, InvalidRequest, KVStoreError
 from kvstore.model.keys import NamespaceId
+from kvstore.runtime.background import gather_all
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.turns import PIECE, LongWork, Turns, who_asks
 from kvstore.store.context import StoreContext
@@ -38,9 +39,11 @@ _PAUSE_S, _PAUSE_S_MAX, _SHARE = 0.5, 300.0, 0.02
 """The shortest and longest pause between two batches. Between these bounds, searches take this share of the time. On a
 cluster, whose slots are read one by one, that is one batch in minutes."""
 _SEARCH_S, _REMOVALS_S = 2.0, 10.0
+_AT_ONCE = 8
+"""Searches of a batch at a time: each may wait for a tier."""
 _SEARCHES, _EXPLAIN_S = 4, 30.0
 """Explanations that read the catalog at a time, since each reads all tombstones; and how long one may take for it."""
-_NOT_SAVED = ("never_stored", "group_incomplete", "nothing_stored", "catalog_incomplete")
+_NOT_SAVED = ("never_stored", "group_incomplete", "stored_since", "nothing_stored", "catalog_incomplete")
 """Reasons behind which there may be a loss: the record is not stored, and it was not removed."""
 _NOT_FOUND = ("nothing_stored", "not_looked_into", "no_answer")
 """Reasons of a request for which no search has found one."""
@@ -193,12 +196,14 @@ class Explainer:
                     reported.reason = reported.operators_reason = "no_answer"
                     self._count(reported)
             else:
-                for reported in batch:
-                    found = await self._search(reported, Deadline.after(_SEARCH_S, self._clock), removals)
-                    reported.reason = self._judge(reported, found, reported.outcome.tenant).reason
-                    reported.operators_reason = self._judge(reported, found, None).reason
-                    self._count(reported)
-                    await asyncio.sleep(0)
+                for start in range(0, len(batch), _AT_ONCE):
+                    piece, deadline = batch[start : start + _AT_ONCE], Deadline.after(_SEARCH_S, self._clock)
+                    all_found = await gather_all([self._search(one, deadline, removals) for one in piece])
+                    for reported, found in zip(piece, all_found, strict=True):
+                        reported.reason = self._judge(reported, found, reported.outcome.tenant).reason
+                        reported.operators_reason = self._judge(reported, found, None).reason
+                        self._count(reported)
+                        await asyncio.sleep(0)
             took_s = self._clock.monotonic_s() - started_s
             pause_s = min(_PAUSE_S_MAX, max(_PAUSE_S, took_s / _SHARE))
 
@@ -230,7 +235,9 @@ class Explainer:
                 searched = await self._search(reported, deadline.earlier(_EXPLAIN_S))
             async with self._work.turn(PIECE):
                 found = self._judge(reported, searched, tenant)
-            if found.reason == "no_answer" and (before := reported.reason_for(tenant)) not in _NOT_FOUND:
+            # what was stored since then may hide that the tiers held it all along
+            is_late = found.reason == "never_stored" and "stored_after_s" in found.detail
+            if (is_late or found.reason == "no_answer") and (before := reported.reason_for(tenant)) not in _NOT_FOUND:
                 found = Absence(before, found.detail)
         if tenant is None:  # lists say the same from now on
             reported.operators_reason = found.reason
@@ -269,9 +276,7 @@ class Explainer:
             )
         if len(found) > 1:
             names = ", ".join(nsmallest(5, (one.outcome.request for one in found)))
-            raise InvalidRequest(
-                "several requests start like that: write more of it", field="request", seen=request, requests=names
-            )
+            raise InvalidRequest("several requests start like that: write more of it", seen=request, requests=names)
         return found[0]
 
     async def _search(self, reported: ReportedOutcome, deadline: Deadline, removals: Removals | None = None) -> Absence:
@@ -295,7 +300,7 @@ class Explainer:
             found = Absence(outcome.reason)
             return self._lost(reported, found) or found
         except KVStoreError as error:
-            return Absence("no_answer", {"no_answer": str(error)})
+            return Absence("no_answer", {"no_answer": error.sentence()})
         if not vanished:
             return self._lost(reported, found) or found
         if "left" in found.detail and found.reason != "other_tier":

@@ -80,6 +80,10 @@ REASONS = {
         "nothing, if it happens once: the next request that computes them saves them; else see the losses and "
         "write_back_dropped in `kvstore status --all`",
     ),
+    "stored_since": Reason(
+        "when the request needed it, some of it was not stored; now all of it is",
+        "nothing: the next request that needs it finds it",
+    ),
     "evicted": Reason("it was stored, and was evicted when a byte budget was reached", "a larger budget, or a pin"),
     "quota": Reason("it was stored, and was evicted when the tenant's quota was reached", "a larger quota, or a pin"),
     "expired": Reason(

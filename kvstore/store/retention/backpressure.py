@@ -11,8 +11,6 @@ from kvstore.model.keys import RecordKey
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["BudgetGate"]
-
 _WAIT_SHARE = 0.5
 """The share of a put's time spent on waiting; the rest is for the put itself."""
 _COMPLETE_S = 1.0

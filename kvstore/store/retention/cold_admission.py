@@ -13,8 +13,6 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.store.placement import Presence, boundaries_beyond, boundaries_of
 
-__all__ = ["ColdAdmission"]
-
 _NAMES_MAX = 65_536
 """Boundaries per generation of names, some 6 MB; there are two generations of admitted and two of declined ones."""
 _REMEMBERED, _REMEMBERED_MIN, _REMEMBERED_MAX = 1 << 20, 1 << 12, 1 << 22

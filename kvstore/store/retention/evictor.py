@@ -5,16 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from kvstore.catalog.base import BoundaryEntry, Catalog, LeaveReason
-from kvstore.catalog.entry import Level
+from kvstore.catalog.base import Catalog, LeaveReason
+from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.errors import Unavailable
 from kvstore.runtime.background import gather_all
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.store.retention.plan import Victim
 from kvstore.tiers.base import Tier
-
-__all__ = ["Evictor"]
 
 _log = logging.getLogger(__name__)
 

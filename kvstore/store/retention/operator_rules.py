@@ -18,8 +18,6 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 
-__all__ = ["OperatorRules", "Retirement"]
-
 _log = logging.getLogger(__name__)
 
 _CALL_S = 5.0
@@ -48,7 +46,6 @@ class OperatorRules:
     remembers them writes them again.
 
     Args:
-        book: Where the rules are kept.
         quotas: From the settings, for tenants without a rule.
 
     Attributes:
@@ -170,7 +167,6 @@ class OperatorRules:
             tenant: Whose; `None`: all tenants'.
             weights_id: As in descriptions.
             is_retired: False: withdraw the rule.
-            deadline: When to give up.
 
         Raises:
             InvalidRequest: Too many rules.

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from kvstore.catalog.base import BoundaryEntry, Catalog
+from kvstore.catalog.base import Catalog
 from kvstore.catalog.coordination import Ownership
-from kvstore.catalog.entry import Level
+from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.eviction.holdings import Quota
 from kvstore.format.manifest import parse_manifest
@@ -24,8 +24,6 @@ from kvstore.store.retention.evictor import Evictor
 from kvstore.store.retention.plan import EvictionPlan, RetentionRules, broken_of, incomplete_of, plan_eviction
 from kvstore.store.retention.policy_choice import PolicyChoice
 from kvstore.tiers.base import Tier
-
-__all__ = ["RetentionOwner"]
 
 _log = logging.getLogger(__name__)
 
@@ -52,8 +50,6 @@ class RetentionOwner:
         tier: Where to delete; not wrapped in a `CataloguedTier`.
         catalog: Stays the caller's.
         ownership: Leases on namespaces among the services that share the tier.
-        rules: Budgets and times.
-        choice: The policy that ranks what may be evicted.
         num_refused: Returns how many additions the catalog has refused because their boundary is being deleted. A new
             one starts a round: a boundary whose deletion was abandoned would refuse records for ever.
         budget_gate: Learns how much is held and what was evicted; `None`: no writer waits for eviction.

@@ -6,15 +6,13 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from kvstore.catalog.base import BoundaryEntry, LeaveReason, Leaving
-from kvstore.catalog.entry import Level
+from kvstore.catalog.base import LeaveReason, Leaving
+from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.holdings import SHARED, Holdings, Quota
 from kvstore.eviction.policies import Policy
 from kvstore.eviction.prefixes import Node
 from kvstore.runtime.pauses import SplitDict, empty_in_pieces
-
-__all__ = ["EvictionPlan", "RetentionRules", "Victim", "broken_of", "incomplete_of", "plan_eviction", "shares"]
 
 _SORTED_S = 256
 _SORTED_AT_ONCE = 1024
@@ -68,7 +66,6 @@ def plan_eviction(
 
     Args:
         entries: What is held; entries without records at the level are skipped.
-        level: Where to evict.
         tenants: The tenant of each namespace.
         free_bytes: Bytes to free to meet the budget; 0 or less: none.
         quotas: What each tenant is guaranteed, and the most it may hold.

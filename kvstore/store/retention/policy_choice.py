@@ -16,8 +16,6 @@ from kvstore.model.layout import Layout
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.retention.cold_admission import ColdAdmission
 
-__all__ = ["PolicyChoice", "candidates_of"]
-
 _WAITING_MAX = 65_536
 """Boundaries of prompts that wait for the replay, some 10 MB; beyond, the oldest prompts are dropped."""
 _REBUILD_AT = 2.0

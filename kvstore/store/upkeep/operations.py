@@ -13,13 +13,11 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.store.context import StoreContext
 from kvstore.store.explain.explainer import Explainer, ReportedOutcome
 from kvstore.store.namespaces import Manifests
-from kvstore.store.recorder import CataloguedTier
+from kvstore.store.recorder import Backlog, CataloguedTier, Recorder
 from kvstore.store.retention.operator_rules import OperatorRules
 from kvstore.store.saving import Saver
 from kvstore.tiers.base import Tier, TierUsage
 from kvstore.tiers.guarded import GuardedTier
-
-__all__ = ["PIECE_RECORDS_MAX", "StoreOperations", "TierState"]
 
 PIECE_RECORDS_MAX = 4096
 """Records per call: some milliseconds of the loop, which serves engines at the same time."""
@@ -65,6 +63,7 @@ class StoreOperations:
 
     Args:
         operator_rules: `None`: this store has no place to keep operators' rules.
+        recorder: The way to the catalog; `None`: there is no catalog.
 
     Attributes:
         meters: The store's counters, safe from any thread.
@@ -78,6 +77,7 @@ class StoreOperations:
         explainer: Explainer,
         saver: Saver,
         operator_rules: OperatorRules | None,
+        recorder: Recorder | None,
     ) -> None:
         levels = ((Level.HOT, context.hot), (Level.COLD, context.cold))
         self.meters = context.meters
@@ -93,6 +93,7 @@ class StoreOperations:
         self._manifests = manifests
         self._explainer = explainer
         self._saver = saver
+        self._recorder = recorder
         self._clock = context.clock
         self._seen: dict[str, tuple[TierUsage, int]] = {}
 
@@ -179,6 +180,14 @@ class StoreOperations:
             return state
         return replace(state, waiting_records=len(queue), waiting_bytes=queue.used_bytes, is_paused=queue.is_paused)
 
+    def note_held(self, tier: str, num_bytes: int) -> None:
+        """Note what a tier that does not count its bytes holds by the catalog. Safe from any thread."""
+        self._seen[tier] = TierUsage(None, num_bytes, None, 0), self._clock.wall_ms()
+
+    def backlog(self) -> Backlog | None:
+        """Changes that wait to be reported to the catalog; `None`: there is no catalog. Safe from any thread."""
+        return self._recorder.backlog if self._recorder is not None else None
+
     def check_hot(self) -> None:
         """Refuse direct calls to the hot tier's server while the tier's breaker is open. Safe from any thread.
 
@@ -229,7 +238,6 @@ class StoreOperations:
         """How many records that were queued for a tier before a mark are still to be written.
 
         Args:
-            level: Which tier.
             mark: As the first call returned it; `None`: this is the first call.
 
         Returns:

@@ -9,8 +9,8 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import TypeVar, cast
 
-from kvstore.catalog.base import Addition, BoundaryEntry, Catalog, LeaveReason, Removal
-from kvstore.catalog.entry import EntryTable, Level
+from kvstore.catalog.base import Addition, Catalog, LeaveReason, Removal
+from kvstore.catalog.entry import BoundaryEntry, EntryTable, Level
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.background import Background
@@ -20,8 +20,6 @@ from kvstore.runtime.instruments import Instruments
 from kvstore.store.namespaces import read_description
 from kvstore.store.placement import slices_of
 from kvstore.tiers.base import Entry, Tier
-
-__all__ = ["CatalogKeeper", "ReindexReport", "mark_if_empty", "reindex_level"]
 
 _log = logging.getLogger(__name__)
 
@@ -82,10 +80,6 @@ async def reindex_level(
     takes). Positions and parents are learnt when the records are read.
 
     Args:
-        catalog: The catalog to rebuild.
-        tier: The tier to walk over.
-        level: The catalog's name for the tier.
-        clock: For deadlines.
         manifests: Further tiers to ask for a manifest that this one lacks, e.g. a Redis after FLUSHALL.
         progress: Called with the report so far, after each batch.
 

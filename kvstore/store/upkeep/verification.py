@@ -13,13 +13,13 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import Entry, Tier
 
-__all__ = ["BadRecord", "ByteRate", "Findings", "count_records", "verify_tier"]
-
 _IN_FLIGHT = 4
-_READ_S = 30.0
+_READ_S = 20.0
 _ATTEMPTS = 3
 _PAUSE_S = 1.0
 _UNREAD_IN_A_ROW_MAX = 10
+_SILENT_S = 30.0
+"""How long reads may fail with no success between them; a tier that freezes lets them wait, and few are tried."""
 _LISTED_MAX = 10_000
 
 
@@ -100,7 +100,7 @@ async def verify_tier(
         progress: Called after each record.
 
     Raises:
-        Unavailable: Ten records in a row could not be read: the tier is down.
+        Unavailable: Ten records in a row could not be read, or none for half a minute: the tier is down.
 
     If cancelled, every record is either still in its place or quarantined whole.
     """
@@ -136,6 +136,7 @@ class _Walk:
         self._progress = progress
         self._reasons: dict[RecordKey, str] = {}
         self._num_unread_in_a_row = 0
+        self._failing_since_s: float | None = None
 
     def note_bad(self, key: RecordKey, reason: str) -> None:
         """Called by the tier, in any thread, before its `get` returns."""
@@ -166,12 +167,16 @@ class _Walk:
         for attempt in range(_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(_PAUSE_S)
+            started_s = SYSTEM_CLOCK.monotonic_s()
             try:
                 record = await self._tier.get(entry.key, deadline=Deadline.after(_READ_S))
             except Unavailable as error:
                 last = error
+                self._failing_since_s = started_s if self._failing_since_s is None else self._failing_since_s
+                if SYSTEM_CLOCK.monotonic_s() - self._failing_since_s >= _SILENT_S:
+                    raise Unavailable(f"gave up: no record could be read for {_SILENT_S:.0f} s: {last}") from error
                 continue
-            self._num_unread_in_a_row = 0
+            self._num_unread_in_a_row, self._failing_since_s = 0, None
             return record.num_bytes if record is not None else 0
         self._num_unread_in_a_row += 1
         if self._num_unread_in_a_row >= _UNREAD_IN_A_ROW_MAX:

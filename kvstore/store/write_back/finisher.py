@@ -19,8 +19,6 @@ from kvstore.store.recorder import Recorder
 from kvstore.store.write_back.pending_writes import PendingWrites
 from kvstore.tiers.base import PutOutcome, Tier
 
-__all__ = ["Finisher"]
-
 _log = logging.getLogger(__name__)
 
 _CLAIMED_TOGETHER = 16

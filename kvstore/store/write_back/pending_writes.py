@@ -23,8 +23,6 @@ from kvstore.runtime.shared_calls import Batches
 from kvstore.store.context import StoreContext
 from kvstore.tiers.base import PutOutcome
 
-__all__ = ["EntryResult", "PendingWrites"]
-
 _log = logging.getLogger(__name__)
 
 _RENEWED_TOGETHER = 512

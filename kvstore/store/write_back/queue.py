@@ -18,8 +18,6 @@ from kvstore.store.context import StoreContext
 from kvstore.store.write_back.pending_writes import EntryResult, PendingWrites
 from kvstore.tiers.base import PutOutcome, Tier
 
-__all__ = ["WriteBack", "backoff_s"]
-
 _log = logging.getLogger(__name__)
 
 _FAILURES_TOLD = 3

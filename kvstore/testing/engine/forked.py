@@ -13,8 +13,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["ORDER_BYTES_MAX", "ForkedEngine", "start_warm", "warm_starts"]
-
 ORDER_BYTES_MAX = 128 << 10
 _READY_S = 180.0
 _SERVERS_MAX = 3

@@ -19,8 +19,6 @@ from typing import IO, Any
 from kvstore.testing.engine.forked import ForkedEngine, start_warm
 from kvstore.testing.engine.spec import Answer, EngineSpec, Request, TrafficReport, TrafficRequest, engine_environment
 
-__all__ = ["EngineFailed", "EngineProcess", "start_engine"]
-
 _END_S = 20.0
 
 

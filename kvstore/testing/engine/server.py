@@ -20,8 +20,6 @@ from kvstore.testing.engine.spec import EngineSpec, Request, engine_environment
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.process import ServerFailed, ServerProcess
 
-__all__ = ["ApiServer", "Completion", "ask_server", "start_api_server", "start_api_servers"]
-
 _END_S = 30.0
 _SAMPLE = re.compile(r"(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')

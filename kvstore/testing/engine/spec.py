@@ -11,18 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-__all__ = [
-    "Answer",
-    "EngineSpec",
-    "Request",
-    "TrafficReport",
-    "TrafficRequest",
-    "connector_config",
-    "engine_environment",
-    "seeded_prompt",
-]
-
-
 _TRITON_ON_CPU = Path(__file__).parent / "triton_on_cpu"
 
 

@@ -11,8 +11,6 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
-__all__ = ["run_traffic", "take_census"]
-
 _IDLE_STEPS_MAX = 20_000
 
 

@@ -23,8 +23,6 @@ from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.process import ServerFailed, ServerProcess
 from kvstore.tiers.locations import S3Location
 
-__all__ = ["CephRgw", "ceph_rgw"]
-
 _PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "ceph-authtool", "monmaptool")
 _PACKAGES = ("ceph-mon", "ceph-osd", "radosgw", "ceph-common")
 _STEP_S = 60.0

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-__all__ = ["ReceivedSpan", "SpanReceiver", "span_receiver"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSpan:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import socket
 from contextlib import ExitStack
 
-__all__ = ["free_ports"]
-
 
 def free_ports(count: int) -> list[int]:
     """Ports that were free a moment ago, all different. Another process may take one first: then retry the start."""

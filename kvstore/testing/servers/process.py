@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["ServerFailed", "ServerProcess"]
-
 # PR_SET_PDEATHSIG = 1: the kernel kills the child when its parent dies, however that happened.
 _LAUNCHER = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); "

@@ -16,8 +16,6 @@ from kvstore.testing.servers.install import CannotInstall, find_or_install
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.process import ServerFailed, ServerProcess
 
-__all__ = ["RedisServer", "redis_process", "redis_server", "started", "valkey_server"]
-
 _READY_S = 60.0
 _START_ATTEMPTS = 3
 

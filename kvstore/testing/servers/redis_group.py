@@ -17,8 +17,6 @@ from kvstore.testing.servers.process import ServerFailed, ServerProcess
 from kvstore.testing.servers.redis import RedisServer, redis_process
 from kvstore.testing.servers.redis_tls import make_certificate, tls_options
 
-__all__ = ["RedisCluster", "RedisSentinel", "redis_cluster", "redis_sentinel"]
-
 Certificate = tuple[Path, Path]
 
 _SETTLE_S = 60.0

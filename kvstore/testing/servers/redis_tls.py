@@ -13,8 +13,6 @@ from kvstore.testing.servers.install import CannotInstall, find_or_install
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.redis import RedisServer, redis_process, started
 
-__all__ = ["TLS_PASSWORD", "TLS_USER", "TlsRedis", "make_certificate", "redis_tls_server", "tls_options"]
-
 TLS_USER = "kvstore"
 TLS_PASSWORD = "s%cr@t/:"
 _URL_LOGIN = "kvstore:s%25cr%40t%2F%3A"

@@ -27,8 +27,6 @@ from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.filesystem.index import Held, IndexLog
 from kvstore.tiers.verify import is_same, open_or_reason
 
-__all__ = ["Fsync", "RecordFiles"]
-
 _log = logging.getLogger(__name__)
 
 Fsync = Literal["none", "data"]

@@ -25,8 +25,6 @@ from kvstore.format.names import PACKED_KEY_BYTES, pack_key, unpack_key
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.files import read_regular
 
-__all__ = ["ENTRY_BYTES", "Held", "Index", "IndexLog", "cost_bytes", "replay"]
-
 _log = logging.getLogger(__name__)
 
 Held = dict[bytes, int]
@@ -98,7 +96,6 @@ class IndexLog:
     """The log of one directory; its methods may run in any thread.
 
     Args:
-        path: The file.
         boot: Identifies the machine's current boot. `None`: the system's boot id.
     """
 

@@ -20,8 +20,6 @@ from kvstore.tiers.filesystem.files import Fsync, RecordFiles
 from kvstore.tiers.filesystem.index import Index, cost_bytes
 from kvstore.tiers.verify import allocate_exactly
 
-__all__ = ["FilesystemTier"]
-
 T = TypeVar("T")
 
 _THREADS = 4

@@ -15,8 +15,6 @@ from kvstore.tiers.redis.connection import Connection
 from kvstore.tiers.redis.replies import check_replies
 from kvstore.tiers.redis.resp import Argument, Reply
 
-__all__ = ["Access"]
-
 
 class Access:
     """Makes connections that are logged in, to the servers that hold records or to the sentinels that know these.

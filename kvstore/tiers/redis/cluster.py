@@ -25,8 +25,6 @@ from kvstore.tiers.redis.reading import Reading
 from kvstore.tiers.redis.replies import check_reply
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
 
-__all__ = ["Cluster", "Redirect", "SlotMap", "parse_slots", "redirect_of", "slot_of"]
-
 _log = logging.getLogger(__name__)
 
 _ROUNDS_MAX = 6
@@ -49,7 +47,6 @@ def parse_slots(reply: Reply, asked: HostPort) -> SlotMap | None:
     """Parse the reply to `CLUSTER SLOTS`: items `[first, last, [host, port, ...] of the primary, replicas...]`.
 
     Args:
-        reply: The reply.
         asked: The node that sent it. If it does not know a host, it leaves it empty and means its own.
 
     Returns:
@@ -74,8 +71,6 @@ class Redirect:
     """A cluster node's reply that another node has the name.
 
     Attributes:
-        address: The other node.
-        slot: The hash slot.
         once: Only these names have moved so far: send `ASKING` first, and send commands on other names as before.
     """
 
@@ -315,7 +310,6 @@ class _Member:
     """A node of a cluster behind its own breaker, so that if it hangs only one call waits for its deadline.
 
     Args:
-        address: Where it is.
         node: Its connections; owned.
         on_failure: Called when a call fails or is refused.
     """

@@ -14,8 +14,6 @@ from kvstore.tiers.redis.reading import Reading
 from kvstore.tiers.redis.replies import check_form
 from kvstore.tiers.redis.resp import Argument, ErrorReply, ProtocolError, Reply, ReplyParser, encode_command, joined
 
-__all__ = ["Connection"]
-
 _HANG_S = 0.2
 UNSENT_BYTES_MAX = 64 << 20
 

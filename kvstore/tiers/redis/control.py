@@ -21,8 +21,6 @@ from kvstore.format.names import manifest_name
 from kvstore.runtime.background import Background
 from kvstore.tiers.locations import RedisLocation
 
-__all__ = ["ControlClient", "open_control"]
-
 ControlClient = Redis | RedisCluster
 """A client of the primary, or of all nodes of a cluster; replies are `bytes`. Its errors are redis-py's
 (`redis.exceptions.RedisError`); its users translate them."""

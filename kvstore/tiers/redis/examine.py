@@ -20,19 +20,6 @@ from kvstore.tiers.redis.replies import check_replies, strange_reply
 from kvstore.tiers.redis.resp import Command, ErrorReply
 from kvstore.tiers.redis.topology import Topology, open_topology, query_sentinel
 
-__all__ = [
-    "MEMORY_BYTES_MIN",
-    "SLOW_S",
-    "VERSION_MIN",
-    "RedisExamination",
-    "ServerFacts",
-    "concerns_of",
-    "examine_redis",
-    "parse_info",
-    "parse_version",
-    "read_facts",
-]
-
 MEMORY_BYTES_MIN = 256 << 20
 """Less does not hold the pages of one long prompt (8,192 tokens of a 7B model: 0.5-4 GiB)."""
 VERSION_MIN = (6, 2)

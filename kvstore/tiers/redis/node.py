@@ -15,8 +15,6 @@ from kvstore.tiers.redis.connection import Connection
 from kvstore.tiers.redis.reading import PART_BYTES, Reading
 from kvstore.tiers.redis.resp import Argument, ErrorReply, Reply
 
-__all__ = ["Node"]
-
 _CONNECT_S = 2.0
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_MAX_S = 0.5

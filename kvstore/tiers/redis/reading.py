@@ -15,8 +15,6 @@ from kvstore.runtime.buffers import fresh_buffer
 from kvstore.tiers.redis.replies import strange_reply
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
 
-__all__ = ["PART_BYTES", "STRIPE_BYTES", "Reading", "is_striped", "stripe_names", "stripe_ranges", "striped_header"]
-
 STRIPE_BYTES = 4 * 1024 * 1024 - 64
 """The largest value: 4 MiB less Redis's own header of a string, so that it fills one 4 MiB allocation."""
 
@@ -68,7 +66,6 @@ class Reading:
     The first part contains the record's size. The stripes of a striped record follow its header.
 
     Args:
-        key: The record's key.
         allocate: Returns a buffer of the given size; called once, unless the record's size changes during the read.
 
     Attributes:

@@ -7,17 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from kvstore.errors import Unavailable
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
 
-__all__ = [
-    "NO_ROOM",
-    "WRITE_PROBE",
-    "check_form",
-    "check_replies",
-    "check_reply",
-    "is_wrong_type",
-    "strange_reply",
-    "writes_refused",
-]
-
 _NEXT_STEP = {
     "NOAUTH": "put user and password into the url",
     "WRONGPASS": "check user and password in the url",

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Union
 
-__all__ = ["Argument", "Command", "ErrorReply", "ProtocolError", "Reply", "ReplyParser", "encode_command", "joined"]
-
 Argument = bytes | str | int | memoryview
 Command = Sequence[Argument]
 

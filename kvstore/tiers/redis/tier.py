@@ -26,8 +26,6 @@ from kvstore.tiers.redis.topology import open_topology
 from kvstore.tiers.redis.values import Values, each_alone
 from kvstore.tiers.verify import QuarantineBudget, allocate_exactly, is_same, open_or_reason
 
-__all__ = ["RedisTier"]
-
 _log = logging.getLogger(__name__)
 
 _QUARANTINE_S = 7 * 24 * 3600

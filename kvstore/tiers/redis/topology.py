@@ -18,8 +18,6 @@ from kvstore.tiers.redis.reading import Reading
 from kvstore.tiers.redis.replies import check_reply
 from kvstore.tiers.redis.resp import Command, Reply
 
-__all__ = ["Topology", "open_topology", "query_sentinel"]
-
 _log = logging.getLogger(__name__)
 
 _SENTINEL_S = 0.3

@@ -28,8 +28,6 @@ from kvstore.tiers.redis.replies import check_replies, check_reply, is_wrong_typ
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
 from kvstore.tiers.redis.topology import Topology
 
-__all__ = ["Values", "each_alone"]
-
 _ORPHAN_S = 10 * 60  # expiry of stripes until their header is written, in case the writer dies
 
 _READING_BYTES = 2 * PART_BYTES
@@ -68,7 +66,6 @@ class Values:
     """Moves values between nodes and buffers.
 
     Args:
-        topology: Where names live.
         in_flight: Budget for bytes in flight; further calls wait for it within their deadline.
     """
 
@@ -160,12 +157,10 @@ class Values:
         since it was read, the good one expires too. Readers read twice just before, so this race is one round trip.
 
         Args:
-            key: The record's key.
             seen: The corrupt value: any other stays. `None`: it could not be a record by its type or size, and stays if
                 it can be one by now.
             is_forced: With `seen` of `None`, quarantine any value.
             expires_s: The expiry.
-            deadline: When to give up.
 
         Returns:
             The new name; `None`: nothing was renamed.
@@ -199,9 +194,7 @@ class Values:
         """Write the stripes, then the header with NX, then make the stripes stay as long as the header.
 
         Args:
-            record: The record.
             expires_s: Expiry of the record, which makes it evictable from the start; `None`: it stays.
-            deadline: When to give up.
 
         If interrupted, there is either no header or every stripe; stripes without a header expire. The caller must let
         a cancelled put run to its end once the header is written.

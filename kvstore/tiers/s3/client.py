@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import inspect
 import logging
-import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from datetime import datetime
-from importlib.metadata import version
 from typing import Any, TypeVar
 
 import aioboto3
-from aiobotocore.httpsession import AIOHTTPSession
-from aiohttp import TCPConnector
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError
-from botocore.httpsession import get_cert_path
 from botocore.utils import get_environ_proxies, parse_timestamp
 
 from kvstore.errors import InvalidRequest, Unavailable
@@ -29,8 +23,7 @@ from kvstore.tiers.s3.failures import Absent, Conflict, NoBucket, Taken, Transie
 from kvstore.tiers.s3.http import Connections
 from kvstore.tiers.s3.objects import Object, Objects, allocate_once
 from kvstore.tiers.s3.pacing import Pace
-
-__all__ = ["Credentials", "S3Client"]
+from kvstore.tiers.s3.trust import endpoint_tls, require_host_names
 
 _log = logging.getLogger(__name__)
 
@@ -281,8 +274,6 @@ class S3Client:
         """Copy an object and remove it. False: it is absent, or its ETag is not `tag` (`None`: any).
 
         Args:
-            source: The object's name.
-            target: The copy's name.
             tag: As above.
             keeps: Whether an object of this size is copied before it is removed.
 
@@ -379,49 +370,3 @@ def timestamp(text: Any) -> datetime:
             return datetime.fromisoformat(text)
     parsed: datetime = parse_timestamp(text)
     return parsed
-
-
-def endpoint_tls(verify: bool | str) -> ssl.SSLContext:
-    """The TLS context that checks an endpoint.
-
-    Args:
-        verify: A file of authorities. True: those that come with botocore.
-
-    Raises:
-        OSError: The file cannot be read; `ssl.SSLError` is one too.
-    """
-    return ssl.create_default_context(cafile=get_cert_path(verify or True))
-
-
-def require_host_names() -> None:
-    """Make each connection that aiobotocore opens from now on check the certificate and its host name. Idempotent.
-
-    aiobotocore 2.25 does not check the host name: botocore leaves that to urllib3, which aiobotocore does not use.
-    Behind a proxy it checks no certificate at all. So a server with any certificate of a trusted authority could pose
-    as S3. This corrects every connection that the library opens in this process: those of our client, and those of the
-    clients that the library makes to fetch credentials. aiobotocore 3.10 checks by itself.
-
-    Raises:
-        InvalidRequest: The installed release opens its connections in another way than 2.25.
-    """
-    opens = getattr(AIOHTTPSession, "_create_connector", None)
-    if opens is _create_connector:
-        return
-    if opens is None or inspect.iscoroutinefunction(opens) or [*inspect.signature(opens).parameters] != _PARAMETERS:
-        raise InvalidRequest(
-            "this release of aiobotocore may not check the host name of S3: install aioboto3 15.5",
-            expected="aiobotocore 2.25",
-            seen=version("aiobotocore"),
-        )
-    AIOHTTPSession._create_connector = _create_connector
-
-
-def _create_connector(self: Any, proxy_url: str | None) -> TCPConnector:
-    """As the library's, but with a context that checks host names, also behind a proxy."""
-    tls = endpoint_tls(self._verify)
-    if self._cert_file:
-        tls.load_cert_chain(self._cert_file, self._key_file)
-    return TCPConnector(limit=self._max_pool_connections, ssl=tls, **self._connector_args)
-
-
-_PARAMETERS = [*inspect.signature(_create_connector).parameters]

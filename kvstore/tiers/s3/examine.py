@@ -18,8 +18,6 @@ from kvstore.tiers.locations import S3Location
 from kvstore.tiers.s3.client import S3Client
 from kvstore.tiers.s3.failures import Conflict, Taken
 
-__all__ = ["BucketExaminer", "LifecycleRule", "Trial", "open_examiner", "parse_rules"]
-
 T = TypeVar("T")
 
 _UNDO_S = 1.0

@@ -12,21 +12,6 @@ from botocore.parsers import ResponseParserError
 
 from kvstore.errors import Unavailable
 
-__all__ = [
-    "Absent",
-    "Conflict",
-    "NoBucket",
-    "Taken",
-    "Throttled",
-    "Transient",
-    "broken_off",
-    "cannot_connect",
-    "refusal",
-    "translated",
-    "unexpected",
-    "untrusted",
-]
-
 _CREDENTIALS = "check the access key, the secret key and that they belong to this endpoint"
 _POLICY = "give the credentials s3:GetObject, PutObject, DeleteObject and ListBucket on the bucket, or use others"
 _BUSY = "the endpoint is over its limits: try again later"

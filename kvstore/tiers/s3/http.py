@@ -18,8 +18,6 @@ from kvstore.errors import KVStoreError
 from kvstore.runtime.buffers import BufferedConnection
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 
-__all__ = ["Answer", "Connections", "HttpConnection", "Lost"]
-
 _HEAD_BYTES_MAX = 32 << 10
 _SMALL_BYTES_MAX = 64 << 10
 """An error's body is read up to this size; if it is longer, the connection is dropped."""

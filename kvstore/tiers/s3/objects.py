@@ -24,8 +24,6 @@ from kvstore.tiers.s3.failures import Absent, NoBucket, broken_off, cannot_conne
 from kvstore.tiers.s3.http import Answer, Connections, Lost, Place
 from kvstore.tiers.s3.pacing import Pace
 
-__all__ = ["Object", "Objects", "Signer", "allocate_once"]
-
 _CODE = re.compile(rb"<Code>([A-Za-z0-9]{1,64})</Code>")
 _UNSIGNED = "UNSIGNED-PAYLOAD"
 """Records carry their own checksums: hashing every byte again would triple the cost of a transfer."""
@@ -56,13 +54,11 @@ class Objects:
     """Requests on objects of one bucket.
 
     Args:
-        bucket: Its name.
         endpoint: Its url, as botocore spells it.
         region: The region that signatures are made for.
         credentials: botocore's, which refreshes them. `None`: there are none, and the first request fails.
         connections: Owned from now on.
         pace: Limits and retries requests; shared by all requests to the endpoint.
-        meters: Counts requests and bytes.
     """
 
     def __init__(
@@ -193,7 +189,6 @@ class Signer:
         """All fields to send, names in lower case: `fields`, the host's, and the signature's.
 
         Args:
-            verb: The HTTP method.
             path: As it is sent: encoded, without a query.
             fields: Further fields, which are signed too.
             credentials: The signer's.

@@ -13,8 +13,6 @@ from kvstore.runtime.meters import Meters
 from kvstore.runtime.turns import Turns
 from kvstore.tiers.s3.failures import Throttled, Transient
 
-__all__ = ["Pace", "RetryBudget", "backoff_s", "next_window"]
-
 T = TypeVar("T")
 
 _ATTEMPTS = 3

@@ -21,13 +21,12 @@ from kvstore.tiers.s3.client import Credentials, S3Client
 from kvstore.tiers.s3.failures import Conflict, Taken
 from kvstore.tiers.verify import QuarantineBudget, allocate_exactly, is_same, open_off_loop
 
-__all__ = ["S3Tier"]
-
 _log = logging.getLogger(__name__)
 
 _CONFLICT_ATTEMPTS = 4
 _CONFLICT_WAIT_S = 0.05
-_SCAN_STEP_S = 60.0
+_SCAN_STEP_S = 20.0
+"""For a thousand names, which take a second. A bucket that freezes during a walk costs this time once."""
 _REQUESTS_MAX = 32
 
 
@@ -60,7 +59,6 @@ class S3Tier(Tier):
         deadline.
 
         Args:
-            location: Where it is.
             credentials: `None`: those of the AWS environment (variables, profile, instance role).
             meters: Counts `s3_requests{verb} s3_retries s3_throttled s3_received_bytes s3_sent_bytes`.
 

@@ -189,16 +189,19 @@ async def test_a_finished_job_removes_interrupted_ones_with_the_same_aim(tmp_pat
 
 
 async def test_jobs_run_without_a_book(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The failure is logged once. Entries of a later release are skipped."""
+    """The failure is logged once, when a job is to be written there: who only lists them is told. Entries of a later
+    release are skipped.
+    """
     (tmp_path / "jobs.json").write_text('{"a": "{", "b": "[]", "c": "{\\"kind\\": \\"unheard\\"}"}')
     assert await JobKeeper(FileTextStore(tmp_path, JOBS), HOME).interrupted(()) == []
     (tmp_path / "jobs.json").write_text("{")
     keeper = JobKeeper(FileTextStore(tmp_path, JOBS), HOME)
     job = job_of(1)
+    with pytest.raises(Unavailable, match="cannot be read"):
+        await keeper.interrupted(())
+    assert not caplog.records
     await keeper.write(job)
     await keeper.ended(job)
-    with pytest.raises(Unavailable):
-        await keeper.interrupted(())
     assert [record.message for record in caplog.records if "will forget" in record.message] == [
         "a restart will forget the jobs that it interrupts: the jobs cannot be read: repair or delete the file "
         f"path={tmp_path}/jobs.json"

@@ -8,16 +8,20 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import httpx
+import pytest
 from rich.console import Console
 
+from kvstore.api import Ack
 from kvstore.cli.admin import AdminClient
 from kvstore.cli.status import page_of
 from kvstore.cli.top import read_values, screen_of
 from kvstore.client import connect
+from kvstore.errors import Unavailable
 from kvstore.service.history import Watcher
 from kvstore.testing.prompts import ATTENTION, Prompt
 from tests.deployment.test_monitoring import METRIC, expressions
-from tests.unit.admin.service_harness import open_service, soon
+from tests.unit.admin.service_harness import open_service, prompt_of, soon
 
 COLD, QUOTA = 400 << 10, 20 << 10
 
@@ -84,6 +88,38 @@ async def test_every_series_that_alerts_and_charts_read_is_there_from_the_start(
         there = {re.split("[{ ]", line)[0] for line in (await admin.get("/metrics")).text.splitlines()}
     wanted = {name for _, expression in expressions() for name in METRIC.findall(expression)}
     assert {name for name in wanted if not elsewhere.match(name)} <= there
+
+
+async def test_changes_that_wait_for_the_catalog_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The catalog takes none, and stays complete: `/readyz`, the metrics, `top` and the status say how many wait, and
+    stop to when it takes them."""
+    prompt = prompt_of("a", tenant="")
+
+    async def seen() -> tuple[httpx.Response, str, str, Any]:
+        metrics, status = (await admin.get("/metrics")).text, await made.store.status(deadline=soon())
+        return await admin.get("/readyz"), metrics, await asyncio.to_thread(_top, made.url), status["catalog"]
+
+    async with open_service(tmp_path, with_tokens=False) as made, made.client() as admin:
+        with monkeypatch.context() as full:
+
+            async def refuse(*_: object, **__: object) -> list[bool]:
+                raise Unavailable("the disk is full")
+
+            full.setattr(made.catalog, "add", refuse)
+            await made.store.open_namespace(prompt.description, deadline=soon())
+            num_records = len(prompt.records())
+            for record in prompt.records():
+                await made.store.save(record, ack=Ack.COLD, deadline=soon())
+            ready, metrics, top, status = await seen()
+            assert ready.status_code == 503 and f", and {num_records} of this service wait" in ready.json()["reason"]
+            assert f"kvstore_catalog_waiting_changes {num_records}\n" in metrics
+            assert re.search(r"kvstore_catalog_waiting_seconds [\d.]*[1-9]", metrics)
+            assert f"{num_records} changes of this service wait" in top
+            assert status["waiting_changes"] == num_records and status["takes_none_since_ms"] > 0
+        await made.settle()
+        ready, metrics, top, status = await seen()
+        assert ready.status_code == 200 and "kvstore_catalog_waiting_seconds 0\n" in metrics
+        assert "changes" not in top and status == {"waiting_changes": 0, "takes_none_since_ms": None}
 
 
 async def test_a_tenant_sees_its_own_quota_only(tmp_path: Path) -> None:

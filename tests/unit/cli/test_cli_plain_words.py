@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from kvstore.cli import admin
 from kvstore.cli.main import main
 from kvstore.cli.printing import amounts_text, counted, detail_text
-from kvstore.cli.verbs import VERBS
+from kvstore.cli.verbs import VERBS, app
 from kvstore.errors import next_step
 from kvstore.settings import Settings
 from kvstore.wire.address import parse_address
 from tests.unit.admin.service_harness import open_service, prompt_of
 
 Run = Callable[..., Coroutine[Any, Any, tuple[int, str]]]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -136,3 +140,30 @@ async def test_a_wrong_token_is_not_an_absent_service(
         status, said = await run("status", "--url", url, "--timeout", "30")
     assert status == 1 and "not reachable" not in said
     assert "the service refuses this token" in said and "--token-file" in said
+
+
+def test_every_input_of_the_interface_is_named_as_it_is_typed() -> None:
+    """Each parameter and field of a request that a verb sends has its flag or argument, and verbs have these."""
+    described = json.loads((ROOT / "docs/openapi.json").read_text())
+    inputs: set[str] = set()
+    for calls in described["paths"].values():
+        for call in calls.values():
+            inputs |= {one["name"] for one in call.get("parameters", ())}
+            if "requestBody" in call:
+                schema = call["requestBody"]["content"]["application/json"]["schema"]
+                named = schema.get("$ref", "").rpartition("/")[2]
+                inputs |= set((described["components"]["schemas"][named] if named else schema).get("properties", ()))
+    no_verb = {"children_limit", "confirm", "follow", "hours", "last-event-id", "request"}
+    assert set(admin.TYPED) == inputs - no_verb and no_verb <= inputs
+    helps = " ".join(_parameters())
+    assert all(re.search(rf"(?<!\S){re.escape(typed)}(?!\S)", helps) for typed, _ in admin.TYPED.values())
+
+
+def _parameters() -> Iterator[str]:
+    """The flags and arguments of all verbs, as they are typed."""
+    root: Any = typer.main.get_command(app)
+    for verb in set(VERBS).difference({"bench", "demo"}):
+        command = root.get_command(None, verb)
+        for one in (command, *getattr(command, "commands", {}).values()):
+            for param in one.params:
+                yield from param.opts if param.opts[0].startswith("-") else [str(param.name).upper()]

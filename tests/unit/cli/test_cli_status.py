@@ -36,6 +36,7 @@ def healthy() -> dict[str, Any]:
             "s3": {"healthy": True, "num_records": None, "used_bytes": None, "limit_bytes": None},
         },
         "namespaces": 2,
+        "catalog": {"waiting_changes": 2, "takes_none_since_ms": None},
         "leases": {"active": 3, "expired": 0, "pinned_bytes": 256 * MIB},
         "write_back": {
             "redis": {"records": 0, "bytes": 0, "failing": False, "paused": False},
@@ -136,6 +137,11 @@ def change(*path: str, to: object) -> Callable[[dict[str, Any]], None]:
         (change("counters", "pending_bytes", to=7 * GIB), "7.0 GiB of at most 8.0 GiB wait", "pending_bytes"),
         (change("counters", "pending_bytes", to=9 * GIB), "new records are not written to the hot", "pending_bytes"),
         (change("counters", "catalog_complete", to=0), "the catalog may be incomplete", "kvstore reindex"),
+        (
+            change("catalog", to={"waiting_changes": 29, "takes_none_since_ms": 1_763_800_000_000}),
+            "has taken no changes since 2025-11-22 08:26:40 UTC: 29 changes of this service wait",
+            "doctor",
+        ),
         (change("leases", "pinned_bytes", to=2 * GIB), "engines lease 100% of the memory", "memory_bytes"),
         (
             change("recent", "losses", to={"save_busy": 1200, "save_no_room": 4}),

@@ -19,7 +19,8 @@ import pytest
 from kvstore.api import Deadline, LeaseId, LoadedRecord, Staged
 from kvstore.client import ClientOptions, RemoteStore, connect
 from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable
-from kvstore.format.record import HEADER_BYTES, open_record, verify_payload
+from kvstore.format.header_v1 import HEADER_BYTES
+from kvstore.format.record import open_record, verify_payload
 from kvstore.runtime.arena import Arena, Place
 from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits

@@ -21,7 +21,7 @@ from kvstore.codec import (
     max_payload_bytes,
 )
 from kvstore.errors import CorruptRecord, InvalidRequest, UnsupportedFormat
-from kvstore.format.record import HEADER_BYTES
+from kvstore.format.header_v1 import HEADER_BYTES
 
 GAUSSIAN = np.random.default_rng(7).standard_normal(1 << 18).astype(np.float32)
 BF16 = (GAUSSIAN.view(np.uint32) >> 16).astype("<u2").tobytes()

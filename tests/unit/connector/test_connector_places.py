@@ -17,7 +17,7 @@ from connector.jobs import AuditJob, LoadJob, LoadPiece, StepJobs
 from connector.worker import audit, loader
 from kvstore.api import Deadline, LeasedRecord, LeaseId
 from kvstore.client import connect
-from kvstore.format.record import HEADER_BYTES
+from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.arena import Arena
 from kvstore.service.server import Server

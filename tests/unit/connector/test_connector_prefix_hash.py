@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.prefix_hash import LINK_TOKENS, AdapterRequest, EmbeddedPrompt, MediaItem, PrefixChain, PromptContent
+from connector.prefix_hash import AdapterRequest, EmbeddedPrompt, MediaItem, PrefixChain, PromptContent
 from kvstore.errors import InvalidRequest
+from kvstore.model.keys import LINK_TOKENS
 
 TOKENS = tuple((7919 * position) % 128_000 for position in range(50))
 

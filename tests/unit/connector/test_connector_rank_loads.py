@@ -15,7 +15,8 @@ import torch
 from connector.jobs import LoadJob, StepJobs
 from kvstore.api import LeaseId
 from kvstore.errors import Unavailable
-from kvstore.format.record import HEADER_BYTES, Record
+from kvstore.format.header_v1 import HEADER_BYTES
+from kvstore.format.record import Record
 from tests.unit.connector.device_contract import storage
 from tests.unit.connector.rank_harness import SOURCE, TARGET, Make, Rank
 from tests.unit.connector.support import (

@@ -34,6 +34,7 @@ from kvstore.model.namespace import NamespaceDescription, describe_layout
 from kvstore.runtime.sizes import format_bytes, parse_bytes
 from kvstore.tiers.locations import S3Location, parse_redis
 from kvstore.tiers.redis.examine import RedisExamination, ServerFacts
+from kvstore.tiers.redis.replies import NO_ROOM
 from kvstore.tiers.s3.examine import Trial, parse_rules
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -141,6 +142,8 @@ def test_services() -> None:
     check(judge_release({"version": "0.9.0"}, "0.10.0"), WARNING, "0.9.0", "install release 0.10.0")
     tiers = {"memory": {"healthy": True, "num_quarantined": 0}, "redis": {"healthy": True, "num_quarantined": 0}}
     check(judge_tiers({"tiers": tiers}), OK, "memory, redis")
+    full = {"tiers": tiers | {"redis": tiers["redis"] | {"refuses_writes": NO_ROOM}}}
+    check(judge_tiers(full), FAILED, "redis accepts no writes: it has no memory left", "raise maxmemory")
     tiers["redis"]["num_quarantined"] = 3
     check(judge_tiers({"tiers": tiers}), WARNING, "3 corrupt records quarantined in redis", "kvstore verify")
     tiers["redis"] = {"healthy": False, "reason": "the breaker is open"}
@@ -157,6 +160,19 @@ SEEN = RedisExamination((SERVER,), {SERVER.address: (0.01, 0.001)}, {}, 0, {})
 STANDALONE = parse_redis("redis://:hunter2@10.0.0.1/0")
 CLUSTER = parse_redis("redis+cluster://10.0.0.1,10.0.0.2")
 SENTINEL = parse_redis("redis+sentinel://10.0.0.7,10.0.0.8/main")
+
+
+def test_a_full_redis_that_evicts_nothing_fails() -> None:
+    """It takes no record any more; one that evicts is full as a rule."""
+    full = replace(SERVER, used_bytes=8 * GIB - (1 << 20))
+    by_policy = {
+        policy: {one.name: one for one in judge_redis(STANDALONE, replace(SEEN, servers=(one,)))}["redis.memory"]
+        for policy in ("noeviction", "volatile-lru")
+        for one in (replace(full, eviction_policy=policy),)
+    }
+    said = "8GiB of maxmemory 8GiB in use: it is full and evicts nothing"
+    check(by_policy["noeviction"], FAILED, said, "volatile-lru")
+    check(by_policy["volatile-lru"], OK, "8GiB of maxmemory 8GiB in use")
 
 
 def test_a_good_redis() -> None:

@@ -115,14 +115,17 @@ class Silent(MemoryTier):
 
 
 async def test_what_a_tier_does_not_tell_the_catalog_knows() -> None:
-    """For a tier that would have to be scanned, the history has what was read from the catalog, or nothing."""
+    """For a tier that would have to be scanned, the history has what was read from the catalog, or nothing; it is the
+    last known size of the tier too, in an outage and before."""
     memory, cold = MemoryTier(32 << 20), Silent(32 << 20, name="s3")
     store, history = TieredStore(memory, None, cold), History()
     watcher = Watcher(store, history, Events())
     await watcher.step()
     assert history.unmeasured == {"s3"}
-    history.held = {"s3": 4096}
+    store.operations.note_held("s3", 4096)
     await watcher.step()
+    (state,) = [one for one in await store.operations.tiers(deadline=Deadline.after(60)) if one.name == "s3"]
+    assert state.last_usage is not None and state.last_usage.used_bytes == 4096 and state.last_at_ms > 0
     assert [sample.tier_bytes for sample in history.samples()] == [{"memory": 0}, {"memory": 0, "s3": 4096}]
     for closed in (watcher, store, cold, memory):
         await closed.aclose()

@@ -12,8 +12,8 @@ import pytest
 from store_harness import slow_tier, soon
 
 from kvstore.api import Ack, SaveOutcome
-from kvstore.catalog.base import Addition, BoundaryEntry, LeaveReason, Leaving, Removal
-from kvstore.catalog.entry import Level
+from kvstore.catalog.base import Addition, LeaveReason, Leaving, Removal
+from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.catalog.pending import PendingEntry
 from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.errors import Unavailable
@@ -427,3 +427,31 @@ async def test_a_record_that_comes_while_it_is_missed(how: str, monkeypatch: pyt
     assert entry.keys(Level.COLD) == [record.key]
     assert entry.num_bytes(Level.COLD) == record.num_bytes
     await recorder.aclose()
+
+
+async def test_changes_that_are_left_at_the_end_mark_it_incomplete() -> None:
+    """Redis is full: it takes no entry, but the mark. While they wait it is known how many and since when, and it is
+    not called complete after them.
+    """
+    books = CatalogBooks(complete=True)
+    instruments = Instruments(SkippingClock())
+
+    async def full(what: str, work: Callable[[], T], deadline: Deadline) -> T:
+        if what in ("add", "remove"):
+            raise Unavailable("it has no memory left")
+        return work()
+
+    recorder = Recorder(DictCatalog(books, ask=full), instruments)
+    before_ms = SYSTEM_CLOCK.wall_ms()
+    prompt = Prompt(ATTENTION, "a", 64)
+    recorder.register(prompt.namespace, ATTENTION, "")
+    assert (recorder.backlog.num_changes, recorder.backlog.since_ms) == (0, None)
+    for record in prompt.records():
+        assert await recorder.added(record, Level.COLD, deadline=soon())
+    waits = recorder.backlog
+    assert waits.num_changes == 2 and waits.since_ms is not None and waits.since_ms >= before_ms
+    assert books.complete
+    await recorder.aclose()
+    assert not books.complete and instruments.meters.get("catalog_changes_lost") == 2
+    await recorder.aclose()
+    assert instruments.meters.get("catalog_changes_lost") == 2

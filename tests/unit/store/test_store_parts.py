@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import pairwise
 
 import pytest
 
@@ -67,6 +68,28 @@ async def test_a_sweep_frees_what_is_not_used(parts: Parts) -> None:
     leases.release_all()
     assert memory.pinned_bytes == 0
     assert len(leases) == 0
+
+
+async def test_the_end_of_a_long_lease_gives_others_turns(parts: Parts) -> None:
+    """Its records are unpinned a thousand at a time: between two turns of the loop, never all."""
+    leases, memory, _ = parts
+    memory.limit_bytes = 64 << 20
+    numbers = range(4, 5004)
+    for number in numbers:
+        memory.insert(make_record(number))
+    lease = leases.grant(pins(memory, *numbers))
+    seen = [memory.pinned_bytes]
+    leases.release(lease)
+    assert leases.record(lease, make_key(4)) is None
+    while memory.pinned_bytes:
+        seen.append(memory.pinned_bytes)
+        await asyncio.sleep(0)
+    seen.append(0)
+    assert max(before - after for before, after in pairwise(seen)) < seen[0] / 4
+    again = leases.grant(pins(memory, *numbers))
+    leases.release(again)
+    leases.release_all()
+    assert memory.pinned_bytes == 0
 
 
 async def test_a_bad_record_leaves_every_lease(parts: Parts) -> None:

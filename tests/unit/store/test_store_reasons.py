@@ -185,7 +185,36 @@ async def test_while_the_catalog_takes_no_changes(world: ExplainedStore, monkeyp
         full.setattr(world.catalog, "add", refuse)
         await world.save()
         told = await world.explain()
-        assert told["reason"] == "no_answer" and "took no changes" in told["detail"]["no_answer"]
+        assert told["reason"] == "no_answer"
+        said = told["detail"]["no_answer"]
+        assert "took no changes" in said and "4 of this service wait" in said and "=" not in said
+
+
+async def test_what_the_catalog_never_learnt_of(world: ExplainedStore) -> None:
+    """The service that wrote it to S3 was killed while Redis was full: it is stored, so it is not called never stored,
+    also after it was computed and saved again. While S3 is silent, nobody can know.
+    """
+    await world.store.open_namespace(PROMPT.description, deadline=soon())
+    for record in PROMPT.records():
+        await world.s3.inner.put(record, deadline=soon())
+    world.s3.down = True
+    assert (await world.explain())["reason"] == "no_answer"
+    world.s3.down = False
+    told = await world.again()
+    assert told["reason"] == await world.listed() == "catalog_incomplete" and "reindex" in told["advice"]
+    assert told["detail"] == {"in_s3": "stored, and unknown to the catalog"}
+    await world.save()
+    told = await world.again()
+    assert told["reason"] == await world.listed() == "catalog_incomplete"
+
+
+@pytest.mark.parametrize("groups", [0, 1])
+async def test_nothing_is_missing_any_more(world: ExplainedStore, groups: int) -> None:
+    """Some of it was stored before the request and the rest after it: no loss is to be looked for."""
+    await world.save()
+    told = await world.explain(groups=groups)
+    assert told["reason"] == "stored_since" and "losses" not in told["advice"]
+    assert told["detail"]["in_s3"] == "stored" and "slices_missing" not in told["detail"]
 
 
 async def test_a_reason_that_was_found_stays(world: ExplainedStore) -> None:

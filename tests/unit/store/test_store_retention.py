@@ -10,9 +10,9 @@ import pytest
 from retention_harness import BOUNDARY_BYTES, LAYOUT, OTHER, RetainedTier, open_retained
 
 from kvstore.api import PrefixQuery
-from kvstore.catalog.base import BoundaryEntry, LeaveReason, Use
+from kvstore.catalog.base import LeaveReason, Use
 from kvstore.catalog.coordination import Ownership
-from kvstore.catalog.entry import Level
+from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.candidates import CANDIDATES

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from retention_harness import BOUNDARY_BYTES, LAYOUT, OTHER, RECORD_BYTES, RetainedTier, open_retained
 
-from kvstore.catalog.base import BoundaryEntry, LeaveReason, NamespaceTotals
-from kvstore.catalog.entry import Level
+from kvstore.catalog.base import LeaveReason, NamespaceTotals
+from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.errors import InvalidRequest, Unavailable, UnsupportedFormat
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -94,6 +95,19 @@ async def test_a_dead_tier_ends_the_walk() -> None:
         await verify_tier(tier)
     assert tier.num_quarantined == 0
     assert 30 <= tier.calls["get"] <= 45
+
+
+@pytest.mark.virtual_time
+async def test_a_tier_that_freezes_midway_ends_the_walk_within_a_minute() -> None:
+    """Each of its reads waits for its deadline: the walk does not wait for ten records, three times each."""
+    tier = FaultyTier(MemoryTier(1 << 20))
+    for number in range(30):
+        await tier.put(make_record(number), deadline=soon())
+    tier.get_limit = 7
+    started_s = asyncio.get_running_loop().time()
+    with pytest.raises(Unavailable, match="no record could be read for 30 s"):
+        await verify_tier(tier)
+    assert asyncio.get_running_loop().time() - started_s < 60
 
 
 async def test_the_rate_is_kept() -> None:

@@ -17,8 +17,6 @@ from kvstore.service.admin.jobs.job import KEEP_S, Job, JobKeeper, JobKind, JobP
 from kvstore.service.admin.problems import Refused
 from kvstore.service.authentication import Grant
 
-__all__ = ["JobBoard", "Jobs", "Work"]
-
 _log = logging.getLogger(__name__)
 _audit = logging.getLogger("kvstore.audit")
 

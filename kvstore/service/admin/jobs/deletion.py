@@ -13,8 +13,8 @@ import numpy as np
 from fastapi import Request
 from pydantic import BaseModel, Field
 
-from kvstore.catalog.base import BoundaryEntry, LeaveReason, Leaving, NamespaceTotals
-from kvstore.catalog.entry import PINNED_AT, Level
+from kvstore.catalog.base import LeaveReason, Leaving, NamespaceTotals
+from kvstore.catalog.entry import PINNED_AT, BoundaryEntry, Level
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.model.keys import PrefixHash, RecordKey
 from kvstore.runtime.deadline import Deadline
@@ -23,20 +23,6 @@ from kvstore.service.admin.context import AdminContext
 from kvstore.service.admin.listing import entry_at, steps_of
 from kvstore.service.admin.models import Amount, amounts_of
 from kvstore.service.admin.problems import Refused
-
-__all__ = [
-    "BOUNDARIES_AT_ONCE",
-    "WALK_S",
-    "Deleted",
-    "audit_deletion",
-    "delete_boundary",
-    "delete_entries",
-    "delete_namespace",
-    "delete_unpinned",
-    "nothing_deleted",
-    "parts_of",
-    "pinned_boundaries",
-]
 
 WALK_S = 86_400.0
 """How long a job may read entries. It can be cancelled."""

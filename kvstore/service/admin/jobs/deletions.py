@@ -11,8 +11,8 @@ import numpy.typing as npt
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvstore.catalog.base import BoundaryEntry, NamespaceTotals
-from kvstore.catalog.entry import PARENT_AT
+from kvstore.catalog.base import NamespaceTotals
+from kvstore.catalog.entry import PARENT_AT, BoundaryEntry
 from kvstore.model.keys import PREFIX_BYTES, PlainChain, PrefixHash
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.access import Administrator
@@ -40,8 +40,6 @@ from kvstore.service.admin.models import (
     prefix_hash,
 )
 from kvstore.service.admin.problems import Refused, refusals
-
-__all__ = ["descendants", "router"]
 
 router = APIRouter(tags=["prefixes"])
 

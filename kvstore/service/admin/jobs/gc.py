@@ -10,8 +10,8 @@ from itertools import chain
 
 from fastapi import APIRouter, Request
 
-from kvstore.catalog.base import BoundaryEntry, Catalog, NamespaceTotals
-from kvstore.catalog.entry import Level
+from kvstore.catalog.base import Catalog, NamespaceTotals
+from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.errors import Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.service.admin.access import Administrator
@@ -32,8 +32,6 @@ from kvstore.service.authentication import Grant
 from kvstore.store.retention.plan import broken_of
 from kvstore.store.upkeep.operations import PIECE_RECORDS_MAX
 from kvstore.tiers.base import Entry
-
-__all__ = ["router"]
 
 router = APIRouter(tags=["gc"])
 
@@ -218,10 +216,8 @@ class _Orphans:
     checked twice: at the end of its batch, and before it is deleted.
 
     Args:
-        context: For calls to the catalog and the tiers.
         catalog: Complete.
         grant: An operator's.
-        level: The tier that is listed.
 
     Attributes:
         found: Orphans with their bytes, at most 65,536.

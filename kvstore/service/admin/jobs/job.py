@@ -17,8 +17,6 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.authentication import Grant
 
-__all__ = ["JOB_EXAMPLE", "KEEP_S", "Job", "JobKeeper", "JobKind", "JobProgress", "JobState", "JobStatus", "status_of"]
-
 _log = logging.getLogger(__name__)
 
 JOB_EXAMPLE = "5f0c6b1d2e7a4819"
@@ -130,9 +128,7 @@ class JobKeeper:
     is logged once, and jobs run without it.
 
     Args:
-        book: Where jobs are stored.
         place: Where this service listens. A stored job of the same place that is not ours is from an earlier run.
-        clock: For times.
     """
 
     def __init__(self, book: TextStore, place: str, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -185,11 +181,7 @@ class JobKeeper:
         Raises:
             Unavailable: The book does not answer.
         """
-        try:
-            texts = await self._book.read(deadline=self._soon())
-        except Unavailable as error:
-            self._warn(error)
-            raise
+        texts = await self._book.read(deadline=self._soon())
         found: list[Job] = []
         old: list[Job] = []
         for id_, text in texts.items():

@@ -25,8 +25,6 @@ from kvstore.service.authentication import Grant
 from kvstore.store.upkeep.reindexing import ReindexReport, reindex_level
 from kvstore.store.upkeep.verification import BadRecord, ByteRate, Findings, count_records, verify_tier
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["tiers"])
 
 _DRAIN_POLL_S = 0.1

@@ -20,8 +20,6 @@ from fastapi.responses import Response
 
 from kvstore.service.admin.problems import Refused
 
-__all__ = ["FOLDER", "router"]
-
 router = APIRouter(include_in_schema=False)
 
 FOLDER = Path(__file__).parent.parent / "dashboard"

@@ -20,8 +20,6 @@ from kvstore.service.admin.models import NAMESPACE_EXAMPLE, namespace_id
 from kvstore.service.admin.problems import Refused
 from kvstore.service.authentication import Grant
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["events"])
 
 _FOLLOWERS_MAX, _FOLLOWERS_OF_TOKEN_MAX = 64, 8

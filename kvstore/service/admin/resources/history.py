@@ -16,8 +16,6 @@ from kvstore.service.history import STEP_S, Sample, Window, window_of
 from kvstore.store.explain.explainer import ReportedOutcome
 from kvstore.store.explain.reasons import REASONS, UNKNOWN, result_of
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["history"])
 
 _STEPS = 60

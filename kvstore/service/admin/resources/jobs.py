@@ -12,8 +12,6 @@ from kvstore.service.admin.jobs.board import Jobs
 from kvstore.service.admin.jobs.job import JOB_EXAMPLE, JobState, JobStatus, status_of
 from kvstore.service.admin.problems import refusals
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["jobs"])
 
 JobText = Annotated[

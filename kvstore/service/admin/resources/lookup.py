@@ -22,8 +22,6 @@ from kvstore.service.admin.resources.prompt import Prompt, read_prompt
 from kvstore.store.encryption.key_ring import Generation
 from kvstore.store.placement import PackedSlices, SliceMap, groups_present
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["lookup"])
 
 _HASHED_AT_ONCE = 512 * LINK_TOKENS

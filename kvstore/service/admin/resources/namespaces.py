@@ -25,8 +25,6 @@ from kvstore.service.admin.models import (
 )
 from kvstore.service.admin.problems import refusals
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["namespaces"])
 
 _NAMES_S = 2.0

@@ -26,8 +26,6 @@ from kvstore.service.admin.models import (
 )
 from kvstore.service.admin.problems import Refused, refusals
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["pins"])
 
 _EXPIRES_S_MAX = 10 * 366 * 86_400

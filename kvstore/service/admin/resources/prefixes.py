@@ -7,8 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 
-from kvstore.catalog.base import BoundaryEntry
-from kvstore.catalog.entry import EntryTable, Level
+from kvstore.catalog.entry import BoundaryEntry, EntryTable, Level
 from kvstore.model.keys import PrefixHash, RecordKey
 from kvstore.service.admin.access import Administrator, Reader
 from kvstore.service.admin.catalog_access import Namespace
@@ -25,8 +24,6 @@ from kvstore.service.admin.models import (
     summary_of,
 )
 from kvstore.service.admin.problems import Refused, refusals
-
-__all__ = ["router"]
 
 router = APIRouter(tags=["prefixes"])
 

@@ -21,8 +21,6 @@ from kvstore.runtime.wrong_values import not_json
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, NAMESPACE_PATTERN, TokenId
 from kvstore.service.admin.problems import Refused
 
-__all__ = ["Prompt", "read_prompt", "split_token_ids"]
-
 _TOKENS_MAX = 262_144
 # Inside a JSON text a quote is written \" , so this never matches there.
 _LIST = re.compile(rb'"token_ids"[ \t\r\n]*:[ \t\r\n]*\[([0-9, \t\r\n]*)\]')
@@ -72,7 +70,6 @@ async def split_token_ids(body: bytes, ids_max: int) -> tuple[dict[str, Any], ar
     the fields.
 
     Args:
-        body: What was sent.
         ids_max: How many ids are allowed.
 
     Raises:

@@ -17,8 +17,6 @@ from kvstore.service.admin.models import WHOLE_NUMBER
 from kvstore.service.admin.problems import Refused, refusals
 from kvstore.service.authentication import Grant
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["quotas"])
 
 _BYTES_MAX = 1 << 60

@@ -12,8 +12,6 @@ from kvstore.service.admin.access import Reader
 from kvstore.service.admin.context import Context
 from kvstore.service.admin.problems import Refused, refusals
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["requests"])
 
 _REQUEST_EXAMPLE = "chatcmpl-7f3a"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -18,8 +19,6 @@ from kvstore.service.metrics import CONTENT_TYPE, render
 from kvstore.service.reported_settings import reported_settings
 from kvstore.settings import Source
 from kvstore.store.upkeep.operations import TierState
-
-__all__ = ["health", "router"]
 
 health = APIRouter(tags=["health"])
 router = APIRouter(tags=["settings"])
@@ -79,6 +78,11 @@ async def _readiness(context: AdminContext) -> Readiness:
         return Readiness(ready=False, reason="the event loop that answers engines does not respond", tiers=[])
     tiers = [_tier_readiness(state) for state in states]
     reasons = [f"{tier.name}: {tier.reason}" for tier in tiers if not tier.ready]
+    if (backlog := context.operations.backlog()) is not None and backlog.since_ms is not None:
+        since = datetime.fromtimestamp(backlog.since_ms / 1000, UTC).isoformat(timespec="seconds")
+        reasons.append(
+            f"the catalog has taken no changes since {since}, and {backlog.num_changes} of this service wait"
+        )
     if not context.service.server.describe()["addresses"]:
         reasons.insert(0, "the service does not listen for engines")
     return Readiness(ready=not reasons, reason="; ".join(reasons) or None, tiers=tiers)
@@ -118,9 +122,8 @@ async def metrics(context: Context, grant: Operator) -> _MetricsText:
     with suppress(Unavailable):  # the counters are reported without them
         states = await context.tier_states(_ANSWER_S)
     operations = context.operations
-    return _MetricsText(
-        render(operations.meters.snapshot(), states, context.service.server.describe(), operations.quotas())
-    )
+    own = context.service.server.describe()
+    return _MetricsText(render(operations.meters.snapshot(), states, own, operations.quotas(), operations.backlog()))
 
 
 class SettingStatus(BaseModel):

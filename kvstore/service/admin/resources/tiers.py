@@ -16,8 +16,6 @@ from kvstore.service.admin.models import Amount, amounts_of, sum_of
 from kvstore.service.authentication import Grant
 from kvstore.store.upkeep.operations import TierState
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["tiers"])
 
 _ANSWER_S = 3.0
@@ -69,10 +67,13 @@ class TierStatus(BaseModel):
         "were never known",
     )
     own: Amount | None = Field(
-        description="what the token may see of it; null: this node's memory, or a service without a catalog"
+        description="what the token may see of it; null: this node's memory, or it is not known, as without a catalog "
+        "or after the catalog was lost"
     )
     own_at_s: int | None = Field(
-        default=None, description="when `own` was read, if it cannot be read now; in seconds since the Unix epoch"
+        default=None,
+        description="when `own` was read, if it cannot be read now or the catalog may lack records; in seconds since "
+        "the Unix epoch",
     )
 
 
@@ -90,15 +91,13 @@ async def list_tiers(context: Context, grant: Reader) -> Tiers:
 
 
 async def _own(context: AdminContext, grant: Grant) -> tuple[dict[str, Amount], int | None]:
-    """What the token may see, by tier. If the catalog does not answer: what it last returned, and when."""
-    at_s = None
+    """What the token may see, by tier. If the catalog does not answer or may lack records: what was last known, and
+    when.
+    """
     try:
-        totals = await context.catalog.totals(_ANSWER_S)
+        totals, at_s = await context.catalog.whole_totals(_ANSWER_S)
     except KVStoreError:
-        known = context.catalog.last_totals()
-        if known is None:
-            return {}, None
-        totals, at_s = known
+        return {}, None
     seen = sum_of(held for held in totals.values() if grant.sees(held.tenant))
     return amounts_of(seen, context.operations.tier_names), at_s
 

@@ -16,8 +16,6 @@ from kvstore.service.admin.models import NAMESPACE_EXAMPLE, Amount, Confirm, amo
 from kvstore.service.admin.problems import Refused, refusals
 from kvstore.service.authentication import Grant
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["weights"])
 
 _NAMESPACES_MAX = 4096
