@@ -17,8 +17,6 @@ from kvstore.wire.address import UnixAddress
 from kvstore.wire.frames import FrameReader, Head, pack_head
 from kvstore.wire.messages import PROTOCOL_VERSION, Message, decode, encode, raise_error
 
-__all__ = ["SharedRecords"]
-
 _log = logging.getLogger(__name__)
 
 
