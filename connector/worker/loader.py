@@ -25,8 +25,6 @@ from kvstore.format.record import verify_payload
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.meters import Meters
 
-__all__ = ["Loader"]
-
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _IN_FLIGHT = 12

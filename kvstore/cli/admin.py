@@ -21,21 +21,6 @@ from kvstore.cli.printing import bytes_text, progress_bar
 from kvstore.errors import InvalidRequest, Unavailable, next_step
 from kvstore.settings import TOKEN_VARIABLE, Settings, load_settings
 
-__all__ = [
-    "INCOMPLETE",
-    "ONLY_OWN",
-    "TYPED",
-    "AdminClient",
-    "NamespaceArgument",
-    "Yes",
-    "admin_client",
-    "admin_verb",
-    "parse_duration",
-    "run_job",
-    "whole_namespace",
-    "whole_prefix",
-]
-
 AdminUrl: TypeAlias = Annotated[
     str,
     typer.Option(help="Administration interface, http://host:port. Default: admin_listen ($KVSTORE_ADMIN_LISTEN)."),

@@ -22,8 +22,6 @@ from kvstore.errors import KVStoreError
 from kvstore.service.reported_settings import StoreInUse, secrets_of
 from kvstore.settings import TOKEN_VARIABLE, load_settings
 
-__all__ = ["doctor"]
-
 UNHEALTHY = 1
 
 _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILED: "bold red", Verdict.SKIPPED: "dim"}

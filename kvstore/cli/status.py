@@ -26,8 +26,6 @@ from kvstore.cli.printing import (
 from kvstore.cli.service import DataTimeout, Url, connected
 from kvstore.cli.status_problems import Problem, by_label, problems_of
 
-__all__ = ["page_of", "status"]
-
 _REASONS_SHOWN = 4
 _ENGINES_SHOWN = 8
 _HOLDS = ("holds", "it held", "")

@@ -10,8 +10,6 @@ from typing import Any
 from kvstore.cli.printing import bytes_text, counted, share_text, time_text
 from kvstore.errors import next_step
 
-__all__ = ["Problem", "by_label", "problems_of", "waiting_text"]
-
 _SAMPLE = re.compile(r"([a-z0-9_]+)(?:\{(.*)\})?")
 _LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
 

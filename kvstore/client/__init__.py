@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kvstore.client.blocking import BlockingStore
 from kvstore.client.connection import ClientOptions
-from kvstore.client.remote import EmbeddedOptions, RemoteStore, connect
+from kvstore.client.embedded import EmbeddedOptions
+from kvstore.client.remote import RemoteStore, connect
 from kvstore.runtime.tracing import trace_parent
 from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address
 from kvstore.wire.tls import ClientTls

@@ -18,13 +18,12 @@ import uvloop
 
 from kvstore.api import LeaseId, PageStore
 from kvstore.client.connection import ClientOptions
-from kvstore.client.remote import EmbeddedOptions, RemoteStore, connect
+from kvstore.client.embedded import EmbeddedOptions
+from kvstore.client.remote import RemoteStore, connect
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.runtime.background import on_loose_exception
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.machine import leave_pinned_core
-
-__all__ = ["BlockingStore"]
 
 P = ParamSpec("P")
 Value = TypeVar("Value")

@@ -23,8 +23,6 @@ from kvstore.wire.messages import PROTOCOL_VERSION, Message, raise_error
 from kvstore.wire.protocol import FrameConnection
 from kvstore.wire.tls import ClientTls
 
-__all__ = ["ClientOptions", "Connection", "Silent"]
-
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:

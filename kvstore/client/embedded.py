@@ -18,8 +18,6 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.files import open_regular
 from kvstore.wire.address import UNIX_PATH_BYTES_MAX, UnixAddress, unix_accepts
 
-__all__ = ["EmbeddedOptions", "EmbeddedService", "default_directory", "private_socket_path", "try_lock"]
-
 _START_S = 20.0
 _OPENMP = ("GOMP_", "KMP_", "OMP_")
 _POLL_S = 0.02

@@ -13,8 +13,6 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.wire.address import Address
 
-__all__ = ["Pool"]
-
 _log = logging.getLogger(__name__)
 _NOT_REACHABLE = "the store service does not answer: continuing without it, and trying again in the background"
 _NEXT_STEP = "if it does not run, start it with `kvstore serve --listen ...`, or set url to `embedded:`"

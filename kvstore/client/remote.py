@@ -37,8 +37,6 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.wire import convert, messages
 from kvstore.wire.address import Address, TcpAddress, parse_address
 
-__all__ = ["EMBEDDED", "EmbeddedOptions", "RemoteStore", "connect"]
-
 Value = TypeVar("Value")
 _NAMESPACES_MAX = 64
 """The namespaces that were used last, up to this number, are opened again on a new connection."""

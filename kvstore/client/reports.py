@@ -17,8 +17,6 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.wire import convert
 
-__all__ = ["KEPT", "KEPT_S", "Reports"]
-
 _log = logging.getLogger(__name__)
 
 KEPT = 4096

@@ -12,8 +12,6 @@ from kvstore.errors import KVStoreError
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 
-__all__ = ["Check", "Criterion", "Finding", "Verdict", "run_checks", "single", "without", "worst"]
-
 _GRACE_S = 0.5
 """Time after the deadline for a check to report what it was waiting for."""
 _UNDO_S = 1.5

@@ -18,8 +18,6 @@ from kvstore.service.reported_settings import StoreInUse
 from kvstore.tiers.locations import FileLocation, RedisLocation, S3Location
 from kvstore.wire.address import TcpAddress, parse_address
 
-__all__ = ["checks_of", "judge_store"]
-
 
 def checks_of(store: StoreInUse, address: ServiceAddress) -> list[Check]:
     """All checks; those that do not apply to this set-up report why they are skipped.

@@ -14,16 +14,6 @@ from kvstore.format.names import ROOT
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.sizes import format_bytes
 
-__all__ = [
-    "DIRECTORY_NAMES",
-    "DirectoryFacts",
-    "directory_check",
-    "judge_access",
-    "judge_medium",
-    "judge_space",
-    "medium_of",
-]
-
 DIRECTORY_NAMES = ("directory", "directory.space", "directory.medium")
 _FOLDERS = (ROOT, "tmp", "quarantine")
 """The folders that the service has there."""

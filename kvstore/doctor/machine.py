@@ -14,8 +14,6 @@ from kvstore.runtime.machine import container_bytes, machine_bytes
 from kvstore.runtime.sizes import format_bytes
 from kvstore.settings import Settings
 
-__all__ = ["MachineFacts", "judge_clock", "judge_memlock", "judge_memory", "judge_shared_memory", "machine_check"]
-
 _PINNED_BYTES = 1 << 30
 """The connector's default of `pinned_bytes` on a GPU, per rank, for most models."""
 _SHM_BYTES_MIN = 1 << 30

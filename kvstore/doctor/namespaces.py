@@ -25,8 +25,6 @@ from kvstore.settings import Settings
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation, S3Location
 
-__all__ = ["Difference", "differences", "judge_namespaces", "namespaces_check"]
-
 _NAME = "namespaces"
 _READ_MAX = 200
 _PAIRS_MAX = 3

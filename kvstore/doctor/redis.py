@@ -15,8 +15,6 @@ from kvstore.tiers.locations import RedisLocation
 if TYPE_CHECKING:  # it needs the extra `redis`
     from kvstore.tiers.redis.examine import RedisExamination, ServerFacts
 
-__all__ = ["REDIS_NAMES", "judge_redis", "judge_refusal", "redis_check"]
-
 REDIS_NAMES = (
     *("redis", "redis.rights", "redis.topology", "redis.version", "redis.memory", "redis.policy"),
     *("redis.persistence", "redis.latency", "redis.clock"),

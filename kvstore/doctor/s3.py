@@ -14,16 +14,6 @@ from kvstore.tiers.locations import S3Location, without_secrets
 if TYPE_CHECKING:  # it needs the extra `s3`
     from kvstore.tiers.s3.examine import LifecycleRule, Trial
 
-__all__ = [
-    "S3_NAMES",
-    "judge_conditional",
-    "judge_lifecycle",
-    "judge_refusal",
-    "judge_rights",
-    "judge_s3_clock",
-    "s3_check",
-]
-
 S3_NAMES = ("s3", "s3.clock", "s3.rights", "s3.conditional_writes", "s3.lifecycle")
 _RIGHTS = "s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket"
 _LOGIN_CODES = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken")

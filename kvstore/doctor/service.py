@@ -24,18 +24,6 @@ from kvstore.store.explain.reasons import REASONS, UNKNOWN
 from kvstore.wire.address import TcpAddress, UnixAddress, parse_address
 from kvstore.wire.tls import ClientTls
 
-__all__ = [
-    "ServiceAddress",
-    "examine_admin",
-    "judge_release",
-    "judge_saves",
-    "judge_tiers",
-    "judge_unreachable",
-    "loss_fixes",
-    "losses_text",
-    "service_check",
-]
-
 _NAMES = ("service", "service.release", "service.tiers", "service.saves", "service.admin")
 _CERTIFICATE_FIX = (
     "set tls_ca_file (KVSTORE_TLS_CA_FILE) to the authority of its certificate, and use a host name that the "

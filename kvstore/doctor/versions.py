@@ -13,17 +13,6 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings
 from kvstore.tiers.locations import RedisLocation, S3Location
 
-__all__ = [
-    "DISTRIBUTION",
-    "PYTHON_MIN",
-    "TESTED_VLLM",
-    "judge_distribution",
-    "judge_packages",
-    "judge_python",
-    "judge_vllm",
-    "versions_check",
-]
-
 DISTRIBUTION = "kvstore-vllm"
 """Our name for pip."""
 _NOT_OURS = "kvstore"

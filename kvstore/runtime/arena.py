@@ -25,8 +25,6 @@ import numpy as np
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.machine import populate_paced, spare_bytes
 
-__all__ = ["Arena", "ArenaView", "FreeRanges", "Place"]
-
 _HEAD = struct.Struct("<Q")
 _HEAD_BYTES = 64
 _GRAIN_BYTES = 16 << 10

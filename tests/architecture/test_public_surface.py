@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
 import pytest
+
+from tests.architecture.sources import ROOT, files
 
 SURFACE = {
     "connector": ["KVStoreConnector"],
@@ -48,3 +51,14 @@ def test_surface_is_what_is_written_here(package: str) -> None:
     assert sorted(module.__all__) == sorted(SURFACE[package])
     if package != "connector":  # its one name starts importing vLLM
         assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+def test_other_modules_have_no_list() -> None:
+    """`__all__` says what users may rely on. In other modules a leading underscore says what is private."""
+    listing = [str(path) for path in files("kvstore", "connector", "migrations") if "__all__ = " in _text(path)]
+    public = {f"{name.replace('.', '/')}.py" for name in SURFACE}
+    assert [path for path in listing if path not in public and not path.endswith("__init__.py")] == []
+
+
+def _text(path: Path) -> str:
+    return (ROOT / path).read_text()

@@ -20,8 +20,6 @@ from kvstore.store.namespaces import Manifests
 from kvstore.store.recorder import Recorder
 from kvstore.tiers.base import Tier
 
-__all__ = ["Absence", "AbsenceFinder", "Removals"]
-
 Removals = Mapping[tuple[NamespaceId, PrefixHash], Sequence[Tombstone]]
 """Tombstones by boundary, the latest first."""
 

@@ -23,8 +23,6 @@ from kvstore.store.explain.kept import Kept, Room, bytes_of
 from kvstore.store.explain.reasons import REASONS, UNKNOWN, result_of
 from kvstore.store.explain.reports import Losses, Recent, ReportedLoss
 
-__all__ = ["Explainer", "ReportedOutcome"]
-
 _KEPT = 2048
 """Latest outcomes of each tenant; no tenant displaces those of another, unless all together exceed `_ROOM_BYTES`."""
 _KEPT_BYTES, _ROOM_BYTES = 6 << 20, 64 << 20

@@ -11,8 +11,6 @@ from typing import Generic, TypeVar
 
 from kvstore.model.outcome import Outcome
 
-__all__ = ["ENTRY_BYTES", "Kept", "Room", "bytes_of"]
-
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from kvstore.catalog.base import LeaveReason
 from kvstore.model.outcome import Outcome
 
-__all__ = ["LEFT", "REASONS", "UNKNOWN", "Reason", "result_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Reason:

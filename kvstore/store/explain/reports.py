@@ -14,8 +14,6 @@ from kvstore.runtime.clock import Clock
 from kvstore.store.explain.kept import ENTRY_BYTES, Kept, Room, bytes_of
 from kvstore.store.explain.reasons import REASONS, result_of
 
-__all__ = ["WINDOW_S", "Losses", "Recent", "ReportedLoss"]
-
 WINDOW_S = 300
 _STEP_S = 10
 _RECORDS_KEPT = 4096
