@@ -48,7 +48,7 @@ class SharedMemory:
             return
         path = connection.address.path
         try:
-            shared, view = await asyncio.get_running_loop().run_in_executor(None, _map, path, self._options)
+            shared, view = await asyncio.get_running_loop().run_in_executor(None, map_arena, path, self._options)
         except (KVStoreError, OSError) as error:
             _log.debug("cannot map the service's memory, records are sent instead reason=%s", error)
             return
@@ -115,8 +115,10 @@ class _Heads:
         self.received.append(decode(head))
 
 
-def _map(path: str, options: ClientOptions) -> tuple[bytes, ArenaView]:
-    """Ask for the descriptor on a connection of its own: an event loop's transports drop received descriptors."""
+def map_arena(path: str, options: ClientOptions) -> tuple[bytes, ArenaView]:
+    """The id and a view of the memory that a service shares.
+
+    Asks for the descriptor on a connection of its own: an event loop's transports drop received descriptors."""
     deadline_ms = int(options.hello_timeout_s * 1000)
     requests = (
         messages.Hello(PROTOCOL_VERSION, options.token, "arena", options.name),

@@ -19,7 +19,7 @@ RECORD_OVERHEAD_BYTES = 1024
 """The cost of a record beside its bytes: header, key and index entries; about 1 KiB in CPython 3.11."""
 
 _MANIFESTS_MAX = 1024
-_ARENA_BYTES_MIN = 64 << 10
+ARENA_BYTES_MIN = 64 << 10
 """Smaller buffers do not use the arena: a socket is as fast for them."""
 
 
@@ -100,7 +100,7 @@ class MemoryTier(Tier):
 
     def buffer(self, num_bytes: int) -> memoryview:
         """Uninitialised memory for a record to put here, in the arena if there is room."""
-        if self.arena is not None and num_bytes >= _ARENA_BYTES_MIN:
+        if self.arena is not None and num_bytes >= ARENA_BYTES_MIN:
             buffer = self.arena.take(num_bytes)
             if buffer is not None:
                 return buffer

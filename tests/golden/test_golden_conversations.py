@@ -216,7 +216,7 @@ async def test_todays_client_reads_places_of_that_release(
     store, memory = await shared_store()
     assert memory.arena is not None
     view = ArenaView(memory.arena.descriptor, memory.arena.capacity_bytes)
-    monkeypatch.setattr("kvstore.client.sharing._map", lambda *_: (welcome["arena"], view))
+    monkeypatch.setattr("kvstore.client.sharing.map_arena", lambda *_: (welcome["arena"], view))
     service = PastService(exchanges)
     server = await asyncio.start_unix_server(service.serve, f"{tmp_path}/s")
     client = connect(f"unix:{tmp_path}/s", options=ClientOptions(num_data_connections=1, name="golden"))

@@ -63,11 +63,14 @@ class SharingBridge(LoopBridge):
         await client.wait_ready(deadline=soon())
         return SharingStore(client)
 
-    async def _end(self) -> None:
-        await self.server.aclose()
-        await super()._end()
-        await self.behind.aclose()
-        await self.memory.aclose()
+    def close(self) -> None:
+        async def end_service(_: SteeredStore) -> None:
+            await self.server.aclose()
+            await self.behind.aclose()
+            await self.memory.aclose()
+
+        self.run(end_service)
+        super().close()
 
     def overwrite(self) -> None:
         """What a service does that considers its peer dead: free all records, and use all memory for others."""
@@ -101,7 +104,7 @@ async def _keys(memory: MemoryTier) -> Any:
 
 @pytest.fixture
 def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SharingBridge]:
-    monkeypatch.setattr("kvstore.tiers.memory._ARENA_BYTES_MIN", 1)  # the records of these tests are small
+    monkeypatch.setattr("kvstore.tiers.memory.ARENA_BYTES_MIN", 1)  # the records of these tests are small
     made = SharingBridge(tmp_path)
     try:
         yield made
