@@ -118,7 +118,8 @@ class _Heads:
 def map_arena(path: str, options: ClientOptions) -> tuple[bytes, ArenaView]:
     """The id and a view of the memory that a service shares.
 
-    Asks for the descriptor on a connection of its own: an event loop's transports drop received descriptors."""
+    Asks for the descriptor on a connection of its own: an event loop's transports drop received descriptors.
+    """
     deadline_ms = int(options.hello_timeout_s * 1000)
     requests = (
         messages.Hello(PROTOCOL_VERSION, options.token, "arena", options.name),
