@@ -44,8 +44,6 @@ class LossReason(StrEnum):
     """The engine stopped first."""
     FAILED = "save_failed"
     """The service did not take it."""
-    NOT_HASHED = "save_not_hashed"
-    """It was computed before its prompt was hashed."""
     UNANSWERED = "save_unanswered"
     """Ranks did not answer."""
 

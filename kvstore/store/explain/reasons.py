@@ -133,10 +133,6 @@ REASONS = {
         "it was computed, but not saved: the service did not take it",
         "the service was stopped, killed, frozen or full at that time: its log and the engine's log show which",
     ),
-    "save_not_hashed": Reason(
-        "it was computed before its prompt was hashed, and could not be saved",
-        "a larger lookup_timeout_ms in kv_connector_extra_config",
-    ),
     "save_unanswered": Reason(
         "it was computed, but not saved: ranks of the engine did not answer", "see the engine's log"
     ),
