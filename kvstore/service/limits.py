@@ -36,9 +36,9 @@ class ServiceLimits:
         save_credit_bytes: Bytes of unanswered saves on one connection: a client's window. 32 MiB keep ten usual
             records in flight.
         max_requests: Unanswered requests on one connection; further ones are answered `Unavailable`.
-        request_bytes: Bytes of unanswered lookups, stages and descriptions, over all connections and shared among
-            tenants; what does not fit is answered `Unavailable`. The service needs more: the message of a lookup of
-            16,384 boundaries and the query made of it take 5.1 times its bytes of memory (by `tracemalloc`).
+        request_bytes: Bytes in the fields of unanswered requests that have more than 1 KiB there, over all connections
+            and shared among tenants; what does not fit is answered `Unavailable`. The service needs more: the message
+            of a lookup of 16,384 boundaries and the query made of it take 5.1 times its bytes (by `tracemalloc`).
         connection_request_bytes: Such bytes on one connection. Beyond, nothing more is read from it until some are
             answered. The default is 28 prompts of 256 Ki tokens.
         frames_at_once: Frames that have their turn at a time, over all connections and in turns among tenants and

@@ -36,6 +36,8 @@ _DEADLINE_MS_MAX = 3_600_000
 _GRACE_S = 1.0
 _SAVES_LINGER_S = 10.0
 _TRACE_CHARS_MAX = 256
+_SHORT_BYTES = 1 << 10
+"""A request with no more in its fields is short: a load, a save, the lookup of a prompt with 28 boundaries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class SessionContext:
 
     Attributes:
         budget: Payload bytes of saves that are being received or stored.
-        requests: Bytes of unanswered requests.
+        requests: Bytes of unanswered long requests.
         heads: Bytes of long heads that are being received.
         connections: Connections that have said hello.
         frames: Turns of frames, a few in each round of the event loop. So the frames that one peer has sent in one go
@@ -525,15 +527,13 @@ class Session:
 
 
 def _bytes_of(request: messages.Request) -> int:
-    """The bytes that a request holds while it is answered; 0 for requests that are always short."""
-    match request:
-        case messages.Lookup():  # and Stage
-            return len(request.tokens) + len(request.prefixes)
-        case messages.Locate():
-            return len(request.prefixes) + len(request.parts)
-        case messages.OpenNamespace():
-            return len(request.description)
-    return 0
+    """The bytes that a request holds while it is answered; 0 for a short one.
+
+    Those of all its fields: a peer may send 4 MiB as the id of a lease, which may wait long for its turn.
+    """
+    values = messages.encode(request).values()
+    num_bytes = sum(len(value) for value in values if isinstance(value, bytes | str))
+    return num_bytes if num_bytes > _SHORT_BYTES else 0
 
 
 def _trace(head: Head) -> str:
