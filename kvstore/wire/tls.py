@@ -95,7 +95,8 @@ def _load_certificate(context: ssl.SSLContext, certificate: Path, key: Path | No
         if path is not None:
             _check_readable(path, "cannot read the file", name)
     try:
-        context.load_cert_chain(certificate, key)
+        # without a password OpenSSL would ask for one on the terminal, and wait
+        context.load_cert_chain(certificate, key, password="")
     except (OSError, ssl.SSLError) as error:
         raise InvalidRequest(
             "certificate and key do not fit, or are not PEM",
