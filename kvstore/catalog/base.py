@@ -197,6 +197,12 @@ class Catalog(ABC):
     async def register(self, namespace: NamespaceId, layout: Layout, tenant: str, *, deadline: Deadline) -> None:
         """Register a namespace with its groups and slices. Idempotent."""
 
+    def know(self, namespace: NamespaceId, layout: Layout, tenant: str) -> None:
+        """Learn the groups and slices of a namespace that is registered already, so that its entries can be read.
+        Writes nothing: a medium that is full can still be read.
+        """
+        self._shapes[namespace], self._tenants[namespace] = EntryShape.of(layout), tenant
+
     @abstractmethod
     async def is_complete(self, *, deadline: Deadline) -> bool:
         """Whether every stored record has an entry. If not, a record without an entry may still be stored."""

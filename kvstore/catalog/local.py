@@ -19,7 +19,7 @@ from kvstore.catalog.base import (
     Use,
 )
 from kvstore.catalog.changes import EntryEdit, packed_with
-from kvstore.catalog.entry import LAST_USE_AT, PINNED_AT, BoundaryEntry, EntryShape, EntryTable, Level, entry_of
+from kvstore.catalog.entry import LAST_USE_AT, PINNED_AT, BoundaryEntry, EntryTable, Level, entry_of
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash
 from kvstore.model.layout import Layout
@@ -113,7 +113,7 @@ class LocalCatalog(Catalog):
     # changes
 
     async def register(self, namespace: NamespaceId, layout: Layout, tenant: str, *, deadline: Deadline) -> None:
-        self._shapes[namespace], self._tenants[namespace] = EntryShape.of(layout), tenant
+        self.know(namespace, layout, tenant)
         await self._run("register", lambda: self._write_tenant(namespace, tenant), deadline, changes=True)
 
     async def add(self, additions: Sequence[Addition], *, deadline: Deadline) -> list[bool]:

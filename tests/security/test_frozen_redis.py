@@ -7,12 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
+from kvstore.api import Outcome
 from kvstore.compose import open_store
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import load_settings
@@ -197,3 +199,37 @@ async def test_it_is_not_ready_while_records_find_no_room(redis: RedisServer, tm
         await made.store.drain(Deadline.after(5.0))
         answer = await client.get("/readyz")
         assert answer.status_code == 503 and "it has no memory left" in answer.text
+
+
+async def test_what_a_full_redis_holds_is_shown_and_removed(redis: RedisServer, tmp_path: Path) -> None:
+    """Also by a service that has not looked at the namespace before it was full: that is how an operator makes room."""
+    async with (
+        open_service(tmp_path, with_tokens=False, hot=hot(redis)) as made,
+        made.client() as client,
+        Redis(host=redis.host, port=redis.port) as direct,
+    ):
+        prompt = await made.save(prompt_of("a"))
+        await direct.config_set("maxmemory", 1)
+        where = f"/v1/namespaces/{prompt.namespace.hex()}"
+        listed = await client.get("/v1/prefixes", params={"namespace": prompt.namespace.hex()})
+        assert listed.status_code == 200, listed.text
+        removed = await client.delete(where, params={"confirm": "true"})
+        assert removed.status_code == 200 and removed.json()["is_complete"], removed.text
+        assert (await client.get(where)).json()["num_boundaries"] == 0
+
+
+async def test_a_full_redis_still_explains_another_namespace(redis: RedisServer, tmp_path: Path) -> None:
+    """The reason is found by reading, so no write is needed for it."""
+    async with (
+        open_service(tmp_path, with_tokens=False, hot=hot(redis)) as made,
+        Redis(host=redis.host, port=redis.port) as direct,
+    ):
+        stored = await made.save(prompt_of("a"))
+        missed = replace(stored, weights_id="another")
+        await made.store.open_namespace(missed.description, deadline=soon())
+        await made.settle()
+        await direct.config_set("maxmemory", 1)
+        outcome = Outcome("r", missed.namespace, 336, 336, 0, 0, "nothing_stored", stop=stored.boundary(64))
+        made.store.report(outcome)
+        told = await made.store.explain("r", deadline=soon(), tenant=None)
+        assert told["reason"] == "namespace_differs", told

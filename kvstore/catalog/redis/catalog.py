@@ -24,7 +24,7 @@ from kvstore.catalog.base import (
 )
 from kvstore.catalog.changes import packed_with
 from kvstore.catalog.coordination import Ownership
-from kvstore.catalog.entry import BoundaryEntry, EntryShape, EntryTable, Level, entry_of
+from kvstore.catalog.entry import BoundaryEntry, EntryTable, Level, entry_of
 from kvstore.catalog.redis.coordination import RedisOwnership
 from kvstore.catalog.redis.nodes import NUM_SLOTS, Call, RedisNodes
 from kvstore.catalog.redis.replies import Argument, Command
@@ -127,7 +127,7 @@ class RedisCatalog(Catalog):
 
     async def register(self, namespace: NamespaceId, layout: Layout, tenant: str, *, deadline: Deadline) -> None:
         self._check_open()
-        self._shapes[namespace], self._tenants[namespace] = EntryShape.of(layout), tenant
+        self.know(namespace, layout, tenant)
         await self._nodes.one(("HSET", _NAMESPACES, namespace, tenant.encode()), deadline=deadline)
 
     async def add(self, additions: Sequence[Addition], *, deadline: Deadline) -> list[bool]:

@@ -10,14 +10,16 @@ from kvstore.catalog.base import Gate
 from kvstore.catalog.coordination import Ownership, TextStore, TextStoreKind
 from kvstore.catalog.redis.nodes import RedisNodes
 from kvstore.catalog.redis.replies import Command
-from kvstore.catalog.redis.scripts import hash_items
+from kvstore.catalog.redis.scripts import ALWAYS, hash_items
 from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
 
 _OWNER_BYTES = 16
 
 # A key that is no lease, or one without an end, would block all owners for ever: it is deleted, or gets an end.
-_HOLD = """
+_HOLD = (
+    ALWAYS
+    + """
 local kind = redis.call('TYPE', KEYS[1]).ok
 if kind ~= 'string' and kind ~= 'none' then redis.call('DEL', KEYS[1]) end
 if redis.call('PTTL', KEYS[1]) == -1 then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
@@ -27,6 +29,7 @@ local word = ARGV[3] or string.sub(held, 17)
 redis.call('SET', KEYS[1], ARGV[1] .. word, 'PX', ARGV[2])
 return {1, word}
 """
+)
 
 _RELEASE = """
 local held = redis.call('GET', KEYS[1])

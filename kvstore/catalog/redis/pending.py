@@ -31,6 +31,7 @@ from typing import Any, TypeVar, cast
 from kvstore.catalog.base import Gate
 from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals
 from kvstore.catalog.redis.nodes import NoRoom, RedisNodes
+from kvstore.catalog.redis.scripts import ALWAYS
 from kvstore.errors import CorruptRecord, Unavailable
 from kvstore.format.names import pack_key, unpack_key
 from kvstore.model.keys import RecordKey
@@ -45,9 +46,6 @@ _OWNER_BYTES = 16
 _FACTS = struct.Struct(f"<{_OWNER_BYTES}sQI")
 _CALLS_MAX = 8
 """Calls of one owner that run at a time, and so the connections that it takes."""
-
-# Scripts that free memory, or take no more of it, also run on a full server, which could otherwise never drain.
-_ALWAYS = "#!lua flags=allow-oom\n"
 
 _COMMON = """
 local t = redis.call('TIME') local now = t[1] * 1000 + math.floor(t[2] / 1000)
@@ -122,7 +120,7 @@ grow(grown)
 return 1
 """)
 
-_RENEW = _ALWAYS + _script("""
+_RENEW = ALWAYS + _script("""
 local answers = {}
 for i = 3, #ARGV do
   local facts = facts_of(ARGV[i])
@@ -137,7 +135,7 @@ end
 return answers
 """)
 
-_FINISH = _ALWAYS + _script("""
+_FINISH = ALWAYS + _script("""
 local removed = 0
 for i = 2, #ARGV do
   local facts = facts_of(ARGV[i])
@@ -158,7 +156,7 @@ grow(-removed)
 return 1
 """)
 
-_RELEASE = _ALWAYS + _script("""
+_RELEASE = ALWAYS + _script("""
 for i = 2, #ARGV do
   local facts = facts_of(ARGV[i])
   local owners = facts and owners_of(facts) or ''
@@ -172,7 +170,7 @@ end
 return 1
 """)
 
-_CLAIM = _ALWAYS + _script("""
+_CLAIM = ALWAYS + _script("""
 local members = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[3])
 local answers = {}
 for _, member in ipairs(members) do
@@ -191,7 +189,7 @@ return answers
 """)
 
 
-_TOTALS = _ALWAYS + _script("""
+_TOTALS = ALWAYS + _script("""
 local text = redis.call('GET', KEYS[3]) or '0'
 local bytes = tonumber(text)
 if not string.match(text, '^%d+$') or bytes > 2 ^ 53 then bytes = counted() end

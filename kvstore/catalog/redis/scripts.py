@@ -92,15 +92,22 @@ end
 """
 
 
+ALWAYS = "#!lua flags=allow-oom\n"
+"""The first line of scripts that free memory, or take no more of it: they also run on a full server, which could
+otherwise never drain."""
+
+
 @dataclass(frozen=True)
 class Script:
     """A script's own part; the common part precedes it."""
 
     body: str
+    grows: bool = False
+    """Whether it takes memory, so that a full server refuses it."""
 
     @cached_property
     def text(self) -> str:
-        return _COMMON + self.body
+        return ("" if self.grows else ALWAYS) + _COMMON + self.body
 
     @cached_property
     def sha(self) -> str:
@@ -108,7 +115,8 @@ class Script:
         return hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
-ADD = Script("""
+ADD = Script(
+    """
 -- 9: the entry to store if there is none; 10: bytes of its records; 11: per record: bit, offset of its sum, bytes
 local items = ARGV[11]
 if not entry then
@@ -129,7 +137,9 @@ end
 if records > 0 then used(tonumber(ARGV[7])) end
 change(0, (before == 0 and records > 0) and 1 or 0, records, bytes)
 return 1
-""")
+""",
+    grows=True,
+)
 """Add records of one boundary at a level; returns 0 if the boundary is leaving it: nothing was changed."""
 
 REMOVE = Script("""

@@ -232,7 +232,7 @@ class CatalogAccess:
         return found
 
     async def _load(self, namespace: NamespaceId, deadline: Deadline) -> Namespace:
-        """Read a namespace's manifest and register its layout with the catalog."""
+        """Read a namespace's manifest, and have the catalog know its layout."""
         manifest = await self._data_loop.call(
             lambda limit: self._operations.manifest(namespace, deadline=limit), deadline.remaining_s
         )
@@ -243,7 +243,7 @@ class CatalogAccess:
         if description is None:
             raise Unavailable("no tier has the manifest of the namespace; an engine that opens it writes it again")
         found = Namespace(namespace, description, description.layout(), await self.open())
-        await found.catalog.register(namespace, found.layout, description.tenant, deadline=deadline)
+        found.catalog.know(namespace, found.layout, description.tenant)
         self._known[namespace] = found
         while len(self._known) > _NAMESPACES_MAX:
             self._known.popitem(last=False)

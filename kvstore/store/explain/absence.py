@@ -171,7 +171,7 @@ class AbsenceFinder:
             described = await self._manifests.describe(other, deadline=deadline)
             if described is None:
                 continue
-            await self._catalog.register(other, described.layout(), described.tenant, deadline=deadline)
+            self._catalog.know(other, described.layout(), described.tenant)
             if await self._catalog.get(other, prefix, deadline=deadline) is None:
                 continue
             fields = field_differences(description.fields, described.fields)
