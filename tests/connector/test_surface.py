@@ -26,7 +26,7 @@ PROMPT = seeded_prompt(771, 2500)
 RESTORED = 2432
 BLOCK = 128
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-TRACED = {("vllm", "llm_request"), *(("kvstore", f"kvstore.{call}") for call in ("lookup", "stage", "load"))}
+TRACED = {("vllm", "llm_request"), *(("kvstore", f"kvstore.{call}") for call in ("lookup", "stage", "locate"))}
 
 
 def by_name(url: str) -> dict[str, object]:
