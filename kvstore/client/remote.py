@@ -40,8 +40,6 @@ from kvstore.wire.address import Address, TcpAddress, parse_address
 Value = TypeVar("Value")
 _NAMESPACES_MAX = 64
 """The namespaces that were used last, up to this number, are opened again on a new connection."""
-LOCATED_MAX = 32_768
-"""Records in one request for places: 1.2 MB, of the 4 MiB that a frame's head may have."""
 
 
 class RemoteStore(PageStore):
@@ -151,8 +149,8 @@ class RemoteStore(PageStore):
         self, lease: LeaseId, keys: Sequence[RecordKey], *, deadline: Deadline
     ) -> Sequence[LeasedRecord]:
         records: list[LeasedRecord] = []
-        for start in range(0, len(keys), LOCATED_MAX):
-            records += await self._locate(lease, keys[start : start + LOCATED_MAX], deadline)
+        for start in range(0, len(keys), messages.LOCATE_MAX):
+            records += await self._locate(lease, keys[start : start + messages.LOCATE_MAX], deadline)
         return records
 
     async def _locate(self, lease: LeaseId, keys: Sequence[RecordKey], deadline: Deadline) -> Sequence[LeasedRecord]:

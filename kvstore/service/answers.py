@@ -163,7 +163,7 @@ class Answers:
         self._check_owner(tenant, convert.parse_namespace(request.namespace, "locate.namespace"))
         arena = self._arena(request.arena)
         if arena is None:
-            return convert.located_reply(request.id, [None] * num_keys)
+            return messages.Located(request.id, bytes(num_keys * 24))
         lease, places = LeaseId(request.lease), list[Place | None]()
         for start in range(0, num_keys, PIECE):
             async with self._work.turn(num_keys):

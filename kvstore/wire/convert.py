@@ -181,8 +181,12 @@ def parse_locate(message: messages.Locate) -> tuple[RecordKey, ...]:
     """The keys in a message.
 
     Raises:
-        InvalidRequest: The lengths of the fields do not match.
+        InvalidRequest: They are too many, or the lengths of the fields do not match.
     """
+    if len(message.parts) > messages.LOCATE_MAX * 4:
+        raise InvalidRequest(
+            "too many records in one locate", expected=f"at most {messages.LOCATE_MAX}", seen=len(message.parts) // 4
+        )
     return _parse_keys(message)
 
 

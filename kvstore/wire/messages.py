@@ -216,9 +216,14 @@ class Loaded(Reply):
     stamp: int = 0
 
 
+LOCATE_MAX = 32_768
+"""Records in one request for places: 1.2 MB, of the 4 MiB that a frame's head may have."""
+
+
 @wire_message("locate")
 class Locate(Request):
-    """Asks where leased records are in shared memory. Per record: 32 bytes in `prefixes`, 2 u16 in `parts`.
+    """Asks where leased records are in shared memory. At most `LOCATE_MAX`; per record 32 bytes in `prefixes`, 2 u16 in
+    `parts`.
 
     `arena` is the id of the memory that the client has mapped.
     """

@@ -153,7 +153,7 @@ async def test_one_record_is_sent(tmp_path: Path) -> None:
 
 async def test_long_loads_are_asked_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More records than a request may name: each has its place all the same."""
-    monkeypatch.setattr("kvstore.client.remote.LOCATED_MAX", 3)
+    monkeypatch.setattr("kvstore.wire.messages.LOCATE_MAX", 3)
     async with node_at(f"unix:{tmp_path / 's'}") as node:
         await node.saved(LARGE)
         assert await load_all(node, LARGE) < 4000

@@ -132,6 +132,13 @@ def test_requests_for_places_that_do_not_fit_are_refused(change: dict[str, Any])
         convert.parse_locate(messages.Locate(1, 2, bytes(16), **{**fields, **change}, arena=bytes(16)))
 
 
+def test_a_request_for_more_places_than_a_client_asks_for_is_refused() -> None:
+    number = messages.LOCATE_MAX + 1
+    request = messages.Locate(1, 2, bytes(16), bytes(16), bytes(32 * number), bytes(4 * number), bytes(16))
+    with pytest.raises(InvalidRequest, match=f"at most {messages.LOCATE_MAX}.*{number}"):
+        convert.parse_locate(request)
+
+
 @pytest.mark.parametrize("masks", [(), (0, 0), (1, 2, 3), (1 << 255, 0, 7)])
 def test_lookups_come_back(masks: tuple[int, ...]) -> None:
     """Masks of up to 256 groups."""
