@@ -7,7 +7,7 @@ import logging
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import kvstore
@@ -531,7 +531,7 @@ def _bytes_of(request: messages.Request) -> int:
 
     Those of all its fields: a peer may send 4 MiB as the id of a lease, which may wait long for its turn.
     """
-    values = messages.encode(request).values()
+    values = (getattr(request, field.name) for field in fields(request))
     num_bytes = sum(len(value) for value in values if isinstance(value, bytes | str))
     return num_bytes if num_bytes > _SHORT_BYTES else 0
 
