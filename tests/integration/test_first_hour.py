@@ -107,6 +107,7 @@ async def _doctor(start: QuickStart) -> None:
         "hot": f"redis://{start.redis.host}:{start.redis.port}/0",
         "cold": f"s3://{start.bucket}/pages",
         "told_by": start.listen,
+        "found": "given as KVSTORE_LISTEN",
     }
     found = start.findings(done)
     assert {found[name]["verdict"] for name in ("store", "service", "redis", "s3", "s3.rights")} == {"ok"}
