@@ -145,7 +145,7 @@ async def _misses(start: QuickStart, engine: RemoteStore, admin: httpx.AsyncClie
     engine.report(missed("earlier", salted, salt=1, content=7))
     wanted = {
         "never": (missed("never", prompt_of("never asked before")), "never_stored"),
-        "evicted": (missed("evicted", prompt_of("first")), "evicted"),
+        "evicted": (missed("evicted", prompt_of("first")), "other_tier"),  # from S3, and Redis still holds it
         "dtype": (missed("dtype", prompt_of("typed")), "namespace_differs"),
         "salt": (missed("salt", prompt_of("salted again"), salt=2, content=7), "other_salt"),
     }
@@ -168,6 +168,9 @@ async def _misses(start: QuickStart, engine: RemoteStore, admin: httpx.AsyncClie
             (await asyncio.to_thread(start.run, "explain", request, "--json", KVSTORE_LISTEN=start.listen)).stdout
         )
         assert explained["reason"] == reason
+        if request == "evicted":
+            assert explained["detail"]["in_redis"] == "stored"
+            assert explained["detail"]["in_s3"].startswith("not stored: evicted")
         assert status["recent"]["reasons"][reason] >= 1
         assert sum(value for labels, value in counted.items() if f'reason="{reason}"' in labels) >= 1
         assert reason in page and reason in top

@@ -115,16 +115,23 @@ class RetentionOwner:
             except KVStoreError as error:
                 if not isinstance(error, Closed) and not self._is_failing:  # once until one works: rounds are many
                     _log.warning("a round of retention failed, the next one tries again: %s", error)
-                self._is_failing = True
-                self._count_failure(self._asked)
-                self._evictor.has_unfinished = True  # what was hidden before it failed
-                if self._gate is not None:
-                    self._gate.suspend()
+                self._round_failed()
+            except Exception:  # noqa: BLE001 - a task's top: if it ended here, the tier would fill up for good
+                if not self._is_failing:
+                    _log.exception("a bug, please report it: a round of retention failed; the next one tries again")
+                self._round_failed()
             if self._gate is None or is_stuck:
                 is_busy = self._gate is not None and bool(self._gate.boundaries_in_work())
                 await asyncio.sleep(_BUSY_S if is_busy else self._rules.period_s)
             else:
                 await self._gate.wanted(self._pause_s(self._clock.monotonic_s() - started_s))
+
+    def _round_failed(self) -> None:
+        self._is_failing = True
+        self._count_failure(self._asked)
+        self._evictor.has_unfinished = True  # what was hidden before it failed
+        if self._gate is not None:
+            self._gate.suspend()
 
     def _pause_s(self, took_s: float) -> float:
         """Seconds until the totals are read again: often while they grow, since others' writes show nowhere else."""

@@ -155,6 +155,18 @@ def test_names_spread_alike_in_every_process() -> None:
     assert spread(bytes(24) + (5).to_bytes(8, "little")) == 5
 
 
+@given(paths=st.lists(st.lists(st.integers(0, 9), max_size=8), max_size=60), budget=st.integers(1, 12))
+def test_prompts_that_no_engine_sends(paths: list[list[int]], budget: int) -> None:
+    """A client names a boundary twice in a prompt, or after two different ones: the simulations hold each once."""
+    auto = Auto(budget_bytes=budget, boundary_bytes=1)
+    holdings = Holdings(budget, Lru)
+    for now, path in enumerate(paths):
+        auto.observe(path, [10 * (index + 1) for index in range(len(path))], [1] * len(path), float(now))
+        play(holdings, path, float(now))
+        assert holdings.used_bytes == len(holdings) <= budget
+        assert holes(holdings) == []
+
+
 def test_auto_follows_the_candidate_with_most_hits() -> None:
     """Most prompts never return and evict the few that do: a candidate that resists one-time prompts is followed."""
     rng = random.Random(5)

@@ -225,7 +225,7 @@ async def test_an_error_of_any_kind_ends_a_round_and_not_retention(
 ) -> None:
     """The catalog answers once with what nobody expects of it: the next round evicts all the same."""
     path = await world.save("a", 4)
-    totals, answers = world.catalog.totals, iter([InvalidRequest("not known"), UnsupportedFormat("another shape")])
+    totals, answers = world.catalog.totals, iter([InvalidRequest("not known"), UnsupportedFormat("another shape"), KeyError("a bug")])
 
     async def stumble(*, deadline: Deadline) -> Mapping[NamespaceId, NamespaceTotals]:
         if (error := next(answers, None)) is not None:
@@ -239,4 +239,4 @@ async def test_an_error_of_any_kind_ends_a_round_and_not_retention(
         while await world.held(path) == [3, 3, 3, 3]:
             await asyncio.sleep(0.01)
     await retention.aclose()
-    assert world.meters.get("retention_failures", tier=world.tier.name, at="catalog") == 2
+    assert world.meters.get("retention_failures", tier=world.tier.name, at="catalog") == 3
