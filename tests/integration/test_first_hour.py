@@ -190,7 +190,8 @@ async def _frozen(start: QuickStart, admin: httpx.AsyncClient) -> None:
         assert alerts()["KVStoreTierOff"] == "kvstore_tier_open == 1"
         assert series(metrics, "kvstore_tier_healthy")['{tier="redis"}'] == 0
         status = await asyncio.to_thread(said, start, "status")
-        assert "in part" in status and "redis does not answer" in status and "kvstore doctor" in status
+        for part in ("in part", "redis does not answer", "Next: "):
+            assert part in status, status
         assert (await admin.get("/readyz")).status_code == 503
         tiers = {one["name"]: one for one in (await admin.get("/v1/tiers")).json()["tiers"]}
         assert (tiers["redis"]["healthy"], tiers["s3"]["healthy"]) == (False, True)
