@@ -23,6 +23,9 @@ from kvstore.wire.messages import PROTOCOL_VERSION, Message, decode, encode, rai
 
 _log = logging.getLogger(__name__)
 
+_AT_ONCE_S = 1e-6
+"""A socket's timeout of zero would mean something else."""
+
 
 class SharedMemory:
     """The service's shared memory, if it has any, says where records are in it, and we could map it.
@@ -119,7 +122,12 @@ def map_arena(path: str, options: ClientOptions) -> tuple[bytes, ArenaView]:
     """The id and a view of the memory that a service shares.
 
     Asks for the descriptor on a connection of its own: an event loop's transports drop received descriptors.
+
+    Raises:
+        Unavailable: The service shares none.
+        OSError: It cannot be reached, or has not answered after `hello_timeout_s`.
     """
+    deadline = Deadline.after(options.hello_timeout_s)
     deadline_ms = int(options.hello_timeout_s * 1000)
     requests = (
         messages.Hello(PROTOCOL_VERSION, options.token, "arena", options.name),
@@ -134,7 +142,7 @@ def map_arena(path: str, options: ClientOptions) -> tuple[bytes, ArenaView]:
         reader = FrameReader(sink, 0)
         try:
             while len(sink.received) < len(requests):
-                _receive(connection, reader, descriptors)
+                _receive(connection, reader, descriptors, deadline)
             answer = sink.received[-1]
             if isinstance(answer, messages.Error | messages.Refused):
                 raise_error(answer)
@@ -146,7 +154,8 @@ def map_arena(path: str, options: ClientOptions) -> tuple[bytes, ArenaView]:
                 os.close(descriptor)
 
 
-def _receive(connection: socket.socket, reader: FrameReader, descriptors: list[int]) -> None:
+def _receive(connection: socket.socket, reader: FrameReader, descriptors: list[int], deadline: Deadline) -> None:
+    connection.settimeout(deadline.remaining_s or _AT_ONCE_S)
     target = reader.buffer()
     data, received, _, _ = socket.recv_fds(connection, len(target), 1, socket.MSG_CMSG_CLOEXEC)
     descriptors += received

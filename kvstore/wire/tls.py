@@ -35,6 +35,8 @@ class ClientTls:
         """
         if self.key_file is not None and self.certificate_file is None:
             raise InvalidRequest("a key needs its certificate", field="tls_certificate_file", seen=None)
+        if self.ca_file is not None:
+            _check_readable(self.ca_file, "cannot read the authorities", "tls_ca_file")
         try:
             context = ssl.create_default_context(cafile=self.ca_file)
         except (OSError, ssl.SSLError) as error:

@@ -6,6 +6,8 @@ import ctypes
 import gc
 import os
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -18,6 +20,7 @@ import pytest
 
 from kvstore.api import Deadline, LeaseId, LoadedRecord, Staged
 from kvstore.client import ClientOptions, RemoteStore, connect
+from kvstore.client.sharing import map_arena
 from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.record import open_record, verify_payload
@@ -29,6 +32,7 @@ from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import convert, messages
 from kvstore.wire.address import parse_address
+from kvstore.wire.frames import pack_head
 
 LARGE = Prompt(ATTENTION, "shared", 256, payload_bytes=200_000)
 SMALL = replace(LARGE, payload_bytes=1000)
@@ -54,6 +58,31 @@ class Node:
         await self.client.open_namespace(prompt.description, deadline=soon())
         for record in prompt.records():
             await self.client.save(record, deadline=soon())
+
+
+def test_a_service_that_answers_byte_by_byte(tmp_path: Path) -> None:
+    """The thread that asks for the shared memory is free again when the time for it is over."""
+    path, ended = tmp_path / "s", threading.Event()
+
+    def drip(listening: socket.socket) -> None:
+        welcome = messages.Welcome(messages.PROTOCOL_VERSION, "a service", 1 << 20, 1 << 20, 8)
+        with listening.accept()[0] as peer, suppress(OSError):
+            for byte in pack_head(messages.encode(welcome)):
+                peer.sendall(bytes([byte]))
+                if ended.wait(0.1):
+                    return
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        dripping = threading.Thread(target=drip, args=(listening,))
+        dripping.start()
+        started_s = time.monotonic()
+        with pytest.raises(TimeoutError):
+            map_arena(str(path), ClientOptions(hello_timeout_s=0.5))
+        assert time.monotonic() - started_s < 3
+        ended.set()
+        dripping.join()
 
 
 @asynccontextmanager

@@ -225,7 +225,8 @@ async def test_an_error_of_any_kind_ends_a_round_and_not_retention(
 ) -> None:
     """The catalog answers once with what nobody expects of it: the next round evicts all the same."""
     path = await world.save("a", 4)
-    totals, answers = world.catalog.totals, iter([InvalidRequest("not known"), UnsupportedFormat("another shape"), KeyError("a bug")])
+    totals = world.catalog.totals
+    answers = iter([InvalidRequest("not known"), UnsupportedFormat("another shape"), KeyError("a bug")])
 
     async def stumble(*, deadline: Deadline) -> Mapping[NamespaceId, NamespaceTotals]:
         if (error := next(answers, None)) is not None:

@@ -1,11 +1,16 @@
-"""A key that needs a password is refused: OpenSSL would ask for it on the terminal, and wait."""
+"""TLS files for which OpenSSL would wait are refused: a key with a password, a pipe."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from kvstore.errors import InvalidRequest
+from kvstore.wire.tls import ClientTls
 from tests.security.certificates import Authority
 
 _LOAD = """
@@ -39,3 +44,10 @@ def test_no_password_is_asked_for(tmp_path: Path) -> None:
             process.kill()
         assert process.stdout is not None
         assert "do not fit" in process.stdout.read()
+
+
+def test_authorities_in_a_pipe(tmp_path: Path) -> None:
+    """Nothing is read from it."""
+    os.mkfifo(tmp_path / "ca.pem")
+    with pytest.raises(InvalidRequest, match="tls_ca_file"):
+        ClientTls(tmp_path / "ca.pem").context()
