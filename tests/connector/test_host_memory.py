@@ -5,6 +5,7 @@ A recurrent state is offered in one step only, and such a prompt cannot be resum
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ STEP_TOKENS = 2048
 LENGTHS = (2500, 2560)
 RESTORED = 2304
 """The last boundary of blocks of 256 tokens that leaves a token to compute, of both."""
+
+NUM_AT_ONCE = 4 if os.environ.get("KVSTORE_TEST_FULL") == "1" else 3
+"""Each is computed several times."""
 
 SMALL = {"pinned_bytes": "128MiB"}
 
@@ -69,18 +73,19 @@ def test_states_beside_a_step_s_pages(settings: Mapping[str, Any], work: Path, t
 
 
 def test_prompts_at_once_in_a_small_cache(work: Path, tmp_path: Path, engine: Start) -> None:
-    """Four prompts at once in a cache that holds two, so that vLLM preempts: room is short everywhere, and yet every
-    one of them can be resumed."""
+    """Three prompts at once, or four, in a cache that holds two, so that vLLM preempts: room is short everywhere, and
+    yet every one of them can be resumed."""
     store = EmbeddedStore(tmp_path)
     arguments = {"num_gpu_blocks_override": 28}
     saving = engine(spec(work, store, SMALL, arguments=arguments, max_model_len=3072))
     wait_for_engine(store.url)
-    together = prompts(711, count=4)
-    saving.generate([Request(prompt, max_tokens=8) for prompt in together])
+    together = prompts(711, count=NUM_AT_ONCE)
+    # a processor without AVX-512 computes 30 to 50 tokens of this model a second
+    saving.generate([Request(prompt, max_tokens=8) for prompt in together], timeout_s=900)
     assert saving.metrics()["vllm:num_preemptions"] > 0
     forget_own_cache(saving)
     saving.stop()
     store.forget()
     restoring = engine(spec(work, store, SMALL))
     wait_for_engine(store.url)
-    assert cached(restoring, together) == [RESTORED] * 4
+    assert cached(restoring, together) == [RESTORED] * NUM_AT_ONCE
