@@ -24,7 +24,7 @@ from kvstore.wire.messages import PROTOCOL_VERSION, Message, decode, encode, rai
 _log = logging.getLogger(__name__)
 
 _AT_ONCE_S = 1e-6
-"""A socket's timeout of zero would mean something else."""
+"""The shortest timeout: zero would make the socket non-blocking."""
 
 
 class SharedMemory:

@@ -112,7 +112,8 @@ def save_prompt(
     if held is not None:
         holdings.pin(held)  # the start of the prompt is not evicted for its end
     index = first
-    while index < stop and path[index] not in holdings:  # held elsewhere: a client's mistake, no prefix has two parents
+    # a boundary behind a missing one is held only if a client named it in another prompt: it has one parent already
+    while index < stop and path[index] not in holdings:
         num_bytes = sizes[index]
         if not holdings.fits(num_bytes):
             num_evicted += len(holdings.evict(num_bytes))

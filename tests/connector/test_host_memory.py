@@ -27,7 +27,7 @@ RESTORED = 2304
 """The last boundary of blocks of 256 tokens that leaves a token to compute, of both."""
 
 NUM_AT_ONCE = 4 if os.environ.get("KVSTORE_TEST_FULL") == "1" else 3
-"""Each is computed several times."""
+"""Prompts. Because of preemption vLLM computes parts of them more than once."""
 
 SMALL = {"pinned_bytes": "128MiB"}
 
@@ -80,7 +80,7 @@ def test_prompts_at_once_in_a_small_cache(work: Path, tmp_path: Path, engine: St
     saving = engine(spec(work, store, SMALL, arguments=arguments, max_model_len=3072))
     wait_for_engine(store.url)
     together = prompts(711, count=NUM_AT_ONCE)
-    # a processor without AVX-512 computes 30 to 50 tokens of this model a second
+    # minutes on a processor without AVX-512, which is slow at bfloat16
     saving.generate([Request(prompt, max_tokens=8) for prompt in together], timeout_s=900)
     assert saving.metrics()["vllm:num_preemptions"] > 0
     forget_own_cache(saving)

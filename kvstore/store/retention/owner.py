@@ -78,7 +78,8 @@ class RetentionOwner:
         self._evictor = Evictor(tier, catalog, instruments, self._on_freed)
         self._background = Background(f"retention of {tier.name}")
         self._owned: set[NamespaceId] = set()
-        self._is_over = self._is_failing = False
+        self._is_over = False
+        self._logged: set[type[Exception]] = set()
         self._asked = _CATALOG
         self._has_grown = False
         self._stored_bytes = 0
@@ -111,23 +112,23 @@ class RetentionOwner:
             self._asked = _CATALOG
             try:
                 is_stuck = await self.round() == 0 and self._is_over
-                self._is_failing = False
-            except KVStoreError as error:
-                if not isinstance(error, Closed) and not self._is_failing:  # once until one works: rounds are many
-                    _log.warning("a round of retention failed, the next one tries again: %s", error)
-                self._round_failed()
-            except Exception:  # noqa: BLE001 - a task's top: if it ended here, the tier would fill up for good
-                if not self._is_failing:
-                    _log.exception("a bug, please report it: a round of retention failed; the next one tries again")
-                self._round_failed()
+                self._logged.clear()
+            except Exception as error:  # noqa: BLE001 - a task's top: if it ended here, the tier would fill up for good
+                self._round_failed(error)
             if self._gate is None or is_stuck:
                 is_busy = self._gate is not None and bool(self._gate.boundaries_in_work())
                 await asyncio.sleep(_BUSY_S if is_busy else self._rules.period_s)
             else:
                 await self._gate.wanted(self._pause_s(self._clock.monotonic_s() - started_s))
 
-    def _round_failed(self) -> None:
-        self._is_failing = True
+    def _round_failed(self, error: Exception) -> None:
+        if type(error) not in self._logged:  # each kind once until a round works: rounds are many
+            self._logged.add(type(error))
+            if not isinstance(error, KVStoreError):
+                text = "a bug, please report it: a round of retention failed; the next one tries again"
+                _log.error(text, exc_info=error)
+            elif not isinstance(error, Closed):
+                _log.warning("a round of retention failed, the next one tries again: %s", error)
         self._count_failure(self._asked)
         self._evictor.has_unfinished = True  # what was hidden before it failed
         if self._gate is not None:

@@ -221,12 +221,14 @@ async def test_room_is_free_once_the_totals_tell_of_it(world: RetainedTier, monk
 
 
 async def test_an_error_of_any_kind_ends_a_round_and_not_retention(
-    world: RetainedTier, monkeypatch: pytest.MonkeyPatch
+    world: RetainedTier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The catalog answers once with what nobody expects of it: the next round evicts all the same."""
+    """Rounds fail in ways that nobody expects: a later one evicts all the same. The log has each kind of error once,
+    and the traceback of a bug also while the catalog fails."""
     path = await world.save("a", 4)
     totals = world.catalog.totals
-    answers = iter([InvalidRequest("not known"), UnsupportedFormat("another shape"), KeyError("a bug")])
+    errors = InvalidRequest("not known"), UnsupportedFormat("another shape"), KeyError("a bug")
+    answers = iter([*errors, *errors])
 
     async def stumble(*, deadline: Deadline) -> Mapping[NamespaceId, NamespaceTotals]:
         if (error := next(answers, None)) is not None:
@@ -240,4 +242,6 @@ async def test_an_error_of_any_kind_ends_a_round_and_not_retention(
         while await world.held(path) == [3, 3, 3, 3]:
             await asyncio.sleep(0.01)
     await retention.aclose()
-    assert world.meters.get("retention_failures", tier=world.tier.name, at="catalog") == 3
+    assert world.meters.get("retention_failures", tier=world.tier.name, at="catalog") == 6
+    logged = [record for record in caplog.records if "a round of retention failed" in record.message]
+    assert [record.exc_info is not None for record in logged] == [False, False, True]
