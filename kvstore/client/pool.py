@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 
 from kvstore.client.connection import ClientOptions, Connection
 from kvstore.errors import Closed, KVStoreError, Unavailable
@@ -64,7 +65,7 @@ class Pool:
             self._started_s = loop.time()
             loop.call_later(self._options.first_attempt_s, self._attempted.set)
             for index in range(len(self._slots)):
-                self._tasks.spawn(self._keep(index), f"connection-{index}")
+                self._tasks.keep_running(partial(self._keep, index), f"connection-{index}")
 
     # for calls
 

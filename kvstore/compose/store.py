@@ -272,7 +272,7 @@ def _reconcile(catalog: Catalog, settings: Settings, stack: AsyncExitStack, inst
     background = Background("catalog")
     stack.push_async_callback(background.aclose)
     reconciler = Reconciler(catalog, instruments.meters, period_s=settings.catalog_look_s, clock=instruments.clock)
-    background.spawn(reconciler.run(), "reconcile")
+    background.keep_running(reconciler.run, "reconcile")
 
 
 async def _guarded(

@@ -15,6 +15,8 @@ from kvstore.runtime.deadline import Deadline
 _log = logging.getLogger(__name__)
 
 _CANCEL_AGAIN_S = 5.0
+_RESTART_S, _RESTART_S_MAX = 1.0, 60.0
+"""Until a task that failed is started again. Each failure doubles it, until a run lasts longer than the maximum."""
 
 T = TypeVar("T")
 
@@ -54,6 +56,35 @@ class Background:
         self._tasks.add(task)
         task.add_done_callback(self._ended_awaited if is_awaited else self._ended)
         return task
+
+    def keep_running(self, work: Work[None], name: str) -> None:
+        """Start `work` now, and start it again after a pause each time it raises.
+
+        For work that the owner cannot do without. Each failure is logged with its traceback and counted. The task ends
+        when `work` returns or raises `Closed`, or with its owner.
+
+        Raises:
+            Closed: The owner is closed.
+        """
+        self.spawn(self._restart_after_failures(work, name), name, is_shared=True)
+
+    async def _restart_after_failures(self, work: Work[None], name: str) -> None:
+        loop = asyncio.get_running_loop()
+        pause_s = _RESTART_S
+        while True:
+            started_s = loop.time()
+            try:
+                return await work()
+            except Closed:
+                return None
+            except Exception as error:  # noqa: BLE001 - a task's top
+                self.failures += 1
+                if loop.time() - started_s > _RESTART_S_MAX:
+                    pause_s = _RESTART_S
+                text = "a bug, please report it: background task failed, starting it again in %g s task=%s:%s"
+                _log.error(text, pause_s, self._owner, name, exc_info=error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _RESTART_S_MAX)
 
     async def run_to_end(self, work: Work[T], what: str, deadline: Deadline) -> T:
         """Run `work` as a task and return its result.

@@ -8,7 +8,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from kvstore.errors import Closed
 from kvstore.eviction.holdings import Quota
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
@@ -168,15 +167,12 @@ class Watcher:
 
     def start(self) -> None:
         """Watch in the background, until `aclose`."""
-        self._background.spawn(self._run(), "steps")
+        self._background.keep_running(self._run, "steps")
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._step_s)
-            try:
-                await self.step()
-            except Closed:
-                return
+            await self.step()
 
     async def step(self) -> None:
         """Sample once.

@@ -97,7 +97,7 @@ class Server:
             )
             _log.info("listening address=%s", self.listeners[-1].address)
         if not len(self._checking):
-            self._checking.spawn(self._check_every_second(), "checks")
+            self._checking.keep_running(self._check_every_second, "checks")
 
     @property
     def addresses(self) -> tuple[Address, ...]:

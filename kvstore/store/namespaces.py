@@ -199,7 +199,7 @@ class Manifests:
         self._kept: set[tuple[NamespaceId, str]] = set()
         self._failing: set[str] = set()  # names of tiers that could not be written; empty: a reading
         if context.slower:
-            context.background.spawn(self._check_regularly(), "manifests")
+            context.background.keep_running(self._check_regularly, "manifests")
 
     def open(self, namespace: NamespaceId, manifest: bytes) -> None:
         """Note that a namespace was opened, and write its manifest to each tier in the background."""

@@ -26,9 +26,9 @@ TOPS = {
     "connector/worker/saver.py": "a background task's top",
     "kvstore/cli/verbs.py": "the command line's main",
     "kvstore/client/connection.py": "a session's top: a caller's callback fails its own call alone",
+    "kvstore/runtime/background.py": "the top of a task that is started again",
     "kvstore/service/admin/port.py": "a thread's top",
     "kvstore/service/session.py": "a session's top",
-    "kvstore/store/retention/owner.py": "a background task's top: without rounds a tier fills up",
     "kvstore/tiers/guarded.py": "a background task's top",
 }
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvstore.catalog.base import Addition
 from kvstore.catalog.entry import Level
 from kvstore.catalog.redis.catalog import RedisCatalog, parse_entry_name
-from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
+from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
 from kvstore.format.manifest import parse_manifest
 from kvstore.format.names import parse_name
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
@@ -106,8 +106,11 @@ class Reconciler:
         self._was_complete = False
 
     async def run(self) -> None:
-        """Check until cancelled or closed; after a failure, again in the next period. Pauses at least as long as the
-        last check took, so that checks take at most half of the time where Redis evicts constantly.
+        """Check until cancelled; after a failure, again in the next period. Pauses at least as long as the last check
+        took, so that checks take at most half of the time where Redis evicts constantly.
+
+        Raises:
+            Closed: The catalog was closed.
         """
         while True:
             started_s = asyncio.get_running_loop().time()
@@ -115,8 +118,6 @@ class Reconciler:
                 await self.check()
             except (Unavailable, CorruptRecord, InvalidRequest):
                 self._meters.add("catalog_failures", call="reconcile")
-            except Closed:
-                return
             await asyncio.sleep(max(self._period_s, asyncio.get_running_loop().time() - started_s))
 
     async def check(self) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -77,7 +78,7 @@ async def _serve(
         http = _Server(_config(make_app(context, jobs)), tls)
         background = Background("administration")
         background.spawn(_stop_with(stop, http), "stop")
-        background.spawn(_read_totals(context), "totals")
+        background.keep_running(partial(_read_totals, context), "totals")
         try:
             await http.serve(sockets=[sock])
         finally:

@@ -65,7 +65,7 @@ class EncryptedStore(PageStore):
         self._warned: set[str] = set()
         self._turns = asyncio.Semaphore(_THREADS)
         self._background = Background("encryption")
-        self._background.spawn(self._refresh(), "keys")
+        self._background.keep_running(self._refresh, "keys")
         inner.explain_keys(lambda tenant: self._key_reason(tenant, self.generations(tenant)))
 
     @property

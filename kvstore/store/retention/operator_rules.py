@@ -81,7 +81,7 @@ class OperatorRules:
         except Unavailable as error:
             _log.warning("running without operators' rules (retired weights, quotas) until they answer: %s", error)
         if self._book.is_shared:
-            self._background.spawn(self._read_regularly(), "reading")
+            self._background.keep_running(self._read_regularly, "reading")
 
     def apply_to(
         self,
@@ -105,7 +105,7 @@ class OperatorRules:
             try:
                 await self.read(Deadline.after(_CALL_S, self._clock))
             except Closed:
-                return
+                raise
             except KVStoreError:  # also a book that is full, and cannot take again what it has lost
                 self._meters.add("catalog_failures", call="orders")
 

@@ -96,7 +96,7 @@ class RetentionOwner:
 
     def start(self) -> None:
         """Work in the background from now on, until `aclose`."""
-        self._background.spawn(self._run(), "rounds")
+        self._background.keep_running(self._run, "rounds")
 
     def tenant_bytes(self) -> Mapping[str, int] | None:
         """What each tenant held in the last totals; `None`: none were read. Safe from any thread."""
@@ -113,22 +113,23 @@ class RetentionOwner:
             try:
                 is_stuck = await self.round() == 0 and self._is_over
                 self._logged.clear()
-            except Exception as error:  # noqa: BLE001 - a task's top: if it ended here, the tier would fill up for good
-                self._round_failed(error)
+            except Closed:
+                raise
+            except KVStoreError as error:
+                if type(error) not in self._logged:
+                    self._logged.add(type(error))  # each kind once until a round works: rounds are many
+                    _log.warning("a round of retention failed, the next one tries again: %s", error)
+                self._note_failure()
+            except BaseException:
+                self._note_failure()
+                raise
             if self._gate is None or is_stuck:
                 is_busy = self._gate is not None and bool(self._gate.boundaries_in_work())
                 await asyncio.sleep(_BUSY_S if is_busy else self._rules.period_s)
             else:
                 await self._gate.wanted(self._pause_s(self._clock.monotonic_s() - started_s))
 
-    def _round_failed(self, error: Exception) -> None:
-        if type(error) not in self._logged:  # each kind once until a round works: rounds are many
-            self._logged.add(type(error))
-            if not isinstance(error, KVStoreError):
-                text = "a bug, please report it: a round of retention failed; the next one tries again"
-                _log.error(text, exc_info=error)
-            elif not isinstance(error, Closed):
-                _log.warning("a round of retention failed, the next one tries again: %s", error)
+    def _note_failure(self) -> None:
         self._count_failure(self._asked)
         self._evictor.has_unfinished = True  # what was hidden before it failed
         if self._gate is not None:

@@ -330,7 +330,7 @@ class CatalogKeeper:
 
     def start(self) -> None:
         """Check in the background, until `aclose`."""
-        self._background.spawn(self._run(), "keeping it complete")
+        self._background.keep_running(self._run, "keeping it complete")
 
     async def _run(self) -> None:
         while True:

@@ -68,7 +68,7 @@ class Finisher:
 
     def start(self) -> None:
         """Work in the background, until its owner is closed."""
-        self._background.spawn(self._run(), "finishing write-backs")
+        self._background.keep_running(self._run, "finishing write-backs")
 
     def request(self, entry: PendingEntry) -> bool:
         """Have a record that the hot tier has, and may evict, copied to the cold tier by any service that has time.
@@ -99,7 +99,7 @@ class Finisher:
                 if not self.is_paused:
                     num_claimed, num_done = await self.round()
             except Closed:
-                return
+                raise
             except KVStoreError:
                 self._meters.add("pending_failures", step="claim")
             if num_claimed < _CLAIMED_TOGETHER or not num_done:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from typing import Any, cast
 
 from redis.asyncio import Redis, RedisCluster
@@ -68,7 +69,7 @@ async def open_control(
             client = sentinel.master_for(location.service)
             watch = Background("control client behind sentinels")
             stack.push_async_callback(watch.aclose)
-            watch.spawn(_follow(client), "follow")
+            watch.keep_running(partial(_follow, client), "follow")
         else:
             ((host, port),) = location.addresses
             client = Redis(host=host, port=port, **options)

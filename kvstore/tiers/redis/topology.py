@@ -118,7 +118,7 @@ class _BehindSentinels(_SingleNode):
 
     def _started(self) -> Node:
         if not len(self._background):
-            self._background.spawn(self._follow(), "follow")
+            self._background.keep_running(self._follow, "follow")
         return self._node
 
     async def _follow(self) -> None:

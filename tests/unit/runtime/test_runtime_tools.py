@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from functools import partial
+from itertools import pairwise
 
 import pytest
 
@@ -107,6 +109,31 @@ async def test_background_leaves_failures_to_whoever_awaits(caplog: pytest.LogCa
         await background.spawn(fail(), "bad", is_awaited=True)
     assert (background.failures, caplog.text) == (0, "")
     await background.aclose()
+
+
+@pytest.mark.virtual_time
+async def test_work_that_must_not_end_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Each failure is logged with its traceback and counted, and the pauses grow; what returns, or is closed, ends."""
+    loop = asyncio.get_running_loop()
+    background, starts = Background("tests"), list[float]()
+
+    async def fail_for_a_while() -> None:
+        starts.append(loop.time())
+        if len(starts) < 10:
+            raise KeyError("on purpose")
+        raise Closed("gone")
+
+    background.keep_running(fail_for_a_while, "loop")
+    async with asyncio.timeout(600):
+        while len(background):
+            await asyncio.sleep(1)
+    pauses = [round(after - before) for before, after in pairwise(starts)]
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert background.failures == 9
+    assert sum("task=tests:loop" in record.message and record.exc_info is not None for record in caplog.records) == 9
+    background.keep_running(partial(asyncio.sleep, 3600), "sleeping")
+    await background.aclose()
+    assert len(background) == 0
 
 
 async def test_background_ends_everything_when_closed() -> None:
