@@ -48,6 +48,9 @@ export const count = (value) => (value === null || value === undefined ? "not kn
 export const share = (part, whole) => (whole ? `${(100 * part / whole).toFixed(part === whole || !part ? 0 : 1)} %` : "–");
 export const short = (hex) => `${hex.slice(0, 12)}…`;
 export const nameOf = ({ name, namespace }) => `${name || "(description lost)"} · ${namespace.slice(0, 8)}`;
+const DETAIL = { error: ": ", reason: ": ", seen: ", got " };
+/** The text of an error with its details, `name=value`, in words, as the command line shows it. */
+export const inWords = (text) => text.replace(/ ([a-z_]+)=(?=\S)/g, (_, name) => DETAIL[name] ?? `, ${name.replaceAll("_", " ")} `);
 export const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 export function ago(seconds) {

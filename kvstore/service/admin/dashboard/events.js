@@ -1,7 +1,7 @@
 // Events, as they happen.
 
 import { follow } from "./api.js";
-import { badge, clock, h, placeholder } from "./dom.js";
+import { badge, bytes, clock, h, inWords, placeholder } from "./dom.js";
 
 export const isLive = true;
 const SHOWN_MAX = 500;
@@ -12,7 +12,7 @@ const KINDS = {
 const SEVERITY = { error: "bad", warning: "warn", info: "" };
 
 export function item(event) {
-  const rest = Object.entries(event.detail).filter(([name, value]) => !event.text.includes(String(value)) || name === "who").map(([name, value]) => `${name} ${value}`);
+  const rest = Object.entries(event.detail).filter(([name, value]) => !event.text.includes(String(value)) || name === "who").map(([name, value]) => `${name} ${name.endsWith("_bytes") && Number.isFinite(Number(value)) ? bytes(Number(value)) : inWords(String(value))}`);
   if (event.namespace) rest.push(`namespace ${event.namespace.slice(0, 12)}…`);
   return h("li", { "data-kind": event.kind },
     h("time", { datetime: event.at, class: "quiet small" }, clock(event.at)),

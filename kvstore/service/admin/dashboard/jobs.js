@@ -1,6 +1,6 @@
 // Long operations of this service: running ones with their progress, and the results of the last hour.
 
-import { badge, clock, h, placeholder, table } from "./dom.js";
+import { badge, clock, h, inWords, placeholder, table } from "./dom.js";
 import { aboutOf, isRunning, nameOf, progressOf, resultOf, stateOf, whoseOf } from "./reports.js";
 import { collectGarbage, openJob } from "./running.js";
 
@@ -11,7 +11,7 @@ export async function view({ ask, signal, refresh, keepUp }) {
   signal.throwIfAborted();
   const head = h("div", { class: "title" }, h("h1", {}, "Jobs"), h("div", { class: "controls" },
     h("button", { type: "button", onclick: () => collectGarbage(refresh) }, "Collect garbage…")));
-  const unknown = unread && h("p", { role: "status" }, badge("interrupted jobs are not known now", "warn"), " ", unread);
+  const unknown = unread && h("p", { role: "status" }, badge("interrupted jobs are not known now", "warn"), " ", inWords(unread));
   if (!jobs.length) {
     return [head, unknown, h("section", { class: "card" }, placeholder("No recent jobs",
       "Large deletions, garbage collections and work on tiers appear here while they run, and for an hour after. After a restart the service lists only jobs that it interrupted."))].filter(Boolean);

@@ -1,6 +1,6 @@
 // A job and its result, in words and tables; docs/admin.md has the fields.
 
-import { badge, bytes, count, facts, h, short, sum, table } from "./dom.js";
+import { badge, bytes, count, facts, h, inWords, short, sum, table } from "./dom.js";
 
 const KINDS = { deletion: "deletion", gc: "garbage collection", verify: "verification", reindex: "reindex", drain: "drain" };
 const STATES = { running: ["running", ""], done: ["done", "good"], failed: ["failed", "bad"], cancelled: ["cancelled", "warn"],
@@ -36,7 +36,7 @@ export const amounts = (gone) => {
 };
 
 export function resultOf(job) {
-  if (job.error) return job.again ? `${job.error}; start it again: ${job.again}` : job.error;
+  if (job.error) return inWords(job.again ? `${job.error}; start it again: ${job.again}` : job.error);
   const { kind, report, is_dry_run: isDry } = job;
   if (kind === "deletion" || kind === "gc") {
     const words = amounts(goneOf(job));

@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { refused } from "./changes.js";
-import { badge, bytes, clock, count, dialog, facts, h, placeholder, say } from "./dom.js";
+import { badge, bytes, clock, count, dialog, facts, h, inWords, placeholder, say } from "./dom.js";
 import { amounts, garbage, goneOf, isRunning, nameOf, progressOf, reportOf, resultOf, stateOf, whoseOf } from "./reports.js";
 
 const POLL_MS_MIN = 50; // a small job has ended by then
@@ -47,7 +47,7 @@ function detail(job) {
   const about = Object.entries(job.about).map(([what, of]) => [what, h("code", {}, of)]);
   return [
     h("p", {}, h("strong", {}, nameOf(job)), " ", badge(...stateOf(job))),
-    job.error && h("p", { role: "alert" }, job.error),
+    job.error && h("p", { role: "alert" }, inWords(job.error)),
     h("div", { class: "progress" }, progressOf(job)),
     facts([...about, ["started by", whoseOf(job)], ["started", clock(1000 * job.created_s)],
       ...(job.ended_s === null ? [] : [["ended", clock(1000 * job.ended_s)]]), ["job", h("code", {}, job.job)]]),

@@ -2,7 +2,7 @@
 
 import { ask as askAlone } from "./api.js"; // a dialog outlives the view behind it
 import { SPANS, confirmDelete } from "./changes.js";
-import { badge, bytes, count, dialog, facts, h, incomplete, nameOf, placeholder, share, sum, table } from "./dom.js";
+import { badge, bytes, count, dialog, facts, h, inWords, incomplete, nameOf, placeholder, share, sum, table } from "./dom.js";
 import { changeQuota } from "./quotas.js";
 import { deleteUnused } from "./running.js";
 import { isOperator } from "./tiers.js";
@@ -16,7 +16,7 @@ export async function view({ ask, signal, refresh }) {
   const change = isOperator(tiers) ? (tenant) => changeQuota(tenant, quotas, refresh) : null;
   const head = h("div", { class: "title" }, h("h1", {}, "Tenants and namespaces"),
     change && h("div", { class: "controls" }, h("button", { type: "button", "data-key": "quota", onclick: () => change("") }, "Set a quota…")));
-  const old = unread && h("p", { role: "status" }, badge("quotas are the last known", "warn"), " ", unread);
+  const old = unread && h("p", { role: "status" }, badge("quotas are the last known", "warn"), " ", inWords(unread));
   const isEmpty = !listed.namespaces.length;
   return [head, old, (!isEmpty || quotas.length > 0) && tenants(listed, quotas, change), isEmpty ? nothing(listed) : namespaces(listed, refresh)].filter(Boolean);
 }

@@ -1,6 +1,6 @@
 // The state of each tier, how full it is, and what waits to be written.
 
-import { ago, badge, bytes, count, facts, h, share } from "./dom.js";
+import { ago, badge, bytes, count, facts, h, inWords, share } from "./dom.js";
 import { drain, pause, reindex, resume, verify } from "./running.js";
 
 const LEVEL = { memory: "this node's memory", hot: "hot, shared by all nodes", cold: "cold" };
@@ -37,15 +37,16 @@ function card(tier, work) {
   const { usage, own, own_at_s: ownAt, last_known: last } = tier;
   const pairs = [["breaker", tier.breaker]];
   if (tier.write_back === "paused") pairs.push(["write-back", badge("paused by an operator", "warn")]);
-  if (tier.reason) pairs.push(["reason", tier.reason]);
+  if (tier.reason) pairs.push(["reason", inWords(tier.reason)]);
   if (usage) {
     pairs.push([usedName(tier.name), usage.limit_bytes ? `${bytes(usage.used_bytes)} of ${bytes(usage.limit_bytes)} (${usage.limit_name}), ${share(usage.used_bytes, usage.limit_bytes)}` : bytes(usage.used_bytes)],
       ["records", count(usage.num_records)],
       ["quarantined", usage.num_quarantined ? badge(`${count(usage.num_quarantined)} corrupt records`, "bad") : "none"]);
     if (tier.level !== "memory") pairs.push(["waiting to be written", `${count(usage.waiting_records)} records, ${bytes(usage.waiting_bytes)}`]);
   }
-  if (last) pairs.push([`${usedName(tier.name)}, last known, ${ago(last.at_s)}`, last.limit_bytes ? `${bytes(last.used_bytes)} of ${bytes(last.limit_bytes)}` : bytes(last.used_bytes)]);
-  if (own) pairs.push([ownAt ? `kept here, last known, ${ago(ownAt)}` : "kept here", `${count(own.num_boundaries)} prefixes, ${count(own.num_records)} records, ${bytes(own.num_bytes)}`]);
+  const lastKnown = (atS) => (atS ? ` (last known, ${ago(atS)})` : "");
+  if (last) pairs.push([usedName(tier.name), (last.limit_bytes ? `${bytes(last.used_bytes)} of ${bytes(last.limit_bytes)}` : bytes(last.used_bytes)) + lastKnown(last.at_s)]);
+  if (own) pairs.push(["kept here", `${count(own.num_boundaries)} prefixes, ${count(own.num_records)} records, ${bytes(own.num_bytes)}${lastKnown(ownAt)}`]);
   return h("section", { class: "card" }, h("div", { class: "title" }, h("h2", {}, tier.name), state(tier)),
     h("p", { class: "quiet" }, LEVEL[tier.level]),
     usage?.limit_bytes && h("p", {}, h("progress", { max: usage.limit_bytes, value: usage.used_bytes ?? 0, "aria-label": `${tier.name} used` })),
