@@ -342,7 +342,7 @@ def load_settings(flags: Mapping[str, object] | None = None, *, config: Path | N
 
 
 def settings_from(values: Mapping[str, object]) -> Settings:
-    """Settings of these values, and defaults for all others: neither the environment nor a file counts.
+    """Settings with these values, and defaults for all others. The environment and files are not read.
 
     Raises:
         InvalidRequest: As `load_settings`.

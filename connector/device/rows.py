@@ -184,7 +184,7 @@ def pack_indexes(
 
     Args:
         plans: One for each page, all with the same `key`.
-        block_ids: For each page and feed the blocks, from `first_block` of the page on.
+        block_ids: The blocks to copy, from block `first_block` of each page on. Shape (pages, feeds, blocks).
         first_block: First block of the pages that is copied.
         is_alone: No other plan copies to the same pages.
         allocate: Returns memory that the device can read and that is not reused before it has.

@@ -323,10 +323,10 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             self.worker_side.start_loads(self._jobs())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are whole requests, finished before their forward is scheduled."""
+        """Does nothing: a request is loaded as a whole, before the step that uses it is scheduled."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Saves are whole pages, after the forward: `wait_for_save`."""
+        """Does nothing: pages are saved after the forward, by `wait_for_save`."""
 
     @guarded()
     def wait_for_save(self) -> None:

@@ -36,7 +36,7 @@ def default_directory() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedOptions:
-    """Options of a private service. Those of the client that starts it apply; later clients share it as it is.
+    """Options of a private service. Only the client that starts the service sets them; later clients use it as it is.
 
     Attributes:
         directory: Holds its records, socket, lock and log.

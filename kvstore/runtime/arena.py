@@ -145,7 +145,8 @@ class Arena:
             os.close(descriptor)
 
     def _collect(self) -> None:
-        """Free the memory of dropped buffers. Erases the stamps first: no reader takes new content for the old."""
+        """Free the memory of dropped buffers. Their stamps are erased first, so that a reader who still has their
+        places sees that the content has changed."""
         memory = self._memory
         while self._returned and memory is not None:
             start, size = self._returned.popleft()

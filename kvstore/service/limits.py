@@ -39,8 +39,8 @@ class ServiceLimits:
         request_bytes: Bytes in the fields of unanswered requests that have more than 1 KiB there, over all connections
             and shared among tenants; what does not fit is answered `Unavailable`. The service needs more: the message
             of a lookup of 16,384 boundaries and the query made of it take 5.1 times its bytes (by `tracemalloc`).
-        connection_request_bytes: Such bytes on one connection. Beyond, nothing more is read from it until some are
-            answered. The default is 28 prompts of 256 Ki tokens.
+        connection_request_bytes: Such bytes on one connection. Once it has more, nothing is read from it until some
+            are answered. The default is 28 prompts of 256 Ki tokens.
         frames_at_once: Frames that have their turn at a time, over all connections and in turns among tenants and
             connections. A turn ends in the next round of the event loop; loads and saves need none. Too many delay
             other clients. Too few slow down engines whose service moves many records. A connection whose frame waits
@@ -50,8 +50,8 @@ class ServiceLimits:
             that an engine which stops in the middle of one does not keep the room that others wait for. A late head
             over 16 KiB ends the connection, and so does one that has waited as long for room.
         hello_timeout_s: A connection without a hello is closed then. A TLS handshake before may take as long.
-        unauthenticated_of_address: Connections of one address that have not said hello. Beyond that, the one that has
-            waited longest is closed.
+        unauthenticated_of_address: Connections of one address that have not said hello. One more closes the one that
+            has waited longest.
         unauthenticated: The same for all addresses together.
         connections: Connections that have said hello, shared among tenants; one more is refused. As many as the
             process's limit of open files allows, at most 4,096.

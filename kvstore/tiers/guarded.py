@@ -31,7 +31,8 @@ _PROBE_S = 2.0
 _VERSION_S = 10.0
 """How long writes trust the tier's version while calls succeed."""
 _USAGE_S = 2.0
-"""For how long its usage trusts it, and so for how long after a tier has frozen an idle one is still reported well."""
+"""How long a call that succeeded counts as proof that the tier answers. A tier that nobody calls and that freezes is
+reported as working for so long."""
 
 
 def report_quarantine(events: Events, tier: str, key: RecordKey, reason: str) -> None:

@@ -60,7 +60,7 @@ _EVENT_TEXTS |= {
     for level in ("hot", "cold")
     for verb, text in _TIER_EVENT_TEXTS.items()
 }
-"""The text of the event on a change. Other changes have their method and path as the text."""
+"""Texts of the events that changes of a tier make. The event of any other change has its method and path as text."""
 
 
 class Gate:

@@ -34,8 +34,8 @@ _REPORTED_WITHIN_S = 5
 _WAITING_MAX, _TOGETHER = 256, 64
 """Requests that may wait for a search, and those whose reasons are found from one reading of the tombstones."""
 _PAUSE_S, _PAUSE_S_MAX, _SHARE = 0.5, 300.0, 0.02
-"""The shortest and longest pause between two batches. Between these bounds, searches take this share of the time. On a
-cluster, whose slots are read one by one, that is one batch in minutes."""
+"""The shortest and longest pause between two batches. Between these bounds, searches take this share of the time. In a
+Redis Cluster a batch takes seconds, since each slot is read alone, so batches are minutes apart."""
 _SEARCH_S, _REMOVALS_S = 2.0, 10.0
 _AT_ONCE = 8
 """Searches of a batch at a time: each may wait for a tier."""

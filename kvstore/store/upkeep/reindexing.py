@@ -46,7 +46,7 @@ class ReindexReport:
     num_stale: int = 0
     """Records in the catalog that are not stored: removed from it."""
     num_resized: int = 0
-    """Groups of a boundary whose bytes the catalog had wrong, since a record was replaced: corrected."""
+    """Groups of a boundary whose size in the catalog was corrected, since a record had been replaced."""
     num_unknown: int = 0
     """Records of namespaces without a readable manifest, which the catalog cannot hold."""
     namespaces: list[str] = field(default_factory=list)
