@@ -7,6 +7,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from struct import Struct
 from typing import NewType
 
 NAMESPACE_BYTES = 16
@@ -50,6 +51,7 @@ class RecordKey:
 LINK_TOKENS = 16
 """Tokens of a link of the chain: boundaries are multiples of it."""
 
+_LINK = Struct(f"{4 * LINK_TOKENS}s")
 _ROOT = b"kvstore prefix v1\0"
 
 
@@ -83,12 +85,10 @@ class PlainChain:
         packed = array("I", token_ids[: len(token_ids) // LINK_TOKENS * LINK_TOKENS])
         if sys.byteorder == "big":
             packed.byteswap()
-        data = packed.tobytes()
-        link_bytes = LINK_TOKENS * packed.itemsize
         found = []
         link, tokens, step_tokens, sha256 = self._link, self._tokens, self._step_tokens, hashlib.sha256
-        for at in range(0, len(data), link_bytes):
-            link = sha256(link + data[at : at + link_bytes]).digest()
+        for (words,) in _LINK.iter_unpack(packed.tobytes()):
+            link = sha256(link + words).digest()
             tokens += LINK_TOKENS
             if tokens % step_tokens == 0:
                 found.append(Boundary(tokens, PrefixHash(link)))

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import LINK_TOKENS, Boundary, PlainChain
@@ -179,7 +180,7 @@ async def _numbers(body: bytes, start: int, stop: int, room: int, ids_max: int) 
         if piece.translate(None, _IN_LISTS) or not piece.strip():  # JSON has other numbers; nothing follows a comma
             raise _no_list()
         try:
-            ids.extend(json.loads(b"[%b]" % piece))
+            ids.extend(from_json(b"[%b]" % piece))  # twice as fast as `json`
         except OverflowError as error:
             raise InvalidRequest("a token id must fit in 32 bits", field="body.token_ids") from error
         except ValueError as error:
