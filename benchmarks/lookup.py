@@ -1,32 +1,41 @@
 """What a lookup costs: `python -m benchmarks.lookup`, on a real Redis that it starts and ends itself.
 
 The prompt of 131,072 tokens has 2,048 boundaries, 4 groups and 8 slices; Redis holds a million entries. Each figure is
-of the store's own `lookup`, from the query to the answer, and of the catalog's question alone.
+of the store's own `lookup`, from the query to the answer, of the catalog's question alone, and of a router's
+`POST /v1/query` to a service in the same process, from the request's first byte to the answer's last.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import hashlib
+import http.client
 import json
 import statistics
 import sys
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+import numpy as np
+import numpy.typing as npt
 import uvloop
 from redis.asyncio import Redis
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.node import temporary_folder
 from kvstore.api import PrefixQuery
 from kvstore.catalog.base import Addition
 from kvstore.catalog.changes import packed_with
 from kvstore.catalog.entry import EntryShape, Level
 from kvstore.catalog.redis.catalog import RedisCatalog
+from kvstore.client import ClientOptions, connect
 from kvstore.format.record import Record
-from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
+from kvstore.model.instance import EngineInstance
+from kvstore.model.keys import Boundary, NamespaceId, PlainChain, PrefixHash, RecordKey
 from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.namespace import NamespaceDescription, describe_layout
@@ -34,12 +43,16 @@ from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
+from kvstore.service.admin.port import Administered, admin_port
+from kvstore.service.server import Server
+from kvstore.settings import Settings, load_settings
 from kvstore.store.recorder import Recorder
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.servers import redis_server
 from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.redis import RedisTier
+from kvstore.wire.address import UnixAddress
 
 __all__ = ["main"]
 
@@ -48,6 +61,8 @@ _DESCRIPTION = NamespaceDescription.from_fields({"model": "lookup", "layout": de
 _BOUNDARIES = 2048
 _SCALES = (1, 4, 16)
 _RECORD_BYTES = 3_000_000
+_OF_TOKENS = 16
+"""Prompts of token ids."""
 _REALLY_ADDED = 2
 """Prompts that go through the catalog's own `add`; the others' equal entries are written as they stand."""
 
@@ -57,7 +72,7 @@ class Row:
     """One figure.
 
     Attributes:
-        what: `store_lookup`, `catalog_lookup`, `s3_rounds` or `entry`.
+        what: `store_lookup`, `catalog_lookup`, `query`, `s3_rounds` or `entry`.
         tokens: Of the prompt.
         p50_ms: Median.
         p90_ms: Nine of ten are quicker.
@@ -167,12 +182,60 @@ async def _time_lookups(
                         round_trips=trips,
                     )
                 )
+        settings = load_settings({"hot": url, "admin_listen": "127.0.0.1:0"})
+        rows.append(await _time_queries(store, settings, num_prompts, repetitions))
     finally:
         await store.aclose()
         await recorder.aclose()
         await hot.aclose()
         await memory.aclose()
     return rows
+
+
+async def _time_queries(store: TieredStore, settings: Settings, num_prompts: int, repetitions: int) -> Row:
+    """Questions of one router, one after the other, over one connection to a service that an engine is connected to."""
+    instance = EngineInstance("engine", ("lookup",), step_tokens=_LAYOUT.page_tokens, whole_prompts=True)
+    bodies = [
+        json.dumps({"model": "lookup", "token_ids": _tokens(turn % min(_OF_TOKENS, num_prompts)).tolist()}).encode()
+        for turn in range(repetitions + 3)
+    ]
+    server = Server(store)
+    with temporary_folder() as folder:
+        address = UnixAddress(str(folder / "socket"))
+        await server.listen([address])
+        engine = connect(str(address), options=ClientOptions(instance=instance))
+        try:
+            await engine.open_namespace(_DESCRIPTION, deadline=_soon())
+            async with admin_port(Administered(settings, None, store, server)) as port:
+                assert port is not None
+                times = await asyncio.to_thread(_ask, port.url.removeprefix("http://"), bodies)
+        finally:
+            await engine.aclose()
+            await server.aclose()
+    times = sorted(times[3:])
+    return Row(
+        "query",
+        tokens=_BOUNDARIES * _LAYOUT.page_tokens,
+        boundaries=_BOUNDARIES,
+        entries=num_prompts * _BOUNDARIES,
+        p50_ms=round(statistics.median(times), 2),
+        p90_ms=round(times[len(times) * 9 // 10], 2),
+    )
+
+
+def _ask(address: str, bodies: Sequence[bytes]) -> list[float]:
+    """Milliseconds of each question."""
+    times = []
+    connection = http.client.HTTPConnection(address)
+    for body in bodies:
+        started_s = time.perf_counter()
+        connection.request("POST", "/v1/query", body, {"Content-Type": "application/json"})
+        answer = json.loads(connection.getresponse().read())
+        times.append((time.perf_counter() - started_s) * 1000)
+        if (found := answer["default"]["engine"]["longest_matched"]) != _BOUNDARIES * _LAYOUT.page_tokens:
+            raise RuntimeError(f"{found} tokens were found")
+    connection.close()
+    return times
 
 
 async def _commands(client: Redis) -> int:
@@ -258,7 +321,16 @@ def _prompt(number: int, scale: int) -> PrefixQuery:
 
 
 def _prefixes(number: int) -> Iterator[PrefixHash]:
+    """Of a short prompt: of token ids for those that a router asks for, else invented, which is quicker."""
+    if number < _OF_TOKENS:
+        chain = PlainChain(step_tokens=_LAYOUT.page_tokens)
+        return (boundary.prefix for boundary in chain.extend(array("I", _tokens(number).tobytes())))
     return (PrefixHash(hashlib.sha256(b"%d:%d" % (number, index)).digest()) for index in range(_BOUNDARIES))
+
+
+def _tokens(number: int) -> npt.NDArray[np.uint32]:
+    """The token ids of a short prompt, as of a vocabulary of 150,000."""
+    return np.random.default_rng(number).integers(150_000, size=_BOUNDARIES * _LAYOUT.page_tokens, dtype=np.uint32)
 
 
 def _additions(prefix: PrefixHash, tokens: int) -> list[Addition]:

@@ -63,6 +63,9 @@ class ConnectorSettings:
             all names that the connector uses. Its pages are in a namespace of that version alone. An engine loads
             nothing until its first resume points were computed again and equalled the stored pages. Off by default: a
             release may change what a block holds, or when, without changing any name.
+        instance_id: The name by which routers know this engine; they get it in answers of `/v1/query`. `None` is the
+            name of the host, which is the pod's name in Kubernetes. Data-parallel ranks have one name.
+        instance_address: Where this engine takes requests, for the same answers; not used otherwise.
     """
 
     url: str = "embedded:"
@@ -85,6 +88,8 @@ class ConnectorSettings:
     load_always: bool = False
     audit_rate: float = 0.0
     allow_untested_vllm: bool = False
+    instance_id: str | None = None
+    instance_address: str | None = None
 
     def for_role(self, kv_role: str) -> ConnectorSettings:
         """These settings as vLLM's role narrows them: `kv_producer` only saves, `kv_consumer` only loads.

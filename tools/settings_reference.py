@@ -89,6 +89,8 @@ ENGINE_CHANGE_WHEN = {
     "load_always": "Set it when you compare loading with computing.",
     "audit_rate": "Set it when you introduce a model or a vLLM release, and keep a small share in production.",
     "allow_untested_vllm": "Set it when you must run a vLLM release that this connector was not tested with.",
+    "instance_id": "Set it when a router asks for engines (docs/routers.md) and several run on one host.",
+    "instance_address": "Set it when a router should learn from the answer where to send the request.",
 }
 """When a user should change a setting. A setting without such a situation is removed."""
 

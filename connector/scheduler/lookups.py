@@ -12,6 +12,7 @@ from connector.scheduler.requests import RequestState
 from connector.settings import ConnectorSettings
 from connector.weights import Adapters
 from kvstore.api import Deadline, Lookup, PageStore, PrefixQuery
+from kvstore.model.instance import hit_cap
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.instruments import Instruments
 
@@ -31,6 +32,11 @@ _HANDOFF_POLL_S = 0.02
 
 _HANDOFF_POLL_SHARE = 0.2
 """The pause between two lookups as a share of the time waited so far: a late handoff costs few lookups."""
+
+
+def takes_whole_prompts(settings: ConnectorSettings, shape: CacheShape) -> bool:
+    """Whether hits may include a prompt's last token. A recurrent state that contains it would process it twice."""
+    return settings.whole_prompt_hits and not any(group.is_state for group in shape.groups)
 
 
 class Lookups:
@@ -54,8 +60,7 @@ class Lookups:
         self._bridge = bridge
         self._timeout_s = settings.lookup_timeout_ms / 1000
         self._step_tokens = shape.boundary_tokens
-        # a recurrent state that contains the last token would process it twice
-        self._whole_prompts = settings.whole_prompt_hits and not any(group.is_state for group in shape.groups)
+        self._whole_prompts = takes_whole_prompts(settings, shape)
         self._adapters = adapters
         self._answered = answered
         self._meters = instruments.meters
@@ -105,9 +110,8 @@ class Lookups:
             state.lookup_is_fresh = True  # steps may be longer than an answer is fresh
 
     def cap_tokens(self, prompt: tuple[int, ...]) -> int:
-        """The longest hit of a prompt. The engine needs its last token's logits, so it computes that token again."""
-        tokens = len(prompt) if self._whole_prompts else max(0, len(prompt) - 1)
-        return tokens // self._step_tokens * self._step_tokens
+        """The longest hit of a prompt."""
+        return hit_cap(len(prompt), self._step_tokens, whole_prompts=self._whole_prompts)
 
     def query(
         self, namespace: NamespaceId, chain: PrefixChain, prompt: tuple[int, ...], *, local_tokens: int

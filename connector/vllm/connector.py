@@ -34,13 +34,14 @@ from connector.scheduler.requests import RequestState
 from connector.scheduler.side import SchedulerSide
 from connector.settings import ConnectorSettings, cache_folder
 from connector.vllm.advice import UNTRUSTED_MEDIA, advise_at_start, advise_on_block_size, warn_of_untested_release
-from connector.vllm.engine_facts import cache_layers, read_facts, read_name, untested_version
+from connector.vllm.engine_facts import cache_layers, read_facts, read_instance, read_name, untested_version
 from connector.vllm.guard import guarded
 from connector.vllm.observability import ObservabilityHooks
 from connector.vllm.requests import PoolPins, RequestReader, read_step, read_trace
 from connector.worker.side import WorkerSide
 from kvstore.client import BlockingStore, ClientOptions, EmbeddedOptions
 from kvstore.errors import InvalidRequest
+from kvstore.model.instance import EngineInstance
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
@@ -115,11 +116,20 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         num_cores = len(os.sched_getaffinity(0))
         self.worker_side = WorkerSide(self._settings, self._facts, shape, self._bridge, num_cores=num_cores)
 
-    def _connect(self) -> BlockingStore:
+    def _connect(self, instance: EngineInstance | None = None) -> BlockingStore:
+        """A client of the service.
+
+        Args:
+            instance: The engine, of the one client that looks up for it.
+        """
         settings = self._settings
         name, stall_s = read_name(self._vllm_config), settings.stall_timeout_ms / 1000
         options = ClientOptions(
-            name=name, stall_timeout_s=stall_s, first_stall_timeout_s=10 * stall_s, tls=settings.tls()
+            name=name,
+            stall_timeout_s=stall_s,
+            first_stall_timeout_s=10 * stall_s,
+            tls=settings.tls(),
+            instance=instance,
         )
         embedded = EmbeddedOptions(memory_bytes=settings.memory_bytes, disk_bytes=settings.disk_bytes)
         try:
@@ -279,7 +289,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             media_rules=facts.media_rules,
             adapter_rules=facts.adapter_rules,
         )
-        self._bridge = self._connect()
+        self._bridge = self._connect(read_instance(self._vllm_config, self._settings, shape))
         self.scheduler_side = SchedulerSide(
             self._settings,
             facts,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +27,12 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from connector.facts import CellFacts, EngineFacts, GroupFacts, StateFacts
+from connector.identity import CacheShape
+from connector.scheduler.lookups import takes_whole_prompts
+from connector.settings import ConnectorSettings
 from connector.vllm.contract import is_tested, release_of
 from connector.vllm.model_facts import read_rules
+from kvstore.model.instance import EngineInstance
 from kvstore.model.kinds import ChunkedLocal, FullAttention, GroupKind, Latent, Recurrent, SlidingWindow
 from kvstore.runtime.machine import usable_bytes
 
@@ -47,10 +52,29 @@ class _Unsupported(Exception):
 
 def read_name(vllm_config: Any) -> str:
     """The name of this process in the status of its service."""
+    name = _served_name(vllm_config).rstrip("/").rpartition("/")[2]
+    return f"vllm {name}, pid {os.getpid()}"
+
+
+def _served_name(vllm_config: Any) -> str:
+    """The name under which users ask for the model. vLLM passes the first of several to the engine."""
     model = vllm_config.model_config
     served = model.served_model_name or model.model
-    name = str(served if isinstance(served, str) else served[0]).rstrip("/").rpartition("/")[2]
-    return f"vllm {name}, pid {os.getpid()}"
+    return str(served if isinstance(served, str) else served[0])
+
+
+def read_instance(vllm_config: Any, settings: ConnectorSettings, shape: CacheShape) -> EngineInstance | None:
+    """This engine as routers know it; `None`: it does not load."""
+    if not settings.loads:
+        return None
+    return EngineInstance(
+        name=settings.instance_id or socket.gethostname(),
+        models=(_served_name(vllm_config),),
+        step_tokens=shape.boundary_tokens,
+        whole_prompts=takes_whole_prompts(settings, shape),
+        address=settings.instance_address or "",
+        dp_rank=int(vllm_config.parallel_config.data_parallel_index),
+    )
 
 
 def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.format.record import MAX_RECORD_BYTES
+from kvstore.model.instance import EngineInstance
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
@@ -44,6 +45,7 @@ class ClientOptions:
             fails at once where no service listens, but a private service may take as long to start.
         tls: What the client trusts and presents at a `tls://` address.
         shared_memory: Read records where they are in the service's shared memory, if it offers that.
+        instance: The engine that this client belongs to, if it loads: the service then answers routers for it.
     """
 
     token: str = ""
@@ -58,6 +60,7 @@ class ClientOptions:
     first_attempt_s: float = 20.0
     tls: ClientTls = field(default_factory=ClientTls)
     shared_memory: bool = True
+    instance: EngineInstance | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_data_connections <= 64:

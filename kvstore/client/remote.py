@@ -82,7 +82,7 @@ class RemoteStore(PageStore):
 
     async def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:
         async with self._control(deadline) as connection:
-            namespace = await _open_namespace(connection, description, deadline)
+            namespace = await self._open(connection, description, deadline)
         self._namespaces[namespace] = description
         self._namespaces.move_to_end(namespace)
         if len(self._namespaces) > _NAMESPACES_MAX:
@@ -289,23 +289,26 @@ class RemoteStore(PageStore):
         deadline = Deadline.after(self._options.hello_timeout_s)
         for description in list(self._namespaces.values()):
             try:
-                await _open_namespace(connection, description, deadline)
+                await self._open(connection, description, deadline)
             except KVStoreError:  # refused, for example by another release; the other namespaces are of use
                 if not connection.open or deadline.expired:
                     raise
         await self._shared.follow(connection)
 
+    async def _open(self, connection: Connection, description: NamespaceDescription, deadline: Deadline) -> NamespaceId:
+        instance = self._options.instance if connection.welcome.instances else None
+        engine = convert.instance_fields(instance) if instance is not None else {}
+        answer, _ = await connection.request(
+            lambda i, ms: messages.OpenNamespace(i, ms, description.canonical, engine),
+            messages.NamespaceOpened,
+            deadline=deadline,
+        )
+        return convert.parse_namespace(answer.namespace, "namespace_opened.namespace")
+
 
 @lru_cache(_NAMESPACES_MAX)
 def _layout_of(description: NamespaceDescription) -> Layout:
     return description.layout()
-
-
-async def _open_namespace(connection: Connection, description: NamespaceDescription, deadline: Deadline) -> NamespaceId:
-    answer, _ = await connection.request(
-        lambda i, ms: messages.OpenNamespace(i, ms, description.canonical), messages.NamespaceOpened, deadline=deadline
-    )
-    return convert.parse_namespace(answer.namespace, "namespace_opened.namespace")
 
 
 EMBEDDED = "embedded:"

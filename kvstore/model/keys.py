@@ -7,6 +7,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from struct import Struct
 from typing import NewType
 
 NAMESPACE_BYTES = 16
@@ -50,6 +51,7 @@ class RecordKey:
 LINK_TOKENS = 16
 """Tokens of a link of the chain: boundaries are multiples of it."""
 
+_LINK = Struct(f"{4 * LINK_TOKENS}s")
 _ROOT = b"kvstore prefix v1\0"
 
 
@@ -60,19 +62,22 @@ def prefix_root(cache_salt: str | None) -> bytes:
 
 
 class PlainChain:
-    """Computes the hash at every multiple of 16 tokens, for operators' queries: docs/formats/prefix-hash-v1.md without
-    adapters, media and embeddings. The connector hashes prompts that may have those.
+    """Computes the hash at multiples of 16 tokens, for questions of operators and routers: the formats' prefix hash
+    (docs/formats/prefix-hash-v1.md) without adapters, media and embeddings. The connector hashes prompts that may have
+    those.
 
     Args:
         cache_salt: The prompt's `cache_salt`; `None`: it has none.
+        step_tokens: Distance of the boundaries, a multiple of 16.
     """
 
-    def __init__(self, cache_salt: str | None = None) -> None:
+    def __init__(self, cache_salt: str | None = None, step_tokens: int = LINK_TOKENS) -> None:
         self._link = hashlib.sha256(prefix_root(cache_salt)).digest()
         self._tokens = 0
+        self._step_tokens = step_tokens
 
     def extend(self, token_ids: Sequence[int]) -> list[Boundary]:
-        """Append tokens and return their boundaries. Tokens after the last whole link are ignored, not kept.
+        """Append tokens and return their boundaries. Tokens after the last whole 16 are ignored, not kept.
 
         Raises:
             OverflowError: A token id does not fit 32 bits.
@@ -80,11 +85,12 @@ class PlainChain:
         packed = array("I", token_ids[: len(token_ids) // LINK_TOKENS * LINK_TOKENS])
         if sys.byteorder == "big":
             packed.byteswap()
-        data = packed.tobytes()
-        link_bytes = LINK_TOKENS * packed.itemsize
         found = []
-        for at in range(0, len(data), link_bytes):
-            self._link = hashlib.sha256(self._link + data[at : at + link_bytes]).digest()
-            self._tokens += LINK_TOKENS
-            found.append(Boundary(self._tokens, PrefixHash(self._link)))
+        link, tokens, step_tokens, sha256 = self._link, self._tokens, self._step_tokens, hashlib.sha256
+        for (words,) in _LINK.iter_unpack(packed.tobytes()):
+            link = sha256(link + words).digest()
+            tokens += LINK_TOKENS
+            if tokens % step_tokens == 0:
+                found.append(Boundary(tokens, PrefixHash(link)))
+        self._link, self._tokens = link, tokens
         return found

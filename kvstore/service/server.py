@@ -19,7 +19,7 @@ from kvstore.service.answers import Answers
 from kvstore.service.authentication import Authenticator, Credentials, CredentialsFile
 from kvstore.service.limits import ServiceLimits, UnauthenticatedConnection, UnauthenticatedConnections
 from kvstore.service.listener import Listener
-from kvstore.service.session import Session, SessionContext
+from kvstore.service.session import ConnectedEngine, Session, SessionContext
 from kvstore.wire.address import Address
 from kvstore.wire.tls import ServerTls
 
@@ -139,6 +139,11 @@ class Server:
             "receive_bytes_used": self._budget.used_bytes,
             "receive_bytes_limit": self._budget.limit_bytes,
         }
+
+    def engines(self) -> list[ConnectedEngine]:
+        """The engines of all tenants that load from this service now. Safe from any thread."""
+        sessions = list(self._sessions)  # in one step: the loop's thread may add and remove some
+        return [session.engine for session in sessions if session.engine is not None]
 
     async def _check_every_second(self) -> None:
         while True:

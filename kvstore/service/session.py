@@ -13,6 +13,8 @@ from functools import partial
 import kvstore
 from kvstore.api import LeaseId, Progress
 from kvstore.errors import Closed, InternalError, InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
+from kvstore.model.instance import EngineInstance
+from kvstore.model.keys import NamespaceId
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget, Shares
@@ -25,7 +27,7 @@ from kvstore.service.answers import Answers
 from kvstore.service.authentication import NO_TENANT, Authenticator, Grant, Scope
 from kvstore.service.incoming import Incoming, Receipt
 from kvstore.service.limits import PROGRESS_BYTES, ServiceLimits, Stall, UnauthenticatedConnection
-from kvstore.wire import messages
+from kvstore.wire import convert, messages
 from kvstore.wire.convert import plain_text
 from kvstore.wire.frames import HELLO_HEAD_BYTES_MAX, LATER, MAX_HEAD_BYTES, Head, Later
 from kvstore.wire.messages import PROTOCOL_VERSION, Message, error_of
@@ -65,6 +67,15 @@ class SessionContext:
     tracing: Tracing | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ConnectedEngine:
+    """An engine that loads from this service, as it described itself when it last opened a namespace here."""
+
+    tenant: str
+    namespace: NamespaceId
+    instance: EngineInstance
+
+
 class Session:
     """Serves one peer. Its requests run concurrently; each is answered exactly once while the peer is there.
 
@@ -74,6 +85,7 @@ class Session:
     Attributes:
         number: Number of the connection, for logs.
         grant: What its peer may do; `None` before the hello.
+        engine: Its peer, if that is an engine that loads.
 
     Args:
         context: What it has in common with the other sessions.
@@ -100,6 +112,7 @@ class Session:
         self.role = ""
         self.tenant = ""
         self.number = 0
+        self.engine: ConnectedEngine | None = None
         self.leases: set[LeaseId] = set()
         self._entry = entry
         self._answers = context.answers
@@ -332,6 +345,7 @@ class Session:
                 codes=True,
                 losses=True,
                 locates=True,
+                instances=True,
             )
         )
 
@@ -420,6 +434,8 @@ class Session:
                     tenant=self.tenant,
                     sees_all=self._is_own_user,
                 )
+                if isinstance(request, messages.OpenNamespace) and isinstance(reply, messages.NamespaceOpened):
+                    self._note_engine(request, NamespaceId(reply.namespace))
         except KVStoreError as error:
             reply = error_of(request.id, error)
         except Exception as error:  # noqa: BLE001 - a session's top: a bug costs one answer, not the connection
@@ -446,6 +462,11 @@ class Session:
                 await self._send(request.id, reply, data)
             finally:
                 self._loaded_bytes -= num_bytes
+
+    def _note_engine(self, request: messages.OpenNamespace, namespace: NamespaceId) -> None:
+        instance = convert.parse_instance(request.engine) if request.engine else None
+        if instance is not None:
+            self.engine = ConnectedEngine(self.tenant, namespace, instance)
 
     def _shared_arena(self) -> Arena | None:
         """The arena, if this peer may map it. It holds the records of all tenants, so only a process of the service's

@@ -100,6 +100,30 @@ class Presence:
         return self.num_bytes[group] // self.num_sized[group] if self.num_sized.get(group) else unknown_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far a prompt can be resumed, by where its records are.
+
+    Attributes:
+        memory_tokens: From this node's memory alone.
+        resume_tokens: From memory and the slower tiers together: what a lookup answers.
+        silent: Names of the tiers that did not answer in time, and may hold more.
+    """
+
+    memory_tokens: int
+    resume_tokens: int
+    silent: tuple[str, ...] = ()
+
+
+def reach_of(presence: Presence) -> Reach:
+    """How far what was found restores a prompt."""
+    layout, query = presence.layout, presence.query
+    memory_tokens = query.local_tokens
+    if presence.memory:
+        memory_tokens = resume_of(layout, query, groups_present(layout, len(query.boundaries), (presence.memory,)))
+    return Reach(memory_tokens, presence.resume_tokens(), tuple(sorted(presence.silent)))
+
+
 def resume_of(layout: Layout, query: PrefixQuery, bits: Sequence[int], cap_tokens: int | None = None) -> int:
     """The longest resume point of a query that the present groups serve, or the local tokens.
 

@@ -30,7 +30,7 @@ from kvstore.store.leases import LeaseTable
 from kvstore.store.limits import StoreLimits
 from kvstore.store.lookup import AbsentKeys, CatalogLookup, PresenceFinder
 from kvstore.store.namespaces import Manifests, OpenNamespaces, check_key
-from kvstore.store.placement import UNKNOWN_BYTES, Presence, offers_of
+from kvstore.store.placement import UNKNOWN_BYTES, Presence, Reach, offers_of, reach_of
 from kvstore.store.recorder import Backlog, Recorder
 from kvstore.store.retention import RetentionParts
 from kvstore.store.saving import Saver
@@ -189,6 +189,14 @@ class TieredStore(PageStore):
         """As `lookup`, without side effects: nothing is counted, learnt or copied."""
         presence = await self._find(query, self._layout_for(query), _leave_time(deadline))
         return await self.work.run(presence.num_cells, self._answer, presence)
+
+    async def reach(self, query: PrefixQuery, *, deadline: Deadline) -> Reach:
+        """How far a lookup of `query` would reach now, and how far memory alone. Without side effects, as `probe`."""
+        layout = self._layout_for(query)
+        if self._is_retired(query.namespace):
+            return Reach(query.local_tokens, query.local_tokens)
+        presence = await self._find(query, layout, _leave_time(deadline))
+        return await self.work.run(presence.num_cells, reach_of, presence)
 
     async def _find(self, query: PrefixQuery, layout: Layout, deadline: Deadline) -> Presence:
         """Where the records are, for a lookup. A tier that hangs has stalled, however long the caller would wait: first

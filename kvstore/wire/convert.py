@@ -11,20 +11,22 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from kvstore.api import LeaseId, Lookup, Offer, Outcome, PrefixQuery, Staged
 from kvstore.errors import InvalidRequest
-from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, Boundary, NamespaceId, PrefixHash, RecordKey
-from kvstore.model.layout import MAX_GROUPS, Layout
+from kvstore.model.instance import EngineInstance
+from kvstore.model.keys import LINK_TOKENS, NAMESPACE_BYTES, PREFIX_BYTES, Boundary, NamespaceId, PrefixHash, RecordKey
+from kvstore.model.layout import MAX_GROUPS, MAX_PREFIX_TOKENS, Layout
 from kvstore.model.outcome import CONTENT_BYTES
 from kvstore.runtime.arena import Place
 from kvstore.wire import messages
 
 _TEXT_MAX = 256
 _DETAILS_MAX = 16
+_MODELS_MAX = 16
 _TOKENS_MAX = (1 << 32) - 1
 _AGE_MS_MAX = 3_600_000
 _GROUPS_BYTES_MAX = MAX_GROUPS // 8
@@ -249,6 +251,50 @@ def plain_text(text: str, most: int = _TEXT_MAX) -> str:
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)[:most]
+
+
+def instance_fields(instance: EngineInstance) -> dict[str, Any]:
+    """The `engine` of `messages.OpenNamespace`: fields by name, cut to what a service accepts."""
+    return {
+        "name": plain_text(instance.name),
+        "models": [plain_text(model) for model in instance.models[:_MODELS_MAX]],
+        "step_tokens": instance.step_tokens,
+        "whole_prompts": instance.whole_prompts,
+        "address": plain_text(instance.address),
+        "dp_rank": instance.dp_rank,
+    }
+
+
+def parse_instance(engine: Mapping[str, Any]) -> EngineInstance | None:
+    """The engine that opens a namespace; `None`: its description cannot be used. That is for routers only, and must not
+    cost the engine its namespace. Fields of later releases are ignored.
+    """
+    name, address, models = engine.get("name"), engine.get("address", ""), engine.get("models")
+    step_tokens, dp_rank = engine.get("step_tokens"), engine.get("dp_rank", 0)
+    whole_prompts = engine.get("whole_prompts", False)
+    if not (
+        isinstance(name, str)
+        and isinstance(address, str)
+        and isinstance(models, list | tuple)
+        and all(isinstance(model, str) for model in models)
+        and _is_whole(step_tokens, LINK_TOKENS, MAX_PREFIX_TOKENS)
+        and step_tokens % LINK_TOKENS == 0
+        and _is_whole(dp_rank, 0, _TOKENS_MAX)
+        and isinstance(whole_prompts, bool)
+    ):
+        return None
+    return EngineInstance(
+        plain_text(name),
+        tuple(plain_text(model) for model in models[:_MODELS_MAX]),
+        step_tokens=step_tokens,
+        whole_prompts=whole_prompts,
+        address=plain_text(address),
+        dp_rank=dp_rank,
+    )
+
+
+def _is_whole(value: object, least: int, most: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def outcome_message(outcome: Outcome) -> messages.Outcome:

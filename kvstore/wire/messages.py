@@ -78,6 +78,7 @@ class Welcome(Message):
         codes: Whether its errors carry a `code` where there is one.
         losses: Whether it distinguishes an `outcome` that is a loss from one of a request.
         locates: Whether it answers `locate`.
+        instances: Whether it reads `engine` in `open_namespace`.
     """
 
     version: int
@@ -91,6 +92,7 @@ class Welcome(Message):
     codes: bool = False
     losses: bool = False
     locates: bool = False
+    instances: bool = False
 
 
 @wire_message("refused")
@@ -118,7 +120,10 @@ class Reply(Message):
 
 @wire_message("open_namespace")
 class OpenNamespace(Request):
+    """`engine`: who opens it, if that is an engine that loads, see `convert.instance_fields`; empty: another client."""
+
     description: bytes
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
 
 @wire_message("namespace_opened")

@@ -29,6 +29,7 @@ from kvstore.runtime.watched_file import Watched
 from kvstore.store.encryption import key_ledger
 from kvstore.store.encryption.key_ledger import KeyLedger, KeyState
 from kvstore.store.encryption.key_ring import Generation, KeyRing
+from kvstore.store.placement import Reach
 from kvstore.store.saving import verify_record
 from kvstore.store.tiered import TieredStore
 from kvstore.store.upkeep.operations import StoreOperations
@@ -102,6 +103,13 @@ class EncryptedStore(PageStore):
         if found.resume_tokens + query.step_tokens <= query.cap_tokens:
             self._count_miss(tenant, generations)
         return found
+
+    async def reach(self, query: PrefixQuery, *, deadline: Deadline) -> Reach:
+        """As `TieredStore.reach`; nothing for a tenant without a key."""
+        generations = self.generations(self._tenant(query.namespace))
+        if not generations:
+            return Reach(query.local_tokens, query.local_tokens)
+        return await self.inner.reach(await self._named(query, generations, deadline), deadline=deadline)
 
     async def stage(self, query: PrefixQuery, *, deadline: Deadline, progress: Progress | None = None) -> Staged:
         generations = self.generations(self._tenant(query.namespace))

@@ -22,9 +22,10 @@ from tests.unit.admin.service_harness import TOKENS, ServiceHarness, open_servic
 
 CHANGES = ("POST", "PUT", "PATCH", "DELETE")
 OPERATORS_ONLY = ("/metrics",)
-ASKS = ("/v1/lookup",)
+ASKS = ("/v1/lookup", "/v1/query")
 BODIES: dict[str, dict[str, object]] = {
     "/v1/lookup": {"token_ids": [1] * 64},
+    "/v1/query": {"model": "m", "token_ids": [1] * 64},
     "/v1/pins": {"expires_in_s": 60},
     "/v1/deletions": {},
 }
@@ -35,7 +36,7 @@ CONFIRMED = (
 JOBS: dict[NamespaceId, str] = {}
 """A job of whom a namespace belongs to."""
 OWN_ONLY = (
-    *("/v1/namespaces", "/v1/requests", "/v1/tiers", "/v1/quotas", "/v1/weights", "/v1/jobs", "/v1/gc"),
+    *("/v1/namespaces", "/v1/requests", "/v1/tiers", "/v1/quotas", "/v1/weights", "/v1/jobs", "/v1/gc", "/v1/query"),
     *("/v1/history", "/v1/events", "/v1/openapi.json"),
 )
 """Answered to every tenant, each about its own things; the last one is the same for all."""
@@ -92,8 +93,8 @@ async def ask(client: httpx.AsyncClient, method: str, path: str, of: Prompt) -> 
     if method == "PUT":
         body = {"guaranteed_bytes": 1}
     elif path in BODIES and method == "POST":
-        body = {"namespace": namespace, **BODIES[path]}
-        body |= {"prefix": prefix} if path != "/v1/lookup" else {}
+        body = {"namespace": namespace, **BODIES[path]} if path != "/v1/query" else BODIES[path]
+        body |= {"prefix": prefix} if path not in ASKS else {}
     return await client.request(method, filled, params=query, json=body)
 
 

@@ -124,6 +124,8 @@ def spoilt(*changes: tuple[str, str]) -> str:
         (spoilt(("[100", "[,100")), "whole numbers"),
         (spoilt(('"n": 1', '"token_ids": [1]')), "given once"),
         (spoilt(('"n": 1', '"n": ')), "not JSON"),
+        (spoilt((" 200,", "," + " " * 20_000 + "200,")), "whole numbers"),
+        (json.dumps({"token_ids": LONG}).replace("29999]", "29999," + " " * 20_000 + "]"), "whole numbers"),
         (json.dumps([{"token_ids": LONG}]), "JSON object"),
         (json.dumps({"a": {"token_ids": LONG}}), "given once"),
         (json.dumps({"token_ids": [1] * (MAX + 1)}), "at most 40000"),

@@ -35,6 +35,8 @@ VALID: dict[str, tuple[Any, str]] = {
     "load_always": (True, "true"),
     "audit_rate": (0, "0"),
     "allow_untested_vllm": (True, "true"),
+    "instance_id": ("node-7", "node-7"),
+    "instance_address": ("http://10.0.0.7:8000", "http://10.0.0.7:8000"),
 }
 """By key a value that is not its default (where there is another one), and the same as text of an environment."""
 

@@ -11,21 +11,19 @@ from pydantic import BaseModel, Field
 
 from kvstore.catalog.entry import EntryShape, Level
 from kvstore.model.coverage import longest_resumable
-from kvstore.model.keys import LINK_TOKENS, Boundary, PlainChain, RecordKey
+from kvstore.model.keys import LINK_TOKENS, Boundary, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.service.admin.access import Reader
 from kvstore.service.admin.catalog_access import Namespace
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import namespace_id
 from kvstore.service.admin.problems import refusals
-from kvstore.service.admin.resources.prompt import Prompt, read_prompt
+from kvstore.service.admin.resources.prompt import Prompt, hash_prompt, read_prompt
 from kvstore.store.encryption.key_ring import Generation
 from kvstore.store.placement import PackedSlices, SliceMap, groups_present
 
 router = APIRouter(tags=["lookup"])
 
-_HASHED_AT_ONCE = 512 * LINK_TOKENS
-"""Tokens that are hashed before other tasks of this thread get a turn."""
 _LISTED_MAX = 1024
 _READ_AT_ONCE = 1024
 """Boundaries that are read from the catalog in one call."""
@@ -80,7 +78,7 @@ async def look_up(context: Context, grant: Reader, request: Request) -> PromptFo
     prompt, token_ids = await read_prompt(request)
     namespace = await context.catalog.find(namespace_id(prompt.namespace), grant)
     async with context.scans:
-        boundaries, hot, cold = await _read_stored(context, namespace, await _hash(token_ids, prompt.cache_salt))
+        boundaries, hot, cold = await _read_stored(context, namespace, await hash_prompt(token_ids, prompt.cache_salt))
         in_memory = await _read_memory(context, namespace, boundaries, {*_indexes(hot), *_indexes(cold)})
         is_certain = await namespace.catalog.is_complete(deadline=context.soon())
         by_level: dict[Level | None, SliceMap] = {None: in_memory, Level.HOT: hot, Level.COLD: cold}
@@ -88,14 +86,6 @@ async def look_up(context: Context, grant: Reader, request: Request) -> PromptFo
         names = context.operations.tier_names
         held = {} if is_retired else {names[level]: slices for level, slices in by_level.items() if level in names}
         return await _found(namespace.layout, boundaries, held, is_certain=is_certain, is_retired=is_retired)
-
-
-async def _hash(token_ids: Sequence[int], cache_salt: str | None) -> list[Boundary]:
-    chain, boundaries = PlainChain(cache_salt), []
-    for start in range(0, len(token_ids), _HASHED_AT_ONCE):
-        boundaries += chain.extend(token_ids[start : start + _HASHED_AT_ONCE])
-        await asyncio.sleep(0)
-    return boundaries
 
 
 async def _read_stored(

@@ -1,0 +1,206 @@
+"""`/v1/query`: how much of a prompt each connected engine would not have to compute, for routers.
+
+Request and answer have the shape of the indexer API that Mooncake proposed (RFC 1403) and that Dynamo's indexer has.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvstore.api import PrefixQuery
+from kvstore.errors import InvalidRequest
+from kvstore.model.keys import NamespaceId
+from kvstore.model.namespace import NamespaceNotOpen
+from kvstore.runtime.deadline import Deadline
+from kvstore.service.admin.access import Reader
+from kvstore.service.admin.context import AdminContext, Context
+from kvstore.service.admin.models import NAMESPACE_EXAMPLE, TokenId
+from kvstore.service.admin.problems import Refused, refusals
+from kvstore.service.admin.resources.prompt import TOKENS_MAX, hash_prompt, read_json, split_objects, validated
+from kvstore.service.authentication import Grant
+from kvstore.service.session import ConnectedEngine
+from kvstore.store.placement import Reach
+from kvstore.wire.convert import plain_text
+
+router = APIRouter(tags=["query"])
+
+_QUESTIONS_MAX = 64
+_TEXT_MAX = 256
+_NO_TENANT_SHOWN = "default"
+"""How the proposal names the tenant of those that have none."""
+
+
+class Question(BaseModel):
+    """A prompt, and for whom it is asked."""
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"example": {"model": "qwen", "token_ids": list(range(1, 33))}}
+    )
+
+    model: str = Field(max_length=_TEXT_MAX, description="a name under which engines serve the model")
+    token_ids: list[TokenId] = Field(max_length=TOKENS_MAX, description="of the whole prompt")
+    block_size: int | None = Field(
+        default=None, ge=1, description="the answer's tokens are rounded down to multiples of this; null: they are not"
+    )
+    lora_name: str | None = Field(default=None, max_length=_TEXT_MAX, description="null or empty: no adapter")
+    tenant_id: str | None = Field(
+        default=None,
+        max_length=_TEXT_MAX,
+        description="of this tenant's engines alone; `default`: of engines without a tenant; null: of all",
+    )
+    instance_id: str | None = Field(default=None, max_length=_TEXT_MAX, description="of this engine alone")
+    cache_salt: str | None = Field(default=None, max_length=4096, description="the request's `cache_salt`")
+
+
+class InstanceMatch(BaseModel):
+    """How many tokens of the prompt one engine would resume."""
+
+    longest_matched: int = Field(description="the hit that it would get now, if it has none itself", examples=[8192])
+    cpu: int = Field(serialization_alias="CPU", description="what its node's memory alone restores", examples=[4096])
+    storage: int = Field(
+        serialization_alias="STORAGE",
+        description="what memory, Redis and S3 restore together, so at least `CPU`",
+        examples=[8192],
+    )
+    dp: dict[str, int] = Field(
+        serialization_alias="DP", description="`longest_matched` of each data-parallel rank", examples=[{"0": 8192}]
+    )
+    address: str = Field(description="where it takes requests, if its operator set that", examples=["10.0.0.7:8000"])
+    namespaces: list[str] = Field(description="where its pages are", examples=[[NAMESPACE_EXAMPLE]])
+    silent: list[str] = Field(description="tiers that did not answer in time, and may hold more", examples=[[]])
+
+
+Matches = dict[str, dict[str, InstanceMatch]]
+"""By tenant and name of the engine."""
+
+_SCHEMA = Question.model_json_schema()
+_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {"anyOf": [_SCHEMA, {"type": "array", "items": _SCHEMA, "maxItems": _QUESTIONS_MAX}]}
+            }
+        },
+    }
+}
+
+
+@router.post("/query", responses=refusals(413), openapi_extra=_BODY)
+async def query(context: Context, grant: Reader, request: Request) -> Matches | list[Matches]:
+    """By tenant and engine, how much of a prompt without adapter, media and embeddings each engine that is connected to
+    this service would resume; of a list of prompts a list. Nothing is fetched, and nothing counts as a use.
+    """
+    questions, is_list = await _read(request, grant)
+    engines = [engine for engine in context.service.server.engines() if grant.sees(engine.tenant)]
+    answers = [await _answer(context, engines, question, token_ids) for question, token_ids in questions]
+    return answers if is_list else answers[0]
+
+
+async def _read(request: Request, grant: Grant) -> tuple[list[tuple[Question, Sequence[int]]], bool]:
+    """The questions of a body, each with its token ids, and whether they are a list."""
+    body = await read_json(request)
+    objects, lists = await split_objects(body, TOKENS_MAX)
+    if len(objects) > _QUESTIONS_MAX:
+        raise InvalidRequest(f"at most {_QUESTIONS_MAX} prompts", field="body", seen=len(objects))
+    is_list = body.lstrip()[:1] == b"["
+    questions: list[tuple[Question, Sequence[int]]] = []
+    for index, fields in enumerate(objects):
+        where = (index,) if is_list else ()
+        question = validated(Question, fields if lists is None else {**fields, "token_ids": []}, *where)
+        if question.lora_name:
+            raise InvalidRequest(
+                "prompts with an adapter are not found: their pages are named by the adapter's files",
+                field=".".join(["body", *map(str, where), "lora_name"]),
+            )
+        if question.tenant_id is not None and grant.tenant not in (None, question.tenant_id):
+            raise Refused(403, "the token is another tenant's", field="body.tenant_id")  # whether or not it exists
+        questions.append((question, array("I", question.token_ids) if lists is None else lists[index]))
+    return questions, is_list
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What the reach of a prompt depends on; engines that agree in it have one answer."""
+
+    namespace: NamespaceId
+    step_tokens: int
+    cap_tokens: int
+
+
+async def _answer(
+    context: AdminContext, engines: Sequence[ConnectedEngine], question: Question, token_ids: Sequence[int]
+) -> Matches:
+    model, tenant, name = plain_text(question.model), question.tenant_id, question.instance_id
+    asked: list[tuple[ConnectedEngine, _Target]] = []
+    for engine in engines:
+        instance = engine.instance
+        if (
+            model in instance.models
+            and tenant in (None, engine.tenant or _NO_TENANT_SHOWN)
+            and name in (None, instance.name)
+        ):
+            cap_tokens = instance.cap_tokens(len(token_ids))
+            asked.append((engine, _Target(engine.namespace, instance.step_tokens, cap_tokens)))
+    reaches = await _reaches(context, {target for _, target in asked}, question, token_ids)
+    ranks: dict[tuple[str, str], list[tuple[ConnectedEngine, Reach]]] = defaultdict(list)
+    for engine, target in asked:
+        if (reach := reaches.get(target)) is not None:
+            ranks[engine.tenant or _NO_TENANT_SHOWN, engine.instance.name].append((engine, reach))
+    matches: Matches = defaultdict(dict)
+    for (tenant_shown, instance_name), found in sorted(ranks.items(), key=lambda item: item[0]):
+        matches[tenant_shown][instance_name] = _match(found, question.block_size or 1)
+    return matches
+
+
+async def _reaches(
+    context: AdminContext, targets: set[_Target], question: Question, token_ids: Sequence[int]
+) -> dict[_Target, Reach]:
+    """How far the prompt can be resumed; without namespaces that the store has closed meanwhile, because they were not
+    used for long. Their engines open them again at their next lookup.
+    """
+    step_tokens = gcd(*(target.step_tokens for target in targets))
+    hashed = await hash_prompt(token_ids, question.cache_salt, step_tokens) if targets else []
+    store, reaches = context.service.store, {}
+    for target in targets:
+        boundaries = tuple(boundary for boundary in hashed if boundary.tokens % target.step_tokens == 0)
+        prompt = PrefixQuery(target.namespace, boundaries, 0, target.cap_tokens, target.step_tokens)
+
+        async def reach(deadline: Deadline, prompt: PrefixQuery = prompt) -> Reach:
+            return await store.reach(prompt, deadline=deadline)
+
+        try:
+            reaches[target] = await context.data_loop.call(reach)
+        except NamespaceNotOpen:
+            continue
+    return reaches
+
+
+def _match(found: Sequence[tuple[ConnectedEngine, Reach]], block_size: int) -> InstanceMatch:
+    """The answer for the engines of one name. Of two with one rank the smaller counts: either may get the request."""
+    by_rank: dict[int, Reach] = {}
+    for engine, reach in found:
+        rank = engine.instance.dp_rank
+        if rank not in by_rank or reach.resume_tokens < by_rank[rank].resume_tokens:
+            by_rank[rank] = reach
+
+    def rounded(tokens: int) -> int:
+        return tokens // block_size * block_size
+
+    longest = rounded(max(reach.resume_tokens for reach in by_rank.values()))
+    return InstanceMatch(
+        longest_matched=longest,
+        cpu=rounded(max(reach.memory_tokens for reach in by_rank.values())),
+        storage=longest,
+        dp={str(rank): rounded(by_rank[rank].resume_tokens) for rank in sorted(by_rank)},
+        address=next((engine.instance.address for engine, _ in found if engine.instance.address), ""),
+        namespaces=sorted({engine.namespace.hex() for engine, _ in found}),
+        silent=sorted({name for reach in by_rank.values() for name in reach.silent}),
+    )
