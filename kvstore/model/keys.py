@@ -71,6 +71,17 @@ class PlainChain:
         self._link = hashlib.sha256(prefix_root(cache_salt)).digest()
         self._tokens = 0
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole links so far."""
+        return self._tokens
+
+    def copy(self) -> PlainChain:
+        """A chain that continues the same tokens on its own."""
+        made = PlainChain.__new__(PlainChain)
+        made._link, made._tokens = self._link, self._tokens
+        return made
+
     def extend(self, token_ids: Sequence[int]) -> list[Boundary]:
         """Append tokens and return their boundaries. Tokens after the last whole link are ignored, not kept.
 

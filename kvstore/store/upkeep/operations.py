@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvstore.catalog.entry import Level
 from kvstore.errors import Closed, InvalidRequest, Unavailable
-from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.context import StoreContext
 from kvstore.store.explain.explainer import Explainer, ReportedOutcome
@@ -126,6 +126,26 @@ class StoreOperations:
             sizes += await self._memory.head(keys[start : start + _PAUSE_RECORDS], deadline=deadline)
             await asyncio.sleep(0)
         return sizes
+
+    async def memory_slices(
+        self, namespace: NamespaceId, prefixes: Sequence[PrefixHash]
+    ) -> dict[tuple[int, int], int]:
+        """What this node's memory has at some boundaries, which counts as no use.
+
+        Returns:
+            By index of the boundary and group a bit for each slice that is there; without those that have none.
+
+        Raises:
+            InvalidRequest: More than `PIECE_RECORDS_MAX`.
+        """
+        _check_piece(len(prefixes))
+        found: dict[tuple[int, int], int] = {}
+        for start in range(0, len(prefixes), _PAUSE_RECORDS):
+            held = self._memory.boundaries(namespace)
+            for index, prefix in enumerate(prefixes[start : start + _PAUSE_RECORDS], start):
+                found |= {(index, group): bits for group, bits in held.get(prefix, {}).items()}
+            await asyncio.sleep(0)
+        return found
 
     async def forget(self, keys: Sequence[RecordKey]) -> int:
         """Drop records from this node's memory and its write-back queues; returns how many the memory had.

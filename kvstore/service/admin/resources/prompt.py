@@ -1,4 +1,4 @@
-"""The body of `/v1/lookup`: a prompt, whose token ids are parsed in pieces.
+"""The body of `/v1/lookup` and `/v1/plan`: a prompt, whose token ids are parsed in pieces.
 
 A parser that reads the ids of a long prompt at once holds Python's lock, and with it the data loop, for too long.
 """
@@ -10,7 +10,7 @@ import json
 import re
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -45,7 +45,10 @@ class Prompt(BaseModel):
     cache_salt: str | None = Field(default=None, max_length=4096, description="the request's `cache_salt`")
 
 
-async def read_prompt(request: Request) -> tuple[Prompt, Sequence[int]]:
+P = TypeVar("P", bound=Prompt)
+
+
+async def read_prompt(request: Request, model: type[P]) -> tuple[P, Sequence[int]]:
     """The body of a request without its token ids, and these.
 
     Raises:
@@ -58,7 +61,7 @@ async def read_prompt(request: Request) -> tuple[Prompt, Sequence[int]]:
         raise Refused(422, "the body is not sent as JSON", field="body", expected="Content-Type: application/json")
     fields, token_ids = await split_token_ids(await request.body(), _TOKENS_MAX)
     try:
-        prompt = Prompt.model_validate(fields if token_ids is None else {**fields, "token_ids": []})
+        prompt = model.model_validate(fields if token_ids is None else {**fields, "token_ids": []})
     except ValidationError as error:
         problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
         raise RequestValidationError(problems) from error

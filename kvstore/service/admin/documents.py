@@ -1,0 +1,303 @@
+"""The order of a prompt's documents that restores most of it from what is stored, found by a bounded search; and how
+often documents are asked for, which decides the order of those that are computed.
+
+A boundary's hash depends on every token before it. So the store cannot be asked which documents it holds, only whether
+a given order was stored up to a given page. The search asks that of the usual order (the document asked for most often
+first), of the order that the caller gave, and then, in rounds, of ways to continue the longest beginnings that were
+found. Documents end anywhere: a page may hold the end of one document and the start of another, and is found only if
+both are the same in the same order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import heapq
+from array import array
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.model.keys import LINK_TOKENS, Boundary, NamespaceId, PlainChain, PrefixHash
+from kvstore.model.layout import Layout
+from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+
+_BEAM = 8
+"""Beginnings that one round continues, the longest first."""
+_NEXT_MAX = 4
+"""Documents that each is continued with, the most usual first: others are rarely stored there."""
+_ROUNDS_MAX = 8
+_ROUNDS_S = 0.003
+"""No round begins later than this after the first one. A round takes some half a millisecond."""
+_HASHED_AT_ONCE = 512 * LINK_TOKENS
+"""Tokens that are hashed before other tasks of this thread get a turn."""
+
+Ask = Callable[[Sequence[Boundary]], Awaitable[Sequence[int]]]
+"""Returns for each boundary a bit per group all of whose slices are stored."""
+
+
+@dataclass(slots=True)
+class _Beginning:
+    """The start of a prompt: its head and some documents.
+
+    Attributes:
+        documents: In their order.
+        chain: Hashes its tokens.
+        rest: Tokens that are not hashed yet.
+        num_tokens: Hashed or not.
+        asked: Boundaries at ends of pages that it has and its parent has not, and that are hashed.
+        reach_tokens: Up to here each page is stored, of the groups that read all of a prompt.
+        resume_tokens: The last end of a page up to there where every group is stored.
+        is_open: All of its ends of pages that were asked for are stored, so that it may be worth to continue it.
+    """
+
+    documents: tuple[int, ...]
+    chain: PlainChain
+    rest: array[int]
+    num_tokens: int
+    asked: list[Boundary] = field(default_factory=list)
+    reach_tokens: int = 0
+    resume_tokens: int = 0
+    is_open: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An order of documents.
+
+    Attributes:
+        documents: Indexes into the documents that were given.
+        resume_tokens: Where the prompt can be resumed, as far as the search knows: at an end of a page.
+        given_tokens: The same for the order that was given.
+    """
+
+    documents: tuple[int, ...]
+    resume_tokens: int
+    given_tokens: int
+
+
+class OrderSearch:
+    """One search.
+
+    Args:
+        layout: The model's groups.
+        ask: What is stored; called once for each round.
+        clock: Limits the rounds.
+    """
+
+    def __init__(self, layout: Layout, ask: Ask, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._page_tokens = layout.page_tokens
+        self._ask = ask
+        self._clock = clock
+        paged = [group for group in layout.groups if not group.is_state]
+        whole = [group for group in paged if group.kind.needed_from(1 << 30) == 0]
+        needed = whole or paged or list(layout.groups)
+        self._needed = sum(1 << index for index, group in enumerate(layout.groups) if group in needed)
+        self._every = (1 << len(layout.groups)) - 1
+        self._known: dict[PrefixHash, int] = {}
+
+    async def run(
+        self,
+        head: array[int],
+        documents: Sequence[array[int]],
+        *,
+        usual: Sequence[int],
+        given: Sequence[int],
+        cache_salt: str | None,
+    ) -> Order:
+        """The best order that the search finds; never one that restores less than the usual or the given one.
+
+        Args:
+            head: Token ids before the documents.
+            documents: Token ids of each, not empty.
+            usual: Indexes of all documents, in the order in which they are put where nothing is stored.
+            given: The same in the order of the caller.
+            cache_salt: Of the prompt.
+        """
+        root = _Beginning((), PlainChain(cache_salt), head, len(head))
+        await self._hash_all(root)
+        paths = [await self._path(root, documents, order) for order in dict.fromkeys((tuple(usual), tuple(given)))]
+        await self._learn([root, *(one for path in paths for one in path)])
+        self._update(root, None)
+        for path in paths:
+            for parent, child in zip([root, *path], path, strict=False):
+                self._update(child, parent)
+        given_tokens = paths[-1][-1].resume_tokens if paths[-1] else root.resume_tokens
+        best = max((root, *(one for path in paths for one in path)), key=_worth)
+        open_ones = [root, *(one for path in paths for one in path if one.is_open)]
+        best = await self._continue(open_ones, best, documents, usual)
+        chosen = set(best.documents)
+        rest = (index for index in usual if index not in chosen)
+        return Order((*best.documents, *rest), best.resume_tokens, given_tokens)
+
+    async def _path(
+        self, root: _Beginning, documents: Sequence[array[int]], order: Sequence[int]
+    ) -> list[_Beginning]:
+        """The beginnings of an order, one for each document, all hashed."""
+        path: list[_Beginning] = []
+        for index in order:
+            path.append(_with(path[-1] if path else root, index, documents[index]))
+            await self._hash_all(path[-1])
+        return path
+
+    async def _continue(
+        self, open_ones: Sequence[_Beginning], best: _Beginning, documents: Sequence[array[int]], usual: Sequence[int]
+    ) -> _Beginning:
+        """The best of some beginnings and of those that continue them."""
+        rank = {index: number for number, index in enumerate(usual)}
+        seen = {one.documents for one in open_ones}
+        queue: list[tuple[int, int, int, _Beginning]] = []
+
+        def push(one: _Beginning) -> None:
+            heapq.heappush(queue, (-one.reach_tokens, sum(rank[index] for index in one.documents), len(seen), one))
+
+        for one in open_ones:
+            push(one)
+            seen.add((*one.documents, -1))  # so that no two entries of the queue are equal
+        until_s = self._clock.monotonic_s() + _ROUNDS_S
+        for _ in range(_ROUNDS_MAX):
+            is_whole = len(best.documents) == len(documents) and best.is_open
+            if is_whole or not queue or self._clock.monotonic_s() > until_s:
+                break
+            parents = [heapq.heappop(queue)[-1] for _ in range(min(_BEAM, len(queue)))]
+            children: list[tuple[_Beginning, _Beginning]] = []
+            for parent in parents:
+                await self._hash_all(parent)
+                for index in [one for one in usual if one not in parent.documents][:_NEXT_MAX]:
+                    child = _with(parent, index, documents[index])
+                    if child.documents not in seen:
+                        seen.add(child.documents)
+                        self._hash_page(child)
+                        children.append((parent, child))
+                await asyncio.sleep(0)
+            await self._learn([*parents, *(child for _, child in children)])
+            for parent in parents:
+                self._update(parent, parent)
+            for parent, child in children:
+                self._update(child, parent)
+                if child.is_open:
+                    push(child)
+            best = max((best, *parents, *(child for _, child in children)), key=_worth)
+        return best
+
+    def _hash_page(self, one: _Beginning) -> None:
+        """Hash up to its next end of a page, or all its tokens if it has none: most beginnings end there."""
+        done = one.chain.tokens
+        end = (done // self._page_tokens + 1) * self._page_tokens
+        self._hash(one, -(-(end - done) // LINK_TOKENS) * LINK_TOKENS)
+
+    async def _hash_all(self, one: _Beginning) -> None:
+        while len(one.rest) >= LINK_TOKENS:
+            self._hash(one, _HASHED_AT_ONCE)
+            if len(one.rest) >= LINK_TOKENS:
+                await asyncio.sleep(0)
+
+    def _hash(self, one: _Beginning, num_tokens: int) -> None:
+        num_tokens = min(num_tokens, len(one.rest) // LINK_TOKENS * LINK_TOKENS)
+        one.asked += [
+            boundary
+            for boundary in one.chain.extend(one.rest[:num_tokens])
+            if boundary.tokens % self._page_tokens == 0
+        ]
+        one.rest = one.rest[num_tokens:]
+
+    async def _learn(self, beginnings: Sequence[_Beginning]) -> None:
+        """Ask what is stored at boundaries that are not known yet."""
+        wanted = {boundary.prefix: boundary for one in beginnings for boundary in one.asked}
+        new = [boundary for prefix, boundary in wanted.items() if prefix not in self._known]
+        if new:
+            self._known |= zip((boundary.prefix for boundary in new), await self._ask(new), strict=True)
+
+    def _update(self, one: _Beginning, parent: _Beginning | None) -> None:
+        """Note how far a beginning is stored, whose boundaries are known."""
+        if parent is not None:
+            one.reach_tokens, one.resume_tokens = parent.reach_tokens, parent.resume_tokens
+            one.is_open = parent.is_open
+        for boundary in one.asked:
+            bits = self._known[boundary.prefix]
+            if not one.is_open or bits & self._needed != self._needed:
+                one.is_open = False
+                break
+            one.reach_tokens = boundary.tokens
+            if bits == self._every:
+                one.resume_tokens = boundary.tokens
+
+
+def _with(parent: _Beginning, index: int, tokens: array[int]) -> _Beginning:
+    return _Beginning(
+        (*parent.documents, index), parent.chain.copy(), parent.rest + tokens, parent.num_tokens + len(tokens)
+    )
+
+
+def _worth(one: _Beginning) -> tuple[int, int]:
+    return one.resume_tokens, -len(one.documents)
+
+
+# how often documents are asked for
+
+_DOCUMENTS_MAX = 16_384
+_TENANTS_MAX = 64
+_AGEING = 1.0002
+"""A request counts this much more than the one before: half as much as one 3,466 requests later."""
+_LARGE = 1e100
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Of one tenant."""
+
+    one: float = 1.0
+    """What a request counts now."""
+    of: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
+    """By digest; the one that was asked for longest ago is forgotten first."""
+
+
+class DocumentUses:
+    """Counts how often each document was asked for lately, in a namespace under a salt. Kept in this process alone: a
+    service that starts knows nothing, and orders what it finds stored as it was stored.
+
+    A tenant's counts depend on that tenant's requests only.
+    """
+
+    def __init__(self) -> None:
+        self._tenants: OrderedDict[str, _Counts] = OrderedDict()
+
+    def note(
+        self, tenant: str, namespace: NamespaceId, cache_salt: str | None, documents: Sequence[array[int]]
+    ) -> tuple[list[int], list[float]]:
+        """Count a request.
+
+        Returns:
+            The indexes of its documents, the one asked for most often first; and for each document the share of the
+            requests before this one that asked for it.
+        """
+        counts = self._tenants.setdefault(tenant, _Counts())
+        self._tenants.move_to_end(tenant)
+        if len(self._tenants) > _TENANTS_MAX:
+            self._tenants.popitem(last=False)
+        place = namespace + (b"" if cache_salt is None else b"\1" + cache_salt.encode(errors="surrogatepass"))
+        place = hashlib.sha256(place).digest()
+        before = counts.of.get(place, 0.0) / counts.one
+        digests = [hashlib.blake2b(one.tobytes(), digest_size=16, key=place).digest() for one in documents]
+        shares = [counts.of.get(digest, 0.0) / counts.one / (before + 1.0) for digest in digests]
+        for digest in (*digests, place):
+            counts.of[digest] = counts.of.get(digest, 0.0) + counts.one
+            counts.of.move_to_end(digest)
+        while len(counts.of) > _DOCUMENTS_MAX:
+            counts.of.popitem(last=False)
+        counts.one *= _AGEING
+        if counts.one > _LARGE:
+            counts.of = OrderedDict((digest, count / counts.one) for digest, count in counts.of.items())
+            counts.one = 1.0
+        usual = sorted(range(len(digests)), key=lambda index: (-shares[index], digests[index]))
+        return usual, shares
+
+
+def expected_uses(shares: Sequence[float], num_requests: int) -> list[float]:
+    """For each number of documents from none on how many of `num_requests` requests would begin with these, as if
+    documents were asked for independently of each other.
+    """
+    found = [float(num_requests)]
+    for share in shares:
+        found.append(found[-1] * share)
+    return found
