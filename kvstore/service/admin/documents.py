@@ -17,6 +17,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from kvstore.model.keys import LINK_TOKENS, Boundary, NamespaceId, PlainChain, PrefixHash
 from kvstore.model.layout import Layout
@@ -24,8 +25,9 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 
 _BEAM = 8
 """Beginnings that one round continues, the longest first."""
-_NEXT_MAX = 4
-"""Documents that each is continued with, the most usual first: others are rarely stored there."""
+_TRIED = 32
+"""Continuations that one round tries, shared among its beginnings; of each the most usual documents, since others are
+rarely stored there."""
 _ROUNDS_MAX = 8
 _ROUNDS_S = 0.003
 """No round begins later than this after the first one. A round takes some half a millisecond."""
@@ -130,9 +132,7 @@ class OrderSearch:
         rest = (index for index in usual if index not in chosen)
         return Order((*best.documents, *rest), best.resume_tokens, given_tokens)
 
-    async def _path(
-        self, root: _Beginning, documents: Sequence[array[int]], order: Sequence[int]
-    ) -> list[_Beginning]:
+    async def _path(self, root: _Beginning, documents: Sequence[array[int]], order: Sequence[int]) -> list[_Beginning]:
         """The beginnings of an order, one for each document, all hashed."""
         path: list[_Beginning] = []
         for index in order:
@@ -144,16 +144,18 @@ class OrderSearch:
         self, open_ones: Sequence[_Beginning], best: _Beginning, documents: Sequence[array[int]], usual: Sequence[int]
     ) -> _Beginning:
         """The best of some beginnings and of those that continue them."""
-        rank = {index: number for number, index in enumerate(usual)}
+        rank = {index: place for place, index in enumerate(usual)}
         seen = {one.documents for one in open_ones}
         queue: list[tuple[int, int, int, _Beginning]] = []
 
+        number = count()
+
         def push(one: _Beginning) -> None:
-            heapq.heappush(queue, (-one.reach_tokens, sum(rank[index] for index in one.documents), len(seen), one))
+            ranks = sum(rank[index] for index in one.documents)
+            heapq.heappush(queue, (-one.reach_tokens, ranks, next(number), one))
 
         for one in open_ones:
             push(one)
-            seen.add((*one.documents, -1))  # so that no two entries of the queue are equal
         until_s = self._clock.monotonic_s() + _ROUNDS_S
         for _ in range(_ROUNDS_MAX):
             is_whole = len(best.documents) == len(documents) and best.is_open
@@ -161,9 +163,10 @@ class OrderSearch:
                 break
             parents = [heapq.heappop(queue)[-1] for _ in range(min(_BEAM, len(queue)))]
             children: list[tuple[_Beginning, _Beginning]] = []
+            tried = _TRIED // len(parents)
             for parent in parents:
                 await self._hash_all(parent)
-                for index in [one for one in usual if one not in parent.documents][:_NEXT_MAX]:
+                for index in [one for one in usual if one not in parent.documents][:tried]:
                     child = _with(parent, index, documents[index])
                     if child.documents not in seen:
                         seen.add(child.documents)
@@ -195,9 +198,7 @@ class OrderSearch:
     def _hash(self, one: _Beginning, num_tokens: int) -> None:
         num_tokens = min(num_tokens, len(one.rest) // LINK_TOKENS * LINK_TOKENS)
         one.asked += [
-            boundary
-            for boundary in one.chain.extend(one.rest[:num_tokens])
-            if boundary.tokens % self._page_tokens == 0
+            boundary for boundary in one.chain.extend(one.rest[:num_tokens]) if boundary.tokens % self._page_tokens == 0
         ]
         one.rest = one.rest[num_tokens:]
 
@@ -275,10 +276,10 @@ class DocumentUses:
         self._tenants.move_to_end(tenant)
         if len(self._tenants) > _TENANTS_MAX:
             self._tenants.popitem(last=False)
-        place = namespace + (b"" if cache_salt is None else b"\1" + cache_salt.encode(errors="surrogatepass"))
+        place = namespace + (b"" if cache_salt is None else b"\1" + cache_salt.encode())
         place = hashlib.sha256(place).digest()
         before = counts.of.get(place, 0.0) / counts.one
-        digests = [hashlib.blake2b(one.tobytes(), digest_size=16, key=place).digest() for one in documents]
+        digests = [hashlib.blake2b(one, digest_size=16, key=place).digest() for one in documents]
         shares = [counts.of.get(digest, 0.0) / counts.one / (before + 1.0) for digest in digests]
         for digest in (*digests, place):
             counts.of[digest] = counts.of.get(digest, 0.0) + counts.one

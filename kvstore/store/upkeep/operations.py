@@ -127,9 +127,7 @@ class StoreOperations:
             await asyncio.sleep(0)
         return sizes
 
-    async def memory_slices(
-        self, namespace: NamespaceId, prefixes: Sequence[PrefixHash]
-    ) -> dict[tuple[int, int], int]:
+    async def memory_slices(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash]) -> dict[tuple[int, int], int]:
         """What this node's memory has at some boundaries, which counts as no use.
 
         Returns:
