@@ -31,7 +31,8 @@ class Plan:
         left_out: Documents that equal one in `order`.
         hit_tokens: How many of the tokens the store can restore; an engine's block size can reduce it.
         hit_by_tier: The same by tier: what it adds to faster tiers.
-        given_hit_tokens: Hit of the order that was given, in whole pages.
+        given_hit_tokens: Hit of the order that was given; `None`: the call did not ask to compare.
+        search_ms: How long the service searched.
         retain: Beginnings that are worth to be retained, as `POST /v1/plan` describes them.
         failure: Why no plan was made: the prompt is the one that was given. Empty: it was planned.
     """
@@ -41,7 +42,8 @@ class Plan:
     left_out: list[int] = field(default_factory=list)
     hit_tokens: int = 0
     hit_by_tier: Mapping[str, int] = field(default_factory=dict)
-    given_hit_tokens: int = 0
+    given_hit_tokens: int | None = None
+    search_ms: float = 0.0
     retain: Sequence[Mapping[str, Any]] = ()
     failure: str = ""
 
@@ -97,6 +99,7 @@ class PlanClient:
         fixed_last: int = 0,
         keep_duplicates: bool = False,
         cache_salt: str | None = None,
+        compare: bool = False,
     ) -> Plan:
         """Plan a prompt. If the service does not answer, the prompt is returned as it was given, with the reason in
         `failure`: a right answer never needs a plan.
@@ -110,6 +113,7 @@ class PlanClient:
             fixed_last: So many at the end stay where they are.
             keep_duplicates: Equal documents are sent as often as they are given.
             cache_salt: The request's `cache_salt`.
+            compare: Also find the hit of the order that was given.
 
         Raises:
             InvalidRequest: A piece is text and there is no tokenizer, or the service refuses the call.
@@ -127,6 +131,7 @@ class PlanClient:
             "fixed_last": fixed_last,
             "keep_duplicates": keep_duplicates,
             "cache_salt": cache_salt,
+            "compare": compare,
         }
         try:
             found = self._ask(json.dumps(body, separators=(",", ":")).encode())
@@ -139,6 +144,7 @@ class PlanClient:
             found["hit_tokens"],
             found["hit_by_tier"],
             found["given_hit_tokens"],
+            found["search_ms"],
             found["retain"],
         )
 

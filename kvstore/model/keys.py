@@ -82,8 +82,11 @@ class PlainChain:
         made._link, made._tokens = self._link, self._tokens
         return made
 
-    def extend(self, token_ids: Sequence[int]) -> list[Boundary]:
+    def extend(self, token_ids: Sequence[int], every: int = LINK_TOKENS) -> list[Boundary]:
         """Append tokens and return their boundaries. Tokens after the last whole link are ignored, not kept.
+
+        Args:
+            every: Only boundaries at multiples of this are returned.
 
         Raises:
             OverflowError: A token id does not fit 32 bits.
@@ -94,8 +97,11 @@ class PlainChain:
         data = packed.tobytes()
         link_bytes = LINK_TOKENS * packed.itemsize
         found = []
+        link, tokens, sha256 = self._link, self._tokens, hashlib.sha256
         for at in range(0, len(data), link_bytes):
-            self._link = hashlib.sha256(self._link + data[at : at + link_bytes]).digest()
-            self._tokens += LINK_TOKENS
-            found.append(Boundary(self._tokens, PrefixHash(self._link)))
+            link = sha256(link + data[at : at + link_bytes]).digest()
+            tokens += LINK_TOKENS
+            if tokens % every == 0:
+                found.append(Boundary(tokens, PrefixHash(link)))
+        self._link, self._tokens = link, tokens
         return found

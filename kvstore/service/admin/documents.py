@@ -3,9 +3,8 @@ often documents are asked for, which decides the order of those that are compute
 
 A boundary's hash depends on every token before it. So the store cannot be asked which documents it holds, only whether
 a given order was stored up to a given page. The search asks that of the usual order (the document asked for most often
-first), of the order that the caller gave, and then, in rounds, of ways to continue the longest beginnings that were
-found. Documents end anywhere: a page may hold the end of one document and the start of another, and is found only if
-both are the same in the same order.
+first), and then, in rounds, of ways to continue the longest beginnings that were found. Documents end anywhere: a page
+may hold the end of one document and the start of another, and is found only if both are the same in the same order.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from kvstore.model.keys import LINK_TOKENS, Boundary, NamespaceId, PlainChain, P
 from kvstore.model.layout import Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 
-_BEAM = 8
+_BEAM = 4
 """Beginnings that one round continues, the longest first."""
-_TRIED = 32
+_TRIED = 16
 """Continuations that one round tries, shared among its beginnings; of each the most usual documents, since others are
 rarely stored there."""
 _ROUNDS_MAX = 8
@@ -46,7 +45,6 @@ class _Beginning:
         documents: In their order.
         chain: Hashes its tokens.
         rest: Tokens that are not hashed yet.
-        num_tokens: Hashed or not.
         asked: Boundaries at ends of pages that it has and its parent has not, and that are hashed.
         reach_tokens: Up to here each page is stored, of the groups that read all of a prompt.
         resume_tokens: The last end of a page up to there where every group is stored.
@@ -56,7 +54,6 @@ class _Beginning:
     documents: tuple[int, ...]
     chain: PlainChain
     rest: array[int]
-    num_tokens: int
     asked: list[Boundary] = field(default_factory=list)
     reach_tokens: int = 0
     resume_tokens: int = 0
@@ -70,12 +67,10 @@ class Order:
     Attributes:
         documents: Indexes into the documents that were given.
         resume_tokens: Where the prompt can be resumed, as far as the search knows: at an end of a page.
-        given_tokens: The same for the order that was given.
     """
 
     documents: tuple[int, ...]
     resume_tokens: int
-    given_tokens: int
 
 
 class OrderSearch:
@@ -107,55 +102,45 @@ class OrderSearch:
         given: Sequence[int],
         cache_salt: str | None,
     ) -> Order:
-        """The best order that the search finds; never one that restores less than the usual or the given one.
+        """The best order that the search finds; never one that restores less than the usual one.
 
         Args:
             head: Token ids before the documents.
             documents: Token ids of each, not empty.
             usual: Indexes of all documents, in the order in which they are put where nothing is stored.
-            given: The same in the order of the caller.
+            given: The same in the order of the caller, which is tried too.
             cache_salt: Of the prompt.
         """
-        root = _Beginning((), PlainChain(cache_salt), head, len(head))
+        root = _Beginning((), PlainChain(cache_salt), head)
+        path = [root]
         await self._hash_all(root)
-        paths = [await self._path(root, documents, order) for order in dict.fromkeys((tuple(usual), tuple(given)))]
-        await self._learn([root, *(one for path in paths for one in path)])
-        self._update(root, None)
-        for path in paths:
-            for parent, child in zip([root, *path], path, strict=False):
-                self._update(child, parent)
-        given_tokens = paths[-1][-1].resume_tokens if paths[-1] else root.resume_tokens
-        best = max((root, *(one for path in paths for one in path)), key=_worth)
-        open_ones = [root, *(one for path in paths for one in path if one.is_open)]
-        best = await self._continue(open_ones, best, documents, usual)
-        chosen = set(best.documents)
-        rest = (index for index in usual if index not in chosen)
-        return Order((*best.documents, *rest), best.resume_tokens, given_tokens)
-
-    async def _path(self, root: _Beginning, documents: Sequence[array[int]], order: Sequence[int]) -> list[_Beginning]:
-        """The beginnings of an order, one for each document, all hashed."""
-        path: list[_Beginning] = []
-        for index in order:
-            path.append(_with(path[-1] if path else root, index, documents[index]))
+        for index in usual:
+            path.append(_with(path[-1], index, documents[index]))
             await self._hash_all(path[-1])
-        return path
+        await self._learn(path)
+        for parent, child in zip([root, *path], path, strict=False):
+            self._update(child, parent)
+        best = await self._continue(path, documents, usual, given)
+        chosen = set(best.documents)
+        return Order((*best.documents, *(index for index in usual if index not in chosen)), best.resume_tokens)
 
     async def _continue(
-        self, open_ones: Sequence[_Beginning], best: _Beginning, documents: Sequence[array[int]], usual: Sequence[int]
+        self, path: Sequence[_Beginning], documents: Sequence[array[int]], usual: Sequence[int], given: Sequence[int]
     ) -> _Beginning:
         """The best of some beginnings and of those that continue them."""
         rank = {index: place for place, index in enumerate(usual)}
-        seen = {one.documents for one in open_ones}
+        seen = {one.documents for one in path}
         queue: list[tuple[int, int, int, _Beginning]] = []
-
         number = count()
 
         def push(one: _Beginning) -> None:
-            ranks = sum(rank[index] for index in one.documents)
-            heapq.heappush(queue, (-one.reach_tokens, ranks, next(number), one))
+            if one.is_open:
+                ranks = sum(rank[index] for index in one.documents)
+                heapq.heappush(queue, (-one.reach_tokens, ranks, next(number), one))
 
-        for one in open_ones:
+        for one in path:
             push(one)
+        best = max(path, key=_worth)
         until_s = self._clock.monotonic_s() + _ROUNDS_S
         for _ in range(_ROUNDS_MAX):
             is_whole = len(best.documents) == len(documents) and best.is_open
@@ -163,13 +148,12 @@ class OrderSearch:
                 break
             parents = [heapq.heappop(queue)[-1] for _ in range(min(_BEAM, len(queue)))]
             children: list[tuple[_Beginning, _Beginning]] = []
-            tried = _TRIED // len(parents)
             for parent in parents:
                 await self._hash_all(parent)
-                for index in [one for one in usual if one not in parent.documents][:tried]:
-                    child = _with(parent, index, documents[index])
-                    if child.documents not in seen:
-                        seen.add(child.documents)
+                for documents_of in _continuations(parent.documents, usual, given, _TRIED // len(parents)):
+                    if documents_of not in seen:
+                        seen.add(documents_of)
+                        child = _with(parent, documents_of[-1], documents[documents_of[-1]])
                         self._hash_page(child)
                         children.append((parent, child))
                 await asyncio.sleep(0)
@@ -178,8 +162,7 @@ class OrderSearch:
                 self._update(parent, parent)
             for parent, child in children:
                 self._update(child, parent)
-                if child.is_open:
-                    push(child)
+                push(child)
             best = max((best, *parents, *(child for _, child in children)), key=_worth)
         return best
 
@@ -197,9 +180,7 @@ class OrderSearch:
 
     def _hash(self, one: _Beginning, num_tokens: int) -> None:
         num_tokens = min(num_tokens, len(one.rest) // LINK_TOKENS * LINK_TOKENS)
-        one.asked += [
-            boundary for boundary in one.chain.extend(one.rest[:num_tokens]) if boundary.tokens % self._page_tokens == 0
-        ]
+        one.asked += one.chain.extend(one.rest[:num_tokens], self._page_tokens)
         one.rest = one.rest[num_tokens:]
 
     async def _learn(self, beginnings: Sequence[_Beginning]) -> None:
@@ -209,11 +190,9 @@ class OrderSearch:
         if new:
             self._known |= zip((boundary.prefix for boundary in new), await self._ask(new), strict=True)
 
-    def _update(self, one: _Beginning, parent: _Beginning | None) -> None:
-        """Note how far a beginning is stored, whose boundaries are known."""
-        if parent is not None:
-            one.reach_tokens, one.resume_tokens = parent.reach_tokens, parent.resume_tokens
-            one.is_open = parent.is_open
+    def _update(self, one: _Beginning, parent: _Beginning) -> None:
+        """Note how far a beginning is stored, whose boundaries are known; the root is its own parent."""
+        one.reach_tokens, one.resume_tokens, one.is_open = parent.reach_tokens, parent.resume_tokens, parent.is_open
         for boundary in one.asked:
             bits = self._known[boundary.prefix]
             if not one.is_open or bits & self._needed != self._needed:
@@ -225,9 +204,17 @@ class OrderSearch:
 
 
 def _with(parent: _Beginning, index: int, tokens: array[int]) -> _Beginning:
-    return _Beginning(
-        (*parent.documents, index), parent.chain.copy(), parent.rest + tokens, parent.num_tokens + len(tokens)
-    )
+    return _Beginning((*parent.documents, index), parent.chain.copy(), parent.rest + tokens)
+
+
+def _continuations(
+    start: tuple[int, ...], usual: Sequence[int], given: Sequence[int], most: int
+) -> list[tuple[int, ...]]:
+    """Ways to continue a beginning by one document: with the next one of the given order, and with the most usual."""
+    is_given = start == tuple(given[: len(start)]) and len(start) < len(given)
+    wanted = dict.fromkeys([given[len(start)]] if is_given else [])
+    wanted |= dict.fromkeys(index for index in usual if index not in start)
+    return [(*start, index) for index in list(wanted)[:most]]
 
 
 def _worth(one: _Beginning) -> tuple[int, int]:

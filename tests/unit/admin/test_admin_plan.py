@@ -69,7 +69,7 @@ async def test_a_plan_continues_the_longest_stored_beginning(layout: Any, tmp_pa
         await save(made, prompt, [document(1), document(7)])
         await save(made, prompt, [document(2), document(4), document(3), document(8)])
         asked = [document(number) for number in (3, 9, 1, 4, 2)]
-        found = await plan(client, body_of(prompt, asked))
+        found = await plan(client, body_of(prompt, asked, compare=True))
         assert found["order"][:3] == [4, 3, 0]  # documents 2, 4, 3
         shared = len(SYSTEM) + sum(len(document(number)) for number in (2, 4, 3))
         assert shared % 64  # the page that the fourth document begins in is not restored
@@ -81,7 +81,7 @@ async def test_a_plan_continues_the_longest_stored_beginning(layout: Any, tmp_pa
         looked = await client.post("/v1/lookup", json={"namespace": prompt.namespace.hex(), "token_ids": planned})
         assert looked.json()["resume_tokens"] == found["hit_tokens"]
         fixed = await plan(client, body_of(prompt, asked, order="fixed"))
-        assert (fixed["order"], fixed["hit_tokens"]) == ([0, 1, 2, 3, 4], 0)
+        assert (fixed["order"], fixed["hit_tokens"], fixed["given_hit_tokens"]) == ([0, 1, 2, 3, 4], 0, None)
 
 
 async def test_documents_that_are_fixed_stay(tmp_path: Path) -> None:

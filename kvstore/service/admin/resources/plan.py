@@ -14,6 +14,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.coverage import longest_resumable
 from kvstore.model.keys import LINK_TOKENS, Boundary
 from kvstore.model.layout import Layout
+from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.service.admin.access import Reader
 from kvstore.service.admin.catalog_access import Namespace
 from kvstore.service.admin.context import AdminContext, Context
@@ -22,7 +23,7 @@ from kvstore.service.admin.models import NAMESPACE_EXAMPLE, PREFIX_EXAMPLE, WHOL
 from kvstore.service.admin.problems import refusals
 from kvstore.service.admin.resources.lookup import hash_prompt, read_slices
 from kvstore.service.admin.resources.prompt import Prompt, read_prompt
-from kvstore.store.placement import SliceMap, groups_present
+from kvstore.store.placement import groups_present
 
 router = APIRouter(tags=["plan"])
 
@@ -65,6 +66,7 @@ class PromptOfDocuments(Prompt):
     fixed_first: Count = Field(default=0, description="so many documents at the start stay where they are")
     fixed_last: Count = Field(default=0, description="so many documents at the end stay where they are")
     keep_duplicates: bool = Field(default=False, description="equal documents are sent as often as they are given")
+    compare: bool = Field(default=False, description="also report the hit of the order that was given")
 
 
 class Beginning(BaseModel):
@@ -93,7 +95,11 @@ class Plan(BaseModel):
     hit_by_tier: dict[str, int] = Field(
         description="the same by tier: tokens that it adds to what faster tiers restore", examples=[{"redis": 3584}]
     )
-    given_hit_tokens: int = Field(description="hit of the order that was given, in whole pages", examples=[512])
+    given_hit_tokens: int | None = Field(
+        description="the hit of the documents of `order` in the order that was given; null: `compare` is false",
+        examples=[512],
+    )
+    search_ms: float = Field(description="how long the search took", examples=[3.1])
     is_certain: bool = Field(description="the catalog is complete; false: the tiers may hold more than this")
     retain: list[Beginning] = Field(
         description="beginnings of the planned prompt that are worth to be retained, the shortest first"
@@ -117,7 +123,7 @@ async def make_plan(context: Context, grant: Reader, request: Request) -> Plan:
     pieces = _Pieces(prompt, token_ids)
     namespace = await context.catalog.find(namespace_id(prompt.namespace), grant)
     async with context.plans:
-        return await _plan(context, namespace, pieces)
+        return await _plan(context, namespace, pieces, prompt.compare)
 
 
 class _Pieces:
@@ -189,7 +195,7 @@ class _Pieces:
         return joined
 
 
-async def _plan(context: AdminContext, namespace: Namespace, pieces: _Pieces) -> Plan:
+async def _plan(context: AdminContext, namespace: Namespace, pieces: _Pieces, is_compared: bool) -> Plan:
     layout = namespace.layout
 
     async def ask(boundaries: Sequence[Boundary]) -> Sequence[int]:
@@ -205,6 +211,7 @@ async def _plan(context: AdminContext, namespace: Namespace, pieces: _Pieces) ->
     share_of = dict(zip(order, shares, strict=True))
     stop = len(order) - pieces.last
     movable = order[pieces.first : stop]
+    started_s = SYSTEM_CLOCK.monotonic_s()
     found = await OrderSearch(layout, ask).run(
         pieces.head(order[: pieces.first]),
         [pieces.documents[index] for index in movable],
@@ -212,10 +219,10 @@ async def _plan(context: AdminContext, namespace: Namespace, pieces: _Pieces) ->
         given=range(len(movable)),
         cache_salt=pieces.cache_salt,
     )
+    search_s = SYSTEM_CLOCK.monotonic_s() - started_s
     planned = [*order[: pieces.first], *(movable[place] for place in found.documents), *order[stop:]]
-    token_ids = pieces.prompt(planned)
-    boundaries, held = await read_slices(context, namespace, await hash_prompt(token_ids, pieces.cache_salt))
-    by_tier = _hits(layout, boundaries, held, cap_tokens=len(token_ids) - 1)
+    boundaries, by_tier = await _hits(context, namespace, pieces, planned)
+    given_hits = (await _hits(context, namespace, pieces, order))[1] if is_compared else None
     ends = [len(pieces.system)]
     for index in planned:
         ends.append(ends[-1] + len(pieces.documents[index]))
@@ -224,20 +231,24 @@ async def _plan(context: AdminContext, namespace: Namespace, pieces: _Pieces) ->
     return Plan(
         order=planned,
         left_out=pieces.left_out,
-        num_tokens=len(token_ids),
+        num_tokens=ends[-1] + len(pieces.following),
         hit_tokens=hit_tokens,
         hit_by_tier=by_tier,
-        given_hit_tokens=found.given_tokens,
+        given_hit_tokens=None if given_hits is None else sum(given_hits.values()),
+        search_ms=round(search_s * 1000, 3),
         is_certain=await namespace.catalog.is_complete(deadline=context.soon()),
         retain=_worth_retaining(layout, boundaries, ends, uses, hit_tokens),
     )
 
 
-def _hits(
-    layout: Layout, boundaries: Sequence[Boundary], held: dict[str, SliceMap], *, cap_tokens: int
-) -> dict[str, int]:
-    """By tier the tokens that it adds to those that faster tiers restore."""
+async def _hits(
+    context: AdminContext, namespace: Namespace, pieces: _Pieces, order: Sequence[int]
+) -> tuple[Sequence[Boundary], dict[str, int]]:
+    """The boundaries of a prompt, and by tier the tokens that it adds to those that faster tiers restore."""
+    token_ids, layout = pieces.prompt(order), namespace.layout
+    boundaries, held = await read_slices(context, namespace, await hash_prompt(token_ids, pieces.cache_salt))
     tokens, maps = [boundary.tokens for boundary in boundaries], list(held.values())
+    cap_tokens = len(token_ids) - 1  # an engine computes at least one
     hits: dict[str, int] = {}
     reached = 0
     for number, name in enumerate(held, 1):
@@ -246,7 +257,7 @@ def _hits(
         if resume > reached:
             hits[name] = resume - reached
             reached = resume
-    return hits
+    return boundaries, hits
 
 
 def _worth_retaining(
