@@ -12,7 +12,7 @@ from typing import Annotated
 from fastapi import Depends, Query, Request
 
 from kvstore.errors import Unavailable
-from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
+from kvstore.model.keys import RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.access import Reader
@@ -25,7 +25,7 @@ from kvstore.service.authentication import Grant
 from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.store.encryption.key_ring import Generation
 from kvstore.store.retention.operator_rules import OperatorRules
-from kvstore.store.upkeep.operations import PIECE_RECORDS_MAX, StoreOperations, TierState
+from kvstore.store.upkeep.operations import StoreOperations, TierState
 
 _SCANS_AT_ONCE = 2
 _PLANS_AT_ONCE = 2
@@ -102,17 +102,6 @@ class AdminContext:
             keys, lambda piece, deadline: self.operations.memory_sizes(piece, deadline=deadline)
         )
         return list(chain.from_iterable(pieces))
-
-    async def memory_slices(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash]) -> dict[tuple[int, int], int]:
-        """As `StoreOperations.memory_slices`, of any number of boundaries."""
-        pieces = await self.data_loop.call_in_pieces(
-            prefixes, lambda piece, deadline: self.operations.memory_slices(namespace, piece)
-        )
-        return {
-            (number * PIECE_RECORDS_MAX + index, group): bits
-            for number, piece in enumerate(pieces)
-            for (index, group), bits in piece.items()
-        }
 
     async def tier_states(self, within_s: float, *, is_health: bool = False) -> list[TierState]:
         """The state of each tier, the fastest first. A tier has half of the time to answer.

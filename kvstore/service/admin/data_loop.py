@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvstore.errors import Unavailable
+from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.upkeep.operations import PIECE_RECORDS_MAX
 
 T = TypeVar("T")
-Key = TypeVar("Key")
 
 CALL_S = 5.0
 """The deadline of a call, unless the caller names another one."""
@@ -43,8 +43,8 @@ class DataLoop:
 
     async def call_in_pieces(
         self,
-        keys: Sequence[Key],
-        work: Callable[[Sequence[Key], Deadline], Coroutine[Any, Any, T]],
+        keys: Sequence[RecordKey],
+        work: Callable[[Sequence[RecordKey], Deadline], Coroutine[Any, Any, T]],
         within_s: float = CALL_S,
     ) -> list[T]:
         """As `call`, with at most `PIECE_RECORDS_MAX` keys at a time. All pieces share one deadline.

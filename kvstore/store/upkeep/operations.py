@@ -24,6 +24,7 @@ PIECE_RECORDS_MAX = 4096
 
 _TIER_ANSWER_S = 2.0
 """Well before the deadline of a status, whose answer names the tier that has not answered."""
+_NOTHING: Mapping[int, int] = {}
 _PAUSE_RECORDS = 256
 """Records after which the event loop gets a turn."""
 
@@ -127,22 +128,18 @@ class StoreOperations:
             await asyncio.sleep(0)
         return sizes
 
-    async def memory_slices(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash]) -> dict[tuple[int, int], int]:
-        """What this node's memory has at some boundaries, which counts as no use.
+    def memory_slices(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash]) -> dict[tuple[int, int], int]:
+        """What this node's memory has at some boundaries, which counts as no use. Safe from any thread.
 
         Returns:
             By index of the boundary and group a bit for each slice that is there; without those that have none.
-
-        Raises:
-            InvalidRequest: More than `PIECE_RECORDS_MAX`.
         """
-        _check_piece(len(prefixes))
+        held = self._memory.boundaries(namespace)
         found: dict[tuple[int, int], int] = {}
-        for start in range(0, len(prefixes), _PAUSE_RECORDS):
-            held = self._memory.boundaries(namespace)
-            for index, prefix in enumerate(prefixes[start : start + _PAUSE_RECORDS], start):
-                found |= {(index, group): bits for group, bits in held.get(prefix, {}).items()}
-            await asyncio.sleep(0)
+        for index, prefix in enumerate(prefixes):
+            # a copy, made without a turn of the store's thread, which may add a group meanwhile
+            for group, bits in list(held.get(prefix, _NOTHING).items()):
+                found[index, group] = bits
         return found
 
     async def forget(self, keys: Sequence[RecordKey]) -> int:

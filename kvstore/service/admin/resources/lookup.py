@@ -102,7 +102,12 @@ async def read_slices(
     if context.is_retired(namespace):
         return boundaries, {}
     named, hot, cold = await _read_stored(context, namespace, boundaries)
-    in_memory = await context.memory_slices(namespace.id, [boundary.prefix for boundary in named])
+    in_memory: SliceMap = {}
+    for start in range(0, len(named), _READ_AT_ONCE):
+        prefixes = [boundary.prefix for boundary in named[start : start + _READ_AT_ONCE]]
+        for (index, group), bits in context.operations.memory_slices(namespace.id, prefixes).items():
+            in_memory[start + index, group] = bits
+        await asyncio.sleep(0)
     names = context.operations.tier_names
     by_level: dict[Level | None, SliceMap] = {None: in_memory, Level.HOT: hot, Level.COLD: cold}
     return named, {names[level]: slices for level, slices in by_level.items() if level in names}
