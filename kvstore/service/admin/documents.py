@@ -3,8 +3,9 @@ often documents are asked for, which decides the order of those that are compute
 
 A boundary's hash depends on every token before it. So the store cannot be asked which documents it holds, only whether
 a given order was stored up to a given page. The search asks that of the usual order (the document asked for most often
-first), and then, in rounds, of ways to continue the longest beginnings that were found. Documents end anywhere: a page
-may hold the end of one document and the start of another, and is found only if both are the same in the same order.
+first) and of the caller's, and then, in rounds, of ways to continue the longest beginnings that were found. Documents
+end anywhere: a page may hold the end of one document and the start of another, and is found only if both are the same
+in the same order.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
 
 from kvstore.model.keys import LINK_TOKENS, Boundary, NamespaceId, PlainChain, PrefixHash
 from kvstore.model.layout import Layout
@@ -27,7 +28,7 @@ _BEAM = 4
 _TRIED = 16
 """Continuations that one round tries, shared among its beginnings; of each the most usual documents, since others are
 rarely stored there."""
-_ROUNDS_MAX = 8
+_ROUNDS_MAX = 7
 _ROUNDS_S = 0.003
 """No round begins later than this after the first one. A round takes some half a millisecond."""
 _HASHED_AT_ONCE = 512 * LINK_TOKENS
@@ -46,8 +47,10 @@ class _Beginning:
         chain: Hashes its tokens.
         rest: Tokens that are not hashed yet.
         asked: Boundaries at ends of pages that it has and its parent has not, and that are hashed.
+        num_tried: How many ways to continue it were tried.
         reach_tokens: Up to here each page is stored, of the groups that read all of a prompt.
-        resume_tokens: The last end of a page up to there where every group is stored.
+        hole_tokens: The last end of a page up to there where a group that reads a window lacks its page; 0: none does.
+        resume_tokens: The last end of a page up to there from which the prompt can be resumed.
         is_open: All of its ends of pages that were asked for are stored, so that it may be worth to continue it.
     """
 
@@ -56,6 +59,8 @@ class _Beginning:
     rest: array[int]
     asked: list[Boundary] = field(default_factory=list)
     reach_tokens: int = 0
+    num_tried: int = 0
+    hole_tokens: int = 0
     resume_tokens: int = 0
     is_open: bool = True
 
@@ -90,6 +95,8 @@ class OrderSearch:
         whole = [group for group in paged if group.kind.needed_from(1 << 30) == 0]
         needed = whole or paged or list(layout.groups)
         self._needed = sum(1 << index for index, group in enumerate(layout.groups) if group in needed)
+        self._windows = [group.kind for group in paged if group not in needed]
+        self._windowed = sum(1 << index for index, group in enumerate(layout.groups) if group.kind in self._windows)
         self._every = (1 << len(layout.groups)) - 1
         self._known: dict[PrefixHash, int] = {}
 
@@ -102,41 +109,59 @@ class OrderSearch:
         given: Sequence[int],
         cache_salt: str | None,
     ) -> Order:
-        """The best order that the search finds; never one that restores less than the usual one.
+        """The best order that the search finds; never one that restores less than the usual or the given one.
 
         Args:
             head: Token ids before the documents.
             documents: Token ids of each, not empty.
             usual: Indexes of all documents, in the order in which they are put where nothing is stored.
-            given: The same in the order of the caller, which is tried too.
+            given: The same in the order of the caller.
             cache_salt: Of the prompt.
         """
         root = _Beginning((), PlainChain(cache_salt), head)
-        path = [root]
         await self._hash_all(root)
-        for index in usual:
-            path.append(_with(path[-1], index, documents[index]))
-            await self._hash_all(path[-1])
-        await self._learn(path)
-        for parent, child in zip([root, *path], path, strict=False):
-            self._update(child, parent)
-        best = await self._continue(path, documents, usual, given)
+        probe = root
+        for index in given:  # its first page tells whether it can be stored
+            probe = _with(probe, index, documents[index])
+            self._hash_page(probe)
+            if probe.asked:
+                break
+        path = await self._path(root, documents, usual)
+        await self._learn([root, *path, probe])
+        self._update(root, root)
+        self._update_path([root, *path])
+        self._update(probe, root)
+        if probe.is_open and probe.asked:
+            other = await self._path(root, documents, given)
+            await self._learn(other)
+            self._update_path([root, *other])
+            known = {one.documents for one in path}
+            path += [one for one in other if one.documents not in known]
+        best = await self._continue([root, *path], documents, usual)
         chosen = set(best.documents)
         return Order((*best.documents, *(index for index in usual if index not in chosen)), best.resume_tokens)
 
+    async def _path(self, root: _Beginning, documents: Sequence[array[int]], order: Sequence[int]) -> list[_Beginning]:
+        """The beginnings of an order, one for each document, hashed."""
+        path = [root]
+        for index in order:
+            path.append(_with(path[-1], index, documents[index]))
+            await self._hash_all(path[-1])
+        return path[1:]
+
     async def _continue(
-        self, path: Sequence[_Beginning], documents: Sequence[array[int]], usual: Sequence[int], given: Sequence[int]
+        self, path: Sequence[_Beginning], documents: Sequence[array[int]], usual: Sequence[int]
     ) -> _Beginning:
         """The best of some beginnings and of those that continue them."""
         rank = {index: place for place, index in enumerate(usual)}
         seen = {one.documents for one in path}
-        queue: list[tuple[int, int, int, _Beginning]] = []
+        queue: list[tuple[int, int, int, int, _Beginning]] = []
         number = count()
 
         def push(one: _Beginning) -> None:
             if one.is_open:
                 ranks = sum(rank[index] for index in one.documents)
-                heapq.heappush(queue, (-one.reach_tokens, ranks, next(number), one))
+                heapq.heappush(queue, (one.num_tried, -one.reach_tokens, ranks, next(number), one))
 
         for one in path:
             push(one)
@@ -150,16 +175,21 @@ class OrderSearch:
             children: list[tuple[_Beginning, _Beginning]] = []
             for parent in parents:
                 await self._hash_all(parent)
-                for documents_of in _continuations(parent.documents, usual, given, _TRIED // len(parents)):
-                    if documents_of not in seen:
-                        seen.add(documents_of)
-                        child = _with(parent, documents_of[-1], documents[documents_of[-1]])
+                left = [index for index in usual if index not in parent.documents][parent.num_tried :]
+                tried = left[: _TRIED // len(parents)]
+                parent.num_tried += len(tried)
+                for index in tried:
+                    if (*parent.documents, index) not in seen:
+                        seen.add((*parent.documents, index))
+                        child = _with(parent, index, documents[index])
                         self._hash_page(child)
                         children.append((parent, child))
                 await asyncio.sleep(0)
             await self._learn([*parents, *(child for _, child in children)])
             for parent in parents:
                 self._update(parent, parent)
+                if parent.num_tried + len(parent.documents) < len(documents):
+                    push(parent)
             for parent, child in children:
                 self._update(child, parent)
                 push(child)
@@ -190,31 +220,32 @@ class OrderSearch:
         if new:
             self._known |= zip((boundary.prefix for boundary in new), await self._ask(new), strict=True)
 
+    def _update_path(self, path: Sequence[_Beginning]) -> None:
+        for parent, child in pairwise(path):
+            self._update(child, parent)
+
     def _update(self, one: _Beginning, parent: _Beginning) -> None:
         """Note how far a beginning is stored, whose boundaries are known; the root is its own parent."""
-        one.reach_tokens, one.resume_tokens, one.is_open = parent.reach_tokens, parent.resume_tokens, parent.is_open
+        one.reach_tokens, one.hole_tokens = parent.reach_tokens, parent.hole_tokens
+        one.resume_tokens, one.is_open = parent.resume_tokens, parent.is_open
         for boundary in one.asked:
             bits = self._known[boundary.prefix]
             if not one.is_open or bits & self._needed != self._needed:
                 one.is_open = False
                 break
             one.reach_tokens = boundary.tokens
-            if bits == self._every:
+            if bits & self._windowed != self._windowed:
+                one.hole_tokens = boundary.tokens
+            elif bits == self._every and self._window_start(boundary.tokens) >= one.hole_tokens:
                 one.resume_tokens = boundary.tokens
+
+    def _window_start(self, tokens: int) -> int:
+        """The first token that any window before a resume point needs."""
+        return min((kind.needed_from(tokens) or 0 for kind in self._windows), default=tokens)
 
 
 def _with(parent: _Beginning, index: int, tokens: array[int]) -> _Beginning:
     return _Beginning((*parent.documents, index), parent.chain.copy(), parent.rest + tokens)
-
-
-def _continuations(
-    start: tuple[int, ...], usual: Sequence[int], given: Sequence[int], most: int
-) -> list[tuple[int, ...]]:
-    """Ways to continue a beginning by one document: with the next one of the given order, and with the most usual."""
-    is_given = start == tuple(given[: len(start)]) and len(start) < len(given)
-    wanted = dict.fromkeys([given[len(start)]] if is_given else [])
-    wanted |= dict.fromkeys(index for index in usual if index not in start)
-    return [(*start, index) for index in list(wanted)[:most]]
 
 
 def _worth(one: _Beginning) -> tuple[int, int]:
