@@ -22,9 +22,10 @@ from tests.unit.admin.service_harness import TOKENS, ServiceHarness, open_servic
 
 CHANGES = ("POST", "PUT", "PATCH", "DELETE")
 OPERATORS_ONLY = ("/metrics",)
-ASKS = ("/v1/lookup",)
+ASKS = ("/v1/lookup", "/v1/plan")
 BODIES: dict[str, dict[str, object]] = {
     "/v1/lookup": {"token_ids": [1] * 64},
+    "/v1/plan": {"token_ids": [1] * 64, "system_tokens": 8, "document_tokens": [20, 20]},
     "/v1/pins": {"expires_in_s": 60},
     "/v1/deletions": {},
 }
@@ -93,7 +94,7 @@ async def ask(client: httpx.AsyncClient, method: str, path: str, of: Prompt) -> 
         body = {"guaranteed_bytes": 1}
     elif path in BODIES and method == "POST":
         body = {"namespace": namespace, **BODIES[path]}
-        body |= {"prefix": prefix} if path != "/v1/lookup" else {}
+        body |= {"prefix": prefix} if path not in ASKS else {}
     return await client.request(method, filled, params=query, json=body)
 
 
