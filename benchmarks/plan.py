@@ -116,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--each", type=count, default=14, help="documents of a query (default 14)")
     parser.add_argument("--tokens", type=count, default=500, help="of a document, on average (default 500)")
     parser.add_argument("--page", type=count, default=256, help="tokens of a page (default 256)")
+    parser.add_argument("--within-ms", type=count, default=3, help="as in the request (default 3)")
     parser.add_argument("--exponents", type=_exponents, default=(1.0, 1.2), help="of Zipf's law, like 1.0,1.2")
     title = "tokens to compute, documents as they are given and in the planned order"
     return run_rows(parser, arguments, lambda chosen, say: uvloop.run(_measure(chosen, say)), title, _COLUMNS)
@@ -180,7 +181,9 @@ async def _run(store: RemoteStore, node: Node, url: str | None, exponent: float,
         promised = None
         if client is not None:
             before_s, started_s = node.cpu_s(), time.perf_counter()
-            plan = client.plan(query.documents, system=query.system, following=query.question)
+            plan = client.plan(
+                query.documents, system=query.system, following=query.question, within_ms=chosen.within_ms
+            )
             run.call_ms.append((time.perf_counter() - started_s) * 1000)
             run.cpu_ms.append((node.cpu_s() - before_s) * 1000)
             if plan.failure:

@@ -99,6 +99,7 @@ class PlanClient:
         fixed_last: int = 0,
         keep_duplicates: bool = False,
         cache_salt: str | None = None,
+        within_ms: int = 3,
         compare: bool = False,
     ) -> Plan:
         """Plan a prompt. If the service does not answer, the prompt is returned as it was given, with the reason in
@@ -113,6 +114,7 @@ class PlanClient:
             fixed_last: So many at the end stay where they are.
             keep_duplicates: Equal documents are sent as often as they are given.
             cache_salt: The request's `cache_salt`.
+            within_ms: No round of the search begins later than this after the first.
             compare: Also find the hit of the order that was given.
 
         Raises:
@@ -131,6 +133,7 @@ class PlanClient:
             "fixed_last": fixed_last,
             "keep_duplicates": keep_duplicates,
             "cache_salt": cache_salt,
+            "within_ms": within_ms,
             "compare": compare,
         }
         try:

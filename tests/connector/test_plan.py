@@ -43,7 +43,7 @@ def test_a_planned_prompt_is_answered_as_from_the_own_cache(
             (namespace,) = [one["namespace"] for one in json.load(answer)["namespaces"]]
         with PlanClient(f"http://{address}", namespace, timeout_s=60.0) as client:
             asked = [DOCUMENTS[index] for index in (3, 2, 0, 1)]
-            plan = client.plan(asked, system=SYSTEM, following=QUESTIONS[1], compare=True)
+            plan = client.plan(asked, system=SYSTEM, following=QUESTIONS[1], within_ms=1000, compare=True)
         assert not plan.failure
         assert plan.order == [2, 3, 1, 0]
         assert (plan.hit_tokens, plan.given_hit_tokens) == (SHARED, 0)

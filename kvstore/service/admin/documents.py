@@ -29,8 +29,6 @@ _TRIED = 16
 """Continuations that one round tries, shared among its beginnings; of each the most usual documents, since others are
 rarely stored there."""
 _ROUNDS_MAX = 7
-_ROUNDS_S = 0.003
-"""No round begins later than this after the first one. A round takes some half a millisecond."""
 _HASHED_AT_ONCE = 512 * LINK_TOKENS
 """Tokens that are hashed before other tasks of this thread get a turn."""
 
@@ -84,10 +82,12 @@ class OrderSearch:
     Args:
         layout: The model's groups.
         ask: What is stored; called once for each round.
+        within_s: No round begins later than this after the first. A round takes some half a millisecond.
         clock: Limits the rounds.
     """
 
-    def __init__(self, layout: Layout, ask: Ask, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, layout: Layout, ask: Ask, *, within_s: float, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._within_s = within_s
         self._page_tokens = layout.page_tokens
         self._ask = ask
         self._clock = clock
@@ -166,7 +166,7 @@ class OrderSearch:
         for one in path:
             push(one)
         best = max(path, key=_worth)
-        until_s = self._clock.monotonic_s() + _ROUNDS_S
+        until_s = self._clock.monotonic_s() + self._within_s
         for _ in range(_ROUNDS_MAX):
             is_whole = len(best.documents) == len(documents) and best.is_open
             if is_whole or not queue or self._clock.monotonic_s() > until_s:

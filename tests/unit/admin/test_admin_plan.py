@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 from kvstore.model.keys import PlainChain
-from kvstore.service.admin import documents
 from kvstore.testing.keys import write_keys
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
 from tests.unit.admin.service_harness import ServiceHarness, open_service
@@ -19,12 +18,6 @@ from tests.unit.admin.service_harness import ServiceHarness, open_service
 SYSTEM = list(range(10, 10 + 37))
 FOLLOWING = list(range(5000, 5000 + 21))
 LENGTHS = (150, 90, 201, 64, 77)
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine cuts no search short."""
-    monkeypatch.setattr(documents, "_ROUNDS_S", 60.0)
 
 
 def document(number: int, num_tokens: int | None = None) -> list[int]:
@@ -43,6 +36,7 @@ def body_of(prompt: Prompt, pieces: Sequence[Sequence[int]], **more: object) -> 
         "token_ids": joined(pieces),
         "system_tokens": len(SYSTEM),
         "document_tokens": [len(one) for one in pieces],
+        "within_ms": 1000,  # a busy machine cuts no search short
         **more,
     }
 
@@ -187,6 +181,7 @@ async def test_keyed_names_are_found(tmp_path: Path) -> None:
         ({"document_tokens": [1_000_000]}, "body.document_tokens"),
         ({"document_tokens": [10, 10], "fixed_first": 1, "fixed_last": 2}, "body.fixed_first"),
         ({"order": "best"}, "body.order"),
+        ({"within_ms": 1001}, "body.within_ms"),
         ({"system_tokens": -1}, "body.system_tokens"),
         ({"documents": []}, "body.documents"),
     ],

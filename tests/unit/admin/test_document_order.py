@@ -13,6 +13,7 @@ from kvstore.model.coverage import longest_resumable
 from kvstore.model.keys import Boundary, NamespaceId, PlainChain, PrefixHash
 from kvstore.model.kinds import FullAttention, Recurrent, SlidingWindow
 from kvstore.model.layout import GroupLayout, Layout
+from kvstore.runtime.clock import SystemClock
 from kvstore.service.admin import documents
 from kvstore.service.admin.documents import DocumentUses, OrderSearch
 
@@ -23,12 +24,6 @@ LAYOUTS = {
     "hybrid": (GroupLayout(FullAttention(), 1), GroupLayout(Recurrent(), 1)),
     "states": (GroupLayout(Recurrent(), 1),),
 }
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine cuts no search short."""
-    monkeypatch.setattr(documents, "_ROUNDS_S", 60.0)
 
 
 class Stored:
@@ -84,7 +79,7 @@ async def test_what_is_promised_is_there(kinds: str, seed: int) -> None:
     chosen = numbers.sample(range(9), 6)
     asked = [pieces[index] for index in chosen]
     usual, given = (numbers.sample(range(6), 6) for _ in range(2))
-    found = await OrderSearch(layout, stored.ask).run(
+    found = await OrderSearch(layout, stored.ask, within_s=60.0).run(
         head, asked, usual=usual, given=given, cache_salt="salt" if seed % 2 else None
     )
     assert sorted(found.documents) == list(range(6))
@@ -107,7 +102,7 @@ async def test_a_stored_order_is_found(seed: int) -> None:
         stored.save(joined(head, pieces, numbers.sample(range(14, 20), 6)))
     order = numbers.sample(range(5), 5)
     stored.save(joined(head, pieces, [*order[:4], 19, 18]))
-    found = await OrderSearch(layout, stored.ask).run(
+    found = await OrderSearch(layout, stored.ask, within_s=60.0).run(
         head, pieces[:5], usual=numbers.sample(range(5), 5), given=range(5), cache_salt=None
     )
     assert list(found.documents[:4]) == order[:4]
@@ -125,15 +120,41 @@ async def test_a_search_is_bounded_however_much_is_stored() -> None:
             return [1] * len(boundaries)
 
     stored = All(layout)
-    found = await OrderSearch(layout, stored.ask).run(
+    found = await OrderSearch(layout, stored.ask, within_s=60.0).run(
         array("I"), pieces, usual=range(64), given=range(63, -1, -1), cache_salt=None
     )
     assert found.resume_tokens == 64 * 20 // 16 * 16
     assert len(stored.asked) <= 2
     stored.asked.clear()
     none = Stored(layout)
-    await OrderSearch(layout, none.ask).run(array("I"), pieces, usual=range(64), given=range(64), cache_salt=None)
+    await OrderSearch(layout, none.ask, within_s=60.0).run(
+        array("I"), pieces, usual=range(64), given=range(64), cache_salt=None
+    )
     assert sum(none.asked) <= 64 * 20 // 16 + documents._ROUNDS_MAX * (documents._TRIED + documents._BEAM * 2)
+
+
+async def test_a_search_ends_in_time() -> None:
+    """Time is up after the first round: what was found until then is the answer, and no further round begins."""
+
+    class Clock(SystemClock):
+        now_s = 0.0
+
+        def monotonic_s(self) -> float:
+            return self.now_s
+
+    layout, pieces = Layout(16, ATTENTION), [array("I", [index] * 20) for index in range(4)]
+    stored, clock = Stored(layout), Clock()
+    stored.save(joined(array("I"), pieces, [3, 2, 1, 0]))
+
+    async def ask(boundaries: Sequence[Boundary]) -> Sequence[int]:
+        clock.now_s += 0.002
+        return await stored.ask(boundaries)
+
+    order = {"usual": range(4), "given": range(4), "cache_salt": None}
+    for within_s, rounds in ((0.0, 1), (0.003, 2), (60.0, 4)):
+        stored.asked.clear()
+        found = await OrderSearch(layout, ask, within_s=within_s, clock=clock).run(array("I"), pieces, **order)
+        assert (len(stored.asked), found.resume_tokens) == (1 + rounds, 16 * rounds)
 
 
 def test_uses_are_counted_for_each_namespace_and_salt() -> None:

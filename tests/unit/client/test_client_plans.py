@@ -38,7 +38,14 @@ async def test_a_prompt_of_text_is_planned(tmp_path: Path) -> None:
         client = PlanClient(
             made.url, prompt.namespace.hex(), token="red reader token", tokenize=tokenize, timeout_s=60.0
         )
-        ask = partial(client.plan, [TEXTS[name] for name in "abca"], system=SYSTEM, following=FOLLOWING, compare=True)
+        ask = partial(
+            client.plan,
+            [TEXTS[name] for name in "abca"],
+            system=SYSTEM,
+            following=FOLLOWING,
+            within_ms=1000,
+            compare=True,
+        )
         plan = await asyncio.to_thread(ask)
         assert (plan.failure, plan.order, plan.left_out) == ("", [2, 0, 1], [3])
         assert plan.token_ids == tokenize(SYSTEM + TEXTS["c"] + TEXTS["a"] + TEXTS["b"] + FOLLOWING)

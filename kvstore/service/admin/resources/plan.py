@@ -28,6 +28,7 @@ from kvstore.store.placement import groups_present
 router = APIRouter(tags=["plan"])
 
 _DOCUMENTS_MAX = 64
+_WITHIN_MS_MAX = 1000
 _REQUESTS = 1000
 _USES_MIN = 10.0
 """A beginning is worth retaining if at least so many of 1,000 requests are likely to begin with it."""
@@ -66,6 +67,9 @@ class PromptOfDocuments(Prompt):
     fixed_first: Count = Field(default=0, description="so many documents at the start stay where they are")
     fixed_last: Count = Field(default=0, description="so many documents at the end stay where they are")
     keep_duplicates: bool = Field(default=False, description="equal documents are sent as often as they are given")
+    within_ms: Count = Field(
+        default=3, le=_WITHIN_MS_MAX, description="no round of the search begins later than this after the first"
+    )
     compare: bool = Field(default=False, description="also report the hit of the order that was given")
 
 
@@ -135,6 +139,7 @@ class _Pieces:
         left_out: The others.
         first: How many of `order` stay at its start.
         last: How many stay at its end.
+        cache_salt, within_ms: As in the request.
 
     Raises:
         InvalidRequest: The lengths do not fit the token ids, or each other.
@@ -158,7 +163,7 @@ class _Pieces:
                 expected=f"fixed_first and fixed_last of at most {num_documents} together",
                 seen=prompt.fixed_first + prompt.fixed_last,
             )
-        self.cache_salt = prompt.cache_salt
+        self.cache_salt, self.within_ms = prompt.cache_salt, prompt.within_ms
         self.system, self.following = ids[: prompt.system_tokens], ids[end:]
         self.documents: list[array[int]] = []
         at = prompt.system_tokens
@@ -212,7 +217,7 @@ async def _plan(context: AdminContext, namespace: Namespace, pieces: _Pieces, is
     stop = len(order) - pieces.last
     movable = order[pieces.first : stop]
     started_s = SYSTEM_CLOCK.monotonic_s()
-    found = await OrderSearch(layout, ask).run(
+    found = await OrderSearch(layout, ask, within_s=pieces.within_ms / 1000).run(
         pieces.head(order[: pieces.first]),
         [pieces.documents[index] for index in movable],
         usual=[place - pieces.first for place in usual if pieces.first <= place < stop],
