@@ -36,6 +36,7 @@ class Node:
         hot: As the setting.
         memory_bytes: As the setting.
         stall_timeout_ms: As the setting; `None` leaves its default.
+        admin_listen: As the setting; `None` leaves its default.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class Node:
         hot: str = "memory:",
         memory_bytes: int = 1 << 30,
         stall_timeout_ms: int | None = None,
+        admin_listen: str | None = None,
     ) -> None:
         self._path = folder / f"{name}.sock"
         command = [sys.executable, "-m", "kvstore.cli", "serve", "--listen", f"unix:{self._path}"]
         command += ["--hot", hot, "--cold", "memory:", "--memory-bytes", str(memory_bytes)]
         command += ["--stall-timeout-ms", str(stall_timeout_ms)] if stall_timeout_ms is not None else []
+        command += ["--admin-listen", admin_listen] if admin_listen is not None else []
         env = {key: value for key, value in os.environ.items() if not key.startswith("KVSTORE_")}
         env |= {"PYTHONPATH": str(_ROOT), "XDG_CACHE_HOME": str(folder)}
         self._process = ServerProcess(command, folder / f"{name}.log", env)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvstore.client.blocking import BlockingStore
 from kvstore.client.connection import ClientOptions
 from kvstore.client.embedded import EmbeddedOptions
+from kvstore.client.plans import Plan, PlanClient
 from kvstore.client.remote import RemoteStore, connect
 from kvstore.runtime.tracing import trace_parent
 from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address
@@ -16,6 +17,8 @@ __all__ = [
     "ClientOptions",
     "ClientTls",
     "EmbeddedOptions",
+    "Plan",
+    "PlanClient",
     "RemoteStore",
     "TcpAddress",
     "UnixAddress",

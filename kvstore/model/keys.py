@@ -76,6 +76,17 @@ class PlainChain:
         self._tokens = 0
         self._step_tokens = step_tokens
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole links so far."""
+        return self._tokens
+
+    def copy(self) -> PlainChain:
+        """A chain that continues the same tokens on its own."""
+        made = PlainChain.__new__(PlainChain)
+        made._link, made._tokens, made._step_tokens = self._link, self._tokens, self._step_tokens
+        return made
+
     def extend(self, token_ids: Sequence[int]) -> list[Boundary]:
         """Append tokens and return their boundaries. Tokens after the last whole 16 are ignored, not kept.
 

@@ -24,6 +24,7 @@ from kvstore.service.admin.resources import (
     lookup,
     namespaces,
     pins,
+    plan,
     prefixes,
     query,
     quotas,
@@ -39,7 +40,7 @@ _DESCRIPTION = (
     "epoch. A tenant's token sees, counts and changes what belongs to that tenant, an operator's token everything. See "
     "docs/admin.md."
 )
-_RESOURCES = (namespaces, prefixes, lookup, query, requests, pins, tiers, history, events, quotas, weights, jobs)
+_RESOURCES = (namespaces, prefixes, lookup, query, plan, requests, pins, tiers, history, events, quotas, weights, jobs)
 _OPERATIONS = (deletions, maintenance, gc)
 
 

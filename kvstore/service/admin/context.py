@@ -18,6 +18,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.access import Reader
 from kvstore.service.admin.catalog_access import NO_CATALOG, CatalogAccess, Namespace
 from kvstore.service.admin.data_loop import CALL_S, DataLoop
+from kvstore.service.admin.documents import DocumentUses
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, NAMESPACE_PATTERN, NamespaceText, namespace_id
 from kvstore.service.admin.port import Administered
 from kvstore.service.authentication import Grant
@@ -27,6 +28,7 @@ from kvstore.store.retention.operator_rules import OperatorRules
 from kvstore.store.upkeep.operations import StoreOperations, TierState
 
 _SCANS_AT_ONCE = 2
+_PLANS_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class AdminContext:
         catalog: The catalog, over a connection of the administration's own.
         is_stopping: Whether long responses should end.
         scans: Turns of requests that read many entries.
+        plans: Turns of plans, which are short and do not wait for scans.
+        document_uses: How often plans asked for documents.
         followers: How many responses follow the events, by token.
     """
 
@@ -50,6 +54,8 @@ class AdminContext:
     catalog: CatalogAccess
     is_stopping: Callable[[], bool]
     scans: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_SCANS_AT_ONCE))
+    plans: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_PLANS_AT_ONCE))
+    document_uses: DocumentUses = field(default_factory=DocumentUses)
     followers: Counter[str] = field(default_factory=Counter)
 
     @property

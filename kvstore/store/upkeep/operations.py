@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvstore.catalog.entry import Level
 from kvstore.errors import Closed, InvalidRequest, Unavailable
-from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.context import StoreContext
 from kvstore.store.explain.explainer import Explainer, ReportedOutcome
@@ -24,6 +24,7 @@ PIECE_RECORDS_MAX = 4096
 
 _TIER_ANSWER_S = 2.0
 """Well before the deadline of a status, whose answer names the tier that has not answered."""
+_NOTHING: Mapping[int, int] = {}
 _PAUSE_RECORDS = 256
 """Records after which the event loop gets a turn."""
 
@@ -126,6 +127,20 @@ class StoreOperations:
             sizes += await self._memory.head(keys[start : start + _PAUSE_RECORDS], deadline=deadline)
             await asyncio.sleep(0)
         return sizes
+
+    def memory_slices(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash]) -> dict[tuple[int, int], int]:
+        """What this node's memory has at some boundaries, which counts as no use. Safe from any thread.
+
+        Returns:
+            By index of the boundary and group a bit for each slice that is there; without those that have none.
+        """
+        held = self._memory.boundaries(namespace)
+        found: dict[tuple[int, int], int] = {}
+        for index, prefix in enumerate(prefixes):
+            # a copy, made without a turn of the store's thread, which may add a group meanwhile
+            for group, bits in list(held.get(prefix, _NOTHING).items()):
+                found[index, group] = bits
+        return found
 
     async def forget(self, keys: Sequence[RecordKey]) -> int:
         """Drop records from this node's memory and its write-back queues; returns how many the memory had.

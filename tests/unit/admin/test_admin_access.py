@@ -22,9 +22,10 @@ from tests.unit.admin.service_harness import TOKENS, ServiceHarness, open_servic
 
 CHANGES = ("POST", "PUT", "PATCH", "DELETE")
 OPERATORS_ONLY = ("/metrics",)
-ASKS = ("/v1/lookup", "/v1/query")
+ASKS = ("/v1/lookup", "/v1/plan", "/v1/query")
 BODIES: dict[str, dict[str, object]] = {
     "/v1/lookup": {"token_ids": [1] * 64},
+    "/v1/plan": {"token_ids": [1] * 64, "system_tokens": 8, "document_tokens": [20, 20]},
     "/v1/query": {"model": "m", "token_ids": [1] * 64},
     "/v1/pins": {"expires_in_s": 60},
     "/v1/deletions": {},

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from kvstore.catalog.entry import EntryShape, Level
 from kvstore.model.coverage import longest_resumable
-from kvstore.model.keys import LINK_TOKENS, Boundary, RecordKey
+from kvstore.model.keys import LINK_TOKENS, Boundary
 from kvstore.model.layout import Layout
 from kvstore.service.admin.access import Reader
 from kvstore.service.admin.catalog_access import Namespace
@@ -27,8 +27,6 @@ router = APIRouter(tags=["lookup"])
 _LISTED_MAX = 1024
 _READ_AT_ONCE = 1024
 """Boundaries that are read from the catalog in one call."""
-_MEMORY_KEYS_MAX = 65_536
-_PAUSE_BOUNDARIES = 64
 
 
 class FoundBoundary(BaseModel):
@@ -75,17 +73,33 @@ async def look_up(context: Context, grant: Reader, request: Request) -> PromptFo
     """What the hot tier, the cold tier and this node's memory hold of a prompt without adapter, media and embeddings.
     Nothing is fetched, and nothing counts as a use.
     """
-    prompt, token_ids = await read_prompt(request)
+    prompt, token_ids = await read_prompt(request, Prompt)
     namespace = await context.catalog.find(namespace_id(prompt.namespace), grant)
     async with context.scans:
-        boundaries, hot, cold = await _read_stored(context, namespace, await hash_prompt(token_ids, prompt.cache_salt))
-        in_memory = await _read_memory(context, namespace, boundaries, {*_indexes(hot), *_indexes(cold)})
+        boundaries, held = await read_slices(context, namespace, await hash_prompt(token_ids, prompt.cache_salt))
         is_certain = await namespace.catalog.is_complete(deadline=context.soon())
-        by_level: dict[Level | None, SliceMap] = {None: in_memory, Level.HOT: hot, Level.COLD: cold}
         is_retired = context.is_retired(namespace)
-        names = context.operations.tier_names
-        held = {} if is_retired else {names[level]: slices for level, slices in by_level.items() if level in names}
         return await _found(namespace.layout, boundaries, held, is_certain=is_certain, is_retired=is_retired)
+
+
+async def read_slices(
+    context: AdminContext, namespace: Namespace, boundaries: Sequence[Boundary]
+) -> tuple[Sequence[Boundary], dict[str, SliceMap]]:
+    """The boundaries under the names that their records are stored under, and what each tier has of them, this node's
+    memory first; no tier has anything of retired weights.
+    """
+    if context.is_retired(namespace):
+        return boundaries, {}
+    named, hot, cold = await _read_stored(context, namespace, boundaries)
+    in_memory: SliceMap = {}
+    for start in range(0, len(named), _READ_AT_ONCE):
+        prefixes = [boundary.prefix for boundary in named[start : start + _READ_AT_ONCE]]
+        for (index, group), bits in context.operations.memory_slices(namespace.id, prefixes).items():
+            in_memory[start + index, group] = bits
+        await asyncio.sleep(0)
+    names = context.operations.tier_names
+    by_level: dict[Level | None, SliceMap] = {None: in_memory, Level.HOT: hot, Level.COLD: cold}
+    return named, {names[level]: slices for level, slices in by_level.items() if level in names}
 
 
 async def _read_stored(
@@ -131,31 +145,6 @@ async def _read(
     blank = np.zeros((0, EntryShape.of(namespace.layout).row_bytes), dtype=np.uint8)
     hot, cold = (PackedSlices(namespace.layout, np.concatenate([blank, *parts[level]])) for level in Level)
     return hot, cold
-
-
-async def _read_memory(
-    context: AdminContext, namespace: Namespace, boundaries: Sequence[Boundary], stored: set[int]
-) -> SliceMap:
-    """What this node's memory has of ends of pages, of the prompt's own end, and of boundaries that a tier has. The
-    first 65,536 records are looked for. The choice does not depend on other tenants' data, so neither does the time.
-    """
-    page_tokens = namespace.layout.page_tokens
-    last = boundaries[-1].tokens // page_tokens * page_tokens if boundaries else 0
-    keys: list[tuple[int, RecordKey]] = []
-    for index, boundary in enumerate(boundaries):
-        if not (index in stored or boundary.tokens % page_tokens == 0 or boundary.tokens > last):
-            continue
-        keys += [(index, key) for key in namespace.keys_of(boundary.prefix)]
-        if len(keys) >= _MEMORY_KEYS_MAX:
-            break
-        if index % _PAUSE_BOUNDARIES == 0:
-            await asyncio.sleep(0)
-    sizes = await context.memory_sizes([key for _, key in keys])
-    held: dict[tuple[int, int], int] = {}
-    for (index, key), size in zip(keys, sizes, strict=True):
-        if size is not None:
-            held[index, key.group] = held.get((index, key.group), 0) | 1 << key.slice
-    return held
 
 
 async def _found(

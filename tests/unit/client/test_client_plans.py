@@ -1,0 +1,115 @@
+"""`PlanClient` and a real administration interface: the prompt that it joins, and what happens without a service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from kvstore.client import PlanClient
+from kvstore.errors import InvalidRequest
+from kvstore.model.keys import PlainChain
+from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.service_process import free_tcp_url
+from tests.unit.admin.service_harness import open_service
+
+SYSTEM, FOLLOWING = "the system prompt", "the question"
+TEXTS = {"a": "a" * 90, "b": "b" * 130, "c": "c" * 75}
+
+
+def tokenize(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+async def test_a_prompt_of_text_is_planned(tmp_path: Path) -> None:
+    """The client turns text into token ids, drops a document that is given twice, and joins the prompt in the order of
+    the plan. A connection that the service has closed meanwhile is opened again.
+    """
+    prompt = Prompt(ATTENTION, "plan", 64, tenant="red")
+    stored = tokenize(SYSTEM + TEXTS["c"] + TEXTS["a"])
+    async with open_service(tmp_path) as made:
+        await made.save_pages(prompt, PlainChain().extend(stored))
+        client = PlanClient(
+            made.url, prompt.namespace.hex(), token="red reader token", tokenize=tokenize, timeout_s=60.0
+        )
+        ask = partial(
+            client.plan,
+            [TEXTS[name] for name in "abca"],
+            system=SYSTEM,
+            following=FOLLOWING,
+            within_ms=1000,
+            compare=True,
+        )
+        plan = await asyncio.to_thread(ask)
+        assert (plan.failure, plan.order, plan.left_out) == ("", [2, 0, 1], [3])
+        assert plan.token_ids == tokenize(SYSTEM + TEXTS["c"] + TEXTS["a"] + TEXTS["b"] + FOLLOWING)
+        assert (plan.hit_tokens, plan.given_hit_tokens) == (len(stored) // 64 * 64, 0)
+        assert sum(plan.hit_by_tier.values()) == plan.hit_tokens
+        assert client._connection.sock is not None
+        client._connection.sock.shutdown(2)
+        assert (await asyncio.to_thread(ask)).order == plan.order
+        mixed = await asyncio.to_thread(client.plan, [tokenize(TEXTS["b"])], order="fixed", keep_duplicates=True)
+        assert (mixed.order, mixed.hit_tokens) == ([0], 0)
+        client.close()
+
+
+async def test_a_wrong_call_is_an_error(tmp_path: Path) -> None:
+    """Text without a tokenizer, an empty document, another tenant's namespace, a wrong token, a wrong url."""
+    prompt = Prompt(ATTENTION, "plan", 64, tenant="red")
+    async with open_service(tmp_path) as made:
+        await made.save_pages(prompt, PlainChain().extend(list(range(64))))
+        for token, pieces, message in (
+            ("red token", ["text"], "tokenizer"),
+            ("red token", [[]], "expected at least 1"),
+            ("blue token", [[1, 2]], "no such namespace"),
+            ("wrong token", [[1, 2]], "not valid"),
+        ):
+            with (
+                PlanClient(made.url, prompt.namespace.hex(), token=token, timeout_s=60.0) as client,
+                pytest.raises(InvalidRequest, match=message),
+            ):
+                await asyncio.to_thread(client.plan, pieces)
+    with pytest.raises(InvalidRequest, match="http://host:port"):
+        PlanClient("127.0.0.1:7070", "0" * 32)
+
+
+@contextmanager
+def something_else() -> Iterator[str]:
+    """A web server that is no service."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_without_an_answer_the_prompt_is_as_given() -> None:
+    """No service, or something else at its address: the caller sends what it had, and reads why it is not planned."""
+    pieces = [[1, 2], [3], [1, 2]]
+    nobody = free_tcp_url().replace("tcp", "http")
+    with something_else() as other:
+        for url in (nobody, other):
+            with PlanClient(url, "0" * 32) as client:
+                plan = client.plan(pieces, system=[9], following=[8])
+            assert (plan.token_ids, plan.order, plan.hit_tokens) == ([9, 1, 2, 3, 1, 2, 8], [0, 1, 2], 0)
+            assert plan.failure
