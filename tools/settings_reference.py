@@ -87,6 +87,7 @@ ENGINE_CHANGE_WHEN = {
     "max_wait_ms": "Raise it when `kvstore explain` says `deadline` and computing takes longer.",
     "whole_prompt_hits": "Set it when the same prompts return word for word.",
     "load_always": "Set it when you compare loading with computing.",
+    "event_media": "Set it when your router weighs media by names of its own ([routers.md](routers.md)).",
     "audit_rate": "Set it when you introduce a model or a vLLM release, and keep a small share in production.",
     "allow_untested_vllm": "Set it when you must run a vLLM release that this connector was not tested with.",
 }

@@ -17,18 +17,16 @@ from connector.metrics import COUNTERS, GAUGES, TIME_BUCKETS_S, TIMES, Drain, ke
 from connector.scheduler.cache_events import CacheEvents, PageEvent, RequestHashes
 from connector.vllm.engine_facts import hash_block_tokens
 from connector.vllm.guard import guarded
+from kvstore.model.media import parse_media
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     from connector.scheduler.side import SchedulerSide
+    from connector.settings import ConnectorSettings
     from connector.worker.side import WorkerSide
     from kvstore.api import Staged
 
-OWNERSHIP = "kvstore"
-"""Distinguishes our events from those of vLLM's own tiers."""
-
-_ON_THIS_NODE = ("memory", "filesystem")
 _HIT_SOURCES = {"memory": "host", "filesystem": "disk"}
 _OTHER_SOURCE = "external_unspecified"
 """Redis and S3: vLLM has no word for stores that are neither this host nor its disk."""
@@ -45,6 +43,7 @@ class ObservabilityHooks:
     worker_side: WorkerSide | None = None
     guarded_errors: int = 0
     model: Any = None
+    _settings: ConnectorSettings
     _vllm_config: Any
     _kv_cache_config: Any
     _cache_events: CacheEvents | None = None
@@ -111,7 +110,8 @@ class ObservabilityHooks:
         events = self._vllm_config.kv_events_config
         if events is None or not events.enable_kv_cache_events or self.scheduler_side is None:
             return
-        self._cache_events = CacheEvents(shape, num_ranks=num_ranks)
+        media = parse_media(self._settings.event_media, field="event_media")
+        self._cache_events = CacheEvents(shape, num_ranks=num_ranks, media=media)
         self._hash_tokens = hash_block_tokens(self._vllm_config, self._kv_cache_config)
         self.scheduler_side.publish_events(self._cache_events)
 
@@ -126,6 +126,7 @@ class ObservabilityHooks:
             hash_tokens=self._hash_tokens,
             lora_name=adapter.name if adapter is not None else None,
             lora_id=adapter.adapter_id if adapter is not None else None,
+            are_of_tokens=not request.cache_salt and not request.mm_features and request.prompt_embeds is None,
         )
         self._cache_events.on_new_request(request.request_id, hashes)
 
@@ -182,15 +183,20 @@ def split_tokens(records_by_tier: Mapping[str, int], tokens: int) -> dict[str, i
 
 
 def to_events(events: Iterable[PageEvent], shape: CacheShape, kv_cache_config: Any) -> Iterator[KVCacheEvent]:
-    """One of vLLM's events for each of its groups whose blocks are in a page; the tier's name is the medium."""
+    """One of vLLM's events for each of its groups whose blocks are in a page.
+
+    Without `ownership`: Dynamo drops events whose owner it does not know.
+    """
     for event in events:
-        tier, parent = event.tier, event.parent
+        medium, parent = event.medium, event.parent
         hashes = [maybe_convert_block_hash(BlockHash(block_hash)) for block_hash in event.hashes]
-        locality = "LOCAL" if tier in _ON_THIS_NODE else "REMOTE"
         for index in shape.groups[event.group].facts.feed_groups:
             if event.removed:
                 yield BlockRemoved(
-                    block_hashes=hashes, medium=tier, group_idx=index, locality=locality, ownership=OWNERSHIP
+                    block_hashes=hashes,
+                    medium=medium.name,
+                    group_idx=index,
+                    locality=medium.locality,
                 )
                 continue
             spec = kv_cache_config.kv_cache_groups[index].kv_cache_spec
@@ -200,13 +206,12 @@ def to_events(events: Iterable[PageEvent], shape: CacheShape, kv_cache_config: A
                 token_ids=list(event.tokens),
                 block_size=event.block_tokens,
                 lora_id=event.lora_id,
-                medium=tier,
+                medium=medium.name,
                 lora_name=event.lora_name,
                 group_idx=index,
                 kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
                 kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
-                locality=locality,
-                ownership=OWNERSHIP,
+                locality=medium.locality,
             )
 
 

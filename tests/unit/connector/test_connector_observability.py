@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from connector.scheduler.cache_events import PageEvent
 from connector.vllm.observability import ObservabilityHooks, split_tokens
+from kvstore.model.media import MEDIA
 from kvstore.runtime.meters import Meters
 from tests.unit.connector.support import BLOCK, make_facts, make_shape
 
@@ -65,7 +66,7 @@ def test_a_worker_tells_what_it_counted_and_what_was_guarded() -> None:
 
 
 EVENT = PageEvent(
-    tier="redis",
+    medium=MEDIA["redis"],
     group=0,
     hashes=(b"one", b"two"),
     parent=b"none",
@@ -100,7 +101,7 @@ def events_of(*events: PageEvent) -> list[Any]:
 
 
 def test_a_page_is_an_event_for_each_group_of_vllm() -> None:
-    """With everything that vLLM's own events say of the same blocks, the tier as medium, and us as owner."""
+    """With everything that vLLM's own events say of the same blocks, in its words for media."""
     first, second = events_of(EVENT)
     assert (first.group_idx, second.group_idx) == (0, 2)
     assert (first.kv_cache_spec_kind, second.kv_cache_spec_kind) == ("sliding_window", "full_attention")
@@ -108,22 +109,36 @@ def test_a_page_is_an_event_for_each_group_of_vllm() -> None:
     for event in (first, second):
         assert (event.block_hashes, event.parent_block_hash) == (as_told(b"one", b"two"), *as_told(b"none"))
         assert (event.token_ids, event.block_size) == (list(range(2 * BLOCK)), BLOCK)
-        assert (event.medium, event.locality, event.ownership) == ("redis", "REMOTE", "kvstore")
+        assert (event.medium, event.locality) == ("STORAGE", "REMOTE")
         assert (event.lora_name, event.lora_id) == ("adapter", 7)
 
 
 @pytest.mark.parametrize(
-    ("tier", "locality"), [("memory", "LOCAL"), ("filesystem", "LOCAL"), ("redis", "REMOTE"), ("s3", "REMOTE")]
+    ("tier", "medium", "locality"),
+    [
+        ("memory", "CPU", "LOCAL"),
+        ("filesystem", "STORAGE", "LOCAL"),
+        ("redis", "STORAGE", "REMOTE"),
+        ("s3", "STORAGE", "REMOTE"),
+    ],
 )
-def test_a_removed_page_names_its_blocks(tier: str, locality: str) -> None:
+def test_a_removed_page_names_its_blocks(tier: str, medium: str, locality: str) -> None:
     """Hashes and groups are what a router needs to forget it."""
     from vllm.distributed.kv_events import BlockRemoved
 
-    events = events_of(PageEvent(0, EVENT.hashes, tier, removed=True))
+    events = events_of(PageEvent(0, EVENT.hashes, MEDIA[tier], removed=True))
     assert [type(event) for event in events] == [BlockRemoved] * 2
     assert [event.group_idx for event in events] == [0, 2]
-    assert all((event.medium, event.locality, event.ownership) == (tier, locality, "kvstore") for event in events)
+    assert all((event.medium, event.locality) == (medium, locality) for event in events)
     assert all(event.block_hashes == as_told(b"one", b"two") for event in events)
+
+
+def test_media_have_vllms_names() -> None:
+    """vLLM's own constants, as far as a release has them."""
+    from vllm.distributed import kv_events
+
+    known = {getattr(kv_events, name) for name in dir(kv_events) if name.startswith("MEDIUM_")}
+    assert {medium.name for medium in MEDIA.values()} <= known | {"STORAGE"}  # releases before 0.31 lack the last
 
 
 TIERS = ("memory", "filesystem", "redis", "s3", "a tier of tomorrow")
