@@ -14,7 +14,7 @@ from connector.identity import CacheShape
 from connector.jobs import RankReport, SaveJob
 from connector.scheduler.requests import RequestState
 from kvstore.api import Staged
-from kvstore.model.keys import PrefixHash
+from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
 from kvstore.model.media import MEDIA, Medium
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 
@@ -22,6 +22,8 @@ _MEMORY = "memory"
 """The tier that acknowledges a save, and that every hit is read through. Write-back to the others is not published."""
 
 _REMEMBERED_PAGES = 16_384
+_NAMED_S = 60.0
+"""A page of a hit is named to the service again after this: a service that was restarted does not know it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,15 @@ class PageEvent:
     lora_id: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class NamedPage:
+    """A page that the service may know by its blocks: it is stored."""
+
+    namespace: NamespaceId
+    boundary: Boundary
+    event: PageEvent
+
+
 @dataclass(slots=True)
 class _Request:
     """An open request. Its lookup's answer is compared once with the published pages."""
@@ -73,19 +84,19 @@ class _Request:
 
 @dataclass(slots=True)
 class _Published:
-    """A published page: on which media it is, in the order of their events, and when it was last published."""
+    """A published page: its media in the order of their events, and when it was last published and named."""
 
     hashes: tuple[bytes, ...]
     media: list[Medium] = field(default_factory=list)
     published_s: float = 0.0
+    named_s: float | None = None
 
 
 @dataclass(slots=True)
 class _Saving:
     """A page that is being saved."""
 
-    prefix: PrefixHash
-    event: PageEvent
+    page: NamedPage
     busy_ranks: int
 
 
@@ -96,6 +107,7 @@ class CacheEvents:
 
     Args:
         media: The medium of each tier.
+        names_pages: Whether pages are to be named to the service.
     """
 
     def __init__(
@@ -104,26 +116,34 @@ class CacheEvents:
         *,
         num_ranks: int,
         media: Mapping[str, Medium] = MEDIA,
+        names_pages: bool = False,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.shape = shape
         self._num_ranks = num_ranks
         self._media = media
+        self._names_pages = names_pages
         self._clock = clock
         self._requests: dict[str, _Request] = {}
         self._saving: dict[int, _Saving] = {}  # by job id
         self._published: OrderedDict[tuple[PrefixHash, int], _Published] = OrderedDict()
         self._ready: list[PageEvent] = []
+        self._to_name: list[NamedPage] = []
 
     def take(self) -> list[PageEvent]:
         """The events since the last call, in order."""
         taken, self._ready = self._ready, []
         return taken
 
+    def take_named(self) -> list[NamedPage]:
+        """The pages to name to the service since the last call."""
+        taken, self._to_name = self._to_name, []
+        return taken
+
     @property
     def has_pending(self) -> bool:
         """Whether an idle engine must keep stepping, to publish pages that are being saved."""
-        return bool(self._saving or self._ready)
+        return bool(self._saving or self._ready or self._to_name)
 
     def on_new_request(self, request_id: str, hashes: RequestHashes) -> None:
         self._requests[request_id] = _Request(hashes, self._clock.monotonic_s())
@@ -135,7 +155,8 @@ class CacheEvents:
     def on_save_planned(self, job: SaveJob, state: RequestState) -> None:
         event = self._event(state, job.group, job.start_tokens, job.stop_tokens, self._media[_MEMORY])
         if event is not None:
-            self._saving[job.job_id] = _Saving(job.prefix, event, self._num_ranks)
+            page = NamedPage(job.namespace, Boundary(job.stop_tokens, job.prefix), event)
+            self._saving[job.job_id] = _Saving(page, self._num_ranks)
 
     def on_save_cancelled(self, job_id: int) -> None:
         self._saving.pop(job_id, None)
@@ -151,7 +172,7 @@ class CacheEvents:
             entry.busy_ranks -= ranks
             if entry.busy_ranks <= 0:
                 del self._saving[job_id]
-                self._publish(entry.prefix, entry.event)
+                self._publish(entry.page)
 
     def on_staged(self, state: RequestState, staged: Staged) -> None:
         """Publish the pages of a hit: they are in memory now, and if all were read from one tier, also there."""
@@ -162,8 +183,9 @@ class CacheEvents:
         for (prefix, group), (start, stop) in pages.items():
             event = self._event(state, group, start, stop, media[0])
             if event is not None:
+                page = NamedPage(staged.keys[0].namespace, Boundary(stop, prefix), event)
                 for medium in media:
-                    self._publish(prefix, replace(event, medium=medium))
+                    self._publish(replace(page, event=replace(event, medium=medium)))
 
     def on_lookup(self, state: RequestState) -> None:
         """Publish the removal of pages that were published before a prompt came and that its lookup did not find.
@@ -186,10 +208,14 @@ class CacheEvents:
                 del self._published[boundary.prefix, group]
                 self._ready += [PageEvent(group, page.hashes, medium, removed=True) for medium in page.media]
 
-    def _publish(self, prefix: PrefixHash, event: PageEvent) -> None:
+    def _publish(self, named: NamedPage) -> None:
+        event, prefix = named.event, named.boundary.prefix
         page = self._published.setdefault((prefix, event.group), _Published(event.hashes))
         self._published.move_to_end((prefix, event.group))
-        page.published_s = self._clock.monotonic_s()
+        page.published_s = now_s = self._clock.monotonic_s()
+        if self._names_pages and (page.named_s is None or now_s - page.named_s > _NAMED_S):
+            page.named_s = now_s
+            self._to_name.append(named)
         if event.medium not in page.media:
             page.media.append(event.medium)
             self._ready.append(event)

@@ -45,11 +45,16 @@ class _Unsupported(Exception):
     """Why this engine cannot be cached, in words for the operator."""
 
 
-def read_name(vllm_config: Any) -> str:
-    """The name of this process in the status of its service."""
+def read_model_name(vllm_config: Any) -> str:
+    """The model's name as users and routers know it; the first one of several."""
     model = vllm_config.model_config
     served = model.served_model_name or model.model
-    name = str(served if isinstance(served, str) else served[0]).rstrip("/").rpartition("/")[2]
+    return str(served if isinstance(served, str) else served[0])
+
+
+def read_name(vllm_config: Any) -> str:
+    """The name of this process in the status of its service."""
+    name = read_model_name(vllm_config).rstrip("/").rpartition("/")[2]
     return f"vllm {name}, pid {os.getpid()}"
 
 

@@ -332,6 +332,7 @@ class Session:
                 codes=True,
                 losses=True,
                 locates=True,
+                blocks=self._answers.store.takes_blocks,
             )
         )
 

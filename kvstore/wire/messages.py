@@ -78,6 +78,7 @@ class Welcome(Message):
         codes: Whether its errors carry a `code` where there is one.
         losses: Whether it distinguishes an `outcome` that is a loss from one of a request.
         locates: Whether it answers `locate`.
+        blocks: Whether it takes an `outcome` with `blocks`.
     """
 
     version: int
@@ -91,6 +92,7 @@ class Welcome(Message):
     codes: bool = False
     losses: bool = False
     locates: bool = False
+    blocks: bool = False
 
 
 @wire_message("refused")
@@ -295,6 +297,8 @@ class Outcome(Message):
 
     Attributes:
         age_ms: How long before it was sent this happened, so that clocks need not agree.
+        blocks: How routers know the page that ends at `stop_prefix`; then it is the outcome of no request. Keys: model,
+            hash_bytes, hashes, parent, block_tokens, groups, tokens, lora_name.
     """
 
     request: str
@@ -311,6 +315,7 @@ class Outcome(Message):
     first: bytes = b""
     content: bytes = b""
     age_ms: int = 0
+    blocks: Mapping[str, Any] = field(default_factory=dict)
 
 
 @wire_message("explain")
