@@ -28,6 +28,7 @@ TOPS = {
     "kvstore/client/connection.py": "a session's top: a caller's callback fails its own call alone",
     "kvstore/service/admin/port.py": "a thread's top",
     "kvstore/service/session.py": "a session's top",
+    "kvstore/store/cache_events/placements.py": "a background task's top: without rounds routers keep what is gone",
     "kvstore/store/retention/owner.py": "a background task's top: without rounds a tier fills up",
     "kvstore/tiers/guarded.py": "a background task's top",
 }

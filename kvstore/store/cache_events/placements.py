@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,17 +21,20 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.store.cache_events.encoding import CLEARED, Event, hashes_of, removed, stored
 from kvstore.tiers.memory import MemoryTier
 
+_log = logging.getLogger(__name__)
+
 _ROUND_S = 0.1
 _TOMBSTONES_S = 0.25
 """How often removals are read that other services made."""
-_TOMBSTONES_READ = 64
-_BATCH = 512
-"""Boundaries that are read from the catalog at a time, and events of a batch at most."""
+_TOMBSTONES_READ = (64, 1024, TOMBSTONES_MAX)
+"""How many of the latest are read: more if the fewer ones do not reach back to those of the last time."""
+_BATCH = 128
+"""Boundaries that are compared at a time, in some milliseconds, and events of a batch at most."""
 _SWEPT = 64
 """Boundaries that each round checks without a cause: a catalog that was lost leaves no tombstones."""
 _PAGES_MAX, _UNPLACED_MAX = 131_072, 16_384
 """Pages that are known. Of more, the oldest are taken back from subscribers, and forgotten."""
-_CALL_S = 5.0
+_CALL_S, _AGAIN_S = 5.0, 1.0
 
 _Place = tuple[NamespaceId, PrefixHash]
 
@@ -85,11 +89,13 @@ class _Page:
     like: list[_Page]
     media: list[Medium] = field(default_factory=list)
 
-    def alone(self, medium: Medium) -> Iterator[int]:
-        """Indexes of its blocks that subscribers do not know from another page on a medium."""
+    def alone(self, medium: Medium, hashes: Sequence[int | bytes]) -> Sequence[int]:
+        """Indexes of its blocks, which have these hashes, that subscribers know from no other page on a medium."""
         others = [page for page in self.like if page is not self and medium in page.media]
+        if not others:
+            return range(len(hashes))
         known = {block for page in others for block in hashes_of(page.blocks)}
-        return (index for index, block in enumerate(hashes_of(self.blocks)) if block not in known)
+        return [index for index, block in enumerate(hashes) if block not in known]
 
 
 class PlacementEvents:
@@ -173,22 +179,28 @@ class PlacementEvents:
         next_look_s = 0.0
         while True:
             await asyncio.sleep(_ROUND_S)
-            if self._catalog is not None and self._pages and self._clock.monotonic_s() >= next_look_s:
-                next_look_s = self._clock.monotonic_s() + _TOMBSTONES_S
-                await self._read_tombstones(self._catalog)
-            self._sweep()
-            while self._marked and not self._publisher.is_behind:
-                await self._round()
+            try:
+                if self._catalog is not None and self._pages and self._clock.monotonic_s() >= next_look_s:
+                    next_look_s = self._clock.monotonic_s() + _TOMBSTONES_S
+                    await self._read_tombstones(self._catalog)
+                self._sweep()
+                while self._marked and not self._publisher.is_behind:
+                    await self._round()
+            except Exception:  # noqa: BLE001 - a task's top: without rounds, subscribers would keep what is gone
+                _log.exception("a round of cache events failed, the next one continues")
+                await asyncio.sleep(_AGAIN_S)
 
     async def _read_tombstones(self, catalog: Catalog) -> None:
         """Mark what any service has removed from a shared level since the last call."""
-        try:
-            found = await catalog.tombstones(limit=_TOMBSTONES_READ, deadline=self._deadline())
+        found: list[Tombstone] = []
+        for limit in _TOMBSTONES_READ:
+            try:
+                found = await catalog.tombstones(limit=limit, deadline=self._deadline())
+            except (Unavailable, Closed, CorruptRecord):
+                return
             # those of one second are in no order across the catalog's slots
-            if len(found) == _TOMBSTONES_READ and found[-1].at_s >= self._newest_s:
-                found = await catalog.tombstones(limit=TOMBSTONES_MAX, deadline=self._deadline())
-        except (Unavailable, Closed, CorruptRecord):
-            return
+            if len(found) < limit or found[-1].at_s < self._newest_s:
+                break
         if len(found) == TOMBSTONES_MAX and self._seen.isdisjoint(found):  # some were dropped before they were read
             self._marked.update(dict.fromkeys(self._pages))
         for tombstone in found:
@@ -213,14 +225,15 @@ class PlacementEvents:
         by_namespace: defaultdict[NamespaceId, list[PrefixHash]] = defaultdict(list)
         for namespace, prefix in taken:
             by_namespace[namespace].append(prefix)
-        told = _Told(self._topics)
         for namespace, prefixes in by_namespace.items():
             table = await self._look_up(namespace, prefixes)
+            told = _Told(self._topics)
             for index, prefix in enumerate(prefixes):  # from here on nothing waits: what is read is published
                 self._compare((namespace, prefix), table, index, told)
-        for topic, events in told.batches(_BATCH):
-            self._clear_once(topic)
-            self._publisher.publish(topic, events)
+            for topic, events in told.batches(_BATCH):
+                self._clear_once(topic)
+                self._publisher.publish(topic, events)
+        await asyncio.sleep(0)
 
     async def _look_up(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash]) -> EntryTable | None:
         """The catalog's entries; `None`: it does not answer, and what it said before counts."""
@@ -297,15 +310,14 @@ class _Told:
         self._gone: defaultdict[str, dict[tuple[Medium, int], list[int | bytes]]] = defaultdict(dict)
 
     def there(self, page: _Page, medium: Medium) -> None:
-        events = [
-            stored(page.blocks, run, group, medium) for run in _runs(page.alone(medium)) for group in page.blocks.groups
-        ]
+        alone = page.alone(medium, hashes_of(page.blocks))
+        events = [stored(page.blocks, run, group, medium) for run in _runs(alone) for group in page.blocks.groups]
         for topic in self._topics.of(medium, page.blocks.model):
             self._there[topic] += events
 
     def gone(self, page: _Page, medium: Medium) -> None:
         hashes = hashes_of(page.blocks)
-        gone = [hashes[index] for index in page.alone(medium)]
+        gone = [hashes[index] for index in page.alone(medium, hashes)]
         for topic in self._topics.of(medium, page.blocks.model):
             for group in page.blocks.groups if gone else ():
                 self._gone[topic].setdefault((medium, group.index), []).extend(gone)

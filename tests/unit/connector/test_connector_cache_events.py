@@ -14,7 +14,7 @@ from kvstore.api import Staged
 from kvstore.model.keys import RecordKey
 from kvstore.model.media import MEDIA, parse_media
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import BLOCK, PAGE, WEIGHTS, eventually, tokens_of
+from tests.unit.connector.support import BLOCK, PAGE, WEIGHTS, ManualClock, eventually, tokens_of
 from tests.unit.connector.test_connector_group_saves import FULL, STATES, SavesHarness
 
 HASH = BLOCK // 2
@@ -222,3 +222,31 @@ def test_a_state_is_told_as_the_block_that_ends_there() -> None:
     assert state.tokens == tuple(at.tokens[3 * BLOCK : 4 * BLOCK])
     assert state.parent == b"a-5"
     assert sorted(block for entry in entries if entry.group == 1 for block in blocks(entry)) == [0, 1, 2, 3]
+
+
+def test_pages_are_named_when_they_are_stored_and_again_later(made: SchedulerHarness) -> None:
+    """A save is named once. A hit names its pages too, but not again within a minute, and only to a service that wants
+    it."""
+    clock = ManualClock()
+    told = CacheEvents(made.shape, num_ranks=1, names_pages=True, clock=clock)
+    made.side.publish_events(told)
+    come(made, "r", PAGE)
+    (job,) = made.step({"r": PAGE}).saves
+    assert told.take_named() == []
+    made.ranks_done(job.job_id)
+    assert told.has_pending
+    (page,) = told.take_named()
+    assert (page.namespace, page.boundary.tokens, page.boundary.prefix) == (job.namespace, PAGE, job.prefix)
+    assert [page.event] == told.take()
+    for seconds, times in ((30.0, 0), (31.0, 1), (1.0, 0)):
+        clock.now_s += seconds
+        told.on_staged(made.state("r"), staged_page(made, "r", {"memory": 1}))
+        assert len(told.take_named()) == times
+    assert cache_events(made) is told
+
+
+def test_nothing_is_named_by_default(made: SchedulerHarness) -> None:
+    come(made, "r", PAGE)
+    (job,) = made.step({"r": PAGE}).saves
+    made.ranks_done(job.job_id)
+    assert cache_events(made).take_named() == []

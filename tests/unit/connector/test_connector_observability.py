@@ -10,10 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.scheduler.cache_events import PageEvent
+from connector.identity import CacheShape
+from connector.scheduler.cache_events import NamedPage, PageEvent
 from connector.vllm.observability import ObservabilityHooks, split_tokens
+from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
 from kvstore.model.media import MEDIA
 from kvstore.runtime.meters import Meters
+from kvstore.store.cache_events.encoding import encode_batch, stored
 from tests.unit.connector.support import BLOCK, make_facts, make_shape
 
 
@@ -84,12 +87,10 @@ def as_told(*hashes: bytes) -> list[Any]:
     return [maybe_convert_block_hash(BlockHash(block_hash)) for block_hash in hashes]
 
 
-def events_of(*events: PageEvent) -> list[Any]:
-    """As the events of a model whose one canonical group is fed by vLLM's groups 0 and 2."""
+def two_feeds() -> tuple[CacheShape, Any]:
+    """A model whose one canonical group is fed by vLLM's groups 0 and 2, and vLLM's configuration of its cache."""
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-
-    from connector.vllm.observability import to_events
 
     shape = make_shape(make_facts())
     (group,) = shape.groups
@@ -97,7 +98,14 @@ def events_of(*events: PageEvent) -> list[Any]:
     spec = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
     specs = [SlidingWindowSpec(sliding_window=64, **spec), None, FullAttentionSpec(**spec)]
     groups = [SimpleNamespace(kv_cache_spec=made) for made in specs]
-    return list(to_events(events, shape, SimpleNamespace(kv_cache_groups=groups)))
+    return shape, SimpleNamespace(kv_cache_groups=groups)
+
+
+def events_of(*events: PageEvent) -> list[Any]:
+    """As the events of `two_feeds`."""
+    from connector.vllm.observability import to_events
+
+    return list(to_events(events, *two_feeds()))
 
 
 def test_a_page_is_an_event_for_each_group_of_vllm() -> None:
@@ -171,3 +179,34 @@ def test_vllm_knows_every_name() -> None:
     """Where it asks for them: since 0.32."""
     sources = pytest.importorskip("vllm.v1.metrics.cache_hit_source", reason="this vLLM does not ask")
     assert all(sources.CacheHitSource(place) for tier in TIERS for place in split_tokens({tier: 1}, 128))
+
+
+@pytest.mark.parametrize("tells_tokens", [False, True])
+def test_a_page_is_named_as_its_events_name_it(tells_tokens: bool) -> None:
+    """The service's event of a page that an engine named is vLLM's event of it, but for the adapter's number."""
+    import msgspec
+    from vllm.distributed.kv_events import KVEventBatch
+
+    from connector.vllm.observability import page_blocks
+
+    event = replace(EVENT, parent=b"p" * 32, hashes=(b"1" * 32, b"2" * 32))
+    shape, config = two_feeds()
+    page = NamedPage(NamespaceId(bytes(16)), Boundary(2 * BLOCK, PrefixHash(bytes(32))), event)
+    blocks = page_blocks(page, shape, config, "org/model", tells_tokens=tells_tokens)
+    assert (blocks.model, blocks.boundary.tokens) == ("org/model", 2 * BLOCK)
+    encoded = encode_batch(1.0, [stored(blocks, range(2), group, MEDIA["redis"]) for group in blocks.groups])
+    decoded = msgspec.msgpack.decode(encoded, type=KVEventBatch).events
+    expected = events_of(event)
+    for told in expected:
+        told.lora_id = None
+        told.token_ids = told.token_ids if tells_tokens else []
+    assert decoded == expected
+
+
+def test_only_an_engine_that_may_names_pages() -> None:
+    from connector.settings import ConnectorSettings
+    from kvstore.errors import InvalidRequest
+
+    assert ConnectorSettings().name_blocks == "off"
+    with pytest.raises(InvalidRequest, match="name_blocks"):
+        ConnectorSettings.parse({"name_blocks": "all"}, {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgpack
@@ -16,12 +16,10 @@ from kvstore.model.media import MEDIA
 from kvstore.model.page_blocks import BlockGroup, PageBlocks
 from kvstore.store.cache_events.encoding import Event, encode_batch, removed, stored
 from kvstore.store.cache_events.publisher import EventPublisher
-
-zmq = pytest.importorskip("zmq")
+from kvstore.testing.event_subscriber import Entry, EventSubscriber, apply
 
 SPACE = NamespaceId(bytes(16))
 BLOCK = 16
-PATIENCE_S = 20.0
 
 
 def blocks_of(
@@ -79,81 +77,6 @@ def test_a_part_of_a_page_continues_it() -> None:
     assert event["token_ids"] == list(range(BLOCK, 3 * BLOCK))
 
 
-class Subscriber:
-    """A subscriber as routers are: it keeps an index, finds gaps by the sequence, and asks for what it missed."""
-
-    def __init__(self, endpoint: str, replay_endpoint: str) -> None:
-        self._context = zmq.Context()
-        self._events = self._context.socket(zmq.SUB)
-        self._events.connect(endpoint)
-        self._events.subscribe(b"")
-        self._replay_endpoint = replay_endpoint
-        self.next = 0
-        self.replays = 0
-        self.topics: set[str] = set()
-        self.index: set[tuple[str, str, object]] = set()
-
-    def pause(self) -> None:
-        """Lose what is sent from now on, as if the queue for this subscriber were full."""
-        self._events.unsubscribe(b"")
-
-    def resume(self) -> None:
-        self._events.subscribe(b"")
-
-    def read(self, upto: int) -> None:
-        """Read until the index has all of the first `upto` messages."""
-        ends_s = time.monotonic() + PATIENCE_S
-        while self.next < upto:
-            assert time.monotonic() < ends_s, (self.next, upto)
-            if not self._events.poll(100):
-                continue
-            topic, sequence, batch = self._events.recv_multipart()
-            number = int.from_bytes(sequence, "big")
-            if number > self.next:
-                self._replay()
-            if number == self.next:
-                self._apply(topic, batch)
-
-    def _replay(self) -> None:
-        self.replays += 1
-        socket = self._context.socket(zmq.DEALER)
-        socket.connect(self._replay_endpoint)
-        socket.send_multipart((b"", self.next.to_bytes(8, "big")))
-        while True:
-            assert socket.poll(PATIENCE_S * 1000)
-            empty, topic, sequence, batch = socket.recv_multipart()
-            assert empty == b""
-            if int.from_bytes(sequence, "big", signed=True) == -1:
-                break
-            if int.from_bytes(sequence, "big") == self.next:
-                self._apply(topic, batch)
-        socket.close(linger=0)
-
-    def _apply(self, topic: bytes, batch: bytes) -> None:
-        self.next += 1
-        self.topics.add(topic.decode())
-        apply(self.index, topic.decode(), msgpack.unpackb(batch)[1])
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-
-
-def apply(index: set[tuple[str, str, object]], topic: str, events: Sequence[Event]) -> None:
-    """What a router's index does. A block that is stored twice, or removed without being there, is a fault of ours."""
-    for event in events:
-        if event["type"] == "AllBlocksCleared":
-            index.difference_update({entry for entry in index if entry[0] == topic})
-            continue
-        for block_hash in event["block_hashes"]:
-            entry = (topic, event["medium"], (event["group_idx"], block_hash))
-            if event["type"] == "BlockStored":
-                assert entry not in index, "stored twice"
-                index.add(entry)
-            else:
-                assert entry in index, "removed what is not there"
-                index.remove(entry)
-
-
 @pytest.fixture
 def addresses(tmp_path: Path) -> tuple[str, str]:
     return f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
@@ -175,7 +98,7 @@ def batch_of(number: int) -> list[Event]:
 def test_a_subscriber_that_stops_and_replays_ends_equal(publisher: EventPublisher, addresses: tuple[str, str]) -> None:
     """It joins late, loses what is sent while it is away, finds each gap by the sequence, and has all at the end."""
     publisher.publish("kv@node:a@m", batch_of(0))
-    subscriber, expected = Subscriber(*addresses), set[tuple[str, str, object]]()
+    subscriber, expected = EventSubscriber(*addresses), set[Entry]()
     apply(expected, "kv@node:a@m", batch_of(0))
     try:
         time.sleep(0.5)  # until its subscription is known
