@@ -61,7 +61,7 @@ class EventSubscriber:
         socket.connect(self._replay_endpoint)
         socket.send_multipart((b"", self.next.to_bytes(8, "big")))
         while True:
-            assert socket.poll(PATIENCE_S * 1000)
+            assert socket.poll(int(PATIENCE_S * 1000))
             empty, topic, sequence, batch = socket.recv_multipart()
             assert empty == b""
             if int.from_bytes(sequence, "big", signed=True) == -1:

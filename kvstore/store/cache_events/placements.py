@@ -147,7 +147,7 @@ class PlacementEvents:
         self._background.spawn(self._run(), "rounds", is_shared=True)
 
     def name(self, blocks: PageBlocks, num_slices: int) -> None:
-        """Learn the blocks of a page that has so many slices. The first names count. Of the pages that are on no medium
+        """Learn the blocks of a page of `num_slices` slices. The first names count. Of the pages that are on no medium
         only the latest are known.
         """
         place = (blocks.namespace, blocks.boundary.prefix)
