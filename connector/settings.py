@@ -12,10 +12,12 @@ from typing import Any
 
 from kvstore.client import ClientTls
 from kvstore.errors import InvalidRequest
+from kvstore.model.media import parse_media
 from kvstore.runtime.sizes import parse_bytes
 
 _ENVIRONMENT = "KVSTORE_CONNECTOR_"
 _MODES = ("both", "load", "save", "off")
+_BLOCK_NAMES = ("off", "hashes", "tokens")
 _MODE_OF_ROLE = {"kv_producer": "save", "kv_consumer": "load"}
 
 
@@ -56,6 +58,12 @@ class ConnectorSettings:
             own cache bit for bit.
         load_always: Take every hit in full, within `max_wait_ms`, even if computing would be faster; for comparing
             the two.
+        event_media: Names of tiers in this engine's cache events, for a router that weighs more media than vLLM's own
+            names: `redis=SHARED_STORAGE,s3=OBJECT_STORE` for llm-d. Without it memory is `CPU`, a directory, Redis and
+            S3 are `STORAGE`. A router gives no credit for a name that it does not know.
+        name_blocks: What this engine tells the service of each page, for the cache events that the service publishes
+            (`events_endpoint`): `off`, `hashes` of the blocks as vLLM names them, or also their `tokens`. Token ids are
+            the users' prompts, and leave the engine. Never a salt.
         audit_rate: Share of resume points (0 to 1, chosen by their hash) whose records this engine checks. The first
             request that would resume there computes instead, and its pages are compared with the stored ones. Loads are
             read back. 0.01 makes one first resume in a hundred as slow as a miss; 1 is for tests.
@@ -86,6 +94,8 @@ class ConnectorSettings:
     max_wait_ms: int = 10_000
     whole_prompt_hits: bool = False
     load_always: bool = False
+    event_media: str = ""
+    name_blocks: str = "off"
     audit_rate: float = 0.0
     allow_untested_vllm: bool = False
     instance_id: str | None = None
@@ -158,6 +168,10 @@ class ConnectorSettings:
                 raise InvalidRequest("expected a positive number", field=field, seen=value)
         if not 0 <= self.audit_rate <= 1:
             raise InvalidRequest("expected a share from 0 to 1", field="audit_rate", seen=self.audit_rate)
+        parse_media(self.event_media, field="event_media")
+        if self.name_blocks not in _BLOCK_NAMES:
+            choices = ", ".join(_BLOCK_NAMES)
+            raise InvalidRequest(f"name_blocks must be one of {choices}", field="name_blocks", seen=self.name_blocks)
         if self.weights_id == "":
             raise InvalidRequest("expected a name, or leave it out for a digest of the files", field="weights_id")
 

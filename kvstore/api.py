@@ -20,6 +20,7 @@ from kvstore.model.keys import Boundary, NamespaceId, RecordKey
 from kvstore.model.layout import MAX_PREFIX_TOKENS
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.model.outcome import Outcome
+from kvstore.model.page_blocks import PageBlocks
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
@@ -270,6 +271,14 @@ class PageStore(ABC):
 
     def report(self, outcome: Outcome) -> None:  # noqa: B027 - most stores explain nothing
         """Report the outcome of a request, for `explain`. Returns at once, never fails, and may be lost."""
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether it is of use to name pages' blocks to it."""
+        return False
+
+    def name_blocks(self, blocks: PageBlocks) -> None:  # noqa: B027 - most stores publish nothing
+        """Learn how routers know a page that is, or was, stored here. Returns at once, never fails, and may be lost."""
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
         """Why a request was resumed no further than it was, as plain values; see docs/explain.md.

@@ -9,15 +9,26 @@ import re
 import shutil
 import tomllib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+)
 
 from kvstore.client.embedded import default_directory
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.candidates import ADMISSIONS, AUTO, POLICIES, REMOVED
 from kvstore.eviction.holdings import Quota
+from kvstore.model.media import parse_media
 from kvstore.runtime.machine import usable_bytes
 from kvstore.runtime.sizes import parse_bytes
 from kvstore.runtime.wrong_values import cut, expectation, shown
@@ -96,6 +107,11 @@ def _parsed(parse: Any, value: object) -> Any:
         return parse(value)
     except InvalidRequest as error:
         raise ValueError(str(error)) from error
+
+
+def _media(value: str) -> str:
+    _parsed(partial(parse_media, field="event_media"), value)
+    return value
 
 
 def _quotas(value: object) -> Mapping[str, Quota]:
@@ -219,6 +235,15 @@ class Settings(BaseModel):
             at no cost. Needs `kvstore-vllm[tracing]`.
         traces_share: Share of the requests without a trace of their own that are traced. A request with one is traced
             if its trace is sampled. 1 traces every request, which slows a busy service.
+        events_endpoint: ZeroMQ address at which this service publishes cache events, of all engines that name their
+            pages (`name_blocks`): `tcp://*:5557` is bound, `tcp://router:5557` connected. Off by default. A client that
+            can reach it learns which prompts are cached. Needs `kvstore-vllm[events]`.
+        events_replay_endpoint: Where subscribers ask for events that they have missed, `tcp://*:5558`. Keeps the last
+            10,000 batches, at most 64 MiB. Only with `events_endpoint`.
+        events_node: Names of this node in topics, separated by commas: `kv@<name>@<model>`. By default `node:` and the
+            host's name. Each name costs a copy of the events of memory and directory.
+        event_media: Names of tiers in cache events, for a router that weighs more media than vLLM's own names:
+            `redis=SHARED_STORAGE,s3=OBJECT_STORE` for llm-d. A router gives no credit for a name that it does not know.
         idle_exit_s: Exit when no client was connected for this long; by default never. For private services.
     """
 
@@ -259,6 +284,10 @@ class Settings(BaseModel):
     log_format: Literal["text", "json"] = "text"
     otlp_traces_endpoint: Annotated[str | None, BeforeValidator(_collector)] = None
     traces_share: Annotated[float, Field(ge=0, le=1)] = 0.01
+    events_endpoint: Annotated[str, Field(max_length=_TEXT_CHARS_MAX)] = ""
+    events_replay_endpoint: Annotated[str, Field(max_length=_TEXT_CHARS_MAX)] = ""
+    events_node: Annotated[str, Field(max_length=_TEXT_CHARS_MAX)] = ""
+    event_media: Annotated[str, Field(max_length=_TEXT_CHARS_MAX), AfterValidator(_media)] = ""
     idle_exit_s: Seconds | None = None
 
     _sources: Mapping[str, Source] = PrivateAttr(default_factory=dict)

@@ -66,6 +66,10 @@ SERVICE_CHANGE_WHEN = {
     "log_format": "Set `json` when a collector reads the log.",
     "otlp_traces_endpoint": "Set it when you look for where a slow request spends its time.",
     "traces_share": "Raise it when you look for a rare fault. Lower it when the collector gets too much.",
+    "events_endpoint": "Set it when a router is to credit every engine of the node for what one of them saved.",
+    "events_replay_endpoint": "Set it with `events_endpoint`, unless your router asks for no replays.",
+    "events_node": "Set it when your router knows engines by other names ([routers.md](routers.md)).",
+    "event_media": "Set it when your router weighs media by names of its own ([routers.md](routers.md)).",
     "idle_exit_s": "Set it when a script starts a service and no supervisor stops it.",
 }
 ENGINE_CHANGE_WHEN = {
@@ -87,6 +91,8 @@ ENGINE_CHANGE_WHEN = {
     "max_wait_ms": "Raise it when `kvstore explain` says `deadline` and computing takes longer.",
     "whole_prompt_hits": "Set it when the same prompts return word for word.",
     "load_always": "Set it when you compare loading with computing.",
+    "event_media": "Set it when your router weighs media by names of its own ([routers.md](routers.md)).",
+    "name_blocks": "Set it when the service publishes cache events; `tokens` with a router that needs token ids.",
     "audit_rate": "Set it when you introduce a model or a vLLM release, and keep a small share in production.",
     "allow_untested_vllm": "Set it when you must run a vLLM release that this connector was not tested with.",
     "instance_id": "Set it when a router asks for engines (docs/routers.md) and several run on one host.",

@@ -50,17 +50,17 @@ class _Unsupported(Exception):
     """Why this engine cannot be cached, in words for the operator."""
 
 
-def read_name(vllm_config: Any) -> str:
-    """The name of this process in the status of its service."""
-    name = _served_name(vllm_config).rstrip("/").rpartition("/")[2]
-    return f"vllm {name}, pid {os.getpid()}"
-
-
-def _served_name(vllm_config: Any) -> str:
-    """The name under which users ask for the model. vLLM passes the first of several to the engine."""
+def read_model_name(vllm_config: Any) -> str:
+    """The model's name as users and routers know it; the first one of several."""
     model = vllm_config.model_config
     served = model.served_model_name or model.model
     return str(served if isinstance(served, str) else served[0])
+
+
+def read_name(vllm_config: Any) -> str:
+    """The name of this process in the status of its service."""
+    name = read_model_name(vllm_config).rstrip("/").rpartition("/")[2]
+    return f"vllm {name}, pid {os.getpid()}"
 
 
 def read_instance(vllm_config: Any, settings: ConnectorSettings, shape: CacheShape) -> EngineInstance | None:
@@ -69,7 +69,7 @@ def read_instance(vllm_config: Any, settings: ConnectorSettings, shape: CacheSha
         return None
     return EngineInstance(
         name=settings.instance_id or socket.gethostname(),
-        models=(_served_name(vllm_config),),
+        models=(read_model_name(vllm_config),),
         step_tokens=shape.boundary_tokens,
         whole_prompts=takes_whole_prompts(settings, shape),
         address=settings.instance_address or "",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from sys import byteorder
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
@@ -14,21 +17,22 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 from connector.bridge import result_or_none
 from connector.identity import CacheShape
 from connector.metrics import COUNTERS, GAUGES, TIME_BUCKETS_S, TIMES, Drain, keep_gauges, merge, metric_of, summary
-from connector.scheduler.cache_events import CacheEvents, PageEvent, RequestHashes
-from connector.vllm.engine_facts import hash_block_tokens
+from connector.scheduler.cache_events import CacheEvents, NamedPage, PageEvent, RequestHashes
+from connector.vllm.engine_facts import hash_block_tokens, read_model_name
 from connector.vllm.guard import guarded
+from kvstore.errors import Closed
+from kvstore.model.media import parse_media
+from kvstore.model.page_blocks import NUMBER_BYTES, BlockGroup, PageBlocks
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     from connector.scheduler.side import SchedulerSide
+    from connector.settings import ConnectorSettings
     from connector.worker.side import WorkerSide
-    from kvstore.api import Staged
+    from kvstore.api import PageStore, Staged
+    from kvstore.client import BlockingStore
 
-OWNERSHIP = "kvstore"
-"""Distinguishes our events from those of vLLM's own tiers."""
-
-_ON_THIS_NODE = ("memory", "filesystem")
 _HIT_SOURCES = {"memory": "host", "filesystem": "disk"}
 _OTHER_SOURCE = "external_unspecified"
 """Redis and S3: vLLM has no word for stores that are neither this host nor its disk."""
@@ -45,6 +49,8 @@ class ObservabilityHooks:
     worker_side: WorkerSide | None = None
     guarded_errors: int = 0
     model: Any = None
+    _settings: ConnectorSettings
+    _bridge: BlockingStore | None = None
     _vllm_config: Any
     _kv_cache_config: Any
     _cache_events: CacheEvents | None = None
@@ -103,17 +109,35 @@ class ObservabilityHooks:
             self.scheduler_side.on_step_reported()  # vLLM calls this once for each step, when it has the step's results
         if self._cache_events is None or self._kv_cache_config is None:
             return []
+        self._name_pages(self._cache_events.take_named())
         taken = self._cache_events.take()
         return list(to_events(taken, self._cache_events.shape, self._kv_cache_config)) if taken else []
 
     def _publish_events(self, shape: CacheShape, num_ranks: int) -> None:
-        """Publish cache events from now on, if the engine is configured to."""
-        events = self._vllm_config.kv_events_config
-        if events is None or not events.enable_kv_cache_events or self.scheduler_side is None:
+        """Publish cache events from now on, or name pages to the service, if the engine is configured to."""
+        events, names_pages = self._vllm_config.kv_events_config, self._settings.name_blocks != "off"
+        is_publishing = events is not None and events.enable_kv_cache_events
+        if not (is_publishing or names_pages) or self.scheduler_side is None:
             return
-        self._cache_events = CacheEvents(shape, num_ranks=num_ranks)
+        media = parse_media(self._settings.event_media, field="event_media")
+        self._cache_events = CacheEvents(shape, num_ranks=num_ranks, media=media, names_pages=names_pages)
         self._hash_tokens = hash_block_tokens(self._vllm_config, self._kv_cache_config)
         self.scheduler_side.publish_events(self._cache_events)
+
+    def _name_pages(self, pages: Sequence[NamedPage]) -> None:
+        """Tell the service how routers know some pages. Waits for nothing."""
+        if not pages or self._bridge is None or self._cache_events is None:
+            return
+        tells_tokens, shape = self._settings.name_blocks == "tokens", self._cache_events.shape
+        model = read_model_name(self._vllm_config)
+        named = [page_blocks(page, shape, self._kv_cache_config, model, tells_tokens=tells_tokens) for page in pages]
+
+        async def name(store: PageStore) -> None:
+            for blocks in named:
+                store.name_blocks(blocks)
+
+        with suppress(Closed):  # at shutdown
+            self._bridge.submit(name)
 
     @guarded()
     def _note_request_hashes(self, request: Any) -> None:
@@ -126,6 +150,7 @@ class ObservabilityHooks:
             hash_tokens=self._hash_tokens,
             lora_name=adapter.name if adapter is not None else None,
             lora_id=adapter.adapter_id if adapter is not None else None,
+            are_of_tokens=not request.cache_salt and not request.mm_features and request.prompt_embeds is None,
         )
         self._cache_events.on_new_request(request.request_id, hashes)
 
@@ -182,15 +207,20 @@ def split_tokens(records_by_tier: Mapping[str, int], tokens: int) -> dict[str, i
 
 
 def to_events(events: Iterable[PageEvent], shape: CacheShape, kv_cache_config: Any) -> Iterator[KVCacheEvent]:
-    """One of vLLM's events for each of its groups whose blocks are in a page; the tier's name is the medium."""
+    """One of vLLM's events for each of its groups whose blocks are in a page.
+
+    Without `ownership`: Dynamo drops events whose owner it does not know.
+    """
     for event in events:
-        tier, parent = event.tier, event.parent
+        medium, parent = event.medium, event.parent
         hashes = [maybe_convert_block_hash(BlockHash(block_hash)) for block_hash in event.hashes]
-        locality = "LOCAL" if tier in _ON_THIS_NODE else "REMOTE"
         for index in shape.groups[event.group].facts.feed_groups:
             if event.removed:
                 yield BlockRemoved(
-                    block_hashes=hashes, medium=tier, group_idx=index, locality=locality, ownership=OWNERSHIP
+                    block_hashes=hashes,
+                    medium=medium.name,
+                    group_idx=index,
+                    locality=medium.locality,
                 )
                 continue
             spec = kv_cache_config.kv_cache_groups[index].kv_cache_spec
@@ -200,14 +230,53 @@ def to_events(events: Iterable[PageEvent], shape: CacheShape, kv_cache_config: A
                 token_ids=list(event.tokens),
                 block_size=event.block_tokens,
                 lora_id=event.lora_id,
-                medium=tier,
+                medium=medium.name,
                 lora_name=event.lora_name,
                 group_idx=index,
                 kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
                 kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
-                locality=locality,
-                ownership=OWNERSHIP,
+                locality=medium.locality,
             )
+
+
+def page_blocks(
+    page: NamedPage, shape: CacheShape, kv_cache_config: Any, model: str, *, tells_tokens: bool
+) -> PageBlocks:
+    """How vLLM's own events name the blocks of a page.
+
+    Args:
+        model: The model's name as the engine serves it.
+        tells_tokens: Token ids too, if the blocks' hashes depend on nothing else.
+    """
+    event = page.event
+    hashes = [_hash_bytes(block_hash) for block_hash in event.hashes]
+    groups = []
+    for index in shape.groups[event.group].facts.feed_groups:
+        spec = kv_cache_config.kv_cache_groups[index].kv_cache_spec
+        kind, window = get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)
+        groups.append(BlockGroup(index, kind, window))
+    tokens = array("I", event.tokens if tells_tokens else ())
+    if byteorder == "big":
+        tokens.byteswap()
+    return PageBlocks(
+        namespace=page.namespace,
+        boundary=page.boundary,
+        group=event.group,
+        model=model,
+        hash_bytes=len(hashes[0]),
+        hashes=b"".join(hashes),
+        parent=b"" if event.parent is None else _hash_bytes(event.parent),
+        block_tokens=event.block_tokens,
+        groups=tuple(groups),
+        tokens=tokens.tobytes(),
+        lora_name=event.lora_name or "",
+    )
+
+
+def _hash_bytes(block_hash: bytes) -> bytes:
+    """A block's hash as vLLM would publish it; a number as eight bytes."""
+    told = maybe_convert_block_hash(BlockHash(block_hash))
+    return told.to_bytes(NUMBER_BYTES, "big") if isinstance(told, int) else told
 
 
 @dataclass

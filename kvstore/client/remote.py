@@ -33,6 +33,7 @@ from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
+from kvstore.model.page_blocks import PageBlocks
 from kvstore.runtime.deadline import Deadline
 from kvstore.wire import convert, messages
 from kvstore.wire.address import Address, TcpAddress, parse_address
@@ -56,6 +57,7 @@ class RemoteStore(PageStore):
         self._shared = SharedMemory(options)
         self._stall_s = options.first_stall_timeout_s or options.stall_timeout_s
         self._reports = Reports(self._control, options.dead_after_s)
+        self._names = Reports(self._control, options.dead_after_s)
         self._closed = False
 
     @property
@@ -213,6 +215,10 @@ class RemoteStore(PageStore):
         if not self._closed:
             self._reports.add(outcome)
 
+    def name_blocks(self, blocks: PageBlocks) -> None:
+        if not self._closed:
+            self._names.add(blocks)
+
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
         await self._send_reports(deadline)
         async with self._control(deadline) as connection:
@@ -232,6 +238,7 @@ class RemoteStore(PageStore):
     async def aclose(self) -> None:
         self._closed = True
         await self._reports.aclose(self.pool.now())
+        await self._names.aclose(self.pool.now())
         await self.pool.aclose()
 
     # helpers

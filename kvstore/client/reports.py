@@ -12,6 +12,7 @@ from dataclasses import replace
 from kvstore.api import Outcome
 from kvstore.client.connection import Connection
 from kvstore.errors import Closed, KVStoreError
+from kvstore.model.page_blocks import PageBlocks
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
@@ -33,7 +34,7 @@ _PAUSE_S = 0.25
 
 
 class Reports:
-    """A bounded queue of outcomes and losses, which outlives connections. Belongs to one event loop.
+    """A bounded queue of reports of one kind, which outlives connections. Belongs to one event loop.
 
     Reports have no answers. So each batch is sent once, after the service has answered a ping on the same connection:
     no report goes to a service that is frozen or gone, and none is sent twice. Reports that a service received are lost
@@ -54,7 +55,7 @@ class Reports:
         self._control = control
         self._patience_s = patience_s
         self._clock = clock
-        self._waiting: deque[tuple[float, Outcome]] = deque()  # with the time of `add`, the oldest first
+        self._waiting: deque[tuple[float, Outcome | PageBlocks]] = deque()  # with the time of `add`, the oldest first
         self._num_dropped = 0
         self._turn = asyncio.Lock()
         self._tasks = Background("reports")
@@ -63,9 +64,9 @@ class Reports:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, report: Outcome | PageBlocks) -> None:
         """Have a report sent as soon as the service answers. Returns at once and never fails; on the loop's thread."""
-        self._waiting.append((self._clock.monotonic_s(), outcome))
+        self._waiting.append((self._clock.monotonic_s(), report))
         self._forget_some()
         if self._sending is None or self._sending.done():
             with suppress(Closed):
@@ -113,14 +114,17 @@ class Reports:
         self._forget_some()
         now_s, welcome = self._clock.monotonic_s(), connection.welcome
         for _ in range(min(most, len(self._waiting))):
-            at_s, outcome = self._waiting.popleft()
+            at_s, report = self._waiting.popleft()
+            if isinstance(report, PageBlocks):
+                if welcome.blocks:
+                    connection.post(convert.blocks_message(report))
             # an older service takes a loss for the outcome of the request itself
-            if welcome.explains and (welcome.losses or not outcome.is_loss):
+            elif welcome.explains and (welcome.losses or not report.is_loss):
                 age_ms = int((now_s - at_s) * 1000)
-                connection.post(convert.outcome_message(replace(outcome, age_ms=age_ms)))
+                connection.post(convert.outcome_message(replace(report, age_ms=age_ms)))
         if self._num_dropped:
             _log.warning(
-                "the store service does not learn of %d reports for `kvstore explain`: it did not answer for %d s, or "
+                "the store service does not learn of %d reports of this engine: it did not answer for %d s, or "
                 "more than %d were waiting",
                 self._num_dropped,
                 KEPT_S,

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from importlib.util import find_spec
+from socket import gethostname
 
 from kvstore.catalog.base import Catalog, Gate
 from kvstore.catalog.entry import Level
@@ -14,6 +15,7 @@ from kvstore.catalog.pending import PendingLog
 from kvstore.compose.retention import open_retention
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.format.manifest import STORE_VERSION_PLACE, check_store_version
+from kvstore.model.media import parse_media
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
@@ -22,6 +24,7 @@ from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.runtime.tracing import Tracing
 from kvstore.settings import Settings
+from kvstore.store.cache_events.placements import PlacementEvents, Topics
 from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.store.encryption.key_ring import watch_keys
 from kvstore.store.limits import StoreLimits
@@ -74,6 +77,9 @@ async def open_store(settings: Settings, instruments: Instruments | None = None)
         retention, budget_gate = await open_retention(
             settings, recorder, cold, stack, instruments=instruments, gate=gate
         )
+        cache_events = _cache_events(settings, memory, hot=hot, cold=cold, recorder=recorder, clock=instruments.clock)
+        if cache_events is not None:
+            stack.push_async_callback(cache_events.aclose)
         store = TieredStore(
             memory,
             hot if hot is None or recorder is None else CataloguedTier(hot, Level.HOT, recorder),
@@ -83,8 +89,11 @@ async def open_store(settings: Settings, instruments: Instruments | None = None)
             retention=retention,
             limits=store_limits(settings),
             instruments=instruments,
+            cache_events=cache_events,
         )
         stack.push_async_callback(store.aclose)
+        if cache_events is not None:
+            cache_events.start()
         yield store
 
 
@@ -310,6 +319,36 @@ async def _guarded(
     except KVStoreError as error:
         _log.warning("cannot check the set-up of tier %s, it is used as it is: %s", tier.name, error)
     return guarded
+
+
+def _cache_events(
+    settings: Settings,
+    memory: MemoryTier,
+    *,
+    hot: Tier | None,
+    cold: Tier | None,
+    recorder: Recorder | None,
+    clock: Clock,
+) -> PlacementEvents | None:
+    """What publishes where pages are; `None`: no address is set."""
+    if not settings.events_endpoint:
+        return None
+    try:
+        from kvstore.store.cache_events.publisher import EventPublisher
+    except ImportError as error:
+        raise missing_package("events", "events_endpoint", error.name) from error
+    media = parse_media(settings.event_media, field="event_media")
+    names = tuple(name.strip() for name in settings.events_node.split(",") if name.strip())
+    tiers = {Level.HOT: hot, Level.COLD: cold}
+    return PlacementEvents(
+        EventPublisher(settings.events_endpoint, settings.events_replay_endpoint, clock=clock),
+        Topics(names or (f"node:{gethostname()}",), "pool:kvstore"),
+        memory=memory,
+        memory_medium=media[memory.name],
+        levels={level: media[tier.name] for level, tier in tiers.items() if tier is not None and tier.name in media},
+        catalog=recorder.catalog if recorder is not None else None,
+        clock=clock,
+    )
 
 
 async def _open_hot(settings: Settings) -> Tier | None:

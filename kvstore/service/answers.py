@@ -136,9 +136,16 @@ class Answers:
         Ranks report them, and a service that has just started may receive a rank's report before the scheduler opens
         the namespace. Losses are kept by tenant, and need no catalog.
 
+        One with `blocks` names a page's blocks instead.
+
         Raises:
             InvalidRequest: Something in it is malformed.
         """
+        if message.blocks:
+            blocks = convert.parse_blocks(message)
+            if self._is_of(tenant, blocks.namespace):
+                self.store.name_blocks(blocks)
+            return
         outcome = replace(convert.parse_outcome(message), tenant=tenant)
         namespace = outcome.namespace
         is_early = outcome.is_loss and namespace not in self._opened

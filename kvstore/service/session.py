@@ -346,6 +346,7 @@ class Session:
                 losses=True,
                 locates=True,
                 instances=True,
+                blocks=self._answers.store.takes_blocks,
             )
         )
 

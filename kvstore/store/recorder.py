@@ -71,11 +71,13 @@ class Recorder:
 
     Attributes:
         num_refused: Additions that the catalog refused because their boundary was being deleted.
+        on_changed: Called with the key of each change that the catalog has taken; `None`: with none.
     """
 
     def __init__(self, catalog: Catalog, instruments: Instruments) -> None:
         self.catalog = catalog
         self.num_refused = 0
+        self.on_changed: Callable[[RecordKey], None] | None = None
         self._meters = instruments.meters
         self._clock = instruments.clock
         self._background = Background("catalog recorder")
@@ -240,6 +242,8 @@ class Recorder:
             self.num_refused += taken.count(False)
             for report, answer in zip(batch, taken, strict=True):
                 self._waiting.popleft()
+                if self.on_changed is not None:
+                    self.on_changed(report.change.key)
                 if not answer and report.is_new and report.taken.done():  # its caller has left and cannot put it again
                     self._background.spawn(self._report_again(report), "change that was refused")
                 report.resolve(answer)

@@ -17,12 +17,14 @@ from kvstore.model.coverage import MAX_POINTS
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
+from kvstore.model.page_blocks import PageBlocks
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
 from kvstore.runtime.budget import Shares, share_left
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.turns import PIECE, LongWork
+from kvstore.store.cache_events.placements import PlacementEvents
 from kvstore.store.context import StoreContext
 from kvstore.store.explain.absence import AbsenceFinder
 from kvstore.store.explain.explainer import Explainer
@@ -60,6 +62,7 @@ class TieredStore(PageStore):
         retention: What decides which records the cold tier gets and keeps.
         limits: Every bound; by default stages may pin three quarters of the memory tier.
         instruments: The code that made the tiers adds to its events.
+        cache_events: Publishes where pages are; stays the caller's. `None`: nothing is published.
 
     Attributes:
         memory: The tier that records are leased from.
@@ -80,6 +83,7 @@ class TieredStore(PageStore):
         retention: RetentionParts | None = None,
         limits: StoreLimits | None = None,
         instruments: Instruments | None = None,
+        cache_events: PlacementEvents | None = None,
     ) -> None:
         limits = limits or StoreLimits(stage_bytes=memory.limit_bytes * 3 // 4)
         if limits.stage_bytes * 4 > memory.limit_bytes * 3:
@@ -100,6 +104,11 @@ class TieredStore(PageStore):
         self._quarantined = Shares(limits.quarantine_bytes)
         self._namespaces = OpenNamespaces(limits.namespaces_max, context.clock, limits.description_bytes)
         memory.owner_of = self._namespaces.tenant_of
+        self._cache_events = cache_events
+        if cache_events is not None:
+            memory.on_changed = cache_events.changed
+            if recorder is not None:
+                recorder.on_changed = cache_events.changed
         self.leases = LeaseTable(context)
         self._absent = AbsentKeys(context.clock)
         self._saver = Saver(
@@ -349,6 +358,15 @@ class TieredStore(PageStore):
 
     def report(self, outcome: Outcome) -> None:
         self._explainer.report(outcome)
+
+    @property
+    def takes_blocks(self) -> bool:
+        return self._cache_events is not None
+
+    def name_blocks(self, blocks: PageBlocks) -> None:
+        layout = self._namespaces.use(blocks.namespace)
+        if self._cache_events is not None and layout is not None and blocks.group < len(layout.groups):
+            self._cache_events.name(blocks, layout.groups[blocks.group].num_slices)
 
     def explain_keys(self, reason: Callable[[str], str]) -> None:
         """Have misses explained by keys: `reason` returns a key of `REASONS` for a tenant, or an empty text."""

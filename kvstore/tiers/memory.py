@@ -64,6 +64,7 @@ class MemoryTier(Tier):
         pinned_bytes: Those of `used_bytes` that pins keep.
         pinned_by: `pinned_bytes` by owner.
         owner_of: Returns the owner of a namespace; set by the tier's owner.
+        on_changed: Called with the key of each record that was stored or removed; `None`: with none.
         num_evicted: Records that were evicted to make room for others.
 
     Args:
@@ -83,6 +84,7 @@ class MemoryTier(Tier):
         self.num_evicted = 0
         self.pinned_by: Counter[str] = Counter()
         self.owner_of: Callable[[NamespaceId], str] = lambda _: ""
+        self.on_changed: Callable[[RecordKey], None] | None = None
         self._slots: dict[RecordKey, _Slot] = {}
         self._idle: OrderedDict[RecordKey, _Slot] = OrderedDict()  # not pinned, least recently used first
         self._at: dict[NamespaceId, dict[PrefixHash, dict[int, int]]] = {}  # a bit per slice, by group
@@ -137,6 +139,8 @@ class MemoryTier(Tier):
         self._slots[record.key] = self._idle[record.key] = slot
         self._add_slice(record.key)
         self.used_bytes += cost_bytes
+        if self.on_changed is not None:
+            self.on_changed(record.key)
         return PutOutcome.STORED
 
     def pin(self, keys: Iterable[RecordKey]) -> Pin | None:
@@ -199,6 +203,8 @@ class MemoryTier(Tier):
         if slot is None:
             return False
         self._remove_slice(key)
+        if self.on_changed is not None:
+            self.on_changed(key)
         if slot.num_pins > 0:
             slot.removed = True
         else:

@@ -21,6 +21,7 @@ from kvstore.model.instance import EngineInstance
 from kvstore.model.keys import LINK_TOKENS, NAMESPACE_BYTES, PREFIX_BYTES, Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import MAX_GROUPS, MAX_PREFIX_TOKENS, Layout
 from kvstore.model.outcome import CONTENT_BYTES
+from kvstore.model.page_blocks import BlockGroup, PageBlocks
 from kvstore.runtime.arena import Place
 from kvstore.wire import messages
 
@@ -30,6 +31,98 @@ _MODELS_MAX = 16
 _TOKENS_MAX = (1 << 32) - 1
 _AGE_MS_MAX = 3_600_000
 _GROUPS_BYTES_MAX = MAX_GROUPS // 8
+_BLOCKS_MAX = 4096
+"""Blocks of a page that a message may name."""
+
+
+def blocks_message(blocks: PageBlocks) -> messages.Outcome:
+    """The names of a page's blocks as a message."""
+    return messages.Outcome(
+        request="",
+        namespace=blocks.namespace,
+        prompt_tokens=0,
+        cap_tokens=0,
+        local_tokens=0,
+        resume_tokens=0,
+        stop_tokens=blocks.boundary.tokens,
+        stop_prefix=blocks.boundary.prefix,
+        groups=(1 << blocks.group).to_bytes(blocks.group // 8 + 1, "little"),
+        blocks={
+            "model": blocks.model[:_TEXT_MAX],
+            "hash_bytes": blocks.hash_bytes,
+            "hashes": blocks.hashes,
+            "parent": blocks.parent,
+            "block_tokens": blocks.block_tokens,
+            "groups": [[group.index, group.kind, group.window_tokens or 0] for group in blocks.groups],
+            "tokens": blocks.tokens,
+            "lora_name": blocks.lora_name[:_TEXT_MAX],
+        },
+    )
+
+
+def parse_blocks(message: messages.Outcome) -> PageBlocks:
+    """The names of a page's blocks from a message; texts as in `parse_outcome`.
+
+    Raises:
+        InvalidRequest: A field is missing, has the wrong type or length, or is out of range.
+    """
+    said = message.blocks
+    _check_length("outcome.stop_prefix", message.stop_prefix, PREFIX_BYTES)
+    bits = int.from_bytes(message.groups[:_GROUPS_BYTES_MAX], "little")
+    width, block_tokens = _number(said, "hash_bytes", 64), _number(said, "block_tokens", MAX_PREFIX_TOKENS)
+    hashes, parent, tokens = (_bytes(said, name) for name in ("hashes", "parent", "tokens"))
+    num_blocks = len(hashes) // width
+    fits = num_blocks and len(hashes) == num_blocks * width and len(parent) in (0, width)
+    if not fits or num_blocks > _BLOCKS_MAX or len(tokens) not in (0, 4 * num_blocks * block_tokens):
+        raise InvalidRequest(
+            "hashes, parent and tokens do not fit each other", field="outcome.blocks", seen=len(hashes)
+        )
+    if bits.bit_count() != 1:
+        raise InvalidRequest("a page is of one group", field="outcome.groups", seen=bits.bit_count())
+    groups = said.get("groups")
+    if not isinstance(groups, list) or not all(_is_group(group) for group in groups):
+        raise InvalidRequest("expected index, kind and window of each group", field="outcome.blocks.groups")
+    return PageBlocks(
+        namespace=parse_namespace(message.namespace, "outcome.namespace"),
+        boundary=Boundary(message.stop_tokens, PrefixHash(message.stop_prefix)),
+        group=bits.bit_length() - 1,
+        model=plain_text(_text(said, "model")),
+        hash_bytes=width,
+        hashes=hashes,
+        parent=parent,
+        block_tokens=block_tokens,
+        groups=tuple(BlockGroup(index, plain_text(kind, 64), window or None) for index, kind, window in groups),
+        tokens=tokens,
+        lora_name=plain_text(_text(said, "lora_name")),
+    )
+
+
+def _number(said: Mapping[str, Any], name: str, most: int) -> int:
+    value = said.get(name)
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most:
+        return value
+    raise InvalidRequest(f"expected a number from 1 to {most}", field=f"outcome.blocks.{name}")
+
+
+def _bytes(said: Mapping[str, Any], name: str) -> bytes:
+    value = said.get(name)
+    if isinstance(value, bytes):
+        return value
+    raise InvalidRequest("expected bytes", field=f"outcome.blocks.{name}", seen=type(value).__name__)
+
+
+def _text(said: Mapping[str, Any], name: str) -> str:
+    value = said.get(name)
+    if isinstance(value, str):
+        return value
+    raise InvalidRequest("expected text", field=f"outcome.blocks.{name}", seen=type(value).__name__)
+
+
+def _is_group(said: object) -> bool:
+    """Whether it is an index, a kind and a window of one of an engine's groups."""
+    if not isinstance(said, list) or len(said) != 3 or not isinstance(said[1], str):
+        return False
+    return all(isinstance(said[at], int) and 0 <= said[at] < 1 << 31 for at in (0, 2))
 
 
 def query_fields(query: PrefixQuery) -> dict[str, Any]:

@@ -79,6 +79,7 @@ class Welcome(Message):
         losses: Whether it distinguishes an `outcome` that is a loss from one of a request.
         locates: Whether it answers `locate`.
         instances: Whether it reads `engine` in `open_namespace`.
+        blocks: Whether it takes an `outcome` with `blocks`.
     """
 
     version: int
@@ -93,6 +94,7 @@ class Welcome(Message):
     losses: bool = False
     locates: bool = False
     instances: bool = False
+    blocks: bool = False
 
 
 @wire_message("refused")
@@ -300,6 +302,8 @@ class Outcome(Message):
 
     Attributes:
         age_ms: How long before it was sent this happened, so that clocks need not agree.
+        blocks: How routers know the page that ends at `stop_prefix`; then it is the outcome of no request. Keys: model,
+            hash_bytes, hashes, parent, block_tokens, groups, tokens, lora_name.
     """
 
     request: str
@@ -316,6 +320,7 @@ class Outcome(Message):
     first: bytes = b""
     content: bytes = b""
     age_ms: int = 0
+    blocks: Mapping[str, Any] = field(default_factory=dict)
 
 
 @wire_message("explain")

@@ -50,11 +50,11 @@ class Listener:
         self.events: list[dict[str, object]] = []
 
     def ours(self, kind: str) -> list[dict[str, object]]:
-        """Events of the store so far; vLLM's own have no owner."""
+        """Events of the store so far; those of vLLM itself are on the GPU."""
         while self._socket.poll(50):
             _topic, _sequence, payload = self._socket.recv_multipart()
             self.events += msgpack.decode(payload)[1]
-        return [event for event in self.events if event["type"] == kind and event.get("ownership") == "kvstore"]
+        return [event for event in self.events if event["type"] == kind and event["medium"] != "GPU"]
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -164,7 +164,7 @@ def see_stored(server: ApiServer, listener: Listener) -> None:
     assert metrics["vllm:kvstore_lookup_seconds_count"] >= 2.0
     assert metrics["vllm:kvstore_external_tokens_total"] == 0.0
     mine = listener.ours("BlockStored")
-    assert {(event["medium"], event["locality"], event["block_size"]) for event in mine} == {("memory", "LOCAL", BLOCK)}
+    assert {(event["medium"], event["locality"], event["block_size"]) for event in mine} == {("CPU", "LOCAL", BLOCK)}
     tokens = [token for event in mine for token in event["token_ids"]]  # type: ignore[attr-defined]
     assert tuple(tokens[-RESTORED:]) == PROMPT[:RESTORED]
     gpu = [event for event in listener.events if event["type"] == "BlockStored" and event["medium"] == "GPU"]

@@ -22,6 +22,7 @@ from kvstore.format.encrypted import ENCRYPTION_BYTES, decrypt_record, encrypt_r
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
+from kvstore.model.page_blocks import PageBlocks
 from kvstore.runtime.background import Background
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
@@ -234,6 +235,17 @@ class EncryptedStore(PageStore):
         if outcome.stop is not None and generations:
             outcome = replace(outcome, stop=_boundary(outcome.stop, generations[0]))
         self.inner.report(outcome)
+
+    @property
+    def takes_blocks(self) -> bool:
+        return self.inner.takes_blocks
+
+    def name_blocks(self, blocks: PageBlocks) -> None:
+        """As `PageStore.name_blocks`, for the page under its current name."""
+        generations = self.generations(self._tenant(blocks.namespace))
+        if generations and generations[0] is not None:
+            blocks = replace(blocks, boundary=_boundary(blocks.boundary, generations[0]))
+        self.inner.name_blocks(blocks)
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
         """As `PageStore.explain`; what seems never to have been stored may be stored under another key."""

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from connector.identity import describe_namespace
 from connector.scheduler.cache_events import CacheEvents, PageEvent, RequestHashes
 from connector.scheduler.facts import StateOffer
+from kvstore.api import Staged
+from kvstore.model.keys import RecordKey
+from kvstore.model.media import MEDIA, parse_media
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import BLOCK, PAGE, eventually, tokens_of
+from tests.unit.connector.support import BLOCK, PAGE, WEIGHTS, ManualClock, eventually, tokens_of
 from tests.unit.connector.test_connector_group_saves import FULL, STATES, SavesHarness
 
 HASH = BLOCK // 2
@@ -63,7 +67,7 @@ def test_a_page_is_told_when_it_is_stored(made: SchedulerHarness) -> None:
     made.ranks_done(jobs[0].job_id)
     tail, page = cache_events(made).take()
     assert not cache_events(made).has_pending
-    assert {tail.tier, page.tier} == {"memory"}
+    assert {tail.medium, page.medium} == {MEDIA["memory"]}
     assert blocks(page) == list(range(PAGE // BLOCK))
     assert page.parent is None
     assert page.tokens == tuple(tokens_of("r", count)[:PAGE])
@@ -109,18 +113,63 @@ def test_a_hit_tells_the_tier_that_it_came_from(made: SchedulerHarness) -> None:
     for _ in range(2):
         cache_events(made).on_staged(state, staged)
     told = cache_events(made).take()
-    assert [(entry.tier, entry.removed) for entry in told] == [("memory", False)] * 2
+    assert [(entry.medium, entry.removed) for entry in told] == [(MEDIA["memory"], False)] * 2
     assert sorted(block for entry in told for block in blocks(entry)) == list(range(2 * PAGE // BLOCK))
     made.finished("r")
 
 
-def test_a_hit_from_several_tiers_tells_nothing(made: SchedulerHarness) -> None:
-    """Which page came from which tier is not known then."""
-    from kvstore.api import Staged
+def staged_page(made: SchedulerHarness, request_id: str, sources: dict[str, int]) -> Staged:
+    """The answer to a stage of a request's first page."""
+    namespace = describe_namespace(made.facts, made.shape, WEIGHTS).id
+    prefix = made.state(request_id).prefix_at(PAGE, made.shape.boundary_tokens)
+    return Staged(None, PAGE, (RecordKey(namespace, prefix, 0, 0),), ((0, PAGE),), sources)
 
+
+def test_a_hit_is_in_memory_wherever_it_came_from(made: SchedulerHarness) -> None:
+    """A page that was read from Redis is there, and in this node's memory too: a router that gives no credit for
+    shared pools gives it for memory. Which page of several tiers came from which is not known."""
     come(made, "r", PAGE)
-    cache_events(made).on_staged(made.state("r"), Staged(None, PAGE, sources={"memory": 1, "s3": 1}))
-    assert cache_events(made).take() == []
+    cache_events(made).on_staged(made.state("r"), staged_page(made, "r", {"memory": 1, "s3": 1}))
+    assert [event.medium for event in cache_events(made).take()] == [MEDIA["memory"]]
+    cache_events(made).on_staged(made.state("r"), staged_page(made, "r", {"redis": 1}))
+    assert [event.medium for event in cache_events(made).take()] == [MEDIA["redis"]]
+
+
+def test_tiers_of_one_name_are_one_medium(made: SchedulerHarness) -> None:
+    """Redis and S3 are both vLLM's `STORAGE`, somewhere else: the second says nothing new."""
+    come(made, "r", PAGE)
+    for tier in ("redis", "s3"):
+        cache_events(made).on_staged(made.state("r"), staged_page(made, "r", {tier: 1}))
+    assert [event.medium for event in cache_events(made).take()] == [MEDIA["memory"], MEDIA["s3"]]
+
+
+def test_an_operator_names_tiers(made: SchedulerHarness) -> None:
+    """For routers that know more names; what is gone is gone from every medium, under the same names."""
+    media = parse_media("redis=SHARED_STORAGE, s3=OBJECT_STORE", field="event_media")
+    made.side.publish_events(CacheEvents(made.shape, num_ranks=1, media=media))
+    come(made, "r", PAGE)
+    for tier in ("redis", "s3"):
+        cache_events(made).on_staged(made.state("r"), staged_page(made, "r", {tier: 1}))
+    names = [(event.medium.name, event.medium.locality) for event in cache_events(made).take()]
+    assert names == [("CPU", "LOCAL"), ("SHARED_STORAGE", "REMOTE"), ("OBJECT_STORE", "REMOTE")]
+    go(made, "r")
+    come(made, "again", PAGE, "r")
+    made.step({"again": BLOCK})
+    gone = cache_events(made).take()
+    assert [(event.medium.name, event.medium.locality) for event in gone] == names
+    assert all(event.removed for event in gone)
+
+
+def test_hashes_of_more_than_tokens_come_without_tokens(made: SchedulerHarness) -> None:
+    """A salted prompt's page is not the page of an unsalted prompt with its tokens."""
+    made.new("r", PAGE)
+    known = RequestHashes(hashes_of("r", PAGE), HASH, are_of_tokens=False)
+    cache_events(made).on_new_request("r", known)
+    made.hashed("r")
+    (job,) = made.step({"r": PAGE}).saves
+    made.ranks_done(job.job_id)
+    (event,) = cache_events(made).take()
+    assert (len(event.hashes), event.tokens) == (PAGE // BLOCK, ())
 
 
 def test_what_is_gone_is_taken_back(made: SchedulerHarness) -> None:
@@ -137,7 +186,7 @@ def test_what_is_gone_is_taken_back(made: SchedulerHarness) -> None:
     (gone,) = cache_events(made).take()
     assert gone.removed
     assert gone.hashes == stored.hashes
-    assert gone.tier == "memory"
+    assert gone.medium == MEDIA["memory"]
 
 
 def test_what_is_there_is_not_taken_back(made: SchedulerHarness) -> None:
@@ -173,3 +222,31 @@ def test_a_state_is_told_as_the_block_that_ends_there() -> None:
     assert state.tokens == tuple(at.tokens[3 * BLOCK : 4 * BLOCK])
     assert state.parent == b"a-5"
     assert sorted(block for entry in entries if entry.group == 1 for block in blocks(entry)) == [0, 1, 2, 3]
+
+
+def test_pages_are_named_when_they_are_stored_and_again_later(made: SchedulerHarness) -> None:
+    """A save is named once. A hit names its pages too, but not again within a minute, and only to a service that wants
+    it."""
+    clock = ManualClock()
+    told = CacheEvents(made.shape, num_ranks=1, names_pages=True, clock=clock)
+    made.side.publish_events(told)
+    come(made, "r", PAGE)
+    (job,) = made.step({"r": PAGE}).saves
+    assert told.take_named() == []
+    made.ranks_done(job.job_id)
+    assert told.has_pending
+    (page,) = told.take_named()
+    assert (page.namespace, page.boundary.tokens, page.boundary.prefix) == (job.namespace, PAGE, job.prefix)
+    assert [page.event] == told.take()
+    for seconds, times in ((30.0, 0), (31.0, 1), (1.0, 0)):
+        clock.now_s += seconds
+        told.on_staged(made.state("r"), staged_page(made, "r", {"memory": 1}))
+        assert len(told.take_named()) == times
+    assert cache_events(made) is told
+
+
+def test_nothing_is_named_by_default(made: SchedulerHarness) -> None:
+    come(made, "r", PAGE)
+    (job,) = made.step({"r": PAGE}).saves
+    made.ranks_done(job.job_id)
+    assert cache_events(made).take_named() == []

@@ -10,9 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.scheduler.cache_events import PageEvent
+from connector.identity import CacheShape
+from connector.scheduler.cache_events import NamedPage, PageEvent
 from connector.vllm.observability import ObservabilityHooks, split_tokens
+from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
+from kvstore.model.media import MEDIA
 from kvstore.runtime.meters import Meters
+from kvstore.store.cache_events.encoding import encode_batch, stored
 from tests.unit.connector.support import BLOCK, make_facts, make_shape
 
 
@@ -65,7 +69,7 @@ def test_a_worker_tells_what_it_counted_and_what_was_guarded() -> None:
 
 
 EVENT = PageEvent(
-    tier="redis",
+    medium=MEDIA["redis"],
     group=0,
     hashes=(b"one", b"two"),
     parent=b"none",
@@ -83,12 +87,10 @@ def as_told(*hashes: bytes) -> list[Any]:
     return [maybe_convert_block_hash(BlockHash(block_hash)) for block_hash in hashes]
 
 
-def events_of(*events: PageEvent) -> list[Any]:
-    """As the events of a model whose one canonical group is fed by vLLM's groups 0 and 2."""
+def two_feeds() -> tuple[CacheShape, Any]:
+    """A model whose one canonical group is fed by vLLM's groups 0 and 2, and vLLM's configuration of its cache."""
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-
-    from connector.vllm.observability import to_events
 
     shape = make_shape(make_facts())
     (group,) = shape.groups
@@ -96,11 +98,18 @@ def events_of(*events: PageEvent) -> list[Any]:
     spec = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
     specs = [SlidingWindowSpec(sliding_window=64, **spec), None, FullAttentionSpec(**spec)]
     groups = [SimpleNamespace(kv_cache_spec=made) for made in specs]
-    return list(to_events(events, shape, SimpleNamespace(kv_cache_groups=groups)))
+    return shape, SimpleNamespace(kv_cache_groups=groups)
+
+
+def events_of(*events: PageEvent) -> list[Any]:
+    """As the events of `two_feeds`."""
+    from connector.vllm.observability import to_events
+
+    return list(to_events(events, *two_feeds()))
 
 
 def test_a_page_is_an_event_for_each_group_of_vllm() -> None:
-    """With everything that vLLM's own events say of the same blocks, the tier as medium, and us as owner."""
+    """With everything that vLLM's own events say of the same blocks, in its words for media."""
     first, second = events_of(EVENT)
     assert (first.group_idx, second.group_idx) == (0, 2)
     assert (first.kv_cache_spec_kind, second.kv_cache_spec_kind) == ("sliding_window", "full_attention")
@@ -108,22 +117,36 @@ def test_a_page_is_an_event_for_each_group_of_vllm() -> None:
     for event in (first, second):
         assert (event.block_hashes, event.parent_block_hash) == (as_told(b"one", b"two"), *as_told(b"none"))
         assert (event.token_ids, event.block_size) == (list(range(2 * BLOCK)), BLOCK)
-        assert (event.medium, event.locality, event.ownership) == ("redis", "REMOTE", "kvstore")
+        assert (event.medium, event.locality) == ("STORAGE", "REMOTE")
         assert (event.lora_name, event.lora_id) == ("adapter", 7)
 
 
 @pytest.mark.parametrize(
-    ("tier", "locality"), [("memory", "LOCAL"), ("filesystem", "LOCAL"), ("redis", "REMOTE"), ("s3", "REMOTE")]
+    ("tier", "medium", "locality"),
+    [
+        ("memory", "CPU", "LOCAL"),
+        ("filesystem", "STORAGE", "LOCAL"),
+        ("redis", "STORAGE", "REMOTE"),
+        ("s3", "STORAGE", "REMOTE"),
+    ],
 )
-def test_a_removed_page_names_its_blocks(tier: str, locality: str) -> None:
+def test_a_removed_page_names_its_blocks(tier: str, medium: str, locality: str) -> None:
     """Hashes and groups are what a router needs to forget it."""
     from vllm.distributed.kv_events import BlockRemoved
 
-    events = events_of(PageEvent(0, EVENT.hashes, tier, removed=True))
+    events = events_of(PageEvent(0, EVENT.hashes, MEDIA[tier], removed=True))
     assert [type(event) for event in events] == [BlockRemoved] * 2
     assert [event.group_idx for event in events] == [0, 2]
-    assert all((event.medium, event.locality, event.ownership) == (tier, locality, "kvstore") for event in events)
+    assert all((event.medium, event.locality) == (medium, locality) for event in events)
     assert all(event.block_hashes == as_told(b"one", b"two") for event in events)
+
+
+def test_media_have_vllms_names() -> None:
+    """vLLM's own constants, as far as a release has them."""
+    from vllm.distributed import kv_events
+
+    known = {getattr(kv_events, name) for name in dir(kv_events) if name.startswith("MEDIUM_")}
+    assert {medium.name for medium in MEDIA.values()} <= known | {"STORAGE"}  # releases before 0.31 lack the last
 
 
 TIERS = ("memory", "filesystem", "redis", "s3", "a tier of tomorrow")
@@ -156,3 +179,34 @@ def test_vllm_knows_every_name() -> None:
     """Where it asks for them: since 0.32."""
     sources = pytest.importorskip("vllm.v1.metrics.cache_hit_source", reason="this vLLM does not ask")
     assert all(sources.CacheHitSource(place) for tier in TIERS for place in split_tokens({tier: 1}, 128))
+
+
+@pytest.mark.parametrize("tells_tokens", [False, True])
+def test_a_page_is_named_as_its_events_name_it(tells_tokens: bool) -> None:
+    """The service's event of a page that an engine named is vLLM's event of it, but for the adapter's number."""
+    import msgspec
+    from vllm.distributed.kv_events import KVEventBatch
+
+    from connector.vllm.observability import page_blocks
+
+    event = replace(EVENT, parent=b"p" * 32, hashes=(b"1" * 32, b"2" * 32))
+    shape, config = two_feeds()
+    page = NamedPage(NamespaceId(bytes(16)), Boundary(2 * BLOCK, PrefixHash(bytes(32))), event)
+    blocks = page_blocks(page, shape, config, "org/model", tells_tokens=tells_tokens)
+    assert (blocks.model, blocks.boundary.tokens) == ("org/model", 2 * BLOCK)
+    encoded = encode_batch(1.0, [stored(blocks, range(2), group, MEDIA["redis"]) for group in blocks.groups])
+    decoded = msgspec.msgpack.decode(encoded, type=KVEventBatch).events
+    expected = events_of(event)
+    for told in expected:
+        told.lora_id = None
+        told.token_ids = told.token_ids if tells_tokens else []
+    assert decoded == expected
+
+
+def test_only_an_engine_that_may_names_pages() -> None:
+    from connector.settings import ConnectorSettings
+    from kvstore.errors import InvalidRequest
+
+    assert ConnectorSettings().name_blocks == "off"
+    with pytest.raises(InvalidRequest, match="name_blocks"):
+        ConnectorSettings.parse({"name_blocks": "all"}, {})

@@ -1,0 +1,61 @@
+"""What cache events call the tiers: the names of media that routers know."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvstore.errors import InvalidRequest
+
+_LOCAL, _REMOTE = "LOCAL", "REMOTE"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """Where a page is, in the words of vLLM's cache events.
+
+    Attributes:
+        name: vLLM's own events have `GPU`, `CPU` and `STORAGE`.
+        locality: `LOCAL`: on the publisher's node. `REMOTE`: in a pool that other nodes share.
+    """
+
+    name: str
+    locality: str
+
+    @property
+    def is_local(self) -> bool:
+        return self.locality == _LOCAL
+
+
+MEDIA: Mapping[str, Medium] = {
+    "memory": Medium("CPU", _LOCAL),
+    "filesystem": Medium("STORAGE", _LOCAL),
+    "redis": Medium("STORAGE", _REMOTE),
+    "s3": Medium("STORAGE", _REMOTE),
+}
+"""The medium of each tier, by the tier's name."""
+
+
+def parse_media(text: str, *, field: str) -> Mapping[str, Medium]:
+    """`MEDIA` with the names that an operator gives to some tiers: `redis=SHARED_STORAGE,s3=OBJECT_STORE`.
+
+    Localities stay: a router that asks for them must not take a shared pool for a node's own memory.
+
+    Args:
+        text: Empty for none.
+        field: The setting, for errors.
+
+    Raises:
+        InvalidRequest: An unknown tier, a tier that is named twice, or a name of other characters than letters, digits,
+            `_`, `.` and `-`, or of more than 32.
+    """
+    named: dict[str, Medium] = {}
+    for part in text.split(",") if text.strip() else ():
+        tier, _, name = (word.strip() for word in part.partition("="))
+        if tier not in MEDIA or tier in named or not _NAME.fullmatch(name):
+            expected = f"tier=name, separated by commas, with tiers of {', '.join(MEDIA)}"
+            raise InvalidRequest(f"expected {expected}", field=field, seen=part.strip())
+        named[tier] = Medium(name, MEDIA[tier].locality)
+    return {**MEDIA, **named}

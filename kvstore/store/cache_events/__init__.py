@@ -1,0 +1,1 @@
+"""Cache events of the service: which of the pages that engines named are on which medium."""

@@ -1,0 +1,82 @@
+"""Batches of cache events in vLLM's format: byte for byte what its publisher makes of the same events. Pure."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from sys import byteorder
+from typing import Any
+
+import msgpack
+
+from kvstore.model.media import Medium
+from kvstore.model.page_blocks import NUMBER_BYTES, BlockGroup, PageBlocks
+
+Event = Mapping[str, Any]
+
+CLEARED: Event = {"type": "AllBlocksCleared"}
+"""Everything that was published before on this topic counts no longer."""
+_TOKEN_BYTES = 4
+_RANK = 0
+"""Dynamo reads the rank as required."""
+
+
+def encode_batch(time_s: float, events: Sequence[Event]) -> bytes:
+    """A batch as the payload of a message.
+
+    Args:
+        time_s: Since the Unix epoch.
+        events: In order.
+    """
+    packed: bytes = msgpack.packb([time_s, list(events), _RANK])
+    return packed
+
+
+def hashes_of(blocks: PageBlocks) -> list[int | bytes]:
+    """The hashes of a page's blocks, as events have them."""
+    width = blocks.hash_bytes
+    return [_hash(blocks.hashes[at : at + width]) for at in range(0, len(blocks.hashes), width)]
+
+
+def stored(blocks: PageBlocks, run: range, group: BlockGroup, medium: Medium) -> Event:
+    """The event of consecutive blocks of a page that can be read from a medium. Fields are in vLLM's order; defaults
+    are left out as there.
+
+    Args:
+        run: Which of the page's blocks.
+    """
+    hashes, size = hashes_of(blocks), blocks.block_tokens * _TOKEN_BYTES
+    parent = hashes[run.start - 1] if run.start else _hash(blocks.parent) if blocks.parent else None
+    tokens = array("I", blocks.tokens[run.start * size : run.stop * size])
+    if byteorder == "big":
+        tokens.byteswap()
+    event: dict[str, Any] = {
+        "type": "BlockStored",
+        "block_hashes": hashes[run.start : run.stop],
+        "parent_block_hash": parent,
+        "token_ids": tokens.tolist(),
+        "block_size": blocks.block_tokens,
+        "lora_id": None,
+        "medium": medium.name,
+        "lora_name": blocks.lora_name or None,
+        "group_idx": group.index,
+        "kv_cache_spec_kind": group.kind,
+    }
+    if group.window_tokens is not None:
+        event["kv_cache_spec_sliding_window"] = group.window_tokens
+    return {**event, "locality": medium.locality}
+
+
+def removed(hashes: Sequence[int | bytes], group: int, medium: Medium) -> Event:
+    """The event of blocks that are gone from a medium."""
+    return {
+        "type": "BlockRemoved",
+        "block_hashes": list(hashes),
+        "medium": medium.name,
+        "group_idx": group,
+        "locality": medium.locality,
+    }
+
+
+def _hash(data: bytes) -> int | bytes:
+    return int.from_bytes(data, "big") if len(data) == NUMBER_BYTES else data

@@ -1,0 +1,287 @@
+"""Cache events of a real service's store: a subscriber's index equals what the tiers hold."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from kvstore.catalog.base import Addition, LeaveReason, Leaving
+from kvstore.catalog.entry import Level
+from kvstore.client import connect
+from kvstore.compose import open_catalog, open_store
+from kvstore.model.keys import Boundary
+from kvstore.model.page_blocks import BlockGroup, PageBlocks
+from kvstore.service.authentication import Credentials
+from kvstore.service.server import Server
+from kvstore.settings import Settings, load_settings
+from kvstore.store.tiered import TieredStore
+from kvstore.testing.event_subscriber import EventSubscriber
+from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.servers import RedisServer
+from kvstore.wire.address import parse_address
+from tests.integration.bounded_store import soon
+
+pytestmark = pytest.mark.servers
+
+BLOCK = 16
+WAITS_S = 0.4
+NODE, POOL = "kv@node:here@org/model", "kv@pool:kvstore@org/model"
+
+
+def named(prompt: Prompt, boundary: Boundary) -> PageBlocks:
+    """The blocks of a prompt's page or tail, with hashes that follow from the prompt's name."""
+    _, span = prompt.layout.groups[0].record_at(boundary.tokens, prompt.layout.page_tokens)
+    hashes = [prompt.boundary(end).prefix[:8] for end in range(span.start, span.stop + 1, BLOCK)]
+    return PageBlocks(
+        namespace=prompt.namespace,
+        boundary=boundary,
+        group=0,
+        model="org/model",
+        hash_bytes=8,
+        hashes=b"".join(hashes[1:]),
+        parent=hashes[0] if span.start else b"",
+        block_tokens=BLOCK,
+        groups=(BlockGroup(0, "full_attention"),),
+        tokens=struct.pack(f"<{span.num_tokens}I", *range(span.start, span.stop)),
+    )
+
+
+def hashes(prompt: Prompt, stop: int, start: int = 0) -> set[int]:
+    """Of the blocks of a part of a prompt."""
+    ends = range(start + BLOCK, stop + 1, BLOCK)
+    return {int.from_bytes(prompt.boundary(end).prefix[:8], "big") for end in ends}
+
+
+def blocks_in(subscriber: EventSubscriber, topic: str, medium: str) -> set[object]:
+    return {entry[3] for entry in subscriber.index if entry[:2] == (topic, medium)}
+
+
+async def save(store: TieredStore, prompts: Sequence[Prompt]) -> None:
+    """Save prompts and name their pages, as engines do: the names come after the records."""
+    for prompt in prompts:
+        await store.open_namespace(prompt.description, deadline=soon())
+        for record in prompt.records():
+            await store.save(record, deadline=soon())
+        for tokens in sorted({record.header.span.stop for record in prompt.records()}):
+            store.name_blocks(named(prompt, prompt.boundary(tokens)))
+
+
+async def seen(subscriber: EventSubscriber, is_reached: Callable[[], bool], within_s: float = 60.0) -> float:
+    """Read events until something is so; returns how long that takes, in seconds, on a machine that does nothing else:
+    the time between two looks at the catalog, and the processor's time here and in the store."""
+    start_s, start_cpu_s = time.monotonic(), time.process_time()
+    await asyncio.to_thread(subscriber.read_until, is_reached, within_s)
+    wall_s, cpu_s = time.monotonic() - start_s, time.process_time() - start_cpu_s
+    print(f"\nseen after {wall_s:.2f} s, of which {cpu_s:.2f} s of the processor")
+    return min(wall_s, cpu_s + WAITS_S)
+
+
+def publishing(folder: Path, **settings: object) -> Settings:
+    return load_settings(
+        {
+            "memory_bytes": "64MiB",
+            "events_endpoint": f"ipc://{folder}/events",
+            "events_replay_endpoint": f"ipc://{folder}/replay",
+            "events_node": "node:here",
+            **settings,
+        }
+    )
+
+
+@pytest.fixture
+def subscriber(tmp_path: Path) -> Iterator[EventSubscriber]:
+    subscriber = EventSubscriber(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+    yield subscriber
+    subscriber.close()
+
+
+@asynccontextmanager
+async def on_redis(server: RedisServer, folder: Path, **settings: object) -> AsyncIterator[TieredStore]:
+    async with open_store(publishing(folder, hot=server.url, cold="memory:", **settings)) as store:
+        yield store
+
+
+@pytest.fixture
+async def client(shared_redis: RedisServer) -> AsyncIterator[Redis]:
+    client = Redis(host=shared_redis.host, port=shared_redis.port)
+    await client.flushall()
+    yield client
+    await client.aclose()
+
+
+async def test_what_one_engine_saves_every_subscriber_knows(
+    shared_redis: RedisServer, client: Redis, tmp_path: Path, subscriber: EventSubscriber
+) -> None:
+    """A page and its tail are in memory for the node, and in Redis for the pool; each block counts once. A tail that
+    is gone takes no block along that the page has too."""
+    short, long = Prompt(ATTENTION, "a", 96), Prompt(ATTENTION, "a", 128)  # the tail of one is half a page of the other
+    async with on_redis(shared_redis, tmp_path) as store:
+        await save(store, [short])
+        await seen(subscriber, lambda: blocks_in(subscriber, POOL, "STORAGE") == hashes(short, 96))
+        await save(store, [long])
+        for topic, medium in ((NODE, "CPU"), (POOL, "STORAGE")):
+            await seen(subscriber, lambda t=topic, m=medium: blocks_in(subscriber, t, m) == hashes(long, 128))
+        for key in short.record_keys([96]):
+            store.memory.remove(key)
+        store.memory.remove(long.key(64))
+        await seen(subscriber, lambda: blocks_in(subscriber, NODE, "CPU") == hashes(long, 128, 64))
+        assert blocks_in(subscriber, POOL, "STORAGE") == hashes(long, 128)
+        assert subscriber.topics == {NODE, POOL}
+
+
+async def test_memory_that_is_full(tmp_path: Path, subscriber: EventSubscriber) -> None:
+    """Pages that memory drops for others leave the index within a second, and those that stay are in it."""
+    settings = publishing(tmp_path, memory_bytes="4MiB", cold="memory:", hot="memory:")
+    prompts = [Prompt(ATTENTION, f"p{number}", 64) for number in range(2_000)]
+    async with open_store(settings) as store:
+        await save(store, prompts)
+        assert store.memory.num_evicted > 1_000
+        held = {key for prompt in prompts for key in prompt.record_keys() if key in store.memory}
+        whole = [prompt for prompt in prompts if held.issuperset(prompt.record_keys())]
+        expected = set[object]().union(*(hashes(prompt, 64) for prompt in whole))
+        await seen(subscriber, lambda: blocks_in(subscriber, NODE, "CPU") == expected)
+        for key in held:
+            store.memory.remove(key)
+        took_s = await seen(subscriber, lambda: not subscriber.index)
+        print(f"\n{len(whole)} pages of memory left a subscriber's index after {took_s:.2f} s")
+        assert took_s < 1.0
+
+
+@pytest.mark.parametrize("pages", [10_000])
+async def test_what_another_service_evicts(
+    shared_redis: RedisServer, client: Redis, tmp_path: Path, subscriber: EventSubscriber, pages: int
+) -> None:
+    """Another service's retention hides, deletes and buries 10,000 pages in the catalog that both share: none of them
+    is in a subscriber's index a second later."""
+    prompt = Prompt(ATTENTION, "p", 64)
+    prompts = [Prompt(ATTENTION, f"p{number}", 64) for number in range(pages)]
+    settings = publishing(tmp_path, hot=shared_redis.url, cold="memory:")
+    never = 3600  # entries without records: a comparison would drop them, as the one at the start may
+    async with on_redis(shared_redis, tmp_path, catalog_look_s=never) as store, open_catalog(settings) as other:
+        await store.open_namespace(prompt.description, deadline=soon())
+        await other.register(prompt.namespace, prompt.layout, "", deadline=soon())
+        for start in range(0, pages, 500):
+            keys = [key for one in prompts[start : start + 500] for key in one.record_keys()]
+            await other.add([Addition(key, Level.HOT, 1000, 64) for key in keys], deadline=soon())
+            for one in prompts[start : start + 500]:
+                store.name_blocks(named(one, one.boundary(64)))
+            await asyncio.sleep(0.3)
+        prefixes = [one.boundary(64).prefix for one in prompts]
+        table = await other.lookup(prompt.namespace, prefixes, deadline=soon())
+        num_kept = sum(
+            table.has(index, Level.HOT, 0, 0) and table.has(index, Level.HOT, 0, 1) for index in range(pages)
+        )
+        assert num_kept > pages * 0.9
+        await seen(subscriber, lambda: len(subscriber.index) == 4 * num_kept)
+        assert not blocks_in(subscriber, NODE, "CPU")
+        for start in range(0, pages, 500):
+            part = prompts[start : start + 500]
+            leaving = [Leaving(one.namespace, one.boundary(64).prefix) for one in part]
+            hidden = await other.start_leaving(leaving, Level.HOT, deadline=soon())
+            gone = [(entry, LeaveReason.EVICTED) for entry in hidden if entry is not None]
+            num_kept -= len(gone)
+            await other.finish_leaving(gone, Level.HOT, deadline=soon())
+        assert num_kept == 0
+        took_s = await seen(subscriber, lambda: not subscriber.index)
+        print(f"\n{pages} evicted pages left a subscriber's index {took_s:.2f} s after the last")
+        assert took_s < 1.0
+
+
+async def test_a_record_that_redis_lost(
+    shared_redis: RedisServer, client: Redis, tmp_path: Path, subscriber: EventSubscriber
+) -> None:
+    """Redis drops a record by itself. When a stage of another service finds that, the page leaves the pool."""
+    prompt = Prompt(ATTENTION, "lost", 128)
+    other_folder = tmp_path / "other"
+    other_folder.mkdir()
+    async with on_redis(shared_redis, tmp_path) as store, on_redis(shared_redis, other_folder) as other:
+        await save(store, [prompt])
+        await seen(subscriber, lambda: blocks_in(subscriber, POOL, "STORAGE") == hashes(prompt, 128))
+        await store.drain(soon())
+        await client.delete(*[key async for key in client.scan_iter(match="v1/*")])
+        await other.open_namespace(prompt.description, deadline=soon())
+        staged = await other.stage(prompt.query(), deadline=soon())
+        assert staged.resume_tokens < 128
+        took_s = await seen(subscriber, lambda: blocks_in(subscriber, POOL, "STORAGE") != hashes(prompt, 128))
+        assert took_s < 1.0
+        assert blocks_in(subscriber, NODE, "CPU") == hashes(prompt, 128)
+
+
+async def test_retention_of_a_directory(tmp_path: Path, subscriber: EventSubscriber) -> None:
+    """A directory that is kept within a bound: the index is what the catalog has."""
+    settings = publishing(tmp_path, cold=f"file://{tmp_path}/records", hot="memory:", disk_bytes="2MiB")
+    prompts = [Prompt(ATTENTION, f"d{number}", 64, payload_bytes=20_000) for number in range(120)]
+    async with open_store(settings) as store:
+        for start in range(0, len(prompts), 10):
+            await save(store, prompts[start : start + 10])
+            await store.drain(soon())
+        assert store.recorder is not None
+        await store.recorder.drain(soon())
+        await asyncio.sleep(1.0)
+        prefixes = [one.boundary(64).prefix for one in prompts]
+        table = await store.recorder.catalog.lookup(prompts[0].namespace, prefixes, deadline=soon())
+        kept = [
+            one
+            for index, one in enumerate(prompts)
+            if table.has(index, Level.COLD, 0, 0) and table.has(index, Level.COLD, 0, 1)
+        ]
+        assert 0 < len(kept) < len(prompts)
+        expected = set[object]().union(*(hashes(one, 64) for one in kept))
+        await seen(subscriber, lambda: blocks_in(subscriber, NODE, "STORAGE") == expected)
+
+
+async def test_engines_name_pages_over_the_wire(tmp_path: Path, subscriber: EventSubscriber) -> None:
+    """What one engine saved and named is published; a tenant's names of another tenant's pages, and of pages that are
+    not stored, are not."""
+    tokens = {"red": "red's", "blue": "blue's"}
+    credentials = Credentials({sha256(token.encode()).hexdigest(): name for name, token in tokens.items()})
+    url = f"unix:{tmp_path}/s"
+    prompt, absent = Prompt(ATTENTION, "p", 64, tenant="red"), Prompt(ATTENTION, "absent", 64, tenant="red")
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(open_store(publishing(tmp_path, cold="memory:", hot="memory:")))
+        server = Server(store, credentials=credentials)
+        stack.push_async_callback(server.aclose)
+        await server.listen([parse_address(url)])
+        red, blue = (connect(url, token=token) for token in tokens.values())
+        for engine in (red, blue):
+            stack.push_async_callback(engine.aclose)
+            await engine.wait_ready(deadline=soon())
+        assert await red.open_namespace(prompt.description, deadline=soon()) == prompt.namespace
+        for record in prompt.records():
+            await red.save(record, deadline=soon())
+        blue.name_blocks(replace(named(prompt, prompt.boundary(64)), model="blue's words"))
+        await blue.status(deadline=soon())
+        await asyncio.sleep(0.5)
+        for one in (absent, prompt):
+            red.name_blocks(named(one, one.boundary(64)))
+        await seen(subscriber, lambda: blocks_in(subscriber, NODE, "CPU") == hashes(prompt, 64))
+        await asyncio.sleep(0.5)
+        await seen(subscriber, lambda: len(subscriber.index) == 4)
+        assert subscriber.topics == {NODE}
+
+
+async def test_a_service_that_publishes_nothing_gets_no_names(tmp_path: Path) -> None:
+    """Its welcome says so, and the client drops them."""
+    url = f"unix:{tmp_path}/s"
+    async with AsyncExitStack() as stack:
+        settings = load_settings({"memory_bytes": "16MiB", "cold": "memory:", "hot": "memory:"})
+        server = Server(await stack.enter_async_context(open_store(settings)))
+        stack.push_async_callback(server.aclose)
+        await server.listen([parse_address(url)])
+        engine = connect(url)
+        stack.push_async_callback(engine.aclose)
+        await engine.wait_ready(deadline=soon())
+        connection = engine.pool.now()
+        assert connection is not None and not connection.welcome.blocks
+        engine.name_blocks(named(Prompt(ATTENTION, "p", 64), Prompt(ATTENTION, "p", 64).boundary(64)))
+        await asyncio.sleep(0.5)
+        assert await engine.status(deadline=soon())  # the connection lives

@@ -1,0 +1,130 @@
+"""Cache events of the service: what subscribers believe is what the tiers hold, through every change."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from kvstore.errors import InvalidRequest
+from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
+from kvstore.model.media import MEDIA
+from kvstore.model.page_blocks import BlockGroup, PageBlocks
+from kvstore.store.cache_events.encoding import Event, encode_batch, removed, stored
+from kvstore.store.cache_events.publisher import EventPublisher
+from kvstore.testing.event_subscriber import Entry, EventSubscriber, apply
+
+SPACE = NamespaceId(bytes(16))
+BLOCK = 16
+
+
+def blocks_of(
+    name: str, count: int, *, start: int = 0, tokens: bool = True, width: int = 8, window: int | None = None
+) -> PageBlocks:
+    """Blocks `start..` of a prompt, whose hashes follow from its name and their position."""
+    hashes = [f"{name}{index}".encode().rjust(width, b"\0") for index in range(start - 1, start + count)]
+    return PageBlocks(
+        namespace=SPACE,
+        boundary=Boundary((start + count) * BLOCK, PrefixHash(f"{name}{start}+{count}".encode().ljust(32))),
+        group=0,
+        model="org/model",
+        hash_bytes=width,
+        hashes=b"".join(hashes[1:]),
+        parent=hashes[0] if start else b"",
+        block_tokens=BLOCK,
+        groups=(BlockGroup(0, "full_attention"), BlockGroup(2, "sliding_window", window))
+        if window
+        else (BlockGroup(0, "full_attention"),),
+        tokens=struct.pack(f"<{count * BLOCK}I", *range(start * BLOCK, (start + count) * BLOCK)) if tokens else b"",
+    )
+
+
+@pytest.mark.parametrize("width", [8, 32])
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("start", [0, 4])
+def test_batches_are_those_of_vllm(width: int, window: int | None, start: int) -> None:
+    """vLLM's classes decode a batch, and encode it to the very same bytes; another library reads the same values."""
+    msgspec = pytest.importorskip("msgspec")
+    kv_events = pytest.importorskip("vllm.distributed.kv_events")
+    blocks = blocks_of("a", 3, start=start, width=width, window=window)
+    events: list[Event] = [stored(blocks, range(3), group, MEDIA["redis"]) for group in blocks.groups]
+    events.append(removed([1, 2], 0, MEDIA["memory"]))
+    events.append({"type": "AllBlocksCleared"})
+    encoded = encode_batch(12.5, events)
+    decoded = msgspec.msgpack.decode(encoded, type=kv_events.KVEventBatch)
+    assert msgspec.msgpack.encode(decoded) == encoded
+    assert (decoded.ts, decoded.data_parallel_rank, len(decoded.events)) == (12.5, 0, len(events))
+    first = decoded.events[0]
+    assert isinstance(first, kv_events.BlockStored)
+    assert (first.token_ids, first.block_size) == (list(range(start * BLOCK, (start + 3) * BLOCK)), BLOCK)
+    assert (first.medium, first.locality, first.ownership) == ("STORAGE", "REMOTE", None)
+    assert (first.parent_block_hash is None) == (start == 0)
+    assert isinstance(decoded.events[-1], kv_events.AllBlocksCleared)
+    assert msgpack.unpackb(encoded) == [12.5, events, 0]
+
+
+def test_a_part_of_a_page_continues_it() -> None:
+    """Its parent is the block before it, its tokens are its own."""
+    blocks = blocks_of("a", 4)
+    event = stored(blocks, range(1, 3), blocks.groups[0], MEDIA["memory"])
+    whole = stored(blocks, range(4), blocks.groups[0], MEDIA["memory"])
+    assert event["block_hashes"] == whole["block_hashes"][1:3]
+    assert event["parent_block_hash"] == whole["block_hashes"][0]
+    assert event["token_ids"] == list(range(BLOCK, 3 * BLOCK))
+
+
+@pytest.fixture
+def addresses(tmp_path: Path) -> tuple[str, str]:
+    return f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+
+
+@pytest.fixture
+def publisher(addresses: tuple[str, str]) -> Iterator[EventPublisher]:
+    publisher = EventPublisher(*addresses)
+    try:
+        yield publisher
+    finally:
+        publisher.close()
+
+
+def batch_of(number: int) -> list[Event]:
+    return [stored(blocks_of(f"p{number}-", 2), range(2), BlockGroup(0, "full_attention"), MEDIA["memory"])]
+
+
+def test_a_subscriber_that_stops_and_replays_ends_equal(publisher: EventPublisher, addresses: tuple[str, str]) -> None:
+    """It joins late, loses what is sent while it is away, finds each gap by the sequence, and has all at the end."""
+    publisher.publish("kv@node:a@m", batch_of(0))
+    subscriber, expected = EventSubscriber(*addresses), set[Entry]()
+    apply(expected, "kv@node:a@m", batch_of(0))
+    try:
+        time.sleep(0.5)  # until its subscription is known
+        sent = 1
+        for away in (False, True, False):
+            if away:
+                subscriber.pause()
+                time.sleep(0.5)
+            for number in range(sent, sent + 500):
+                publisher.publish("kv@node:a@m", batch_of(number))
+                apply(expected, "kv@node:a@m", batch_of(number))
+            sent += 500
+            if away:
+                time.sleep(0.5)
+                subscriber.resume()
+                time.sleep(0.5)
+            else:
+                subscriber.read(sent)
+        assert subscriber.index == expected
+        assert len(expected) == 2 * sent
+        assert subscriber.replays >= 2
+    finally:
+        subscriber.close()
+
+
+def test_an_address_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    for fields in (("nowhere",), (f"ipc://{tmp_path}/e", "nowhere")):
+        with pytest.raises(InvalidRequest, match="events_"):
+            EventPublisher(*fields)
