@@ -31,8 +31,8 @@ _PROBE_S = 2.0
 _VERSION_S = 10.0
 """How long writes trust the tier's version while calls succeed."""
 _USAGE_S = 2.0
-"""How long a call that succeeded counts as proof that the tier answers. A tier that nobody calls and that freezes is
-reported as working for so long."""
+"""How long a call that succeeded counts as proof that the tier answers. An idle tier that freezes is
+reported as working until then."""
 
 
 def report_quarantine(events: Events, tier: str, key: RecordKey, reason: str) -> None:
