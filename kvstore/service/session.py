@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
@@ -370,7 +370,7 @@ class Session:
             error = InvalidRequest("the token may not save or discard: give it the scope save", field="token")
         elif isinstance(request, messages.Save) and receipt.dropped:
             error = Unavailable("no room to receive this record before its deadline")
-        elif (num_bytes := _bytes_of(request)) > self._requests.left_for(self.tenant):
+        elif (num_bytes := bytes_of(request)) > self._requests.left_for(self.tenant):
             error = Unavailable("too many long requests are in flight", limit_bytes=self._requests.limit)
         if error is not None:
             receipt.settle()
@@ -548,13 +548,21 @@ class Session:
         await self._saves.aclose()
 
 
-def _bytes_of(request: messages.Request) -> int:
+def bytes_of(request: messages.Request) -> int:
     """The bytes that a request holds while it is answered; 0 for a short one.
 
     Those of all its fields: a peer may send 4 MiB as the id of a lease, which may wait long for its turn.
     """
-    values = (getattr(request, field.name) for field in fields(request))
-    num_bytes = sum(len(value) for value in values if isinstance(value, bytes | str))
+    num_bytes = 0
+    values: list[object] = [getattr(request, field.name) for field in fields(request)]
+    while values:  # the frame's parser has bounded how many there are
+        value = values.pop()
+        if isinstance(value, bytes | str):
+            num_bytes += len(value)
+        elif isinstance(value, Mapping):
+            values += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            values += value
     return num_bytes if num_bytes > _SHORT_BYTES else 0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.service.server import Server
+from kvstore.service.session import bytes_of
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.tiers.memory import MemoryTier
@@ -61,3 +62,13 @@ async def test_loads_with_a_long_field(folder: Path, field: str) -> None:
     await server.aclose()
     await store.aclose()
     assert num_taken <= 6, f"it holds {num_taken * 4} MiB"
+
+
+def test_texts_inside_of_a_field_count() -> None:
+    """What an engine says of itself when it opens a namespace counts with all that is nested in it."""
+    deep: object = "x" * 100
+    for _ in range(500):
+        deep = [deep]
+    engine = {"name": "e" * MIB, "models": ["m" * MIB, {"n" * MIB: deep}]}
+    request = messages.OpenNamespace(1, 60_000, bytes(MIB), engine)
+    assert bytes_of(request) == 4 * MIB + 100 + len("namemodels")

@@ -163,8 +163,8 @@ async def _answer(
 async def _reaches(
     context: AdminContext, targets: set[_Target], question: Question, token_ids: Sequence[int]
 ) -> dict[_Target, Reach]:
-    """How far the prompt can be resumed; without namespaces that the store has closed meanwhile, because they were not
-    used for long. Their engines open them again at their next lookup.
+    """How far the prompt can be resumed; without namespaces that the store has closed, because they were not used for
+    long. Their engines open them again at their next lookup.
     """
     step_tokens = gcd(*(target.step_tokens for target in targets))
     hashed = await hash_prompt(token_ids, question.cache_salt, step_tokens) if targets else []
