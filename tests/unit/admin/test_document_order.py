@@ -84,7 +84,7 @@ async def test_what_is_promised_is_there(kinds: str, seed: int) -> None:
     )
     assert sorted(found.documents) == list(range(6))
     assert stored.resume(joined(head, asked, found.documents)) >= found.resume_tokens
-    if kinds == "attention":
+    if kinds != "states":  # of which a lost one ends the search, although later ones may be there
         assert stored.resume(joined(head, asked, found.documents)) == found.resume_tokens
         for order in (usual, given):
             assert found.resume_tokens >= stored.resume(joined(head, asked, order))
