@@ -110,8 +110,8 @@ class PlanClient:
             system: What comes before them.
             following: What comes after them, like the question.
             order: `fixed`: they stay in this order.
-            fixed_first: So many at the start stay where they are.
-            fixed_last: So many at the end stay where they are.
+            fixed_first: How many at the start stay where they are.
+            fixed_last: How many at the end stay where they are.
             keep_duplicates: Equal documents are sent as often as they are given.
             cache_salt: The request's `cache_salt`.
             within_ms: No round of the search begins later than this after the first.

@@ -23,12 +23,12 @@ from kvstore.model.keys import LINK_TOKENS, Boundary, NamespaceId, PlainChain, P
 from kvstore.model.layout import Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 
-_BEAM = 4
+BEAM = 4
 """Beginnings that one round continues, the longest first."""
-_TRIED = 16
+TRIED = 16
 """Continuations that one round tries, shared among its beginnings; of each the most usual documents, since others are
 rarely stored there."""
-_ROUNDS_MAX = 7
+ROUNDS_MAX = 7
 _HASHED_AT_ONCE = 512 * LINK_TOKENS
 """Tokens that are hashed before other tasks of this thread get a turn."""
 
@@ -121,7 +121,7 @@ class OrderSearch:
         root = _Beginning((), PlainChain(cache_salt, self._page_tokens), head)
         await self._hash_all(root)
         probe = root
-        for index in given:  # its first page tells whether it can be stored
+        for index in given:  # if its first page is not stored, nothing of it is
             probe = _with(probe, index, documents[index])
             self._hash_page(probe)
             if probe.asked:
@@ -167,16 +167,16 @@ class OrderSearch:
             push(one)
         best = max(path, key=_worth)
         until_s = self._clock.monotonic_s() + self._within_s
-        for _ in range(_ROUNDS_MAX):
+        for _ in range(ROUNDS_MAX):
             is_whole = len(best.documents) == len(documents) and best.is_open
             if is_whole or not queue or self._clock.monotonic_s() > until_s:
                 break
-            parents = [heapq.heappop(queue)[-1] for _ in range(min(_BEAM, len(queue)))]
+            parents = [heapq.heappop(queue)[-1] for _ in range(min(BEAM, len(queue)))]
             children: list[tuple[_Beginning, _Beginning]] = []
             for parent in parents:
                 await self._hash_all(parent)
                 left = [index for index in usual if index not in parent.documents][parent.num_tried :]
-                tried = left[: _TRIED // len(parents)]
+                tried = left[: TRIED // len(parents)]
                 parent.num_tried += len(tried)
                 for index in tried:
                     if (*parent.documents, index) not in seen:
@@ -254,11 +254,7 @@ def _worth(one: _Beginning) -> tuple[int, int]:
 
 # how often documents are asked for
 
-_DOCUMENTS_MAX = 16_384
 _TENANTS_MAX = 64
-_AGEING = 1.0002
-"""A request counts this much more than the one before: half as much as one 3,466 requests later."""
-_LARGE = 1e100
 
 
 @dataclass(slots=True)
@@ -272,13 +268,19 @@ class _Counts:
 
 
 class DocumentUses:
-    """Counts how often each document was asked for lately, in a namespace under a salt. Kept in this process alone: a
+    """Counts how often each document was asked for, in a namespace under a salt. Kept in this process alone: a
     service that starts knows nothing, and orders what it finds stored as it was stored.
 
     A tenant's counts depend on that tenant's requests only.
+
+    Args:
+        documents_max: Of a tenant.
+        ageing: A request counts by this factor more than the one before: half as much as one 3,466 requests later.
+        large: All counts are divided when a request counts more than this.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, documents_max: int = 16_384, ageing: float = 1.0002, large: float = 1e100) -> None:
+        self._documents_max, self._ageing, self._large = documents_max, ageing, large
         self._tenants: OrderedDict[str, _Counts] = OrderedDict()
 
     def note(
@@ -302,10 +304,10 @@ class DocumentUses:
         for digest in (*digests, place):
             counts.of[digest] = counts.of.get(digest, 0.0) + counts.one
             counts.of.move_to_end(digest)
-        while len(counts.of) > _DOCUMENTS_MAX:
+        while len(counts.of) > self._documents_max:
             counts.of.popitem(last=False)
-        counts.one *= _AGEING
-        if counts.one > _LARGE:
+        counts.one *= self._ageing
+        if counts.one > self._large:
             counts.of = OrderedDict((digest, count / counts.one) for digest, count in counts.of.items())
             counts.one = 1.0
         usual = sorted(range(len(digests)), key=lambda index: (-shares[index], digests[index]))

@@ -137,7 +137,7 @@ class StoreOperations:
         held = self._memory.boundaries(namespace)
         found: dict[tuple[int, int], int] = {}
         for index, prefix in enumerate(prefixes):
-            # a copy, made without a turn of the store's thread, which may add a group meanwhile
+            # a copy, made without a turn of the store's thread, which may add a group while this runs
             for group, bits in list(held.get(prefix, _NOTHING).items()):
                 found[index, group] = bits
         return found

@@ -84,11 +84,11 @@ async def test_what_is_promised_is_there(kinds: str, seed: int) -> None:
     )
     assert sorted(found.documents) == list(range(6))
     assert stored.resume(joined(head, asked, found.documents)) >= found.resume_tokens
-    if kinds == "attention":
+    if kinds != "states":  # of which a lost one ends the search, although later ones may be there
         assert stored.resume(joined(head, asked, found.documents)) == found.resume_tokens
         for order in (usual, given):
             assert found.resume_tokens >= stored.resume(joined(head, asked, order))
-    assert len(stored.asked) <= 2 + documents._ROUNDS_MAX
+    assert len(stored.asked) <= 2 + documents.ROUNDS_MAX
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -130,7 +130,7 @@ async def test_a_search_is_bounded_however_much_is_stored() -> None:
     await OrderSearch(layout, none.ask, within_s=60.0).run(
         array("I"), pieces, usual=range(64), given=range(64), cache_salt=None
     )
-    assert sum(none.asked) <= 64 * 20 // 16 + documents._ROUNDS_MAX * (documents._TRIED + documents._BEAM * 2)
+    assert sum(none.asked) <= 64 * 20 // 16 + documents.ROUNDS_MAX * (documents.TRIED + documents.BEAM * 2)
 
 
 async def test_a_search_ends_in_time() -> None:
@@ -171,18 +171,16 @@ def test_uses_are_counted_for_each_namespace_and_salt() -> None:
         assert uses.note(*other, [common])[1] == [0.0]
 
 
-def test_what_was_asked_for_long_ago_counts_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_asked_for_long_ago_counts_less() -> None:
     """Counts age, also past the point where they are made small again; the oldest documents are forgotten."""
-    monkeypatch.setattr(documents, "_AGEING", 2.0)
-    monkeypatch.setattr(documents, "_LARGE", 1e3)
-    monkeypatch.setattr(documents, "_DOCUMENTS_MAX", 5)
-    uses, old, new = DocumentUses(), array("I", [1]), array("I", [2])
+    uses = DocumentUses(documents_max=5, ageing=2.0, large=1e3)
+    old, new = array("I", [1]), array("I", [2])
     place = NamespaceId(b"n" * 16)
     shares = []
     for _ in range(3):
         uses.note("red", place, None, [old])
     for _ in range(30):
-        shares.append(uses.note("red", place, None, [new, old][:1])[1][0])
+        shares.append(uses.note("red", place, None, [new])[1][0])
     assert all(later >= earlier for earlier, later in pairwise(shares))
     assert uses.note("red", place, None, [new, old])[0] == [0, 1]
     for number in range(10, 20):

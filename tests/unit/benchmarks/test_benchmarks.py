@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks import overhead, quick, repeat_ttft, restart, retention, store
+from benchmarks import overhead, plan, quick, repeat_ttft, restart, retention, store
 from kvstore.testing.engine import EngineFailed
 from kvstore.testing.program import run_program
 
@@ -53,6 +53,18 @@ def test_loads(capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = rows_of(capsys.readouterr().out)
     assert set(row) == COLUMNS
     assert (row["what"], row["size_bytes"], row["ceiling"]) == ("load", 32 << 20, "memcpy")
+
+
+@pytest.mark.servers
+def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """One row: each promised hit is what the store restores, or the program fails; and some tokens are saved."""
+    flags = ["--queries", "12", "--documents", "6", "--each", "4", "--tokens", "150", "--page", "64"]
+    assert plan.main([*flags, "--exponents", "1.5", "--within-ms", "1000", "--json"]) == 0
+    (row,) = rows_of(capsys.readouterr().out)
+    assert row["ratio"] == pytest.approx(row["computed_given"] / row["computed_planned"], abs=1e-3)
+    assert row["ratio"] > 1.0
+    assert len(row["ratios"]) == 4
+    assert 0 < row["computed_planned"] < row["tokens"]
 
 
 @pytest.mark.servers

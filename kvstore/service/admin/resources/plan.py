@@ -31,7 +31,7 @@ _DOCUMENTS_MAX = 64
 _WITHIN_MS_MAX = 1000
 _REQUESTS = 1000
 _USES_MIN = 10.0
-"""A beginning is worth retaining if at least so many of 1,000 requests are likely to begin with it."""
+"""Of 1,000 requests: a beginning is worth retaining if at least these are likely to begin with it."""
 
 Tokens = Annotated[int, Field(strict=True, ge=1, lt=1 << 32), WHOLE_NUMBER]
 Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 32), WHOLE_NUMBER]
@@ -64,8 +64,8 @@ class PromptOfDocuments(Prompt):
         max_length=_DOCUMENTS_MAX, description="the length of each document, in the order of `token_ids`"
     )
     order: AllowedOrder = Field(default=AllowedOrder.ANY, description="`fixed`: the documents stay in this order")
-    fixed_first: Count = Field(default=0, description="so many documents at the start stay where they are")
-    fixed_last: Count = Field(default=0, description="so many documents at the end stay where they are")
+    fixed_first: Count = Field(default=0, description="how many documents at the start stay where they are")
+    fixed_last: Count = Field(default=0, description="how many documents at the end stay where they are")
     keep_duplicates: bool = Field(default=False, description="equal documents are sent as often as they are given")
     within_ms: Count = Field(
         default=3, le=_WITHIN_MS_MAX, description="no round of the search begins later than this after the first"
