@@ -13,6 +13,7 @@ Entry = tuple[str, str, int, object]
 """Topic, medium, the engine's group, hash of a block."""
 
 PATIENCE_S = 20.0
+_SILENT_S = 2.0
 
 
 class EventSubscriber:
@@ -44,10 +45,15 @@ class EventSubscriber:
     def read_until(self, is_reached: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
         """Read until something is so; fail if it is not in time."""
         ends_s = time.monotonic() + within_s
+        asked_s = time.monotonic()
         while not is_reached():
             assert time.monotonic() < ends_s, f"{len(self.index)} blocks after {self.next} messages"
             if not self._events.poll(10):
+                if time.monotonic() - asked_s > _SILENT_S:  # what was sent before it had subscribed shows no gap
+                    self._replay()
+                    asked_s = time.monotonic()
                 continue
+            asked_s = time.monotonic()
             topic, sequence, batch = self._events.recv_multipart()
             number = int.from_bytes(sequence, "big")
             if number > self.next:
