@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvstore.client.blocking import BlockingStore
 from kvstore.client.connection import ClientOptions
 from kvstore.client.embedded import EmbeddedOptions
+from kvstore.client.pages import PageDoor, PageKey, describe_pages
 from kvstore.client.remote import RemoteStore, connect
 from kvstore.runtime.tracing import trace_parent
 from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address
@@ -16,10 +17,13 @@ __all__ = [
     "ClientOptions",
     "ClientTls",
     "EmbeddedOptions",
+    "PageDoor",
+    "PageKey",
     "RemoteStore",
     "TcpAddress",
     "UnixAddress",
     "connect",
+    "describe_pages",
     "parse_address",
     "trace_parent",
 ]
