@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib
-import importlib.metadata
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -70,10 +69,14 @@ def read_engine() -> Engine:
 
 
 def release() -> str:
-    """SGLang's release."""
+    """SGLang's release.
+
+    Raises:
+        InvalidRequest: It does not say.
+    """
     try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
+        return str(importlib.import_module("sglang.version").__version__)
+    except (ImportError, AttributeError):
         raise InvalidRequest("the package sglang does not tell its release") from None
 
 

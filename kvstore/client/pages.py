@@ -436,7 +436,7 @@ def _boundaries(keys: Sequence[PageKey], page_tokens: int, after: PageKey | None
         InvalidRequest: Two keys are the same, or they are too many for one query.
     """
     named = keys if after is None else [after, *keys]
-    boundaries = [Boundary((at + 1) * page_tokens, _prefix_of(key)) for at, key in enumerate(named)]
+    boundaries = [Boundary((at + 1) * page_tokens, name_of_page(key)) for at, key in enumerate(named)]
     if len({boundary.prefix for boundary in boundaries}) < len(boundaries):
         raise InvalidRequest("a chain of pages has each key once")
     return boundaries
@@ -446,7 +446,8 @@ def _renumbered(boundaries: Sequence[Boundary], page_tokens: int) -> list[Bounda
     return [replace(boundary, tokens=(at + 1) * page_tokens) for at, boundary in enumerate(boundaries)]
 
 
-def _prefix_of(key: PageKey) -> PrefixHash:
+def name_of_page(key: PageKey) -> PrefixHash:
+    """The name under which the store keeps a page: the prefix hash in its records' keys."""
     data = key.encode("utf-8", "surrogatepass") if isinstance(key, str) else key
     return PrefixHash(hashlib.sha256(b"kvstore page v1\0" + data).digest())
 

@@ -30,8 +30,8 @@ SURFACE = {
         "Staged",
     ],
     "kvstore.client": [
-        *("Address", "BlockingStore", "ClientOptions", "ClientTls", "EmbeddedOptions", "RemoteStore"),
-        *("TcpAddress", "UnixAddress", "connect", "parse_address", "trace_parent"),
+        *("Address", "BlockingStore", "ClientOptions", "ClientTls", "EmbeddedOptions", "PageDoor", "PageKey"),
+        *("RemoteStore", "TcpAddress", "UnixAddress", "connect", "describe_pages", "parse_address", "trace_parent"),
     ],
     "kvstore.codec": [
         *("CHAINS", "CodecPool", "Encoded", "PLANES2", "PLANES4", "PoolUsage", "RAW", "ZSTD"),
