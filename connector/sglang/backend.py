@@ -29,8 +29,9 @@ from connector.sglang.pools import KV, PoolMemory, Ranks, splits_heads, view_of
 from connector.sglang.settings import read_settings
 from kvstore.client import BlockingStore, ClientOptions, EmbeddedOptions, PageDoor, describe_pages
 from kvstore.codec import CodecPool
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.model.coverage import usable_lengths
+from kvstore.model.keys import NamespaceId
 
 _log = logging.getLogger("sglang.kvstore")
 
@@ -92,6 +93,9 @@ class KVStoreHiCache(HiCacheStorage):
 
     Raises:
         InvalidRequest: A setting is wrong, or a file that it names.
+
+    Attributes:
+        identified: Set when the weights are known, or cannot be: then each call misses.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
@@ -104,6 +108,7 @@ class KVStoreHiCache(HiCacheStorage):
         self._pools: dict[str, _Pool] = {}
         self.registered_pools: dict[str, Any] = {}
         self._fields: dict[str, Any] | None = None
+        self.identified = threading.Event()
         self._weights: tuple[str, ...] = ()
         self._refusal = "dcp_size is not supported" if storage_config.dcp_size > 1 else ""
         stall_s = settings.stall_timeout_ms / 1000
@@ -114,7 +119,11 @@ class KVStoreHiCache(HiCacheStorage):
             tls=settings.tls(),
         )
         embedded = EmbeddedOptions(memory_bytes=settings.memory_bytes, disk_bytes=settings.disk_bytes)
-        self._store = BlockingStore(settings.url, token=settings.read_token(), options=options, embedded=embedded)
+        token = settings.read_token()
+        try:
+            self._store = BlockingStore(settings.url, token=token, options=options, embedded=embedded)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{error}; or embedded:", field="url") from error
         self._threads = CodecPool(num_threads=_NUM_THREADS, limit_bytes=_CODEC_BYTES)
         threading.Thread(target=self._identify, name="kvstore-weights", daemon=True).start()
 
@@ -273,6 +282,13 @@ class KVStoreHiCache(HiCacheStorage):
         if fields := self._find_fields():
             self._fields = fields
             _log.info("kvstore: caching for SGLang at %s, weights %s", self._settings.url, fields["weights_id"])
+        self.identified.set()
+
+    def namespaces(self) -> dict[str, NamespaceId]:
+        """The namespace of each pool that was used so far."""
+        with self._lock:
+            pools = dict(self._pools)
+        return {name: pool.door.namespace for name, pool in pools.items() if pool.door.namespace is not None}
 
     @_harmless(_none)
     def _find_fields(self) -> dict[str, Any] | None:
@@ -334,7 +350,7 @@ class KVStoreHiCache(HiCacheStorage):
         kind = f"{call} {type(error).__name__}"
         if kind not in self._said and len(self._said) < 1000:
             self._said.add(kind)
-            trace = None if isinstance(error, (InvalidRequest, OSError)) else error
+            trace = None if isinstance(error, (KVStoreError, OSError)) else error
             _log.warning("kvstore: %s: %s (said once)", call, error, exc_info=trace)
 
 

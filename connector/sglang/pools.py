@@ -89,7 +89,7 @@ class PoolMemory:
             "class": type(pool).__name__,
             "layout": self._layout,
             "order": "buffers" if self.in_place else "flat",
-            "piece_bytes": self._piece_bytes,
+            "piece_bytes": self._piece_bytes[: len(self._piece_bytes) // self._split],
             "dtypes": [str(dtype) for dtype in dtypes if dtype is not None],
             "layers": [int(getattr(pool, name, 0) or 0) for name in ("start_layer", "end_layer")],
             "format": str(getattr(pool, "storage_format_tag", None) or ""),

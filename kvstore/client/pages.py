@@ -1,10 +1,6 @@
 """`PageDoor`: pages under a caller's own keys, for engines that name their pages themselves. For plain threads.
 
-description = describe_pages({"weights_id": ..., "model": ...}, page_tokens=64)
-door = PageDoor(store, description, element_bytes=2)
-door.write_from(keys, [[k, v], ...])      # which pages are stored now
-door.exists(keys)                         # how many of them from the start are on this node, and leased
-door.read_into(keys, [[k, v], ...])       # how many of them were read, verified
+`write_from` stores pages, `exists` fetches them to this node, `read_into` reads them; docs/engines.md has an example.
 
 A key is a text or bytes that names all the content before its page and in it, like the hash of a chain of pages. What a
 namespace's description says and the key together must determine a page's bytes: the first writer's bytes stay.
@@ -475,8 +471,8 @@ def _decode(loaded: LoadedRecord, target: Pieces, guard: _Guard) -> None:
     with guard.using(), loaded.reading() as record:
         verify_payload(record)
         header = record.header
-        if header.decoded_bytes != expected:
-            raise CorruptRecord("page has the wrong size", expected=expected, seen=header.decoded_bytes)
+        if header.decoded_bytes != expected:  # the record is whole, so the caller's buffers are not what they should be
+            raise InvalidRequest("the page has another size", expected=expected, seen=header.decoded_bytes)
         if len(target) == 1:
             decode_into(header.codec_chain, record.payload, target[0])
             return

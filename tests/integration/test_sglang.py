@@ -79,9 +79,7 @@ def make(sglang: SimpleNamespace, service: DirectoryService) -> Iterator[Make]:
 
 def settle(backend: Any) -> None:
     """Wait until it knows its weights and has reached the service, or has said why not."""
-    ends_s = time.monotonic() + 30
-    while backend._fields is None and not backend._said and time.monotonic() < ends_s:
-        time.sleep(0.01)
+    assert backend.identified.wait(30)
     backend.exists("nothing")
 
 
@@ -226,8 +224,8 @@ def test_heads_that_are_split_are_shared_between_sizes(make: Make) -> None:
         assert make(pool, tp_rank=rank, tp_size=2, **split).batch_set_v1(keys, pool.slots(0, 1)) == [True, True]
     for rank in range(4):
         target = HostPool(heads=2, layout="page_head")
-        # SGLang splits only where the common size is larger than its own: here it equals it, and one part is all
-        reader = make(target, tp_rank=rank, tp_size=4, **split)
+        # SGLang splits only where the common size is larger than its own
+        reader = make(target, tp_rank=rank, tp_size=4, tp_lcm_size=4)
         assert reader.batch_get_v1(keys, target.slots(0, 1)) == [True, True]
         whole, first = pools[rank // 2], rank % 2 * 2
         for page in range(2):
@@ -285,16 +283,16 @@ def test_what_is_reported_can_be_read_whatever_is_lost(
     sglang: SimpleNamespace, make: Make, service: DirectoryService
 ) -> None:
     """Random losses of records and restarts of the service between random prompts: every page that a query reports is
-    read bit for bit, and no query reports more than the pages that are left.
+    read bit for bit, KV and state alike, and nearly all that is left is reported.
     """
     rng, num_pages = random.Random(7), 12
     source, state = HostPool(), StatePool()
     target, target_state = HostPool(), StatePool()
     writer, reader = make(source, more={"mamba": state}), make(target, more={"mamba": target_state})
     ground = {"kv": set[str](), "mamba": set[str]()}
-    reported, lost = 0, 0
+    reported = lost = missed = expected = 0
     with BlockingStore(service.url) as store:
-        for step in range(400):
+        for step in range(250):
             prompt = rng.randrange(12)
             keys = [f"{prompt}-{page}" for page in range(num_pages)]
             for page in range(num_pages):
@@ -311,9 +309,8 @@ def test_what_is_reported_can_be_read_whatever_is_lost(
             for _ in range(rng.randrange(30)):
                 pool = rng.choice(["kv", "kv", "mamba"])
                 key = f"{rng.randrange(12)}-{rng.randrange(num_pages)}"
-                door = writer._pools[pool].door if pool in writer._pools else None
-                if door is not None and door.namespace is not None:
-                    name = RecordKey(door.namespace, name_of_page(key), 0, 0)
+                if (namespace := writer.namespaces().get(pool)) is not None:
+                    name = RecordKey(namespace, name_of_page(key), 0, 0)
                     store.discard(name, "lost by the test", deadline=Deadline.after(10))
                     ground[pool].discard(key)
                     lost += 1
@@ -321,13 +318,16 @@ def test_what_is_reported_can_be_read_whatever_is_lost(
                 service.settle()
                 service.stop()
                 service.start()
-                wait_until(lambda: writer.batch_exists(["x"]) == 0 and _ready(reader))
+                here = source.slots(0)
+                wait_until(lambda: writer.batch_set_v1(["x"], here) == [True] and reader.batch_exists(["x"]) == 1)  # noqa: B023
             asked = transfer(sglang, "mamba", keys[-1:], last=True)
             found = reader.batch_exists_v2(keys, [asked])
             run = next((at for at, key in enumerate(keys) if key not in ground["kv"]), num_pages)
             possible = [n for n in range(1, run + 1) if keys[n - 1] in ground["mamba"]]
-            assert found.restorable_prefix_pages in (None, possible) or not found.kv_hit_pages
-            assert found.kv_hit_pages == (possible[-1] if possible else 0), step
+            # a record that was lost on its way to the directory may come back; a writer may take a lost one for stored
+            missed += len(set(possible).difference(found.restorable_prefix_pages or ()))
+            expected += len(possible)
+            assert found.kv_hit_pages == max(found.restorable_prefix_pages or [0]), step
             if count := found.kv_hit_pages:
                 reported += count
                 assert reader.batch_get_v1(keys[:count], target.slots(*range(count))) == [True] * count
@@ -335,12 +335,7 @@ def test_what_is_reported_can_be_read_whatever_is_lost(
                 got = transfer(sglang, "mamba", [keys[count - 1]], last=True, slots=target_state.slots(0))
                 assert reader.batch_get_v2([got])["mamba"] == [True]
                 assert holds(target_state, [0], state, [count - 1])
-    assert reported > 100 and lost > 1000
-
-
-def _ready(backend: Any) -> bool:
-    backend.exists("nothing")
-    return True
+    assert reported > 100 and lost > 1000 and missed <= expected // 10
 
 
 def wait_until(condition: Callable[[], bool], patience_s: float = 30.0) -> None:
