@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -35,8 +35,7 @@ from kvstore.model.keys import NamespaceId
 
 _log = logging.getLogger("sglang.kvstore")
 
-P = ParamSpec("P")
-Value = TypeVar("Value")
+Call = TypeVar("Call", bound=Callable[..., Any])
 _FORMAT = 1
 _NUM_THREADS = 4
 _CODEC_BYTES = 256 << 20
@@ -44,30 +43,23 @@ _ROUNDS_MAX = 16
 """How often a lookup of several pools is repeated for what turned out to be missing."""
 
 
-def _harmless(
-    nothing: Callable[..., Value],
-) -> Callable[
-    [Callable[Concatenate[KVStoreHiCache, P], Value]],
-    Callable[Concatenate[KVStoreHiCache, P], Value],
-]:
+def _harmless(nothing: Callable[..., Any]) -> Callable[[Call], Call]:
     """A call that never raises. Each kind of failure is logged once.
 
     Args:
         nothing: Called with the same arguments, returns the answer "nothing is there".
     """
 
-    def decorate(
-        method: Callable[Concatenate[KVStoreHiCache, P], Value],
-    ) -> Callable[Concatenate[KVStoreHiCache, P], Value]:
+    def decorate(method: Call) -> Call:
         @wraps(method)
-        def call(self: KVStoreHiCache, /, *args: P.args, **kwargs: P.kwargs) -> Value:
+        def call(self: KVStoreHiCache, /, *args: Any, **kwargs: Any) -> Any:
             try:
                 return method(self, *args, **kwargs)
             except Exception as error:  # noqa: BLE001 - one that left would end SGLang's thread
                 self._say(method.__name__, error)
                 return nothing(*args, **kwargs)
 
-        return call
+        return cast(Call, call)
 
     return decorate
 
