@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvstore.client.blocking import BlockingStore
 from kvstore.client.connection import ClientOptions
 from kvstore.client.embedded import EmbeddedOptions
+from kvstore.client.pages import PageDoor, PageKey, describe_pages
 from kvstore.client.plans import Plan, PlanClient
 from kvstore.client.remote import RemoteStore, connect
 from kvstore.runtime.tracing import trace_parent
@@ -17,12 +18,15 @@ __all__ = [
     "ClientOptions",
     "ClientTls",
     "EmbeddedOptions",
+    "PageDoor",
+    "PageKey",
     "Plan",
     "PlanClient",
     "RemoteStore",
     "TcpAddress",
     "UnixAddress",
     "connect",
+    "describe_pages",
     "parse_address",
     "trace_parent",
 ]

@@ -101,6 +101,10 @@ class BlockingStore:
                 raise Closed("the client is closed")
             return asyncio.run_coroutine_threadsafe(self._answer(work), self._loop)
 
+    def run(self, work: Callable[[PageStore], Coroutine[Any, Any, Value]], *, deadline: Deadline) -> Value:
+        """`submit`, and wait for the result, never past `deadline`."""
+        return self._wait(self.submit(work), deadline)
+
     wait_ready = _waited(RemoteStore.wait_ready)
     open_namespace = _waited(RemoteStore.open_namespace)
     lookup = _waited(RemoteStore.lookup)

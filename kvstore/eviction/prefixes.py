@@ -56,8 +56,9 @@ class Node:
 
     @property
     def span_tokens(self) -> int:
-        """Tokens between its parent and it."""
-        return self.tokens - (self.parent.tokens if self.parent is not None else 0)
+        """Tokens between its parent and it. Pages under keys are all at the same position: each counts as a page."""
+        before = self.parent.tokens if self.parent is not None else 0
+        return self.tokens - before if before < self.tokens else self.tokens
 
     def __repr__(self) -> str:
         return f"Node({self.key!r}, tokens={self.tokens}, bytes={self.num_bytes}, holds={self.num_holds})"

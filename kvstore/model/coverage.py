@@ -142,6 +142,28 @@ def ends_to_resume(
     return needed
 
 
+def usable_lengths(num_pages: int, pools: Sequence[tuple[Sequence[bool], int | None]]) -> list[int]:
+    """The numbers of pages, from the start of a chain under keys, at which it can be resumed: ascending, without 0.
+
+    Args:
+        num_pages: The chain's.
+        pools: For each pool of pages: which of the chain's it has, and how many of the last ones are needed; `None`:
+            all.
+    """
+    runs = []
+    for present, _ in pools:
+        run = [0]
+        for is_there in present[:num_pages]:
+            run.append(run[-1] + 1 if is_there else 0)
+        runs.append(run + [0] * (num_pages + 1 - len(run)))
+    needs = [num_pages if last is None else last for _, last in pools]
+    return [
+        length
+        for length in range(1, num_pages + 1)
+        if all(run[length] >= min(need, length) for run, need in zip(runs, needs, strict=True))
+    ]
+
+
 class _Table:
     """The boundaries and their presence, checked, as arrays: a prompt may have many thousands. `num_cells` is the
     number of cells from the prompt's start to the last boundary.

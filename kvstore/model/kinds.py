@@ -26,6 +26,8 @@ class GroupKind(ABC):
     """Base of the kinds."""
 
     name: ClassVar[str]
+    chained: ClassVar[bool] = True
+    """Whether a page is of use only behind those before it, so that retention evicts the ends of prompts first."""
 
     @abstractmethod
     def needed_from(self, resume_tokens: int) -> int | None:
@@ -96,8 +98,28 @@ class Recurrent(GroupKind):
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Keyed(GroupKind):
+    """Pages under keys of the caller's own (`kvstore.client.PageDoor`). The store does not know where in a prompt a
+    page stands: every record spans the first page, and a query names the keys in the order in which they are needed.
+    """
+
+    name: ClassVar[str] = "keyed"
+
+    def needed_from(self, resume_tokens: int) -> int | None:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedAlone(Keyed):
+    """As `Keyed`, of pages that are of use without those before them: states, and the last pages of a window."""
+
+    name: ClassVar[str] = "keyed_alone"
+    chained: ClassVar[bool] = False
+
+
 _KINDS: dict[str, type[GroupKind]] = {
-    kind.name: kind for kind in (FullAttention, Latent, SlidingWindow, ChunkedLocal, Recurrent)
+    kind.name: kind for kind in (FullAttention, Latent, SlidingWindow, ChunkedLocal, Recurrent, Keyed, KeyedAlone)
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstore.errors import InvalidRequest
-from kvstore.model.kinds import GroupKind, RecordKind, Recurrent, check_fits
+from kvstore.model.kinds import GroupKind, Keyed, RecordKind, Recurrent, check_fits
 
 MAX_PREFIX_TOKENS = 1 << 24
 """No prefix is longer: bounds the work that a query can cause, and fits the u32 of a record's header."""
@@ -65,6 +65,8 @@ class GroupLayout:
         """The kind of this group's record at boundary `tokens`, and the tokens that it spans."""
         if self.is_state:
             return RecordKind.STATE, Span(tokens, tokens)
+        if isinstance(self.kind, Keyed):
+            return RecordKind.PAGE, Span(0, page_tokens)  # the boundary is a place in the query alone
         span = span_ending_at(tokens, page_tokens)
         return (RecordKind.PAGE if span.num_tokens == page_tokens else RecordKind.TAIL), span
 
@@ -80,6 +82,11 @@ class Layout:
 
     page_tokens: int
     groups: tuple[GroupLayout, ...]
+
+    @property
+    def chained(self) -> bool:
+        """Whether the boundaries of a query are each other's parents, shortest first."""
+        return all(group.kind.chained for group in self.groups)
 
     def __post_init__(self) -> None:
         if self.page_tokens <= 0:

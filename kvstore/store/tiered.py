@@ -182,9 +182,9 @@ class TieredStore(PageStore):
         layout = self._layout_for(query)
         if self._is_retired(query.namespace):
             return Lookup(query.local_tokens, (0,) * len(query.boundaries))
-        if self.recorder is not None and learns:
+        if self.recorder is not None and learns and layout.chained:
             self.recorder.learn(query, layout)
-        if self._choice is not None:
+        if self._choice is not None and layout.chained:
             self._choice.observe(query, layout)
         presence = await self._find(query, layout, _leave_time(deadline))
         if self._admission is not None and (lacking := self._admission.seen(presence)):

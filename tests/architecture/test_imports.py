@@ -33,12 +33,13 @@ HOMES = {
         *("connector/vllm/contract.py", "connector/vllm/inert.py"),  # only to look whether vLLM has what the others use
         *("kvstore/testing/engine/main.py", "kvstore/testing/engine/traffic.py"),
     ),
+    "sglang": ("connector/sglang/backend.py",),
     "cryptography": ("kvstore/format/encrypted.py", "benchmarks/"),
     **dict.fromkeys(("fastapi", "starlette", "uvicorn"), ("kvstore/service/admin/", "demo/")),
     "transformers": ("kvstore/testing/checkpoints.py",),
     "torch": (
         *("connector/vllm/connector.py", "connector/vllm/engine_facts.py", "connector/worker/", "connector/device/"),
-        *("connector/vllm/requests.py", "benchmarks/gpu/", "benchmarks/without_amx.py"),
+        *("connector/sglang/", "connector/vllm/requests.py", "benchmarks/gpu/", "benchmarks/without_amx.py"),
         *("kvstore/testing/checkpoints.py", "kvstore/testing/engine/main.py", "kvstore/testing/engine/fork_server.py"),
     ),
     "numba": (),

@@ -30,8 +30,9 @@ SURFACE = {
         "Staged",
     ],
     "kvstore.client": [
-        *("Address", "BlockingStore", "ClientOptions", "ClientTls", "EmbeddedOptions", "Plan", "PlanClient"),
-        *("RemoteStore", "TcpAddress", "UnixAddress", "connect", "parse_address", "trace_parent"),
+        *("Address", "BlockingStore", "ClientOptions", "ClientTls", "EmbeddedOptions", "PageDoor", "PageKey", "Plan"),
+        *("PlanClient", "RemoteStore", "TcpAddress", "UnixAddress", "connect", "describe_pages", "parse_address"),
+        "trace_parent",
     ],
     "kvstore.codec": [
         *("CHAINS", "CodecPool", "Encoded", "PLANES2", "PLANES4", "PoolUsage", "RAW", "ZSTD"),

@@ -20,6 +20,7 @@ FUNCTION_LINES_MAX = 70
 TOPS = {
     "connector/vllm/contract.py": "the import of a module of vLLM: what it raises is a reason to run uncached",
     "connector/vllm/guard.py": "the connector's guard",
+    "connector/sglang/backend.py": "the guard of SGLang's calls",
     "connector/scheduler/namespace.py": "a background task's top",
     "connector/worker/audit.py": "a background task's top",
     "connector/worker/loader.py": "a background task's top",

@@ -13,7 +13,7 @@ from kvstore.eviction.auto import Auto, PrefixSample, save_prompt
 from kvstore.eviction.candidates import POLICIES, AdmitAll, SecondSight
 from kvstore.eviction.holdings import Holdings, Quota
 from kvstore.eviction.policies import FlopsPerByte, Lru, Policy, PrefillCost
-from kvstore.eviction.prefixes import spread
+from kvstore.eviction.prefixes import Node, spread
 
 MAKERS = [pytest.param(make, id=name) for name, make in POLICIES.items()]
 
@@ -177,3 +177,10 @@ def test_auto_follows_the_candidate_with_most_hits() -> None:
         path = [talk * 10 + index for index in range(8)]
         auto.observe(path, [10 * (index + 1) for index in range(8)], [1] * 8, float(now))
     assert auto.current.name != "lru"
+
+
+def test_pages_under_keys_count_as_a_page_each() -> None:
+    """The store does not know where in a prompt they stand: a child at its parent's position has a page's cost."""
+    first = Node(b"a" * 32, None, tokens=64, num_bytes=10)
+    assert Node(b"b" * 32, first, tokens=64, num_bytes=10).span_tokens == 64
+    assert Node(b"c" * 32, first, tokens=192, num_bytes=10).span_tokens == 128

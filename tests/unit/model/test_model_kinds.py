@@ -12,6 +12,8 @@ from kvstore.model.kinds import (
     ChunkedLocal,
     FullAttention,
     GroupKind,
+    Keyed,
+    KeyedAlone,
     Latent,
     RecordKind,
     Recurrent,
@@ -34,6 +36,8 @@ from kvstore.model.layout import GroupLayout, Layout, Span, cell_of, span_ending
         (ChunkedLocal(64), 128, 128),
         (ChunkedLocal(64), 63, 0),
         (Recurrent(), 100, None),
+        (Keyed(), 100, 0),
+        (KeyedAlone(), 100, 0),
     ],
 )
 def test_what_each_kind_still_reads(kind: GroupKind, resume: int, needed_from: int | None) -> None:
@@ -41,7 +45,9 @@ def test_what_each_kind_still_reads(kind: GroupKind, resume: int, needed_from: i
     assert kind.needed_from(resume) == needed_from
 
 
-@pytest.mark.parametrize("kind", [FullAttention(), Latent(), SlidingWindow(8, 2), ChunkedLocal(4), Recurrent()])
+@pytest.mark.parametrize(
+    "kind", [FullAttention(), Latent(), SlidingWindow(8, 2), ChunkedLocal(4), Recurrent(), Keyed(), KeyedAlone()]
+)
 def test_a_kind_reads_back_from_its_description(kind: GroupKind) -> None:
     """Every kind survives the way through plain values."""
     assert parse_kind(kind.describe()) == kind
@@ -136,3 +142,16 @@ def test_a_long_prompt_by_hand() -> None:
     assert hit([0, 0, 0, 0, 0], local_tokens=512) == 512
     assert hit([1, 1, 1, 0, 1]) == 896, "a record may reach past the resume point"
     assert hit([1, 1, 1, 1, 1], cap_tokens=700) == 640
+
+
+@pytest.mark.parametrize("kind", [Keyed(), KeyedAlone()])
+@pytest.mark.parametrize("tokens", [1, 64, 6400])
+def test_a_page_under_a_key_has_one_span_wherever_it_is_asked_for(kind: GroupKind, tokens: int) -> None:
+    """Its place in a query says nothing about it: the same record answers at every place."""
+    assert GroupLayout(kind, 1).record_at(tokens, 64) == (RecordKind.PAGE, Span(0, 64))
+
+
+def test_which_layouts_teach_parents() -> None:
+    """Pages that are of use alone are nobody's child, also beside others."""
+    assert Layout(64, (GroupLayout(Keyed(), 1), GroupLayout(Recurrent(), 1))).chained
+    assert not Layout(64, (GroupLayout(Keyed(), 1), GroupLayout(KeyedAlone(), 1))).chained

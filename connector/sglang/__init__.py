@@ -1,0 +1,1 @@
+"""The SGLang side: a storage backend of its HiCache. See README.md."""

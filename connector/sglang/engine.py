@@ -1,0 +1,158 @@
+"""What SGLang says of its model and its settings, as far as the bytes of its cache depend on them."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from connector.weights import digest_weights, find_weight_files
+from kvstore.errors import InvalidRequest
+
+_SETTINGS = (
+    *("dtype", "quantization", "kv_cache_dtype", "json_model_override_args", "model_impl", "context_length"),
+    *("attention_backend", "prefill_attention_backend", "decode_attention_backend", "page_size"),
+    *("speculative_algorithm", "speculative_draft_kv_cache_dtype"),
+)
+"""Settings of SGLang that a namespace holds, also those that change no byte of most models' caches."""
+_CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine, as its settings describe it.
+
+    Attributes:
+        release: SGLang's.
+        model_path: A folder or a name of a model hub.
+        load_format: How SGLang reads the weights.
+        draft_path: The same of a draft model; `None`: there is none.
+        settings: Those of `_SETTINGS` that are set, as text.
+        scales_path: A file with scales of the cache; `None`: there is none.
+        has_adapters: Adapters may be used. SGLang's page keys name them and do not tell their content.
+    """
+
+    release: str
+    model_path: str
+    load_format: str = "auto"
+    draft_path: str | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    scales_path: str | None = None
+    has_adapters: bool = False
+
+
+def read_engine() -> Engine:
+    """The engine of this process.
+
+    Raises:
+        InvalidRequest: SGLang has changed, and does not say what is needed.
+    """
+    arguments = _server_arguments()
+    found = {name: getattr(arguments, name, None) for name in _SETTINGS}
+    if not getattr(arguments, "model_path", None):
+        raise InvalidRequest("this release of SGLang does not tell its model", release=release())
+    draft = getattr(arguments, "speculative_draft_model_path", None)
+    return Engine(
+        release=release(),
+        model_path=str(arguments.model_path),
+        load_format=str(getattr(arguments, "load_format", "auto")),
+        draft_path=str(draft) if draft else None,
+        settings={name: str(value) for name, value in found.items() if value is not None},
+        scales_path=getattr(arguments, "quantization_param_path", None),
+        has_adapters=bool(getattr(arguments, "enable_lora", False) or getattr(arguments, "lora_paths", None)),
+    )
+
+
+def release() -> str:
+    """SGLang's release.
+
+    Raises:
+        InvalidRequest: It does not say.
+    """
+    try:
+        return str(importlib.import_module("sglang.version").__version__)
+    except (ImportError, AttributeError):
+        raise InvalidRequest("the package sglang does not tell its release") from None
+
+
+def _server_arguments() -> Any:
+    try:
+        return importlib.import_module("sglang.srt.runtime_context").get_server_args()
+    except (ImportError, AttributeError) as error:
+        raise InvalidRequest("this release of SGLang does not tell its settings", error=error) from error
+
+
+def weights_now() -> tuple[str, ...]:
+    """Changes when SGLang loads other weights, as far as it says so: the model's path, and the version of weights."""
+    try:
+        context = importlib.import_module("sglang.srt.runtime_context")
+        model, serving = context.get_model(), context.get_serving()
+    except (ImportError, AttributeError, ValueError):  # not published: as it was at the start
+        return ()
+    return str(getattr(model, "model_path", "")), str(getattr(serving, "weight_version", ""))
+
+
+def identify_weights(engine: Engine, weights_id: str | None, cache_folder: Path) -> dict[str, str]:
+    """The fields of a namespace that say which weights and configuration an engine has. Reads all weights once; the
+    ranks of a machine wait for each other and use the same digests.
+
+    Args:
+        weights_id: The operator's name of the weights and their configuration; `None`: digest the model's files.
+
+    Raises:
+        InvalidRequest: They cannot be digested: the operator has to set `weights_id`.
+        OSError: A file cannot be read.
+    """
+    fields = {"weights_id": weights_id or "", "architecture": ""}
+    if weights_id is None:
+        cache_folder.mkdir(parents=True, exist_ok=True)
+        folder = model_folder(engine.model_path)
+        with (cache_folder / "weights.lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            fields["weights_id"] = digest_weights(find_weight_files(str(folder), engine.load_format), cache_folder)
+            if engine.draft_path is not None:
+                files = find_weight_files(str(model_folder(engine.draft_path)), engine.load_format)
+                fields["draft_weights_id"] = digest_weights(files, cache_folder)
+        fields["architecture"] = _architecture(folder / _CONFIGS[0])
+        fields["model_config_id"] = _digest_of([folder / name for name in _CONFIGS])
+    if engine.scales_path is not None:
+        fields["scales_id"] = _digest_of([Path(engine.scales_path)])
+    return fields
+
+
+def model_folder(model_path: str) -> Path:
+    """The folder, or the one file, of a model that was loaded from a folder or from the local copy of a hub.
+
+    Raises:
+        InvalidRequest: It is not on this machine.
+    """
+    if Path(model_path).exists():
+        return Path(model_path)
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+        return Path(hub.snapshot_download(model_path, local_files_only=True))
+    except (ImportError, OSError, ValueError) as error:
+        raise InvalidRequest(
+            "found no folder with the model's files; set weights_id", field="weights_id", model=model_path
+        ) from error
+
+
+def _architecture(config: Path) -> str:
+    try:
+        return str(json.loads(config.read_bytes())["architectures"][0])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+
+
+def _digest_of(files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        if file.is_file():
+            content = file.read_bytes()
+            digest.update(f"{file.name}:{len(content)}:".encode() + content)
+    return digest.hexdigest()

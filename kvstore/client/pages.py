@@ -1,0 +1,494 @@
+"""`PageDoor`: pages under a caller's own keys, for engines that name their pages themselves. For plain threads.
+
+`write_from` stores pages, `exists` fetches them to this node, `read_into` reads them; docs/engines.md has an example.
+
+A key is a text or bytes that names all the content before its page and in it, like the hash of a chain of pages. What a
+namespace's description says and the key together must determine a page's bytes: the first writer's bytes stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from kvstore.api import LeasedRecord, LeaseId, LoadedRecord, PageStore, PrefixQuery, SaveOutcome
+from kvstore.client.blocking import BlockingStore
+from kvstore.codec import RAW, CodecPool, chain_for_element_bytes, decode_into, encode
+from kvstore.errors import CorruptRecord, InvalidRequest, KVStoreError, Unavailable
+from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
+from kvstore.format.record import Record, seal, verify_payload
+from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
+from kvstore.model.kinds import Keyed, KeyedAlone
+from kvstore.model.layout import GroupLayout, Layout
+from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen, describe_layout
+from kvstore.runtime.buffers import fresh_buffer
+from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.deadline import Deadline
+
+Value = TypeVar("Value")
+PageKey = str | bytes
+"""Names a page; any length."""
+
+Pieces = Sequence[memoryview]
+"""A page in the caller's memory: contiguous buffers, one after the other. With several slices, each slice is an equal
+number of them. Writable where a page is read into them."""
+
+_IN_FLIGHT = 12
+_LEASES_MAX = 256
+_LEASE_SHARE = 0.8
+"""A lease counts as ended this early: reading takes time."""
+_CODEC_BYTES = 256 << 20
+
+
+def describe_pages(
+    fields: Mapping[str, Any], *, page_tokens: int, num_slices: int = 1, chained: bool = True
+) -> NamespaceDescription:
+    """The description of a namespace of pages.
+
+    Args:
+        fields: Everything on which the bytes of a page depend, its key apart: plain values without floats. `weights_id`
+            and `model` are shown to operators.
+        page_tokens: Tokens of a page.
+        num_slices: Parts of a page that are written separately, one by each rank. A page is there when all are.
+        chained: A page is of use only behind all pages before it. False: it is of use alone, like a recurrent state, or
+            with the few before it, like the last pages of a window.
+
+    Raises:
+        InvalidRequest: A value is not plain, or out of range.
+    """
+    layout = Layout(page_tokens, (GroupLayout(Keyed() if chained else KeyedAlone(), num_slices),))
+    return NamespaceDescription.from_fields({**fields, "layout": describe_layout(layout)})
+
+
+class PageDoor:
+    """One namespace of pages. Calls wait, never much past `timeout_s`, and may be made by several threads at once.
+
+    They fail as `BlockingStore` does: `Unavailable` when the store cannot be reached. A page that is missing, damaged
+    or not readable in time is not there. The caller's buffers are not touched once a call has returned or raised.
+
+    Args:
+        store: Stays the caller's.
+        description: From `describe_pages`.
+        slices: Which slices of a page this caller holds.
+        element_bytes: Width of the elements of a page, for compression; `None`: pages are stored as they are.
+        timeout_s: The longest a call takes.
+        pool: Threads for checksums and codecs, if the caller has some; else two of its own.
+    """
+
+    def __init__(
+        self,
+        store: BlockingStore,
+        description: NamespaceDescription,
+        *,
+        slices: Sequence[int] = (0,),
+        element_bytes: int | None = None,
+        timeout_s: float = 10.0,
+        pool: CodecPool | None = None,
+    ) -> None:
+        self._store = store
+        self._description = description
+        self._layout = description.layout()
+        if not slices or not all(0 <= index < self._layout.groups[0].num_slices for index in slices):
+            raise InvalidRequest("the namespace has no such slices", seen=list(slices))
+        self._slices = tuple(slices)
+        self._chain = RAW if element_bytes is None else chain_for_element_bytes(element_bytes)
+        self._timeout_s = timeout_s
+        self._owns_pool = pool is None
+        self._pool = pool or CodecPool(num_threads=2, limit_bytes=_CODEC_BYTES)
+        self._leases = _Leases()
+        self._namespace: NamespaceId | None = None
+
+    @property
+    def namespace(self) -> NamespaceId | None:
+        """The namespace, once a call has opened it."""
+        return self._namespace
+
+    def present(self, keys: Sequence[PageKey], *, after: PageKey | None = None) -> list[bool]:
+        """Which pages look stored: an answer without I/O where the store has an index. Nothing is fetched.
+
+        Args:
+            keys: In the order of their chain, all different.
+            after: The key of the page before them, where the caller knows it: retention keeps it as long as them.
+        """
+        boundaries = _boundaries(keys, self._layout.page_tokens, after)
+        skipped = len(boundaries) - len(keys)
+        return self._call(lambda call: self._present(call, boundaries))[skipped:]
+
+    def exists(self, keys: Sequence[PageKey], *, after: PageKey | None = None) -> int:
+        """How many of the pages, from the first on, are stored. They were fetched to this node and verified, and stay
+        readable for as long as the service leases them, or until they are read.
+
+        Args:
+            keys: In the order of their chain, all different.
+            after: As of `present`.
+        """
+        boundaries = _boundaries(keys, self._layout.page_tokens, after)
+        skipped = len(boundaries) - len(keys)
+        return self._call(lambda call: self._stage(call, boundaries, skipped))
+
+    def read_into(self, keys: Sequence[PageKey], pages: Sequence[Pieces]) -> int:
+        """Read pages until one is not there; returns how many. Buffers of the others hold anything.
+
+        Args:
+            keys: In the order of their chain, all different.
+            pages: For each key where to write its page.
+        """
+        boundaries = self._checked(keys, pages)
+        return self._call(lambda call: self._read(call, boundaries, pages))
+
+    def write_from(
+        self, keys: Sequence[PageKey], pages: Sequence[Pieces], *, after: PageKey | None = None
+    ) -> list[bool]:
+        """Store the pages that are not stored yet; returns for each whether it is now, at least in this node's memory.
+
+        Args:
+            keys: In the order of their chain, all different.
+            pages: For each key its page. It must not change during the call.
+            after: As of `present`.
+        """
+        self._checked(keys, pages)
+        boundaries = _boundaries(keys, self._layout.page_tokens, after)
+        return self._call(lambda call: self._write(call, boundaries, pages))
+
+    def close(self) -> None:
+        """End the door's own threads. Idempotent."""
+        if self._owns_pool:
+            self._pool.close()
+
+    # calls
+
+    def _checked(self, keys: Sequence[PageKey], pages: Sequence[Pieces]) -> list[Boundary]:
+        if len(keys) != len(pages):
+            raise InvalidRequest("each key needs its page", expected=len(keys), seen=len(pages))
+        if any(not page or len(page) % len(self._slices) for page in pages):
+            raise InvalidRequest("each slice of a page needs as many buffers as the others", slices=len(self._slices))
+        return _boundaries(keys, self._layout.page_tokens, None)
+
+    def _call(self, work: Callable[[_Call], Coroutine[Any, Any, Value]]) -> Value:
+        deadline, guard = Deadline.after(self._timeout_s), _Guard()
+        try:
+            return self._store.run(lambda store: work(_Call(store, guard, deadline)), deadline=deadline)
+        finally:
+            guard.close()
+
+    async def _open(self, call: _Call) -> NamespaceId:
+        if self._namespace is None:
+            self._namespace = await call.store.open_namespace(self._description, deadline=call.deadline)
+        return self._namespace
+
+    async def _query(self, call: _Call, boundaries: Sequence[Boundary], skipped: int) -> PrefixQuery:
+        return PrefixQuery(
+            namespace=await self._open(call),
+            boundaries=tuple(boundaries),
+            local_tokens=skipped * self._layout.page_tokens,
+            cap_tokens=boundaries[-1].tokens,
+            step_tokens=self._layout.page_tokens,
+        )
+
+    async def _present(self, call: _Call, boundaries: Sequence[Boundary]) -> list[bool]:
+        if not boundaries:
+            return []
+        found = await call.store.lookup(await self._query(call, boundaries, 0), deadline=call.deadline)
+        return [bool(bits & 1) for bits in found.groups_present]
+
+    async def _stage(self, call: _Call, boundaries: Sequence[Boundary], skipped: int) -> int:
+        if len(boundaries) <= skipped:
+            return 0
+        query = await self._query(call, boundaries, skipped)
+        try:
+            staged = await call.store.stage(query, deadline=call.deadline)
+        except NamespaceNotOpen:  # not used for long
+            await call.store.open_namespace(self._description, deadline=call.deadline)
+            staged = await call.store.stage(query, deadline=call.deadline)
+        num_pages = staged.resume_tokens // self._layout.page_tokens - skipped
+        if staged.lease is not None:
+            prefixes = [boundary.prefix for boundary in boundaries[skipped:][:num_pages]]
+            for ended in self._leases.add(staged.lease, prefixes, staged.lease_s):
+                await call.store.release(ended)
+        return max(0, num_pages)
+
+    # reading
+
+    async def _read(self, call: _Call, boundaries: Sequence[Boundary], pages: Sequence[Pieces]) -> int:
+        prefixes = [boundary.prefix for boundary in boundaries]
+        done, tried = 0, -1
+        while done < len(prefixes):
+            lease, num_pages = self._leases.find(prefixes[done:])
+            if lease is None:
+                if tried == done:
+                    break
+                tried = done
+                rest = _renumbered(boundaries[done:], self._layout.page_tokens)
+                try:
+                    if not await self._stage(call, rest, 0):
+                        break
+                except Unavailable:
+                    if not done:
+                        raise
+                    break
+                continue
+            stop = done + num_pages
+            num_read = await self._read_leased(call, lease, prefixes[done:stop], pages[done:stop])
+            for ended in self._leases.used(lease, prefixes[done:stop], all_of_it=num_read < num_pages):
+                await call.store.release(ended)
+            done += num_read
+        return done
+
+    async def _read_leased(
+        self, call: _Call, lease: LeaseId, prefixes: Sequence[PrefixHash], pages: Sequence[Pieces]
+    ) -> int:
+        namespace = await self._open(call)
+        keys = [RecordKey(namespace, prefix, 0, index) for prefix in prefixes for index in self._slices]
+        targets = [pieces for page in pages for pieces in self._shares(page)]
+        turn = asyncio.Semaphore(_IN_FLIGHT)
+
+        async def read_one(record: LeasedRecord, key: RecordKey, target: Pieces) -> bool:
+            async with turn:
+                return await self._read_record(call, record, key, target)
+
+        try:
+            records = await call.store.load_many(lease, keys, deadline=call.deadline)
+        except Unavailable:  # the lease has ended
+            return 0
+        async with asyncio.TaskGroup() as group:
+            reads = [
+                group.create_task(read_one(record, key, target))
+                for record, key, target in zip(records, keys, targets, strict=True)
+            ]
+        was_read = [read.result() for read in reads]
+        first_lost = was_read.index(False) if False in was_read else len(was_read)
+        return first_lost // len(self._slices)
+
+    async def _read_record(self, call: _Call, record: LeasedRecord, key: RecordKey, target: Pieces) -> bool:
+        try:
+            loaded = await record.load(deadline=call.deadline)
+            await self._run(loaded.num_bytes, lambda: _decode(loaded, target, call.guard), call.deadline)
+        except CorruptRecord as error:
+            with suppress(Unavailable):
+                await call.store.discard(key, str(error), deadline=call.deadline)
+            return False
+        except (KVStoreError, _Ended):
+            return False
+        return True
+
+    # writing
+
+    async def _write(self, call: _Call, boundaries: Sequence[Boundary], pages: Sequence[Pieces]) -> list[bool]:
+        skipped = len(boundaries) - len(pages)
+        there = (await self._present(call, boundaries))[skipped:]
+        namespace = await self._open(call)
+        turn = asyncio.Semaphore(_IN_FLIGHT)
+
+        async def write_one(prefix: PrefixHash, page: Pieces) -> bool:
+            async with turn:
+                for index, source in zip(self._slices, self._shares(page), strict=True):
+                    key = RecordKey(namespace, prefix, 0, index)
+                    if not await self._write_record(call, key, source):
+                        return False
+            return True
+
+        async with asyncio.TaskGroup() as group:
+            writes = {
+                index: group.create_task(write_one(boundaries[skipped + index].prefix, page))
+                for index, page in enumerate(pages)
+                if not there[index]
+            }
+        return [writes[index].result() if index in writes else True for index in range(len(pages))]
+
+    async def _write_record(self, call: _Call, key: RecordKey, source: Pieces) -> bool:
+        kind, span = self._layout.groups[0].record_at(self._layout.page_tokens, self._layout.page_tokens)
+        num_bytes = sum(piece.nbytes for piece in source)
+        header = HeaderV1(key, kind, span, self._chain, num_bytes, 0, bytes(16), SYSTEM_CLOCK.wall_ms())
+        try:
+            record = await self._run(
+                HEADER_BYTES + num_bytes, lambda: _encode(header, source, call.guard), call.deadline
+            )
+            outcome = await call.store.save(record, deadline=call.deadline)
+        except (KVStoreError, _Ended):
+            return False
+        return outcome in (SaveOutcome.STORED, SaveOutcome.EXISTS)
+
+    def _shares(self, page: Pieces) -> list[Pieces]:
+        """The buffers of each slice."""
+        step = len(page) // len(self._slices)
+        return [page[at : at + step] for at in range(0, len(page), step)]
+
+    async def _run(self, num_bytes: int, work: Callable[[], Value], deadline: Deadline) -> Value:
+        return await self._pool.run(min(num_bytes, self._pool.usage.limit_bytes), work, deadline=deadline)
+
+
+class _Ended(Exception):
+    """The caller has left, and its buffers with it."""
+
+
+class _Guard:
+    """Ends all use of a caller's buffers before its call returns, also one that gave up waiting."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._users = 0
+        self._closed = False
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Wraps each use, on any thread.
+
+        Raises:
+            _Ended: The call has returned.
+        """
+        with self._condition:
+            if self._closed:
+                raise _Ended
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._users -= 1
+                self._condition.notify_all()
+
+    def close(self) -> None:
+        """Return when no use is left; later ones are refused."""
+        with self._condition:
+            self._closed = True
+            self._condition.wait_for(lambda: not self._users)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of a door, on the loop's thread."""
+
+    store: PageStore
+    guard: _Guard
+    deadline: Deadline
+
+
+@dataclass(slots=True)
+class _Held:
+    """Pages that a lease holds and that were not read yet."""
+
+    lease: LeaseId
+    unread: set[PrefixHash]
+    until_s: float
+
+
+class _Leases:
+    """What `exists` has staged, until it is read. Belongs to the loop's thread."""
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[LeaseId, _Held] = OrderedDict()
+        self._of: dict[PrefixHash, _Held] = {}
+
+    def add(self, lease: LeaseId, prefixes: Sequence[PrefixHash], lease_s: float) -> list[LeaseId]:
+        """Note a lease; returns those that are of no more use, to release."""
+        now_s = SYSTEM_CLOCK.monotonic_s()
+        held = _Held(lease, set(prefixes), now_s + lease_s * _LEASE_SHARE)
+        self._held[lease] = held
+        for prefix in prefixes:
+            if (before := self._of.get(prefix)) is not None:
+                before.unread.discard(prefix)
+            self._of[prefix] = held
+        ended = [one for one in self._held.values() if one.until_s <= now_s or not one.unread]
+        oldest = list(self._held.values())[: max(0, len(self._held) - len(ended) - _LEASES_MAX)]
+        return [self._drop(one) for one in {id(one): one for one in (*ended, *oldest)}.values()]
+
+    def find(self, prefixes: Sequence[PrefixHash]) -> tuple[LeaseId | None, int]:
+        """The lease that holds the first of these pages, and how many from there on it holds."""
+        held = self._of.get(prefixes[0])
+        if held is None or held.until_s <= SYSTEM_CLOCK.monotonic_s():
+            return None, 0
+        num = next((at for at, prefix in enumerate(prefixes) if self._of.get(prefix) is not held), len(prefixes))
+        return held.lease, num
+
+    def used(self, lease: LeaseId, prefixes: Sequence[PrefixHash], *, all_of_it: bool) -> list[LeaseId]:
+        """Note that pages were read, or that a lease is of no more use; returns what to release."""
+        held = self._held.get(lease)
+        if held is None:
+            return []
+        for prefix in prefixes:
+            held.unread.discard(prefix)
+            if self._of.get(prefix) is held:
+                del self._of[prefix]
+        return [self._drop(held)] if all_of_it or not held.unread else []
+
+    def _drop(self, held: _Held) -> LeaseId:
+        del self._held[held.lease]
+        for prefix in held.unread:
+            if self._of.get(prefix) is held:
+                del self._of[prefix]
+        return held.lease
+
+
+def _boundaries(keys: Sequence[PageKey], page_tokens: int, after: PageKey | None) -> list[Boundary]:
+    """The keys as boundaries of a query, one page apart.
+
+    Raises:
+        InvalidRequest: Two keys are the same, or they are too many for one query.
+    """
+    named = keys if after is None else [after, *keys]
+    boundaries = [Boundary((at + 1) * page_tokens, name_of_page(key)) for at, key in enumerate(named)]
+    if len({boundary.prefix for boundary in boundaries}) < len(boundaries):
+        raise InvalidRequest("a chain of pages has each key once")
+    return boundaries
+
+
+def _renumbered(boundaries: Sequence[Boundary], page_tokens: int) -> list[Boundary]:
+    return [replace(boundary, tokens=(at + 1) * page_tokens) for at, boundary in enumerate(boundaries)]
+
+
+def name_of_page(key: PageKey) -> PrefixHash:
+    """The name under which the store keeps a page: the prefix hash in its records' keys."""
+    data = key.encode("utf-8", "surrogatepass") if isinstance(key, str) else key
+    return PrefixHash(hashlib.sha256(b"kvstore page v1\0" + data).digest())
+
+
+# on threads of the pool
+
+
+def _encode(header: HeaderV1, source: Pieces, guard: _Guard) -> Record:
+    target = fresh_buffer(HEADER_BYTES + header.decoded_bytes)
+    with guard.using():
+        if header.codec_chain == RAW or len(source) > 1:
+            joined = target[HEADER_BYTES:] if header.codec_chain == RAW else fresh_buffer(header.decoded_bytes)
+            for piece, part in zip(source, _parts(joined, source), strict=True):
+                decode_into(RAW, piece, part)  # a copy that holds no Python lock
+            if header.codec_chain == RAW:
+                return seal(header, target)
+        else:
+            joined = source[0]
+        encoded = encode(header.codec_chain, joined, target[HEADER_BYTES:])
+    return seal(replace(header, codec_chain=encoded.chain), target[: HEADER_BYTES + encoded.payload_bytes])
+
+
+def _decode(loaded: LoadedRecord, target: Pieces, guard: _Guard) -> None:
+    expected = sum(piece.nbytes for piece in target)
+    with guard.using(), loaded.reading() as record:
+        verify_payload(record)
+        header = record.header
+        if header.decoded_bytes != expected:  # the record is whole, so the caller's buffers are not what they should be
+            raise InvalidRequest("the page has another size", expected=expected, seen=header.decoded_bytes)
+        if len(target) == 1:
+            decode_into(header.codec_chain, record.payload, target[0])
+            return
+        page = record.payload
+        if header.codec_chain != RAW:
+            page = fresh_buffer(expected)
+            decode_into(header.codec_chain, record.payload, page)
+        elif len(page) != expected:
+            raise CorruptRecord("raw payload has the wrong size", expected=expected, seen=len(page))
+        for piece, part in zip(target, _parts(page, target), strict=True):
+            decode_into(RAW, part, piece)
+
+
+def _parts(page: memoryview, pieces: Pieces) -> Iterator[memoryview]:
+    """A page's bytes, divided as the pieces are."""
+    at = 0
+    for piece in pieces:
+        yield page[at : at + piece.nbytes]
+        at += piece.nbytes
