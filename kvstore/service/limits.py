@@ -40,7 +40,7 @@ class ServiceLimits:
             and shared among tenants; what does not fit is answered `Unavailable`. The service needs more: the message
             of a lookup of 16,384 boundaries and the query made of it take 5.1 times its bytes (by `tracemalloc`).
         connection_request_bytes: Such bytes on one connection. Once it has more, nothing is read from it until some
-            are answered. The default is 28 prompts of 256 Ki tokens.
+            are answered. The default is 7 prompts of 256 Ki tokens.
         frames_at_once: Frames that have their turn at a time, over all connections and in turns among tenants and
             connections. A turn ends in the next round of the event loop; loads and saves need none. Too many delay
             other clients. Too few slow down engines whose service moves many records. A connection whose frame waits
@@ -67,7 +67,7 @@ class ServiceLimits:
     save_credit_bytes: int = 32 << 20
     max_requests: int = 1024
     request_bytes: int = 32 << 20
-    connection_request_bytes: int = 16 << 20
+    connection_request_bytes: int = 4 << 20
     frames_at_once: int = 4
     max_loads: int = 8
     receive_timeout_s: float = 30.0
