@@ -22,7 +22,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY kvstore kvstore
 COPY migrations migrations
 RUN python -m venv /opt/kvstore \
-    && /opt/kvstore/bin/pip install -c constraints.txt -c image-constraints.txt ".[redis,s3,admin,encryption]" \
+    && /opt/kvstore/bin/pip install -c constraints.txt -c image-constraints.txt ".[redis,s3,admin,encryption,events]" \
     && /opt/kvstore/bin/pip uninstall -y pip setuptools \
     && /opt/kvstore/bin/python -m compileall -q /opt/kvstore
 
