@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import struct
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -34,6 +35,8 @@ pytestmark = pytest.mark.servers
 
 BLOCK = 16
 WAITS_S = 0.4
+WITHIN_S = 1.0 if os.environ.get("KVSTORE_TEST_FULL") == "1" else 5.0
+"""A page that is gone has left a subscriber's index: a second on a machine of its own; tests share theirs."""
 NODE, POOL = "kv@node:here@org/model", "kv@pool:kvstore@org/model"
 
 
@@ -153,7 +156,7 @@ async def test_memory_that_is_full(tmp_path: Path, subscriber: EventSubscriber) 
             store.memory.remove(key)
         took_s = await seen(subscriber, lambda: not subscriber.index)
         print(f"\n{len(whole)} pages of memory left a subscriber's index after {took_s:.2f} s")
-        assert took_s < 1.0
+        assert took_s < WITHIN_S
 
 
 @pytest.mark.parametrize("pages", [10_000])
@@ -193,7 +196,7 @@ async def test_what_another_service_evicts(
         assert num_kept == 0
         took_s = await seen(subscriber, lambda: not subscriber.index)
         print(f"\n{pages} evicted pages left a subscriber's index {took_s:.2f} s after the last")
-        assert took_s < 1.0
+        assert took_s < WITHIN_S
 
 
 async def test_a_record_that_redis_lost(
@@ -212,7 +215,7 @@ async def test_a_record_that_redis_lost(
         staged = await other.stage(prompt.query(), deadline=soon())
         assert staged.resume_tokens < 128
         took_s = await seen(subscriber, lambda: blocks_in(subscriber, POOL, "STORAGE") != hashes(prompt, 128))
-        assert took_s < 1.0
+        assert took_s < WITHIN_S
         assert blocks_in(subscriber, NODE, "CPU") == hashes(prompt, 128)
 
 
