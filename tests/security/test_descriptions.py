@@ -25,8 +25,8 @@ from kvstore.wire import messages
 from tests.unit.admin.service_harness import open_service
 
 WIDEST = describe_layout(Layout(16, tuple(GroupLayout(SlidingWindow(4096, 16), 32) for _ in range(64))))
-HELD_S_MAX = 0.05
-"""It is 5 to 15 ms on a machine of its own."""
+HELD_S_MAX = 0.15
+"""It is 5 to 20 ms on a machine of its own, and 1.4 s without the bounds."""
 LARGEST = {
     "lists": [[]] * 15_500,
     "numbers": [10**13] * 15_500,
