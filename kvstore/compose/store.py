@@ -78,7 +78,7 @@ async def open_store(settings: Settings, instruments: Instruments | None = None)
             settings, recorder, cold, stack, instruments=instruments, gate=gate
         )
         cache_events = _cache_events(settings, memory, hot=hot, cold=cold, recorder=recorder, clock=instruments.clock)
-        if cache_events is not None:
+        if cache_events is not None:  # closed after the store, whose last changes it publishes
             stack.push_async_callback(cache_events.aclose)
         store = TieredStore(
             memory,
@@ -89,10 +89,10 @@ async def open_store(settings: Settings, instruments: Instruments | None = None)
             retention=retention,
             limits=store_limits(settings),
             instruments=instruments,
-            cache_events=cache_events,
         )
         stack.push_async_callback(store.aclose)
         if cache_events is not None:
+            store.publish_to(cache_events)
             cache_events.start()
         yield store
 

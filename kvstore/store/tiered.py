@@ -62,7 +62,6 @@ class TieredStore(PageStore):
         retention: What decides which records the cold tier gets and keeps.
         limits: Every bound; by default stages may pin three quarters of the memory tier.
         instruments: The code that made the tiers adds to its events.
-        cache_events: Publishes where pages are; stays the caller's. `None`: nothing is published.
 
     Attributes:
         memory: The tier that records are leased from.
@@ -83,7 +82,6 @@ class TieredStore(PageStore):
         retention: RetentionParts | None = None,
         limits: StoreLimits | None = None,
         instruments: Instruments | None = None,
-        cache_events: PlacementEvents | None = None,
     ) -> None:
         limits = limits or StoreLimits(stage_bytes=memory.limit_bytes * 3 // 4)
         if limits.stage_bytes * 4 > memory.limit_bytes * 3:
@@ -104,11 +102,7 @@ class TieredStore(PageStore):
         self._quarantined = Shares(limits.quarantine_bytes)
         self._namespaces = OpenNamespaces(limits.namespaces_max, context.clock, limits.description_bytes)
         memory.owner_of = self._namespaces.tenant_of
-        self._cache_events = cache_events
-        if cache_events is not None:
-            memory.on_changed = cache_events.changed
-            if recorder is not None:
-                recorder.on_changed = cache_events.changed
+        self._cache_events: PlacementEvents | None = None
         self.leases = LeaseTable(context)
         self._absent = AbsentKeys(context.clock)
         self._saver = Saver(
@@ -358,6 +352,13 @@ class TieredStore(PageStore):
 
     def report(self, outcome: Outcome) -> None:
         self._explainer.report(outcome)
+
+    def publish_to(self, cache_events: PlacementEvents) -> None:
+        """Tell `cache_events` where pages are from now on; it stays the caller's."""
+        self._cache_events = cache_events
+        self.memory.on_changed = cache_events.changed
+        if self.recorder is not None:
+            self.recorder.on_changed = cache_events.changed
 
     @property
     def takes_blocks(self) -> bool:
