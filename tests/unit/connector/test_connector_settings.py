@@ -33,6 +33,8 @@ VALID: dict[str, tuple[Any, str]] = {
     "max_wait_ms": (90, "90"),
     "whole_prompt_hits": (True, "true"),
     "load_always": (True, "true"),
+    "event_media": ("redis=SHARED_STORAGE", "redis=SHARED_STORAGE"),
+    "name_blocks": ("hashes", "hashes"),
     "audit_rate": (0, "0"),
     "allow_untested_vllm": (True, "true"),
     "instance_id": ("node-7", "node-7"),

@@ -332,7 +332,7 @@ def test_pages_for_which_there_is_no_processor_at_all(rank: Make, monkeypatch: p
     source.side.save(source.jobs((64,)))
     assert saver.drain(10)
     assert source.meters.get("connector_saves", outcome="busy") == HEADS
-    assert told == ["save_busy"]
+    eventually(lambda: told == ["save_busy"])  # on the loop's thread, after the count
     for budget, grant in zip(budgets, grants, strict=True):
         assert grant is not None
         budget.give_back(grant)
