@@ -22,7 +22,7 @@ from kvstore.tiers.locations import HostPort, RedisLocation
 from kvstore.tiers.redis.access import Access
 from kvstore.tiers.redis.node import Node
 from kvstore.tiers.redis.reading import Reading
-from kvstore.tiers.redis.replies import check_reply
+from kvstore.tiers.redis.replies import SlotMoves, check_reply
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
 
 _log = logging.getLogger(__name__)
@@ -143,6 +143,8 @@ class Cluster:
                 return replies
             open_ = dict(sorted(redirected.items()))
             await self._pause(replies[index] for index in open_)
+        if any(_is_try_again(replies[index]) for index in open_):
+            raise SlotMoves("a slot of the Redis Cluster moves, and values that belong together are on two nodes")
         raise _in_circles()
 
     async def transfer(self, name: str, command: Command, *, deadline: Deadline) -> Reply:
@@ -222,7 +224,7 @@ class Cluster:
 
     async def _pause(self, replies: Any) -> None:
         """Wait a moment if only some of a record's names have moved to another node."""
-        if any(isinstance(reply, ErrorReply) and reply.code == "TRYAGAIN" for reply in replies):
+        if any(map(_is_try_again, replies)):
             await asyncio.sleep(_TRY_AGAIN_S)
 
     # The map
@@ -352,6 +354,10 @@ class _Member:
         except Unavailable:
             self._on_failure()
             raise
+
+
+def _is_try_again(reply: Reply) -> bool:
+    return isinstance(reply, ErrorReply) and reply.code == "TRYAGAIN"
 
 
 def _in_circles() -> Unavailable:

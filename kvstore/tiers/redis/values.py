@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from kvstore.errors import CorruptRecord, UnsupportedFormat
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
@@ -24,11 +24,13 @@ from kvstore.tiers.redis.reading import (
     stripe_ranges,
     striped_header,
 )
-from kvstore.tiers.redis.replies import check_replies, check_reply, is_wrong_type
-from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
+from kvstore.tiers.redis.replies import SlotMoves, check_replies, check_reply, is_no_room, is_wrong_type
+from kvstore.tiers.redis.resp import Command, Reply
 from kvstore.tiers.redis.topology import Topology
 
 _ORPHAN_S = 10 * 60  # expiry of stripes until their header is written, in case the writer dies
+_CHECKSUM_FIRST, _CHECKSUM_LAST = 24, 39
+"""Where the payload's checksum is in a record's header."""
 
 _READING_BYTES = 2 * PART_BYTES
 """The most bytes that one read has in flight."""
@@ -60,6 +62,33 @@ return 1
 """
 """Renames a value and lets it and its stripes expire, unless another value has replaced it. Arguments: its length
 (empty: it is not a string), its first bytes, its SHA-1 or nothing, and the expiry."""
+
+
+_COMMIT = """
+local function stripes(command, ...)
+  for i = 2, #KEYS do redis.call(command, KEYS[i], ...) end
+end
+if redis.call('EXISTS', KEYS[1]) == 1 then
+  if redis.pcall('GETRANGE', KEYS[1], ARGV[3], ARGV[4]) ~= ARGV[5] then stripes('UNLINK') end
+  return 0
+end
+if ARGV[1] == '' then stripes('UNLINK') return 0 end
+for i = 2, #KEYS do
+  if redis.call('EXISTS', KEYS[i]) == 0 then return 2 end
+end
+if ARGV[2] == '' then
+  redis.call('SET', KEYS[1], ARGV[1])
+  stripes('PERSIST')
+else
+  redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
+  stripes('EXPIRE', ARGV[2])
+end
+return 1
+"""
+"""Ends a put in stripes: writes the header and makes the stripes stay as long as it, all or nothing. Removes the
+stripes if another record has the name, unless its payload is the same: then they are that record's too. Arguments: the
+header (empty: the put has failed, only remove the stripes), its expiry (empty: it stays), where in a header the
+checksum is, and this one's checksum. Returns 1 if the record is stored, 0 if not, 2 if a stripe is missing."""
 
 
 class Values:
@@ -191,42 +220,103 @@ class Values:
         return target if renamed else None
 
     async def put_striped(self, record: Record, *, expires_s: int | None = None, deadline: Deadline) -> PutOutcome:
-        """Write the stripes, then the header with NX, then make the stripes stay as long as the header.
+        """Write the stripes with an expiry, then at once the header and that the stripes stay as long as it.
 
         Args:
             expires_s: Expiry of the record, which makes it evictable from the start; `None`: it stays.
 
-        If interrupted, there is either no header or every stripe; stripes without a header expire. The caller must let
-        a cancelled put run to its end once the header is written.
+        If interrupted, the record is there as a whole, or it is not there and what was written of it expires. Only
+        while a slot of a cluster moves the header comes before its stripes stay: a writer that dies between the two
+        leaves a record that becomes a miss.
         """
-        header, name = record.header, format_name(record.key)
+        header = record.header
+        stripes = [
+            (name, record.data[start:stop])
+            for name, (start, stop) in zip(stripe_names(header), stripe_ranges(header), strict=True)
+        ]
+        first, others = await gather_all(
+            [self._store_stripes(stripes[:1], deadline), self._store_unless_there(record.key, stripes[1:], deadline)]
+        )
+        assert first is not None
+        if others is None:
+            if first == [PutOutcome.STORED]:
+                await self._abandon(header, [stripes[0][0]], deadline)
+            return PutOutcome.EXISTS
+        outcomes = [*first, *others]
+        # a stripe of this name has this content: another writer's, or what one left. It is written again in case it is
+        # damaged, and keeps its expiry: if it has none, it is part of a record.
+        there = [stripe for stripe, outcome in zip(stripes, outcomes, strict=True) if outcome is PutOutcome.EXISTS]
+        outcomes += await gather_all(self.store(*stripe, "XX", "KEEPTTL", deadline=deadline) for stripe in there)
+        names = [name for name, _ in stripes]
+        if PutOutcome.FULL not in outcomes:
+            outcome = await self._commit(header, record.data[:HEADER_BYTES], names, expires_s, deadline)
+            if outcome is not PutOutcome.FULL:
+                return outcome
+        await self._abandon(header, names, deadline)
+        return PutOutcome.FULL
+
+    async def _store_stripes(
+        self, stripes: Sequence[tuple[str, memoryview]], deadline: Deadline
+    ) -> list[PutOutcome] | None:
+        """Write stripes that expire; `EXISTS` for one whose name is there. Never `None`."""
+        return await gather_all(self.store(*stripe, "NX", "EX", _ORPHAN_S, deadline=deadline) for stripe in stripes)
+
+    async def _store_unless_there(
+        self, key: RecordKey, stripes: Sequence[tuple[str, memoryview]], deadline: Deadline
+    ) -> list[PutOutcome] | None:
+        """As `_store_stripes`; `None`, and nothing is written, if there is a record of this name."""
+        name = format_name(key)
         (exists,) = await self._topology.query([(name, ("EXISTS", name))], deadline=deadline)
         check_reply(exists)
-        if exists:
-            return PutOutcome.EXISTS
-        names = stripe_names(header)
-        stores = [
-            self.store(stripe, record.data[start:stop], "EX", _ORPHAN_S, deadline=deadline)
-            for stripe, (start, stop) in zip(names, stripe_ranges(header), strict=True)
-        ]
-        if PutOutcome.FULL in await gather_all(stores):
-            await self._topology.query(each_alone("UNLINK", names), deadline=deadline)
+        return None if exists else await self._store_stripes(stripes, deadline)
+
+    async def _commit(
+        self, header: HeaderV1, head: memoryview, stripes: Sequence[str], expires_s: int | None, deadline: Deadline
+    ) -> PutOutcome:
+        """Write the header of stripes that are there. `FULL`: there is no room for it, or a server without room has
+        evicted a stripe."""
+        try:
+            reply = await self._run_commit(header, head, stripes, expires_s or "", deadline)
+        except SlotMoves:
+            return await self._commit_in_steps(header, head, stripes, expires_s, deadline)
+        if is_no_room(reply) or reply == 2:
             return PutOutcome.FULL
-        head = record.data[:HEADER_BYTES]
+        check_reply(reply)
+        return PutOutcome.STORED if reply else PutOutcome.EXISTS
+
+    async def _run_commit(
+        self, header: HeaderV1, head: memoryview | str, stripes: Sequence[str], expires_s: int | str, deadline: Deadline
+    ) -> Reply:
+        name = format_name(header.key)
+        arguments = (head, expires_s, _CHECKSUM_FIRST, _CHECKSUM_LAST, header.payload_checksum)
+        commit = ("EVAL", _COMMIT, 1 + len(stripes), name, *stripes, *arguments)
+        (reply,) = await self._topology.query([(name, commit)], deadline=deadline)
+        return reply
+
+    async def _abandon(self, header: HeaderV1, stripes: Sequence[str], deadline: Deadline) -> None:
+        """Remove the stripes of a put that has failed, now instead of when they expire, unless a record has them."""
+        with suppress(SlotMoves):
+            check_reply(await self._run_commit(header, "", stripes, "", deadline))
+
+    async def _commit_in_steps(
+        self, header: HeaderV1, head: memoryview, stripes: Sequence[str], expires_s: int | None, deadline: Deadline
+    ) -> PutOutcome:
+        """As `_commit`, with commands on one name each: others are refused while a slot moves."""
+        name = format_name(header.key)
         options = ("NX",) if expires_s is None else ("NX", "EX", expires_s)
         replies = await self._topology.query(
             [(name, ("SET", name, head, *options)), (name, ("GET", name))], deadline=deadline
         )
         outcome = _put_outcome(replies[0])
         if outcome is PutOutcome.STORED and expires_s is not None:
-            expire = [(stripe, ("EXPIRE", stripe, expires_s)) for stripe in names]
+            expire = [(stripe, ("EXPIRE", stripe, expires_s)) for stripe in stripes]
             check_replies(await self._topology.query(expire, deadline=deadline))
         elif outcome is PutOutcome.STORED or _same_payload(replies[1], header):
             # after a lost race against equal bytes, the stripes are the winner's too
-            if not await self._keep_stripes(name, head, names, deadline) and outcome is PutOutcome.STORED:
-                outcome = PutOutcome.FULL  # a server without room has evicted a stripe, which could expire until now
+            if not await self._keep_stripes(name, head, stripes, deadline) and outcome is PutOutcome.STORED:
+                outcome = PutOutcome.FULL
         else:
-            await self._topology.query(each_alone("UNLINK", names), deadline=deadline)
+            await self._topology.query(each_alone("UNLINK", stripes), deadline=deadline)
         return outcome
 
     @asynccontextmanager
@@ -268,7 +358,7 @@ def _same_payload(stored: Reply, header: HeaderV1) -> bool:
 
 
 def _put_outcome(reply: Reply) -> PutOutcome:
-    if isinstance(reply, ErrorReply) and reply.code == "OOM":
+    if is_no_room(reply):
         return PutOutcome.FULL
     check_reply(reply)
     return PutOutcome.EXISTS if reply is None else PutOutcome.STORED

@@ -77,15 +77,20 @@ def test_redis(capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(output)
     whats = {f"{client}_{verb}" for client in ("redis", "redispy", "service_redis") for verb in ("put", "get")}
     seen = {(row["what"], row["size_bytes"], row["in_flight"]) for row in rows}
-    whats |= {"redis_raw_get", "redis_raw_ranged_get"}
+    whats |= {"redis_raw_put", "redis_raw_get", "redis_raw_ranged_get"}
     assert seen == {(what, size, calls) for what in whats for size in (4096, 5 << 20) for calls in (1, 3)}
     for row in rows:
-        assert set(row) == COLUMNS | ({"raw_get_gb_s", "raw_get_ratio"} if row["what"] == "redis_get" else set())
+        raw = {
+            f"raw_{verb}_{figure}"
+            for verb in ("put", "get")
+            for figure in ("gb_s", "ratio")
+            if row["what"] == f"redis_{verb}"
+        }
+        assert set(row) == COLUMNS | raw
         assert row["gb_s"] > 0 and row["ceiling_gb_s"] > 0 and row["cpu_s_per_gb"] > 0
         # the ceiling has the number of connections that the tier uses: one for each record in flight, at most four
-        if not row["what"].startswith("redispy"):
-            calls = row["in_flight"]
-            assert row["ceiling"] == ("raw loopback TCP" if calls == 1 else f"raw loopback TCP x {calls}")
+        calls = row["in_flight"]
+        assert row["ceiling"] == ("raw loopback TCP" if calls == 1 else f"raw loopback TCP x {calls}")
 
 
 def test_a_section_that_fails_does_not_hide_the_others(
