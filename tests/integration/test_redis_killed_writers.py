@@ -29,6 +29,8 @@ from tests.integration import striped_writer
 pytestmark = pytest.mark.servers
 
 PAYLOAD_BYTES = 5 << 20
+PAGE_BYTES = 4 << 20
+"""With its header a little longer than one value."""
 ORPHAN_S = 600
 EVICTABLE_S_MIN = 24 * 3600
 ALIVE = 1_000_000
@@ -137,13 +139,17 @@ async def prepare(medium: RedisMedium, before: str, record: Record, other: Recor
 
 
 async def dies_at_each_step(
-    medium: RedisMedium, monkeypatch: pytest.MonkeyPatch, before: str, verb: str = "put"
+    medium: RedisMedium,
+    monkeypatch: pytest.MonkeyPatch,
+    before: str,
+    verb: str = "put",
+    payload_bytes: int = PAYLOAD_BYTES,
 ) -> None:
     """Let a writer die after each round trip in turn, until it lives long enough; a living writer follows each."""
     mortal = Mortal(monkeypatch)
     num_deaths = 0
     for number in range(100):
-        record, other = (make_record(number, PAYLOAD_BYTES, seed=seed) for seed in (1, 2))
+        record, other = (make_record(number, payload_bytes, seed=seed) for seed in (1, 2))
         there = await prepare(medium, before, record, other)
         has_died = await mortal.put(medium.url, record, verb, num_steps=number)
         found = await stored_of(medium, [record, other])
@@ -161,10 +167,14 @@ async def dies_at_each_step(
 
 
 @pytest.mark.parametrize("before", ["nothing", "same", "other", "left stripe", "damaged stripe"])
-@pytest.mark.parametrize("verb", ["put", "put_evictable"])
-async def test_a_writer_dies(medium: RedisMedium, monkeypatch: pytest.MonkeyPatch, before: str, verb: str) -> None:
+@pytest.mark.parametrize(
+    ("verb", "payload_bytes"), [("put", PAYLOAD_BYTES), ("put", PAGE_BYTES), ("put_evictable", PAGE_BYTES)]
+)
+async def test_a_writer_dies(
+    medium: RedisMedium, monkeypatch: pytest.MonkeyPatch, before: str, verb: str, payload_bytes: int
+) -> None:
     """Whatever is there before, and after whichever round trip it dies."""
-    await dies_at_each_step(medium, monkeypatch, before, verb)
+    await dies_at_each_step(medium, monkeypatch, before, verb, payload_bytes)
 
 
 @pytest.mark.parametrize("medium", ["cluster"], indirect=True)

@@ -32,6 +32,9 @@ _ORPHAN_S = 10 * 60  # expiry of stripes until their header is written, in case 
 _CHECKSUM_FIRST, _CHECKSUM_LAST = 24, 39
 """Where the payload's checksum is in a record's header."""
 
+_SMALL_BYTES = 8 << 10
+"""A stripe up to this size travels with small commands."""
+
 _READING_BYTES = 2 * PART_BYTES
 """The most bytes that one read has in flight."""
 
@@ -234,20 +237,20 @@ class Values:
             (name, record.data[start:stop])
             for name, (start, stop) in zip(stripe_names(header), stripe_ranges(header), strict=True)
         ]
+        names = [name for name, _ in stripes]
         first, others = await gather_all(
             [self._store_stripes(stripes[:1], deadline), self._store_unless_there(record.key, stripes[1:], deadline)]
         )
         assert first is not None
         if others is None:
             if first == [PutOutcome.STORED]:
-                await self._abandon(header, [stripes[0][0]], deadline)
+                await self._abandon(header, names, deadline)
             return PutOutcome.EXISTS
         outcomes = [*first, *others]
         # a stripe of this name has this content: another writer's, or what one left. It is written again in case it is
         # damaged, and keeps its expiry: if it has none, it is part of a record.
         there = [stripe for stripe, outcome in zip(stripes, outcomes, strict=True) if outcome is PutOutcome.EXISTS]
         outcomes += await gather_all(self.store(*stripe, "XX", "KEEPTTL", deadline=deadline) for stripe in there)
-        names = [name for name, _ in stripes]
         if PutOutcome.FULL not in outcomes:
             outcome = await self._commit(header, record.data[:HEADER_BYTES], names, expires_s, deadline)
             if outcome is not PutOutcome.FULL:
@@ -255,20 +258,25 @@ class Values:
         await self._abandon(header, names, deadline)
         return PutOutcome.FULL
 
-    async def _store_stripes(
-        self, stripes: Sequence[tuple[str, memoryview]], deadline: Deadline
-    ) -> list[PutOutcome] | None:
-        """Write stripes that expire; `EXISTS` for one whose name is there. Never `None`."""
+    async def _store_stripes(self, stripes: Sequence[tuple[str, memoryview]], deadline: Deadline) -> list[PutOutcome]:
+        """Write stripes that expire; `EXISTS` for one whose name is there."""
         return await gather_all(self.store(*stripe, "NX", "EX", _ORPHAN_S, deadline=deadline) for stripe in stripes)
 
     async def _store_unless_there(
         self, key: RecordKey, stripes: Sequence[tuple[str, memoryview]], deadline: Deadline
     ) -> list[PutOutcome] | None:
-        """As `_store_stripes`; `None`, and nothing is written, if there is a record of this name."""
+        """As `_store_stripes`; `None` if there is a record of this name. Then nothing is written but the last stripe,
+        if that is so small that it travels with the question: pages are often a little longer than one stripe."""
         name = format_name(key)
-        (exists,) = await self._topology.query([(name, ("EXISTS", name))], deadline=deadline)
+        small = [stripe for stripe in stripes[-1:] if len(stripe[1]) <= _SMALL_BYTES]
+        commands: list[tuple[str, Command]] = [(name, ("EXISTS", name))]
+        commands += [(stripe, ("SET", stripe, value, "NX", "EX", _ORPHAN_S)) for stripe, value in small]
+        exists, *replies = await self._topology.query(commands, deadline=deadline)
         check_reply(exists)
-        return None if exists else await self._store_stripes(stripes, deadline)
+        written = list(map(_put_outcome, replies))
+        if exists:
+            return None
+        return await self._store_stripes(stripes[: len(stripes) - len(small)], deadline) + written
 
     async def _commit(
         self, header: HeaderV1, head: memoryview, stripes: Sequence[str], expires_s: int | None, deadline: Deadline
