@@ -1,5 +1,5 @@
-"""Writers of striped records that die at any step: a record is whole and stays, or it is not there and leaves nothing
-that stays."""
+"""Processes that die while they put or remove striped records: a record is whole and stays, or it is not there and
+leaves nothing that stays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,12 +18,12 @@ from kvstore.errors import Unavailable
 from kvstore.format.names import format_name
 from kvstore.format.record import Record
 from kvstore.runtime.deadline import Deadline
-from kvstore.testing.records import flipped, make_record
+from kvstore.testing.records import flipped, make_key, make_record
 from kvstore.testing.servers import RedisCluster, RedisServer, redis_cluster, redis_server
-from kvstore.tiers.base import PutOutcome
+from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis.connection import Connection
-from kvstore.tiers.redis.reading import stripe_names, stripe_ranges
+from kvstore.tiers.redis.reading import is_striped, stripe_names, stripe_ranges
 from tests.contract.redis_media import RedisMedium, raw_cluster
 from tests.integration import striped_writer
 
@@ -80,14 +81,14 @@ class Mortal:
 
         monkeypatch.setattr(Connection, "run", run_while_alive)
 
-    async def put(self, url: str, record: Record, verb: str, num_steps: int) -> bool:
-        """Put a record with a tier that dies after `num_steps` round trips. False: it lived long enough."""
+    async def dies(self, url: str, call: Callable[[Tier], Awaitable[object]], num_steps: int) -> bool:
+        """Make a call of a tier that dies after `num_steps` round trips. False: it lived long enough."""
         tier = RedisTier(url)
         self.num_left = ALIVE
-        await tier.head([record.key], deadline=soon())  # its connections and the map of a cluster are there
+        await tier.head([make_key(0)], deadline=soon())  # its connections and the map of a cluster are there
         self.num_left = num_steps
         try:
-            await getattr(tier, verb)(record, deadline=soon())
+            await call(tier)
         except Unavailable:
             return True
         else:
@@ -114,7 +115,7 @@ async def stored_of(medium: RedisMedium, candidates: Sequence[Record]) -> Record
     record = None
     if stored is not None:
         record = next(record for record in candidates if record.data == stored.data)
-        whole = {name, *stripe_names(record.header)}
+        whole = {name, *(stripe_names(record.header) if is_striped(record.header) else ())}
         is_evictable = seen[name] > EVICTABLE_S_MIN
         assert all(seen[part] > EVICTABLE_S_MIN if is_evictable else seen[part] == -1 for part in whole), seen
     assert all(0 < ttl <= ORPHAN_S for part, ttl in seen.items() if part not in whole), seen
@@ -151,7 +152,8 @@ async def dies_at_each_step(
     for number in range(100):
         record, other = (make_record(number, payload_bytes, seed=seed) for seed in (1, 2))
         there = await prepare(medium, before, record, other)
-        has_died = await mortal.put(medium.url, record, verb, num_steps=number)
+        put = getattr(RedisTier, verb)
+        has_died = await mortal.dies(medium.url, partial(put, record=record, deadline=soon()), number)
         found = await stored_of(medium, [record, other])
         assert found is there or (there is None and found is record)
         tier = RedisTier(medium.url)
@@ -182,6 +184,25 @@ async def test_a_writer_dies(
 async def test_a_writer_to_a_cluster_dies(medium: RedisMedium, monkeypatch: pytest.MonkeyPatch, before: str) -> None:
     """The same in a cluster."""
     await dies_at_each_step(medium, monkeypatch, before)
+
+
+@pytest.mark.parametrize("medium", ["server", "cluster"], indirect=True)
+@pytest.mark.parametrize("payload_bytes", [0, 1000, PAYLOAD_BYTES])
+async def test_a_remover_dies(medium: RedisMedium, monkeypatch: pytest.MonkeyPatch, payload_bytes: int) -> None:
+    """The record is whole, or it is gone and nothing of it stays."""
+    mortal = Mortal(monkeypatch)
+    for number in range(100):
+        record = make_record(number, payload_bytes)
+        tier = RedisTier(medium.url)
+        assert await tier.put(record, deadline=soon()) is PutOutcome.STORED
+        has_died = await mortal.dies(medium.url, partial(RedisTier.delete, key=record.key, deadline=soon()), number)
+        found = await stored_of(medium, [record])
+        assert await tier.delete(record.key, deadline=soon()) is (found is not None)
+        await tier.aclose()
+        if not has_died:
+            assert found is None and number >= 1
+            break
+    assert not list(medium.raw.scan_iter(match="*", count=10_000))
 
 
 async def test_writers_are_killed(medium: RedisMedium) -> None:

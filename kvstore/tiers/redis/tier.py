@@ -133,16 +133,7 @@ class RedisTier(Tier):
 
     async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
         self._check(deadline)
-        name = format_name(key)
-        commands = [(name, ("GETRANGE", name, 0, HEADER_BYTES - 1)), (name, ("UNLINK", name))]
-        head, removed = await self._topology.query(commands, deadline=deadline)
-        if not is_wrong_type(head):
-            check_reply(head)
-        check_reply(removed)
-        if (header := striped_header(head, key)) is not None:
-            stripes = each_alone("UNLINK", stripe_names(header))
-            check_replies(await self._topology.query(stripes, deadline=deadline))
-        return removed == 1
+        return await self._values.remove(key, deadline=deadline)
 
     async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
         """Give records an expiry, so that `volatile-*` policies may evict them. Up to three round trips."""

@@ -51,6 +51,18 @@ return redis.call('UNLINK', KEYS[1])
 """Removes an empty value, or the header of a striped record that lacks a stripe, whose other stripes expire; unless
 another value has replaced it since we read it, or no stripe is missing any more."""
 
+_REMOVE = """
+local length = redis.pcall('STRLEN', KEYS[1])
+if #KEYS == 1 and ARGV[1] == '' and length == tonumber(ARGV[2]) then return 2 end
+if ARGV[1] ~= '' and redis.pcall('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+local removed = redis.call('UNLINK', KEYS[1])
+for i = 2, #KEYS do redis.call('UNLINK', KEYS[i]) end
+return removed
+"""
+"""Removes a value with its stripes, if it is the one that was seen. Arguments: that value, and the length of a header.
+If the first one is empty, any value is removed but one as long as a header, which may have stripes: then 2 is returned.
+Otherwise returns how many records were removed."""
+
 _QUARANTINE = """
 local kind = redis.call('TYPE', KEYS[1]).ok
 if kind == 'none' or (kind == 'string') ~= (ARGV[1] ~= '') then return 0 end
@@ -179,6 +191,31 @@ class Values:
     async def _drop(self, name: str, seen: bytes | memoryview, stripes: Sequence[str], deadline: Deadline) -> None:
         drop = ("EVAL", _DROP, 1 + len(stripes), name, *stripes, seen, _ORPHAN_S)
         check_replies(await self._topology.query([(name, drop)], deadline=deadline))
+
+    async def remove(self, key: RecordKey, *, deadline: Deadline) -> bool:
+        """Remove a record, or another value of its name, with its stripes. False: it was not there.
+
+        One round trip, two for a striped record. If interrupted, nothing is left that neither expires nor is read.
+        """
+        name = format_name(key)
+        remove = ("EVAL", _REMOVE, 1, name, "", HEADER_BYTES)
+        commands: list[tuple[str, Command]] = [(name, ("GETRANGE", name, 0, HEADER_BYTES - 1)), (name, remove)]
+        head, removed = await self._topology.query(commands, deadline=deadline)
+        check_reply(removed)
+        if removed != 2 or not isinstance(head, memoryview):
+            return removed == 1
+        header = striped_header(head, key)
+        stripes = stripe_names(header) if header is not None else []
+        remove = ("EVAL", _REMOVE, 1 + len(stripes), name, *stripes, head, HEADER_BYTES)
+        try:
+            (removed,) = await self._topology.query([(name, remove)], deadline=deadline)
+        except SlotMoves:  # it refuses commands on several names
+            commands = [(stripe, ("EXPIRE", stripe, _ORPHAN_S)) for stripe in stripes]
+            commands += each_alone("UNLINK", [name, *stripes])
+            check_replies(replies := await self._topology.query(commands, deadline=deadline))
+            removed = replies[len(stripes)]
+        check_reply(removed)
+        return removed == 1
 
     async def quarantine(
         self, key: RecordKey, seen: bytes | memoryview | None, *, is_forced: bool, expires_s: int, deadline: Deadline
