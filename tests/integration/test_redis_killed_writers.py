@@ -67,22 +67,25 @@ def medium(request: pytest.FixtureRequest) -> Iterator[RedisMedium]:
 
 
 class Mortal:
-    """Lets a number of round trips begin, and none after them, as if the process had been killed then."""
+    """Lets a number of commands be sent, and none after them, as if the process had been killed then."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_left = ALIVE
         run = Connection.run
 
         async def run_while_alive(connection: Connection, commands: Sequence[Any], *, deadline: Deadline) -> Any:
-            if not self.num_left:
+            sent = commands[: self.num_left]
+            self.num_left -= len(sent)
+            if sent:
+                replies = await run(connection, sent, deadline=deadline)
+            if len(sent) < len(commands):
                 raise Unavailable("this writer is dead")
-            self.num_left -= 1
-            return await run(connection, commands, deadline=deadline)
+            return replies
 
         monkeypatch.setattr(Connection, "run", run_while_alive)
 
     async def dies(self, url: str, call: Callable[[Tier], Awaitable[object]], num_steps: int) -> bool:
-        """Make a call of a tier that dies after `num_steps` round trips. False: it lived long enough."""
+        """Make a call of a tier that dies after `num_steps` commands. False: it lived long enough."""
         tier = RedisTier(url)
         self.num_left = ALIVE
         await tier.head([make_key(0)], deadline=soon())  # its connections and the map of a cluster are there
@@ -146,7 +149,7 @@ async def dies_at_each_step(
     verb: str = "put",
     payload_bytes: int = PAYLOAD_BYTES,
 ) -> None:
-    """Let a writer die after each round trip in turn, until it lives long enough; a living writer follows each."""
+    """Let a writer die after each command in turn, until it lives long enough; a living writer follows each."""
     mortal = Mortal(monkeypatch)
     num_deaths = 0
     for number in range(100):
@@ -175,7 +178,7 @@ async def dies_at_each_step(
 async def test_a_writer_dies(
     medium: RedisMedium, monkeypatch: pytest.MonkeyPatch, before: str, verb: str, payload_bytes: int
 ) -> None:
-    """Whatever is there before, and after whichever round trip it dies."""
+    """Whatever is there before, and after whichever command it dies."""
     await dies_at_each_step(medium, monkeypatch, before, verb, payload_bytes)
 
 
@@ -231,7 +234,7 @@ async def test_writers_are_killed(medium: RedisMedium) -> None:
         await asyncio.sleep(0.1)
         for number in range(striped_writer.NUM_RECORDS):
             seeds = (1, 2) if number % 2 else (0,)
-            candidates = [make_record(number, striped_writer.PAYLOAD_BYTES, seed=seed) for seed in seeds]
+            candidates = [make_record(number, striped_writer.payload_bytes(number), seed=seed) for seed in seeds]
             num_stored += await stored_of(medium, candidates) is not None
         medium.raw.flushall()
     print(f"{num_stored} records stored of {NUM_KILLS * striped_writer.NUM_RECORDS}")

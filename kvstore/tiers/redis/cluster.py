@@ -117,7 +117,9 @@ class Cluster:
         self._turn = 0
         self._closed = False
 
-    async def query(self, commands: Sequence[tuple[str, Command]], *, deadline: Deadline) -> list[Reply]:
+    async def query(
+        self, commands: Sequence[tuple[str, Command]], *, deadline: Deadline, carries_bytes: bool = False
+    ) -> list[Reply]:
         """See `Topology.query`."""
         slots = [slot_of(name) for name, _ in commands]
         replies: list[Reply] = [None] * len(commands)
@@ -129,7 +131,9 @@ class Cluster:
                 member = self._member(redirect.address) if redirect else self._owner(owners, slots[index])
                 batches.setdefault(member, []).append(index)
             work = [
-                self._query_one(member, [(commands[index][1], open_[index]) for index in batch], deadline)
+                self._query_one(
+                    member, [(commands[index][1], open_[index]) for index in batch], deadline, carries_bytes
+                )
                 for member, batch in batches.items()
             ]
             answered = [await work[0]] if len(work) == 1 else await gather_all(work)
@@ -190,7 +194,11 @@ class Cluster:
         await asyncio.gather(*(member.node.aclose() for member in self._members.values()))
 
     async def _query_one(
-        self, member: _Member, commands: Sequence[tuple[Command, Redirect | None]], deadline: Deadline
+        self,
+        member: _Member,
+        commands: Sequence[tuple[Command, Redirect | None]],
+        deadline: Deadline,
+        carries_bytes: bool,
     ) -> list[Reply]:
         sent: list[Command] = []
         places: list[int] = []
@@ -199,8 +207,9 @@ class Cluster:
                 sent.append(("ASKING",))
             places.append(len(sent))
             sent.append(command)
+        run = member.node.data if carries_bytes else member.node.control
         with member.call(deadline):
-            replies = await member.node.control(*sent, deadline=deadline)
+            replies = await run(*sent, deadline=deadline)
         return [replies[place] for place in places]
 
     # Redirections

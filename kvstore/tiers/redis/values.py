@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from kvstore.errors import CorruptRecord, UnsupportedFormat
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.names import format_name
-from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
-from kvstore.runtime.background import gather_all
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import PutOutcome
@@ -21,20 +19,13 @@ from kvstore.tiers.redis.reading import (
     Reading,
     is_striped,
     stripe_names,
-    stripe_ranges,
     striped_header,
 )
 from kvstore.tiers.redis.replies import SlotMoves, check_replies, check_reply, is_no_room, is_wrong_type
 from kvstore.tiers.redis.resp import Command, Reply
 from kvstore.tiers.redis.topology import Topology
 
-_ORPHAN_S = 10 * 60  # expiry of stripes until their header is written, in case the writer dies
-_CHECKSUM_FIRST, _CHECKSUM_LAST = 24, 39
-"""Where the payload's checksum is in a record's header."""
-
-_SMALL_BYTES = 8 << 10
-"""A stripe up to this size travels with small commands."""
-
+ORPHAN_S = 10 * 60  # expiry of stripes until their header is written, in case the writer dies
 _READING_BYTES = 2 * PART_BYTES
 """The most bytes that one read has in flight."""
 
@@ -79,33 +70,6 @@ return 1
 (empty: it is not a string), its first bytes, its SHA-1 or nothing, and the expiry."""
 
 
-_COMMIT = """
-local function stripes(command, ...)
-  for i = 2, #KEYS do redis.call(command, KEYS[i], ...) end
-end
-if redis.call('EXISTS', KEYS[1]) == 1 then
-  if redis.pcall('GETRANGE', KEYS[1], ARGV[3], ARGV[4]) ~= ARGV[5] then stripes('UNLINK') end
-  return 0
-end
-if ARGV[1] == '' then stripes('UNLINK') return 0 end
-for i = 2, #KEYS do
-  if redis.call('EXISTS', KEYS[i]) == 0 then return 2 end
-end
-if ARGV[2] == '' then
-  redis.call('SET', KEYS[1], ARGV[1])
-  stripes('PERSIST')
-else
-  redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
-  stripes('EXPIRE', ARGV[2])
-end
-return 1
-"""
-"""Ends a put in stripes: writes the header and makes the stripes stay as long as it, all or nothing. Removes the
-stripes if another record has the name, unless its payload is the same: then they are that record's too. Arguments: the
-header (empty: the put has failed, only remove the stripes), its expiry (empty: it stays), where in a header the
-checksum is, and this one's checksum. Returns 1 if the record is stored, 0 if not, 2 if a stripe is missing."""
-
-
 class Values:
     """Moves values between nodes and buffers.
 
@@ -134,13 +98,13 @@ class Values:
             await self._drop(reading.name, reading.striped, stripes, deadline)
 
     async def _read_once(self, reading: Reading, deadline: Deadline) -> None:
-        async with self._granted(_READING_BYTES, deadline):
+        async with self.granted(_READING_BYTES, deadline):
             await self._topology.read(reading, deadline=deadline)
         _check_string(reading.error, reading.name)
 
     async def _is_there(self, name: str, deadline: Deadline) -> bool:
         """Whether there is a value although a read found nothing; only `GET` tells an empty value from no value."""
-        async with self._granted(STRIPE_BYTES, deadline):
+        async with self.granted(STRIPE_BYTES, deadline):
             value = await self._topology.transfer(name, ("GET", name), deadline=deadline)
         _check_string(value, name)
         if isinstance(value, memoryview) and not len(value):
@@ -149,9 +113,9 @@ class Values:
 
     async def store(self, name: str, value: memoryview, *options: str | int, deadline: Deadline) -> PutOutcome:
         """SET a value; `EXISTS` is possible only with the option NX."""
-        async with self._granted(len(value), deadline):
+        async with self.granted(len(value), deadline):
             reply = await self._topology.transfer(name, ("SET", name, value, *options), deadline=deadline)
-        return _put_outcome(reply)
+        return put_outcome(reply)
 
     async def keep(self, name: str, key: RecordKey, *, deadline: Deadline) -> bool:
         """Make an existing record stay, stripes included, in case it was evictable. False: it is not there.
@@ -171,10 +135,10 @@ class Values:
             await self._drop(name, b"", (), deadline)
             return False
         if (header := striped_header(head, key)) is not None:
-            return await self._keep_stripes(name, head, stripe_names(header), deadline)
+            return await self.keep_stripes(name, head, stripe_names(header), deadline)
         return True
 
-    async def _keep_stripes(
+    async def keep_stripes(
         self, name: str, head: bytes | memoryview, stripes: Sequence[str], deadline: Deadline
     ) -> bool:
         """Make all stripes of a record stay. False: one was evicted before; then the header is removed too."""
@@ -189,7 +153,7 @@ class Values:
         return False
 
     async def _drop(self, name: str, seen: bytes | memoryview, stripes: Sequence[str], deadline: Deadline) -> None:
-        drop = ("EVAL", _DROP, 1 + len(stripes), name, *stripes, seen, _ORPHAN_S)
+        drop = ("EVAL", _DROP, 1 + len(stripes), name, *stripes, seen, ORPHAN_S)
         check_replies(await self._topology.query([(name, drop)], deadline=deadline))
 
     async def remove(self, key: RecordKey, *, deadline: Deadline) -> bool:
@@ -210,7 +174,7 @@ class Values:
         try:
             (removed,) = await self._topology.query([(name, remove)], deadline=deadline)
         except SlotMoves:  # it refuses commands on several names
-            commands = [(stripe, ("EXPIRE", stripe, _ORPHAN_S)) for stripe in stripes]
+            commands = [(stripe, ("EXPIRE", stripe, ORPHAN_S)) for stripe in stripes]
             commands += each_alone("UNLINK", [name, *stripes])
             check_replies(replies := await self._topology.query(commands, deadline=deadline))
             removed = replies[len(stripes)]
@@ -259,113 +223,9 @@ class Values:
         check_reply(renamed)
         return target if renamed else None
 
-    async def put_striped(self, record: Record, *, expires_s: int | None = None, deadline: Deadline) -> PutOutcome:
-        """Write the stripes with an expiry, then at once the header and that the stripes stay as long as it.
-
-        Args:
-            expires_s: Expiry of the record, which makes it evictable from the start; `None`: it stays.
-
-        If interrupted, the record is there as a whole, or it is not there and what was written of it expires. Only
-        while a slot of a cluster moves the header comes before its stripes stay: a writer that dies between the two
-        leaves a record that becomes a miss.
-        """
-        header = record.header
-        stripes = [
-            (name, record.data[start:stop])
-            for name, (start, stop) in zip(stripe_names(header), stripe_ranges(header), strict=True)
-        ]
-        names = [name for name, _ in stripes]
-        first, others = await gather_all(
-            [self._store_stripes(stripes[:1], deadline), self._store_unless_there(record.key, stripes[1:], deadline)]
-        )
-        assert first is not None
-        if others is None:
-            if first == [PutOutcome.STORED]:
-                await self._abandon(header, names, deadline)
-            return PutOutcome.EXISTS
-        outcomes = [*first, *others]
-        # a stripe of this name has this content: another writer's, or what one left. It is written again in case it is
-        # damaged, and keeps its expiry: if it has none, it is part of a record.
-        there = [stripe for stripe, outcome in zip(stripes, outcomes, strict=True) if outcome is PutOutcome.EXISTS]
-        outcomes += await gather_all(self.store(*stripe, "XX", "KEEPTTL", deadline=deadline) for stripe in there)
-        if PutOutcome.FULL not in outcomes:
-            outcome = await self._commit(header, record.data[:HEADER_BYTES], names, expires_s, deadline)
-            if outcome is not PutOutcome.FULL:
-                return outcome
-        await self._abandon(header, names, deadline)
-        return PutOutcome.FULL
-
-    async def _store_stripes(self, stripes: Sequence[tuple[str, memoryview]], deadline: Deadline) -> list[PutOutcome]:
-        """Write stripes that expire; `EXISTS` for one whose name is there."""
-        return await gather_all(self.store(*stripe, "NX", "EX", _ORPHAN_S, deadline=deadline) for stripe in stripes)
-
-    async def _store_unless_there(
-        self, key: RecordKey, stripes: Sequence[tuple[str, memoryview]], deadline: Deadline
-    ) -> list[PutOutcome] | None:
-        """As `_store_stripes`; `None` if there is a record of this name. Then nothing is written but the last stripe,
-        if that is so small that it travels with the question: pages are often a little longer than one stripe."""
-        name = format_name(key)
-        small = [stripe for stripe in stripes[-1:] if len(stripe[1]) <= _SMALL_BYTES]
-        commands: list[tuple[str, Command]] = [(name, ("EXISTS", name))]
-        commands += [(stripe, ("SET", stripe, value, "NX", "EX", _ORPHAN_S)) for stripe, value in small]
-        exists, *replies = await self._topology.query(commands, deadline=deadline)
-        check_reply(exists)
-        written = list(map(_put_outcome, replies))
-        if exists:
-            return None
-        return await self._store_stripes(stripes[: len(stripes) - len(small)], deadline) + written
-
-    async def _commit(
-        self, header: HeaderV1, head: memoryview, stripes: Sequence[str], expires_s: int | None, deadline: Deadline
-    ) -> PutOutcome:
-        """Write the header of stripes that are there. `FULL`: there is no room for it, or a server without room has
-        evicted a stripe."""
-        try:
-            reply = await self._run_commit(header, head, stripes, expires_s or "", deadline)
-        except SlotMoves:
-            return await self._commit_in_steps(header, head, stripes, expires_s, deadline)
-        if is_no_room(reply) or reply == 2:
-            return PutOutcome.FULL
-        check_reply(reply)
-        return PutOutcome.STORED if reply else PutOutcome.EXISTS
-
-    async def _run_commit(
-        self, header: HeaderV1, head: memoryview | str, stripes: Sequence[str], expires_s: int | str, deadline: Deadline
-    ) -> Reply:
-        name = format_name(header.key)
-        arguments = (head, expires_s, _CHECKSUM_FIRST, _CHECKSUM_LAST, header.payload_checksum)
-        commit = ("EVAL", _COMMIT, 1 + len(stripes), name, *stripes, *arguments)
-        (reply,) = await self._topology.query([(name, commit)], deadline=deadline)
-        return reply
-
-    async def _abandon(self, header: HeaderV1, stripes: Sequence[str], deadline: Deadline) -> None:
-        """Remove the stripes of a put that has failed, now instead of when they expire, unless a record has them."""
-        with suppress(SlotMoves):
-            check_reply(await self._run_commit(header, "", stripes, "", deadline))
-
-    async def _commit_in_steps(
-        self, header: HeaderV1, head: memoryview, stripes: Sequence[str], expires_s: int | None, deadline: Deadline
-    ) -> PutOutcome:
-        """As `_commit`, with commands on one name each: others are refused while a slot moves."""
-        name = format_name(header.key)
-        options = ("NX",) if expires_s is None else ("NX", "EX", expires_s)
-        replies = await self._topology.query(
-            [(name, ("SET", name, head, *options)), (name, ("GET", name))], deadline=deadline
-        )
-        outcome = _put_outcome(replies[0])
-        if outcome is PutOutcome.STORED and expires_s is not None:
-            expire = [(stripe, ("EXPIRE", stripe, expires_s)) for stripe in stripes]
-            check_replies(await self._topology.query(expire, deadline=deadline))
-        elif outcome is PutOutcome.STORED or _same_payload(replies[1], header):
-            # after a lost race against equal bytes, the stripes are the winner's too
-            if not await self._keep_stripes(name, head, stripes, deadline) and outcome is PutOutcome.STORED:
-                outcome = PutOutcome.FULL
-        else:
-            await self._topology.query(each_alone("UNLINK", stripes), deadline=deadline)
-        return outcome
-
     @asynccontextmanager
-    async def _granted(self, num_bytes: int, deadline: Deadline) -> AsyncIterator[None]:
+    async def granted(self, num_bytes: int, deadline: Deadline) -> AsyncIterator[None]:
+        """Run a block while it has some bytes in flight."""
         grant = self._in_flight.try_take(num_bytes)
         if grant is None:
             async with deadline.scope("waiting for bytes in flight to Redis (check its load)"):
@@ -397,12 +257,8 @@ def _check_string(reply: Reply, name: str) -> None:
     check_reply(reply)
 
 
-def _same_payload(stored: Reply, header: HeaderV1) -> bool:
-    other = striped_header(stored, header.key)
-    return other is not None and other.payload_checksum == header.payload_checksum
-
-
-def _put_outcome(reply: Reply) -> PutOutcome:
+def put_outcome(reply: Reply) -> PutOutcome:
+    """What a reply to `SET` means."""
     if is_no_room(reply):
         return PutOutcome.FULL
     check_reply(reply)
