@@ -75,7 +75,8 @@ class Row:
         ceiling: What it is compared with.
         ceiling_gb_s: Median of the same bytes' ceiling, measured in turn with `gb_s`.
         cpu_s_per_gb: Median processor seconds, as `Work.cpu_s` counts them.
-        raw_get_gb_s: For gets from Redis: the most that a raw client got from the same Redis, in the same turns.
+        raw_gb_s: For our puts to and gets from Redis: the most that raw commands to the same Redis moved in the same
+            turns.
     """
 
     what: str
@@ -85,15 +86,20 @@ class Row:
     ceiling: str
     ceiling_gb_s: float
     cpu_s_per_gb: float
-    raw_get_gb_s: float | None = None
+    raw_gb_s: float | None = None
 
     @property
     def ratio(self) -> float:
         return self.gb_s / self.ceiling_gb_s
 
     @property
-    def raw_get_ratio(self) -> float | None:
-        return self.gb_s / self.raw_get_gb_s if self.raw_get_gb_s is not None else None
+    def verb(self) -> str:
+        """The last word of `what`: `put` or `get`, in rows of stores."""
+        return self.what.replace("_", " ").rpartition(" ")[2]
+
+    @property
+    def raw_ratio(self) -> float | None:
+        return self.gb_s / self.raw_gb_s if self.raw_gb_s is not None else None
 
     def as_json(self) -> dict[str, Any]:
         fields: dict[str, Any] = {
@@ -106,8 +112,9 @@ class Row:
             "ratio": round(self.ratio, 4),
             "cpu_s_per_gb": round(self.cpu_s_per_gb, 4),
         }
-        if self.raw_get_gb_s is not None and self.raw_get_ratio is not None:
-            fields |= {"raw_get_gb_s": round(self.raw_get_gb_s, 4), "raw_get_ratio": round(self.raw_get_ratio, 4)}
+        if self.raw_gb_s is not None and self.raw_ratio is not None:
+            names = (f"raw_{self.verb}_gb_s", f"raw_{self.verb}_ratio")
+            fields |= dict(zip(names, (round(self.raw_gb_s, 4), round(self.raw_ratio, 4)), strict=True))
         return fields
 
 

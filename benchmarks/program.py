@@ -128,7 +128,7 @@ _ROW_COLUMNS: Sequence[Column[Row]] = (
     ("ceiling", lambda row: row.ceiling),
     ("its GB/s", lambda row: f"{row.ceiling_gb_s:.2f}"),
     ("ratio", lambda row: f"{row.ratio:.2f}"),
-    ("of raw GET", lambda row: f"{row.raw_get_ratio:.2f}" if row.raw_get_ratio is not None else ""),
+    ("of raw Redis", lambda row: f"{row.raw_ratio:.2f}" if row.raw_ratio is not None else ""),
     ("CPU s/GB", lambda row: f"{row.cpu_s_per_gb:.2f}"),
 )
 

@@ -1,4 +1,4 @@
-"""Clients to compare our Redis tier with: raw gets on blocking sockets, and the client of LMCache."""
+"""Clients to compare our Redis tier with: raw commands on blocking sockets, and the client of LMCache."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from kvstore.format.names import format_name
 from kvstore.format.record import Record
 from kvstore.tiers.base import Tier
 from kvstore.tiers.redis.reading import STRIPE_BYTES, is_striped, stripe_names, stripe_ranges
-from kvstore.tiers.redis.resp import encode_command
+from kvstore.tiers.redis.resp import encode_command, joined
 
-__all__ = ["LMCacheRedis", "RawGets", "open_lmcache"]
+__all__ = ["LMCacheRedis", "RawRedis", "open_lmcache"]
 
 _TIMEOUT_S = 20.0
 _LINE_BYTES = 32
 """Read with the line in front of a value. Bytes of the value that come with it are copied."""
 
-_Job = tuple[bytes, memoryview]
+_Job = tuple[Sequence[bytes | memoryview], memoryview]
+"""A request, and where its answer belongs: nowhere for a put."""
 
 
-class RawGets(TierStore):
-    """Gets without a client: a thread for each connection sends a request, fills its target, sends the next one.
+class RawRedis(TierStore):
+    """Puts and gets without a client: a thread for each connection sends a request, takes the answer, sends the next.
 
-    It verifies nothing, keeps no deadline and understands only the right answer: the least that a GET from this Redis
-    costs.
+    It verifies nothing, keeps no deadline and understands only the right answer: the least that a SET of a new name or
+    a GET costs at this Redis.
 
     Args:
         tier: Puts the records that are got, and removes them.
@@ -45,14 +46,24 @@ class RawGets(TierStore):
     def __init__(self, tier: Tier, port: int, num_connections_max: int, part_bytes: int | None = None) -> None:
         super().__init__(tier, num_connections_max, part_bytes or STRIPE_BYTES)
         self.name = "redis raw" if part_bytes is None else "redis raw ranged"
+        self.verbs = ("put", "get") if part_bytes is None else ("get",)
         self._range_bytes = part_bytes
         self._port = port
         self._connections: list[socket.socket] = []
-        self._threads = ThreadPoolExecutor(thread_name_prefix="raw get")
+        self._threads = ThreadPoolExecutor(thread_name_prefix="raw Redis")
+
+    async def put_all(self, batch: Batch, in_flight: int) -> None:
+        jobs = [job for record in batch.records for job in _puts(record)]
+        await self._run(_put_in_turn, jobs, self.num_connections(batch.records[0].num_bytes, in_flight))
 
     async def get_all(self, batch: Batch, targets: Sequence[memoryview], in_flight: int) -> list[memoryview]:
-        jobs = [job for pair in zip(batch.records, targets, strict=True) for job in self._jobs(*pair)]
-        num_connections = self.num_connections(len(targets[0]), in_flight)
+        jobs = [job for pair in zip(batch.records, targets, strict=True) for job in self._gets(*pair)]
+        await self._run(_get_in_turn, jobs, self.num_connections(len(targets[0]), in_flight))
+        return list(targets)
+
+    async def _run(
+        self, work: Callable[[socket.socket, Sequence[_Job]], None], jobs: Sequence[_Job], num_connections: int
+    ) -> None:
         while len(self._connections) < num_connections:
             connection = socket.create_connection(("127.0.0.1", self._port), _TIMEOUT_S)
             tune(connection)
@@ -60,8 +71,7 @@ class RawGets(TierStore):
         loop = asyncio.get_running_loop()
         shares = [jobs[index::num_connections] for index in range(num_connections)]
         pairs = zip(self._connections, shares, strict=False)
-        await asyncio.gather(*(loop.run_in_executor(self._threads, _fill_all, *pair) for pair in pairs))
-        return list(targets)
+        await asyncio.gather(*(loop.run_in_executor(self._threads, work, *pair) for pair in pairs))
 
     async def aclose(self) -> None:
         """Close the connections. The tier belongs to the caller."""
@@ -69,34 +79,52 @@ class RawGets(TierStore):
         for connection in self._connections:
             connection.close()
 
-    def _jobs(self, record: Record, target: memoryview) -> Iterator[_Job]:
+    def _gets(self, record: Record, target: memoryview) -> Iterator[_Job]:
         """A request for each value of a record, or for each part of one, and the target of its answer."""
-        header, values = record.header, [(format_name(record.key), 0, record.num_bytes)]
-        if is_striped(header):
-            stripes = zip(stripe_names(header), stripe_ranges(header), strict=True)
-            values = [(values[0][0], 0, HEADER_BYTES), *((name, *span) for name, span in stripes)]
-        for name, start, stop in values:
+        for name, start, stop in _values(record):
             if self._range_bytes is None:
-                yield _request("GET", name), target[start:stop]
+                yield encode_command("GET", name), target[start:stop]
                 continue
             for first in range(start, stop, self._range_bytes):
                 end = min(first + self._range_bytes, stop)
-                yield _request("GETRANGE", name, first - start, end - start - 1), target[first:end]
+                yield encode_command("GETRANGE", name, first - start, end - start - 1), target[first:end]
 
 
-def _request(*arguments: str | int) -> bytes:
-    return b"".join(bytes(part) for part in encode_command(*arguments))
+def _values(record: Record) -> Iterator[tuple[str, int, int]]:
+    """The values that our tier makes of a record: the name of each, and its first and last byte in the record."""
+    header, name = record.header, format_name(record.key)
+    if not is_striped(header):
+        yield name, 0, record.num_bytes
+        return
+    for stripe, span in zip(stripe_names(header), stripe_ranges(header), strict=True):
+        yield stripe, *span
+    yield name, 0, HEADER_BYTES
 
 
-def _fill_all(connection: socket.socket, jobs: Sequence[_Job]) -> None:
-    """Get one value after the other.
+def _puts(record: Record) -> Iterator[_Job]:
+    for name, start, stop in _values(record):
+        yield encode_command("SET", name, record.data[start:stop]), memoryview(b"")
+
+
+def _put_in_turn(connection: socket.socket, jobs: Sequence[_Job]) -> None:
+    """Set one value after the other.
 
     Raises:
         RuntimeError: Redis gave another answer.
     """
+    for request, _ in jobs:
+        for part in joined([request]):
+            connection.sendall(part)
+        answer = connection.recv(_LINE_BYTES)
+        if answer != b"+OK\r\n":
+            raise RuntimeError(f"Redis answered a raw SET with {answer!r}")
+
+
+def _get_in_turn(connection: socket.socket, jobs: Sequence[_Job]) -> None:
+    """Get one value after the other; errors as `_put_in_turn`."""
     ending = memoryview(bytearray(2))
     for request, target in jobs:
-        connection.sendall(request)
+        connection.sendall(b"".join(request))
         begun = b""
         while b"\r\n" not in begun:
             if not (more := connection.recv(_LINE_BYTES)):
@@ -130,6 +158,7 @@ class LMCacheRedis(Store):
     """
 
     name = "lmcache"
+    verbs = ("get",)  # of a put it needs a copy that only this benchmark makes
 
     def __init__(self, client: Any, num_connections: int) -> None:
         self._client = client

@@ -8,7 +8,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,10 +22,12 @@ from benchmarks.ceilings import memcpy, tcp_peer
 from benchmarks.node import WORK, Node, temporary_folder, timed
 from benchmarks.pages import bf16_page
 from benchmarks.program import run_benchmark
+from benchmarks.timeline import Mark, parts_of, round_trip_s, timeline_table
+from connector.prefix_hash import PrefixChain
 from kvstore.codec import PLANES2, decode_into, encode, max_payload_bytes
 from kvstore.testing.checkpoints import VOCABULARY, write_checkpoint
 from kvstore.testing.engine import Answer, EngineSpec, Request, seeded_prompt, start_engine
-from kvstore.testing.servers import redis_server
+from kvstore.testing.servers import RedisServer, redis_server
 
 __all__ = ["main"]
 
@@ -38,6 +40,8 @@ _MAX_TOKENS = 16
 _PAGE_BYTES = 4 << 20
 
 _WITHOUT_AMX = "benchmarks.without_amx"
+_MARKS = "benchmarks.marks"
+_TAKE_MARKS = f"__import__('sys').modules['{_MARKS}'].take()"
 _WITHOUT_AMX_ENVIRONMENT = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 
 Say = Callable[[str], None]
@@ -50,16 +54,18 @@ class Model:
     Attributes:
         prompt_tokens: One token more than whole blocks, since hits end on a block: one is left to compute.
         wanted: The ratio that was asked for.
+        block_tokens: Of a block.
     """
 
     name: str
     prompt_tokens: int
     wanted: float
+    block_tokens: int
 
 
 MODELS = {
-    "llama-demo": Model("llama-demo", 64 * 128 + 1, 40.0),
-    "qwen3next-demo": Model("qwen3next-demo", 14 * 640 + 1, 10.0),
+    "llama-demo": Model("llama-demo", 64 * 128 + 1, 40.0, 128),
+    "qwen3next-demo": Model("qwen3next-demo", 14 * 640 + 1, 10.0, 640),
 }
 
 
@@ -80,6 +86,9 @@ class Figures:
         recompute_difference: The same between an engine's computed answer and that from its own cache: a prompt that is
             computed in other pieces is rounded otherwise.
         amx: Whether engines compute with AMX, which makes a bfloat16 prompt several times as fast.
+        timelines: The parts of each restored first token, see timeline.py.
+        hash_s: Hashing the prompt, in a process that does nothing else.
+        round_trip_s: A command to Redis and its answer.
     """
 
     recompute_s: list[float] = field(default_factory=list)
@@ -96,6 +105,9 @@ class Figures:
     difference: float = 0.0
     recompute_difference: float = 0.0
     amx: bool = False
+    timelines: list[dict[str, float]] = field(default_factory=list)
+    hash_s: list[float] = field(default_factory=list)
+    round_trip_s: list[float] = field(default_factory=list)
 
     def ratio(self) -> float:
         """Of the medians."""
@@ -107,6 +119,17 @@ class Figures:
         Decoding is reported beside it: it overlaps with the others as far as there are processors for both.
         """
         return sum(map(statistics.median, (self.transfer_s, self.copy_s, self.local_s)))
+
+    def ceilings_of_parts(self) -> dict[str, float]:
+        """The least that each part of a timeline can take; a part that is not named needs nothing."""
+        median = statistics.median
+        return {
+            "hash": median(self.hash_s),
+            "lookup": median(self.round_trip_s),
+            "stage": median(self.transfer_s),
+            "decode and scatter": max(median(self.decode_s), median(self.copy_s)),
+            "first forward": median(self.local_s),
+        }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,7 +164,8 @@ def measure_model(
         engine = replace(engine, environment=_WITHOUT_AMX_ENVIRONMENT, preload=(_WITHOUT_AMX,))
     prompt = seeded_prompt(_PROMPT_SEED, prompt_tokens, vocabulary=VOCABULARY)
     with temporary_folder() as folder, redis_server() as redis:
-        bench = _Bench(engine, prompt, redis.url, folder, Figures(amx=_has_amx() and not without_amx))
+        figures = Figures(amx=_has_amx() and not without_amx)
+        bench = _Bench(engine, prompt, model.block_tokens, redis, folder, figures)
         say(f"{model.name}: an engine computes and saves the prompt")
         bench.save()
         for turn in range(1, repetitions + 1):
@@ -160,9 +184,14 @@ def measure_model(
 class _Bench:
     engine: EngineSpec
     prompt: tuple[int, ...]
-    hot: str
+    block_tokens: int
+    redis: RedisServer
     folder: Path
     figures: Figures
+
+    @property
+    def hot(self) -> str:
+        return self.redis.url
 
     @property
     def request(self) -> Request:
@@ -191,12 +220,16 @@ class _Bench:
         figures = self.figures
         with Node(self.folder, f"restores{turn}", hot=self.hot) as node:
             spec = replace(self.engine, connector={"url": node.url, "mode": "load"})
+            spec = replace(spec, preload=(*spec.preload, _MARKS))
             with start_engine(spec, work=WORK, name="bench-restore") as engine:
                 engine.generate([_warm_up(1 + turn)], timeout_s=_ANSWER_S)
+                engine.evaluate(_TAKE_MARKS)
                 (answer,) = engine.generate([self.request], timeout_s=_ANSWER_S)
+                marks = [Mark(*values) for values in engine.evaluate(_TAKE_MARKS)]
                 raw_bytes = engine.connector_counters().get("connector_loaded_bytes", 0)
             counters = node.counters()
         figures.restored_s.append(answer.ttft_s)
+        figures.timelines.append(parts_of(marks, answer.ttft_s))
         figures.external_tokens = answer.num_cached_tokens
         figures.raw_bytes, figures.stored_bytes = int(raw_bytes), int(counters.get("served_bytes", 0))
         figures.tiers |= {name.split('"')[1] for name in counters if name.startswith("served_records{")}
@@ -229,6 +262,8 @@ class _Bench:
         copy.run()
         figures.copy_s.append(timed([copy.run]))
         figures.decode_s.append(_decoding_s(figures.raw_bytes))
+        figures.hash_s.append(timed([lambda: PrefixChain(self.block_tokens).extend(self.prompt)]))
+        figures.round_trip_s.append(round_trip_s(self.redis.port))
 
 
 def _decoding_s(num_bytes: int) -> float:
@@ -306,6 +341,9 @@ def report(rows: Sequence[tuple[Model, int, Figures]], console: Console | None) 
             failures.append(f"{model.name}: a restored run's answer is not that from an engine's own cache")
     if console is not None:
         console.print(table)
+        for model, _, figures in rows:
+            if figures.timelines:
+                console.print(timeline_table(model.name, figures.timelines, figures.ceilings_of_parts()))
     return "BENCH " + json.dumps(line), failures
 
 
@@ -323,6 +361,8 @@ def _as_json(model: Model, tokens: int, figures: Figures) -> dict[str, Any]:
         **{name.replace("_s", "_median_s"): round(statistics.median(values), 4) for name, values in seconds.items()},
         "ceiling_s": round(figures.ceiling_s(), 4),
         "repetitions": seconds,
+        "timelines": list(map(_rounded, figures.timelines)),
+        "ceilings_of_parts": _rounded(figures.ceilings_of_parts()) if figures.hash_s else {},
         "raw_bytes": figures.raw_bytes,
         "stored_bytes": figures.stored_bytes,
         "tiers": sorted(figures.tiers),
@@ -331,6 +371,10 @@ def _as_json(model: Model, tokens: int, figures: Figures) -> dict[str, Any]:
         "recompute_logprob_difference": round(figures.recompute_difference, 6),
         "amx": figures.amx,
     }
+
+
+def _rounded(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(value, 5) for name, value in values.items()}
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _redis(plan: Plan, say: Say) -> list[Row]:
-    """Our tier in turn with raw gets from the same Redis, and the peer's where that is installed; then redis-py."""
+    """Our tier in turn with raw commands to the same Redis, redis-py, and the peer's client where it is installed."""
     say("redis: starting it")
     with temporary_folder() as folder, tcp_peer(folder) as peer, redis_server() as server:
 
@@ -60,41 +60,43 @@ def _redis(plan: Plan, say: Say) -> list[Row]:
             from redis.asyncio import Redis
             from redis.exceptions import RedisError
 
-            from benchmarks.redis_clients import RawGets, open_lmcache
+            from benchmarks.redis_clients import RawRedis, open_lmcache
             from kvstore.tiers.redis import RedisTier
             from kvstore.tiers.redis.reading import PART_BYTES
 
             tier = RedisTier(server.url, num_connections=_NUM_CONNECTIONS)
-            raws = [
-                RawGets(tier, server.port, _NUM_CONNECTIONS),
-                RawGets(tier, server.port, _NUM_RANGED_CONNECTIONS, PART_BYTES),
+            client = Redis.from_url(server.url, socket_timeout=_REDISPY_S)
+            beside = [
+                RawRedis(tier, server.port, _NUM_CONNECTIONS),
+                RawRedis(tier, server.port, _NUM_RANGED_CONNECTIONS, PART_BYTES),
+                RedisPy(client),
             ]
             store = TierStore(tier, _NUM_CONNECTIONS)
             lmcache = open_lmcache(server.port, _NUM_CONNECTIONS)
             peers = [] if lmcache is None else [lmcache]
             try:
-                rows = _beside_raw(await store_rows(store, peer, plan, say, [*raws, *peers]))
-            finally:
-                for closing in (*raws, *peers, store):
-                    await closing.aclose()
-            try:
-                async with Redis.from_url(server.url, socket_timeout=_REDISPY_S) as other:
-                    return rows + await store_rows(RedisPy(other), peer, plan, say)
+                return _beside_raw(await store_rows(store, peer, plan, say, [*beside, *peers]))
             except RedisError as error:
                 raise RuntimeError(f"redis-py failed: {error}") from error
+            finally:
+                for closing in (*beside, *peers, store):
+                    await closing.aclose()
+                await client.aclose()
 
         return uvloop.run(run())
 
 
 def _beside_raw(rows: Sequence[Row]) -> list[Row]:
-    """The rows, with the faster raw get of the same turns in those of our gets."""
-    most: dict[tuple[int, int], float] = {}
+    """The rows, with the fastest raw form of the same turns in those of our tier."""
+    most: dict[tuple[str, int, int], float] = {}
     for row in rows:
         if row.what.startswith("redis raw"):
-            case = (row.size_bytes, row.in_flight)
+            case = (row.verb, row.size_bytes, row.in_flight)
             most[case] = max(most.get(case, 0.0), row.gb_s)
     return [
-        replace(row, raw_get_gb_s=most[row.size_bytes, row.in_flight]) if row.what == "redis get" else row
+        replace(row, raw_gb_s=most[row.verb, row.size_bytes, row.in_flight])
+        if row.what in ("redis put", "redis get")
+        else row
         for row in rows
     ]
 

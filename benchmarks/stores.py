@@ -41,9 +41,11 @@ class Store(ABC):
 
     Attributes:
         name: What its rows are called.
+        verbs: What it is measured at.
     """
 
     name: str
+    verbs: tuple[str, ...] = ("put", "get")
 
     async def aclose(self) -> None:  # noqa: B027 - not every store has something to close
         """Release what it holds."""
@@ -55,6 +57,10 @@ class Store(ABC):
         Raises:
             RuntimeError: It was not stored.
         """
+
+    async def put_all(self, batch: Batch, in_flight: int) -> None:
+        """Put every record of a batch; errors as `put`."""
+        await windowed((partial(self.put, record) for record in batch.records), in_flight)
 
     async def prepare(self, record: Record) -> None:
         """Put one record that will be got, where a get reads the place that is measured."""
@@ -268,7 +274,7 @@ async def fill(store: Store, size_bytes: int, num_bytes: int) -> None:
 async def store_rows(store: Store, peer: Peer, plan: Plan, say: Say, beside: Sequence[Store] = ()) -> list[Row]:
     """A row for put and one for get, for each size and number of calls in flight.
 
-    The stores in `beside` are only got from, in turn with the store. Each has a row.
+    The stores in `beside` are measured in turn with the store, at their own verbs. Each has its rows.
     """
     rows = []
     for size_bytes in plan.sizes:
@@ -276,18 +282,18 @@ async def store_rows(store: Store, peer: Peer, plan: Plan, say: Say, beside: Seq
         for in_flight in plan.in_flights:
             pages = most.first(max(plan.num_pages(size_bytes), in_flight))
             links = store.num_connections(pages.record_bytes, in_flight)
-            puts: list[tuple[str, Work]] = [(f"{store.name} put", _Put(store, pages, in_flight))]
-            gets: list[tuple[str, Work]] = [
-                (f"{one.name} get", _Get(one, pages, in_flight)) for one in (store, *beside)
-            ]
-            turns = (("put", puts, peer.puts(pages.sources, links)), ("get", gets, peer.gets(pages.targets, links)))
-            for verb, works, ceiling in turns:
+            ceilings = {"put": peer.puts(pages.sources, links), "get": peer.gets(pages.targets, links)}
+            for verb in ("put", "get"):
                 if verb not in plan.verbs:
                     continue
+                kind = _Put if verb == "put" else _Get
+                works: list[tuple[str, Work]] = [
+                    (f"{one.name} {verb}", kind(one, pages, in_flight)) for one in (store, *beside) if verb in one.verbs
+                ]
                 say(f"{store.name}: {verb} of {pages.record_bytes:,} bytes, {in_flight} in flight")
                 rows += await measure_in_turn(
                     works,
-                    ceiling,
+                    ceilings[verb],
                     size_bytes=pages.record_bytes,
                     num_bytes=pages.num_bytes,
                     in_flight=in_flight,
@@ -310,7 +316,7 @@ class _Put(Work):
         return self.store.cpu_s()
 
     async def run(self) -> None:
-        await windowed((partial(self.store.put, record) for record in self.batch.records), self.in_flight)
+        await self.store.put_all(self.batch, self.in_flight)
 
     async def after(self) -> None:
         await self.store.forget(self.batch)

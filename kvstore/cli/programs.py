@@ -22,6 +22,7 @@ BENCHMARKS = {
     "ttft": ("repeat_ttft", "a long prompt's first token, computed and restored (starts vLLM)"),
     "overhead": ("overhead", "prefill and decode with a connector that finds nothing (starts vLLM)"),
     "documents": ("plan", "hits of documents in the given and in the planned order"),
+    "plan": ("node_plan", "what a node can load and save, from costs measured here"),
     "encryption": ("encryption", "sealing and opening encrypted records"),
     "restart": ("restart", "reopening a directory of a million records"),
     "rounds": ("rounds", "how long an eviction run delays a service"),

@@ -118,6 +118,40 @@ async def test_a_stripe_that_goes_before_its_header_comes(
     assert stored is not None and stored.data == record.data
 
 
+async def test_no_room_for_a_header(medium: RedisMedium, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Redis is full once the stripes are there: nothing is stored, and the stripes give their room back at once."""
+    record = make_record(1, LARGE_BYTES)
+    limit, policy = (medium.raw.config_get(name)[name] for name in ("maxmemory", "maxmemory-policy"))
+    await tier.head([record.key], deadline=soon())
+    control = Node.control
+
+    async def fill_and_control(self: Node, *commands: Any, deadline: Deadline) -> object:
+        if commands[0][0] == "EVAL":
+            medium.raw.config_set("maxmemory", 1 << 20)
+        return await control(self, *commands, deadline=deadline)
+
+    monkeypatch.setattr(Node, "control", fill_and_control)
+    medium.raw.config_set("maxmemory-policy", "noeviction")
+    try:
+        assert await tier.put(record, deadline=soon()) is PutOutcome.FULL
+        assert medium.raw.keys("*") == []
+    finally:
+        medium.raw.config_set("maxmemory", limit)
+        medium.raw.config_set("maxmemory-policy", policy)
+    monkeypatch.undo()
+    assert await tier.put(record, deadline=soon()) is PutOutcome.STORED
+
+
+async def test_a_put_of_what_exists_sends_one_stripe(medium: RedisMedium, tier: Tier) -> None:
+    """Another engine has put a large record of the same name: no more than one stripe is sent, and none stays."""
+    theirs, ours = (make_record(1, LARGE_BYTES, seed=seed) for seed in (1, 2))
+    assert await tier.put(theirs, deadline=soon()) is PutOutcome.STORED
+    names, before = set(medium.raw.keys("*")), medium.raw.info("stats")["total_net_input_bytes"]
+    assert await tier.put(ours, deadline=soon()) is PutOutcome.EXISTS
+    assert medium.raw.info("stats")["total_net_input_bytes"] - before < STRIPE_BYTES + 20_000
+    assert set(medium.raw.keys("*")) == names
+
+
 async def test_a_record_that_is_replaced_while_it_is_read(
     medium: RedisMedium, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from kvstore.tiers.locations import HostPort, RedisLocation
 from kvstore.tiers.redis.access import Access
 from kvstore.tiers.redis.node import Node
 from kvstore.tiers.redis.reading import Reading
-from kvstore.tiers.redis.replies import check_reply
+from kvstore.tiers.redis.replies import SlotMoves, check_reply
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
 
 _log = logging.getLogger(__name__)
@@ -117,7 +117,9 @@ class Cluster:
         self._turn = 0
         self._closed = False
 
-    async def query(self, commands: Sequence[tuple[str, Command]], *, deadline: Deadline) -> list[Reply]:
+    async def query(
+        self, commands: Sequence[tuple[str, Command]], *, deadline: Deadline, carries_bytes: bool = False
+    ) -> list[Reply]:
         """See `Topology.query`."""
         slots = [slot_of(name) for name, _ in commands]
         replies: list[Reply] = [None] * len(commands)
@@ -129,7 +131,9 @@ class Cluster:
                 member = self._member(redirect.address) if redirect else self._owner(owners, slots[index])
                 batches.setdefault(member, []).append(index)
             work = [
-                self._query_one(member, [(commands[index][1], open_[index]) for index in batch], deadline)
+                self._query_one(
+                    member, [(commands[index][1], open_[index]) for index in batch], deadline, carries_bytes
+                )
                 for member, batch in batches.items()
             ]
             answered = [await work[0]] if len(work) == 1 else await gather_all(work)
@@ -143,6 +147,8 @@ class Cluster:
                 return replies
             open_ = dict(sorted(redirected.items()))
             await self._pause(replies[index] for index in open_)
+        if any(_is_try_again(replies[index]) for index in open_):
+            raise SlotMoves("a slot of the Redis Cluster moves, and values that belong together are on two nodes")
         raise _in_circles()
 
     async def transfer(self, name: str, command: Command, *, deadline: Deadline) -> Reply:
@@ -188,7 +194,11 @@ class Cluster:
         await asyncio.gather(*(member.node.aclose() for member in self._members.values()))
 
     async def _query_one(
-        self, member: _Member, commands: Sequence[tuple[Command, Redirect | None]], deadline: Deadline
+        self,
+        member: _Member,
+        commands: Sequence[tuple[Command, Redirect | None]],
+        deadline: Deadline,
+        carries_bytes: bool,
     ) -> list[Reply]:
         sent: list[Command] = []
         places: list[int] = []
@@ -197,8 +207,9 @@ class Cluster:
                 sent.append(("ASKING",))
             places.append(len(sent))
             sent.append(command)
+        run = member.node.data if carries_bytes else member.node.control
         with member.call(deadline):
-            replies = await member.node.control(*sent, deadline=deadline)
+            replies = await run(*sent, deadline=deadline)
         return [replies[place] for place in places]
 
     # Redirections
@@ -222,7 +233,7 @@ class Cluster:
 
     async def _pause(self, replies: Any) -> None:
         """Wait a moment if only some of a record's names have moved to another node."""
-        if any(isinstance(reply, ErrorReply) and reply.code == "TRYAGAIN" for reply in replies):
+        if any(map(_is_try_again, replies)):
             await asyncio.sleep(_TRY_AGAIN_S)
 
     # The map
@@ -352,6 +363,10 @@ class _Member:
         except Unavailable:
             self._on_failure()
             raise
+
+
+def _is_try_again(reply: Reply) -> bool:
+    return isinstance(reply, ErrorReply) and reply.code == "TRYAGAIN"
 
 
 def _in_circles() -> Unavailable:

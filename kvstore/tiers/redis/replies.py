@@ -21,6 +21,10 @@ _NEXT_STEP = {
 }
 
 
+class SlotMoves(Unavailable):
+    """A cluster refused a command on several names, because only some of them are on another node yet."""
+
+
 def _is_count(reply: Reply) -> bool:
     return isinstance(reply, int) and reply >= 0
 
@@ -80,6 +84,12 @@ def strange_reply(verb: str, reply: object, address: str) -> Unavailable:
         command=verb,
         seen=repr(bytes(reply[:40]) if isinstance(reply, memoryview) else reply)[:80],
     )
+
+
+def is_no_room(reply: Reply) -> bool:
+    """Whether the server had no memory for what was written. Servers before Redis 7 say so for a command of a script in
+    the middle of a longer error."""
+    return isinstance(reply, ErrorReply) and (reply.code == "OOM" or "OOM command not allowed" in reply.message)
 
 
 def is_wrong_type(reply: Reply) -> bool:

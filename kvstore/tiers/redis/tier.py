@@ -22,6 +22,7 @@ from kvstore.tiers.redis.examine import ServerFacts, concerns_of, read_facts
 from kvstore.tiers.redis.reading import STRIPE_BYTES, Reading, is_striped, stripe_names, striped_header
 from kvstore.tiers.redis.replies import NO_ROOM, WRITE_PROBE, check_replies, check_reply, is_wrong_type, writes_refused
 from kvstore.tiers.redis.resp import Reply
+from kvstore.tiers.redis.striped_puts import StripedPuts
 from kvstore.tiers.redis.topology import open_topology
 from kvstore.tiers.redis.values import Values, each_alone
 from kvstore.tiers.verify import QuarantineBudget, allocate_exactly, is_same, open_or_reason
@@ -64,6 +65,7 @@ class RedisTier(Tier):
         location = parse_redis(location) if isinstance(location, str) else location
         self._topology = open_topology(location, num_connections)
         self._values = Values(self._topology, ByteBudget(in_flight_bytes))
+        self._striped_puts = StripedPuts(self._topology, self._values)
         self._background = Background("redis tier")
         self._quarantine_budget = QuarantineBudget()
         self._full_s = -math.inf  # when a record last found no room
@@ -120,7 +122,7 @@ class RedisTier(Tier):
     async def _put_once(self, record: Record, deadline: Deadline, expires_s: int | None = None) -> PutOutcome:
         if is_striped(record.header):
             outcome = await self._background.run_to_end(
-                lambda: self._values.put_striped(record, expires_s=expires_s, deadline=deadline),
+                lambda: self._striped_puts.put(record, expires_s=expires_s, deadline=deadline),
                 "write a striped record to Redis",
                 deadline,
             )
@@ -133,16 +135,7 @@ class RedisTier(Tier):
 
     async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
         self._check(deadline)
-        name = format_name(key)
-        commands = [(name, ("GETRANGE", name, 0, HEADER_BYTES - 1)), (name, ("UNLINK", name))]
-        head, removed = await self._topology.query(commands, deadline=deadline)
-        if not is_wrong_type(head):
-            check_reply(head)
-        check_reply(removed)
-        if (header := striped_header(head, key)) is not None:
-            stripes = each_alone("UNLINK", stripe_names(header))
-            check_replies(await self._topology.query(stripes, deadline=deadline))
-        return removed == 1
+        return await self._values.remove(key, deadline=deadline)
 
     async def allow_eviction(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
         """Give records an expiry, so that `volatile-*` policies may evict them. Up to three round trips."""

@@ -30,12 +30,18 @@ class Topology(Protocol):
     All names of one record share a hash tag, so they are on one node in any topology.
     """
 
-    async def query(self, commands: Sequence[tuple[str, Command]], *, deadline: Deadline) -> list[Reply]:
-        """Run small commands, each given with its name: one round trip for each node that holds any of the names.
+    async def query(
+        self, commands: Sequence[tuple[str, Command]], *, deadline: Deadline, carries_bytes: bool = False
+    ) -> list[Reply]:
+        """Run commands, each given with its name: one round trip for each node that holds any of the names.
 
-        Commands on one name are run in order.
+        Commands on names of one node are run in order.
+
+        Args:
+            carries_bytes: Some of them carry bytes of a record.
 
         Raises:
+            SlotMoves: A command on several names met a slot that moves. Others may have been run.
             Unavailable: A node that is needed does not answer, or the deadline came first.
         """
         ...
@@ -81,8 +87,12 @@ class _SingleNode:
         """The node, for a call."""
         return self._node
 
-    async def query(self, commands: Sequence[tuple[str, Command]], *, deadline: Deadline) -> list[Reply]:
-        return await self._started().control(*(command for _, command in commands), deadline=deadline)
+    async def query(
+        self, commands: Sequence[tuple[str, Command]], *, deadline: Deadline, carries_bytes: bool = False
+    ) -> list[Reply]:
+        node = self._started()
+        run = node.data if carries_bytes else node.control
+        return await run(*(command for _, command in commands), deadline=deadline)
 
     async def transfer(self, name: str, command: Command, *, deadline: Deadline) -> Reply:
         (reply,) = await self._started().data(command, deadline=deadline)

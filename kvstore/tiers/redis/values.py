@@ -9,9 +9,7 @@ from contextlib import asynccontextmanager
 from kvstore.errors import CorruptRecord, UnsupportedFormat
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.names import format_name
-from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
-from kvstore.runtime.background import gather_all
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import PutOutcome
@@ -21,15 +19,13 @@ from kvstore.tiers.redis.reading import (
     Reading,
     is_striped,
     stripe_names,
-    stripe_ranges,
     striped_header,
 )
-from kvstore.tiers.redis.replies import check_replies, check_reply, is_wrong_type
-from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
+from kvstore.tiers.redis.replies import SlotMoves, check_replies, check_reply, is_no_room, is_wrong_type
+from kvstore.tiers.redis.resp import Command, Reply
 from kvstore.tiers.redis.topology import Topology
 
-_ORPHAN_S = 10 * 60  # expiry of stripes until their header is written, in case the writer dies
-
+ORPHAN_S = 10 * 60  # expiry of stripes until their header is written, in case the writer dies
 _READING_BYTES = 2 * PART_BYTES
 """The most bytes that one read has in flight."""
 
@@ -45,6 +41,18 @@ return redis.call('UNLINK', KEYS[1])
 """
 """Removes an empty value, or the header of a striped record that lacks a stripe, whose other stripes expire; unless
 another value has replaced it since we read it, or no stripe is missing any more."""
+
+_REMOVE = """
+local length = redis.pcall('STRLEN', KEYS[1])
+if #KEYS == 1 and ARGV[1] == '' and length == tonumber(ARGV[2]) then return 2 end
+if ARGV[1] ~= '' and redis.pcall('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+local removed = redis.call('UNLINK', KEYS[1])
+for i = 2, #KEYS do redis.call('UNLINK', KEYS[i]) end
+return removed
+"""
+"""Removes a value with its stripes, if it is the one that was seen. Arguments: that value, and the length of a header.
+If the first one is empty, any value is removed but one as long as a header, which may have stripes: then 2 is returned.
+Otherwise returns how many records were removed."""
 
 _QUARANTINE = """
 local kind = redis.call('TYPE', KEYS[1]).ok
@@ -90,13 +98,13 @@ class Values:
             await self._drop(reading.name, reading.striped, stripes, deadline)
 
     async def _read_once(self, reading: Reading, deadline: Deadline) -> None:
-        async with self._granted(_READING_BYTES, deadline):
+        async with self.granted(_READING_BYTES, deadline):
             await self._topology.read(reading, deadline=deadline)
         _check_string(reading.error, reading.name)
 
     async def _is_there(self, name: str, deadline: Deadline) -> bool:
         """Whether there is a value although a read found nothing; only `GET` tells an empty value from no value."""
-        async with self._granted(STRIPE_BYTES, deadline):
+        async with self.granted(STRIPE_BYTES, deadline):
             value = await self._topology.transfer(name, ("GET", name), deadline=deadline)
         _check_string(value, name)
         if isinstance(value, memoryview) and not len(value):
@@ -105,9 +113,9 @@ class Values:
 
     async def store(self, name: str, value: memoryview, *options: str | int, deadline: Deadline) -> PutOutcome:
         """SET a value; `EXISTS` is possible only with the option NX."""
-        async with self._granted(len(value), deadline):
+        async with self.granted(len(value), deadline):
             reply = await self._topology.transfer(name, ("SET", name, value, *options), deadline=deadline)
-        return _put_outcome(reply)
+        return put_outcome(reply)
 
     async def keep(self, name: str, key: RecordKey, *, deadline: Deadline) -> bool:
         """Make an existing record stay, stripes included, in case it was evictable. False: it is not there.
@@ -127,10 +135,10 @@ class Values:
             await self._drop(name, b"", (), deadline)
             return False
         if (header := striped_header(head, key)) is not None:
-            return await self._keep_stripes(name, head, stripe_names(header), deadline)
+            return await self.keep_stripes(name, head, stripe_names(header), deadline)
         return True
 
-    async def _keep_stripes(
+    async def keep_stripes(
         self, name: str, head: bytes | memoryview, stripes: Sequence[str], deadline: Deadline
     ) -> bool:
         """Make all stripes of a record stay. False: one was evicted before; then the header is removed too."""
@@ -145,8 +153,33 @@ class Values:
         return False
 
     async def _drop(self, name: str, seen: bytes | memoryview, stripes: Sequence[str], deadline: Deadline) -> None:
-        drop = ("EVAL", _DROP, 1 + len(stripes), name, *stripes, seen, _ORPHAN_S)
+        drop = ("EVAL", _DROP, 1 + len(stripes), name, *stripes, seen, ORPHAN_S)
         check_replies(await self._topology.query([(name, drop)], deadline=deadline))
+
+    async def remove(self, key: RecordKey, *, deadline: Deadline) -> bool:
+        """Remove a record, or another value of its name, with its stripes. False: it was not there.
+
+        One round trip, two for a striped record. If interrupted, nothing is left that neither expires nor is read.
+        """
+        name = format_name(key)
+        remove = ("EVAL", _REMOVE, 1, name, "", HEADER_BYTES)
+        commands: list[tuple[str, Command]] = [(name, ("GETRANGE", name, 0, HEADER_BYTES - 1)), (name, remove)]
+        head, removed = await self._topology.query(commands, deadline=deadline)
+        check_reply(removed)
+        if removed != 2 or not isinstance(head, memoryview):
+            return removed == 1
+        header = striped_header(head, key)
+        stripes = stripe_names(header) if header is not None else []
+        remove = ("EVAL", _REMOVE, 1 + len(stripes), name, *stripes, head, HEADER_BYTES)
+        try:
+            (removed,) = await self._topology.query([(name, remove)], deadline=deadline)
+        except SlotMoves:  # it refuses commands on several names
+            commands = [(stripe, ("EXPIRE", stripe, ORPHAN_S)) for stripe in stripes]
+            commands += each_alone("UNLINK", [name, *stripes])
+            check_replies(replies := await self._topology.query(commands, deadline=deadline))
+            removed = replies[len(stripes)]
+        check_reply(removed)
+        return removed == 1
 
     async def quarantine(
         self, key: RecordKey, seen: bytes | memoryview | None, *, is_forced: bool, expires_s: int, deadline: Deadline
@@ -190,47 +223,9 @@ class Values:
         check_reply(renamed)
         return target if renamed else None
 
-    async def put_striped(self, record: Record, *, expires_s: int | None = None, deadline: Deadline) -> PutOutcome:
-        """Write the stripes, then the header with NX, then make the stripes stay as long as the header.
-
-        Args:
-            expires_s: Expiry of the record, which makes it evictable from the start; `None`: it stays.
-
-        If interrupted, there is either no header or every stripe; stripes without a header expire. The caller must let
-        a cancelled put run to its end once the header is written.
-        """
-        header, name = record.header, format_name(record.key)
-        (exists,) = await self._topology.query([(name, ("EXISTS", name))], deadline=deadline)
-        check_reply(exists)
-        if exists:
-            return PutOutcome.EXISTS
-        names = stripe_names(header)
-        stores = [
-            self.store(stripe, record.data[start:stop], "EX", _ORPHAN_S, deadline=deadline)
-            for stripe, (start, stop) in zip(names, stripe_ranges(header), strict=True)
-        ]
-        if PutOutcome.FULL in await gather_all(stores):
-            await self._topology.query(each_alone("UNLINK", names), deadline=deadline)
-            return PutOutcome.FULL
-        head = record.data[:HEADER_BYTES]
-        options = ("NX",) if expires_s is None else ("NX", "EX", expires_s)
-        replies = await self._topology.query(
-            [(name, ("SET", name, head, *options)), (name, ("GET", name))], deadline=deadline
-        )
-        outcome = _put_outcome(replies[0])
-        if outcome is PutOutcome.STORED and expires_s is not None:
-            expire = [(stripe, ("EXPIRE", stripe, expires_s)) for stripe in names]
-            check_replies(await self._topology.query(expire, deadline=deadline))
-        elif outcome is PutOutcome.STORED or _same_payload(replies[1], header):
-            # after a lost race against equal bytes, the stripes are the winner's too
-            if not await self._keep_stripes(name, head, names, deadline) and outcome is PutOutcome.STORED:
-                outcome = PutOutcome.FULL  # a server without room has evicted a stripe, which could expire until now
-        else:
-            await self._topology.query(each_alone("UNLINK", names), deadline=deadline)
-        return outcome
-
     @asynccontextmanager
-    async def _granted(self, num_bytes: int, deadline: Deadline) -> AsyncIterator[None]:
+    async def granted(self, num_bytes: int, deadline: Deadline) -> AsyncIterator[None]:
+        """Run a block while it has some bytes in flight."""
         grant = self._in_flight.try_take(num_bytes)
         if grant is None:
             async with deadline.scope("waiting for bytes in flight to Redis (check its load)"):
@@ -262,13 +257,9 @@ def _check_string(reply: Reply, name: str) -> None:
     check_reply(reply)
 
 
-def _same_payload(stored: Reply, header: HeaderV1) -> bool:
-    other = striped_header(stored, header.key)
-    return other is not None and other.payload_checksum == header.payload_checksum
-
-
-def _put_outcome(reply: Reply) -> PutOutcome:
-    if isinstance(reply, ErrorReply) and reply.code == "OOM":
+def put_outcome(reply: Reply) -> PutOutcome:
+    """What a reply to `SET` means."""
+    if is_no_room(reply):
         return PutOutcome.FULL
     check_reply(reply)
     return PutOutcome.EXISTS if reply is None else PutOutcome.STORED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import itertools
 import json
 import math
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks import overhead, plan, quick, repeat_ttft, restart, retention, store
+from benchmarks import overhead, plan, quick, repeat_ttft, restart, retention, store, timeline
 from kvstore.testing.engine import EngineFailed
 from kvstore.testing.program import run_program
 
@@ -77,15 +78,20 @@ def test_redis(capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(output)
     whats = {f"{client}_{verb}" for client in ("redis", "redispy", "service_redis") for verb in ("put", "get")}
     seen = {(row["what"], row["size_bytes"], row["in_flight"]) for row in rows}
-    whats |= {"redis_raw_get", "redis_raw_ranged_get"}
+    whats |= {"redis_raw_put", "redis_raw_get", "redis_raw_ranged_get"}
     assert seen == {(what, size, calls) for what in whats for size in (4096, 5 << 20) for calls in (1, 3)}
     for row in rows:
-        assert set(row) == COLUMNS | ({"raw_get_gb_s", "raw_get_ratio"} if row["what"] == "redis_get" else set())
+        raw = {
+            f"raw_{verb}_{figure}"
+            for verb in ("put", "get")
+            for figure in ("gb_s", "ratio")
+            if row["what"] == f"redis_{verb}"
+        }
+        assert set(row) == COLUMNS | raw
         assert row["gb_s"] > 0 and row["ceiling_gb_s"] > 0 and row["cpu_s_per_gb"] > 0
         # the ceiling has the number of connections that the tier uses: one for each record in flight, at most four
-        if not row["what"].startswith("redispy"):
-            calls = row["in_flight"]
-            assert row["ceiling"] == ("raw loopback TCP" if calls == 1 else f"raw loopback TCP x {calls}")
+        calls = row["in_flight"]
+        assert row["ceiling"] == ("raw loopback TCP" if calls == 1 else f"raw loopback TCP x {calls}")
 
 
 def test_a_section_that_fails_does_not_hide_the_others(
@@ -174,6 +180,52 @@ def test_a_restored_run_that_answers_otherwise_fails_the_benchmark() -> None:
     line, failures = repeat_ttft.report([(repeat_ttft.MODELS["llama-demo"], 8193, figures)], None)
     assert failures == ["llama-demo: a restored run's answer is not that from an engine's own cache"]
     assert rows_of(line)[0]["logprob_difference"] is None
+
+
+MARKS = [
+    timeline.Mark("arrived", 1.0, 1.0, 0),
+    timeline.Mark("hash", 1.001, 1.01, 0),
+    timeline.Mark("lookup", 1.01, 1.02, 0),
+    timeline.Mark("stage", 1.03, 1.13, 100),
+    timeline.Mark("order", 1.14, 1.141, 100),
+    timeline.Mark("locate", 1.141, 1.145, 100),
+    timeline.Mark("decode", 1.15, 1.20, 100),
+    timeline.Mark("decode", 1.15, 1.19, 100),
+    timeline.Mark("scatter", 1.20, 1.22, 100),
+    timeline.Mark("loaded", 1.22, 1.225, 350),
+    timeline.Mark("noticed", 1.23, 1.23, 350),
+    timeline.Mark("forward", 1.24, 1.27, 350),
+    timeline.Mark("decode", 1.28, 1.29, 350),
+    timeline.Mark("forward", 1.30, 1.31, 350),
+]
+
+
+def test_the_parts_of_a_first_token() -> None:
+    """They follow each other, and their sum is the time of the token; what comes later is not theirs."""
+    parts = timeline.parts_of(MARKS, ttft_s=0.3)
+    assert sum(parts[part] for part in timeline.PARTS) == pytest.approx(0.3)
+    assert [round(parts[part] * 1e3) for part in timeline.PARTS] == [10, 10, 10, 100, 10, 5, 80, 5, 10, 30, 30]
+    assert (parts["decode, threads"], parts["scatter, threads"]) == (pytest.approx(0.09), pytest.approx(0.02))
+    assert parts["faults"] == 250
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(timeline.timeline_table("a model", [parts, parts], {"stage": 0.05, "first forward": 0.03}))
+    shown = console.export_text()
+    assert "100.0" in shown and "50.0" in shown and "300.0" in shown and "80.0" in shown
+
+
+def test_a_token_that_was_not_restored_has_no_parts() -> None:
+    """The part that the engine did not come to is named."""
+    with pytest.raises(RuntimeError, match="stage"):
+        timeline.parts_of([mark for mark in MARKS if mark.name in ("arrived", "hash", "lookup", "forward")], 0.3)
+
+
+def test_what_is_marked_exists() -> None:
+    """The functions of the connector that are marked may be renamed; each is wrapped once."""
+    pytest.importorskip("torch")
+    program = "import benchmarks.marks as marks; from connector.prefix_hash import PrefixChain"
+    program += "; PrefixChain(16).extend(range(32)); print([mark[0] for mark in marks.take()], marks.take())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['hash'] []"
 
 
 def test_prompts_leave_one_token_behind_a_block() -> None:
