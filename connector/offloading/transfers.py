@@ -68,6 +68,11 @@ class Transfers:
         self._stores = ThreadPoolExecutor(_STORE_THREADS, thread_name_prefix="kvstore-store")
 
     @property
+    def num_running(self) -> int:
+        """Jobs that were submitted and not yet returned by `finished`."""
+        return len(self._running)
+
+    @property
     def slots_to_store(self) -> int:
         """Slots of the primary tier that are being stored or wait for that."""
         return sum(len(job.keys) for job, _ in self._running.values() if not job.loads)
