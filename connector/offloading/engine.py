@@ -43,15 +43,11 @@ class Group:
         index: As in keys.
         chunk_tokens: Tokens of a chunk.
         chained: A chunk is of use only behind all chunks before it; else alone, or with the few before it.
-        layers: Their names.
-        spec: What a block of them holds, as text.
     """
 
     index: int
     chunk_tokens: int
     chained: bool
-    layers: tuple[str, ...]
-    spec: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +88,10 @@ def read_engine(spec: Any, slot_bytes: int, settings: ConnectorSettings) -> Engi
         raise InvalidRequest("vLLM does not show its configuration to the tier: not made by OffloadingConnector")
     _refuse(config, settings)
     offloaded, blocks = spec.config, spec.config.cache.blocks_per_chunk
+    specs = [cache.kv_cache_groups[group.group_id].kv_cache_spec for group in offloaded.groups]
     groups = tuple(
-        Group(
-            index=group.group_id,
-            chunk_tokens=group.tokens_per_block * blocks,
-            chained=_needs_all(cache.kv_cache_groups[group.group_id].kv_cache_spec),
-            layers=tuple(group.layer_names),
-            spec=repr(cache.kv_cache_groups[group.group_id].kv_cache_spec),
-        )
-        for group in offloaded.groups
+        Group(group.group_id, group.tokens_per_block * blocks, _needs_all(one))
+        for group, one in zip(offloaded.groups, specs, strict=True)
     )
     parallel = asdict(offloaded.parallel)
     layout = {
@@ -112,7 +103,10 @@ def read_engine(spec: Any, slot_bytes: int, settings: ConnectorSettings) -> Engi
         "canonical": offloaded.canonical_layout,
         "replicated": bool(spec.replicated_layout),
         **{name: parallel[name] for name in ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")},
-        "groups": [[group.index, group.spec, list(group.layers)] for group in groups],
+        "groups": [
+            [group.group_id, repr(one), list(group.layer_names)]
+            for group, one in zip(offloaded.groups, specs, strict=True)
+        ],
         "hash": config.cache_config.prefix_caching_hash_algo,
         # what chooses the kernels that write a block
         "attention": plain(asdict(config.attention_config)),

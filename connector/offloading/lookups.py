@@ -14,7 +14,7 @@ from kvstore.runtime.clock import SYSTEM_CLOCK
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
-_NUM_THREADS = 2
+_NUM_THREADS = 4
 _NO_PLACE = 1 << 32
 Key = bytes
 """vLLM's key of a chunk: the hash of all tokens up to its end, and its group's index."""
@@ -69,7 +69,7 @@ class Request:
         engine's own memories, or were reported before.
         """
         if door.layout.chained and keys[0] in self.place:
-            held = self.place[keys[0]] // door.layout.page_tokens - 1
+            held = (self.place[keys[0]] - 1) // door.layout.page_tokens
             door.report(self.id, keys, num_found, reason=reason, held=held)
 
 
@@ -106,7 +106,7 @@ class Lookups:
     def lookup(self, request: Request, key: Key) -> bool | None:
         """Whether a chunk is stored; `None`: poll again. A miss stays one for this request."""
         if self._answers:
-            self._take_answers()
+            self._take_answer()
         verdicts = request.verdicts
         if key not in verdicts:
             verdicts[key], request.asked_s[key] = None, SYSTEM_CLOCK.monotonic_s()
@@ -125,15 +125,12 @@ class Lookups:
 
     def send(self, doors: Doors) -> None:
         """Have the threads ask about all new chunks, at the end of a scheduler's step."""
-        requests, self._unsent = self._unsent, []
-        for request in requests:
-            keys, request.unsent = request.unsent, []
-            for group, indexes in request.by_group(keys).items():
-                of_group = [keys[index] for index in indexes]
-                if group in doors:
-                    self._threads.submit(self._ask, doors[group], request, of_group)
-                else:
-                    self.refuse(request, of_group, "engine_not_cached")
+        if self._unsent:
+            asked = [(request, request.unsent) for request in self._unsent]
+            for request, _ in asked:
+                request.unsent = []
+            self._unsent = []
+            self._threads.submit(self._ask_all, doors, asked)
 
     def forget(self, request_id: str) -> None:
         """Drop what is known of a request that has ended."""
@@ -143,18 +140,29 @@ class Lookups:
         """End the threads, and ask nothing more. Idempotent."""
         self._threads.shutdown(cancel_futures=True)
 
-    def _take_answers(self) -> None:
-        while self._answers:
-            answer = self._answers.popleft()
-            verdicts = answer.request.verdicts
-            for key, found in zip(answer.keys, answer.found, strict=True):
-                if verdicts[key] is None and found:
-                    verdicts[key] = True
-                elif verdicts[key] is None:
-                    self.refuse(answer.request, [key], answer.reason)
+    def _take_answer(self) -> None:
+        """Take one answer, so that no call takes long."""
+        answer = self._answers.popleft()
+        verdicts = answer.request.verdicts
+        for key, found in zip(answer.keys, answer.found, strict=True):
+            if verdicts[key] is None and found:
+                verdicts[key] = True
+            elif verdicts[key] is None:
+                self.refuse(answer.request, [key], answer.reason)
+
+    # on the threads
+
+    def _ask_all(self, doors: Doors, asked: Sequence[tuple[Request, Sequence[Key]]]) -> None:
+        for request, keys in asked:
+            for group, indexes in request.by_group(keys).items():
+                of_group = [keys[index] for index in indexes]
+                if group in doors:
+                    self._threads.submit(self._ask, doors[group], request, of_group)
+                else:
+                    self._answers.append(_Answer(request, of_group, [False] * len(of_group), "engine_not_cached"))
 
     def _ask(self, door: PageDoor, request: Request, keys: Sequence[Key]) -> None:
-        """Ask the store about chunks of one group, on a thread."""
+        """Ask the store about chunks of one group."""
         left_s = request.asked_s[keys[0]] + self._timeout_s - SYSTEM_CLOCK.monotonic_s()
         found, reason = [False] * len(keys), "lookup_timeout"
         try:

@@ -173,7 +173,7 @@ class KVStoreTier(SecondaryTierManager):
     def _submit(self, given: TransferJob, refused: str) -> None:
         """Start a job, or report that it failed: vLLM keeps its slots until it is reported."""
         request, keys = self._lookups.request(given.req_context.req_id), list(given.keys)
-        job = Job(given.job_id, request, keys, [int(slot) for slot in given.chunk_ids], given.is_promotion)
+        job = Job(given.job_id, request, keys, given.chunk_ids.tolist(), given.is_promotion)
         if refused or not self._start(job, given.req_context):
             self._transfers.refuse(job, refused or "failed")
 

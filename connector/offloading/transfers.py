@@ -96,7 +96,7 @@ class Transfers:
     def drain(self) -> None:
         """Return when no job runs or waits: those that have not begun fail, the others end by themselves."""
         for job, future in self._running.values():
-            if future.cancel():
+            if not future.cancelled() and future.cancel():
                 self.refuse(job, "drained")
         wait([future for _, future in self._running.values() if not future.cancelled()])
 
