@@ -16,9 +16,13 @@ from kvstore.client import BlockingStore
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.engine import Answer, EngineFailed, EngineProcess, EngineSpec, Request, seeded_prompt
 from tests.connector.conftest import ask_each
+from tests.connector.support.releases import IS_SUITES_OWN
 from tests.connector.support.service import DirectoryService
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not IS_SUITES_OWN, reason="the tier was tested with vLLM 0.32 alone"),
+]
 
 SCHEDULER = "llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler"
 TIER = f"{SCHEDULER}.manager.secondary_tiers[0]"
