@@ -66,8 +66,8 @@ def _draft_folder(vllm_config: Any) -> str | None:
 
 
 def _model_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    plain = _without_volatile(config)
-    return {str(key): _shortened(plain(value)) for key, value in plain.items() if key not in _TYPES}
+    lasting = _without_volatile(config)
+    return {str(key): _shortened(plain(value)) for key, value in lasting.items() if key not in _TYPES}
 
 
 def _without_volatile(value: Any) -> Any:

@@ -104,7 +104,7 @@ def test_what_is_stored_is_not_stored_again(make: OffloaderMaker, service: Direc
 
 def test_windows_need_their_last_chunks_alone(make: OffloaderMaker) -> None:
     """A model with a window beside full attention: of the window a chunk is found without those before it."""
-    cache = cache_of(full(), window(64))
+    cache = cache_of(full(), window(256))
     chunks, last = chain("a", 8), chain("a", 8, group=1)[-3:]
     writer, reader = make(cache), make(cache)
     stored(writer, [*chunks, *last])
@@ -133,7 +133,7 @@ DIFFERENT: list[tuple[str, dict[str, Any]]] = [
     ("another quantization", {"change": change(model_config__quantization="fp8")}),
     ("another hash", {"change": change(cache_config__prefix_caching_hash_algo="sha256_cbor")}),
     ("another layout of blocks", {"change": change(cache_config__kv_cache_layout="BLHNC")}),
-    ("other heads", {"cache": cache_of(full(num_kv_heads=4, head_size=32))}),
+    ("other heads", {"cache": cache_of(full(num_kv_heads=4, head_size=8))}),
     ("other layers", {"cache": cache_of(full(), layers=5)}),
     ("larger chunks", {"extra": {"blocks_per_chunk": 2}}),
 ]
@@ -259,7 +259,7 @@ def test_a_load_that_fails_in_part_names_what_it_has(make: OffloaderMaker, servi
 
 def test_behind_a_lost_chunk_of_a_window_others_are_loaded(make: OffloaderMaker, service: DirectoryService) -> None:
     """Chunks of a window are of use alone."""
-    cache, keys = cache_of(full(), window(64)), chain("a", 5, group=1)
+    cache, keys = cache_of(full(), window(256)), chain("a", 5, group=1)
     stored(make(cache), keys)
     reader = make(cache)
     context = reader.begin("r", keys=keys)
@@ -461,8 +461,8 @@ def test_misses_are_explained_by_key(make: OffloaderMaker, service: DirectorySer
     restored(reader, [*keys, *chain("b", 2)], "a-part")
     first, whole, part = (explained(service, name) for name in ("first", "all-of-it", "a-part"))
     assert first["result"] == "miss" and first["detail"]["page_key"] == keys[0].hex()
-    assert (whole["result"], whole["resume_tokens"]) == ("hit", 96)
-    assert (part["result"], part["resume_tokens"], part["stopped_at_tokens"]) == ("part", 96, 112)
+    assert (whole["result"], whole["resume_tokens"]) == ("hit", 768)
+    assert (part["result"], part["resume_tokens"], part["stopped_at_tokens"]) == ("part", 768, 896)
     assert part["detail"]["page_key"] == chain("b", 2)[0].hex()
     assert first["reason"] in ("never_stored", "stored_since") and part["reason"] == "never_stored"
 

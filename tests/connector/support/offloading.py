@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from connector.offloading import KVStoreTier
 
-BLOCK_TOKENS = 16
+BLOCK_TOKENS = 128
 WEIGHTS = "weights of the test"
 Key = bytes
 
@@ -41,13 +41,13 @@ def engine_config(checkpoint: Path, **arguments: Any) -> VllmConfig:
 
 
 def full(**changes: Any) -> FullAttentionSpec:
-    values = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    values = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 16, "dtype": torch.bfloat16}
     return FullAttentionSpec(**{**values, **changes})
 
 
 def window(tokens: int) -> SlidingWindowSpec:
     return SlidingWindowSpec(
-        block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=tokens
+        block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=16, dtype=torch.bfloat16, sliding_window=tokens
     )
 
 
