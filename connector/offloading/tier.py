@@ -248,6 +248,7 @@ class KVStoreTier(SecondaryTierManager):
     def shutdown(self) -> None:
         """End jobs, threads and connections. Idempotent."""
         self._closing.set()
+        self.refusal, self._doors = "it was shut down", {}
         self._lookups.close()
         self._transfers.close()
         self._store.close()

@@ -230,7 +230,7 @@ def test_a_frozen_redis_costs_misses(config: Any, tmp_path: Path, tell: Callable
     with redis_server() as redis:
         flags = {"hot": redis.url, "cold": "memory:", "memory_bytes": "256MiB"}
         with Service(tmp_path, flags) as service, offloading(config, service.url) as make:
-            engine = make(slots=256)
+            engine = make(slots=256, lookup_timeout_ms=100)
             store_all(engine, keys)
             service.settle()
             service.kill()

@@ -194,7 +194,13 @@ class OffloaderMaker:
         config = copy.copy(self._config)
         for part in ("cache_config", "model_config"):
             setattr(config, part, copy.copy(getattr(config, part)))
-        entry = {"type": "KVStoreTier", "module_path": "connector.offloading", "url": self._url, "weights_id": WEIGHTS}
+        entry: dict[str, Any] = {
+            "type": "KVStoreTier",
+            "module_path": "connector.offloading",
+            "url": self._url,
+            "weights_id": WEIGHTS,
+        }
+        entry["lookup_timeout_ms"] = 20_000  # a busy machine is no miss
         row_bytes = sum(group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in cache.kv_cache_groups)
         blocks = int((extra or {}).get("blocks_per_chunk", 1))
         config.kv_transfer_config = KVTransferConfig(
