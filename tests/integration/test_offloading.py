@@ -104,7 +104,7 @@ def test_what_is_stored_is_not_stored_again(make: OffloaderMaker, service: Direc
 def records_of(service: DirectoryService) -> dict[Path, int]:
     """When each stored record was written."""
     files = {path: path.stat() for path in service.records.rglob("*") if path.is_file()}
-    return {path: stat.st_mtime_ns for path, stat in files.items() if stat.st_size > 60_000}
+    return {path: stat.st_mtime_ns for path, stat in files.items() if stat.st_size > 65_536}
 
 
 def test_windows_need_their_last_chunks_alone(make: OffloaderMaker) -> None:

@@ -160,6 +160,7 @@ def test_no_damaged_chunk_is_loaded(config: Any, place: Place, num_damaged: int,
             damage_chunks(engine, place, sorted(victims), keys, choose)
             place.service.start()
             engine.manager.reset_cache()
+            wait_reachable(engine)
             for number, prompt in enumerate(prompts):
                 loaded = load_chunks(engine, f"r{number}", prompt)
                 assert not victims.intersection(loaded)
@@ -171,7 +172,23 @@ def test_no_damaged_chunk_is_loaded(config: Any, place: Place, num_damaged: int,
     tell(f"{type(place).__name__}: {num_changed:,} damaged chunks, 0 loaded; {num_loaded:,} good ones loaded")
 
 
+def wait_reachable(engine: Offloader, seconds: float = 60.0) -> None:
+    """Return when the engine's lookups reach the service again."""
+    ends_s, number = time.monotonic() + seconds, 0
+    while True:
+        number += 1
+        key = chain(f"probe {number} {ends_s}", 1, group=1)
+        engine.find(engine.begin(f"probe {number}", keys=key), key)
+        engine.end(f"probe {number}")
+        stats = engine.tier.get_stats()
+        if stats is not None and any("nothing_stored" in name for name in stats.reduce()):
+            return
+        assert time.monotonic() < ends_s, "the service does not come back"
+        time.sleep(0.05)
+
+
 def store_chunks(engine: Offloader, keys: list[bytes]) -> None:
+    engine.results.clear()
     for start in range(0, len(keys), 32):
         part = keys[start : start + 32]
         context = engine.begin(f"w{start}", keys=part)
@@ -180,7 +197,6 @@ def store_chunks(engine: Offloader, keys: list[bytes]) -> None:
         engine.settle()
         engine.end(f"w{start}")
     assert all(result.success for result in engine.results)
-    engine.results.clear()
 
 
 def damage_chunks(
