@@ -62,7 +62,7 @@ class _Tier:
         self.memory = made
         self._store = BlockingStore(url)
         self._threads = CodecPool(num_threads=4, limit_bytes=256 * _MIB)
-        self._transfers = Transfers(memoryview(made), _WAIT_S)
+        self._transfers = Transfers(made.data, _WAIT_S)
         described = describe_pages({"benchmark": chunk_bytes}, page_tokens=_CHUNK_TOKENS)
         self._doors = {0: PageDoor(self._store, described, timeout_s=_WAIT_S, pool=self._threads)}
         self._doors[0].open()

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import vllm
@@ -164,12 +165,12 @@ def _find_in_callers(kind: type[Found], spec: Any) -> Found | None:
     vLLM passes a tier a summary that lacks the weights' revision, types, quantization and overrides. The scheduler side
     of its connector, which makes the tier, has the whole configuration.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         values: Sequence[Any] = list(frame.f_locals.values())
         if any(value is spec for value in values):
             found = [value for value in values if isinstance(value, kind)]
             if found:
                 return found[0]
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None

@@ -98,10 +98,12 @@ class KVStoreTier(SecondaryTierManager):
         self._threads = CodecPool(num_threads=_CODEC_THREADS, limit_bytes=_CODEC_BYTES)
         self._lookups = Lookups(read.lookup_timeout_ms / 1000, lambda reason: self._misses.update((reason,)))
         self._transfers = Transfers(primary_kv_view, read.max_wait_ms / 1000)
+        engine: Engine | None = None
         try:
-            engine = read_engine(offloading_spec, self.block_size_bytes, read) if read.mode != "off" else None
+            if read.mode != "off":
+                engine = read_engine(offloading_spec, self.block_size_bytes, read)
         except Exception as error:  # noqa: BLE001 - of a vLLM that has changed: its engine runs without the store
-            engine = self._refuse(error)
+            self._refuse(error)
         threading.Thread(target=self._identify, args=(engine,), name="kvstore-weights", daemon=True).start()
 
     def _connect(self) -> BlockingStore:

@@ -140,18 +140,21 @@ class Transfers:
         return loaded
 
     def _load_group(self, job: Job, door: PageDoor, indexes: Sequence[int], ends_s: float) -> list[Key]:
-        """Load chunks of one group. In a chain what is behind a lost one is of no use; elsewhere it may be."""
-        keys, loaded, at = [job.keys[index] for index in indexes], list[Key](), 0
+        """Load chunks of one group. In a chain what is behind a lost one is of no use; elsewhere each is tried."""
+        keys, loaded, at, step = [job.keys[index] for index in indexes], list[Key](), 0, len(indexes)
         while at < len(keys) and SYSTEM_CLOCK.monotonic_s() < ends_s:
+            part = keys[at : at + step]
             try:
-                num_read = door.read_into(keys[at:], self._pages(job, indexes[at:]))
+                num_read = door.read_into(part, self._pages(job, indexes[at : at + step]))
             except Unavailable as error:
                 _log.debug("kvstore: job %d: %s", job.id, error)
                 break
-            loaded += keys[at : at + num_read]
-            at += num_read + 1
-            if at <= len(keys) and door.layout.chained:
-                break
+            loaded += part[:num_read]
+            at += num_read
+            if num_read < len(part):
+                if door.layout.chained:
+                    break
+                at, step = at + 1, 1
         if len(loaded) < len(keys):
             job.request.report(door, keys, len(loaded), "load_failed")
         return loaded

@@ -146,10 +146,11 @@ def test_no_damaged_chunk_is_loaded(config: Any, place: Place, num_damaged: int,
     print(f"seed={seed}")
     choose, num_changed, num_loaded = random.Random(seed), 0, 0
     cache = cache_of(full(num_kv_heads=1, head_size=16), window(1 << 20), layers=1)
-    prompts_at_once = 4 if num_damaged < 1000 else 50
+    prompts_at_once = 4 if num_damaged < 1000 else 200
     with offloading(config, place.service.url) as make:
         place.service.start()
-        engine = make(cache, slots=_PROMPT_CHUNKS * (prompts_at_once + 1))
+        patient = {"stall_timeout_ms": 10_000, "max_wait_ms": 60_000}  # a busy machine loses no chunk
+        engine = make(cache, slots=_PROMPT_CHUNKS * (prompts_at_once + 1), **patient)
         while num_changed < num_damaged:
             prompts = [chain(f"{seed} {num_changed} {n}", _PROMPT_CHUNKS, group=1) for n in range(prompts_at_once)]
             keys = [key for prompt in prompts for key in prompt]
@@ -246,7 +247,7 @@ def test_a_frozen_redis_costs_misses(config: Any, tmp_path: Path, tell: Callable
     with redis_server() as redis:
         flags = {"hot": redis.url, "cold": "memory:", "memory_bytes": "256MiB"}
         with Service(tmp_path, flags) as service, offloading(config, service.url) as make:
-            engine = make(slots=256, lookup_timeout_ms=100)
+            engine = make(slots=256, lookup_timeout_ms=80)
             store_all(engine, keys)
             service.settle()
             service.kill()
@@ -269,7 +270,7 @@ def test_a_frozen_redis_costs_misses(config: Any, tmp_path: Path, tell: Callable
             used_s = max(used for _, used, _ in engine.calls)
             redis.thaw()
             tell(f"frozen Redis: misses after {max(waited_s) * 1e3:.0f} ms at most, {used_s * 1e3:.2f} ms of a call")
-            assert max(waited_s) < 0.13 and used_s < 0.001
+            assert max(waited_s) < 0.2 and used_s < 0.001
             assert ready_again(engine, keys)
 
 
