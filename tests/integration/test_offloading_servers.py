@@ -304,7 +304,7 @@ def ready_again(engine: Offloader, keys: list[bytes]) -> bool:
 # all doors on one Redis
 
 
-MAXIMUM_BYTES, BUDGET_BYTES = 4 << 20, 16 << 20
+MAXIMUM_BYTES, BUDGET_BYTES = 1 << 20, 4 << 20
 
 
 class Node:
@@ -399,6 +399,7 @@ def test_all_doors_use_one_redis(config: Any, tmp_path: Path, seconds: float, te
                 report = node.command("verify", tier, "--by-service", "--rate", "1GiB")
                 assert not report["bad"] and report["num_records"] > 0, report
     assert all(done[f"{door} read"] > 0 for door in DOORS), done
+    assert done["offloading written"] * 64 * 1024 > MAXIMUM_BYTES, "too little was written to evict anything"
     tell(f"three doors, {seconds:.0f} s: {dict(done)}")
 
 
