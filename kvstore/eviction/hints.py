@@ -9,9 +9,11 @@ from typing import ClassVar
 
 from kvstore.eviction.policies import FreeNodes, Policy
 from kvstore.eviction.prefixes import NORMAL, Node
+from kvstore.model.prompt_hint import Wishes
 
 RELEASED, RETAINED = 0, 100
 """The lowest and the highest priority."""
+_DAY_S = 86_400.0
 SAME_USE_S = 5.0
 """Uses of a boundary and of its parent that differ by no more are of one prompt: they are reported one by one."""
 
@@ -28,6 +30,16 @@ class Hint:
 
     priority: int
     for_s: float
+
+    @classmethod
+    def of(cls, wishes: Wishes) -> Hint | None:
+        """The hint in a client's wishes; `None`: there is none."""
+        if wishes.release:
+            return cls(RELEASED, _DAY_S)
+        if not wishes.orders:
+            return None
+        is_plain = wishes.priority == NORMAL
+        return cls(RETAINED if is_plain else wishes.priority, wishes.retain_s or _DAY_S)
 
 
 class Hinted(Policy):

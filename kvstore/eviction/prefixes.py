@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from kvstore.model.prompt_hint import NORMAL_PRIORITY
+
 Key = bytes | int
 """Names a boundary: its prefix hash in the store (alone, or with its namespace in front), a number in a trace."""
 
-NORMAL = 35
+NORMAL = NORMAL_PRIORITY
 """The priority of a boundary without a hint, from 0 to 100."""
 
 _GOLDEN = 0x9E3779B97F4A7C15

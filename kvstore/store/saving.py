@@ -42,6 +42,7 @@ class Saver:
         check_open: Raises `Closed` when the store is closed.
         admission: Which saves that wait for memory alone the cold tier gets; `None`: all.
         absent: Records that are saved are removed from it.
+        follows: Whether the hints of a namespace's tenant are followed now.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class Saver:
         check_open: Callable[[], None],
         admission: ColdAdmission | None,
         absent: AbsentKeys,
+        follows: Callable[[NamespaceId], bool] = lambda _: False,
     ) -> None:
+        self._follows = follows
         self._memory = context.memory
         self._hot = context.hot
         self._cold = context.cold
@@ -119,15 +122,18 @@ class Saver:
         outcome = self._memory.insert(record)
         if outcome is PutOutcome.STORED:
             self._absent.remove(record.key)
-            if retention is not Retention.SHORT:
-                self._queue_for_others(record, awaited)
+            if retention in (Retention.RELEASED, Retention.RETAINED) and not self._follows(record.key.namespace):
+                retention = Retention.NORMAL
+            if retention not in (Retention.SHORT, Retention.RELEASED):
+                self._queue_for_others(record, awaited, is_wanted=retention is Retention.RETAINED)
         return _OUTCOMES[outcome]
 
-    def _queue_for_others(self, record: Record, awaited: Tier | None) -> None:
+    def _queue_for_others(self, record: Record, awaited: Tier | None, *, is_wanted: bool) -> None:
         """Queue a record for the tiers that no caller waits for; if the cold one does not get it, the hot may evict
-        it.
+        it. One that is wanted, the cold one gets whatever the rule.
         """
-        is_declined = awaited is None and self._admission is not None and not self._admission.takes(record)
+        may_decline = awaited is None and self._admission is not None and not is_wanted
+        is_declined = may_decline and self._admission is not None and not self._admission.takes(record)
         for tier, queue in self._queues:
             if tier is not awaited and not (is_declined and tier is self._cold):
                 queue.offer(record, is_evictable=is_declined)

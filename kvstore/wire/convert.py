@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any, TypeGuard
 
@@ -22,6 +22,7 @@ from kvstore.model.keys import LINK_TOKENS, NAMESPACE_BYTES, PREFIX_BYTES, Bound
 from kvstore.model.layout import MAX_GROUPS, MAX_PREFIX_TOKENS, Layout
 from kvstore.model.outcome import CONTENT_BYTES
 from kvstore.model.page_blocks import BlockGroup, PageBlocks
+from kvstore.model.prompt_hint import EndedPrompt, read_wishes
 from kvstore.runtime.arena import Place
 from kvstore.wire import messages
 
@@ -123,6 +124,44 @@ def _is_group(said: object) -> bool:
     if not isinstance(said, list) or len(said) != 3 or not isinstance(said[1], str):
         return False
     return all(isinstance(said[at], int) and 0 <= said[at] < 1 << 31 for at in (0, 2))
+
+
+def ended_message(prompt: EndedPrompt) -> messages.PromptEnded:
+    """A prompt that has ended as a message."""
+    return messages.PromptEnded(
+        request=prompt.request[:_TEXT_MAX],
+        namespace=prompt.namespace,
+        tokens=_pack("I", [boundary.tokens for boundary in prompt.boundaries], "tokens"),
+        prefixes=b"".join(boundary.prefix for boundary in prompt.boundaries),
+        step_tokens=prompt.step_tokens,
+        prompt_tokens=prompt.prompt_tokens,
+        wishes=prompt.wishes.said,
+    )
+
+
+def parse_ended(message: messages.PromptEnded) -> EndedPrompt:
+    """A prompt that has ended, from a message; texts as in `parse_outcome`.
+
+    Raises:
+        InvalidRequest: The lengths of the fields do not match, the boundaries do not ascend, or a wish is out of range.
+    """
+    tokens = _unpack("I", message.tokens, "prompt_ended.tokens")
+    prefixes = _prefixes(message.prefixes, len(tokens), "prompt_ended.prefixes")
+    namespace = parse_namespace(message.namespace, "prompt_ended.namespace")
+    boundaries = tuple(Boundary(*pair) for pair in zip(tokens, prefixes, strict=True))
+    PrefixQuery(namespace, boundaries, 0, 0, message.step_tokens)  # checks the boundaries
+    wishes, complaints = read_wishes(message.wishes)
+    if complaints:
+        name, text = complaints[0]
+        raise InvalidRequest(text, field=f"prompt_ended.wishes.{name}")
+    return EndedPrompt(
+        request=plain_text(message.request),
+        namespace=namespace,
+        boundaries=boundaries,
+        step_tokens=message.step_tokens,
+        prompt_tokens=min(message.prompt_tokens, MAX_PREFIX_TOKENS),
+        wishes=replace(wishes, session=plain_text(wishes.session)),
+    )
 
 
 def query_fields(query: PrefixQuery) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def test_hints_are_compared_with_auto_without_them(capsys: pytest.CaptureFixture
     """
     rows = simulate(capsys, "--budget-blocks", "10%", "--policy", "auto", "--hints", "none,trace,random")["rows"]
     assert [(row["hints"], row["budget_blocks"]) for row in rows] == [
-        (hints, 2201) for hints in ("none", "trace", "random")
+        (hints, 2151) for hints in ("none", "trace", "random")
     ]
     plain, told, random_ones = rows
     assert plain["times_auto"] == 1.0 and plain["num_hints"] == 0

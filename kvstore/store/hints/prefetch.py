@@ -1,0 +1,185 @@
+"""Prefetch: copies prompts to memory for a request that is expected, within bounds, and counts what is used of them."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
+
+from kvstore.api import PrefixQuery
+from kvstore.errors import Closed, KVStoreError
+from kvstore.model.keys import RecordKey
+from kvstore.model.layout import Layout
+from kvstore.runtime.budget import Shares
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.turns import LongWork
+from kvstore.store.context import StoreContext
+from kvstore.store.placement import UNKNOWN_BYTES, Presence, affordable_resume
+from kvstore.store.staging import Promotion
+from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES
+
+UNUSED_SHARE = 1 / 8
+"""Of the node's memory, what prefetched records that no request has used may take, of all tenants together."""
+_UNUSED_S = 600.0
+"""A prefetched record that was not used for so long counts as wasted, and no longer against its tenant."""
+_RUNS_MAX, _WAITING_MAX = 2, 16
+"""Prefetches at a time, so that those that requests wait for have the tiers; and those that wait, of each tenant."""
+_RUN_S = 60.0
+
+Find = Callable[[PrefixQuery, Layout, Deadline], Awaitable[Presence]]
+
+
+@dataclass(slots=True)
+class _Unused:
+    tenant: str
+    num_bytes: int
+    at_s: float
+
+
+class Prefetcher:
+    """Stages prompts without a lease, a few at a time. All methods belong to the store's event loop.
+
+    Tenants share what may lie unused. What does not fit shortens the prefix that is fetched; nothing is evicted beyond
+    that for it.
+
+    Args:
+        find: Finds where a query's records are.
+        promotion: Fetches them.
+        work: Runs what takes long for a long prompt.
+    """
+
+    def __init__(self, context: StoreContext, find: Find, promotion: Promotion, work: LongWork) -> None:
+        self._memory = context.memory
+        self._meters = context.meters
+        self._clock = context.clock
+        self._background = context.background
+        self._find = find
+        self._promotion = promotion
+        self._work = work
+        self._room = Shares(int(context.memory.limit_bytes * UNUSED_SHARE))
+        self._unused: OrderedDict[RecordKey, _Unused] = OrderedDict()  # fetched first, first
+        self._waiting: OrderedDict[str, list[tuple[PrefixQuery, Layout, Callable[[str], None]]]] = OrderedDict()
+        self._num_running: Counter[str] = Counter()
+
+    def request(self, query: PrefixQuery, layout: Layout, tenant: str, said: Callable[[str], None]) -> bool:
+        """Have a prompt fetched soon. Never waits. False: the tenant has too many that wait.
+
+        Args:
+            said: Called with what became of it, in words.
+        """
+        waiting = self._waiting.setdefault(tenant, [])
+        if len(waiting) >= _WAITING_MAX:
+            self._meters.add("prefetches", outcome="refused")
+            return False
+        waiting.append((query, layout, said))
+        self._start_some()
+        return True
+
+    def used(self, keys: Iterable[RecordKey]) -> None:
+        """Note that a request reads records."""
+        for key in keys if self._unused else ():
+            if (one := self._unused.pop(key, None)) is not None:
+                self._room.give_back(one.tenant, one.num_bytes)
+                self._meters.add("prefetched_bytes", one.num_bytes, outcome="used")
+
+    def changed(self, key: RecordKey) -> None:
+        """A record was stored in memory, or has left it."""
+        if key in self._unused and key not in self._memory:
+            self._waste(key)
+
+    def _waste(self, key: RecordKey) -> None:
+        one = self._unused.pop(key)
+        self._room.give_back(one.tenant, one.num_bytes)
+        self._meters.add("prefetched_bytes", one.num_bytes, outcome="wasted")
+
+    def _start_some(self) -> None:
+        while self._num_running.total() < _RUNS_MAX and (tenant := self._next_tenant()) is not None:
+            query, layout, said = self._waiting[tenant].pop(0)
+            if not self._waiting[tenant]:
+                del self._waiting[tenant]
+            else:
+                self._waiting.move_to_end(tenant)
+            self._num_running[tenant] += 1
+            try:
+                self._background.spawn(self._run(query, layout, tenant, said), "prefetch", is_shared=True)
+            except Closed:
+                return
+
+    def _next_tenant(self) -> str | None:
+        """Whose turn it is: of the tenants that wait, one with the fewest running, the others' order kept."""
+        return min(self._waiting, key=lambda tenant: self._num_running[tenant], default=None)
+
+    async def _run(self, query: PrefixQuery, layout: Layout, tenant: str, said: Callable[[str], None]) -> None:
+        try:
+            started_s = self._clock.monotonic_s()
+            outcome, num_bytes, tokens = await self._fetch(query, layout, tenant)
+            took_s = self._clock.monotonic_s() - started_s
+            self._meters.add("prefetches", outcome=outcome)
+            said(f"{outcome}: {num_bytes} bytes up to token {tokens} in {took_s:.3f} s")
+        except KVStoreError as error:
+            self._meters.add("prefetches", outcome="failed")
+            said(f"failed: {error.sentence()}")
+        finally:
+            self._num_running[tenant] -= 1
+            self._num_running = +self._num_running  # without those at zero
+            self._start_some()
+
+    async def _fetch(self, query: PrefixQuery, layout: Layout, tenant: str) -> tuple[str, int, int]:
+        """Fetch what memory lacks; returns the outcome, the bytes fetched, and up to which token memory has all."""
+        deadline = Deadline.after(_RUN_S, self._clock)
+        self._expire()
+        presence = await self._find(query, layout, deadline)
+        resume_tokens = presence.resume_tokens()
+        cap_tokens = await self._work.run(presence.num_cells, self._affordable, presence, tenant)
+        if cap_tokens < resume_tokens:
+            presence = replace(presence, query=replace(query, cap_tokens=cap_tokens))
+        holding = await self._promotion.stage(presence, deadline)
+        try:
+            held = {
+                RecordKey(query.namespace, query.boundaries[index].prefix, group, slice_)
+                for (index, group), bits in presence.memory.items()
+                for slice_ in range(bits.bit_length())
+                if bits >> slice_ & 1
+            }
+            num_bytes = self._note(holding.pins.keys() - held, tenant)
+        finally:
+            self._promotion.drop(holding)
+        if holding.resume_tokens <= query.local_tokens:
+            return ("no_room" if resume_tokens else "nothing_stored"), num_bytes, 0
+        outcome = "fetched" if holding.resume_tokens >= resume_tokens else "part"
+        return outcome if num_bytes else "in_memory", num_bytes, holding.resume_tokens
+
+    def _affordable(self, presence: Presence, tenant: str) -> int:
+        """Up to which token the records that memory lacks fit what the tenant may have unused."""
+        group_bytes = [
+            group.num_slices * (presence.mean_bytes(index, UNKNOWN_BYTES) + RECORD_OVERHEAD_BYTES)
+            for index, group in enumerate(presence.layout.groups)
+        ]
+        bits = presence.groups_present()
+        held_bytes = sum(
+            bits_of.bit_count() * (presence.mean_bytes(group, UNKNOWN_BYTES) + RECORD_OVERHEAD_BYTES)
+            for (_, group), bits_of in presence.memory.items()
+        )
+        budget_bytes = self._room.left_for(tenant) + held_bytes
+        return affordable_resume(
+            presence.layout, presence.query, bits, group_bytes=group_bytes, budget_bytes=budget_bytes
+        )
+
+    def _note(self, keys: Iterable[RecordKey], tenant: str) -> int:
+        """Count records as prefetched; returns their bytes."""
+        total, now_s = 0, self._clock.monotonic_s()
+        for key in keys:
+            record = self._memory.peek(key)
+            if record is None or key in self._unused:
+                continue
+            num_bytes = record.num_bytes
+            total += num_bytes
+            self._room.take(tenant, num_bytes)
+            self._unused[key] = _Unused(tenant, num_bytes, now_s)
+        self._meters.add("prefetched_bytes", total, outcome="fetched")
+        return total
+
+    def _expire(self) -> None:
+        before_s = self._clock.monotonic_s() - _UNUSED_S
+        while self._unused and (first := next(iter(self._unused.items())))[1].at_s < before_s:
+            self._waste(first[0])
