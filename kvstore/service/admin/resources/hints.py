@@ -76,9 +76,11 @@ class HintedPrompt(NamedPrompt):
     priority: Annotated[int, Field(strict=True, ge=0, le=PRIORITY_MAX)] = Field(
         default=NORMAL_PRIORITY, description="of its tenant's pages the lowest are evicted first"
     )
-    release: bool = Field(default=False, description="it will not be continued: evict its own pages first")
-    prefetch: bool = Field(default=False, description="copy its pages to this node's memory")
-    demote: bool = Field(default=False, description="drop from memory and the hot tier what a slower tier has")
+    release: bool = Field(default=False, strict=True, description="it will not be continued: evict its own pages first")
+    prefetch: bool = Field(default=False, strict=True, description="copy its pages to this node's memory")
+    demote: bool = Field(
+        default=False, strict=True, description="drop from memory and the hot tier what a slower tier has"
+    )
 
 
 class TakenHint(BaseModel):
@@ -141,9 +143,9 @@ async def _read(request: Request, model: type[M]) -> tuple[M, Sequence[int] | No
     named_by = {"request": named.request, "session": named.session, "token_ids": token_ids}
     given = [name for name, value in named_by.items() if value is not None]
     if len(given) != 1:
-        raise InvalidRequest(
-            "name the prompt once", field="body", expected="request, session or token_ids", seen=", ".join(given)
-        )
+        expected = "one of request, session, and token_ids with model"
+        seen = ", ".join(given) or "none"
+        raise Refused(422, "name the prompt once", field="body", expected=expected, seen=seen)
     if (token_ids is None) != (named.model is None):
         raise InvalidRequest("model and token_ids go together", field="body.model")
     return named, token_ids
