@@ -156,6 +156,7 @@ class TieredStore(PageStore):
             choice=self._choice,
             catalog=catalog,
         )
+        self._explainer.hints_of = self.hints.explain
         self._closed = False
 
     @property
@@ -409,9 +410,7 @@ class TieredStore(PageStore):
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
         self._check_open()
-        explained = await self._explainer.explain(request, tenant, _leave_time(deadline))
-        hints = self.hints.explain(request, tenant) if request else {}
-        return {**explained, "hints": hints} if hints else explained
+        return await self._explainer.explain(request, tenant, _leave_time(deadline))
 
     async def status(self, *, deadline: Deadline, tenant: str = "") -> Mapping[str, object]:
         self._check_open()

@@ -108,7 +108,7 @@ class RedisTextStore(TextStore):
 
 
 class RedisMarkBook(MarkBook):
-    """A hash per namespace, `c1h/<namespace>`, from prefix to mark. It ends a week after the last mark.
+    """A hash per namespace, `c1/hints/<namespace>`, from prefix to mark. It ends a week after the last mark.
 
     Args:
         client: A `redis.asyncio.Redis` or `RedisCluster` that replies in `bytes`; the caller closes it.
@@ -135,4 +135,4 @@ class RedisMarkBook(MarkBook):
 
 
 def _marks(namespace: NamespaceId) -> str:
-    return f"c1h/{namespace.hex()}"
+    return f"c1/hints/{namespace.hex()}"

@@ -11,7 +11,7 @@ from typing import Any
 from kvstore.api import PrefixQuery
 from kvstore.catalog.base import Catalog
 from kvstore.catalog.entry import HITS_AT
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import KVStoreError
 from kvstore.eviction.hints import RELEASED, Hint
 from kvstore.model.keys import Boundary, NamespaceId, RecordKey
 from kvstore.model.layout import Layout
@@ -102,16 +102,14 @@ class Hints:
         self._count(wishes, "taken")
         return not wishes.prefetch or self._prefetch(told, layout)
 
-    def explain(self, request: str, tenant: str | None) -> Mapping[str, object]:
+    def explain(self, tenant: str, request: str) -> Mapping[str, object]:
         """What hints were given for a request's prompt, and what became of each."""
-        try:
-            told = self.prompts.of_request(request, tenant)
-        except InvalidRequest:
+        told = self.prompts.get(tenant, request)
+        if told is None:
             return {}
-        prompt = told.prompt
-        said: dict[str, object] = {**prompt.wishes.said, **told.hints}
+        said: dict[str, object] = {**told.prompt.wishes.said, **told.hints}
         if "eviction" in told.hints and self._choice is not None:
-            followed = "followed" if self._choice.follows(prompt.tenant) else "not followed now: no gain is seen"
+            followed = "followed" if self._choice.follows(tenant) else "not followed now: no gain is seen"
             said["eviction"] = f"{told.hints['eviction']}; the tenant's hints are {followed}"
         return said
 

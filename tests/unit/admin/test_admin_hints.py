@@ -89,10 +89,10 @@ async def test_hints_after_the_request(tmp_path: Path) -> None:
         assert answer.status_code == 202
         (taken,) = answer.json()["prompts"]
         assert taken["hints"]["eviction"] == "released up to token 336"
-        told = made.store.hints.explain("r-1", "")
+        told = made.store.hints.explain("", "r-1")
         assert told["retain_s"] == 60.0 and "not followed now" in str(told["eviction"])
         async with asyncio.timeout(30):
-            while "demote" not in made.store.hints.explain("r-1", ""):
+            while "demote" not in made.store.hints.explain("", "r-1"):
                 await asyncio.sleep(0.01)
 
 

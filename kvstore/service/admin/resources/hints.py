@@ -79,7 +79,7 @@ class HintedPrompt(NamedPrompt):
     release: bool = Field(default=False, strict=True, description="it will not be continued: evict its own pages first")
     prefetch: bool = Field(default=False, strict=True, description="copy its pages to this node's memory")
     demote: bool = Field(
-        default=False, strict=True, description="drop from memory and the hot tier what a slower tier has"
+        default=False, strict=True, description="drop from memory and the hot tier what slower tiers have"
     )
 
 
