@@ -136,7 +136,8 @@ class Retention(Enum):
     SHORT = "short"
     """Written to no slower tier except one that the save waits for; dropped when this node's memory is full."""
     RELEASED = "released"
-    """Its client says that the prompt will not be used again: short, while the hints of the tenant are followed."""
+    """Its client says that the prompt will not be used again: while the tenant's hints are followed, the cold tier gets
+    it only once it is looked up again."""
     RETAINED = "retained"
     """Its client says that the prompt will be used again: admitted to the cold tier, while they are followed."""
 

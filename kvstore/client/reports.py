@@ -126,7 +126,7 @@ class Reports:
                 if welcome.blocks:
                     connection.post(convert.blocks_message(report))
             elif isinstance(report, EndedPrompt):
-                if welcome.hints:
+                if welcome.hints and len(report.boundaries) <= convert.ENDED_MAX:
                     connection.post(convert.ended_message(report))
             # an older service takes a loss for the outcome of the request itself
             elif welcome.explains and (welcome.losses or not report.is_loss):

@@ -97,9 +97,10 @@ class HintTrial:
             found.append(tokens[held - 1] if held else 0)
             holdings.use(path[:held], now)
             save_prompt(holdings, path, tokens, sizes, now=now, owner=owner)
-        hits, gained = self._scores.pop(owner, (0.0, 0.0))
+        hits, gained = self._scores.get(owner, (0.0, 0.0))
         kept = 1 - 1 / _MEMORY_PROMPTS
         self._scores[owner] = hits * kept + found[0], gained * kept + found[1] - found[0]
+        self._scores.move_to_end(owner)
         if len(self._scores) > _OWNERS_MAX:
             self._scores.popitem(last=False)
 

@@ -100,12 +100,15 @@ class Saver:
         grant = self._in_flight.try_take(record.num_bytes)
         if grant is None:
             return SaveOutcome.BUSY
+        if retention in (Retention.RELEASED, Retention.RETAINED) and not self._follows(record.key.namespace):
+            retention = Retention.NORMAL
         try:
             async with deadline.scope("verifying a record"):
                 await verify_record(record)
             self._check_open()
             outcome = self.keep(record, awaited, retention)
-            if awaited is not None and self._admission is not None:
+            is_wanted = awaited is not None or retention is Retention.RETAINED
+            if is_wanted and self._admission is not None:
                 self._copy_start(record, layout, self._admission)
             if awaited is not None and outcome is not SaveOutcome.FULL:
                 outcome = await self._write_through(record, awaited, retention, deadline)
@@ -122,18 +125,22 @@ class Saver:
         outcome = self._memory.insert(record)
         if outcome is PutOutcome.STORED:
             self._absent.remove(record.key)
-            if retention in (Retention.RELEASED, Retention.RETAINED) and not self._follows(record.key.namespace):
-                retention = Retention.NORMAL
-            if retention not in (Retention.SHORT, Retention.RELEASED):
-                self._queue_for_others(record, awaited, is_wanted=retention is Retention.RETAINED)
+            if retention is not Retention.SHORT:
+                self._queue_for_others(record, awaited, retention)
         return _OUTCOMES[outcome]
 
-    def _queue_for_others(self, record: Record, awaited: Tier | None, *, is_wanted: bool) -> None:
+    def _queue_for_others(self, record: Record, awaited: Tier | None, retention: Retention) -> None:
         """Queue a record for the tiers that no caller waits for; if the cold one does not get it, the hot may evict
-        it. One that is wanted, the cold one gets whatever the rule.
+        it. A released record is declined like one that the rule declines: a lookup that finds it again has it copied.
         """
-        may_decline = awaited is None and self._admission is not None and not is_wanted
-        is_declined = may_decline and self._admission is not None and not self._admission.takes(record)
+        admission = self._admission if awaited is None and retention is not Retention.RETAINED else None
+        if admission is None:
+            is_declined = False
+        elif retention is Retention.RELEASED:
+            admission.decline(record)
+            is_declined = True
+        else:
+            is_declined = not admission.takes(record)
         for tier, queue in self._queues:
             if tier is not awaited and not (is_declined and tier is self._cold):
                 queue.offer(record, is_evictable=is_declined)

@@ -147,11 +147,11 @@ class TieredStore(PageStore):
             free_for=self._leasable_bytes,
             on_cold_hit=self._saver.copy_to_hot,
         )
-        self._prefetcher = Prefetcher(context, self._finder.find, self._promotion, self.work)
+        self._prefetcher = Prefetcher(context, self._find, self._promotion, self.work)
         self.hints = Hints(
             context,
-            self._namespaces.use,
-            self._finder.find,
+            self._layout_for_hints,
+            self._find,
             self._prefetcher,
             choice=self._choice,
             catalog=catalog,
@@ -389,12 +389,15 @@ class TieredStore(PageStore):
         return True
 
     def end_prompt(self, prompt: EndedPrompt) -> None:
-        if not self._closed and not self._is_retired(prompt.namespace):
+        if not self._closed:
             self.hints.end(prompt)
 
     def keep_prompt(self, prompt: EndedPrompt) -> Told:
         """Keep a prompt for hints that name it later."""
         return self.hints.keep(prompt)
+
+    def _layout_for_hints(self, namespace: NamespaceId) -> Layout | None:
+        return None if self._is_retired(namespace) else self._namespaces.use(namespace)
 
     def _follows_hints(self, namespace: NamespaceId) -> bool:
         return self._choice is not None and self._choice.follows(self._namespaces.tenant_of(namespace))

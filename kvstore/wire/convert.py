@@ -32,6 +32,8 @@ _MODELS_MAX = 16
 _TOKENS_MAX = (1 << 32) - 1
 _AGE_MS_MAX = 3_600_000
 _GROUPS_BYTES_MAX = MAX_GROUPS // 8
+ENDED_MAX = 4096
+"""Boundaries of a prompt in `prompt_ended`: pages of 64 tokens of a prompt of 262,144."""
 _BLOCKS_MAX = 4096
 """Blocks of a page that a message may name."""
 
@@ -145,6 +147,9 @@ def parse_ended(message: messages.PromptEnded) -> EndedPrompt:
     Raises:
         InvalidRequest: The lengths of the fields do not match, the boundaries do not ascend, or a wish is out of range.
     """
+    if len(message.tokens) > 4 * ENDED_MAX:  # it is parsed at once
+        seen = len(message.tokens) // 4
+        raise InvalidRequest(f"at most {ENDED_MAX} boundaries", field="prompt_ended.tokens", seen=seen)
     tokens = _unpack("I", message.tokens, "prompt_ended.tokens")
     prefixes = _prefixes(message.prefixes, len(tokens), "prompt_ended.prefixes")
     namespace = parse_namespace(message.namespace, "prompt_ended.namespace")

@@ -24,6 +24,8 @@ _UNUSED_S = 600.0
 """A prefetched record that was not used for so long counts as wasted, and no longer against its tenant."""
 _RUNS_MAX, _WAITING_MAX = 2, 16
 """Prefetches at a time, so that those that requests wait for have the tiers; and those that wait, of each tenant."""
+_READS_SHARE = 1 / 4
+"""Of the records that stages may read at a time, those of one prefetch."""
 _RUN_S = 60.0
 
 Find = Callable[[PrefixQuery, Layout, Deadline], Awaitable[Presence]]
@@ -56,6 +58,7 @@ class Prefetcher:
         self._find = find
         self._promotion = promotion
         self._work = work
+        self._at_once = max(1, int(context.limits.stage_records_in_flight * _READS_SHARE))
         self._room = Shares(int(context.memory.limit_bytes * UNUSED_SHARE))
         self._unused: OrderedDict[RecordKey, _Unused] = OrderedDict()  # fetched first, first
         self._waiting: OrderedDict[str, list[tuple[PrefixQuery, Layout, Callable[[str], None]]]] = OrderedDict()
@@ -133,7 +136,7 @@ class Prefetcher:
         cap_tokens = await self._work.run(presence.num_cells, self._affordable, presence, tenant)
         if cap_tokens < resume_tokens:
             presence = replace(presence, query=replace(query, cap_tokens=cap_tokens))
-        holding = await self._promotion.stage(presence, deadline)
+        holding = await self._promotion.stage(presence, deadline, at_once=self._at_once)
         try:
             held = {
                 RecordKey(query.namespace, query.boundaries[index].prefix, group, slice_)
