@@ -149,7 +149,7 @@ class _Pause:
         figures.wasted_bytes = int(counters.get('prefetched_bytes{outcome="wasted"}', 0))
 
     def _next_turn(self, number: int) -> Answer:
-        """The history and some tokens, which nobody saves, so that every repetition finds the same."""
+        """The history and some tokens, which are not saved, so that every repetition finds the same."""
         prompt = (*self._history, *seeded_prompt(100 + number, _TURN_TOKENS, vocabulary=VOCABULARY))
         request = Request(prompt, _MAX_TOKENS, kv_transfer_params={"kvstore": {"save": False}})
         if not self._engine.reset_prefix_cache():

@@ -25,7 +25,7 @@ class Hint:
     Attributes:
         priority: From 0 to 100, `NORMAL` for none; of one owner's boundaries the lowest is evicted first. `RELEASED`:
             the prompt will not be used again. `RETAINED`: it will be, within `for_s`.
-        for_s: The priority holds for so many seconds, or until the prompt is used again.
+        for_s: Seconds that the priority holds, unless the prompt is used again before.
     """
 
     priority: int

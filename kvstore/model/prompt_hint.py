@@ -21,7 +21,7 @@ class Wishes:
     """What to do with the pages of a prompt once it has ended. The defaults say nothing.
 
     Attributes:
-        retain_s: The prompt will be continued within so many seconds: of its tenant's pages, others are evicted first.
+        retain_s: Seconds within which the prompt will be continued: of its tenant's pages, others are evicted first.
         priority: From 0 to 100: of its tenant's pages those with the lowest are evicted first, for `retain_s` or, if
             that is 0, a day.
         release: The prompt will not be continued: of its tenant's pages those that it alone used are evicted first.

@@ -60,14 +60,14 @@ class EndedPrompts:
             tenant: Whose; `None`: of any.
 
         Raises:
-            InvalidRequest: No request that ended lately has this id, or several start like that.
+            InvalidRequest: No request that ended recently has this id, or several start like that.
         """
         found = [told for told in self._latest(tenant) if told.prompt.request.startswith(request)]
         exact = [told for told in found if told.prompt.request == request]
         if len(found) == 1 or exact:
             return (exact or found)[0]
         if not found:
-            raise InvalidRequest("no request that ended lately has this id", field="request", seen=request[:256])
+            raise InvalidRequest("no request that ended recently has this id", field="request", seen=request[:256])
         shown = ", ".join(told.prompt.request for told in found[:_CANDIDATES_SHOWN])
         raise InvalidRequest("several requests start like this", field="request", seen=request[:256], candidates=shown)
 
@@ -75,11 +75,11 @@ class EndedPrompts:
         """The latest prompt of a session.
 
         Raises:
-            InvalidRequest: No request that ended lately named it.
+            InvalidRequest: No request that ended recently named it.
         """
         found = next((told for told in self._latest(tenant) if told.prompt.wishes.session == session), None)
         if found is None:
-            raise InvalidRequest("no request that ended lately names this session", field="session", seen=session)
+            raise InvalidRequest("no request that ended recently names this session", field="session", seen=session)
         return found
 
     def _latest(self, tenant: str | None) -> Iterator[Told]:

@@ -189,7 +189,7 @@ async def test_a_prompt_is_found_by_its_tenant_alone() -> None:
         with pytest.raises(Exception, match="several requests start like this"):
             prompts.of_request("chatcmpl", "red")
         for call in (lambda: prompts.of_request("chatcmpl-1", "blue"), lambda: prompts.of_session("s", "")):
-            with pytest.raises(Exception, match="no request that ended lately"):
+            with pytest.raises(Exception, match="no request that ended recently"):
                 call()
 
 

@@ -71,7 +71,7 @@ class HintedPrompt(NamedPrompt):
     model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"session": "agent-17", "release": True}})
 
     retain_s: Annotated[float, Field(strict=True, ge=0, le=RETAIN_S_MAX)] = Field(
-        default=0.0, description="it will be continued within so many seconds: evict others of its tenant first"
+        default=0.0, description="seconds within which it will be continued: evict others of its tenant first"
     )
     priority: Annotated[int, Field(strict=True, ge=0, le=PRIORITY_MAX)] = Field(
         default=NORMAL_PRIORITY, description="of its tenant's pages the lowest are evicted first"
@@ -109,7 +109,7 @@ def _body(model: type[BaseModel]) -> dict[str, object]:
 @router.post("/prefetch", status_code=202, responses=refusals(404, 413), openapi_extra=_body(NamedPrompt))
 async def prefetch(context: Context, grant: Saver, request: Request) -> TakenHints:
     """Copy a prompt's pages to this node's memory, for a turn that is expected soon. Answers at once; `POST /v1/query`
-    tells what memory has. At most an eighth of the memory is taken by what no request has used.
+    says what memory has. At most an eighth of the memory is taken by what no request has used.
     """
     named, token_ids = await _read(request, NamedPrompt)
     return await _tell(context, grant, named, token_ids, Wishes(prefetch=True))
