@@ -41,8 +41,8 @@ def wait_for(url: str, tokens: list[int], is_there: Callable[[int, int], bool]) 
 def test_an_agents_pause(
     model: str, engine: Callable[..., EngineProcess], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """The last turn names its session. Its history leaves memory and is prefetched; the next turn resumes as far as from
-    memory, with the same tokens; and each step can be seen.
+    """The last turn names its session. Its history leaves memory and is prefetched; the next turn resumes as far as
+    from memory, with the same tokens; and each step can be seen.
     """
     address = free_tcp_url().removeprefix("tcp://")
     url = f"http://{address}"
