@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -14,9 +15,11 @@ from kvstore.eviction.prefixes import NORMAL, Key
 
 _MEMORY_PROMPTS = 1000
 """Sampled prompts of an owner after which a difference in hits has decayed to 1/e: its hints may become better."""
-_GAIN = 0.01
-"""The share of an owner's hits that its hints must add to be followed: less is chance."""
+_GAIN, _SURE = 0.01, 3.0
+"""The share of an owner's hits that its hints must add to be followed, and how many times its standard error the gain
+must be: less is chance."""
 _OWNERS_MAX = 1024
+_NO_SCORE = (0.0, 0.0, 0.0)
 _SLACK = 64
 
 
@@ -76,13 +79,14 @@ class HintTrial:
         self._plain = Holdings(budget_bytes, Lru)
         self._hinted = Holdings(budget_bytes, lambda: Hinted(Lru()))
         self._marks = Marks(self._hinted)
-        self._scores: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """By owner: hit tokens without hints, and how many more with them; older ones count less."""
+        self._scores: OrderedDict[str, tuple[float, float, float]] = OrderedDict()
+        """By owner: hit tokens without hints, how many more with them, and the sum of the squares of the differences;
+        older ones count less."""
 
     def follows(self, owner: str) -> bool:
         """Whether to follow an owner's hints now."""
-        hits, gained = self._scores.get(owner, (0.0, 0.0))
-        return gained > _GAIN * hits
+        hits, gained, squares = self._scores.get(owner, _NO_SCORE)
+        return gained > _GAIN * hits and gained > _SURE * math.sqrt(squares)
 
     def observe(
         self, path: Sequence[Key], tokens: Sequence[int], sizes: Sequence[int], now: float, *, owner: str = ""
@@ -97,9 +101,9 @@ class HintTrial:
             found.append(tokens[held - 1] if held else 0)
             holdings.use(path[:held], now)
             save_prompt(holdings, path, tokens, sizes, now=now, owner=owner)
-        hits, gained = self._scores.get(owner, (0.0, 0.0))
-        kept = 1 - 1 / _MEMORY_PROMPTS
-        self._scores[owner] = hits * kept + found[0], gained * kept + found[1] - found[0]
+        hits, gained, squares = self._scores.get(owner, _NO_SCORE)
+        kept, more = 1 - 1 / _MEMORY_PROMPTS, found[1] - found[0]
+        self._scores[owner] = hits * kept + found[0], gained * kept + more, squares * kept + more * more
         self._scores.move_to_end(owner)
         if len(self._scores) > _OWNERS_MAX:
             self._scores.popitem(last=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ HINTS_PER_S, HINTS_BURST = 100.0, 1000.0
 """Prompts with wishes that a tenant may have taken: in the long run, and at once. Beyond, wishes are dropped."""
 _TENANTS_MAX = 1024
 _DEMOTE_S = 30.0
+_AT_ONCE = 256
+"""Boundaries, or records of one group, before the event loop gets a turn."""
 
 
 @dataclass(slots=True)
@@ -134,9 +137,11 @@ class Hints:
 
     async def _let_go(self, prompt: EndedPrompt, layout: Layout) -> None:
         """Have memory evict the prompt's own part first. Records stay until then."""
-        for boundary in await self._own_part(prompt):
+        for number, boundary in enumerate(await self._own_part(prompt), 1):
             for key in _keys(prompt.namespace, boundary, layout):
                 self._memory.evict_first(key)
+            if number % _AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     async def _demote(self, told: Told, prompt: EndedPrompt, layout: Layout) -> None:
         """Drop the prompt's own part from memory where a slower tier has it, and from the hot tier where the cold one
@@ -149,13 +154,15 @@ class Hints:
             presence = await self._find(query_of(own_part), layout, deadline)
             await self._ask_slower(presence, deadline)
             num_dropped, of_hot = 0, list[RecordKey]()
-            for (index, group), bits in presence.memory.items():
-                slower = presence.hot.get((index, group), 0) | presence.cold.get((index, group), 0)
-                for slice_ in slices_of(bits & slower):
-                    num_dropped += self._memory.drop_idle(presence.key((index, group), slice_))
-            for (index, group), bits in presence.hot.items():
-                in_cold = bits & presence.cold.get((index, group), 0)
-                of_hot += [presence.key((index, group), slice_) for slice_ in slices_of(in_cold)]
+            for number, (probe, bits) in enumerate(presence.memory.items(), 1):
+                for slice_ in slices_of(bits & (presence.hot.get(probe, 0) | presence.cold.get(probe, 0))):
+                    num_dropped += self._memory.drop_idle(presence.key(probe, slice_))
+                if number % _AT_ONCE == 0:
+                    await asyncio.sleep(0)
+            for number, (probe, bits) in enumerate(presence.hot.items(), 1):
+                of_hot += [presence.key(probe, slice_) for slice_ in slices_of(bits & presence.cold.get(probe, 0))]
+                if number % _AT_ONCE == 0:
+                    await asyncio.sleep(0)
             if self._context.hot is not None:
                 for start in range(0, len(of_hot), PIECE):
                     await self._context.hot.delete_all(of_hot[start : start + PIECE], deadline=deadline)

@@ -12,9 +12,9 @@ from kvstore.model.keys import RecordKey
 from kvstore.model.layout import Layout
 from kvstore.runtime.budget import Shares
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.turns import LongWork
+from kvstore.runtime.turns import PIECE, LongWork
 from kvstore.store.context import StoreContext
-from kvstore.store.placement import UNKNOWN_BYTES, Presence, affordable_resume
+from kvstore.store.placement import UNKNOWN_BYTES, Presence, affordable_resume, slices_of
 from kvstore.store.staging import Promotion
 from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES
 
@@ -136,15 +136,13 @@ class Prefetcher:
         cap_tokens = await self._work.run(presence.num_cells, self._affordable, presence, tenant)
         if cap_tokens < resume_tokens:
             presence = replace(presence, query=replace(query, cap_tokens=cap_tokens))
+        held = await self._work.run(presence.num_cells, _in_memory, presence)
         holding = await self._promotion.stage(presence, deadline, at_once=self._at_once)
+        num_bytes, keys = 0, list(holding.pins)
         try:
-            held = {
-                RecordKey(query.namespace, query.boundaries[index].prefix, group, slice_)
-                for (index, group), bits in presence.memory.items()
-                for slice_ in range(bits.bit_length())
-                if bits >> slice_ & 1
-            }
-            num_bytes = self._note(holding.pins.keys() - held, tenant)
+            for start in range(0, len(keys), PIECE):
+                async with self._work.turn(len(keys)):
+                    num_bytes += self._note([key for key in keys[start : start + PIECE] if key not in held], tenant)
         finally:
             self._promotion.drop(holding)
         if holding.resume_tokens <= query.local_tokens:
@@ -186,3 +184,8 @@ class Prefetcher:
         before_s = self._clock.monotonic_s() - _UNUSED_S
         while self._unused and (first := next(iter(self._unused.items())))[1].at_s < before_s:
             self._waste(first[0])
+
+
+def _in_memory(presence: Presence) -> set[RecordKey]:
+    """The records that memory had when the prompt was looked for."""
+    return {presence.key(probe, slice_) for probe, bits in presence.memory.items() for slice_ in slices_of(bits)}
