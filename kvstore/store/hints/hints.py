@@ -18,7 +18,7 @@ from kvstore.model.keys import Boundary, NamespaceId, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.model.prompt_hint import EndedPrompt, Wishes, ends_of_pages
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.turns import PIECE
+from kvstore.runtime.turns import PIECE, Turns
 from kvstore.store.context import StoreContext
 from kvstore.store.hints.ended_prompts import EndedPrompts, Told
 from kvstore.store.hints.prefetch import Find, Prefetcher
@@ -29,6 +29,8 @@ HINTS_PER_S, HINTS_BURST = 100.0, 1000.0
 """Prompts with wishes that a tenant may have taken: in the long run, and at once. Beyond, wishes are dropped."""
 _TENANTS_MAX = 1024
 _DEMOTE_S = 30.0
+_RUNS_MAX = 2
+"""Releases and demotions at a time; tenants take turns."""
 _AT_ONCE = 256
 """Boundaries, or records of one group, before the event loop gets a turn."""
 
@@ -69,6 +71,7 @@ class Hints:
         self._catalog = catalog
         self._rates: OrderedDict[str, _Rate] = OrderedDict()
         self._numbers = count(1)
+        self._turns = Turns(_RUNS_MAX)
         self.prompts = EndedPrompts()
 
     def keep(self, prompt: EndedPrompt) -> Told:
@@ -101,7 +104,7 @@ class Hints:
         if wishes.release:
             self._context.background.spawn(self._let_go(prompt, layout), "release", is_shared=True)
         if wishes.demote:
-            self._context.background.spawn(self._demote(told, prompt, layout), "demote", is_shared=True)
+            self._context.background.spawn(self._demote_in_turn(told, prompt, layout), "demote", is_shared=True)
         self._count(wishes, "taken")
         return not wishes.prefetch or self._prefetch(told, layout)
 
@@ -137,11 +140,16 @@ class Hints:
 
     async def _let_go(self, prompt: EndedPrompt, layout: Layout) -> None:
         """Have memory evict the prompt's own part first. Records stay until then."""
-        for number, boundary in enumerate(await self._own_part(prompt), 1):
-            for key in _keys(prompt.namespace, boundary, layout):
-                self._memory.evict_first(key)
-            if number % _AT_ONCE == 0:
-                await asyncio.sleep(0)
+        async with self._turns.turn((prompt.tenant, 0)):
+            for number, boundary in enumerate(await self._own_part(prompt), 1):
+                for key in _keys(prompt.namespace, boundary, layout):
+                    self._memory.evict_first(key)
+                if number % _AT_ONCE == 0:
+                    await asyncio.sleep(0)
+
+    async def _demote_in_turn(self, told: Told, prompt: EndedPrompt, layout: Layout) -> None:
+        async with self._turns.turn((prompt.tenant, 0)):
+            await self._demote(told, prompt, layout)
 
     async def _demote(self, told: Told, prompt: EndedPrompt, layout: Layout) -> None:
         """Drop the prompt's own part from memory where a slower tier has it, and from the hot tier where the cold one

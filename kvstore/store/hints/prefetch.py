@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 
 from kvstore.api import PrefixQuery
-from kvstore.errors import Closed, KVStoreError
+from kvstore.errors import KVStoreError
 from kvstore.model.keys import RecordKey
 from kvstore.model.layout import Layout
 from kvstore.runtime.budget import Shares
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.turns import PIECE, LongWork
+from kvstore.runtime.turns import PIECE, LongWork, Turns
 from kvstore.store.context import StoreContext
 from kvstore.store.placement import UNKNOWN_BYTES, Presence, affordable_resume, slices_of
 from kvstore.store.staging import Promotion
@@ -22,8 +22,8 @@ UNUSED_SHARE = 1 / 8
 """Of the node's memory, what prefetched records that no request has used may take, of all tenants together."""
 _UNUSED_S = 600.0
 """A prefetched record that was not used for so long counts as wasted, and no longer against its tenant."""
-_RUNS_MAX, _WAITING_MAX = 2, 16
-"""Prefetches at a time, so that those that requests wait for have the tiers; and those that wait, of each tenant."""
+_RUNS_MAX, _ASKED_MAX = 2, 16
+"""Prefetches at a time, so that stages that requests wait for have the tiers; and those of a tenant that wait or run."""
 _READS_SHARE = 1 / 4
 """Of the records that stages may read at a time, those of one prefetch."""
 _RUN_S = 60.0
@@ -61,8 +61,8 @@ class Prefetcher:
         self._at_once = max(1, int(context.limits.stage_records_in_flight * _READS_SHARE))
         self._room = Shares(int(context.memory.limit_bytes * UNUSED_SHARE))
         self._unused: OrderedDict[RecordKey, _Unused] = OrderedDict()  # fetched first, first
-        self._waiting: OrderedDict[str, list[tuple[PrefixQuery, Layout, Callable[[str], None]]]] = OrderedDict()
-        self._num_running: Counter[str] = Counter()
+        self._turns = Turns(_RUNS_MAX)
+        self._num_asked: Counter[str] = Counter()  # by tenant: those that wait or run
 
     def request(self, query: PrefixQuery, layout: Layout, tenant: str, said: Callable[[str], None]) -> bool:
         """Have a prompt fetched soon. Never waits. False: the tenant has too many that wait.
@@ -70,12 +70,11 @@ class Prefetcher:
         Args:
             said: Called with what became of it, in words.
         """
-        waiting = self._waiting.setdefault(tenant, [])
-        if len(waiting) >= _WAITING_MAX:
+        if self._num_asked[tenant] >= _ASKED_MAX:
             self._meters.add("prefetches", outcome="refused")
             return False
-        waiting.append((query, layout, said))
-        self._start_some()
+        self._num_asked[tenant] += 1
+        self._background.spawn(self._run(query, layout, tenant, said), "prefetch", is_shared=True)
         return True
 
     def used(self, keys: Iterable[RecordKey]) -> None:
@@ -95,27 +94,11 @@ class Prefetcher:
         self._room.give_back(one.tenant, one.num_bytes)
         self._meters.add("prefetched_bytes", one.num_bytes, outcome="wasted")
 
-    def _start_some(self) -> None:
-        while self._num_running.total() < _RUNS_MAX and (tenant := self._next_tenant()) is not None:
-            query, layout, said = self._waiting[tenant].pop(0)
-            if not self._waiting[tenant]:
-                del self._waiting[tenant]
-            else:
-                self._waiting.move_to_end(tenant)
-            self._num_running[tenant] += 1
-            try:
-                self._background.spawn(self._run(query, layout, tenant, said), "prefetch", is_shared=True)
-            except Closed:
-                return
-
-    def _next_tenant(self) -> str | None:
-        """Whose turn it is: of the tenants that wait, one with the fewest running, the others' order kept."""
-        return min(self._waiting, key=lambda tenant: self._num_running[tenant], default=None)
-
     async def _run(self, query: PrefixQuery, layout: Layout, tenant: str, said: Callable[[str], None]) -> None:
         try:
-            started_s = self._clock.monotonic_s()
-            outcome, num_bytes, tokens = await self._fetch(query, layout, tenant)
+            async with self._turns.turn((tenant, 0)):
+                started_s = self._clock.monotonic_s()
+                outcome, num_bytes, tokens = await self._fetch(query, layout, tenant)
             took_s = self._clock.monotonic_s() - started_s
             self._meters.add("prefetches", outcome=outcome)
             said(f"{outcome}: {num_bytes} bytes up to token {tokens} in {took_s:.3f} s")
@@ -123,9 +106,9 @@ class Prefetcher:
             self._meters.add("prefetches", outcome="failed")
             said(f"failed: {error.sentence()}")
         finally:
-            self._num_running[tenant] -= 1
-            self._num_running = +self._num_running  # without those at zero
-            self._start_some()
+            self._num_asked[tenant] -= 1
+            if not self._num_asked[tenant]:
+                del self._num_asked[tenant]
 
     async def _fetch(self, query: PrefixQuery, layout: Layout, tenant: str) -> tuple[str, int, int]:
         """Fetch what memory lacks; returns the outcome, the bytes fetched, and up to which token memory has all."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvstore.eviction.auto import save_prompt
 from kvstore.eviction.hint_trial import HintTrial, Marks
 from kvstore.eviction.hints import RELEASED, RETAINED, Hint, Hinted
 from kvstore.eviction.holdings import Holdings
-from kvstore.eviction.policies import Lru
+from kvstore.eviction.policies import FlopsPerByte, Lru
 from kvstore.eviction.prefixes import NORMAL
 from kvstore.eviction.trace import RANDOM, TRACE, TracedPrompt, conversation_hints, hints_of, read_trace
 
@@ -91,6 +94,28 @@ def test_priorities_order_what_one_owner_loses() -> None:
         play(holdings, [key], float(key))
         mark(holdings, key, priority)
     assert [node.key for node in holdings.evict(4)] == [3, 2, 1, 4]
+
+
+@given(seed=st.integers(0, 2**32), budget=st.integers(1, 40))
+@settings(max_examples=40, deadline=None)
+def test_no_prefix_gets_a_hole_whatever_is_said(seed: int, budget: int) -> None:
+    """With two owners and random hints the budget holds, every boundary's parent is held, and each can be evicted."""
+    rng = random.Random(seed)
+    holdings = hinted(budget)
+    marks = Marks(holdings)
+    for now in range(120):
+        owner = rng.choice("ab")
+        path = [rng.randrange(3) + 1000 * (owner == "b")]
+        for _ in range(rng.randrange(8)):
+            path.append(path[-1] * 4 + 10_003 + rng.randrange(3))
+        marks.expire(float(now))
+        play(holdings, path, float(now), owner)
+        marks.set(rng.choice(path), Hint(rng.choice([RELEASED, 20, 80, RETAINED]), rng.choice([1.0, 50.0])), float(now))
+        assert holdings.used_bytes == len(holdings) <= budget
+        assert all(node.parent is None or node.parent.is_held for node in holdings.nodes())
+        if rng.random() < 0.05:
+            holdings.use_policy(lambda: Hinted(rng.choice([Lru, FlopsPerByte])()))
+    assert len(holdings.evict(budget)) > 0 == len(holdings)
 
 
 @pytest.mark.parametrize("priority", [RELEASED, RETAINED])

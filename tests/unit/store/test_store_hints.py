@@ -102,9 +102,9 @@ class TestPrefetch:
             for number in range(30):
                 store.end_prompt(ended(prompt, f"r{number}", prefetch=True))
             told = [status(store, f"r{number}")["prefetch"] for number in range(30)]
-            assert told.count("refused: too many prefetches wait") == 30 - 18
-            await until(lambda: status(store, "r17")["prefetch"] != "waiting")
-            assert status(store, "r17")["prefetch"].startswith("in_memory: ")
+            assert told.count("refused: too many prefetches wait") == 30 - 16
+            await until(lambda: status(store, "r15")["prefetch"] != "waiting")
+            assert status(store, "r15")["prefetch"].startswith("in_memory: ")
 
     async def test_nothing_stored_and_a_tier_that_fails(self) -> None:
         """Neither is an error; both are told."""
