@@ -23,7 +23,7 @@ UNUSED_SHARE = 1 / 8
 _UNUSED_S = 600.0
 """A prefetched record that was not used for so long counts as wasted, and no longer against its tenant."""
 _RUNS_MAX, _ASKED_MAX = 2, 16
-"""Prefetches at a time, so that stages that requests wait for have the tiers; and those of a tenant that wait or run."""
+"""Prefetches at a time, so that stages that requests wait for have the tiers; and of a tenant, waiting or running."""
 _READS_SHARE = 1 / 4
 """Of the records that stages may read at a time, those of one prefetch."""
 _RUN_S = 60.0
