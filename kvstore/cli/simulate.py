@@ -194,7 +194,7 @@ def _print(name: str, num_prompts: int, rows: Sequence[Mapping[str, object]]) ->
     if is_compared := "times_auto" in rows[0]:
         numbers.append("hits / auto")
     title = f"{name}: {num_prompts:,} prompts, {rows[0]['input_tokens']:,} tokens"
-    table = table_of(title, numbers[0], "policy", *numbers[1:], right=numbers)
+    table = table_of(title, numbers[0], "policy", *numbers[1:], right=tuple(numbers))
     last = rows[0]["budget_blocks"]
     for row in rows:
         if row["budget_blocks"] != last:
