@@ -16,7 +16,7 @@ STAMP := $(VENV)/.made
 # Tests of engines keep one worker busy, the others do the rest: see tests/workers.py
 IN_WORKERS := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
-.PHONY: help env test test-full test-vllm lint demo demo-pd bench-quick bench-store bench-lookup bench-plan bench-retention bench-ttft bench-overhead bench-gpu clean clean-env
+.PHONY: help env test test-full test-vllm lint demo demo-pd bench-quick bench-store bench-lookup bench-plan bench-agent bench-retention bench-ttft bench-overhead bench-gpu clean clean-env
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
@@ -64,6 +64,9 @@ bench-lookup: $(STAMP) ## a prompt of 131,072 tokens and longer ones looked up a
 
 bench-plan: $(STAMP) ## 1,000 queries with 14 of 200 documents: tokens to compute as they are given, and as `POST /v1/plan` orders them
 	$(BIN)/python -m benchmarks.plan
+
+bench-agent: $(STAMP) ## an agent's next turn after its history went to S3: prefetched, not prefetched, and in memory all the time
+	$(BIN)/python -m benchmarks.agent_pause
 
 bench-retention: $(STAMP) ## ten times the budget of a directory and of S3, beside the same saves without a bound
 	$(BIN)/python -m benchmarks.retention

@@ -33,10 +33,13 @@ class Node:
     Args:
         folder: For its socket and log.
         name: Tells nodes in one folder apart.
-        hot: As the setting.
+        hot: As the setting, and `cold`.
         memory_bytes: As the setting.
         stall_timeout_ms: As the setting; `None` leaves its default.
         admin_listen: As the setting; `None` leaves its default.
+
+    Attributes:
+        admin_url: Of the administration, if `admin_listen` is set.
     """
 
     def __init__(
@@ -45,13 +48,15 @@ class Node:
         name: str,
         *,
         hot: str = "memory:",
+        cold: str = "memory:",
         memory_bytes: int = 1 << 30,
         stall_timeout_ms: int | None = None,
         admin_listen: str | None = None,
     ) -> None:
         self._path = folder / f"{name}.sock"
+        self.admin_url = None if admin_listen is None else f"http://{admin_listen}"
         command = [sys.executable, "-m", "kvstore.cli", "serve", "--listen", f"unix:{self._path}"]
-        command += ["--hot", hot, "--cold", "memory:", "--memory-bytes", str(memory_bytes)]
+        command += ["--hot", hot, "--cold", cold, "--memory-bytes", str(memory_bytes)]
         command += ["--stall-timeout-ms", str(stall_timeout_ms)] if stall_timeout_ms is not None else []
         command += ["--admin-listen", admin_listen] if admin_listen is not None else []
         env = {key: value for key, value in os.environ.items() if not key.startswith("KVSTORE_")}

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from kvstore.api import Retention
+from kvstore.model.prompt_hint import NO_WISHES, NORMAL_PRIORITY, WISHES, Wishes, read_wishes
 
 OBJECT = "kvstore"
 _RECEIPT = "kvstore_handoff"
@@ -31,11 +32,26 @@ class RequestFlags:
         save: Its pages are stored.
         retention: `normal`, or `short` for pages that should stay in the node's memory only. The first request that
             saves a page decides.
+        wishes: What to do with its pages once it has ended; each is a key of our object too.
     """
 
     load: bool = True
     save: bool = True
     retention: Retention = Retention.NORMAL
+    wishes: Wishes = NO_WISHES
+
+    @property
+    def save_retention(self) -> Retention:
+        """How its pages are saved: as `retention` says or else as its wishes do."""
+        if self.retention is not Retention.NORMAL or not self.wishes.orders:
+            return self.retention
+        if self.wishes.release:
+            return Retention.RELEASED
+        return Retention.NORMAL if self.wishes.priority < NORMAL_PRIORITY else Retention.RETAINED
+
+
+_RETENTIONS = (Retention.NORMAL, Retention.SHORT)
+_KEYS = frozenset({"load", "save", "retention"}) | WISHES
 
 
 def read_flags(parameters: Mapping[str, Any] | None) -> tuple[RequestFlags, tuple[str, ...]]:
@@ -50,25 +66,26 @@ def read_flags(parameters: Mapping[str, Any] | None) -> tuple[RequestFlags, tupl
         return RequestFlags(), ()
     if not isinstance(ours, Mapping):
         return RequestFlags(), (f"kv_transfer_params.{OBJECT}: expected an object, seen {type(ours).__name__}",)
-    known = {field.name for field in fields(RequestFlags)}
-    retentions = [retention.value for retention in Retention]
-    values: dict[str, Any] = {}
-    complaints = []
+    wishes, refused = read_wishes({key: value for key, value in ours.items() if isinstance(key, str)})
+    values: dict[str, Any] = {"wishes": wishes}
+    complaints = [f"kv_transfer_params.{OBJECT}.{name}: {text}" for name, text in refused]
     for key, value in ours.items():
         where = f"kv_transfer_params.{OBJECT}.{str(key)[:64]}"
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
+        if key not in _KEYS:
+            near = difflib.get_close_matches(str(key), _KEYS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(_KEYS))}"
             complaints.append(f"{where}: unknown, {hint}")
         elif key == "retention":
-            if value in retentions:
+            expected = [retention.value for retention in _RETENTIONS]
+            if value in expected:
                 values[key] = Retention(value)
             else:
-                complaints.append(f"{where}: expected one of {', '.join(retentions)}, seen {str(value)[:64]!r}")
-        elif not isinstance(value, bool):
-            complaints.append(f"{where}: expected true or false, seen {type(value).__name__}")
-        else:
-            values[key] = value
+                complaints.append(f"{where}: expected one of {', '.join(expected)}, seen {str(value)[:64]!r}")
+        elif key in ("load", "save"):
+            if isinstance(value, bool):
+                values[key] = value
+            else:
+                complaints.append(f"{where}: expected true or false, seen {type(value).__name__}")
     return RequestFlags(**values), tuple(complaints)
 
 

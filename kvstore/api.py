@@ -21,6 +21,7 @@ from kvstore.model.layout import MAX_PREFIX_TOKENS
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.model.outcome import Outcome
 from kvstore.model.page_blocks import PageBlocks
+from kvstore.model.prompt_hint import EndedPrompt
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
@@ -134,6 +135,11 @@ class Retention(Enum):
     NORMAL = "normal"
     SHORT = "short"
     """Written to no slower tier except one that the save waits for; dropped when this node's memory is full."""
+    RELEASED = "released"
+    """Its client says that the prompt will not be used again: while the tenant's hints are followed, the cold tier gets
+    it only once it is looked up again."""
+    RETAINED = "retained"
+    """Its client says that the prompt will be used again: admitted to the cold tier, while they are followed."""
 
 
 class SaveOutcome(Enum):
@@ -279,6 +285,16 @@ class PageStore(ABC):
 
     def name_blocks(self, blocks: PageBlocks) -> None:  # noqa: B027 - most stores publish nothing
         """Learn how routers know a page that is, or was, stored here. Returns at once, never fails, and may be lost."""
+
+    @property
+    def takes_hints(self) -> bool:
+        """Whether it is of use to report prompts that have ended."""
+        return False
+
+    def end_prompt(self, prompt: EndedPrompt) -> None:  # noqa: B027 - most stores keep nothing of it
+        """Learn that a prompt's request has ended, and what its client wishes for it. Returns at once, never fails, and
+        may be lost.
+        """
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
         """Why a request was resumed no further than it was, as plain values; see docs/explain.md.

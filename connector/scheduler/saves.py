@@ -210,7 +210,7 @@ class Saves:
             start_tokens=span.start,
             stop_tokens=span.stop,
             block_ids=block_ids,
-            retention=state.flags.retention,
+            retention=state.flags.save_retention,
             trace=state.trace,
             request_id=state.request_id,
         )

@@ -19,6 +19,7 @@ from connector.prefix_hash import PrefixChain
 from connector.scheduler.audits import Audits
 from connector.scheduler.cache_events import CacheEvents
 from connector.scheduler.costs import Costs, Stopwatch
+from connector.scheduler.ended import EndedReporter
 from connector.scheduler.facts import PromptFacts, StepFacts
 from connector.scheduler.hits import Hits
 from connector.scheduler.namespace import EngineNamespace
@@ -87,6 +88,7 @@ class SchedulerSide:
         )
         self.budget = host_memory_budget(settings, facts, shape)
         self._losses = LossReporter(bridge, self.meters)
+        self._ended = EndedReporter(bridge, boundary_tokens=shape.boundary_tokens, page_tokens=shape.layout.page_tokens)
         self.save_jobs = SaveJobs(
             shape,
             num_ranks=facts.num_ranks,
@@ -273,6 +275,8 @@ class SchedulerSide:
                 self._ended_while_loading[request_id] = state
             elif final_tokens and (namespace := self._saves_to(state)) is not None:
                 self.saves.plan_end(state, namespace, final_tokens, tables)
+            if self.namespace.id is not None:
+                self._ended.report(state, self.namespace.id, final_tokens)
         finally:
             self.hits.forget(state)
 

@@ -1,4 +1,4 @@
-"""Coordination of services that share a store: leases on work, and small stores of texts that all of them read."""
+"""Coordination of services that share a store: leases on work, small stores of texts, and marks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.model.keys import NamespaceId
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.files import read_regular
 
 _BYTES_MAX = 4096
 """Of a name, and of a text."""
+MARKS_MAX = 65_536
+"""Marks of a namespace beyond which no more are taken: some 6 MB."""
 
 
 class Ownership(ABC):
@@ -117,6 +120,49 @@ class TextStore(ABC):
         if num_others >= self.kind.texts_max:
             message = f"the store has {self.kind.texts_max} {self.kind.name} already: {self.kind.when_full}"
             raise InvalidRequest(message, seen=num_others)
+
+
+class MarkBook(ABC):
+    """Marks on boundaries, by namespace, for the service that evicts. They are hints: a lost mark costs no record.
+
+    Every method raises `Unavailable` at its deadline or when the medium cannot be reached.
+    """
+
+    @abstractmethod
+    async def put(self, namespace: NamespaceId, marks: Mapping[bytes, bytes], *, deadline: Deadline) -> bool:
+        """Set the marks of boundaries, by prefix. False: the namespace has `MARKS_MAX` already, and nothing is set."""
+
+    @abstractmethod
+    async def read(self, namespace: NamespaceId, *, deadline: Deadline) -> Mapping[bytes, bytes]:
+        """All marks of a namespace, by prefix."""
+
+    @abstractmethod
+    async def drop(self, namespace: NamespaceId, prefixes: Collection[bytes], *, deadline: Deadline) -> None:
+        """Remove marks; prefixes without one are ignored."""
+
+
+class LocalMarkBook(MarkBook):
+    """In this process's memory, and lost with it: for a store that one service evicts from."""
+
+    def __init__(self) -> None:
+        self._marks: dict[NamespaceId, dict[bytes, bytes]] = {}
+
+    async def put(self, namespace: NamespaceId, marks: Mapping[bytes, bytes], *, deadline: Deadline) -> bool:
+        held = self._marks.setdefault(namespace, {})
+        if len(held) >= MARKS_MAX:
+            return False
+        held.update(marks)
+        return True
+
+    async def read(self, namespace: NamespaceId, *, deadline: Deadline) -> Mapping[bytes, bytes]:
+        return dict(self._marks.get(namespace, {}))
+
+    async def drop(self, namespace: NamespaceId, prefixes: Collection[bytes], *, deadline: Deadline) -> None:
+        held = self._marks.get(namespace, {})
+        for prefix in prefixes:
+            held.pop(prefix, None)
+        if not held:
+            self._marks.pop(namespace, None)
 
 
 class FileTextStore(TextStore):

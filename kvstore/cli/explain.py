@@ -66,6 +66,8 @@ def _show(values: Mapping[str, Any], where: str) -> None:
     for name, value in values["detail"].items():
         words, text = detail_text(name, value)
         table.add_row(escape(f"  {words}"), escape(text))
+    for name, value in values.get("hints", {}).items():  # a service of an earlier release gives none
+        table.add_row(escape(f"hint: {name}"), escape(str(value)))
     if values["advice"]:
         table.add_row("next", values["advice"])
     if values["namespace"]:

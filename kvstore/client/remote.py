@@ -34,11 +34,14 @@ from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.model.page_blocks import PageBlocks
+from kvstore.model.prompt_hint import EndedPrompt
 from kvstore.runtime.deadline import Deadline
 from kvstore.wire import convert, messages
 from kvstore.wire.address import Address, TcpAddress, parse_address
 
 Value = TypeVar("Value")
+_PROMPTS_KEPT = 256
+"""Prompts that wait to be reported: long ones have some 100 KB."""
 _NAMESPACES_MAX = 64
 """The namespaces that were used last, up to this number, are opened again on a new connection."""
 
@@ -58,6 +61,7 @@ class RemoteStore(PageStore):
         self._stall_s = options.first_stall_timeout_s or options.stall_timeout_s
         self._reports = Reports(self._control, options.dead_after_s)
         self._names = Reports(self._control, options.dead_after_s)
+        self._prompts = Reports(self._control, options.dead_after_s, kept=_PROMPTS_KEPT)
         self._closed = False
 
     @property
@@ -219,6 +223,14 @@ class RemoteStore(PageStore):
         if not self._closed:
             self._names.add(blocks)
 
+    @property
+    def takes_hints(self) -> bool:
+        return True  # as far as is known before a service has answered
+
+    def end_prompt(self, prompt: EndedPrompt) -> None:
+        if not self._closed:
+            self._prompts.add(prompt)
+
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
         await self._send_reports(deadline)
         async with self._control(deadline) as connection:
@@ -239,6 +251,7 @@ class RemoteStore(PageStore):
         self._closed = True
         await self._reports.aclose(self.pool.now())
         await self._names.aclose(self.pool.now())
+        await self._prompts.aclose(self.pool.now())
         await self.pool.aclose()
 
     # helpers
@@ -247,6 +260,7 @@ class RemoteStore(PageStore):
         """Send the reports that still wait, so that the answer includes them."""
         with suppress(Unavailable):  # the call itself says so
             await self._reports.send(deadline)
+            await self._prompts.send(deadline)
 
     async def _in_namespace(
         self, namespace: NamespaceId, call: Callable[[], Coroutine[Any, Any, Value]], deadline: Deadline

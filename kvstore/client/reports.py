@@ -13,12 +13,15 @@ from kvstore.api import Outcome
 from kvstore.client.connection import Connection
 from kvstore.errors import Closed, KVStoreError
 from kvstore.model.page_blocks import PageBlocks
+from kvstore.model.prompt_hint import EndedPrompt
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.wire import convert
 
 _log = logging.getLogger(__name__)
+
+Report = Outcome | PageBlocks | EndedPrompt
 
 KEPT = 4096
 """Reports that wait for the service; of more, the oldest are dropped. A service keeps as many losses of a tenant."""
@@ -43,6 +46,7 @@ class Reports:
     Args:
         control: Lends the control connection; raises as `RemoteStore`'s calls do.
         patience_s: A ping that is not answered for this long has failed.
+        kept: Reports that wait for the service; of more, the oldest are dropped.
         clock: For the age of reports.
     """
 
@@ -51,11 +55,14 @@ class Reports:
         control: Callable[[Deadline], AbstractAsyncContextManager[Connection]],
         patience_s: float,
         clock: Clock = SYSTEM_CLOCK,
+        *,
+        kept: int = KEPT,
     ) -> None:
         self._control = control
         self._patience_s = patience_s
+        self._kept = kept
         self._clock = clock
-        self._waiting: deque[tuple[float, Outcome | PageBlocks]] = deque()  # with the time of `add`, the oldest first
+        self._waiting: deque[tuple[float, Report]] = deque()  # with the time of `add`, the oldest first
         self._num_dropped = 0
         self._turn = asyncio.Lock()
         self._tasks = Background("reports")
@@ -64,7 +71,7 @@ class Reports:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, report: Outcome | PageBlocks) -> None:
+    def add(self, report: Report) -> None:
         """Have a report sent as soon as the service answers. Returns at once and never fails; on the loop's thread."""
         self._waiting.append((self._clock.monotonic_s(), report))
         self._forget_some()
@@ -118,6 +125,9 @@ class Reports:
             if isinstance(report, PageBlocks):
                 if welcome.blocks:
                     connection.post(convert.blocks_message(report))
+            elif isinstance(report, EndedPrompt):
+                if welcome.hints and len(report.boundaries) <= convert.ENDED_MAX:
+                    connection.post(convert.ended_message(report))
             # an older service takes a loss for the outcome of the request itself
             elif welcome.explains and (welcome.losses or not report.is_loss):
                 age_ms = int((now_s - at_s) * 1000)
@@ -128,12 +138,12 @@ class Reports:
                 "more than %d were waiting",
                 self._num_dropped,
                 KEPT_S,
-                KEPT,
+                self._kept,
             )
             self._num_dropped = 0
 
     def _forget_some(self) -> None:
         oldest_s = self._clock.monotonic_s() - KEPT_S
-        while self._waiting and (len(self._waiting) > KEPT or self._waiting[0][0] < oldest_s):
+        while self._waiting and (len(self._waiting) > self._kept or self._waiting[0][0] < oldest_s):
             self._waiting.popleft()
             self._num_dropped += 1

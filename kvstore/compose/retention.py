@@ -9,6 +9,8 @@ from kvstore.catalog.base import Gate
 from kvstore.catalog.coordination import (
     OPERATOR_RULES,
     FileTextStore,
+    LocalMarkBook,
+    MarkBook,
     Ownership,
     SoleOwnership,
     TextStore,
@@ -23,6 +25,7 @@ from kvstore.store.recorder import Recorder
 from kvstore.store.retention import RetentionParts
 from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.store.retention.cold_admission import ColdAdmission
+from kvstore.store.retention.hint_marks import HintMarks
 from kvstore.store.retention.operator_rules import OperatorRules
 from kvstore.store.retention.owner import RetentionOwner
 from kvstore.store.retention.plan import RetentionRules, shares
@@ -75,7 +78,14 @@ async def open_retention(
         start_bytes = int(budget_bytes * bounds.start_share)
         budget_gate = BudgetGate(budget_bytes, start_bytes, instruments.clock, is_shared=not is_alone)
     admission = _admission(settings, recorder, cold, instruments, is_bounded=budget_bytes is not None)
-    choice = PolicyChoice(candidates_of(settings.retention_policy, settings.retention_admission), admission)
+    marks = HintMarks(await _open_marks(settings, stack, gate), instruments)
+    stack.push_async_callback(marks.aclose)
+    choice = PolicyChoice(
+        candidates_of(settings.retention_policy, settings.retention_admission),
+        admission,
+        marks=marks,
+        clock=instruments.clock,
+    )
     owner = RetentionOwner(
         cold,
         recorder.catalog,
@@ -91,6 +101,7 @@ async def open_retention(
         most_bytes = None if budget_bytes is None else int(_GUARANTEED_SHARE * budget_bytes)
         rules.apply_to(owner.set_quotas, most_bytes, owner.tenant_bytes)
     owner.start()
+    marks.start()
     return RetentionParts(choice if is_bound else None, admission, rules), budget_gate
 
 
@@ -176,6 +187,17 @@ async def open_ownership(
 
     client = await stack.enter_async_context(open_control(settings.hot, refuses_newer=gate is not None))
     return RedisOwnership(client, lease_s=lease_s, gate=gate)
+
+
+async def _open_marks(settings: Settings, stack: AsyncExitStack, gate: Gate | None) -> MarkBook:
+    """Where hints are kept for the owner of a namespace: beside the catalog, if other services share that."""
+    if not isinstance(settings.hot, RedisLocation):
+        return LocalMarkBook()
+    from kvstore.catalog.redis.coordination import RedisMarkBook
+    from kvstore.tiers.redis import open_control
+
+    client = await stack.enter_async_context(open_control(settings.hot, refuses_newer=gate is not None))
+    return RedisMarkBook(client, gate=gate)
 
 
 async def _directory_bytes(settings: Settings, directory: Tier, instruments: Instruments) -> int | None:

@@ -82,7 +82,8 @@ class Auto:
             held = one.holdings.leading(path)
             one.score = one.score * (1 - 1 / _MEMORY_PROMPTS) + (tokens[held - 1] if held else 0)
             one.holdings.use(path[:held], now)
-            save_prompt(one.holdings, one.admission, path, tokens, sizes, now=now)
+            admitted = path[: one.admission.admit(path, tokens)]
+            save_prompt(one.holdings, admitted, tokens, sizes, now=now)
         self._num_sampled += 1
         if self._num_sampled % _DECIDE_EVERY:
             return False
@@ -95,32 +96,35 @@ class Auto:
 
 def save_prompt(
     holdings: Holdings,
-    admission: Admission,
     path: Sequence[Key],
     tokens: Sequence[int],
     sizes: Sequence[int],
     *,
     now: float,
+    owner: str = "",
 ) -> tuple[int, int]:
-    """Hold the missing boundaries of a prompt, shortest prefix first, as far as admission and budget allow. Returns how
-    many were written, and how many were evicted for them. Arguments as for `Auto.observe`.
+    """Hold the missing boundaries of a prompt, shortest prefix first, as far as the budget allows. Returns how many
+    were written, and how many were evicted for them.
+
+    Args:
+        path: Its boundaries that may be held, ascending; the rest as for `Auto.observe`.
+        owner: Whose they are.
     """
     first = holdings.leading(path)
-    stop = max(first, admission.admit(path, tokens))
     num_evicted = 0
     held = holdings.get(path[first - 1]) if first else None
     if held is not None:
         holdings.pin(held)  # the start of the prompt is not evicted for its end
     index = first
     # a boundary behind a missing one is held only if a client named it in another prompt: it has one parent already
-    while index < stop and path[index] not in holdings:
+    while index < len(path) and path[index] not in holdings:
         num_bytes = sizes[index]
         if not holdings.fits(num_bytes):
             num_evicted += len(holdings.evict(num_bytes))
             if not holdings.fits(num_bytes):
                 break
         parent = held.key if held is not None else None
-        node = holdings.add(path[index], parent, tokens=tokens[index], num_bytes=num_bytes, now=now)
+        node = holdings.add(path[index], parent, tokens=tokens[index], num_bytes=num_bytes, now=now, owner=owner)
         node.num_holds += 1
         if held is not None:
             held.num_holds -= 1  # the pin; not free, since the new boundary is its child

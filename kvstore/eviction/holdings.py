@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.eviction.policies import Policy
-from kvstore.eviction.prefixes import Key, Node
+from kvstore.eviction.prefixes import NORMAL, Key, Node
 from kvstore.runtime.pauses import empty_in_pieces
 
 SHARED = 0
@@ -124,6 +124,7 @@ class Holdings:
             if node is not None:
                 node.num_uses += 1
                 node.last_use = now
+                node.priority = NORMAL  # what a hint expected has happened, or will not
                 self._pools[node.pool].policy.used(node)
 
     def add(
@@ -136,11 +137,12 @@ class Holdings:
         now: float,
         num_uses: int = 0,
         pool: int = SHARED,
+        owner: str = "",
     ) -> Node:
         """Hold a boundary that was not held, without a check of the budget."""
         assert key not in self._nodes
         parent_node = self._nodes.get(parent) if parent is not None else None
-        node = Node(key, parent_node, tokens=tokens, num_bytes=num_bytes, pool=pool, last_use=now)
+        node = Node(key, parent_node, tokens=tokens, num_bytes=num_bytes, pool=pool, last_use=now, owner=owner)
         node.num_uses = num_uses
         if parent_node is not None:
             parent_node.num_holds += 1
@@ -150,6 +152,11 @@ class Holdings:
         of_pool.used_bytes += num_bytes
         of_pool.policy.added(node)
         return node
+
+    def mark(self, node: Node, priority: int) -> None:
+        """Give a held boundary another priority, until it is used."""
+        node.priority = priority
+        self._pools[node.pool].policy.marked(node)
 
     def pin(self, node: Node) -> None:
         """Keep a boundary, and so its parents, until it was unpinned as often as it was pinned."""

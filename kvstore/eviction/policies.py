@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
+from operator import attrgetter
 from typing import ClassVar
 
 from kvstore.eviction.prefixes import Node
 from kvstore.runtime.pauses import SplitDict, empty_in_pieces
+
+Rank = float | tuple[int, float]
+"""A plain rank, or one within a priority."""
 
 _SLACK = 64
 """Heap entries below which a compaction is not worth its cost."""
@@ -40,6 +45,9 @@ class Policy(ABC):
     def freed(self, node: Node) -> None:
         """The boundary has become free: `node.num_holds` is 0."""
         self._free.push(node)
+
+    def marked(self, node: Node) -> None:  # noqa: B027 - most policies ignore hints
+        """A hint has changed `node.priority`."""
 
     def victim(self) -> Node | None:
         """The boundary to evict next, which the policy no longer offers; `None`: nothing is free."""
@@ -128,16 +136,20 @@ class FreeNodes:
 
     Ranks change and boundaries stop being free far more often than one is evicted. So outdated entries stay in the heap
     until they are popped, or until they are most of it.
+
+    Args:
+        order: Ranks a boundary instead of `node.rank`.
     """
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Node]] = []
+    def __init__(self, order: Callable[[Node], Rank] = attrgetter("rank")) -> None:
+        self._order = order
+        self._heap: list[tuple[Rank, int, Node]] = []
         self._arrivals = count()
         self._compact_at = _SLACK
 
     def push(self, node: Node) -> None:
         """Add a free boundary at its present rank."""
-        heapq.heappush(self._heap, (node.rank, next(self._arrivals), node))
+        heapq.heappush(self._heap, (self._order(node), next(self._arrivals), node))
         if len(self._heap) > self._compact_at:
             self._compact()
 
@@ -145,7 +157,7 @@ class FreeNodes:
         """Remove and return the lowest; `None`: nothing is free."""
         while self._heap:
             rank, _, node = heapq.heappop(self._heap)
-            if _is_current(rank, node):
+            if self._is_current(rank, node):
                 return node
         return None
 
@@ -154,20 +166,19 @@ class FreeNodes:
         empty_in_pieces(self._heap)
 
     def _compact(self) -> None:
-        first: SplitDict[int, tuple[float, int, Node]] = SplitDict()
+        first: SplitDict[int, tuple[Rank, int, Node]] = SplitDict()
         for entry in self._heap:
             rank, arrival, node = entry
-            if _is_current(rank, node):
+            if self._is_current(rank, node):
                 known = first.get(id(node))
                 if known is None or arrival < known[1]:
                     first[id(node)] = entry
-        kept: list[tuple[float, int, Node]] = []
+        kept: list[tuple[Rank, int, Node]] = []
         for entry in first.values():  # `heapify` would stop all other threads until it has finished
             heapq.heappush(kept, entry)
         outdated, self._heap = self._heap, kept
         empty_in_pieces(outdated, first)
         self._compact_at = 2 * len(kept) + _SLACK
 
-
-def _is_current(rank: float, node: Node) -> bool:
-    return node.is_held and node.num_holds == 0 and node.rank == rank
+    def _is_current(self, rank: Rank, node: Node) -> bool:
+        return node.is_held and node.num_holds == 0 and self._order(node) == rank

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from kvstore.model.prompt_hint import NORMAL_PRIORITY
+
 Key = bytes | int
 """Names a boundary: its prefix hash in the store (alone, or with its namespace in front), a number in a trace."""
+
+NORMAL = NORMAL_PRIORITY
+"""The priority of a boundary without a hint, from 0 to 100."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -36,12 +41,35 @@ class Node:
         last_use: When it was added or last used, on the caller's clock.
         rank: Set by the policy: the lowest is evicted first.
         is_held: False once it was removed.
+        owner: Whose it is: hints change the order only among boundaries of one owner.
+        priority: From a hint, see `hints.py`; of one owner's boundaries the lowest is evicted first.
     """
 
-    __slots__ = ("is_held", "key", "last_use", "num_bytes", "num_holds", "num_uses", "parent", "pool", "rank", "tokens")
+    __slots__ = (
+        "is_held",
+        "key",
+        "last_use",
+        "num_bytes",
+        "num_holds",
+        "num_uses",
+        "owner",
+        "parent",
+        "pool",
+        "priority",
+        "rank",
+        "tokens",
+    )
 
     def __init__(
-        self, key: Key, parent: Node | None, *, tokens: int, num_bytes: int, pool: int = 0, last_use: float = 0.0
+        self,
+        key: Key,
+        parent: Node | None,
+        *,
+        tokens: int,
+        num_bytes: int,
+        pool: int = 0,
+        last_use: float = 0.0,
+        owner: str = "",
     ) -> None:
         self.key = key
         self.parent = parent
@@ -53,6 +81,8 @@ class Node:
         self.last_use = last_use
         self.rank = 0.0
         self.is_held = True
+        self.owner = owner
+        self.priority = NORMAL
 
     @property
     def span_tokens(self) -> int:

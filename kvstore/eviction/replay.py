@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
-import gzip
 import heapq
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-from kvstore.errors import InvalidRequest
 from kvstore.eviction.auto import Auto, save_prompt
 from kvstore.eviction.candidates import AUTO, CANDIDATES, Candidate, parse_candidate
+from kvstore.eviction.hint_trial import HintTrial, Marks
+from kvstore.eviction.hints import Hinted
 from kvstore.eviction.holdings import Holdings
-from kvstore.eviction.prefixes import Key
+from kvstore.eviction.policies import Policy
+from kvstore.eviction.prefixes import NORMAL, Key
+from kvstore.eviction.trace import NONE, TracedPrompt, hints_of
 from kvstore.model.coverage import longest_resumable
 from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
-from kvstore.runtime.wrong_values import cut, not_json, shown
 
 CLAIRVOYANT = "clairvoyant"
 """Not a policy but an upper bound: it knows the next use of every block from the trace."""
 
 _STEP_TOKENS = 16
 _SWEEP_S = 60.0
-_GZIP_MAGIC = b"\x1f\x8b"
-_NUMBER_MAX = 1 << 62
-_EXAMPLE = '{"timestamp": ..., "input_length": ..., "hash_ids": [...]}'
-_FIELDS = {"timestamp": "milliseconds", "input_length": "tokens"}
-
-
-@dataclass(frozen=True, slots=True)
-class TracedPrompt:
-    """One request of a trace.
-
-    Attributes:
-        at_s: When it arrived, in seconds since the trace's start.
-        num_tokens: Length of the prompt.
-        blocks: Ids of its blocks; each identifies the whole prompt up to the block's end. The last may be short.
-    """
-
-    at_s: float
-    num_tokens: int
-    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +35,7 @@ class ReplayPlan:
         block_bytes: Stored bytes of a block.
         block_records: Records per block, and so requests to write, read or delete it.
         ttl_s: A block that was unused for longer is evicted; `None`: no limit.
+        hints: Which hints come with the prompts: `none`, `trace` or `random`, as `hints_of`.
     """
 
     policy: str
@@ -64,6 +44,7 @@ class ReplayPlan:
     block_bytes: int = 64 << 20
     block_records: int = 16
     ttl_s: float | None = None
+    hints: str = NONE
 
 
 @dataclass(slots=True)
@@ -76,6 +57,8 @@ class ReplayResult:
         blocks_read: Blocks that were read for the hits.
         blocks_written: Blocks that were admitted.
         blocks_evicted: Blocks that were evicted or expired.
+        hints_followed: Of the hints that came.
+        num_hints: Hints that came.
         followed: For `auto`: pairs of a prompt's index and the candidate that was followed from it on.
     """
 
@@ -84,6 +67,8 @@ class ReplayResult:
     blocks_read: int = 0
     blocks_written: int = 0
     blocks_evicted: int = 0
+    hints_followed: int = 0
+    num_hints: int = 0
     followed: list[tuple[int, str]] = field(default_factory=list)
 
     @property
@@ -120,7 +105,9 @@ def _play(prompts: Sequence[TracedPrompt], plan: ReplayPlan, on_progress: Callab
     candidates: Sequence[Candidate] = CANDIDATES if plan.policy == AUTO else (parse_candidate(plan.policy),)
     current = candidates[0]
     budget_bytes = plan.budget_blocks * plan.block_bytes
-    holdings = Holdings(budget_bytes, current.make_policy)
+    told = _ToldHints(prompts, plan)
+    holdings = Holdings(budget_bytes, told.policy_of(current))
+    marks = Marks(holdings)
     # every rule sees every prompt, so that its memory is filled when `auto` changes to it
     rules = {one.admission: one.make_admission(plan.budget_blocks) for one in candidates}
     auto = Auto(candidates, budget_bytes=budget_bytes, boundary_bytes=plan.block_bytes) if len(candidates) > 1 else None
@@ -133,22 +120,62 @@ def _play(prompts: Sequence[TracedPrompt], plan: ReplayPlan, on_progress: Callab
             swept_s = prompt.at_s
         tokens = _boundaries(prompt, plan.block_tokens)
         sizes = [plan.block_bytes] * len(tokens)
+        marks.expire(prompt.at_s)
         _look_up(prompt, tokens, holdings, layout, result)
         if auto is not None and auto.observe(prompt.blocks, tokens, sizes, prompt.at_s):
             current = auto.current
-            holdings.use_policy(current.make_policy)
+            holdings.use_policy(told.policy_of(current))
             result.followed.append((index, current.name))
         for name, rule in rules.items():
             if name != current.admission:
                 rule.admit(prompt.blocks, tokens)
-        admission = rules[current.admission]
-        num_written, num_evicted = save_prompt(holdings, admission, prompt.blocks, tokens, sizes, now=prompt.at_s)
+        admitted = rules[current.admission].admit(prompt.blocks, tokens)
+        path = prompt.blocks[: told.admitted(index, prompt, admitted)]
+        num_written, num_evicted = save_prompt(holdings, path, tokens, sizes, now=prompt.at_s)
+        told.tell(index, prompt, tokens, marks)
         result.blocks_written += num_written
         result.blocks_evicted += num_evicted
         if index % 64 == 63:
             on_progress(64)
     on_progress(len(prompts) % 64)
+    result.hints_followed, result.num_hints = told.num_followed, told.num_hints
     return result
+
+
+class _ToldHints:
+    """The hints of a trace, each told with its prompt, and followed as the store follows them."""
+
+    def __init__(self, prompts: Sequence[TracedPrompt], plan: ReplayPlan) -> None:
+        self._hints = hints_of(prompts, plan.hints, block_tokens=plan.block_tokens)
+        self._block_tokens = plan.block_tokens
+        self._sizes = plan.block_bytes
+        self._trial = HintTrial(budget_bytes=plan.budget_blocks * plan.block_bytes, boundary_bytes=plan.block_bytes)
+        self.is_on = plan.hints != NONE
+        self.num_hints = sum(hint is not None for hint in self._hints)
+        self.num_followed = 0
+
+    def policy_of(self, candidate: Candidate) -> Callable[[], Policy]:
+        if not self.is_on:
+            return candidate.make_policy
+        return lambda: Hinted(candidate.make_policy(), self._trial.follows)
+
+    def admitted(self, index: int, prompt: TracedPrompt, by_rule: int) -> int:
+        """How many of a prompt's boundaries are written: all if it will be used again, none if not."""
+        hint = self._hints[index]
+        if hint is None or not self._trial.follows(""):
+            return by_rule
+        self.num_followed += 1
+        return len(prompt.blocks) if hint.priority > NORMAL else 0
+
+    def tell(self, index: int, prompt: TracedPrompt, tokens: Sequence[int], marks: Marks) -> None:
+        """A prompt was looked up and is saved: its last whole block and its end are marked."""
+        if not self.is_on:
+            return
+        self._trial.observe(prompt.blocks, tokens, [self._sizes] * len(tokens), prompt.at_s)
+        if (hint := self._hints[index]) is not None:
+            for key in prompt.blocks[prompt.num_tokens // self._block_tokens - 1 :]:
+                self._trial.hint(key, hint, prompt.at_s)
+                marks.set(key, hint, prompt.at_s)
 
 
 def _boundaries(prompt: TracedPrompt, block_tokens: int) -> list[int]:
@@ -231,56 +258,3 @@ def clairvoyant_holds(paths: Sequence[Sequence[Key]], budget: int) -> tuple[list
                 del held[key]
         num_written += sum(key in held for key in added)
     return leading, num_written
-
-
-def read_trace(path: Path, *, block_tokens: int) -> list[TracedPrompt]:
-    """Read a trace in Mooncake's format, plain or gzip. Each line is a JSON object:
-    `{"timestamp": ms, "input_length": tokens, "output_length": ..., "hash_ids": [...]}`.
-
-    Args:
-        block_tokens: Tokens of a block; Mooncake's traces have 512.
-
-    Raises:
-        InvalidRequest: The file cannot be read, or a line is malformed; the message names the line and the field.
-    """
-    prompts = []
-    try:
-        with path.open("rb") as file:
-            is_gzip = file.read(2) == _GZIP_MAGIC
-        with gzip.open(path, "rb") if is_gzip else path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    prompts.append(_parse(line, f"line {number} of {path}", block_tokens))
-    except (OSError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InvalidRequest("cannot read the trace", path=path, error=reason) from error
-    if not prompts:
-        raise InvalidRequest("the trace is empty: expected one JSON object with hash_ids per line", path=path)
-    return sorted(prompts, key=lambda prompt: prompt.at_s)
-
-
-def _parse(line: bytes, where: str, block_tokens: int) -> TracedPrompt:
-    try:
-        fields: Any = json.loads(line.rstrip())
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{where}: expected a JSON object like {_EXAMPLE}", seen=not_json(error)) from error
-    if not isinstance(fields, dict):
-        raise InvalidRequest(f"{where}: expected a JSON object like {_EXAMPLE}", seen=shown(fields))
-    for name, unit in _FIELDS.items():
-        value = fields.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _NUMBER_MAX:
-            raise InvalidRequest(f"{where}: {name}: expected {unit}, a number not below zero", seen=shown(value))
-    blocks = fields.get("hash_ids")
-    if not isinstance(blocks, list) or any(type(block) is not int for block in blocks):
-        raise InvalidRequest(f"{where}: hash_ids: expected a list of whole numbers", seen=cut(str(blocks), 60))
-    num_tokens = int(fields["input_length"])
-    expected = -(-num_tokens // block_tokens)
-    if len(blocks) != expected:
-        raise InvalidRequest(
-            f"{where}: hash_ids: expected one for each {block_tokens} tokens of input_length; "
-            "set --block-tokens to the trace's block size",
-            input_length=num_tokens,
-            expected=expected,
-            seen=len(blocks),
-        )
-    return TracedPrompt(fields["timestamp"] / 1000, num_tokens, tuple(blocks))

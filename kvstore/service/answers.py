@@ -152,6 +152,16 @@ class Answers:
         if namespace is None or is_early or self._is_of(tenant, namespace):
             self.store.report(outcome)
 
+    def end_prompt(self, message: messages.PromptEnded, tenant: str) -> None:
+        """Take an ended prompt and its client's wishes; one of another tenant's namespace is dropped.
+
+        Raises:
+            InvalidRequest: Something in it is malformed.
+        """
+        prompt = replace(convert.parse_ended(message), tenant=tenant)
+        if self._is_of(tenant, prompt.namespace):
+            self.store.end_prompt(prompt)
+
     async def load(
         self, request: messages.Load, deadline: Deadline, *, tenant: str
     ) -> tuple[messages.Loaded, memoryview | None]:
@@ -209,6 +219,7 @@ class Answers:
             raise InvalidRequest("records are saved plain: the service encrypts them", key_id=record.header.key_id)
         self._check_owner(tenant, record.key.namespace)
         # a hint: a value that this release does not know must not cost the record
-        retention = Retention.SHORT if request.retention == Retention.SHORT.value else Retention.NORMAL
+        known = {one.value: one for one in Retention}
+        retention = known.get(request.retention, Retention.NORMAL)
         outcome = await self.store.save(record, ack=ack, retention=retention, deadline=deadline)
         return messages.Saved(request.id, outcome.value)

@@ -28,10 +28,13 @@ COUNTERS = {
     "corrupt_records": "records that did not match their seal; none was served",
     "declined_bytes": "bytes of records that the admission rule kept from the cold tier",
     "declined_records": "records that the admission rule kept from the cold tier",
+    "demoted_records": "records that hints dropped from a tier where a slower one has them",
     "discarded_records": "records that an engine found bad",
     "encrypted_records": "records that were encrypted",
     "encryption_misses": "short lookups and failed loads that a missing or wrong key may have caused",
     "encryption_refused_saves": "records that were not kept because the right key was missing",
+    "hints": "hints of clients, by what was asked for and whether it was taken",
+    "hints_dropped": "marks of hints that did not reach the service that evicts",
     "lookup_hits": "lookups that found a point to resume from",
     "lookup_tier_failures": "lookups that a tier did not answer",
     "lookups": "lookups",
@@ -40,6 +43,8 @@ COUNTERS = {
     "pending_failures": "failed operations on pending entries",
     "pending_finished": "write-backs of other services that were finished here",
     "pending_left": "pending entries left for other services",
+    "prefetched_bytes": "bytes of records that prefetches brought, by what became of them",
+    "prefetches": "prefetches, by outcome",
     "request_tokens": "tokens of prompts that engines reported: of the prompt, held by the engine, resumed from here",
     "requests": "requests that engines reported, by how far they were resumed and why no further",
     "retention_boundaries": "boundaries that retention removed",
@@ -126,6 +131,7 @@ ALWAYS_OF_TIERS = (
 )
 """Likewise, with a series for each tier."""
 ALWAYS_BY_LABEL = (
+    *(f'prefetched_bytes{{outcome="{outcome}"}}' for outcome in ("fetched", "used", "wasted")),
     *(f'saves{{outcome="{outcome}"}}' for outcome in ("stored", "exists", "busy", "full")),
     *(f'stage_refused{{reason="{reason}"}}' for reason in ("memory_full", "stage_bytes", "leases")),
     *(f'requests{{reason="",result="{result}"}}' for result in ("hit", "part", "miss", "local")),

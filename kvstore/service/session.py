@@ -287,6 +287,8 @@ class Session:
                 self._release(LeaseId(message.lease))
             case messages.Outcome():
                 self._answers.report(message, self.tenant)
+            case messages.PromptEnded():
+                self._answers.end_prompt(message, self.tenant)
             case messages.Request():
                 self._start(message, payload, "" if self._tracing is None else _trace(head))
             case _:
@@ -347,6 +349,7 @@ class Session:
                 locates=True,
                 instances=True,
                 blocks=self._answers.store.takes_blocks,
+                hints=self._answers.store.takes_hints,
             )
         )
 

@@ -42,6 +42,7 @@ class Saver:
         check_open: Raises `Closed` when the store is closed.
         admission: Which saves that wait for memory alone the cold tier gets; `None`: all.
         absent: Records that are saved are removed from it.
+        follows: Whether the hints of a namespace's tenant are followed now.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class Saver:
         check_open: Callable[[], None],
         admission: ColdAdmission | None,
         absent: AbsentKeys,
+        follows: Callable[[NamespaceId], bool] = lambda _: False,
     ) -> None:
+        self._follows = follows
         self._memory = context.memory
         self._hot = context.hot
         self._cold = context.cold
@@ -97,12 +100,15 @@ class Saver:
         grant = self._in_flight.try_take(record.num_bytes)
         if grant is None:
             return SaveOutcome.BUSY
+        if retention in (Retention.RELEASED, Retention.RETAINED) and not self._follows(record.key.namespace):
+            retention = Retention.NORMAL
         try:
             async with deadline.scope("verifying a record"):
                 await verify_record(record)
             self._check_open()
             outcome = self.keep(record, awaited, retention)
-            if awaited is not None and self._admission is not None:
+            is_wanted = awaited is not None or retention is Retention.RETAINED
+            if is_wanted and self._admission is not None:
                 self._copy_start(record, layout, self._admission)
             if awaited is not None and outcome is not SaveOutcome.FULL:
                 outcome = await self._write_through(record, awaited, retention, deadline)
@@ -120,14 +126,21 @@ class Saver:
         if outcome is PutOutcome.STORED:
             self._absent.remove(record.key)
             if retention is not Retention.SHORT:
-                self._queue_for_others(record, awaited)
+                self._queue_for_others(record, awaited, retention)
         return _OUTCOMES[outcome]
 
-    def _queue_for_others(self, record: Record, awaited: Tier | None) -> None:
+    def _queue_for_others(self, record: Record, awaited: Tier | None, retention: Retention) -> None:
         """Queue a record for the tiers that no caller waits for; if the cold one does not get it, the hot may evict
-        it.
+        it. A released record is declined like one that the rule declines: a lookup that finds it again has it copied.
         """
-        is_declined = awaited is None and self._admission is not None and not self._admission.takes(record)
+        admission = self._admission if awaited is None and retention is not Retention.RETAINED else None
+        if admission is None:
+            is_declined = False
+        elif retention is Retention.RELEASED:
+            admission.decline(record)
+            is_declined = True
+        else:
+            is_declined = not admission.takes(record)
         for tier, queue in self._queues:
             if tier is not awaited and not (is_declined and tier is self._cold):
                 queue.offer(record, is_evictable=is_declined)

@@ -136,15 +136,20 @@ class Promotion:
         }
         self._runs: set[_StageRun] = set()
 
-    async def stage(self, presence: Presence, deadline: Deadline, progress: Progress | None = None) -> Holding:
+    async def stage(
+        self, presence: Presence, deadline: Deadline, progress: Progress | None = None, *, at_once: int | None = None
+    ) -> Holding:
         """Fetch what the longest resume point in `presence` needs, and return what arrived of it.
 
         Ends early when no record begins or ends to arrive for `stall_timeout_s`, and at the deadline; neither is an
         error.
 
+        Args:
+            at_once: Records that it reads at a time, of those that all stages may; `None`: all of them.
+
         If cancelled, nothing stays pinned.
         """
-        run = _StageRun(presence.query, presence.layout, progress)
+        run = _StageRun(presence.query, presence.layout, progress, at_once or self._limits.stage_records_in_flight)
         self._runs.add(run)
         try:
             async with asyncio.timeout(None) as timer:
@@ -245,7 +250,7 @@ class Promotion:
 
         if not missed and run.waiting:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(self._limits.stage_records_in_flight, len(run.waiting))):
+                for _ in range(min(run.at_once, len(run.waiting))):
                     group.create_task(worker(todo))
         return missed
 
@@ -355,6 +360,7 @@ class _StageRun:
     query: PrefixQuery
     layout: Layout
     progress: Progress | None
+    at_once: int
     pins: dict[RecordKey, Pin] = field(default_factory=dict)
     sources: dict[RecordKey, str] = field(default_factory=dict)
     """The tier that each pinned record was read from."""

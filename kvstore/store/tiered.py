@@ -18,6 +18,7 @@ from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.model.page_blocks import PageBlocks
+from kvstore.model.prompt_hint import EndedPrompt
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
 from kvstore.runtime.budget import Shares, share_left
@@ -28,6 +29,9 @@ from kvstore.store.cache_events.placements import PlacementEvents
 from kvstore.store.context import StoreContext
 from kvstore.store.explain.absence import AbsenceFinder
 from kvstore.store.explain.explainer import Explainer
+from kvstore.store.hints.ended_prompts import Told
+from kvstore.store.hints.hints import Hints
+from kvstore.store.hints.prefetch import Prefetcher
 from kvstore.store.leases import LeaseTable
 from kvstore.store.limits import StoreLimits
 from kvstore.store.lookup import AbsentKeys, CatalogLookup, PresenceFinder
@@ -69,6 +73,7 @@ class TieredStore(PageStore):
         leases: What is leased, to whom and until when.
         operations: What operators show, remove and control.
         work: Runs what takes long for a long prompt.
+        hints: What clients said of prompts that have ended, and what is done about it.
     """
 
     def __init__(
@@ -103,6 +108,7 @@ class TieredStore(PageStore):
         self._namespaces = OpenNamespaces(limits.namespaces_max, context.clock, limits.description_bytes)
         memory.owner_of = self._namespaces.tenant_of
         self._cache_events: PlacementEvents | None = None
+        memory.on_changed = self._on_changed
         self.leases = LeaseTable(context)
         self._absent = AbsentKeys(context.clock)
         self._saver = Saver(
@@ -112,6 +118,7 @@ class TieredStore(PageStore):
             check_open=self._check_open,
             admission=self._admission,
             absent=self._absent,
+            follows=self._follows_hints,
         )
         self._manifests = Manifests(context, recorder)
         catalog = recorder.catalog if recorder is not None else None
@@ -136,6 +143,16 @@ class TieredStore(PageStore):
             free_for=self._leasable_bytes,
             on_cold_hit=self._saver.copy_to_hot,
         )
+        self._prefetcher = Prefetcher(context, self._find, self._promotion, self.work)
+        self.hints = Hints(
+            context,
+            self._layout_for_hints,
+            self._find,
+            self._prefetcher,
+            choice=self._choice,
+            catalog=catalog,
+        )
+        self._explainer.hints_of = self.hints.explain
         self._closed = False
 
     @property
@@ -179,7 +196,7 @@ class TieredStore(PageStore):
         if self.recorder is not None and learns and layout.chained:
             self.recorder.learn(query, layout)
         if self._choice is not None and layout.chained:
-            self._choice.observe(query, layout)
+            self._choice.observe(query, layout, self._namespaces.tenant_of(query.namespace))
         presence = await self._find(query, layout, _leave_time(deadline))
         if self._admission is not None and (lacking := self._admission.seen(presence)):
             self._saver.copy_to_cold(presence, lacking)
@@ -247,6 +264,7 @@ class TieredStore(PageStore):
             self._promotion.drop(holding)
             return Staged(None, query.local_tokens, cut="node_memory")
         try:
+            self._prefetcher.used(holding.pins)
             await self._note_use(query.namespace, holding)
         except BaseException:
             self._promotion.drop(holding)
@@ -356,7 +374,6 @@ class TieredStore(PageStore):
     def publish_to(self, cache_events: PlacementEvents) -> None:
         """Tell `cache_events` where pages are from now on; it stays the caller's."""
         self._cache_events = cache_events
-        self.memory.on_changed = cache_events.changed
         if self.recorder is not None:
             self.recorder.on_changed = cache_events.changed
 
@@ -368,6 +385,29 @@ class TieredStore(PageStore):
         layout = self._namespaces.use(blocks.namespace)
         if self._cache_events is not None and layout is not None and blocks.group < len(layout.groups):
             self._cache_events.name(blocks, layout.groups[blocks.group].num_slices)
+
+    @property
+    def takes_hints(self) -> bool:
+        return True
+
+    def end_prompt(self, prompt: EndedPrompt) -> None:
+        if not self._closed:
+            self.hints.end(prompt)
+
+    def keep_prompt(self, prompt: EndedPrompt) -> Told:
+        """Keep a prompt for hints that name it later."""
+        return self.hints.keep(prompt)
+
+    def _layout_for_hints(self, namespace: NamespaceId) -> Layout | None:
+        return None if self._is_retired(namespace) else self._namespaces.use(namespace)
+
+    def _follows_hints(self, namespace: NamespaceId) -> bool:
+        return self._choice is not None and self._choice.follows(self._namespaces.tenant_of(namespace))
+
+    def _on_changed(self, key: RecordKey) -> None:
+        self._prefetcher.changed(key)
+        if self._cache_events is not None:
+            self._cache_events.changed(key)
 
     def explain_keys(self, reason: Callable[[str], str]) -> None:
         """Have misses explained by keys: `reason` returns a key of `REASONS` for a tenant, or an empty text."""

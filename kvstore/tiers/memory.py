@@ -57,7 +57,7 @@ class Pin:
 class MemoryTier(Tier):
     """Keeps `Record` objects: a put copies nothing, a get returns the same immutable object and ignores `allocate`.
 
-    The synchronous core (`peek`, `insert`, `pin`, `unpin`, `remove`) never waits; the `Tier` methods build on it. All
+    The synchronous core (`peek`, `insert`, `pin`, `remove` and others) never waits; the `Tier` methods build on it. All
     methods belong to one event loop's thread.
 
     Attributes:
@@ -196,6 +196,15 @@ class MemoryTier(Tier):
             del boundaries[key.prefix]
         if not boundaries:
             del self._at[key.namespace]
+
+    def evict_first(self, key: RecordKey) -> None:
+        """Have a record evicted before all others, unless it is pinned or used until then."""
+        if key in self._idle:
+            self._idle.move_to_end(key, last=False)
+
+    def drop_idle(self, key: RecordKey) -> bool:
+        """Remove a record that is not pinned. False: it was not there, or is pinned."""
+        return key in self._idle and self.remove(key)
 
     def remove(self, key: RecordKey) -> bool:
         """Hide a record from new readers; pins keep its bytes. False: it was not there."""

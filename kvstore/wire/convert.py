@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any, TypeGuard
 
@@ -22,6 +22,7 @@ from kvstore.model.keys import LINK_TOKENS, NAMESPACE_BYTES, PREFIX_BYTES, Bound
 from kvstore.model.layout import MAX_GROUPS, MAX_PREFIX_TOKENS, Layout
 from kvstore.model.outcome import CONTENT_BYTES
 from kvstore.model.page_blocks import BlockGroup, PageBlocks
+from kvstore.model.prompt_hint import EndedPrompt, read_wishes
 from kvstore.runtime.arena import Place
 from kvstore.wire import messages
 
@@ -31,6 +32,8 @@ _MODELS_MAX = 16
 _TOKENS_MAX = (1 << 32) - 1
 _AGE_MS_MAX = 3_600_000
 _GROUPS_BYTES_MAX = MAX_GROUPS // 8
+ENDED_MAX = 4096
+"""Boundaries of a prompt in `prompt_ended`: pages of 64 tokens of a prompt of 262,144."""
 _BLOCKS_MAX = 4096
 """Blocks of a page that a message may name."""
 
@@ -123,6 +126,47 @@ def _is_group(said: object) -> bool:
     if not isinstance(said, list) or len(said) != 3 or not isinstance(said[1], str):
         return False
     return all(isinstance(said[at], int) and 0 <= said[at] < 1 << 31 for at in (0, 2))
+
+
+def ended_message(prompt: EndedPrompt) -> messages.PromptEnded:
+    """A prompt that has ended as a message."""
+    return messages.PromptEnded(
+        request=prompt.request[:_TEXT_MAX],
+        namespace=prompt.namespace,
+        tokens=_pack("I", [boundary.tokens for boundary in prompt.boundaries], "tokens"),
+        prefixes=b"".join(boundary.prefix for boundary in prompt.boundaries),
+        step_tokens=prompt.step_tokens,
+        prompt_tokens=prompt.prompt_tokens,
+        wishes=prompt.wishes.said,
+    )
+
+
+def parse_ended(message: messages.PromptEnded) -> EndedPrompt:
+    """A prompt that has ended, from a message; texts as in `parse_outcome`.
+
+    Raises:
+        InvalidRequest: The lengths of the fields do not match, the boundaries do not ascend, or a wish is out of range.
+    """
+    if len(message.tokens) > 4 * ENDED_MAX:  # it is parsed at once
+        seen = len(message.tokens) // 4
+        raise InvalidRequest(f"at most {ENDED_MAX} boundaries", field="prompt_ended.tokens", seen=seen)
+    tokens = _unpack("I", message.tokens, "prompt_ended.tokens")
+    prefixes = _prefixes(message.prefixes, len(tokens), "prompt_ended.prefixes")
+    namespace = parse_namespace(message.namespace, "prompt_ended.namespace")
+    boundaries = tuple(Boundary(*pair) for pair in zip(tokens, prefixes, strict=True))
+    PrefixQuery(namespace, boundaries, 0, 0, message.step_tokens)  # checks the boundaries
+    wishes, complaints = read_wishes(message.wishes)
+    if complaints:
+        name, text = complaints[0]
+        raise InvalidRequest(text, field=f"prompt_ended.wishes.{name}")
+    return EndedPrompt(
+        request=plain_text(message.request),
+        namespace=namespace,
+        boundaries=boundaries,
+        step_tokens=message.step_tokens,
+        prompt_tokens=min(message.prompt_tokens, MAX_PREFIX_TOKENS),
+        wishes=replace(wishes, session=plain_text(wishes.session)),
+    )
 
 
 def query_fields(query: PrefixQuery) -> dict[str, Any]:

@@ -80,6 +80,7 @@ class Welcome(Message):
         locates: Whether it answers `locate`.
         instances: Whether it reads `engine` in `open_namespace`.
         blocks: Whether it takes an `outcome` with `blocks`.
+        hints: Whether it takes `prompt_ended`.
     """
 
     version: int
@@ -95,6 +96,7 @@ class Welcome(Message):
     locates: bool = False
     instances: bool = False
     blocks: bool = False
+    hints: bool = False
 
 
 @wire_message("refused")
@@ -321,6 +323,21 @@ class Outcome(Message):
     content: bytes = b""
     age_ms: int = 0
     blocks: Mapping[str, Any] = field(default_factory=dict)
+
+
+@wire_message("prompt_ended")
+class PromptEnded(Message):
+    """Not answered. A request has ended: `tokens` and `prefixes` of its boundaries as in `lookup`, but of pages only
+    the ends, and `wishes`: what its client said, by name. Unknown wishes are ignored.
+    """
+
+    request: str
+    namespace: bytes
+    tokens: bytes
+    prefixes: bytes
+    step_tokens: int
+    prompt_tokens: int
+    wishes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @wire_message("explain")

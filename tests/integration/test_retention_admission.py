@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from kvstore.api import Ack, SaveOutcome
 from kvstore.compose import open_store, open_tier
-from kvstore.eviction.replay import read_trace
+from kvstore.eviction.trace import read_trace
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary
 from kvstore.model.kinds import FullAttention

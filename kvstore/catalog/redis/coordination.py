@@ -1,4 +1,4 @@
-"""Leases and text stores in Redis, for services that share it."""
+"""Leases, text stores and marks in Redis, for services that share it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from kvstore.catalog.base import Gate
-from kvstore.catalog.coordination import Ownership, TextStore, TextStoreKind
+from kvstore.catalog.coordination import MARKS_MAX, MarkBook, Ownership, TextStore, TextStoreKind
 from kvstore.catalog.redis.nodes import RedisNodes
 from kvstore.catalog.redis.replies import Command
 from kvstore.catalog.redis.scripts import ALWAYS, hash_items
 from kvstore.errors import Unavailable
+from kvstore.model.keys import NamespaceId
 from kvstore.runtime.deadline import Deadline
 
 _OWNER_BYTES = 16
+_MARKS_S = 604_800
 
 # A key that is no lease, or one without an end, would block all owners for ever: it is deleted, or gets an end.
 _HOLD = (
@@ -103,3 +105,34 @@ class RedisTextStore(TextStore):
 
     async def _call(self, verb: str, *arguments: str, deadline: Deadline) -> Any:
         return await self._nodes.one((verb, f"c1/{self.kind.name}", *arguments), deadline=deadline)
+
+
+class RedisMarkBook(MarkBook):
+    """A hash per namespace, `c1/hints/<namespace>`, from prefix to mark. It ends a week after the last mark.
+
+    Args:
+        client: A `redis.asyncio.Redis` or `RedisCluster` that replies in `bytes`; the caller closes it.
+        gate: As for `RedisNodes`.
+    """
+
+    def __init__(self, client: Any, *, gate: Gate | None = None) -> None:
+        self._nodes = RedisNodes(client, "the marks of hints", gate=gate)
+
+    async def put(self, namespace: NamespaceId, marks: Mapping[bytes, bytes], *, deadline: Deadline) -> bool:
+        if int(await self._nodes.one(("HLEN", _marks(namespace)), deadline=deadline)) >= MARKS_MAX:
+            return False
+        pairs = [part for pair in marks.items() for part in pair]
+        await self._nodes.one(("HSET", _marks(namespace), *pairs), deadline=deadline)
+        await self._nodes.one(("EXPIRE", _marks(namespace), _MARKS_S), deadline=deadline)
+        return True
+
+    async def read(self, namespace: NamespaceId, *, deadline: Deadline) -> Mapping[bytes, bytes]:
+        return dict(hash_items(await self._nodes.one(("HGETALL", _marks(namespace)), deadline=deadline)))
+
+    async def drop(self, namespace: NamespaceId, prefixes: Collection[bytes], *, deadline: Deadline) -> None:
+        if prefixes:
+            await self._nodes.one(("HDEL", _marks(namespace), *prefixes), deadline=deadline)
+
+
+def _marks(namespace: NamespaceId) -> str:
+    return f"c1/hints/{namespace.hex()}"

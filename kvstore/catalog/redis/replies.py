@@ -49,6 +49,7 @@ def _is_scan(reply: Any) -> bool:
 
 _FORMS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("EXISTS", "DEL", "UNLINK", "HSET", "HLEN", "HDEL"), _is_number),
+    "EXPIRE": lambda reply: isinstance(reply, bool) or _is_number(reply),  # redis-py converts it
     "HEXISTS": lambda reply: isinstance(reply, bool) or _is_number(reply),  # redis-py converts it
     **dict.fromkeys(("INFO", "SCRIPT", "TYPE"), _is_text),
     # the caller checks the rest

@@ -165,6 +165,7 @@ class _Needs:
 
 
 Reader = Annotated[Grant, Depends(_Needs(Scope.READ))]
+Saver = Annotated[Grant, Depends(_Needs(Scope.SAVE))]
 Administrator = Annotated[Grant, Depends(_Needs(Scope.ADMIN))]
 Operator = Annotated[Grant, Depends(_Needs(Scope.READ, is_operators=True))]
 OperatorAdministrator = Annotated[Grant, Depends(_Needs(Scope.ADMIN, is_operators=True))]

@@ -19,6 +19,7 @@ from kvstore.service.admin.problems import Problem, Refused, handle_problems, re
 from kvstore.service.admin.resources import (
     dashboard,
     events,
+    hints,
     history,
     jobs,
     lookup,
@@ -40,7 +41,10 @@ _DESCRIPTION = (
     "epoch. A tenant's token sees, counts and changes what belongs to that tenant, an operator's token everything. See "
     "docs/admin.md."
 )
-_RESOURCES = (namespaces, prefixes, lookup, query, plan, requests, pins, tiers, history, events, quotas, weights, jobs)
+_RESOURCES = (
+    *(namespaces, prefixes, lookup, query, plan, hints, requests),
+    *(pins, tiers, history, events, quotas, weights, jobs),
+)
 _OPERATIONS = (deletions, maintenance, gc)
 
 

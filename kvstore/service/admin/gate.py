@@ -34,6 +34,8 @@ _REQUEST_ID_FORM = re.compile("[A-Za-z0-9._:-]{1,64}")
 _READ_METHODS = ("GET", "HEAD", "OPTIONS")
 _READ_PATHS = ("/v1/lookup", "/v1/plan", "/v1/query")
 """Sent as POST because a prompt is too long for an address; they change nothing."""
+_HINT_PATHS = ("/v1/hints", "/v1/prefetch")
+"""Sent with every turn of a conversation, and they change no record: neither logged nor reported."""
 _NAMESPACE = re.compile("/([0-9a-f]{32})(?:/|$)")
 _EVENT_TEXTS = {
     "DELETE /v1/prefixes/": "a prefix was deleted",
@@ -110,7 +112,7 @@ class Gate:
             for place in places:
                 if not self._running[place]:
                     del self._running[place]
-            if scope["method"] not in _READ_METHODS and scope["path"] not in _READ_PATHS:
+            if scope["method"] not in _READ_METHODS and scope["path"] not in _READ_PATHS + _HINT_PATHS:
                 _log_change(scope, state, status)
                 self._report_change(scope, state, status)
 

@@ -23,6 +23,7 @@ from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.model.page_blocks import PageBlocks
+from kvstore.model.prompt_hint import EndedPrompt
 from kvstore.runtime.background import Background
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
@@ -30,6 +31,8 @@ from kvstore.runtime.watched_file import Watched
 from kvstore.store.encryption import key_ledger
 from kvstore.store.encryption.key_ledger import KeyLedger, KeyState
 from kvstore.store.encryption.key_ring import Generation, KeyRing
+from kvstore.store.hints.ended_prompts import Told
+from kvstore.store.hints.hints import Hints
 from kvstore.store.placement import Reach
 from kvstore.store.saving import verify_record
 from kvstore.store.tiered import TieredStore
@@ -246,6 +249,29 @@ class EncryptedStore(PageStore):
         if generations and generations[0] is not None:
             blocks = replace(blocks, boundary=_boundary(blocks.boundary, generations[0]))
         self.inner.name_blocks(blocks)
+
+    @property
+    def takes_hints(self) -> bool:
+        return True
+
+    def end_prompt(self, prompt: EndedPrompt) -> None:
+        """As `PageStore.end_prompt`, under the current names."""
+        self.inner.end_prompt(self._renamed(prompt))
+
+    @property
+    def hints(self) -> Hints:
+        """As `TieredStore.hints`, under keyed names."""
+        return self.inner.hints
+
+    def keep_prompt(self, prompt: EndedPrompt) -> Told:
+        """As `TieredStore.keep_prompt`, under the current names."""
+        return self.inner.keep_prompt(self._renamed(prompt))
+
+    def _renamed(self, prompt: EndedPrompt) -> EndedPrompt:
+        """A prompt under its tenant's current names; without boundaries for a tenant that has no key."""
+        generations = self.generations(self._tenant(prompt.namespace))
+        named = [_boundary(boundary, generations[0]) for boundary in prompt.boundaries] if generations else ()
+        return replace(prompt, boundaries=tuple(named))
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
         """As `PageStore.explain`; what seems never to have been stored may be stored under another key."""

@@ -82,6 +82,7 @@ class Explainer:
 
     Attributes:
         key_reason: Returns why a tenant's keys may cost hits, as a key of `REASONS`; empty: they do not.
+        hints_of: Returns what became of the hints for a request, given its tenant and its id.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Explainer:
         self._losses = Losses(self._room)
         self._recent: dict[str, Recent] = {"": Recent(context.clock)}  # of all, and of each tenant
         self.key_reason: Callable[[str], str] = lambda tenant: ""
+        self.hints_of: Callable[[str, str], Mapping[str, object]] = lambda tenant, request: {}
 
     def name(self, namespace: NamespaceId, name: str) -> None:
         """Note the name that people use for a namespace."""
@@ -257,6 +259,7 @@ class Explainer:
                 **found.detail,
                 **self._losses.of_request(outcome.tenant, outcome.request),
             },
+            "hints": dict(self.hints_of(outcome.tenant, outcome.request)),
         }
 
     async def _find(self, request: str, tenant: str | None) -> ReportedOutcome:

@@ -146,16 +146,20 @@ class ColdAdmission:
 
     def takes(self, record: Record) -> bool:
         """Whether the cold tier gets a record whose save does not wait for a slower tier. Counts the answer."""
-        key, stop_tokens = record.key, record.header.span.stop
+        key = record.key
         rule = self.rule_of(key.namespace)
-        name = _name(key.namespace, key.prefix)
-        if self._rules[rule].admits_unasked or name in self._admitted:
+        if self._rules[rule].admits_unasked or _name(key.namespace, key.prefix) in self._admitted:
             self._meters.add("admitted_records", rule=rule)
             return True
-        self._declined.add(name, stop_tokens)
+        self.decline(record)
+        return False
+
+    def decline(self, record: Record) -> None:
+        """Remember that the cold tier does not get a record, so that it does if the record is looked up again."""
+        key, rule = record.key, self.rule_of(record.key.namespace)
+        self._declined.add(_name(key.namespace, key.prefix), record.header.span.stop)
         self._meters.add("declined_records", rule=rule)
         self._meters.add("declined_bytes", record.num_bytes, rule=rule)
-        return False
 
     def needs(self, record: Record) -> list[Boundary]:
         """For a record whose save waits for a slower tier: the boundaries, ascending, that it needs or belongs to and

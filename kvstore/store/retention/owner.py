@@ -21,6 +21,7 @@ from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.pauses import collector_paused, collector_spared, empty_in_pieces
 from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.store.retention.evictor import Evictor
+from kvstore.store.retention.hint_marks import applying
 from kvstore.store.retention.plan import EvictionPlan, RetentionRules, broken_of, incomplete_of, plan_eviction
 from kvstore.store.retention.policy_choice import PolicyChoice
 from kvstore.tiers.base import Tier
@@ -246,10 +247,15 @@ class RetentionOwner:
         order = gate.order() if gate is not None else None
         # read after the entries: a record without an entry may be stored if the catalog is incomplete
         is_complete = await self._catalog.is_complete(deadline=self._deadline())
+        book = self._choice.marks
+        marks = await book.read(self._owned, self._deadline()) if book is not None else {}
+        over: list[bytes] = []
 
         def work() -> EvictionPlan:
             in_work = writing | incomplete_of(entries, recent, _LEVEL)
             broken = broken_of(entries, _LEVEL, now_s) if is_complete else {}
+            priorities, found = applying(marks, entries, now_s)
+            over.extend(found)
             evict = {name for name, used_s in broken.items() if used_s <= now_s - _BROKEN_S and name not in in_work}
             for kept_since_s in (now_s - _FRESH_S, None):
                 plan = plan_eviction(
@@ -266,12 +272,16 @@ class RetentionOwner:
                     broken=evict,
                     order=order,
                     elsewhere=elsewhere,
+                    marks=priorities,
                 )
                 if plan.is_enough:
                     break
             return replace(plan, has_broken=bool(broken))
 
-        return await asyncio.to_thread(work)
+        plan = await asyncio.to_thread(work)
+        if book is not None and over:
+            await book.drop(over, self._deadline())
+        return plan
 
     def _schedule_broken(self, freed_bytes: int, plan: EvictionPlan) -> None:
         """Schedule the next search for boundaries that serve no hit. If a boundary's start was evicted while it was

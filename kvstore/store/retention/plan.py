@@ -61,6 +61,7 @@ def plan_eviction(
     broken: Set[bytes] = frozenset(),
     order: Mapping[bytes, float] | None = None,
     elsewhere: Mapping[str, int] | None = None,
+    marks: Mapping[bytes, int] | None = None,
 ) -> EvictionPlan:
     """Choose what to evict, ends of prefixes first: nothing that is pinned, nor what a pinned boundary needs.
 
@@ -77,6 +78,7 @@ def plan_eviction(
         broken: Names of boundaries that serve no hit: they are evicted even if the budget is not reached.
         order: Ranks boundaries used in the same second, from 0 to 1.
         elsewhere: Bytes that tenants with a quota hold beyond these entries.
+        marks: Priorities of boundaries by name, from hints that apply; the policy is then a `Hinted` one.
 
     Returns:
         Less than `free_bytes` if the rest is pinned.
@@ -98,10 +100,14 @@ def plan_eviction(
             now=entry.last_use_s + order.get(key, 0.0),
             num_uses=entry.hits,
             pool=pools.get(tenants.get(entry.namespace, ""), SHARED),
+            owner=tenants.get(entry.namespace, ""),
         )
         is_new = kept_since_s is not None and entry.first_use_s > kept_since_s
         if is_new or entry.pinned_until_s > now_s or key in kept:
             holdings.pin(node)
+    for name, priority in (marks or {}).items():
+        if (marked := holdings.get(name)) is not None:
+            holdings.mark(marked, priority)
     chosen: list[tuple[Node, LeaveReason]] = []
     holdings.budget_bytes = holdings.used_bytes
     if broken:

@@ -34,9 +34,9 @@ __all__ = ["TOKENS", "ServiceHarness", "ended", "open_service", "prompt_of", "so
 TOKENS = {
     "operator": ("*", "read, admin"),
     "watcher": ("*", "read"),
-    "red": ("red", "read, admin"),
+    "red": ("red", "read, save, admin"),
     "red reader": ("red", "read"),
-    "blue": ("blue", "read, admin"),
+    "blue": ("blue", "read, save, admin"),
     "blue engine": ("blue", "save"),
 }
 """By name: tenant and scopes. The token of a name is `<name> token`."""

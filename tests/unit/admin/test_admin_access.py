@@ -28,8 +28,11 @@ BODIES: dict[str, dict[str, object]] = {
     "/v1/plan": {"token_ids": [1] * 64, "system_tokens": 8, "document_tokens": [20, 20]},
     "/v1/query": {"model": "m", "token_ids": [1] * 64},
     "/v1/pins": {"expires_in_s": 60},
+    "/v1/hints": {"request": "asked by red", "release": True},
+    "/v1/prefetch": {"request": "asked by red"},
     "/v1/deletions": {},
 }
+WITHOUT_NAMESPACE = ("/v1/query", "/v1/hints", "/v1/prefetch")
 CONFIRMED = (
     *("/v1/namespaces/{namespace}", "/v1/prefixes/{namespace}/{prefix}", "/v1/deletions", "/v1/gc"),
     *("/v1/weights/retired", "/v1/tiers/{level}/reindex"),
@@ -94,8 +97,8 @@ async def ask(client: httpx.AsyncClient, method: str, path: str, of: Prompt) -> 
     if method == "PUT":
         body = {"guaranteed_bytes": 1}
     elif path in BODIES and method == "POST":
-        body = {"namespace": namespace, **BODIES[path]} if path != "/v1/query" else BODIES[path]
-        body |= {"prefix": prefix} if path not in ASKS else {}
+        body = {"namespace": namespace, **BODIES[path]} if path not in WITHOUT_NAMESPACE else BODIES[path]
+        body = body | {"prefix": prefix} if path not in (*ASKS, *WITHOUT_NAMESPACE) else body
     return await client.request(method, filled, params=query, json=body)
 
 

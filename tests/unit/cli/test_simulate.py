@@ -11,7 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from kvstore.cli.main import main
-from kvstore.eviction.replay import ReplayPlan, clairvoyant_holds, read_trace, replay
+from kvstore.eviction.replay import ReplayPlan, clairvoyant_holds, replay
+from kvstore.eviction.trace import read_trace
 
 CUT = Path(__file__).resolve().parents[2] / "traces" / "conversation-cut.jsonl.gz"
 LINE = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
@@ -79,6 +80,22 @@ def test_time_to_live_costs_hits(capsys: pytest.CaptureFixture[str]) -> None:
     assert limited["s3_deletes"] > 0 == unlimited["s3_deletes"]
 
 
+def test_hints_are_compared_with_auto_without_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """With room for a tenth of the trace's blocks: right hints gain, random ones cost next to nothing, and each row
+    has its ratio.
+    """
+    rows = simulate(capsys, "--budget-blocks", "10%", "--policy", "auto", "--hints", "none,trace,random")["rows"]
+    assert [(row["hints"], row["budget_blocks"]) for row in rows] == [
+        (hints, 2151) for hints in ("none", "trace", "random")
+    ]
+    plain, told, random_ones = rows
+    assert plain["times_auto"] == 1.0 and plain["num_hints"] == 0
+    assert told["times_auto"] == pytest.approx(told["hit_tokens"] / plain["hit_tokens"], abs=1e-3)
+    assert told["times_auto"] >= 1.2 and random_ones["times_auto"] >= 0.95
+    assert told["num_hints"] == random_ones["num_hints"] > told["hints_followed"] > 0
+    assert told["bytes_written"] < plain["bytes_written"]
+
+
 def test_the_curve_is_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An SVG with a bar for each policy and budget, which fetches nothing from elsewhere."""
     picture = tmp_path / "curve.svg"
@@ -114,6 +131,8 @@ def test_the_bound_knows_the_future() -> None:
         ),
         ([LINE], ["--policy", "lru+second_site"], "did you mean second_sight"),
         ([LINE], ["--budget-blocks", "0"], "--budget-blocks: expected whole numbers above zero"),
+        ([LINE], ["--budget-blocks", "0%"], "--budget-blocks: expected whole numbers above zero, or shares like 10%"),
+        ([LINE], ["--hints", "all"], "--hints: expected none, trace or random"),
         ([LINE], ["--block-bytes", "many"], "--block-bytes: expected bytes"),
         ([LINE], ["--block-tokens", "16"], "set --block-tokens"),
         ([LINE], ["--curve", "hits.png"], "expected a file that ends in .svg"),

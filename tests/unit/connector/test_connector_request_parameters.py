@@ -8,6 +8,7 @@ import pytest
 
 from connector.request_parameters import Handoff, RequestFlags, read_flags, read_handoff, wants_receipt, write_receipt
 from kvstore.api import Retention
+from kvstore.model.prompt_hint import Wishes
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,11 @@ from kvstore.api import Retention
         ({"kvstore": {"load": False}}, RequestFlags(load=False)),
         ({"kvstore": {"save": False, "load": True}}, RequestFlags(save=False)),
         ({"kvstore": {"retention": "short"}}, RequestFlags(retention=Retention.SHORT)),
+        ({"kvstore": {"release": True}}, RequestFlags(wishes=Wishes(release=True))),
+        (
+            {"kvstore": {"retain_s": 60, "priority": 80, "prefetch": True, "demote": False, "session": "a"}},
+            RequestFlags(wishes=Wishes(retain_s=60.0, priority=80, prefetch=True, session="a")),
+        ),
         ({"do_remote_prefill": True, "save": False, "kvstore.load": False}, RequestFlags()),
         ({"do_remote_prefill": True, "kvstore": {"load": False, "save": False}}, RequestFlags(load=False, save=False)),
     ],
@@ -32,10 +38,13 @@ def test_flags(parameters: dict[str, Any] | None, flags: RequestFlags) -> None:
     ("parameters", "complaint"),
     [
         ({"kvstore": {"laod": False}}, "kvstore.laod: unknown, did you mean 'load'"),
-        ({"kvstore": {"colour": 1}}, "known are load, "),
+        ({"kvstore": {"colour": 1}}, "known are demote, load, prefetch, "),
         ({"kvstore": {"save": "no"}}, "kvstore.save: expected true or false, seen str"),
         ({"kvstore": {"retention": "long"}}, "kvstore.retention: expected one of normal, short, seen 'long'"),
         ({"kvstore": {"retention": ["short"]}}, "expected one of normal, short"),
+        ({"kvstore": {"retain_s": "long"}}, "kvstore.retain_s: expected seconds from 0 to 604800, seen str"),
+        ({"kvstore": {"priority": 101}}, "kvstore.priority: expected a whole number from 0 to 100, seen 101"),
+        ({"kvstore": {"relase": True}}, "kvstore.relase: unknown, did you mean 'release'"),
         ({"kvstore": True}, "expected an object, seen bool"),
     ],
 )
@@ -44,6 +53,25 @@ def test_what_is_not_understood_is_named(parameters: dict[str, Any], complaint: 
     flags, (seen,) = read_flags(parameters)
     assert flags == RequestFlags()
     assert complaint in seen
+
+
+@pytest.mark.parametrize(
+    ("flags", "retention"),
+    [
+        ({}, Retention.NORMAL),
+        ({"release": True}, Retention.RELEASED),
+        ({"retain_s": 5}, Retention.RETAINED),
+        ({"priority": 90}, Retention.RETAINED),
+        ({"priority": 10}, Retention.NORMAL),
+        ({"priority": 10, "retain_s": 60}, Retention.NORMAL),
+        ({"release": True, "retention": "short"}, Retention.SHORT),
+        ({"prefetch": True, "session": "a"}, Retention.NORMAL),
+    ],
+)
+def test_pages_are_saved_as_their_prompt_is_expected_back(flags: dict[str, Any], retention: Retention) -> None:
+    """What its client asks for by name comes first."""
+    read, complaints = read_flags({"kvstore": flags})
+    assert (read.save_retention, complaints) == (retention, ())
 
 
 def test_what_is_understood_counts_beside_what_is_not() -> None:

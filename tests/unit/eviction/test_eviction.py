@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.eviction.auto import Auto, PrefixSample, save_prompt
-from kvstore.eviction.candidates import POLICIES, AdmitAll, SecondSight
+from kvstore.eviction.candidates import POLICIES, SecondSight
 from kvstore.eviction.holdings import Holdings, Quota
 from kvstore.eviction.policies import FlopsPerByte, Lru, Policy, PrefillCost
 from kvstore.eviction.prefixes import Node, spread
@@ -21,7 +21,7 @@ MAKERS = [pytest.param(make, id=name) for name, make in POLICIES.items()]
 def play(holdings: Holdings, path: list[int], now: float) -> None:
     """Look a prompt up and save it; boundaries of one byte and ten tokens each."""
     holdings.use(path[: holdings.leading(path)], now)
-    save_prompt(holdings, AdmitAll(), path, [10 * (index + 1) for index in range(len(path))], [1] * len(path), now=now)
+    save_prompt(holdings, path, [10 * (index + 1) for index in range(len(path))], [1] * len(path), now=now)
 
 
 def holes(holdings: Holdings) -> list[object]:

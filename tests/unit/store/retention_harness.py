@@ -64,14 +64,19 @@ class RetainedTier:
         return Deadline.after(5.0)
 
     def retention(
-        self, ownership: Ownership | None = None, *, budget_gate: BudgetGate | None = None, **rules: object
+        self,
+        ownership: Ownership | None = None,
+        *,
+        budget_gate: BudgetGate | None = None,
+        choice: PolicyChoice | None = None,
+        **rules: object,
     ) -> RetentionOwner:
         return RetentionOwner(
             self.tier,
             self.catalog,
             ownership or SoleOwnership(),
             RetentionRules(**rules),  # type: ignore[arg-type]
-            choice=PolicyChoice([Candidate("lru")]),
+            choice=choice or PolicyChoice([Candidate("lru")]),
             instruments=Instruments(self.clock, self.meters),
             budget_gate=budget_gate,
         )

@@ -64,8 +64,9 @@ class AdmissionSetup:
         has_hot: bool = True,
         limits: StoreLimits = LIMITS,
         memory_bytes: int = 16 * MIB,
+        choice: PolicyChoice | None = None,
     ) -> Service:
-        service = Service(self, rule, has_hot, limits, memory_bytes)
+        service = Service(self, rule, has_hot, limits, memory_bytes, choice)
         self._stack.push_async_callback(service.store.aclose)
         await service.store.open_namespace(prompt.description, deadline=soon())
         return service
@@ -83,7 +84,15 @@ class AdmissionSetup:
 class Service:
     """A store of one node."""
 
-    def __init__(self, world: AdmissionSetup, rule: str, has_hot: bool, limits: StoreLimits, memory_bytes: int) -> None:
+    def __init__(
+        self,
+        world: AdmissionSetup,
+        rule: str,
+        has_hot: bool,
+        limits: StoreLimits,
+        memory_bytes: int,
+        choice: PolicyChoice | None,
+    ) -> None:
         self.meters = Meters()
         self.parents: dict[PrefixHash, PrefixHash] = {}
         self.admission = ColdAdmission(rule, Instruments(meters=self.meters), self.parents.get)
@@ -93,16 +102,22 @@ class Service:
             world.cold,
             pending=DictPendingLog(world.books, lease_s=LEASE_S) if has_hot else None,
             limits=limits,
-            retention=RetentionParts(admission=self.admission),
+            retention=RetentionParts(choice, self.admission),
             instruments=Instruments(meters=self.meters),
         )
 
     async def serve(
-        self, prompt: Prompt, *, ack: Ack = Ack.MEMORY, records: list[Record] | None = None, is_short: bool = False
+        self,
+        prompt: Prompt,
+        *,
+        ack: Ack = Ack.MEMORY,
+        records: list[Record] | None = None,
+        is_short: bool = False,
+        retention: Retention = Retention.NORMAL,
     ) -> None:
         """As an engine does: look a prompt up, and save what is not there."""
         lookup = await self.store.lookup(prompt.query(), deadline=soon())
-        retention = Retention.SHORT if is_short else Retention.NORMAL
+        retention = Retention.SHORT if is_short else retention
         for record in prompt.records() if records is None else records:
             if record.header.span.stop > lookup.resume_tokens:
                 outcome = await self.store.save(record, ack=ack, retention=retention, deadline=soon())
@@ -367,3 +382,39 @@ class TestBounds:
         admission.seen(Presence(ATTENTION, one.query()))
         assert admission.takes(one.record(320))
         assert not admission.takes(other.record(320))
+
+
+class Follows(PolicyChoice):
+    """Every tenant's hints are followed."""
+
+    def follows(self, tenant: str) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("is_followed", [True, False])
+async def test_hints_decide_for_prompts_that_were_seen_once(world: AdmissionSetup, is_followed: bool) -> None:
+    """While they are followed, what will be used again is written to the cold tier at once, with the start that the
+    rule had declined; what will not be is not, until it is looked up again all the same.
+    """
+    start, whole = Prompt(ATTENTION, "a", 128), Prompt(ATTENTION, "a", 320)
+    other = Prompt(ATTENTION, "b", 128)
+    choice = Follows([Candidate("lru")]) if is_followed else PolicyChoice([Candidate("lru")])
+    service = await world.service(whole, choice=choice)
+    await service.serve(start)
+    assert world.cold.keys_put == []
+    service.parents.update(
+        {whole.boundary(tokens).prefix: whole.boundary(tokens - 64).prefix for tokens in range(128, 321, 64)}
+    )
+    await service.serve(whole, retention=Retention.RETAINED)
+    await service.serve(other, retention=Retention.RELEASED)
+    if is_followed:
+        await world.arrive(keys_of(whole))
+    else:
+        await world.arrive(keys_of(start))  # its second sight
+    all_rules = await world.service(other, "all", choice=choice)
+    released = Prompt(ATTENTION, "c", 128)
+    await all_rules.serve(released, retention=Retention.RELEASED)
+    held = keys_of(whole if is_followed else start) | (set() if is_followed else keys_of(released))
+    await world.arrive(held)
+    await all_rules.serve(released)
+    await world.arrive(held | keys_of(released))

@@ -13,6 +13,7 @@ from kvstore.api import LeaseId, Lookup, Offer, Outcome, PrefixQuery, Staged
 from kvstore.errors import InternalError, InvalidRequest, KVStoreError
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.page_blocks import BlockGroup, PageBlocks
+from kvstore.model.prompt_hint import NO_WISHES, EndedPrompt, Wishes
 from kvstore.runtime.arena import Place
 from kvstore.wire import convert, messages
 from kvstore.wire.messages import decode, encode, error_of, raise_error
@@ -225,6 +226,43 @@ def test_what_did_not_answer_a_lookup_comes_back() -> None:
     for silent in ((), ("redis",), ("catalog", "s3")):
         lookup = Lookup(0, (0,), silent=silent)
         assert convert.parse_lookup(convert.lookup_reply(1, lookup), 1) == lookup
+
+
+ENDED = EndedPrompt(
+    request="chatcmpl-1",
+    namespace=NAMESPACE,
+    boundaries=(Boundary(64, PrefixHash(bytes(32))), Boundary(80, PrefixHash(bytes(range(32))))),
+    step_tokens=16,
+    prompt_tokens=70,
+    wishes=Wishes(retain_s=1.5, priority=80, prefetch=True, session="agent"),
+)
+
+
+@pytest.mark.parametrize("prompt", [ENDED, replace(ENDED, wishes=NO_WISHES), replace(ENDED, boundaries=())])
+def test_an_ended_prompt_comes_back(prompt: EndedPrompt) -> None:
+    """Over real msgpack, with wishes of a later release, which are ignored."""
+    sent = convert.ended_message(prompt)
+    head = msgpack.unpackb(msgpack.packb(encode(replace(sent, wishes={**sent.wishes, "colour": "red"}))))
+    message = decode(head)
+    assert isinstance(message, messages.PromptEnded)
+    assert convert.parse_ended(message) == prompt
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"tokens": bytes(7)}, "prompt_ended.tokens"),
+        ({"prefixes": bytes(32)}, "prompt_ended.prefixes"),
+        ({"namespace": b"x"}, "prompt_ended.namespace"),
+        ({"tokens": bytes(8)}, "boundaries must ascend"),
+        ({"step_tokens": 0}, "step_tokens"),
+        ({"wishes": {"retain_s": -1}}, "prompt_ended.wishes.retain_s"),
+        ({"wishes": {"session": "x" * 257}}, "prompt_ended.wishes.session"),
+    ],
+)
+def test_an_ended_prompt_that_makes_no_sense_is_refused(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        convert.parse_ended(replace(convert.ended_message(ENDED), **change))
 
 
 BLOCKS = PageBlocks(

@@ -57,6 +57,11 @@ class Explanation(RequestSummary):
         description="the facts behind the reason: plain values",
         examples=[{"left": "evicted", "left_from": "cold", "in_s3": "not stored: evicted 60 s before the request"}],
     )
+    hints: dict[str, Any] = Field(
+        default_factory=dict,
+        description="what its client asked for in hints, and what was done about each: docs/agents.md",
+        examples=[{"retain_s": 60.0, "eviction": "priority 100 for 60 s up to token 8192"}],
+    )
 
 
 @router.get("/requests")

@@ -1,0 +1,130 @@
+"""Hints: what clients expect of a prompt, and the order of eviction that follows from it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import ClassVar
+
+from kvstore.eviction.policies import FreeNodes, Policy
+from kvstore.eviction.prefixes import NORMAL, Node
+from kvstore.model.prompt_hint import Wishes
+
+RELEASED, RETAINED = 0, 100
+"""The lowest and the highest priority."""
+_DAY_S = 86_400.0
+SAME_USE_S = 5.0
+"""Uses of a boundary and of its parent that differ by no more are of one prompt: they are reported one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """What a client expects of a prompt.
+
+    Attributes:
+        priority: From 0 to 100, `NORMAL` for none; of one owner's boundaries the lowest is evicted first. `RELEASED`:
+            the prompt will not be used again. `RETAINED`: it will be, within `for_s`.
+        for_s: Seconds that the priority holds, unless the prompt is used again before.
+    """
+
+    priority: int
+    for_s: float
+
+    @classmethod
+    def of(cls, wishes: Wishes) -> Hint | None:
+        """The hint in a client's wishes; `None`: there is none."""
+        if wishes.release:
+            return cls(RELEASED, _DAY_S)
+        if not wishes.orders:
+            return None
+        is_plain = wishes.priority == NORMAL
+        return cls(RETAINED if is_plain else wishes.priority, wishes.retain_s or _DAY_S)
+
+
+class Hinted(Policy):
+    """Follows another policy, and lets the hints of an owner decide which of its boundaries leave.
+
+    The other policy decides whose bytes leave, as if there were no hints. That owner then gives the boundaries with the
+    lowest priority, of at least as many bytes. The boundary that stays takes the place of the one that left. So hints
+    exchange the places of one owner's boundaries, and no other owner loses bytes by them.
+
+    When a released boundary leaves, its parent counts as released too, unless the parent was used since, or by other
+    prompts as well.
+
+    Args:
+        inner: The other policy.
+        follows: Returns whether an owner's hints are followed now.
+    """
+
+    name: ClassVar[str] = "hinted"
+
+    def __init__(self, inner: Policy, follows: Callable[[str], bool] = lambda _: True) -> None:
+        super().__init__()
+        self._inner = inner
+        self._follows = follows
+        self._free_of: dict[str, FreeNodes] = {}
+        self._given: dict[str, int] = {}
+        """By owner: bytes that it gave for a boundary that has not moved yet."""
+
+    def added(self, node: Node) -> None:
+        self._inner.added(node)
+        self._offer(node)
+
+    def used(self, node: Node) -> None:
+        self._inner.used(node)
+        self._offer(node)
+
+    def freed(self, node: Node) -> None:
+        self._inner.freed(node)
+        self._offer(node)
+
+    def marked(self, node: Node) -> None:
+        self._offer(node)
+
+    def rank_of(self, node: Node) -> float:
+        return self._inner.rank_of(node)
+
+    def victim(self) -> Node | None:
+        usual = self._inner.victim()
+        if usual is None:
+            return None
+        if not self._follows(usual.owner):
+            return usual
+        chosen = self._free_of[usual.owner].pop() or usual
+        if chosen is usual:
+            self._given.pop(usual.owner, None)
+        else:
+            given = self._given.pop(usual.owner, 0) + chosen.num_bytes
+            if given < usual.num_bytes:
+                self._given[usual.owner] = given
+            else:
+                usual.rank = chosen.rank
+            self.freed(usual)
+        parent = chosen.parent
+        if chosen.priority == RELEASED and parent is not None and _goes_with(parent, chosen):
+            parent.priority = RELEASED  # it is offered when it becomes free
+        return chosen
+
+    def discard(self) -> None:
+        self._inner.discard()
+        for free in self._free_of.values():
+            free.discard()
+
+    def _offer(self, node: Node) -> None:
+        if node.num_holds == 0:
+            free = self._free_of.get(node.owner)
+            if free is None:
+                free = self._free_of[node.owner] = FreeNodes(attrgetter("priority", "rank"))
+            free.push(node)
+
+
+def _goes_with(parent: Node, child: Node) -> bool:
+    """Whether a boundary was used by the prompts of its child alone: each turn of a conversation uses what the turns
+    before it stored once more.
+    """
+    return (
+        parent.priority == NORMAL
+        and parent.last_use <= child.last_use + SAME_USE_S
+        and parent.num_uses <= child.num_uses + 1
+    )

@@ -1,0 +1,230 @@
+"""`/v1/prefetch` and `/v1/hints`: what clients say of a prompt between its turns."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Annotated, TypeVar
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvstore.errors import InvalidRequest
+from kvstore.model.keys import Boundary
+from kvstore.model.prompt_hint import (
+    NORMAL_PRIORITY,
+    PRIORITY_MAX,
+    RETAIN_S_MAX,
+    SESSION_CHARS_MAX,
+    EndedPrompt,
+    Wishes,
+)
+from kvstore.runtime.deadline import Deadline
+from kvstore.service.admin.access import Saver
+from kvstore.service.admin.context import AdminContext, Context
+from kvstore.service.admin.models import NAMESPACE_EXAMPLE, TokenId
+from kvstore.service.admin.problems import Refused, refusals
+from kvstore.service.admin.resources.prompt import TOKENS_MAX, hash_prompt, read_json, split_token_ids, validated
+from kvstore.service.authentication import Grant
+from kvstore.store.hints.ended_prompts import Told
+from kvstore.wire.convert import plain_text
+
+router = APIRouter(tags=["hints"])
+
+_TEXT_MAX = 256
+_NO_TENANT_SHOWN = "default"
+_RETRY_S = "1"
+
+
+class NamedPrompt(BaseModel):
+    """A prompt: by the request that it was last part of, by session, or by its tokens; exactly one of the three."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"request": "chatcmpl-7f3a"}})
+
+    request: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=_TEXT_MAX,
+        description="the engine's id of a request that has ended, or the start of one: its prompt and its answer",
+    )
+    session: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=SESSION_CHARS_MAX,
+        description="of the latest request that named it in `kv_transfer_params.kvstore`",
+    )
+    model: str | None = Field(
+        default=None, max_length=_TEXT_MAX, description="with `token_ids`: a name under which engines serve the model"
+    )
+    token_ids: list[TokenId] | None = Field(default=None, max_length=TOKENS_MAX, description="of the whole prompt")
+    cache_salt: str | None = Field(default=None, max_length=4096, description="with `token_ids`: the request's salt")
+    tenant_id: str | None = Field(
+        default=None,
+        max_length=_TEXT_MAX,
+        description="with `token_ids`: of this tenant's engines alone; `default`: of engines without a tenant",
+    )
+
+
+class HintedPrompt(NamedPrompt):
+    """A prompt, and what to do with its pages."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"example": {"session": "agent-17", "release": True}})
+
+    retain_s: Annotated[float, Field(strict=True, ge=0, le=RETAIN_S_MAX)] = Field(
+        default=0.0, description="seconds within which it will be continued: evict others of its tenant first"
+    )
+    priority: Annotated[int, Field(strict=True, ge=0, le=PRIORITY_MAX)] = Field(
+        default=NORMAL_PRIORITY, description="of its tenant's pages the lowest are evicted first"
+    )
+    release: bool = Field(default=False, strict=True, description="it will not be continued: evict its own pages first")
+    prefetch: bool = Field(default=False, strict=True, description="copy its pages to this node's memory")
+    demote: bool = Field(
+        default=False, strict=True, description="drop from memory and the hot tier what slower tiers have"
+    )
+
+
+class TakenHint(BaseModel):
+    """A prompt that was found, and what is done about the hints for it."""
+
+    tenant: str
+    namespace: str = Field(examples=[NAMESPACE_EXAMPLE])
+    request: str = Field(description="names it in later hints", examples=["chatcmpl-7f3a"])
+    tokens: int = Field(description="tokens of it that a page or a tail may end at", examples=[8192])
+    hints: dict[str, str] = Field(
+        description="of each hint what was done so far; prefetch and demote go on after this answer",
+        examples=[{"prefetch": "waiting"}],
+    )
+
+
+class TakenHints(BaseModel):
+    """The prompts that were found: with `token_ids` one for each namespace of the model, maybe none."""
+
+    prompts: list[TakenHint]
+
+
+def _body(model: type[BaseModel]) -> dict[str, object]:
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
+
+
+@router.post("/prefetch", status_code=202, responses=refusals(404, 413), openapi_extra=_body(NamedPrompt))
+async def prefetch(context: Context, grant: Saver, request: Request) -> TakenHints:
+    """Copy a prompt's pages to this node's memory, for a turn that is expected soon. Answers at once; `POST /v1/query`
+    says what memory has. At most an eighth of the memory is taken by what no request has used.
+    """
+    named, token_ids = await _read(request, NamedPrompt)
+    return await _tell(context, grant, named, token_ids, Wishes(prefetch=True))
+
+
+@router.post("/hints", status_code=202, responses=refusals(404, 413), openapi_extra=_body(HintedPrompt))
+async def hint(context: Context, grant: Saver, request: Request) -> TakenHints:
+    """Say what to do with a prompt's pages: as `kv_transfer_params.kvstore` in a request, for one that has ended."""
+    named, token_ids = await _read(request, HintedPrompt)
+    wishes = Wishes(
+        retain_s=named.retain_s,
+        priority=named.priority,
+        release=named.release,
+        prefetch=named.prefetch,
+        demote=named.demote,
+    )
+    if not wishes.said:
+        raise InvalidRequest("no hint: give retain_s, priority, release, prefetch or demote", field="body")
+    return await _tell(context, grant, named, token_ids, wishes)
+
+
+M = TypeVar("M", bound=NamedPrompt)
+
+
+async def _read(request: Request, model: type[M]) -> tuple[M, Sequence[int] | None]:
+    """The body, and its token ids; `None`: it names a request or a session."""
+    fields, token_ids = await split_token_ids(await read_json(request), TOKENS_MAX)
+    named = validated(model, fields if token_ids is None else {**fields, "token_ids": []})
+    if token_ids is None and named.token_ids is not None:
+        token_ids = array("I", named.token_ids)
+    named_by = {"request": named.request, "session": named.session, "token_ids": token_ids}
+    given = [name for name, value in named_by.items() if value is not None]
+    if len(given) != 1:
+        expected = "one of request, session, and token_ids with model"
+        seen = ", ".join(given) or "none"
+        raise Refused(422, "name the prompt once", field="body", expected=expected, seen=seen)
+    if (token_ids is None) != (named.model is None):
+        raise InvalidRequest("model and token_ids go together", field="body.model")
+    return named, token_ids
+
+
+async def _tell(
+    context: AdminContext, grant: Grant, named: NamedPrompt, token_ids: Sequence[int] | None, wishes: Wishes
+) -> TakenHints:
+    store = context.service.store
+    if named.tenant_id is not None and grant.tenant not in (None, named.tenant_id):
+        raise Refused(403, "the token is another tenant's", field="body.tenant_id")  # whether or not it exists
+    if token_ids is None:
+        told = await _call(context, lambda: [_found(named, grant, context)])
+    else:
+        prompts = await _prompts(context, grant, named, token_ids)
+        told = await _call(context, lambda: [store.keep_prompt(prompt) for prompt in prompts])
+
+    def tell() -> list[TakenHint]:
+        taken = []
+        for one in told:
+            if not store.hints.wish(one, wishes):
+                raise Refused(429, "too many hints of this tenant", headers={"Retry-After": _RETRY_S})
+            taken.append(_taken(one))
+        return taken
+
+    return TakenHints(prompts=await _call(context, tell))
+
+
+R = TypeVar("R")
+
+
+async def _call(context: AdminContext, work: Callable[[], R]) -> R:
+    """Run short work on the store's loop."""
+
+    async def call(_: Deadline) -> R:
+        return work()
+
+    return await context.data_loop.call(call)
+
+
+def _found(named: NamedPrompt, grant: Grant, context: AdminContext) -> Told:
+    prompts = context.service.store.hints.prompts
+    try:
+        if named.request is not None:
+            return prompts.of_request(plain_text(named.request), grant.tenant)
+        assert named.session is not None
+        return prompts.of_session(plain_text(named.session), grant.tenant)
+    except InvalidRequest as error:
+        field = "body.request" if named.request is not None else "body.session"
+        raise Refused(404, error.message, field=field, seen=named.request or named.session) from error
+
+
+async def _prompts(
+    context: AdminContext, grant: Grant, named: NamedPrompt, token_ids: Sequence[int]
+) -> list[EndedPrompt]:
+    """The prompt in each namespace in which connected engines serve the model."""
+    model, tenant = plain_text(named.model or ""), named.tenant_id
+    targets = {
+        (engine.namespace, engine.tenant, engine.instance.step_tokens)
+        for engine in context.service.server.engines()
+        if grant.sees(engine.tenant)
+        and model in engine.instance.models
+        and tenant in (None, engine.tenant or _NO_TENANT_SHOWN)
+    }
+    prompts: list[EndedPrompt] = []
+    hashed: dict[int, tuple[Boundary, ...]] = {}
+    for namespace, owner, step_tokens in sorted(targets):
+        if step_tokens not in hashed:
+            hashed[step_tokens] = tuple(await hash_prompt(token_ids, named.cache_salt, step_tokens))
+        prompts.append(EndedPrompt("", namespace, hashed[step_tokens], step_tokens, len(token_ids), tenant=owner))
+    return prompts
+
+
+def _taken(told: Told) -> TakenHint:
+    prompt = told.prompt
+    return TakenHint(
+        tenant=prompt.tenant or _NO_TENANT_SHOWN,
+        namespace=prompt.namespace.hex(),
+        request=prompt.request,
+        tokens=prompt.boundaries[-1].tokens if prompt.boundaries else 0,
+        hints=dict(told.hints),
+    )

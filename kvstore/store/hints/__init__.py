@@ -1,0 +1,1 @@
+"""What clients say of a prompt for the time after it, and what is done about it."""

@@ -1,0 +1,253 @@
+"""`Hints`: takes an ended prompt with its client's wishes, within a rate, and has each wish done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+from kvstore.api import PrefixQuery
+from kvstore.catalog.base import Catalog
+from kvstore.catalog.entry import HITS_AT
+from kvstore.errors import KVStoreError
+from kvstore.eviction.hints import RELEASED, Hint
+from kvstore.model.keys import Boundary, NamespaceId, RecordKey
+from kvstore.model.layout import Layout
+from kvstore.model.prompt_hint import EndedPrompt, Wishes, ends_of_pages
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.turns import PIECE, Turns
+from kvstore.store.context import StoreContext
+from kvstore.store.hints.ended_prompts import EndedPrompts, Told
+from kvstore.store.hints.prefetch import Find, Prefetcher
+from kvstore.store.placement import Presence, slices_of
+from kvstore.store.retention.policy_choice import PolicyChoice
+
+HINTS_PER_S, HINTS_BURST = 100.0, 1000.0
+"""Prompts with wishes that a tenant may have taken: in the long run, and at once. Beyond, wishes are dropped."""
+_TENANTS_MAX = 1024
+_DEMOTE_S = 30.0
+_RUNS_MAX = 2
+"""Releases and demotions at a time; tenants take turns."""
+_AT_ONCE = 256
+"""Boundaries, or records of one group, before the event loop gets a turn."""
+
+
+@dataclass(slots=True)
+class _Rate:
+    left: float
+    at_s: float
+
+
+class Hints:
+    """Belongs to the store's event loop; nothing here waits for a caller, and no wish fails a request.
+
+    Args:
+        layout_of: The layout of an open namespace; `None`: it is not open.
+        choice: What retention follows; `None`: nothing is evicted by this store.
+        catalog: Knows how often a boundary was used; `None`: there is none.
+    """
+
+    def __init__(
+        self,
+        context: StoreContext,
+        layout_of: Callable[[NamespaceId], Layout | None],
+        find: Find,
+        prefetcher: Prefetcher,
+        *,
+        choice: PolicyChoice | None,
+        catalog: Catalog | None,
+    ) -> None:
+        self._context = context
+        self._memory = context.memory
+        self._meters = context.meters
+        self._clock = context.clock
+        self._layout_of = layout_of
+        self._find = find
+        self._prefetcher = prefetcher
+        self._choice = choice
+        self._catalog = catalog
+        self._rates: OrderedDict[str, _Rate] = OrderedDict()
+        self._numbers = count(1)
+        self._turns = Turns(_RUNS_MAX)
+        self.prompts = EndedPrompts()
+
+    def keep(self, prompt: EndedPrompt) -> Told:
+        """Keep a prompt; one that no request named gets a name that no engine gives."""
+        layout = self._layout_of(prompt.namespace)
+        if layout is not None:
+            prompt = replace(prompt, boundaries=ends_of_pages(prompt.boundaries, layout.page_tokens))
+        if not prompt.request:
+            prompt = replace(prompt, request=f"hint-{next(self._numbers)}")
+        return self.prompts.add(prompt)
+
+    def end(self, prompt: EndedPrompt) -> None:
+        """Keep a prompt that its engine has ended, and have its wishes done."""
+        self.wish(self.keep(prompt), prompt.wishes)
+
+    def wish(self, told: Told, wishes: Wishes) -> bool:
+        """Have wishes for a kept prompt done. False: the tenant has too many, and they are dropped."""
+        prompt = replace(told.prompt, wishes=wishes)
+        if not wishes.said.keys() - {"session"}:
+            return True
+        layout = self._layout_of(prompt.namespace)
+        is_over_rate = not self._may_say(prompt.tenant)
+        if layout is None or not prompt.boundaries or is_over_rate:
+            self._count(wishes, "over_rate" if is_over_rate else "nothing_stored")
+            told.hints["dropped"] = "over the rate of hints" if is_over_rate else "the prompt has no page"
+            return not is_over_rate
+        told.hints.pop("dropped", None)
+        if (hint := Hint.of(wishes)) is not None:
+            told.hints["eviction"] = self._order(prompt, hint, layout)
+        if wishes.release:
+            self._context.background.spawn(self._let_go(prompt, layout), "release", is_shared=True)
+        if wishes.demote:
+            self._context.background.spawn(self._demote_in_turn(told, prompt, layout), "demote", is_shared=True)
+        self._count(wishes, "taken")
+        return not wishes.prefetch or self._prefetch(told, layout)
+
+    def explain(self, tenant: str, request: str) -> Mapping[str, object]:
+        """What hints were given for a request's prompt, and what became of each."""
+        told = self.prompts.get(tenant, request)
+        if told is None:
+            return {}
+        said: dict[str, object] = {**told.prompt.wishes.said, **told.hints}
+        if "eviction" in told.hints and self._choice is not None:
+            followed = "followed" if self._choice.follows(tenant) else "not followed now: no gain is seen"
+            said["eviction"] = f"{told.hints['eviction']}; the tenant's hints are {followed}"
+        return said
+
+    # the wishes
+
+    def _prefetch(self, told: Told, layout: Layout) -> bool:
+        prompt = told.prompt
+        told.hints["prefetch"] = "waiting"
+        is_taken = self._prefetcher.request(
+            query_of(prompt), layout, prompt.tenant, lambda text: told.hints.update(prefetch=text)
+        )
+        if not is_taken:
+            told.hints["prefetch"] = "refused: too many prefetches wait"
+        return is_taken
+
+    def _order(self, prompt: EndedPrompt, hint: Hint, layout: Layout) -> str:
+        if self._choice is None or self._choice.marks is None or not layout.chained:
+            return "no effect: this store evicts nothing by retention"
+        self._choice.hint(prompt, hint, layout.page_tokens)
+        what = "released" if hint.priority == RELEASED else f"priority {hint.priority} for {hint.for_s:.0f} s"
+        return f"{what} up to token {prompt.boundaries[-1].tokens}"
+
+    async def _let_go(self, prompt: EndedPrompt, layout: Layout) -> None:
+        """Have memory evict the prompt's own part first. Records stay until then."""
+        async with self._turns.turn((prompt.tenant, 0)):
+            for number, boundary in enumerate(await self._own_part(prompt), 1):
+                for key in _keys(prompt.namespace, boundary, layout):
+                    self._memory.evict_first(key)
+                if number % _AT_ONCE == 0:
+                    await asyncio.sleep(0)
+
+    async def _demote_in_turn(self, told: Told, prompt: EndedPrompt, layout: Layout) -> None:
+        async with self._turns.turn((prompt.tenant, 0)):
+            await self._demote(told, prompt, layout)
+
+    async def _demote(self, told: Told, prompt: EndedPrompt, layout: Layout) -> None:
+        """Drop the prompt's own part from memory where a slower tier has it, and from the hot tier where the cold one
+        does.
+        """
+        deadline = Deadline.after(_DEMOTE_S, self._clock)
+        own = await self._own_part(prompt)
+        own_part = replace(prompt, boundaries=tuple(own))
+        try:
+            presence = await self._find(query_of(own_part), layout, deadline)
+            await self._ask_slower(presence, deadline)
+            num_dropped, of_hot = 0, list[RecordKey]()
+            for number, (probe, bits) in enumerate(presence.memory.items(), 1):
+                for slice_ in slices_of(bits & (presence.hot.get(probe, 0) | presence.cold.get(probe, 0))):
+                    num_dropped += self._memory.drop_idle(presence.key(probe, slice_))
+                if number % _AT_ONCE == 0:
+                    await asyncio.sleep(0)
+            for number, (probe, bits) in enumerate(presence.hot.items(), 1):
+                of_hot += [presence.key(probe, slice_) for slice_ in slices_of(bits & presence.cold.get(probe, 0))]
+                if number % _AT_ONCE == 0:
+                    await asyncio.sleep(0)
+            if self._context.hot is not None:
+                for start in range(0, len(of_hot), PIECE):
+                    await self._context.hot.delete_all(of_hot[start : start + PIECE], deadline=deadline)
+        except KVStoreError as error:
+            told.hints["demote"] = f"failed: {error.sentence()}"
+            return
+        self._meters.add("demoted_records", num_dropped, tier=self._memory.name)
+        if self._context.hot is not None:
+            self._meters.add("demoted_records", len(of_hot), tier=self._context.hot.name)
+        told.hints["demote"] = f"{num_dropped} records left memory, {len(of_hot)} the hot tier"
+
+    async def _ask_slower(self, presence: Presence, deadline: Deadline) -> None:
+        """Without a catalog a lookup asks the tiers only for what memory lacks: ask for the rest, one slice of each
+        record, which stands for all.
+        """
+        if self._catalog is not None:
+            return
+        probes = sorted({*presence.memory, *presence.hot})
+        for tier, found in ((self._context.hot, presence.hot), (self._context.cold, presence.cold)):
+            asked = [probe for probe in probes if probe not in found] if tier is not None else []
+            for start in range(0, len(asked), PIECE):
+                piece = asked[start : start + PIECE]
+                keys = [presence.key(probe, 0) for probe in piece]
+                assert tier is not None
+                for probe, size in zip(piece, await tier.head(keys, deadline=deadline), strict=True):
+                    if size is not None:
+                        found[probe] = (1 << presence.layout.groups[probe[1]].num_slices) - 1
+
+    async def _own_part(self, prompt: EndedPrompt) -> list[Boundary]:
+        """The boundaries from the end that this prompt's conversation alone used, by the counts of the catalog: each
+        turn of a conversation uses what the turns before it stored once more. All, where nothing is known.
+        """
+        if self._catalog is None:
+            return list(prompt.boundaries)
+        prefixes = [boundary.prefix for boundary in prompt.boundaries]
+        try:
+            hits: list[Any] = []
+            for start in range(0, len(prefixes), PIECE):
+                deadline = Deadline.after(_DEMOTE_S, self._clock)
+                table = await self._catalog.lookup(prompt.namespace, prefixes[start : start + PIECE], deadline=deadline)
+                hits += table.numbers(HITS_AT).tolist()
+        except KVStoreError:
+            return list(prompt.boundaries)
+        first = len(prefixes)
+        while first and (first == len(prefixes) or hits[first - 1] <= hits[first] + 1):
+            first -= 1
+        return list(prompt.boundaries[first:])
+
+    # bounds
+
+    def _may_say(self, tenant: str) -> bool:
+        now_s = self._clock.monotonic_s()
+        rate = self._rates.pop(tenant, None) or _Rate(HINTS_BURST, now_s)
+        rate.left = min(HINTS_BURST, rate.left + (now_s - rate.at_s) * HINTS_PER_S)
+        rate.at_s = now_s
+        self._rates[tenant] = rate
+        if len(self._rates) > _TENANTS_MAX:
+            self._rates.popitem(last=False)
+        if rate.left < 1:
+            return False
+        rate.left -= 1
+        return True
+
+    def _count(self, wishes: Wishes, outcome: str) -> None:
+        for name in wishes.said.keys() - {"session"}:
+            self._meters.add("hints", hint=name, outcome=outcome)
+
+
+def query_of(prompt: EndedPrompt) -> PrefixQuery:
+    """All of a prompt, as a lookup would ask for it."""
+    cap_tokens = prompt.boundaries[-1].tokens if prompt.boundaries else 0
+    return PrefixQuery(prompt.namespace, prompt.boundaries, 0, cap_tokens, prompt.step_tokens)
+
+
+def _keys(namespace: NamespaceId, boundary: Boundary, layout: Layout) -> list[RecordKey]:
+    return [
+        RecordKey(namespace, boundary.prefix, group, slice_)
+        for group, one in enumerate(layout.groups)
+        for slice_ in range(one.num_slices)
+    ]

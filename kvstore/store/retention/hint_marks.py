@@ -1,0 +1,161 @@
+"""What hints say of stored boundaries, from any service to the one that evicts."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from kvstore.catalog.coordination import MARKS_MAX, MarkBook
+from kvstore.catalog.entry import BoundaryEntry
+from kvstore.errors import Closed, KVStoreError
+from kvstore.eviction.hints import SAME_USE_S, Hint
+from kvstore.model.keys import PREFIX_BYTES, NamespaceId
+from kvstore.model.prompt_hint import EndedPrompt
+from kvstore.runtime.background import Background
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
+
+_MARK = struct.Struct("<IIB")
+_FLUSH_S, _CALL_S = 1.0, 5.0
+_AWAITED_S = 3600
+"""How long a mark is kept for a boundary that the catalog does not have: it may be on its way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A hint on one boundary.
+
+    Attributes:
+        at_s: When it was given, in seconds since the Unix epoch; `until_s`: when it ends.
+        priority: As in `Hint`.
+    """
+
+    at_s: int
+    until_s: int
+    priority: int
+
+    def pack(self) -> bytes:
+        """`at_s` u32, `until_s` u32, `priority` u8; little-endian."""
+        return _MARK.pack(self.at_s, self.until_s, self.priority)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Mark | None:
+        """The inverse; `None`: it is not a mark."""
+        return cls(*_MARK.unpack(data)) if len(data) == _MARK.size else None
+
+    def is_over(self, last_use_s: int, now_s: int) -> bool:
+        """Whether its time is over, or the boundary was used since."""
+        return self.until_s <= now_s or last_use_s > self.at_s + SAME_USE_S
+
+
+class HintMarks:
+    """Passes marks to the book in the background, and reads them for a round of retention.
+
+    Hints may be lost: what does not fit, or waits while the book does not answer, is dropped and counted.
+
+    Args:
+        book: Shared with the other services of the catalog; stays the caller's.
+    """
+
+    def __init__(self, book: MarkBook, instruments: Instruments) -> None:
+        self._book = book
+        self._meters = instruments.meters
+        self._clock = instruments.clock
+        self._waiting: dict[NamespaceId, dict[bytes, bytes]] = {}
+        self._num_waiting = 0
+        self._background = Background("hints")
+
+    def start(self) -> None:
+        """Pass marks on from now on, until `aclose`."""
+        self._background.keep_running(self._run, "marks")
+
+    def add(self, prompt: EndedPrompt, hint: Hint, page_tokens: int) -> None:
+        """Mark the last page of a prompt and its end. Never waits."""
+        now_s = self._clock.wall_ms() // 1000
+        mark = Mark(now_s, now_s + max(1, round(hint.for_s)), hint.priority).pack()
+        waiting = self._waiting.setdefault(prompt.namespace, {})
+        for boundary in {prompt.last_page(page_tokens), *prompt.boundaries[-1:]}:
+            if boundary is None:
+                continue
+            if self._num_waiting >= MARKS_MAX:
+                self._meters.add("hints_dropped", reason="full")
+                continue
+            self._num_waiting += boundary.prefix not in waiting
+            waiting[boundary.prefix] = mark
+
+    async def flush(self, deadline: Deadline) -> None:
+        """Pass on what waits.
+
+        Raises:
+            Unavailable: The book does not answer; the marks of this namespace are lost.
+        """
+        while self._waiting:
+            namespace, marks = self._waiting.popitem()
+            self._num_waiting -= len(marks)
+            if marks and not await self._book.put(namespace, marks, deadline=deadline):
+                self._meters.add("hints_dropped", len(marks), reason="full")
+
+    async def read(self, namespaces: Iterable[NamespaceId], deadline: Deadline) -> dict[bytes, Mark]:
+        """The marks of namespaces, by name of the boundary (namespace and prefix); none where they cannot be read."""
+        found: dict[bytes, Mark] = {}
+        try:
+            await self.flush(deadline)
+            for namespace in namespaces:
+                for prefix, data in (await self._book.read(namespace, deadline=deadline)).items():
+                    if (mark := Mark.unpack(data)) is not None:
+                        found[namespace + prefix] = mark
+        except KVStoreError:
+            self._meters.add("hints_dropped", reason="unavailable")
+        return found
+
+    async def drop(self, names: Iterable[bytes], deadline: Deadline) -> None:
+        """Remove marks by name; those that cannot be removed now are removed by a later round."""
+        by_namespace: dict[NamespaceId, list[bytes]] = {}
+        for name in names:
+            by_namespace.setdefault(NamespaceId(name[:-PREFIX_BYTES]), []).append(name[-PREFIX_BYTES:])
+        try:
+            for namespace, prefixes in by_namespace.items():
+                await self._book.drop(namespace, prefixes, deadline=deadline)
+        except KVStoreError:
+            return
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(_FLUSH_S)
+            try:
+                await self.flush(Deadline.after(_CALL_S, self._clock))
+            except Closed:
+                return
+            except KVStoreError:
+                self._meters.add("hints_dropped", reason="unavailable")
+
+    async def aclose(self) -> None:
+        """Stop. Idempotent."""
+        await self._background.aclose()
+
+
+def applying(
+    marks: Mapping[bytes, Mark], entries: Iterable[BoundaryEntry], now_s: int
+) -> tuple[dict[bytes, int], list[bytes]]:
+    """By name the priorities of boundaries to which a mark applies now, and the names of marks that are over. Pure."""
+    priorities: dict[bytes, int] = {}
+    over = []
+    seen = set()
+    for entry in entries if marks else ():
+        name = entry.namespace + entry.prefix
+        mark = marks.get(name)
+        if mark is None:
+            continue
+        seen.add(name)
+        if mark.is_over(entry.last_use_s, now_s):
+            over.append(name)
+        else:
+            priorities[name] = mark.priority
+    over += [
+        name
+        for name, mark in marks.items()
+        if name not in seen and (mark.until_s <= now_s or mark.at_s + _AWAITED_S <= now_s)
+    ]
+    return priorities, over

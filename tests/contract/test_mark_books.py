@@ -1,0 +1,87 @@
+"""Mark books, for hints on their way to the service that evicts: their contract, in memory and in a real Redis."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from redis.asyncio import Redis
+
+from kvstore.catalog import coordination
+from kvstore.catalog.coordination import LocalMarkBook, MarkBook
+from kvstore.catalog.redis import coordination as redis_coordination
+from kvstore.catalog.redis.coordination import RedisMarkBook
+from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, NamespaceId
+from kvstore.runtime.deadline import Deadline
+from kvstore.testing.servers import RedisCluster, RedisServer
+from kvstore.tiers.locations import RedisLocation, parse_hot
+from kvstore.tiers.redis import open_control
+
+ONE, OTHER = NamespaceId(b"a" * NAMESPACE_BYTES), NamespaceId(b"b" * NAMESPACE_BYTES)
+
+
+def soon() -> Deadline:
+    return Deadline.after(60.0)
+
+
+def prefix(number: int) -> bytes:
+    return bytes([0, number, 255, 10]) * (PREFIX_BYTES // 4)
+
+
+class MarkBookContract:
+    """Behaviour of `MarkBook`."""
+
+    async def test_the_last_mark_counts_until_it_is_dropped(self, book: MarkBook) -> None:
+        """Of each namespace apart, with any bytes; prefixes without a mark are ignored."""
+        assert await book.read(ONE, deadline=soon()) == {}
+        assert await book.put(ONE, {prefix(1): b"\x00\xff\n", prefix(2): b"2"}, deadline=soon())
+        assert await book.put(ONE, {prefix(2): b"two"}, deadline=soon())
+        assert await book.put(OTHER, {prefix(1): b"other"}, deadline=soon())
+        assert await book.read(ONE, deadline=soon()) == {prefix(1): b"\x00\xff\n", prefix(2): b"two"}
+        await book.drop(ONE, [prefix(1), prefix(9)], deadline=soon())
+        await book.drop(ONE, [], deadline=soon())
+        assert await book.read(ONE, deadline=soon()) == {prefix(2): b"two"}
+        assert await book.read(OTHER, deadline=soon()) == {prefix(1): b"other"}
+        await book.drop(ONE, [prefix(2)], deadline=soon())
+        assert await book.read(ONE, deadline=soon()) == {}
+
+    async def test_its_size_is_bounded(self, book: MarkBook, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A full namespace takes no more; another one does."""
+        for module in (coordination, redis_coordination):
+            monkeypatch.setattr(module, "MARKS_MAX", 2)
+        assert await book.put(ONE, {prefix(1): b"1", prefix(2): b"2"}, deadline=soon())
+        assert not await book.put(ONE, {prefix(3): b"3"}, deadline=soon())
+        assert await book.put(OTHER, {prefix(3): b"3"}, deadline=soon())
+        assert len(await book.read(ONE, deadline=soon())) == 2
+
+
+class TestLocal(MarkBookContract):
+    @pytest.fixture
+    def book(self) -> MarkBook:
+        return LocalMarkBook()
+
+
+@pytest.mark.servers
+class TestRedis(MarkBookContract):
+    @pytest.fixture
+    async def book(self, shared_redis: RedisServer) -> AsyncIterator[MarkBook]:
+        async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
+            await client.flushdb()
+            yield RedisMarkBook(client)
+
+    async def test_marks_end(self, book: MarkBook, shared_redis: RedisServer) -> None:
+        """A week after the last one Redis drops them, if no service does."""
+        await book.put(ONE, {prefix(1): b"1"}, deadline=soon())
+        async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
+            assert 604_000 < await client.ttl(f"c1/hints/{ONE.hex()}") <= 604_800
+
+
+@pytest.mark.servers
+class TestCluster(MarkBookContract):
+    @pytest.fixture
+    async def book(self, shared_cluster: RedisCluster) -> AsyncIterator[MarkBook]:
+        shared_cluster.flush()
+        location = parse_hot(shared_cluster.url)
+        assert isinstance(location, RedisLocation)
+        async with open_control(location) as client:
+            yield RedisMarkBook(client)

@@ -1,0 +1,56 @@
+"""What the scheduler side tells the store of requests that have ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from connector.request_parameters import RequestFlags
+from kvstore.model.prompt_hint import EndedPrompt, Wishes
+from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
+from tests.unit.connector.support import SteeredStore, eventually
+
+
+def listen(made: SchedulerHarness, patch: pytest.MonkeyPatch) -> list[EndedPrompt]:
+    """The prompts that are reported from now on."""
+    told: list[EndedPrompt] = []
+    patch.setattr(SteeredStore, "takes_hints", True)
+    patch.setattr(made.store, "end_prompt", told.append)
+    return told
+
+
+def test_a_request_that_ends_is_reported_with_its_wishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages' ends, what comes after the last page, and what its client said."""
+    with harness(tmp_path) as made:
+        told = listen(made, monkeypatch)
+        page, wishes = made.shape.layout.page_tokens, Wishes(retain_s=30.0, session="s")
+        state = made.new("r", 2 * page + 40, flags=RequestFlags(wishes=wishes))
+        made.ask("r")
+        made.hashed("r")
+        chain = state.chain
+        assert chain is not None
+        made.side.on_finished("r", 2 * page + 40, [tuple(range(1, 200))])
+        eventually(lambda: bool(told))
+        (one,) = told
+        assert (one.request, one.namespace, one.wishes) == ("r", made.side.namespace.id, wishes)
+        assert (one.prompt_tokens, one.step_tokens) == (2 * page + 40, made.shape.boundary_tokens)
+        ends = [boundary.tokens for boundary in one.boundaries]
+        assert ends == [page, 2 * page, 2 * page + 16, 2 * page + 32]
+        assert [boundary.prefix for boundary in one.boundaries] == [
+            state.prefix_at(tokens, made.shape.boundary_tokens) for tokens in ends
+        ]
+
+
+def test_what_cannot_be_cached_or_did_not_end_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an aborted request the prompt is reported; of one that cannot be cached nothing is."""
+    with harness(tmp_path) as made:
+        told = listen(made, monkeypatch)
+        made.new("plain", 64, uncacheable="embeddings")
+        made.side.on_finished("plain", 64, [(1, 2, 3, 4)])
+        made.new("aborted", 64, flags=RequestFlags(wishes=Wishes(release=True)))
+        made.ask("aborted")
+        made.hashed("aborted")
+        made.side.on_finished("aborted")
+        eventually(lambda: bool(told))
+        assert [(one.request, one.boundaries[-1].tokens) for one in told] == [("aborted", 64)]
