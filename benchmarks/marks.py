@@ -91,9 +91,9 @@ def _wrap_steps() -> None:
         _note("arrived", now_s, now_s)
         on_new_request(side, prompt)
 
-    WorkerSide.begin_step = begin  # type: ignore[method-assign]
-    WorkerSide.take_results = take_and_note  # type: ignore[method-assign]
-    SchedulerSide.on_new_request = arrive  # type: ignore[method-assign]
+    WorkerSide.begin_step = begin  # type: ignore[method-assign, assignment]
+    WorkerSide.take_results = take_and_note  # type: ignore[method-assign, assignment]
+    SchedulerSide.on_new_request = arrive  # type: ignore[method-assign, assignment]
 
 
 for _owner, _method, _name in (
