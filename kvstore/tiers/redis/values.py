@@ -162,7 +162,7 @@ class Values:
         One round trip, two for a striped record. If interrupted, nothing is left that neither expires nor is read.
         """
         name = format_name(key)
-        remove = ("EVAL", _REMOVE, 1, name, "", HEADER_BYTES)
+        remove: Command = ("EVAL", _REMOVE, 1, name, "", HEADER_BYTES)
         commands: list[tuple[str, Command]] = [(name, ("GETRANGE", name, 0, HEADER_BYTES - 1)), (name, remove)]
         head, removed = await self._topology.query(commands, deadline=deadline)
         check_reply(removed)
