@@ -91,9 +91,12 @@ def _wrap_steps() -> None:
         _note("arrived", now_s, now_s)
         on_new_request(side, prompt)
 
-    WorkerSide.begin_step = begin  # type: ignore[method-assign, assignment]
-    WorkerSide.take_results = take_and_note  # type: ignore[method-assign, assignment]
-    SchedulerSide.on_new_request = arrive  # type: ignore[method-assign, assignment]
+    for owner, method, marked in (
+        (WorkerSide, "begin_step", begin),
+        (WorkerSide, "take_results", take_and_note),
+        (SchedulerSide, "on_new_request", arrive),
+    ):
+        setattr(owner, method, marked)
 
 
 for _owner, _method, _name in (
