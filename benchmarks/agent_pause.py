@@ -94,7 +94,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             spec = EngineSpec(
                 checkpoint=checkpoint,
                 connector=connector,
-                multiprocess=True,  # an EngineCore of its own also steps between prompts, so that saves end
                 arguments={"served_model_name": [_MODEL]},
             )
             say(f"starting an engine of {chosen.model}")
@@ -157,10 +156,11 @@ class _Pause:
         prompt = (*self._history, *seeded_prompt(100 + number, _TURN_TOKENS, vocabulary=VOCABULARY))
         request = Request(prompt, _MAX_TOKENS, kv_transfer_params={"kvstore": {"save": False}})
         until_s = time.monotonic() + _WAIT_S
-        while not self._engine.reset_prefix_cache():  # blocks that are being saved are in use
+        while not self._engine.reset_prefix_cache():
             if time.monotonic() > until_s:
                 raise TimeoutError("the engine did not forget its own cache: see its log")
-            time.sleep(_LOOK_S)
+            # blocks that are being saved are in use, and this engine learns only in its steps that they are saved
+            self._engine.generate([Request(seeded_prompt(9001, _WARM_UP_TOKENS), max_tokens=2)], timeout_s=_ANSWER_S)
         (answer,) = self._engine.generate([request], timeout_s=_ANSWER_S)
         return answer
 

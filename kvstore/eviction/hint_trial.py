@@ -15,7 +15,7 @@ from kvstore.eviction.prefixes import NORMAL, Key
 
 _MEMORY_PROMPTS = 1000
 """Sampled prompts of an owner after which a difference in hits has decayed to 1/e: its hints may become better."""
-_GAIN, _SURE = 0.01, 3.0
+_GAIN, _SURE = 0.01, 2.0
 """The share of an owner's hits that its hints must add to be followed, and how many times its standard error the gain
 must be: less is chance."""
 _OWNERS_MAX = 1024
