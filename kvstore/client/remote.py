@@ -216,7 +216,7 @@ class RemoteStore(PageStore):
             self._reports.add(outcome)
 
     def name_blocks(self, blocks: PageBlocks) -> None:
-        if not self._closed:
+        if not self._closed and not blocks.is_too_large:  # a service would end the connection
             self._names.add(blocks)
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
