@@ -286,7 +286,7 @@ class Session:
             case messages.Release():
                 self._release(LeaseId(message.lease))
             case messages.Outcome():
-                self._answers.report(message, self.tenant)
+                self._answers.report(message, self.tenant, may_save=self._may_save)
             case messages.Request():
                 self._start(message, payload, "" if self._tracing is None else _trace(head))
             case _:
@@ -346,7 +346,7 @@ class Session:
                 losses=True,
                 locates=True,
                 instances=True,
-                blocks=self._answers.store.takes_blocks,
+                blocks=self._may_save and self._answers.store.takes_blocks,
             )
         )
 

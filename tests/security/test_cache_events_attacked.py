@@ -100,3 +100,20 @@ async def test_names_of_more_than_a_page_end_the_connection(folder: Path) -> Non
                 peer.send(head_bytes(convert.blocks_message(blocks)))
                 answer = peer.receive()
                 assert answer is not None and answer["type"] == "refused", answer
+
+
+async def test_who_may_not_save_names_no_page(folder: Path) -> None:
+    """The first names of a page count. A client with a token for reading is not asked for names; a peer that sends them
+    all the same is refused."""
+    prompt = Prompt(ATTENTION, "p", 64, tenant=EVIL)
+    with service_with_events(folder, evil=("read",)) as service:
+        await service.ready()
+        with RawPeer(service.url, greet=False) as peer:
+            peer.send(head_bytes(messages.Hello(1, token=EVIL)))
+            welcome = peer.receive()
+            assert welcome is not None and welcome["type"] == "welcome" and not welcome["blocks"]
+            opened(peer, prompt)
+            blocks = largest(prompt, prompt.boundary(64), 0, num_blocks=4, block_tokens=16)
+            peer.send(head_bytes(convert.blocks_message(blocks)))
+            answer = peer.receive()
+            assert answer is not None and answer["type"] == "refused" and "scope save" in answer["message"], answer
