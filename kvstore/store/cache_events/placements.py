@@ -57,7 +57,8 @@ class Publisher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Topics:
-    """Under which names events are published: `kv@<name>@<model>`, as llm-d reads topics.
+    """Under which names events are published: `kv@<name>@<model>`, as llm-d reads topics. It splits them at `@`, so
+    one in a model's name is written `%40`, and `%` is written `%25`.
 
     Attributes:
         node: Of media of this node; each gets its own copy of the events.
@@ -69,6 +70,7 @@ class Topics:
 
     def of(self, medium: Medium, model: str) -> list[str]:
         names = self.node if medium.is_local else (self.pool,)
+        model = model.replace("%", "%25").replace("@", "%40")
         return [f"kv@{name}@{model}" for name in names]
 
 
@@ -267,14 +269,15 @@ class PlacementEvents:
             told.gone(page, medium)
 
     def _clear_once(self, topic: str) -> None:
-        """Have subscribers drop what an earlier run of this service published on a topic of the node alone.
+        """Have subscribers drop what an earlier run of this service published under a name of the node alone: with the
+        name's first message, since some take the event for all models.
 
-        A topic that has an engine's own name is not cleared: the event would drop the engine's own blocks.
+        A name that an engine has too is not cleared: the event would drop the engine's own blocks.
         """
-        if topic not in self._cleared:
-            self._cleared.add(topic)
-            if topic.startswith("kv@node:"):
-                self._publisher.publish(topic, [CLEARED])
+        name = topic.split("@")[1]
+        if name.startswith("node:") and name not in self._cleared:
+            self._cleared.add(name)
+            self._publisher.publish(topic, [CLEARED])
 
     def _deadline(self) -> Deadline:
         return Deadline.after(_CALL_S, self._clock)

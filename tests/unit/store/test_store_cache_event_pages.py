@@ -177,6 +177,22 @@ async def test_of_too_many_pages_those_of_the_greedy_tenant_are_taken_back(monke
         await service.until(lambda: service.blocks == expected)
 
 
+async def test_a_node_is_cleared_once(service: Service) -> None:
+    """With its first message, not with that of each model: llm-d drops the blocks of all models."""
+    for number, model in enumerate(("one", "two", "three")):
+        service.save(page(model, [number], model=model))
+        await service.until(lambda upto=number: service.blocks == set(range(upto + 1)))  # type: ignore[misc]
+    cleared = [b"AllBlocksCleared" in batch for _, batch in service.published.batches]
+    assert cleared == [True, False, False, False]
+    assert service.published.batches[0][0] == "kv@node:here@one"
+
+
+def test_a_models_name_does_not_change_a_topics_parts() -> None:
+    topics = Topics(("node:here", "10.0.0.7:8000"), "pool:kvstore")
+    assert topics.of(MEDIA["memory"], "org/model") == ["kv@node:here@org/model", "kv@10.0.0.7:8000@org/model"]
+    assert topics.of(MEDIA["redis"], "a@b%40c") == ["kv@pool:kvstore@a%40b%2540c"]
+
+
 def test_names_are_bounded_in_bytes() -> None:
     pages = Pages(1000, 100_000)
     few = [Page(page(f"few{number}", [1]), "few", 1) for number in range(3)]
