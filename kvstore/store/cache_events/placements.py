@@ -265,8 +265,9 @@ class PlacementEvents:
             del self._pages[page.place]
             self._marked.pop(page.place, None)
         (self._placed if page.media else self._unplaced).remove(page)
-        for medium in page.media if told is not None else ():
-            told.gone(page, medium)
+        if told is not None:
+            for medium in page.media:
+                told.gone(page, medium)
 
     def _clear_once(self, topic: str) -> None:
         """Have subscribers drop what an earlier run of this service published under a name of the node alone: with the

@@ -177,6 +177,18 @@ async def test_of_too_many_pages_those_of_the_greedy_tenant_are_taken_back(monke
         await service.until(lambda: service.blocks == expected)
 
 
+def test_pages_of_engines_are_not_too_large() -> None:
+    """Clients do not name larger ones, so that a service need not end their connections."""
+    most = page("p", range(512), groups=10)  # 8,192 tokens between two boundaries, in a model of many states
+    assert not most.is_too_large
+    for larger in (
+        page("p", range(512), groups=17),
+        page("p", range(1024), groups=9),
+        page("p", [1, 2], tokens=65_537),
+    ):
+        assert larger.is_too_large
+
+
 async def test_a_node_is_cleared_once(service: Service) -> None:
     """With its first message, not with that of each model: llm-d drops the blocks of all models."""
     for number, model in enumerate(("one", "two", "three")):
