@@ -13,7 +13,6 @@ import pytest
 import zmq
 
 from kvstore.store.cache_events.publisher import EventPublisher
-from kvstore.testing.attacked import _free_port
 
 MIB = 1 << 20
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -23,7 +22,10 @@ TOPIC = "kv@node:here@m"
 
 @pytest.fixture
 def ports() -> tuple[int, int]:
-    return _free_port(), _free_port()
+    with socket.socket() as one, socket.socket() as other:
+        for sock in (one, other):
+            sock.bind(("127.0.0.1", 0))
+        return one.getsockname()[1], other.getsockname()[1]
 
 
 @pytest.fixture
@@ -175,7 +177,7 @@ def test_a_subscriber_that_does_not_read_takes_little(
 
 def test_a_subscriber_that_does_not_read_is_cut_off(ports: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """After a while, so that what waits for it is dropped."""
-    monkeypatch.setattr("kvstore.store.cache_events.publisher._SILENT_S", 2)
+    monkeypatch.setattr("kvstore.store.cache_events.publisher.SILENT_S", 2)
     publisher = EventPublisher(f"tcp://*:{ports[0]}")
     try:
         with Peer(ports[0], SUB) as peer:

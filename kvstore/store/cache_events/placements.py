@@ -31,7 +31,7 @@ _ROUND = 128
 """Boundaries that are looked up at a time."""
 _SWEPT = 64
 """Boundaries that each round checks without a cause: a catalog that was lost leaves no tombstones."""
-_PAGES_MAX, _BYTES_MAX = 131_072, 256 << 20
+PAGES_MAX, BYTES_MAX = 131_072, 256 << 20
 """Pages on some medium that are known. Of more, some are taken back from subscribers, and forgotten."""
 _UNPLACED_MAX, _UNPLACED_BYTES_MAX = 16_384, 64 << 20
 """Pages on no medium that are known."""
@@ -109,7 +109,7 @@ class PlacementEvents:
         self._catalog = catalog
         self._clock = clock
         self._pages: OrderedDict[Place, dict[int, Page]] = OrderedDict()
-        self._placed, self._unplaced = Pages(_PAGES_MAX, _BYTES_MAX), Pages(_UNPLACED_MAX, _UNPLACED_BYTES_MAX)
+        self._placed, self._unplaced = Pages(PAGES_MAX, BYTES_MAX), Pages(_UNPLACED_MAX, _UNPLACED_BYTES_MAX)
         self._holders = Holders()
         self._marked: dict[Place, None] = {}  # a set that keeps its order
         self._seen: set[Tombstone] = set()

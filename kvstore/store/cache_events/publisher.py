@@ -30,7 +30,7 @@ _MESSAGE_BYTES_MAX = 1_024
 _REPLAYS_MAX, _REPLAY_BATCHES = 64, 16
 """Replays at a time, and batches that wait for one of their peers."""
 _REQUESTS_WAITING = 16
-_SILENT_S = 30
+SILENT_S = 30
 """A peer that reads nothing for this long is cut off, and what waits for it is dropped."""
 _TURN_S, _REPLAY_TURN_S = 0.05, 0.002
 """How long a request for a replay may wait, and the next part of one that runs."""
@@ -103,7 +103,7 @@ class EventPublisher:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, most)
         socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
-        socket.setsockopt(zmq.TCP_MAXRT, _SILENT_S * 1000)
+        socket.setsockopt(zmq.TCP_MAXRT, SILENT_S * 1000)
         return socket
 
     def _run(self) -> None:

@@ -167,7 +167,7 @@ async def test_a_page_that_is_not_stored_keeps_no_other_tenants_page_out(
 
 
 async def test_of_too_many_pages_those_of_the_greedy_tenant_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.store.cache_events.placements._PAGES_MAX", 40)
+    monkeypatch.setattr("kvstore.store.cache_events.placements.PAGES_MAX", 40)
     async with running() as service:
         for number in range(20):
             service.save(page(f"red{number}", [number]), "red")
