@@ -284,7 +284,11 @@ class PageStore(ABC):
         return False
 
     def name_blocks(self, blocks: PageBlocks) -> None:  # noqa: B027 - most stores publish nothing
-        """Learn how routers know a page that is, or was, stored here. Returns at once, never fails, and may be lost."""
+        """Learn how routers know a page that is, or was, stored here. Returns at once, and may be lost.
+
+        Raises:
+            InvalidRequest: The blocks are not of one page of this namespace.
+        """
 
     @property
     def takes_hints(self) -> bool:

@@ -220,7 +220,7 @@ class RemoteStore(PageStore):
             self._reports.add(outcome)
 
     def name_blocks(self, blocks: PageBlocks) -> None:
-        if not self._closed:
+        if not self._closed and not blocks.is_too_large:  # a service would end the connection
             self._names.add(blocks)
 
     @property

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvstore.errors import InvalidRequest
 from kvstore.model.keys import Boundary, NamespaceId
+from kvstore.model.layout import MAX_PREFIX_TOKENS, Layout
 
 NUMBER_BYTES = 8
 """Hashes of this width are numbers in events, others are bytes: as vLLM publishes them."""
+
+GROUPS_MAX = 16
+"""Engine's groups that may have a page's blocks. A model with many states for one layer of attention has ten."""
+HASHES_MAX, TOKENS_MAX = 8_192, 131_072
+"""Hashes and tokens of a page, counted once for each of its groups, since each of them has its own event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +58,50 @@ class PageBlocks:
     groups: tuple[BlockGroup, ...]
     tokens: bytes = b""
     lora_name: str = ""
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.hashes) // self.hash_bytes
+
+    def hash_at(self, index: int) -> bytes:
+        """The hash of one of its blocks."""
+        return self.hashes[index * self.hash_bytes : (index + 1) * self.hash_bytes]
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether it has more than a service publishes. No engine's pages are that large."""
+        num_groups = len(self.groups)
+        is_long = self.num_blocks * num_groups > HASHES_MAX
+        return is_long or num_groups > GROUPS_MAX or self.num_blocks * self.block_tokens * num_groups > TOKENS_MAX
+
+    def check_page(self, layout: Layout) -> None:
+        """Refuse blocks that are not of one page, tail or state.
+
+        Args:
+            layout: Of the namespace.
+
+        Raises:
+            InvalidRequest: There is no such group or boundary, or the blocks have more tokens than the page there.
+        """
+        if self.group >= len(layout.groups):
+            raise InvalidRequest(
+                "a page is of one group",
+                field="blocks.group",
+                expected=f"less than {len(layout.groups)}",
+                seen=self.group,
+            )
+        stop, page_tokens, tokens = self.boundary.tokens, layout.page_tokens, self.num_blocks * self.block_tokens
+        if not 0 < stop <= MAX_PREFIX_TOKENS:
+            raise InvalidRequest(
+                "a page ends at a boundary",
+                field="blocks.boundary",
+                expected=f"1 to {MAX_PREFIX_TOKENS} tokens",
+                seen=stop,
+            )
+        group = layout.groups[self.group]
+        _, span = group.record_at(stop, page_tokens)
+        most = page_tokens if group.is_state else span.num_tokens  # a state is at the end of a block
+        if tokens > most:
+            raise InvalidRequest(
+                "the blocks have more tokens than their page", field="blocks", expected=f"at most {most}", seen=tokens
+            )

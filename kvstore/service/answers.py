@@ -129,19 +129,21 @@ class Answers:
                 await self.store.release(staged.lease)
             raise
 
-    def report(self, message: messages.Outcome, tenant: str) -> None:
+    def report(self, message: messages.Outcome, tenant: str, *, may_save: bool) -> None:
         """Keep an engine's report of a request.
 
         A report on another tenant's namespace is dropped. For a namespace that is not open here only losses are kept.
         Ranks report them, and a service that has just started may receive a rank's report before the scheduler opens
         the namespace. Losses are kept by tenant, and need no catalog.
 
-        One with `blocks` names a page's blocks instead.
+        One with `blocks` names a page's blocks instead. The first names count, so only who may save a page may name it.
 
         Raises:
-            InvalidRequest: Something in it is malformed.
+            InvalidRequest: Something in it is malformed, or the peer may not name pages.
         """
         if message.blocks:
+            if not may_save:
+                raise InvalidRequest("the token may not name pages: give it the scope save", field="token")
             blocks = convert.parse_blocks(message)
             if self._is_of(tenant, blocks.namespace):
                 self.store.name_blocks(blocks)

@@ -286,7 +286,7 @@ class Session:
             case messages.Release():
                 self._release(LeaseId(message.lease))
             case messages.Outcome():
-                self._answers.report(message, self.tenant)
+                self._answers.report(message, self.tenant, may_save=self._may_save)
             case messages.PromptEnded():
                 self._answers.end_prompt(message, self.tenant)
             case messages.Request():
@@ -348,7 +348,7 @@ class Session:
                 losses=True,
                 locates=True,
                 instances=True,
-                blocks=self._answers.store.takes_blocks,
+                blocks=self._may_save and self._answers.store.takes_blocks,
                 hints=self._answers.store.takes_hints,
             )
         )

@@ -383,8 +383,10 @@ class TieredStore(PageStore):
 
     def name_blocks(self, blocks: PageBlocks) -> None:
         layout = self._namespaces.use(blocks.namespace)
-        if self._cache_events is not None and layout is not None and blocks.group < len(layout.groups):
-            self._cache_events.name(blocks, layout.groups[blocks.group].num_slices)
+        if self._cache_events is not None and layout is not None:
+            blocks.check_page(layout)
+            tenant = self._namespaces.tenant_of(blocks.namespace)
+            self._cache_events.name(blocks, layout.groups[blocks.group].num_slices, tenant)
 
     @property
     def takes_hints(self) -> bool:

@@ -89,7 +89,8 @@ def apply(index: set[Entry], topic: str, events: Sequence[Mapping[str, Any]]) ->
     """What a router's index does. A block that is stored twice, or removed without being there, is a fault of ours."""
     for event in events:
         if event["type"] == "AllBlocksCleared":
-            index.difference_update({entry for entry in index if entry[0] == topic})
+            name = topic.split("@")[1]  # llm-d drops all of its blocks, of every model
+            index.difference_update({entry for entry in index if entry[0].split("@")[1] == name})
             continue
         for block_hash in event["block_hashes"]:
             entry = (topic, event["medium"], event["group_idx"], block_hash)

@@ -21,7 +21,7 @@ from kvstore.model.instance import EngineInstance
 from kvstore.model.keys import LINK_TOKENS, NAMESPACE_BYTES, PREFIX_BYTES, Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import MAX_GROUPS, MAX_PREFIX_TOKENS, Layout
 from kvstore.model.outcome import CONTENT_BYTES
-from kvstore.model.page_blocks import BlockGroup, PageBlocks
+from kvstore.model.page_blocks import GROUPS_MAX, HASHES_MAX, TOKENS_MAX, BlockGroup, PageBlocks
 from kvstore.model.prompt_hint import EndedPrompt, read_wishes
 from kvstore.runtime.arena import Place
 from kvstore.wire import messages
@@ -34,8 +34,8 @@ _AGE_MS_MAX = 3_600_000
 _GROUPS_BYTES_MAX = MAX_GROUPS // 8
 ENDED_MAX = 4096
 """Boundaries of a prompt in `prompt_ended`: pages of 64 tokens of a prompt of 262,144."""
-_BLOCKS_MAX = 4096
-"""Blocks of a page that a message may name."""
+_HASH_BYTES_MAX = 64
+_GROUP_NUMBER_MAX = (1 << 31) - 1
 
 
 def blocks_message(blocks: PageBlocks) -> messages.Outcome:
@@ -72,19 +72,33 @@ def parse_blocks(message: messages.Outcome) -> PageBlocks:
     said = message.blocks
     _check_length("outcome.stop_prefix", message.stop_prefix, PREFIX_BYTES)
     bits = int.from_bytes(message.groups[:_GROUPS_BYTES_MAX], "little")
-    width, block_tokens = _number(said, "hash_bytes", 64), _number(said, "block_tokens", MAX_PREFIX_TOKENS)
-    hashes, parent, tokens = (_bytes(said, name) for name in ("hashes", "parent", "tokens"))
-    num_blocks = len(hashes) // width
-    fits = num_blocks and len(hashes) == num_blocks * width and len(parent) in (0, width)
-    if not fits or num_blocks > _BLOCKS_MAX or len(tokens) not in (0, 4 * num_blocks * block_tokens):
-        raise InvalidRequest(
-            "hashes, parent and tokens do not fit each other", field="outcome.blocks", seen=len(hashes)
-        )
     if bits.bit_count() != 1:
-        raise InvalidRequest("a page is of one group", field="outcome.groups", seen=bits.bit_count())
-    groups = said.get("groups")
-    if not isinstance(groups, list) or not all(_is_group(group) for group in groups):
-        raise InvalidRequest("expected index, kind and window of each group", field="outcome.blocks.groups")
+        raise InvalidRequest("a page is of one group", field="outcome.groups", expected=1, seen=bits.bit_count())
+    width, block_tokens = _number(said, "hash_bytes", _HASH_BYTES_MAX), _number(said, "block_tokens", MAX_PREFIX_TOKENS)
+    hashes, parent, tokens = (_bytes(said, name) for name in ("hashes", "parent", "tokens"))
+    groups = _block_groups(said.get("groups"))
+    num_blocks = len(hashes) // width
+    for name, num_bytes, expected in (
+        ("hashes", len(hashes), (max(1, num_blocks) * width,)),
+        ("parent", len(parent), (0, width)),
+        ("tokens", len(tokens), (0, 4 * num_blocks * block_tokens)),
+    ):
+        if num_bytes not in expected:
+            wanted = " or ".join(map(str, expected))
+            raise InvalidRequest(
+                "a field has the wrong length", field=f"outcome.blocks.{name}", expected=wanted, seen=num_bytes
+            )
+    for name, most, seen in (
+        ("hashes", HASHES_MAX, num_blocks * len(groups)),
+        ("tokens", TOKENS_MAX, num_blocks * block_tokens * len(groups)),
+    ):
+        if seen > most:
+            raise InvalidRequest(
+                "a page has too many blocks or tokens, counted for each group",
+                field=f"outcome.blocks.{name}",
+                expected=f"at most {most}",
+                seen=seen,
+            )
     return PageBlocks(
         namespace=parse_namespace(message.namespace, "outcome.namespace"),
         boundary=Boundary(message.stop_tokens, PrefixHash(message.stop_prefix)),
@@ -94,7 +108,7 @@ def parse_blocks(message: messages.Outcome) -> PageBlocks:
         hashes=hashes,
         parent=parent,
         block_tokens=block_tokens,
-        groups=tuple(BlockGroup(index, plain_text(kind, 64), window or None) for index, kind, window in groups),
+        groups=groups,
         tokens=tokens,
         lora_name=plain_text(_text(said, "lora_name")),
     )
@@ -102,30 +116,57 @@ def parse_blocks(message: messages.Outcome) -> PageBlocks:
 
 def _number(said: Mapping[str, Any], name: str, most: int) -> int:
     value = said.get(name)
-    if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most:
+    if _is_whole(value, 1, most):
         return value
-    raise InvalidRequest(f"expected a number from 1 to {most}", field=f"outcome.blocks.{name}")
+    raise InvalidRequest(
+        "expected a whole number", field=f"outcome.blocks.{name}", expected=f"1 to {most}", seen=_seen(value)
+    )
 
 
 def _bytes(said: Mapping[str, Any], name: str) -> bytes:
     value = said.get(name)
     if isinstance(value, bytes):
         return value
-    raise InvalidRequest("expected bytes", field=f"outcome.blocks.{name}", seen=type(value).__name__)
+    raise InvalidRequest(
+        "a field has the wrong type", field=f"outcome.blocks.{name}", expected="bytes", seen=type(value).__name__
+    )
 
 
 def _text(said: Mapping[str, Any], name: str) -> str:
     value = said.get(name)
     if isinstance(value, str):
         return value
-    raise InvalidRequest("expected text", field=f"outcome.blocks.{name}", seen=type(value).__name__)
+    raise InvalidRequest(
+        "a field has the wrong type", field=f"outcome.blocks.{name}", expected="text", seen=type(value).__name__
+    )
 
 
-def _is_group(said: object) -> bool:
-    """Whether it is an index, a kind and a window of one of an engine's groups."""
-    if not isinstance(said, list) or len(said) != 3 or not isinstance(said[1], str):
-        return False
-    return all(isinstance(said[at], int) and 0 <= said[at] < 1 << 31 for at in (0, 2))
+def _block_groups(said: object) -> tuple[BlockGroup, ...]:
+    """The engine's groups that have a page's blocks: index, kind and window of each."""
+    if not isinstance(said, list) or not 1 <= len(said) <= GROUPS_MAX:
+        seen = len(said) if isinstance(said, list) else type(said).__name__
+        raise InvalidRequest(
+            "expected a list of groups", field="outcome.blocks.groups", expected=f"1 to {GROUPS_MAX}", seen=seen
+        )
+    groups: dict[int, BlockGroup] = {}
+    for at, one in enumerate(said):
+        is_group = isinstance(one, list) and len(one) == 3 and isinstance(one[1], str)
+        if not is_group or not all(_is_whole(number, 0, _GROUP_NUMBER_MAX) for number in (one[0], one[2])):
+            raise InvalidRequest(
+                "expected index, kind and window of a group",
+                field=f"outcome.blocks.groups[{at}]",
+                expected=f"a text between whole numbers of at most {_GROUP_NUMBER_MAX}",
+                seen=_seen(one),
+            )
+        if one[0] in groups:
+            raise InvalidRequest("a group is named twice", field=f"outcome.blocks.groups[{at}]", seen=one[0])
+        groups[one[0]] = BlockGroup(one[0], plain_text(one[1], 64), one[2] or None)
+    return tuple(groups.values())
+
+
+def _seen(value: object) -> str:
+    """What a peer has sent, for an error."""
+    return plain_text(str(value)[:64]) if isinstance(value, int | float | str) else type(value).__name__
 
 
 def ended_message(prompt: EndedPrompt) -> messages.PromptEnded:

@@ -17,6 +17,8 @@ Event = Mapping[str, Any]
 CLEARED: Event = {"type": "AllBlocksCleared"}
 """Everything that was published before on this topic counts no longer."""
 _TOKEN_BYTES = 4
+_EVENT_BYTES = 512
+"""More than the rest of an event takes, in bytes."""
 _RANK = 0
 """Dynamo reads the rank as required."""
 
@@ -32,10 +34,16 @@ def encode_batch(time_s: float, events: Sequence[Event]) -> bytes:
     return packed
 
 
-def hashes_of(blocks: PageBlocks) -> list[int | bytes]:
-    """The hashes of a page's blocks, as events have them."""
-    width = blocks.hash_bytes
-    return [_hash(blocks.hashes[at : at + width]) for at in range(0, len(blocks.hashes), width)]
+def event_hash(data: bytes) -> int | bytes:
+    """A block's hash, as events have it."""
+    return int.from_bytes(data, "big") if len(data) == NUMBER_BYTES else data
+
+
+def event_bytes(event: Event) -> int:
+    """About the most bytes that an event takes in a batch."""
+    hashes = event.get("block_hashes", ())
+    hash_bytes = len(hashes[0]) if hashes and isinstance(hashes[0], bytes) else NUMBER_BYTES
+    return _EVENT_BYTES + len(hashes) * (hash_bytes + 2) + len(event.get("token_ids", ())) * (_TOKEN_BYTES + 1)
 
 
 def stored(blocks: PageBlocks, run: range, group: BlockGroup, medium: Medium) -> Event:
@@ -45,15 +53,15 @@ def stored(blocks: PageBlocks, run: range, group: BlockGroup, medium: Medium) ->
     Args:
         run: Which of the page's blocks.
     """
-    hashes, size = hashes_of(blocks), blocks.block_tokens * _TOKEN_BYTES
-    parent = hashes[run.start - 1] if run.start else _hash(blocks.parent) if blocks.parent else None
+    size = blocks.block_tokens * _TOKEN_BYTES
+    parent = blocks.hash_at(run.start - 1) if run.start else blocks.parent
     tokens = array("I", blocks.tokens[run.start * size : run.stop * size])
     if byteorder == "big":
         tokens.byteswap()
     event: dict[str, Any] = {
         "type": "BlockStored",
-        "block_hashes": hashes[run.start : run.stop],
-        "parent_block_hash": parent,
+        "block_hashes": [event_hash(blocks.hash_at(index)) for index in run],
+        "parent_block_hash": event_hash(parent) if parent else None,
         "token_ids": tokens.tolist(),
         "block_size": blocks.block_tokens,
         "lora_id": None,
@@ -76,7 +84,3 @@ def removed(hashes: Sequence[int | bytes], group: int, medium: Medium) -> Event:
         "group_idx": group,
         "locality": medium.locality,
     }
-
-
-def _hash(data: bytes) -> int | bytes:
-    return int.from_bytes(data, "big") if len(data) == NUMBER_BYTES else data

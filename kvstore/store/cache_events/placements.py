@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvstore.catalog.base import TOMBSTONES_MAX, Catalog, Tombstone
@@ -17,7 +17,9 @@ from kvstore.model.page_blocks import PageBlocks
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.cache_events.encoding import CLEARED, Event, hashes_of, removed, stored
+from kvstore.store.cache_events.encoding import CLEARED, Event
+from kvstore.store.cache_events.pages import Page, Pages, Place
+from kvstore.store.cache_events.told import BATCH_BYTES, Holders, Told
 from kvstore.tiers.memory import MemoryTier
 
 _ROUND_S = 0.1
@@ -25,15 +27,15 @@ _TOMBSTONES_S = 0.25
 """How often removals are read that other services made."""
 _TOMBSTONES_READ = (64, 1024, TOMBSTONES_MAX)
 """How many of the latest are read: more if the fewer ones do not reach back to those of the last time."""
-_BATCH = 128
-"""Boundaries that are compared at a time, in some milliseconds, and events of a batch at most."""
+_ROUND = 128
+"""Boundaries that are looked up at a time."""
 _SWEPT = 64
 """Boundaries that each round checks without a cause: a catalog that was lost leaves no tombstones."""
-_PAGES_MAX, _UNPLACED_MAX = 131_072, 16_384
-"""Pages that are known. Of more, the oldest are taken back from subscribers, and forgotten."""
+PAGES_MAX, BYTES_MAX = 131_072, 256 << 20
+"""Pages on some medium that are known. Of more, some are taken back from subscribers, and forgotten."""
+_UNPLACED_MAX, _UNPLACED_BYTES_MAX = 16_384, 64 << 20
+"""Pages on no medium that are known."""
 _CALL_S = 5.0
-
-_Place = tuple[NamespaceId, PrefixHash]
 
 
 class Publisher(Protocol):
@@ -55,7 +57,8 @@ class Publisher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Topics:
-    """Under which names events are published: `kv@<name>@<model>`, as llm-d reads topics.
+    """Under which names events are published: `kv@<name>@<model>`, as llm-d reads topics. It splits them at `@`, so
+    one in a model's name is written `%40`, and `%` is written `%25`.
 
     Attributes:
         node: Of media of this node; each gets its own copy of the events.
@@ -67,32 +70,8 @@ class Topics:
 
     def of(self, medium: Medium, model: str) -> list[str]:
         names = self.node if medium.is_local else (self.pool,)
+        model = model.replace("%", "%25").replace("@", "%40")
         return [f"kv@{name}@{model}" for name in names]
-
-
-@dataclass(slots=True)
-class _Page:
-    """A named page.
-
-    Attributes:
-        whole: A bit for each slice that it has.
-        like: The pages that begin with the same block, itself among them: a page and its tails. They have blocks in
-            common, and subscribers do not count blocks.
-        media: Where subscribers believe it to be.
-    """
-
-    blocks: PageBlocks
-    whole: int
-    like: list[_Page]
-    media: list[Medium] = field(default_factory=list)
-
-    def alone(self, medium: Medium, hashes: Sequence[int | bytes]) -> Sequence[int]:
-        """Indexes of its blocks, which have these hashes, that subscribers know from no other page on a medium."""
-        others = [page for page in self.like if page is not self and medium in page.media]
-        if not others:
-            return range(len(hashes))
-        known = {block for page in others for block in hashes_of(page.blocks)}
-        return [index for index, block in enumerate(hashes) if block not in known]
 
 
 class PlacementEvents:
@@ -129,11 +108,10 @@ class PlacementEvents:
         self._levels = levels if catalog is not None else {}
         self._catalog = catalog
         self._clock = clock
-        self._pages: OrderedDict[_Place, dict[int, _Page]] = OrderedDict()
-        self._num_pages = 0
-        self._alike: dict[tuple[NamespaceId, int, bytes], list[_Page]] = {}
-        self._unplaced: OrderedDict[_Place, None] = OrderedDict()
-        self._marked: dict[_Place, None] = {}  # a set that keeps its order
+        self._pages: OrderedDict[Place, dict[int, Page]] = OrderedDict()
+        self._placed, self._unplaced = Pages(PAGES_MAX, BYTES_MAX), Pages(_UNPLACED_MAX, _UNPLACED_BYTES_MAX)
+        self._holders = Holders()
+        self._marked: dict[Place, None] = {}  # a set that keeps its order
         self._seen: set[Tombstone] = set()
         self._newest_s = 0
         self._cleared: set[str] = set()
@@ -143,23 +121,17 @@ class PlacementEvents:
         """Begin the rounds."""
         self._background.keep_running(self._run, "rounds")
 
-    def name(self, blocks: PageBlocks, num_slices: int) -> None:
+    def name(self, blocks: PageBlocks, num_slices: int, tenant: str) -> None:
         """Learn the blocks of a page of `num_slices` slices. The first names count. Of the pages that are on no medium
         only the latest are known.
         """
         place = (blocks.namespace, blocks.boundary.prefix)
-        pages = self._pages.get(place)
-        if pages is None:
-            pages = self._pages[place] = {}
-            self._unplaced[place] = None
+        pages = self._pages.setdefault(place, {})
         if blocks.group not in pages:
-            page = _Page(blocks, (1 << num_slices) - 1, self._alike.setdefault(_start(blocks), []))
-            page.like.append(page)
-            pages[blocks.group] = page
-            self._num_pages += 1
+            pages[blocks.group] = page = Page(blocks, tenant, (1 << num_slices) - 1)
+            self._unplaced.add(page)
         self._marked[place] = None
-        while len(self._unplaced) > _UNPLACED_MAX:
-            self._forget(next(iter(self._unplaced)))
+        self._forget_unplaced()
 
     def changed(self, key: RecordKey) -> None:
         """Note that a record was stored or removed somewhere. Called for every record: it must cost nothing."""
@@ -212,7 +184,7 @@ class PlacementEvents:
 
     async def _round(self) -> None:
         """Publish what has changed at some marked boundaries."""
-        taken = [place for place, _ in zip(self._marked, range(_BATCH), strict=False)]
+        taken = [place for place, _ in zip(self._marked, range(_ROUND), strict=False)]
         for place in taken:
             del self._marked[place]
         by_namespace: defaultdict[NamespaceId, list[PrefixHash]] = defaultdict(list)
@@ -220,13 +192,32 @@ class PlacementEvents:
             by_namespace[namespace].append(prefix)
         for namespace, prefixes in by_namespace.items():
             table = await self._look_up(namespace, prefixes)
-            told = _Told(self._topics)
-            for index, prefix in enumerate(prefixes):  # from here on nothing waits: what is read is published
+            told = Told(self._topics.of, self._holders)
+            for index, prefix in enumerate(prefixes):
                 self._compare((namespace, prefix), table, index, told)
-            for topic, events in told.batches(_BATCH):
-                self._clear_once(topic)
-                self._publisher.publish(topic, events)
+                if told.num_bytes >= BATCH_BYTES:  # what changes while others run marks its boundary again
+                    await self._publish(told)
+                    told = Told(self._topics.of, self._holders)
+            await self._publish(told)
+
+    async def _publish(self, told: Told) -> None:
+        """Publish what was compared, and forget pages that are too many."""
+        await self._send(told)
+        self._forget_unplaced()
+        while (oldest := self._placed.excess()) is not None:
+            forgotten = Told(self._topics.of, self._holders)
+            self._forget(oldest, forgotten)
+            await self._send(forgotten)
         await asyncio.sleep(0)
+
+    async def _send(self, told: Told) -> None:
+        """Publish events, and let others run after each batch."""
+        for topic, events in told.batches():
+            self._clear_once(topic)
+            self._publisher.publish(topic, events)
+            await asyncio.sleep(0)
+            while self._publisher.is_behind:
+                await asyncio.sleep(_ROUND_S)
 
     async def _look_up(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash]) -> EntryTable | None:
         """The catalog's entries; `None`: it does not answer, and what it said before counts."""
@@ -237,14 +228,13 @@ class PlacementEvents:
         except (Unavailable, Closed, InvalidRequest, CorruptRecord):
             return None
 
-    def _compare(self, place: _Place, table: EntryTable | None, index: int, told: _Told) -> None:
+    def _compare(self, place: Place, table: EntryTable | None, index: int, told: Told) -> None:
         namespace, prefix = place
         pages = self._pages.get(place)
         if pages is None:
             return
         held = self._memory.boundaries(namespace).get(prefix, {})
         rows = {level: _bits(table, index, level) for level in self._levels} if table is not None else {}
-        is_placed = False
         for group, page in pages.items():
             now = [self._memory_medium] if held.get(group, 0) == page.whole else []
             for level, medium in self._levels.items():
@@ -257,89 +247,41 @@ class PlacementEvents:
             for medium in now:
                 if medium not in page.media:
                     told.there(page, medium)
+            if bool(now) != bool(page.media):
+                before, after = (self._unplaced, self._placed) if now else (self._placed, self._unplaced)
+                before.remove(page)
+                after.add(page)
             page.media = now
-            is_placed = is_placed or bool(now)
-        if is_placed:
-            self._unplaced.pop(place, None)
-            while self._num_pages > _PAGES_MAX:
-                self._forget(next(iter(self._pages)), told)
-        elif place not in self._unplaced:
-            self._unplaced[place] = None
 
-    def _forget(self, place: _Place, told: _Told | None = None) -> None:
-        """Forget a boundary. Subscribers forget it too, since no later removal could reach them."""
-        pages = self._pages.pop(place, {})
-        self._num_pages -= len(pages)
-        self._unplaced.pop(place, None)
-        self._marked.pop(place, None)
-        for page in pages.values():
-            if told is not None:
-                for medium in page.media:
-                    told.gone(page, medium)
-            page.like.remove(page)
-            if not page.like:
-                del self._alike[_start(page.blocks)]
+    def _forget_unplaced(self) -> None:
+        while (oldest := self._unplaced.excess()) is not None:
+            self._forget(oldest)
+
+    def _forget(self, page: Page, told: Told | None = None) -> None:
+        """Forget a page. Subscribers forget it too, since no later removal could reach them."""
+        pages = self._pages[page.place]
+        del pages[page.blocks.group]
+        if not pages:
+            del self._pages[page.place]
+            self._marked.pop(page.place, None)
+        (self._placed if page.media else self._unplaced).remove(page)
+        if told is not None:
+            for medium in page.media:
+                told.gone(page, medium)
 
     def _clear_once(self, topic: str) -> None:
-        """Have subscribers drop what an earlier run of this service published on a topic of the node alone.
+        """Have subscribers drop what an earlier run of this service published under a name of the node alone: with the
+        name's first message, since some take the event for all models.
 
-        A topic that has an engine's own name is not cleared: the event would drop the engine's own blocks.
+        A name that an engine has too is not cleared: the event would drop the engine's own blocks.
         """
-        if topic not in self._cleared:
-            self._cleared.add(topic)
-            if topic.startswith("kv@node:"):
-                self._publisher.publish(topic, [CLEARED])
+        name = topic.split("@")[1]
+        if name.startswith("node:") and name not in self._cleared:
+            self._cleared.add(name)
+            self._publisher.publish(topic, [CLEARED])
 
     def _deadline(self) -> Deadline:
         return Deadline.after(_CALL_S, self._clock)
-
-
-class _Told:
-    """The events of one round, by topic. Hashes that leave one medium and group are one event."""
-
-    def __init__(self, topics: Topics) -> None:
-        self._topics = topics
-        self._there: defaultdict[str, list[Event]] = defaultdict(list)
-        self._gone: defaultdict[str, dict[tuple[Medium, int], list[int | bytes]]] = defaultdict(dict)
-
-    def there(self, page: _Page, medium: Medium) -> None:
-        alone = page.alone(medium, hashes_of(page.blocks))
-        events = [stored(page.blocks, run, group, medium) for run in _runs(alone) for group in page.blocks.groups]
-        for topic in self._topics.of(medium, page.blocks.model):
-            self._there[topic] += events
-
-    def gone(self, page: _Page, medium: Medium) -> None:
-        hashes = hashes_of(page.blocks)
-        gone = [hashes[index] for index in page.alone(medium, hashes)]
-        for topic in self._topics.of(medium, page.blocks.model):
-            for group in page.blocks.groups if gone else ():
-                self._gone[topic].setdefault((medium, group.index), []).extend(gone)
-
-    def batches(self, most: int) -> Iterable[tuple[str, list[Event]]]:
-        """Removals first: blocks that one page loses and another one gains in the same round are there at its end."""
-        for topic in {**self._gone, **self._there}:
-            events = [removed(hashes, group, medium) for (medium, group), hashes in self._gone[topic].items()]
-            events += self._there[topic]
-            for start in range(0, len(events), most):
-                yield topic, events[start : start + most]
-
-
-def _start(blocks: PageBlocks) -> tuple[NamespaceId, int, bytes]:
-    return blocks.namespace, blocks.group, blocks.hashes[: blocks.hash_bytes]
-
-
-def _runs(indexes: Iterable[int]) -> Iterator[range]:
-    """Ascending indexes as runs of consecutive ones."""
-    run: range | None = None
-    for index in indexes:
-        if run is not None and index == run.stop:
-            run = range(run.start, index + 1)
-            continue
-        if run is not None:
-            yield run
-        run = range(index, index + 1)
-    if run is not None:
-        yield run
 
 
 def _bits(table: EntryTable, index: int, level: Level) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from itertools import count
 
@@ -19,11 +19,21 @@ _log = logging.getLogger(__name__)
 
 _KEPT, _KEPT_BYTES = 10_000, 64 << 20
 """Batches that can be replayed. A subscriber that is further behind must begin with an empty index."""
-_SUBSCRIBER_BATCHES = 10_000
+_BATCH_BYTES = 1_024
+"""What a batch takes beside its bytes."""
+_SUBSCRIBER_BATCHES = 1_000
 """Batches that wait for one subscriber. It loses what comes beyond, and sees that by the sequence."""
-_BEHIND = 1_000
-_TURN_S = 0.05
-"""How long a request for a replay may wait."""
+_BEHIND, _BEHIND_BYTES = 1_000, 8 << 20
+"""Batches that wait for the thread."""
+_MESSAGE_BYTES_MAX = 1_024
+"""Of a frame from a peer: subscriptions and requests for a replay have a few bytes."""
+_REPLAYS_MAX, _REPLAY_BATCHES = 64, 16
+"""Replays at a time, and batches that wait for one of their peers."""
+_REQUESTS_WAITING = 16
+SILENT_S = 30
+"""A peer that reads nothing for this long is cut off, and what waits for it is dropped."""
+_TURN_S, _REPLAY_TURN_S = 0.05, 0.002
+"""How long a request for a replay may wait, and the next part of one that runs."""
 _CLOSE_S = 2.0
 _END = (-1).to_bytes(8, "big", signed=True)
 
@@ -35,7 +45,8 @@ class EventPublisher:
     that finds a gap sends the first missing number to the replay socket, as vLLM's subscribers do. It gets what is
     kept, in order, and then an empty message with the sequence -1.
 
-    Publishing never waits: a thread of its own has the sockets.
+    Publishing never waits: a thread of its own has the sockets. What waits for a peer is bounded, and shares its memory
+    with the batches that are kept.
 
     Args:
         endpoint: As in vLLM: addresses with `*` or `::`, of `ipc://` and of `inproc://` are bound, others connected.
@@ -49,18 +60,20 @@ class EventPublisher:
     def __init__(self, endpoint: str, replay_endpoint: str = "", *, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
         self._waiting: queue.SimpleQueue[tuple[bytes, bytes] | None] = queue.SimpleQueue()
-        self._kept: deque[tuple[bytes, bytes, bytes]] = deque()  # topic, sequence, batch
+        self._put_bytes = self._taken_bytes = 0  # each is changed by one thread
+        self._kept: deque[tuple[int, list[zmq.Frame]]] = deque()  # sequence; topic, sequence, batch
         self._kept_bytes = 0
+        self._running: OrderedDict[bytes, int] = OrderedDict()  # peers, and the sequence that is next for each
         self._sequence = count()
         self._context = zmq.Context()
-        self._events = self._context.socket(zmq.PUB)
-        self._events.set_hwm(_SUBSCRIBER_BATCHES)
+        self._events = self._socket(zmq.PUB, _SUBSCRIBER_BATCHES)
         self._replays: zmq.Socket[bytes] | None = None
         try:
             _open(self._events, endpoint, "events_endpoint", must_bind=False)
             if replay_endpoint:
-                self._replays = self._context.socket(zmq.ROUTER)
-                self._replays.set_hwm(_KEPT + 1)  # beyond, this socket drops without a word
+                self._replays = self._socket(zmq.ROUTER, _REPLAY_BATCHES)
+                self._replays.setsockopt(zmq.RCVHWM, _REQUESTS_WAITING)
+                self._replays.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else it drops without a word
                 _open(self._replays, replay_endpoint, "events_replay_endpoint", must_bind=True)
         except BaseException:
             self._context.destroy(linger=0)
@@ -71,52 +84,118 @@ class EventPublisher:
     @property
     def is_behind(self) -> bool:
         """Whether the thread has more to send than it should: the caller publishes later."""
-        return self._waiting.qsize() >= _BEHIND
+        waiting_bytes = self._put_bytes - self._taken_bytes
+        return self._waiting.qsize() >= _BEHIND or waiting_bytes >= _BEHIND_BYTES
 
     def publish(self, topic: str, events: Sequence[Event]) -> None:
         """Send one batch. Returns at once."""
-        self._waiting.put((topic.encode(), encode_batch(self._clock.wall_ms() / 1000, events)))
+        batch = encode_batch(self._clock.wall_ms() / 1000, events)
+        self._put_bytes += len(batch)
+        self._waiting.put((topic.encode(), batch))
 
     def close(self) -> None:
         """Send what waits, for two seconds at most, and close the sockets. Idempotent."""
         self._waiting.put(None)
         self._thread.join(_CLOSE_S)
 
+    def _socket(self, kind: int, most: int) -> zmq.Socket[bytes]:
+        """A socket on which peers cannot leave much: neither what they send nor what they do not read."""
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.SNDHWM, most)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
+        socket.setsockopt(zmq.TCP_MAXRT, SILENT_S * 1000)
+        return socket
+
     def _run(self) -> None:
         try:
+            is_replaying = False
             while True:
                 try:
-                    batch = self._waiting.get(timeout=_TURN_S)
+                    batch = self._waiting.get(timeout=_REPLAY_TURN_S if is_replaying else _TURN_S)
                 except queue.Empty:
                     pass
                 else:
                     if batch is None:
                         return
                     self._send(*batch)
-                if self._replays is not None and self._replays.poll(0):
-                    self._replay(self._replays)
+                if self._replays is not None:
+                    self._take_request(self._replays)
+                    is_replaying = self._replay(self._replays)
         except zmq.ZMQError:
             _log.exception("cache events are no longer published: restart the service")
         finally:
             self._context.destroy(linger=int(_CLOSE_S * 500))
 
     def _send(self, topic: bytes, batch: bytes) -> None:
-        sequence = next(self._sequence).to_bytes(8, "big")
-        self._events.send_multipart((topic, sequence, batch))
-        self._kept.append((topic, sequence, batch))
-        self._kept_bytes += len(batch)
+        self._taken_bytes += len(batch)
+        sequence = next(self._sequence)
+        # frames of ZeroMQ's own: sent again, to any number of peers, they are not copied
+        frames = [zmq.Frame(part, copy=True) for part in (topic, sequence.to_bytes(8, "big"), batch)]
+        self._events.send_multipart(frames, copy=False)
+        self._kept.append((sequence, frames))
+        self._kept_bytes += _kept_bytes(frames)
         while len(self._kept) > _KEPT or self._kept_bytes > _KEPT_BYTES:
-            self._kept_bytes -= len(self._kept.popleft()[2])
+            self._kept_bytes -= _kept_bytes(self._kept.popleft()[1])
 
-    def _replay(self, replays: zmq.Socket[bytes]) -> None:
-        frames = replays.recv_multipart()
+    def _take_request(self, replays: zmq.Socket[bytes]) -> None:
+        """Begin a replay, if one is asked for. A peer has one at a time. Of too many, the one is given up that had no
+        progress for longest."""
+        if not replays.poll(0):
+            return
+        frames = list[bytes]()
+        while True:
+            frame = replays.recv()
+            if len(frames) < 4:
+                frames.append(frame)
+            if not replays.getsockopt(zmq.RCVMORE):
+                break
         if len(frames) != 3 or len(frames[2]) != 8:
             return
-        peer, empty, first = frames
-        for topic, sequence, batch in self._kept:
-            if sequence >= first:  # big-endian: the order of the bytes is that of the numbers
-                replays.send_multipart((peer, empty, topic, sequence, batch))
-        replays.send_multipart((peer, empty, b"", _END, b""))
+        self._running[frames[0]] = int.from_bytes(frames[2], "big")
+        if len(self._running) > _REPLAYS_MAX:
+            self._running.popitem(last=False)
+
+    def _replay(self, replays: zmq.Socket[bytes]) -> bool:
+        """Send the next part of each replay, as far as its peer reads. Returns whether any peer has read."""
+        has_progress = False
+        for peer in list(self._running):
+            before = self._running[peer]
+            try:
+                is_done = self._replay_part(replays, peer)
+            except zmq.Again:
+                is_done = False
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                is_done = True
+            if is_done:
+                del self._running[peer]
+            elif self._running[peer] != before:
+                self._running.move_to_end(peer)
+                has_progress = True
+        return has_progress
+
+    def _replay_part(self, replays: zmq.Socket[bytes], peer: bytes) -> bool:
+        """Whether that was the last part.
+
+        Raises:
+            zmq.Again: The peer must read first.
+        """
+        head = [zmq.Frame(peer, copy=True), zmq.Frame(b"", copy=True)]
+        oldest = self._kept[0][0] if self._kept else 0
+        start = max(0, self._running[peer] - oldest)
+        for index in range(start, min(start + 2 * _REPLAY_BATCHES, len(self._kept))):
+            sequence, frames = self._kept[index]
+            replays.send_multipart([*head, *frames], zmq.NOBLOCK, copy=False)
+            self._running[peer] = sequence + 1
+        if self._kept and self._running[peer] <= self._kept[-1][0]:
+            return False
+        replays.send_multipart((peer, b"", b"", _END, b""), zmq.NOBLOCK)
+        return True
+
+
+def _kept_bytes(frames: Sequence[zmq.Frame]) -> int:
+    return _BATCH_BYTES + sum(map(len, frames))
 
 
 def _open(socket: zmq.Socket[bytes], endpoint: str, field: str, *, must_bind: bool) -> None:

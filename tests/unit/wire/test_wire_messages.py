@@ -308,6 +308,12 @@ def test_names_of_blocks_come_back(blocks: PageBlocks) -> None:
         {"groups": [[0, "full_attention"]]},
         {"groups": [[-1, "full_attention", 0]]},
         {"groups": [["0", "full_attention", 0]]},
+        {"groups": [[True, "full_attention", 0]]},
+        {"groups": [[0, "full_attention", True]]},
+        {"groups": [[0, "full_attention", 0], [0, "sliding_window", 64]]},
+        {"groups": [[index, "full_attention", 0] for index in range(17)]},
+        {"groups": []},
+        {"hashes": bytes(8 * 700), "block_tokens": 255, "tokens": b""},
     ],
 )
 def test_names_of_blocks_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
@@ -317,6 +323,24 @@ def test_names_of_blocks_that_do_not_fit_are_refused(change: dict[str, Any]) -> 
     for missing in change:
         with pytest.raises(InvalidRequest):
             convert.parse_blocks(replace(message, blocks={k: v for k, v in message.blocks.items() if k != missing}))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"hashes": bytes(31)}, "field=outcome.blocks.hashes expected=24 seen=31"),
+        ({"parent": bytes(7)}, "field=outcome.blocks.parent expected=0 or 8 seen=7"),
+        ({"tokens": bytes(4)}, "field=outcome.blocks.tokens expected=0 or 256 seen=4"),
+        ({"hash_bytes": 65}, "field=outcome.blocks.hash_bytes expected=1 to 64 seen=65"),
+        ({"block_tokens": True}, "field=outcome.blocks.block_tokens expected=1 to 16777216 seen=True"),
+        ({"groups": []}, "field=outcome.blocks.groups expected=1 to 16 seen=0"),
+        ({"groups": [[0, "a", 0], "b"]}, "field=outcome.blocks.groups.1. expected=.* seen=b"),
+    ],
+)
+def test_names_of_blocks_are_refused_with_what_was_seen(change: dict[str, Any], expected: str) -> None:
+    message = convert.blocks_message(BLOCKS)
+    with pytest.raises(InvalidRequest, match=expected):
+        convert.parse_blocks(replace(message, blocks={**message.blocks, **change}))
 
 
 @pytest.mark.parametrize("change", [{"groups": b"\3"}, {"groups": b""}, {"stop_prefix": b""}, {"namespace": b"x"}])

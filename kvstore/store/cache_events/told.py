@@ -1,0 +1,147 @@
+"""What subscribers learn of blocks: that the first page with one came to a medium, and that the last one left."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from kvstore.model.media import Medium
+from kvstore.model.page_blocks import BlockGroup, PageBlocks
+from kvstore.store.cache_events.encoding import Event, event_bytes, event_hash, removed, stored
+from kvstore.store.cache_events.pages import Page
+
+BATCH_BYTES = 64 << 10
+"""About the size of a batch at most. Only an event of one block can be larger."""
+_BATCH_EVENTS = 128
+_EVENT_TOKENS, _EVENT_HASHES = 8_192, 1_024
+"""Of one event, unless it has one block."""
+_CHANGE_BYTES = 256
+
+
+class Holders:
+    """How many pages have a block, on each medium and in each of an engine's groups.
+
+    Subscribers do not count: a block that one page loses is gone for them. But a page and its tail have blocks in
+    common, and so have pages of different namespaces and tenants: an engine's hashes depend on the prompt alone.
+    """
+
+    def __init__(self) -> None:
+        self._counts: defaultdict[tuple[str, Medium, int], dict[bytes, int]] = defaultdict(dict)
+
+    def add(self, blocks: PageBlocks, medium: Medium, group: int) -> list[int]:
+        """Count a page that came; returns the indexes of its blocks that no page there had before."""
+        counts, first = self._counts[blocks.model, medium, group], list[int]()
+        for index in range(blocks.num_blocks):
+            block = blocks.hash_at(index)
+            before = counts.get(block, 0)
+            counts[block] = before + 1
+            if not before:
+                first.append(index)
+        return first
+
+    def remove(self, blocks: PageBlocks, medium: Medium, group: int) -> list[int | bytes]:
+        """Count a page that left; returns its hashes, as events have them, that no page there has any more."""
+        key = (blocks.model, medium, group)
+        counts, last = self._counts[key], list[int | bytes]()
+        for index in range(blocks.num_blocks):
+            block = blocks.hash_at(index)
+            counts[block] -= 1
+            if not counts[block]:
+                del counts[block]
+                last.append(event_hash(block))
+        if not counts:
+            del self._counts[key]
+        return last
+
+
+@dataclass(frozen=True, slots=True)
+class _Came:
+    """Blocks that came to a medium: an event that is made when it is published, since it may have many tokens."""
+
+    blocks: PageBlocks
+    run: range
+    group: BlockGroup
+    medium: Medium
+
+    def event(self) -> Event:
+        return stored(self.blocks, self.run, self.group, self.medium)
+
+
+class Told:
+    """The events of some changes, by topic. Hashes that leave one medium and group are one event.
+
+    Args:
+        topics: Returns the topics of a medium and a model.
+        holders: Of all that was published before.
+
+    Attributes:
+        num_bytes: Of the hashes and tokens of what has changed, and something for each page.
+    """
+
+    def __init__(self, topics: Callable[[Medium, str], Iterable[str]], holders: Holders) -> None:
+        self._topics = topics
+        self._holders = holders
+        self._there: defaultdict[str, list[_Came]] = defaultdict(list)
+        self._gone: defaultdict[str, dict[tuple[Medium, int], list[int | bytes]]] = defaultdict(dict)
+        self.num_bytes = 0
+
+    def there(self, page: Page, medium: Medium) -> None:
+        """Note that a page can be read from a medium."""
+        blocks = page.blocks
+        came = [
+            _Came(blocks, run, group, medium)
+            for group in blocks.groups
+            for run in _runs(self._holders.add(blocks, medium, group.index), _EVENT_TOKENS // blocks.block_tokens)
+        ]
+        for topic in self._topics(medium, blocks.model):
+            self._there[topic] += came
+        self._count(blocks)
+
+    def gone(self, page: Page, medium: Medium) -> None:
+        """Note that it no longer can."""
+        blocks = page.blocks
+        for group in blocks.groups:
+            last = self._holders.remove(blocks, medium, group.index)
+            for topic in self._topics(medium, blocks.model) if last else ():
+                self._gone[topic].setdefault((medium, group.index), []).extend(last)
+        self._count(blocks)
+
+    def _count(self, blocks: PageBlocks) -> None:
+        self.num_bytes += _CHANGE_BYTES + (len(blocks.hashes) + len(blocks.tokens)) * len(blocks.groups)
+
+    def batches(self) -> Iterable[tuple[str, list[Event]]]:
+        """Removals first: blocks that one page loses and another one gains in the same round are there at its end.
+
+        Each batch is made when it is asked for, so that others can run before the next one.
+        """
+        for topic in {**self._gone, **self._there}:
+            batch, num_bytes = list[Event](), 0
+            for event in self._events(topic):
+                num_bytes += event_bytes(event)
+                if batch and (num_bytes > BATCH_BYTES or len(batch) == _BATCH_EVENTS):
+                    yield topic, batch
+                    batch, num_bytes = [], event_bytes(event)
+                batch.append(event)
+            yield topic, batch
+
+    def _events(self, topic: str) -> Iterator[Event]:
+        for (medium, group), hashes in self._gone[topic].items():
+            for start in range(0, len(hashes), _EVENT_HASHES):
+                yield removed(hashes[start : start + _EVENT_HASHES], group, medium)
+        for came in self._there[topic]:
+            yield came.event()
+
+
+def _runs(indexes: Iterable[int], most: int) -> Iterator[range]:
+    """Ascending indexes as runs of consecutive ones, of at most `most` or one."""
+    run: range | None = None
+    for index in indexes:
+        if run is not None and index == run.stop and len(run) < min(most, _EVENT_HASHES):
+            run = range(run.start, index + 1)
+            continue
+        if run is not None:
+            yield run
+        run = range(index, index + 1)
+    if run is not None:
+        yield run

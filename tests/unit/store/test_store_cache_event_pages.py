@@ -1,0 +1,258 @@
+"""Which named pages a service knows, and what it tells of blocks that several of them have."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import cast
+
+import pytest
+
+from kvstore.errors import InvalidRequest
+from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
+from kvstore.model.layout import Layout
+from kvstore.model.media import MEDIA
+from kvstore.model.page_blocks import BlockGroup, PageBlocks
+from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.store.cache_events.encoding import Event, encode_batch
+from kvstore.store.cache_events.pages import Page, Pages
+from kvstore.store.cache_events.placements import PlacementEvents, Topics
+from kvstore.testing.event_subscriber import Entry, apply
+from kvstore.testing.loop_held import LoopHeld
+from kvstore.testing.prompts import ATTENTION, HYBRID
+from kvstore.tiers.memory import MemoryTier
+
+RED, BLUE = NamespaceId(b"r" * 16), NamespaceId(b"b" * 16)
+NODE = "kv@node:here@m"
+
+
+class Memory:
+    """Where a memory tier has pages of one slice."""
+
+    def __init__(self) -> None:
+        self.at: dict[NamespaceId, dict[PrefixHash, dict[int, int]]] = {RED: {}, BLUE: {}}
+
+    def boundaries(self, namespace: NamespaceId) -> dict[PrefixHash, dict[int, int]]:
+        return self.at[namespace]
+
+
+class Published:
+    """What was published, and an index that has read it."""
+
+    is_behind = False
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[str, bytes]] = []
+        self.index: set[Entry] = set()
+
+    def publish(self, topic: str, events: Sequence[Event]) -> None:
+        self.batches.append((topic, encode_batch(0.0, events)))
+        apply(self.index, topic, events)
+
+    def close(self) -> None:
+        pass
+
+
+class Service:
+    """The events of a service that has only memory."""
+
+    def __init__(self) -> None:
+        self.memory, self.published = Memory(), Published()
+        self.events = PlacementEvents(
+            self.published,
+            Topics(("node:here",), "pool:kvstore"),
+            memory=cast(MemoryTier, self.memory),
+            memory_medium=MEDIA["memory"],
+            levels={},
+            catalog=None,
+            clock=SYSTEM_CLOCK,
+        )
+
+    def save(self, blocks: PageBlocks, tenant: str = "") -> None:
+        """Store a page, and name it."""
+        self.memory.at[blocks.namespace][blocks.boundary.prefix] = {blocks.group: 1}
+        self.events.name(blocks, 1, tenant)
+
+    def drop(self, blocks: PageBlocks) -> None:
+        del self.memory.at[blocks.namespace][blocks.boundary.prefix]
+        self.events.changed(RecordKey(blocks.namespace, blocks.boundary.prefix, blocks.group, 0))
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not is_so():
+                await asyncio.sleep(0.02)
+
+    @property
+    def blocks(self) -> set[object]:
+        return {entry[3] for entry in self.published.index}
+
+
+@pytest.fixture
+async def service() -> AsyncIterator[Service]:
+    async with running() as service:
+        yield service
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Service]:
+    service = Service()
+    service.events.start()
+    try:
+        yield service
+    finally:
+        await service.events.aclose()
+
+
+def page(
+    name: str,
+    hashes: Sequence[int],
+    *,
+    namespace: NamespaceId = RED,
+    groups: int = 1,
+    tokens: int = 0,
+    model: str = "m",
+) -> PageBlocks:
+    """A page whose blocks have these hashes, and this number of token ids each."""
+    return PageBlocks(
+        namespace=namespace,
+        boundary=Boundary(64, PrefixHash(name.encode().ljust(32))),
+        group=0,
+        model=model,
+        hash_bytes=8,
+        hashes=b"".join(one.to_bytes(8, "big") for one in hashes),
+        parent=b"",
+        block_tokens=tokens or 16,
+        groups=tuple(BlockGroup(index, "full_attention") for index in range(groups)),
+        tokens=b"\xff" * (4 * len(hashes) * tokens),
+    )
+
+
+async def test_a_block_is_gone_when_the_last_page_with_it_is(service: Service) -> None:
+    """Also if another tenant's page has it, at another place in another page."""
+    mine, others, third = page("mine", [1, 2, 3]), page("others", [9, 2, 2], namespace=BLUE), page("third", [3])
+    service.save(mine, "red")
+    await service.until(lambda: service.blocks == {1, 2, 3})
+    service.save(others, "blue")
+    await service.until(lambda: service.blocks == {1, 2, 3, 9})
+    service.drop(others)
+    await service.until(lambda: service.blocks == {1, 2, 3})
+    service.save(third, "red")
+    service.drop(mine)
+    await service.until(lambda: service.blocks == {3})
+    service.drop(third)
+    await service.until(lambda: not service.blocks)
+
+
+async def test_groups_of_a_page_count_on_their_own(service: Service) -> None:
+    wide, narrow = page("wide", [1, 2], groups=2), page("narrow", [1, 2], namespace=BLUE)
+    service.save(wide)
+    service.save(narrow)
+    await service.until(lambda: len(service.published.index) == 4)
+    service.drop(wide)
+    await service.until(lambda: {entry[2:] for entry in service.published.index} == {(0, 1), (0, 2)})
+
+
+async def test_a_page_that_is_not_stored_keeps_no_other_tenants_page_out(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many are named: the oldest leave of the tenant that named most."""
+    early = page("early", [7])
+    service.events.name(early, 1, "red")
+    for number in range(17_000):
+        service.events.name(page(f"absent{number}", [number], namespace=BLUE), 1, "blue")
+    service.save(early, "red")
+    await service.until(lambda: service.blocks == {7})
+
+
+async def test_of_too_many_pages_those_of_the_greedy_tenant_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.store.cache_events.placements.PAGES_MAX", 40)
+    async with running() as service:
+        for number in range(20):
+            service.save(page(f"red{number}", [number]), "red")
+        for number in range(60):
+            service.save(page(f"blue{number}", [1000 + number], namespace=BLUE), "blue")
+        expected = set[object]([*range(20), *range(1040, 1060)])
+        await service.until(lambda: service.blocks == expected)
+
+
+def test_pages_of_engines_are_not_too_large() -> None:
+    """Clients do not name larger ones, so that a service need not end their connections."""
+    most = page("p", range(512), groups=10)  # 8,192 tokens between two boundaries, in a model of many states
+    assert not most.is_too_large
+    for larger in (
+        page("p", range(512), groups=17),
+        page("p", range(1024), groups=9),
+        page("p", [1, 2], tokens=65_537),
+    ):
+        assert larger.is_too_large
+
+
+async def test_a_node_is_cleared_once(service: Service) -> None:
+    """With its first message, not with that of each model: llm-d drops the blocks of all models."""
+    for number, model in enumerate(("one", "two", "three")):
+        service.save(page(model, [number], model=model))
+        await service.until(lambda upto=number: service.blocks == set(range(upto + 1)))  # type: ignore[misc]
+    cleared = [b"AllBlocksCleared" in batch for _, batch in service.published.batches]
+    assert cleared == [True, False, False, False]
+    assert service.published.batches[0][0] == "kv@node:here@one"
+
+
+def test_a_models_name_does_not_change_a_topics_parts() -> None:
+    topics = Topics(("node:here", "10.0.0.7:8000"), "pool:kvstore")
+    assert topics.of(MEDIA["memory"], "org/model") == ["kv@node:here@org/model", "kv@10.0.0.7:8000@org/model"]
+    assert topics.of(MEDIA["redis"], "a@b%40c") == ["kv@pool:kvstore@a%40b%2540c"]
+
+
+def test_names_are_bounded_in_bytes() -> None:
+    pages = Pages(1000, 100_000)
+    few = [Page(page(f"few{number}", [1]), "few", 1) for number in range(3)]
+    many = [Page(page(f"many{number}", range(16), tokens=64), "many", 1) for number in range(50)]
+    for one in [*few, *many]:
+        pages.add(one)
+    left = []
+    while (oldest := pages.excess()) is not None:
+        pages.remove(oldest)
+        left.append(oldest)
+    assert left and left == many[: len(left)]
+    assert pages.used_bytes <= 100_000
+    for one in [*few, *many[len(left) :]]:
+        pages.remove(one)
+    assert (len(pages), pages.used_bytes) == (0, 0)
+
+
+async def test_large_pages_do_not_hold_the_loop(service: Service) -> None:
+    """They are compared and published in pieces; no batch is large."""
+    held = LoopHeld()
+    large = [page(f"{number}", range(number << 20, (number << 20) + 256), groups=16, tokens=32) for number in range(10)]
+    async with held.watching():
+        for one in large:
+            service.save(one)
+        await service.until(lambda: len(service.blocks) == 10 * 256)
+        for one in large:
+            service.drop(one)
+        await service.until(lambda: not service.blocks)
+    assert max(len(batch) for _, batch in service.published.batches) <= 64 << 10
+    assert held.longest_s < 0.2, held.longest_s
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"hashes": bytes(5 * 8)}, "blocks"),
+        ({"block_tokens": 17}, "blocks"),
+        ({"group": 2}, "group"),
+        ({"boundary": Boundary(0, PrefixHash(bytes(32)))}, "boundary"),
+        ({"boundary": Boundary(1 << 30, PrefixHash(bytes(32)))}, "boundary"),
+        ({"boundary": Boundary(96, PrefixHash(bytes(32)))}, "blocks"),
+        ({"group": 1, "block_tokens": 65, "hashes": bytes(8)}, "blocks"),
+    ],
+)
+def test_blocks_that_are_not_of_one_page_are_refused(change: dict[str, object], field: str) -> None:
+    layout: Layout = HYBRID
+    blocks = page("p", [1, 2, 3, 4])
+    blocks.check_page(ATTENTION)
+    replace(blocks, group=1, block_tokens=64, hashes=bytes(8)).check_page(layout)
+    with pytest.raises(InvalidRequest, match=field):
+        replace(blocks, **change).check_page(layout)  # type: ignore[arg-type]
