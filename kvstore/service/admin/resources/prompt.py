@@ -58,15 +58,14 @@ class Prompt(BaseModel):
 P = TypeVar("P", bound=Prompt)
 
 
-async def read_prompt(request: Request, model: type[P]) -> tuple[P, Sequence[int]]:
+async def parse_prompt(body: bytes, model: type[P]) -> tuple[P, Sequence[int]]:
     """The body of a request without its token ids, and these.
 
     Raises:
-        Refused: 422: it is not sent as JSON.
         InvalidRequest: As of `split_token_ids`.
         RequestValidationError: A field is wrong.
     """
-    fields, token_ids = await split_token_ids(await read_json(request), TOKENS_MAX)
+    fields, token_ids = await split_token_ids(body, TOKENS_MAX)
     if token_ids is None:
         token_ids = _plain_ids(fields.get("token_ids"))
     prompt = validated(model, fields if token_ids is None else {**fields, "token_ids": []})
