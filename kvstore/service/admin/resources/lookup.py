@@ -19,7 +19,7 @@ from kvstore.service.admin.catalog_access import Namespace
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import namespace_id
 from kvstore.service.admin.problems import refusals
-from kvstore.service.admin.resources.prompt import Prompt, hash_prompt, parse_prompt, read_json
+from kvstore.service.admin.resources.prompt import ANSWER_S, Prompt, hash_prompt, parse_prompt, read_json
 from kvstore.store.encryption.key_ring import Generation
 from kvstore.store.placement import PackedSlices, SliceMap, groups_present
 
@@ -28,8 +28,6 @@ router = APIRouter(tags=["lookup"])
 _LISTED_MAX = 1024
 READ_AT_ONCE = 1024
 """Boundaries that are read from the catalog in one call."""
-ANSWER_S = 10.0
-"""What a plan or a lookup asks the catalog must be answered within this time."""
 
 
 class FoundBoundary(BaseModel):

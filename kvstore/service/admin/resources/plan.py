@@ -22,8 +22,8 @@ from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.documents import OrderSearch, expected_uses
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, PREFIX_EXAMPLE, WHOLE_NUMBER, namespace_id
 from kvstore.service.admin.problems import refusals
-from kvstore.service.admin.resources.lookup import ANSWER_S, READ_AT_ONCE, names_to_save, read_slices
-from kvstore.service.admin.resources.prompt import Prompt, parse_prompt, read_json
+from kvstore.service.admin.resources.lookup import READ_AT_ONCE, names_to_save, read_slices
+from kvstore.service.admin.resources.prompt import ANSWER_S, Prompt, parse_prompt, read_json
 from kvstore.store.placement import groups_present
 
 router = APIRouter(tags=["plan"])

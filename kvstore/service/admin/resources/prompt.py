@@ -26,6 +26,8 @@ from kvstore.service.admin.problems import Refused
 
 TOKENS_MAX = 262_144
 """Token ids in a body."""
+ANSWER_S = 10.0
+"""What is asked of the store for one request must be answered within this time, counted from its turn."""
 # Inside a JSON text a quote is written \" , so this never matches there.
 _LIST = re.compile(rb'"token_ids"[ \t\r\n]*:[ \t\r\n]*\[')
 _IN_LISTS = b"0123456789, \t\r\n"
