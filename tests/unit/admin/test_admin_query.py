@@ -205,6 +205,10 @@ WRONG: list[tuple[object, str]] = [
     ([{"model": "m", "token_ids": LONG}, {"model": "m"}], "given once"),
     ([{"model": "m", "token_ids": LONG, "x": {"token_ids": []}}], "given once"),
     (json.dumps({"model": "m", "token_ids": LONG}).replace("29999]", "29999,]"), "list of whole"),
+    ('{"model": "m", "token_ids": [1], "token_ids": [2]}', "given once"),
+    ('{"model": "m", "model": "n", "token_ids": [1]}', "body.model"),
+    (f'[{{"model":"m","token_ids":{LONG},"token_ids":[1]}},{{"model":"m","token\\u005fids":[]}}]', "given once"),
+    (f'[{{"model":"m","token_ids":{LONG}}},{{"model":"m","token\\u005fids":[],"token_ids":[1]}}]', "given once"),
     ([{"model": "m", "token_ids": LONG}] * 9, "at most 262144 token ids"),
     ([{"model": "m", "token_ids": LONG}, {"model": "m", "token_ids": [1], "n": 1}], "body.1.n"),
 ]

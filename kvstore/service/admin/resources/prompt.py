@@ -9,6 +9,7 @@ import asyncio
 import json
 import re
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -36,6 +37,7 @@ _PIECE_BYTES = 32 << 10
 _PLAIN_BYTES_MAX = 64 << 10
 """A body up to this size is parsed at once; pydantic then names what is wrong with it."""
 
+_FIELD_CHARS_MAX = 100
 _HASHED_AT_ONCE = 512 * LINK_TOKENS
 """Tokens that are hashed before other tasks of this thread get a turn."""
 
@@ -224,9 +226,22 @@ def _plain_ids(ids: object) -> array[int] | None:
 
 def _parsed(body: bytes) -> Any:
     try:
-        return json.loads(body)
+        return json.loads(body, object_pairs_hook=_with_each_field_once)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest("the body is not JSON", field="body", seen=not_json(error)) from error
+
+
+def _with_each_field_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose fields have one value: of two a parser takes the last, and a reader of the body maybe the first.
+
+    Raises:
+        InvalidRequest: A name is given twice, however it is written.
+    """
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        twice = next(name for name, num in Counter(name for name, _ in pairs).items() if num > 1)
+        raise InvalidRequest("a field must be given once", field=f"body.{twice}"[:_FIELD_CHARS_MAX], seen=twice)
+    return fields
 
 
 def _as_object(value: Any) -> dict[str, Any]:
