@@ -121,7 +121,8 @@ async def _parse(body: bytes, grant: Grant) -> tuple[list[tuple[Question, Sequen
     """The questions of a body, each with its token ids, and whether they are a list."""
     objects, lists = await split_objects(body, TOKENS_MAX)
     if len(objects) > _QUESTIONS_MAX:
-        raise InvalidRequest(f"at most {_QUESTIONS_MAX} prompts", field="body", seen=len(objects))
+        expected = f"at most {_QUESTIONS_MAX} prompts"
+        raise InvalidRequest(expected, field="body", expected=expected, seen=len(objects))
     is_list = body.lstrip()[:1] == b"["
     questions: list[tuple[Question, Sequence[int]]] = []
     for index, fields in enumerate(objects):
@@ -131,6 +132,8 @@ async def _parse(body: bytes, grant: Grant) -> tuple[list[tuple[Question, Sequen
             raise InvalidRequest(
                 "prompts with an adapter are not found: their pages are named by the adapter's files",
                 field=".".join(["body", *map(str, where), "lora_name"]),
+                expected="null or empty text",
+                seen=question.lora_name,
             )
         if question.tenant_id is not None and grant.tenant not in (None, question.tenant_id):
             raise Refused(403, "the token is another tenant's", field="body.tenant_id")  # whether or not it exists
