@@ -32,7 +32,8 @@ class Plan:
         hit_tokens: How many of the tokens the store can restore; an engine's block size can reduce it.
         hit_by_tier: The same by tier: what it adds to faster tiers.
         given_hit_tokens: Hit of the order that was given; `None`: the call did not ask to compare.
-        search_ms: How long the service searched.
+        search_ms: How long the service searched for the order.
+        total_ms: How long the service took in all, including the wait for its turn.
         retain: Beginnings that are worth to be retained, as `POST /v1/plan` describes them.
         failure: Why no plan was made: the prompt is the one that was given. Empty: it was planned.
     """
@@ -44,6 +45,7 @@ class Plan:
     hit_by_tier: Mapping[str, int] = field(default_factory=dict)
     given_hit_tokens: int | None = None
     search_ms: float = 0.0
+    total_ms: float = 0.0
     retain: Sequence[Mapping[str, Any]] = ()
     failure: str = ""
 
@@ -114,7 +116,7 @@ class PlanClient:
             fixed_last: How many at the end stay where they are.
             keep_duplicates: Equal documents are sent as often as they are given.
             cache_salt: The request's `cache_salt`.
-            within_ms: No round of the search begins later than this after the first.
+            within_ms: No round of the search begins later than this after the usual and the given order were looked up.
             compare: Also find the hit of the order that was given.
 
         Raises:
@@ -148,6 +150,7 @@ class PlanClient:
             found["hit_by_tier"],
             found["given_hit_tokens"],
             found["search_ms"],
+            found.get("total_ms", found["search_ms"]),  # a service of an earlier release does not tell it
             found["retain"],
         )
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from kvstore.errors import Unavailable
 from kvstore.runtime.pauses import collector_paused
 from kvstore.runtime.tracing import request_context
 
@@ -123,6 +124,51 @@ def who_asks() -> Who:
     """The tenant and the connection of the current request."""
     context = request_context.get()
     return context.tenant, context.session
+
+
+class TenantTurns:
+    """Lets few requests run at a time, fewer of one tenant, and lets few of a tenant wait. So a tenant with many large
+    requests delays its own, and another tenant's by what runs already. Belongs to one event loop.
+
+    Args:
+        limit: Requests that run at a time; turns go round among the tenants that wait.
+        of_tenant: The same of one tenant. Less than `limit`, or one tenant's requests keep out all others.
+        waiting_max: Requests of a tenant that may wait.
+    """
+
+    def __init__(self, limit: int, *, of_tenant: int, waiting_max: int) -> None:
+        self._turns = Turns(limit)
+        self._of_tenant, self._waiting_max = of_tenant, waiting_max
+        self._of: dict[Hashable, Turns] = {}  # those of tenants that have requests
+        self._num: Counter[Hashable] = Counter()
+
+    @property
+    def num_tenants(self) -> int:
+        """Tenants that have requests here."""
+        return len(self._of)
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Run a block of the current request when it is its tenant's turn.
+
+        Raises:
+            Unavailable: Too many requests of the tenant wait already.
+
+        If cancelled while waiting, the place in the queue is given up.
+        """
+        who = who_asks()
+        tenant = who[0]
+        if self._num[tenant] >= self._of_tenant + self._waiting_max:
+            raise Unavailable("too many requests of this kind wait already: retry later", waiting=self._waiting_max)
+        self._num[tenant] += 1
+        own = self._of.setdefault(tenant, Turns(self._of_tenant))
+        try:
+            async with own.turn(who), self._turns.turn(who):
+                yield
+        finally:
+            self._num[tenant] -= 1
+            if not self._num[tenant]:
+                del self._num[tenant], self._of[tenant]
 
 
 class LongWork:

@@ -154,12 +154,15 @@ class Answers:
         if namespace is None or is_early or self._is_of(tenant, namespace):
             self.store.report(outcome)
 
-    def end_prompt(self, message: messages.PromptEnded, tenant: str) -> None:
-        """Take an ended prompt and its client's wishes; one of another tenant's namespace is dropped.
+    def end_prompt(self, message: messages.PromptEnded, tenant: str, *, may_save: bool) -> None:
+        """Take an ended prompt and its client's wishes; one of another tenant's namespace is dropped. Wishes decide what
+        is kept, so only who may save has them.
 
         Raises:
-            InvalidRequest: Something in it is malformed.
+            InvalidRequest: Something in it is malformed, or the peer may not save.
         """
+        if not may_save:
+            raise InvalidRequest("the token may not give hints: give it the scope save", field="token")
         prompt = replace(convert.parse_ended(message), tenant=tenant)
         if self._is_of(tenant, prompt.namespace):
             self.store.end_prompt(prompt)

@@ -288,7 +288,7 @@ class Session:
             case messages.Outcome():
                 self._answers.report(message, self.tenant, may_save=self._may_save)
             case messages.PromptEnded():
-                self._answers.end_prompt(message, self.tenant)
+                self._answers.end_prompt(message, self.tenant, may_save=self._may_save)
             case messages.Request():
                 self._start(message, payload, "" if self._tracing is None else _trace(head))
             case _:
@@ -349,7 +349,7 @@ class Session:
                 locates=True,
                 instances=True,
                 blocks=self._may_save and self._answers.store.takes_blocks,
-                hints=self._answers.store.takes_hints,
+                hints=self._may_save and self._answers.store.takes_hints,
             )
         )
 

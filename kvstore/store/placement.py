@@ -115,13 +115,47 @@ class Reach:
     silent: tuple[str, ...] = ()
 
 
-def reach_of(presence: Presence) -> Reach:
-    """How far what was found restores a prompt."""
-    layout, query = presence.layout, presence.query
-    memory_tokens = query.local_tokens
-    if presence.memory:
-        memory_tokens = resume_of(layout, query, groups_present(layout, len(query.boundaries), (presence.memory,)))
-    return Reach(memory_tokens, presence.resume_tokens(), tuple(sorted(presence.silent)))
+@dataclass(frozen=True, slots=True)
+class ResumePoints:
+    """Where an engine can resume a prompt: at multiples of `step_tokens` up to `cap_tokens`."""
+
+    step_tokens: int
+    cap_tokens: int
+
+
+def in_memory_and_in_all(presence: Presence) -> tuple[list[int], list[int]]:
+    """For each boundary a bit per group that is whole in memory, and the same of all tiers together."""
+    in_memory = groups_present(presence.layout, len(presence.query.boundaries), (presence.memory,))
+    return in_memory, presence.groups_present()
+
+
+def reach_of(presence: Presence, in_memory: Sequence[int], in_all: Sequence[int], points: ResumePoints) -> Reach:
+    """How far what was found restores a prompt on an engine that names boundaries at its own steps only.
+
+    Args:
+        in_memory: The first part of `in_memory_and_in_all`.
+        in_all: The second part.
+    """
+    chosen = [
+        (boundary.tokens, memory, every)
+        for boundary, memory, every in zip(presence.query.boundaries, in_memory, in_all, strict=True)
+        if boundary.tokens % points.step_tokens == 0
+    ]
+    tokens, memory_bits, all_bits = ([one[part] for one in chosen] for part in range(3))
+
+    def resume(bits: Sequence[int]) -> int:
+        return longest_resumable(
+            presence.layout,
+            tokens,
+            bits,
+            local_tokens=presence.query.local_tokens,
+            cap_tokens=points.cap_tokens,
+            step_tokens=points.step_tokens,
+        )
+
+    resume_tokens = resume(all_bits)
+    memory_tokens = resume(memory_bits) if any(memory_bits) else presence.query.local_tokens
+    return Reach(memory_tokens, resume_tokens, tuple(sorted(presence.silent)))
 
 
 def resume_of(layout: Layout, query: PrefixQuery, bits: Sequence[int], cap_tokens: int | None = None) -> int:

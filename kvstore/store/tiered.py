@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 
@@ -36,7 +36,15 @@ from kvstore.store.leases import LeaseTable
 from kvstore.store.limits import StoreLimits
 from kvstore.store.lookup import AbsentKeys, CatalogLookup, PresenceFinder
 from kvstore.store.namespaces import Manifests, OpenNamespaces, check_key
-from kvstore.store.placement import UNKNOWN_BYTES, Presence, Reach, offers_of, reach_of
+from kvstore.store.placement import (
+    UNKNOWN_BYTES,
+    Presence,
+    Reach,
+    ResumePoints,
+    in_memory_and_in_all,
+    offers_of,
+    reach_of,
+)
 from kvstore.store.recorder import Backlog, Recorder
 from kvstore.store.retention import RetentionParts
 from kvstore.store.saving import Saver
@@ -210,13 +218,20 @@ class TieredStore(PageStore):
         presence = await self._find(query, self._layout_for(query), _leave_time(deadline))
         return await self.work.run(presence.num_cells, self._answer, presence)
 
-    async def reach(self, query: PrefixQuery, *, deadline: Deadline) -> Reach:
-        """How far a lookup of `query` would reach now, and how far memory alone. Without side effects, as `probe`."""
+    async def reaches(self, query: PrefixQuery, points: Sequence[ResumePoints], *, deadline: Deadline) -> list[Reach]:
+        """How far lookups of a prompt by several engines would reach now, and how far memory alone. Without side
+        effects, as `probe`. What is stored is found once for all of them.
+
+        Args:
+            query: Its step divides those of all engines, and its cap is the furthest of theirs.
+            points: Of each engine.
+        """
         layout = self._layout_for(query)
         if self._is_retired(query.namespace):
-            return Reach(query.local_tokens, query.local_tokens)
+            return [Reach(query.local_tokens, query.local_tokens) for _ in points]
         presence = await self._find(query, layout, _leave_time(deadline))
-        return await self.work.run(presence.num_cells, reach_of, presence)
+        held = await self.work.run(2 * presence.num_cells, in_memory_and_in_all, presence)
+        return [await self.work.run(presence.num_cells, reach_of, presence, *held, one) for one in points]
 
     async def _find(self, query: PrefixQuery, layout: Layout, deadline: Deadline) -> Presence:
         """Where the records are, for a lookup. A tier that hangs has stalled, however long the caller would wait: first

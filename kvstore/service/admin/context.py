@@ -15,6 +15,7 @@ from kvstore.errors import Unavailable
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.turns import TenantTurns
 from kvstore.service.admin.access import Reader
 from kvstore.service.admin.catalog_access import NO_CATALOG, CatalogAccess, Namespace
 from kvstore.service.admin.data_loop import CALL_S, DataLoop
@@ -28,7 +29,15 @@ from kvstore.store.retention.operator_rules import OperatorRules
 from kvstore.store.upkeep.operations import StoreOperations, TierState
 
 _SCANS_AT_ONCE = 2
-_PLANS_AT_ONCE = 2
+
+
+def _prompt_turns() -> TenantTurns:
+    return TenantTurns(2, of_tenant=1, waiting_max=4)
+
+
+def _query_turns() -> TenantTurns:
+    """Fewer than the calls into the data loop at a time. Routers ask in bursts, so more may wait."""
+    return TenantTurns(3, of_tenant=2, waiting_max=24)
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,8 @@ class AdminContext:
         catalog: The catalog, over a connection of the administration's own.
         is_stopping: Whether long responses should end.
         scans: Turns of requests that read many entries.
-        plans: Turns of plans, which are short and do not wait for scans.
+        prompts: Turns of plans and lookups, which do not wait for scans.
+        queries: Turns of what routers ask.
         document_uses: How often plans asked for documents.
         followers: How many responses follow the events, by token.
     """
@@ -54,7 +64,8 @@ class AdminContext:
     catalog: CatalogAccess
     is_stopping: Callable[[], bool]
     scans: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_SCANS_AT_ONCE))
-    plans: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_PLANS_AT_ONCE))
+    prompts: TenantTurns = field(default_factory=_prompt_turns)
+    queries: TenantTurns = field(default_factory=_query_turns)
     document_uses: DocumentUses = field(default_factory=DocumentUses)
     followers: Counter[str] = field(default_factory=Counter)
 

@@ -17,7 +17,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count, pairwise
+from itertools import count
 
 from kvstore.model.keys import LINK_TOKENS, Boundary, NamespaceId, PlainChain, PrefixHash
 from kvstore.model.layout import Layout
@@ -29,6 +29,8 @@ TRIED = 16
 """Continuations that one round tries, shared among its beginnings; of each the most usual documents, since others are
 rarely stored there."""
 ROUNDS_MAX = 7
+ASKED_AT_ONCE = 1024
+"""Boundaries of an order that one question is about: the next ones matter only if all of these are stored."""
 _HASHED_AT_ONCE = 512 * LINK_TOKENS
 """Tokens that are hashed before other tasks of this thread get a turn."""
 
@@ -81,8 +83,9 @@ class OrderSearch:
 
     Args:
         layout: The model's groups.
-        ask: What is stored; called once for each round.
-        within_s: No round begins later than this after the first. A round takes some half a millisecond.
+        ask: What is stored; called once for each round, and for each `ASKED_AT_ONCE` boundaries of the usual and the
+            given order as long as they are stored.
+        within_s: No round begins later than this after those orders. A round takes some half a millisecond.
         clock: Limits the rounds.
     """
 
@@ -126,25 +129,36 @@ class OrderSearch:
             self._hash_page(probe)
             if probe.asked:
                 break
-        path = await self._path(root, documents, usual)
-        await self._learn([root, *path, probe])
-        self._update(root, root)
-        self._update_path([root, *path])
+        path = await self._follow(root, documents, usual, also=[probe])
         self._update(probe, root)
         if probe.is_open and probe.asked:
-            other = await self._path(root, documents, given)
-            await self._learn(other)
-            self._update_path([root, *other])
             known = {one.documents for one in path}
-            path += [one for one in other if one.documents not in known]
+            path += [one for one in await self._follow(root, documents, given) if one.documents not in known]
         best = await self._continue([root, *path], documents, usual)
         chosen = set(best.documents)
         return Order((*best.documents, *(index for index in usual if index not in chosen)), best.resume_tokens)
 
-    async def _path(self, root: _Beginning, documents: Sequence[array[int]], order: Sequence[int]) -> list[_Beginning]:
-        """The beginnings of an order, one for each document, hashed."""
-        path = [root]
-        for index in order:
+    async def _follow(
+        self,
+        root: _Beginning,
+        documents: Sequence[array[int]],
+        order: Sequence[int],
+        also: Sequence[_Beginning] = (),
+    ) -> list[_Beginning]:
+        """The beginnings of an order, one for each document, as far as they are stored and a few more.
+
+        Args:
+            also: The first question is about these beginnings, too.
+        """
+        path, num_updated = [root], 0
+        for index in [*order, None]:
+            if index is None or sum(len(one.asked) for one in path[num_updated:]) >= ASKED_AT_ONCE:
+                await self._learn_while_stored(path[num_updated:], also)
+                for number in range(num_updated, len(path)):
+                    self._update(path[number], path[max(0, number - 1)])
+                num_updated, also = len(path), ()
+            if index is None or not path[-1].is_open:
+                break
             path.append(_with(path[-1], index, documents[index]))
             await self._hash_all(path[-1])
         return path[1:]
@@ -215,22 +229,40 @@ class OrderSearch:
 
     async def _learn(self, beginnings: Sequence[_Beginning]) -> None:
         """Ask what is stored at boundaries that are not known yet."""
-        wanted = {boundary.prefix: boundary for one in beginnings for boundary in one.asked}
+        await self._learn_all([boundary for one in beginnings for boundary in one.asked])
+
+    async def _learn_all(self, boundaries: Sequence[Boundary]) -> None:
+        wanted = {boundary.prefix: boundary for boundary in boundaries}
         new = [boundary for prefix, boundary in wanted.items() if prefix not in self._known]
         if new:
             self._known |= zip((boundary.prefix for boundary in new), await self._ask(new), strict=True)
 
-    def _update_path(self, path: Sequence[_Beginning]) -> None:
-        for parent, child in pairwise(path):
-            self._update(child, parent)
+    async def _learn_while_stored(self, beginnings: Sequence[_Beginning], also: Sequence[_Beginning]) -> None:
+        """Ask as `_learn` about beginnings of one order, up to the first question whose answer has a gap.
+
+        Args:
+            also: The first question is about these, too.
+        """
+        asked = [boundary for one in beginnings for boundary in one.asked]
+        more = [boundary for one in also for boundary in one.asked]
+        for start in range(0, len(asked) or 1, ASKED_AT_ONCE):
+            piece = asked[start : start + ASKED_AT_ONCE]
+            await self._learn_all([*piece, *more])
+            if any(self._known[boundary.prefix] & self._needed != self._needed for boundary in piece):
+                break
+            more = []
 
     def _update(self, one: _Beginning, parent: _Beginning) -> None:
-        """Note how far a beginning is stored, whose boundaries are known; the root is its own parent."""
+        """Note how far a beginning is stored, whose boundaries are known up to the first that is not stored; the root
+        is its own parent.
+        """
         one.reach_tokens, one.hole_tokens = parent.reach_tokens, parent.hole_tokens
         one.resume_tokens, one.is_open = parent.resume_tokens, parent.is_open
         for boundary in one.asked:
+            if not one.is_open:
+                break
             bits = self._known[boundary.prefix]
-            if not one.is_open or bits & self._needed != self._needed:
+            if bits & self._needed != self._needed:
                 one.is_open = False
                 break
             one.reach_tokens = boundary.tokens

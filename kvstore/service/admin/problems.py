@@ -139,8 +139,15 @@ async def _on_http(_: Request, error: Exception) -> Response:
 async def _on_store(request: Request, error: Exception) -> Response:
     assert isinstance(error, KVStoreError)
     if isinstance(error, InvalidRequest):
-        field, seen = error.details.get("field"), error.details.get("seen")
-        return answer(Refused(422, error.message, field=str(field) if field else None, seen=seen))
+        field, expected, seen = (error.details.get(name) for name in ("field", "expected", "seen"))
+        refused = Refused(
+            422,
+            error.message,
+            field=str(field) if field else None,
+            expected=None if expected is None else str(expected),
+            seen=seen,
+        )
+        return answer(refused)
     if isinstance(error, Unavailable | Closed):
         return answer(Refused(503, error.message, headers={"Retry-After": "1"}))
     return await _on_bug(request, error)

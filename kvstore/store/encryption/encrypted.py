@@ -33,7 +33,7 @@ from kvstore.store.encryption.key_ledger import KeyLedger, KeyState
 from kvstore.store.encryption.key_ring import Generation, KeyRing
 from kvstore.store.hints.ended_prompts import Told
 from kvstore.store.hints.hints import Hints
-from kvstore.store.placement import Reach
+from kvstore.store.placement import Reach, ResumePoints
 from kvstore.store.saving import verify_record
 from kvstore.store.tiered import TieredStore
 from kvstore.store.upkeep.operations import StoreOperations
@@ -108,12 +108,12 @@ class EncryptedStore(PageStore):
             self._count_miss(tenant, generations)
         return found
 
-    async def reach(self, query: PrefixQuery, *, deadline: Deadline) -> Reach:
-        """As `TieredStore.reach`; nothing for a tenant without a key."""
+    async def reaches(self, query: PrefixQuery, points: Sequence[ResumePoints], *, deadline: Deadline) -> list[Reach]:
+        """As `TieredStore.reaches`; nothing for a tenant without a key."""
         generations = self.generations(self._tenant(query.namespace))
         if not generations:
-            return Reach(query.local_tokens, query.local_tokens)
-        return await self.inner.reach(await self._named(query, generations, deadline), deadline=deadline)
+            return [Reach(query.local_tokens, query.local_tokens) for _ in points]
+        return await self.inner.reaches(await self._named(query, generations, deadline), points, deadline=deadline)
 
     async def stage(self, query: PrefixQuery, *, deadline: Deadline, progress: Progress | None = None) -> Staged:
         generations = self.generations(self._tenant(query.namespace))

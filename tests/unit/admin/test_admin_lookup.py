@@ -12,7 +12,7 @@ import pytest
 from connector.prefix_hash import PrefixChain
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import PlainChain, RecordKey
-from kvstore.service.admin.resources.prompt import split_token_ids
+from kvstore.service.admin.resources.prompt import split_objects, split_token_ids
 from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.testing.keys import tenant_key, write_keys
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
@@ -132,7 +132,8 @@ def spoilt(*changes: tuple[str, str]) -> str:
         (json.dumps({"a": {"token_ids": LONG}}), "given once"),
         (json.dumps({"token_ids": [1] * (MAX + 1)}), "at most 40000"),
         (json.dumps({"token_ids": LONG, "x": "y" * 70_000}), "too much"),
-        ("[" * 70_000, "whole numbers"),
+        ("[" * 70_000, "must be JSON with lists"),
+        (spoilt(("29999]", "29999")), "not JSON"),
         ("[" * 60_000, "not JSON"),
     ],
 )
@@ -140,6 +141,32 @@ async def test_invalid_token_ids_are_refused(text: str, match: str) -> None:
     """The message names the mistake, and nothing else is read instead."""
     with pytest.raises(InvalidRequest, match=match):
         await split_token_ids(text.encode(), MAX)
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "expected", "seen"),
+    [
+        ((" 200,", " 4294967296,"), "body.token_ids.100", "at most 4294967295", "4294967296"),
+        ((" 200,", f" {'9' * 5000},"), "body.token_ids.100", "at most 4294967295", "9" * 50),
+        ((" 29000,", ' "x",'), "body.token_ids.28900", "a whole number", '"x"'),
+        ((" 200,", " 01,"), "body.token_ids.100", "a whole number", "01"),
+        ((" 200,", " ,"), "body.token_ids.100", "a whole number", "nothing"),
+        (("29999]", "29999, -1]"), "body.token_ids.29900", "a whole number", "-1"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_list", [False, True])
+async def test_wrong_ids_are_named(
+    change: tuple[str, str], field: str, expected: str, seen: str, is_list: bool
+) -> None:
+    """Also in a long body: the place of the id, what would be right, and what it is."""
+    text = spoilt(change)
+    if is_list:
+        text, field = f'[{{"token_ids": [1]}}, {text}]', field.replace("body.", "body.1.")
+    with pytest.raises(InvalidRequest) as refused:
+        await split_objects(text.encode(), MAX)
+    told = refused.value.details
+    assert (told["field"], told["expected"], told["seen"]) == (field, expected, seen)
 
 
 async def test_changed_lists_are_read_as_json_reads_them() -> None:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from kvstore.model.keys import PlainChain
+from kvstore.service.admin.resources.lookup import read_slices
 from kvstore.testing.keys import write_keys
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
 from tests.unit.admin.service_harness import ServiceHarness, open_service
@@ -171,6 +172,51 @@ async def test_keyed_names_are_found(tmp_path: Path) -> None:
         assert stored
         for prefix in stored:
             assert (await client.get(f"/v1/prefixes/{prompt.namespace.hex()}/{prefix}")).status_code == 200
+
+
+@pytest.mark.parametrize("layout", [ATTENTION, WINDOWED, HYBRID], ids=["attention", "window", "hybrid"])
+async def test_a_plan_is_the_same_in_small_pieces(layout: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many boundaries one question is about, order, hits and beginnings are the same."""
+    prompt, numbers = Prompt(layout, "plan", 64, tenant="red"), random.Random(7)
+    async with open_service(tmp_path) as made, made.client("red") as client:
+        for _ in range(3):
+            await save(made, prompt, [document(number) for number in numbers.sample(range(8), 5)])
+        for _ in range(4):
+            bodies = body_of(prompt, [document(number) for number in numbers.sample(range(8), 6)], compare=True)
+            await plan(client, bodies)
+            whole = await plan(client, bodies)
+            with monkeypatch.context() as small:
+                small.setattr("kvstore.service.admin.resources.plan.READ_AT_ONCE", 3)
+                small.setattr("kvstore.service.admin.documents.ASKED_AT_ONCE", 2)
+                pieces = await plan(client, bodies)
+            for field in ("order", "hit_tokens", "hit_by_tier", "given_hit_tokens"):
+                assert pieces[field] == whole[field]
+            assert [one["prefix"] for one in pieces["retain"]] == [one["prefix"] for one in whole["retain"]]
+            assert whole["total_ms"] >= whole["search_ms"]
+
+
+async def test_what_is_not_stored_is_not_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of the largest prompt reads the first boundaries of the orders, not all 16,384 of each."""
+    prompt = Prompt(ATTENTION, "plan", 64, tenant="red")
+    asked: list[int] = []
+
+    async def counted(context: Any, namespace: Any, boundaries: Sequence[Any], *more: Any) -> Any:
+        asked.append(len(boundaries))
+        return await read_slices(context, namespace, boundaries, *more)
+
+    monkeypatch.setattr("kvstore.service.admin.resources.plan.read_slices", counted)
+    async with open_service(tmp_path) as made, made.client("red") as client:
+        await save(made, prompt, [document(99)])
+        body = body_of(prompt, [document(100 + number, 4090) for number in range(64)], compare=True)
+        for _ in range(2):  # the second time the documents are known
+            asked.clear()
+            found = await plan(client, body)
+            assert (found["hit_tokens"], found["given_hit_tokens"]) == (0, 0)
+            assert sum(asked) <= 4 * 1024
+        planned = joined([document(100 + index, 4090) for index in found["order"]])
+        last = found["retain"][-1]  # named although nothing was looked up there
+        assert last["tokens"] > 1024 * 16
+        assert PlainChain().extend(planned)[last["tokens"] // 16 - 1].prefix.hex() == last["prefix"]
 
 
 @pytest.mark.parametrize(

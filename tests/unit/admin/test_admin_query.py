@@ -142,6 +142,33 @@ def test_a_description_that_cannot_be_used(changes: Mapping[str, object]) -> Non
     assert convert.parse_instance({**fields, **changes}) is None
 
 
+async def test_a_tenant_with_many_kinds_of_engines(tmp_path: Path) -> None:
+    """Of 34 kinds 32 are in an answer, also an operator's, and each is found by its name. Another tenant's are all
+    there.
+    """
+    red, blue = (Prompt(ATTENTION, "tokens", 64, tenant=tenant) for tenant in ("red", "blue"))
+    steps = {f"steps of {step_tokens}": step_tokens for step_tokens in range(16, 35 * 16, 16)}
+    async with open_service(tmp_path) as made, AsyncExitStack() as stack:
+        await made.save_pages(red, chain(TOKENS).boundaries)
+        for name, step_tokens in steps.items():
+            one = instance(name, step_tokens=step_tokens)
+            await stack.enter_async_context(engine(made, one, red, "red"))
+        await stack.enter_async_context(engine(made, instance(), blue, "blue engine"))
+        client = await stack.enter_async_context(made.client("watcher"))
+        found = await ask(client)
+        assert (len(found["red"]), set(found["blue"])) == (32, {"e"})
+        for name, match in found["red"].items():
+            assert match["longest_matched"] == resumed(steps[name])
+        for name, step_tokens in steps.items():
+            match = (await ask(client, instance_id=name))["red"][name]
+            assert match["longest_matched"] == resumed(step_tokens)
+
+
+def resumed(step_tokens: int) -> int:
+    """Of five pages of 64 tokens, by an engine that has boundaries at multiples of its block."""
+    return 320 // step_tokens * step_tokens if 64 % step_tokens == 0 else 0
+
+
 async def test_lists_and_long_bodies(tmp_path: Path) -> None:
     """A list of prompts gets a list of answers in its order, whether its body is short or long."""
     prompt = Prompt(ATTENTION, "tokens", 64)
@@ -178,6 +205,10 @@ WRONG: list[tuple[object, str]] = [
     ([{"model": "m", "token_ids": LONG}, {"model": "m"}], "given once"),
     ([{"model": "m", "token_ids": LONG, "x": {"token_ids": []}}], "given once"),
     (json.dumps({"model": "m", "token_ids": LONG}).replace("29999]", "29999,]"), "list of whole"),
+    ('{"model": "m", "token_ids": [1], "token_ids": [2]}', "given once"),
+    ('{"model": "m", "model": "n", "token_ids": [1]}', "body.model"),
+    (f'[{{"model":"m","token_ids":{LONG},"token_ids":[1]}},{{"model":"m","token\\u005fids":[]}}]', "given once"),
+    (f'[{{"model":"m","token_ids":{LONG}}},{{"model":"m","token\\u005fids":[],"token_ids":[1]}}]', "given once"),
     ([{"model": "m", "token_ids": LONG}] * 9, "at most 262144 token ids"),
     ([{"model": "m", "token_ids": LONG}, {"model": "m", "token_ids": [1], "n": 1}], "body.1.n"),
 ]

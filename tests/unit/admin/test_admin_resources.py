@@ -232,9 +232,9 @@ async def test_bad_bodies_are_named(made: ServiceHarness) -> None:
             ({"json": {"namespace": "0" * 32, "token_ids": [5.0]}}, 404, "namespace"),
             ({"json": {"namespace": "0" * 32, "token_ids": [1] * 40_000}}, 404, "namespace"),
             ({"json": {"namespace": "0" * 31, "token_ids": [1] * 40_000}}, 422, "body.namespace"),
-            ({"json": {"namespace": "0" * 32, "token_ids": [1] * 40_000 + [-1]}}, 422, "body.token_ids"),
+            ({"json": {"namespace": "0" * 32, "token_ids": [1] * 40_000 + [-1]}}, 422, "body.token_ids.40000"),
             ({"json": {"namespace": "0" * 32, "token_ids": [1] * 262_145}}, 422, "body.token_ids"),
-            ({"json": [1] * 40_000}, 422, "body.token_ids"),
+            ({"json": [1] * 40_000}, 422, "body"),
             ({"content": b" " * (4 << 20) + b" "}, 413, "body"),
         ]
         for given, status, field in cases:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from kvstore.runtime.turns import Turns
+import pytest
+
+from kvstore.errors import Unavailable
+from kvstore.runtime.tracing import RequestContext, request_context
+from kvstore.runtime.turns import TenantTurns, Turns
 
 
 async def test_no_more_than_the_limit_in_order() -> None:
@@ -96,3 +100,33 @@ async def test_turns_go_round() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     assert ran[1:8] == ["a1", "b3", "a2", "b3", "a1", "a2", "a1"]
     assert ran.count("a1") == 99 and turns.num_running == 0 and not turns._waiting
+
+
+async def test_turns_of_tenants() -> None:
+    """Of a tenant one request runs and two wait, the next one is refused; another tenant's runs at once beside it.
+    With both places taken tenants take turns. Nothing is kept of tenants without requests.
+    """
+    turns = TenantTurns(2, of_tenant=1, waiting_max=2)
+    ends = {name: asyncio.Event() for name in ("a1", "a2", "a3", "b1", "c1", "b2")}
+    running: list[str] = []
+
+    async def one(name: str) -> None:
+        request_context.set(RequestContext(tenant=name[0]))
+        async with turns.turn():
+            running.append(name)
+            await ends[name].wait()
+
+    tasks = {name: asyncio.ensure_future(one(name)) for name in ends}
+    await asyncio.sleep(0.01)
+    assert running == ["a1", "b1"]
+    with pytest.raises(Unavailable):
+        await asyncio.ensure_future(one("a4"))
+    ends["a1"].set()
+    await asyncio.sleep(0.01)
+    assert running == ["a1", "b1", "c1"]  # not a2: another tenant waited
+    tasks["a3"].cancel()
+    for end in ends.values():
+        end.set()
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+    assert sorted(running) == ["a1", "a2", "b1", "b2", "c1"]
+    assert turns.num_tenants == 0

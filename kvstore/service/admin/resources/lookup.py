@@ -13,19 +13,20 @@ from kvstore.catalog.entry import EntryShape, Level
 from kvstore.model.coverage import longest_resumable
 from kvstore.model.keys import LINK_TOKENS, Boundary
 from kvstore.model.layout import Layout
+from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.access import Reader
 from kvstore.service.admin.catalog_access import Namespace
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import namespace_id
 from kvstore.service.admin.problems import refusals
-from kvstore.service.admin.resources.prompt import Prompt, hash_prompt, read_prompt
+from kvstore.service.admin.resources.prompt import ANSWER_S, Prompt, hash_prompt, parse_prompt, read_json
 from kvstore.store.encryption.key_ring import Generation
 from kvstore.store.placement import PackedSlices, SliceMap, groups_present
 
 router = APIRouter(tags=["lookup"])
 
 _LISTED_MAX = 1024
-_READ_AT_ONCE = 1024
+READ_AT_ONCE = 1024
 """Boundaries that are read from the catalog in one call."""
 
 
@@ -73,27 +74,30 @@ async def look_up(context: Context, grant: Reader, request: Request) -> PromptFo
     """What the hot tier, the cold tier and this node's memory hold of a prompt without adapter, media and embeddings.
     Nothing is fetched, and nothing counts as a use.
     """
-    prompt, token_ids = await read_prompt(request, Prompt)
-    namespace = await context.catalog.find(namespace_id(prompt.namespace), grant)
-    async with context.scans:
-        boundaries, held = await read_slices(context, namespace, await hash_prompt(token_ids, prompt.cache_salt))
-        is_certain = await namespace.catalog.is_complete(deadline=context.soon())
+    body = await read_json(request)
+    async with context.prompts.turn():
+        prompt, token_ids = await parse_prompt(body, Prompt)
+        namespace = await context.catalog.find(namespace_id(prompt.namespace), grant)
+        deadline = context.soon(ANSWER_S)
+        hashed = await hash_prompt(token_ids, prompt.cache_salt)
+        boundaries, held = await read_slices(context, namespace, hashed, deadline)
+        is_certain = await namespace.catalog.is_complete(deadline=deadline)
         is_retired = context.is_retired(namespace)
         return await _found(namespace.layout, boundaries, held, is_certain=is_certain, is_retired=is_retired)
 
 
 async def read_slices(
-    context: AdminContext, namespace: Namespace, boundaries: Sequence[Boundary]
+    context: AdminContext, namespace: Namespace, boundaries: Sequence[Boundary], deadline: Deadline
 ) -> tuple[Sequence[Boundary], dict[str, SliceMap]]:
     """The boundaries under the names that their records are stored under, and what each tier has of them, this node's
     memory first; no tier has anything of retired weights.
     """
     if context.is_retired(namespace):
         return boundaries, {}
-    named, hot, cold = await _read_stored(context, namespace, boundaries)
+    named, hot, cold = await _read_stored(context, namespace, boundaries, deadline)
     in_memory: SliceMap = {}
-    for start in range(0, len(named), _READ_AT_ONCE):
-        prefixes = [boundary.prefix for boundary in named[start : start + _READ_AT_ONCE]]
+    for start in range(0, len(named), READ_AT_ONCE):
+        prefixes = [boundary.prefix for boundary in named[start : start + READ_AT_ONCE]]
         for (index, group), bits in context.operations.memory_slices(namespace.id, prefixes).items():
             in_memory[start + index, group] = bits
         await asyncio.sleep(0)
@@ -102,22 +106,30 @@ async def read_slices(
     return named, {names[level]: slices for level, slices in by_level.items() if level in names}
 
 
-async def _read_stored(
+async def names_to_save(
     context: AdminContext, namespace: Namespace, boundaries: Sequence[Boundary]
+) -> Sequence[Boundary]:
+    """The boundaries under the names of the current key; none: the tenant has no key."""
+    generations = context.generations(namespace.description.tenant)
+    return await _named(boundaries, generations[0]) if generations else []
+
+
+async def _read_stored(
+    context: AdminContext, namespace: Namespace, boundaries: Sequence[Boundary], deadline: Deadline
 ) -> tuple[Sequence[Boundary], SliceMap, SliceMap]:
     """The boundaries under the names that their records are stored under, and what the catalog has of them. With
     several keys a boundary gets the first name that has records, the current key's before earlier ones.
     """
     generations = context.generations(namespace.description.tenant)
     named = await _named(boundaries, generations[0]) if generations else []
-    hot, cold = await _read(context, namespace, named)
+    hot, cold = await _read(namespace, named, deadline)
     for generation in generations[1:]:
         others = await _named(boundaries, generation)
         has_some = {*_indexes(hot), *_indexes(cold)}
-        has_more = {index for held in await _read(context, namespace, others) for index in _indexes(held)}
+        has_more = {index for held in await _read(namespace, others, deadline) for index in _indexes(held)}
         if chosen := has_more - has_some:
             named = [others[index] if index in chosen else boundary for index, boundary in enumerate(named)]
-            hot, cold = await _read(context, namespace, named)
+            hot, cold = await _read(namespace, named, deadline)
     return named, hot, cold
 
 
@@ -125,21 +137,19 @@ async def _named(boundaries: Sequence[Boundary], generation: Generation) -> list
     if generation is None:
         return list(boundaries)
     named = []
-    for start in range(0, len(boundaries), _READ_AT_ONCE):
-        some = boundaries[start : start + _READ_AT_ONCE]
+    for start in range(0, len(boundaries), READ_AT_ONCE):
+        some = boundaries[start : start + READ_AT_ONCE]
         named += [Boundary(boundary.tokens, generation.name_of(boundary.prefix)) for boundary in some]
         await asyncio.sleep(0)
     return named
 
 
-async def _read(
-    context: AdminContext, namespace: Namespace, boundaries: Sequence[Boundary]
-) -> tuple[SliceMap, SliceMap]:
+async def _read(namespace: Namespace, boundaries: Sequence[Boundary], deadline: Deadline) -> tuple[SliceMap, SliceMap]:
     """What the catalog has at the hot and at the cold level."""
     parts: list[list[np.ndarray[tuple[int, int], np.dtype[np.uint8]]]] = [[] for _ in Level]
-    for start in range(0, len(boundaries), _READ_AT_ONCE):
-        prefixes = [boundary.prefix for boundary in boundaries[start : start + _READ_AT_ONCE]]
-        table = await namespace.catalog.lookup(namespace.id, prefixes, deadline=context.soon())
+    for start in range(0, len(boundaries), READ_AT_ONCE):
+        prefixes = [boundary.prefix for boundary in boundaries[start : start + READ_AT_ONCE]]
+        table = await namespace.catalog.lookup(namespace.id, prefixes, deadline=deadline)
         for level in Level:
             parts[level].append(table.rows(level))
     blank = np.zeros((0, EntryShape.of(namespace.layout).row_bytes), dtype=np.uint8)

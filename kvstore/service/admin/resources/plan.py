@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import Annotated
 
@@ -12,17 +13,17 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvstore.errors import InvalidRequest
 from kvstore.model.coverage import longest_resumable
-from kvstore.model.keys import LINK_TOKENS, Boundary
-from kvstore.model.layout import Layout
+from kvstore.model.keys import LINK_TOKENS, Boundary, PlainChain, PrefixHash
 from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.access import Reader
 from kvstore.service.admin.catalog_access import Namespace
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.documents import OrderSearch, expected_uses
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, PREFIX_EXAMPLE, WHOLE_NUMBER, namespace_id
 from kvstore.service.admin.problems import refusals
-from kvstore.service.admin.resources.lookup import read_slices
-from kvstore.service.admin.resources.prompt import Prompt, hash_prompt, read_prompt
+from kvstore.service.admin.resources.lookup import READ_AT_ONCE, names_to_save, read_slices
+from kvstore.service.admin.resources.prompt import ANSWER_S, Prompt, parse_prompt, read_json
 from kvstore.store.placement import groups_present
 
 router = APIRouter(tags=["plan"])
@@ -68,7 +69,9 @@ class PromptOfDocuments(Prompt):
     fixed_last: Count = Field(default=0, description="how many documents at the end stay where they are")
     keep_duplicates: bool = Field(default=False, description="equal documents are sent as often as they are given")
     within_ms: Count = Field(
-        default=3, le=_WITHIN_MS_MAX, description="no round of the search begins later than this after the first"
+        default=3,
+        le=_WITHIN_MS_MAX,
+        description="no round of the search begins later than this after the usual and the given order were looked up",
     )
     compare: bool = Field(default=False, description="also report the hit of the order that was given")
 
@@ -103,7 +106,13 @@ class Plan(BaseModel):
         description="the hit of the documents of `order` in the order that was given; null: `compare` is false",
         examples=[512],
     )
-    search_ms: float = Field(description="how long the search took", examples=[3.1])
+    search_ms: float = Field(description="how long the search for the order took", examples=[3.1])
+    total_ms: float = Field(
+        default=0.0,
+        description="from the arrival of the request to this answer: also the wait for a turn, reading the token ids "
+        "and looking up the hits",
+        examples=[9.4],
+    )
     is_certain: bool = Field(description="the catalog is complete; false: the tiers may hold more than this")
     retain: list[Beginning] = Field(
         description="beginnings of the planned prompt that are worth to be retained, the shortest first"
@@ -123,11 +132,15 @@ async def make_plan(context: Context, grant: Reader, request: Request) -> Plan:
     """The order of a prompt's documents that restores most of it. The planned prompt is an ordinary one: the system
     prompt, the documents of `order`, and what follows. Nothing is fetched or saved, and nothing counts as a use.
     """
-    prompt, token_ids = await read_prompt(request, PromptOfDocuments)
-    pieces = _Pieces(prompt, token_ids)
-    namespace = await context.catalog.find(namespace_id(prompt.namespace), grant)
-    async with context.plans:
-        return await _plan(context, namespace, pieces, prompt.compare)
+    body = await read_json(request)
+    started_s = SYSTEM_CLOCK.monotonic_s()
+    async with context.prompts.turn():
+        prompt, token_ids = await parse_prompt(body, PromptOfDocuments)
+        pieces = _Pieces(prompt, token_ids)
+        namespace = await context.catalog.find(namespace_id(prompt.namespace), grant)
+        plan = await _plan(context, namespace, pieces, prompt.compare)
+    plan.total_ms = round((SYSTEM_CLOCK.monotonic_s() - started_s) * 1000, 3)
+    return plan
 
 
 class _Pieces:
@@ -201,10 +214,10 @@ class _Pieces:
 
 
 async def _plan(context: AdminContext, namespace: Namespace, pieces: _Pieces, is_compared: bool) -> Plan:
-    layout = namespace.layout
+    layout, deadline = namespace.layout, context.soon(ANSWER_S)
 
     async def ask(boundaries: Sequence[Boundary]) -> Sequence[int]:
-        named, held = await read_slices(context, namespace, boundaries)
+        named, held = await read_slices(context, namespace, boundaries, deadline)
         if not named:  # the tenant has no key
             return [0] * len(boundaries)
         return groups_present(layout, len(named), list(held.values()))
@@ -226,8 +239,12 @@ async def _plan(context: AdminContext, namespace: Namespace, pieces: _Pieces, is
     )
     search_s = SYSTEM_CLOCK.monotonic_s() - started_s
     planned = [*order[: pieces.first], *(movable[place] for place in found.documents), *order[stop:]]
-    boundaries, by_tier = await _hits(context, namespace, pieces, planned)
-    given_hits = (await _hits(context, namespace, pieces, order))[1] if is_compared else None
+    prompt = _StoredPrompt(context, namespace, pieces.prompt(planned), pieces.cache_salt)
+    by_tier = await prompt.hits(deadline)
+    given_hits = by_tier if is_compared else None
+    if is_compared and planned != order:
+        given = _StoredPrompt(context, namespace, pieces.prompt(order), pieces.cache_salt)
+        given_hits = await given.hits(deadline)
     ends = [len(pieces.system)]
     for index in planned:
         ends.append(ends[-1] + len(pieces.documents[index]))
@@ -241,47 +258,85 @@ async def _plan(context: AdminContext, namespace: Namespace, pieces: _Pieces, is
         hit_by_tier=by_tier,
         given_hit_tokens=None if given_hits is None else sum(given_hits.values()),
         search_ms=round(search_s * 1000, 3),
-        is_certain=await namespace.catalog.is_complete(deadline=context.soon()),
-        retain=_worth_retaining(layout, boundaries, ends, uses, hit_tokens),
+        is_certain=await namespace.catalog.is_complete(deadline=deadline),
+        retain=await _worth_retaining(prompt, layout.page_tokens, ends, uses, hit_tokens),
     )
 
 
-async def _hits(
-    context: AdminContext, namespace: Namespace, pieces: _Pieces, order: Sequence[int]
-) -> tuple[Sequence[Boundary], dict[str, int]]:
-    """The boundaries of a prompt, and by tier the tokens that it adds to those that faster tiers restore."""
-    token_ids, layout = pieces.prompt(order), namespace.layout
-    boundaries, held = await read_slices(context, namespace, await hash_prompt(token_ids, pieces.cache_salt))
-    tokens, maps = [boundary.tokens for boundary in boundaries], list(held.values())
-    cap_tokens = len(token_ids) - 1  # an engine computes at least one
-    hits: dict[str, int] = {}
-    reached = 0
-    for number, name in enumerate(held, 1):
-        bits = groups_present(layout, len(tokens), maps[:number])
-        resume = longest_resumable(layout, tokens, bits, local_tokens=0, cap_tokens=cap_tokens, step_tokens=LINK_TOKENS)
-        if resume > reached:
-            hits[name] = resume - reached
-            reached = resume
-    return boundaries, hits
+class _StoredPrompt:
+    """What is stored of a prompt, read from its start as long as the prompt could be resumed further on."""
+
+    def __init__(
+        self, context: AdminContext, namespace: Namespace, token_ids: array[int], cache_salt: str | None
+    ) -> None:
+        self._context, self._namespace, self._token_ids = context, namespace, token_ids
+        self._chain = PlainChain(cache_salt)
+        self._boundaries: list[Boundary] = []  # under the names that their records have
+
+    async def hits(self, deadline: Deadline) -> dict[str, int]:
+        """By tier the tokens that it adds to those that faster tiers restore."""
+        layout = self._namespace.layout
+        needed = sum(
+            1 << index
+            for index, group in enumerate(layout.groups)
+            if not group.is_state and group.kind.needed_from(1 << 30) == 0
+        )
+        bits: dict[str, list[int]] = {}  # by tier: of each boundary what it and faster tiers have
+        while piece := self._next():
+            named, held = await read_slices(self._context, self._namespace, piece, deadline)
+            maps, masks = list(held.values()), [0] * len(named)
+            for number, name in enumerate(held, 1):
+                masks = groups_present(layout, len(named), maps[:number])
+                bits.setdefault(name, []).extend(masks)
+            self._boundaries += named
+            ends = (mask for one, mask in zip(named, masks, strict=True) if one.tokens % layout.page_tokens == 0)
+            if not held or not named or any(mask & needed != needed for mask in ends):
+                break
+        hits: dict[str, int] = {}
+        reached = 0
+        tokens = [boundary.tokens for boundary in self._boundaries]
+        cap_tokens = len(self._token_ids) - 1  # an engine computes at least one
+        for name, found in bits.items():
+            await asyncio.sleep(0)
+            resume = longest_resumable(
+                layout, tokens[: len(found)], found, local_tokens=0, cap_tokens=cap_tokens, step_tokens=LINK_TOKENS
+            )
+            if resume > reached:
+                hits[name] = resume - reached
+                reached = resume
+        return hits
+
+    async def prefixes(self, ends: Collection[int]) -> dict[int, PrefixHash]:
+        """The names of boundaries after these numbers of tokens; none if the tenant has no key."""
+        named = [boundary for boundary in self._boundaries if boundary.tokens in ends]
+        while self._chain.tokens < max(ends, default=0) and (piece := self._next()):
+            more = [boundary for boundary in piece if boundary.tokens in ends]
+            named += await names_to_save(self._context, self._namespace, more)
+            await asyncio.sleep(0)
+        return {boundary.tokens: boundary.prefix for boundary in named}
+
+    def _next(self) -> list[Boundary]:
+        start = self._chain.tokens
+        return self._chain.extend(self._token_ids[start : start + READ_AT_ONCE * LINK_TOKENS])
 
 
-def _worth_retaining(
-    layout: Layout, boundaries: Sequence[Boundary], ends: Sequence[int], uses: Sequence[float], hit_tokens: int
+async def _worth_retaining(
+    prompt: _StoredPrompt, page_tokens: int, ends: Sequence[int], uses: Sequence[float], hit_tokens: int
 ) -> list[Beginning]:
     """The beginnings that are likely to be used again, up to the last end of a page in each document."""
-    prefix_at = {boundary.tokens: boundary.prefix for boundary in boundaries}
-    found: list[Beginning] = []
-    for num_documents, (end, likely) in enumerate(zip(ends, uses, strict=True)):
-        tokens = end // layout.page_tokens * layout.page_tokens
-        if likely < _USES_MIN or tokens not in prefix_at or (found and tokens == found[-1].tokens):
-            continue
-        found.append(
-            Beginning(
-                num_documents=num_documents,
-                tokens=tokens,
-                prefix=prefix_at[tokens].hex(),
-                is_stored=tokens <= hit_tokens,
-                uses_per_1000=round(likely, 1),
-            )
+    likely: dict[int, tuple[int, float]] = {}
+    for num_documents, (end, uses_per_1000) in enumerate(zip(ends, uses, strict=True)):
+        if uses_per_1000 >= _USES_MIN:
+            likely.setdefault(end // page_tokens * page_tokens, (num_documents, uses_per_1000))
+    prefixes = await prompt.prefixes(likely.keys())
+    return [
+        Beginning(
+            num_documents=num_documents,
+            tokens=tokens,
+            prefix=prefixes[tokens].hex(),
+            is_stored=tokens <= hit_tokens,
+            uses_per_1000=round(uses_per_1000, 1),
         )
-    return found
+        for tokens, (num_documents, uses_per_1000) in likely.items()
+        if tokens in prefixes
+    ]

@@ -9,6 +9,7 @@ import asyncio
 import json
 import re
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -26,14 +27,21 @@ from kvstore.service.admin.problems import Refused
 
 TOKENS_MAX = 262_144
 """Token ids in a body."""
+ANSWER_S = 10.0
+"""What is asked of the store for one request must be answered within this time, counted from its turn."""
 # Inside a JSON text a quote is written \" , so this never matches there.
 _LIST = re.compile(rb'"token_ids"[ \t\r\n]*:[ \t\r\n]*\[')
+_WHOLE_NUMBER = re.compile(rb"[ \t\r\n]*(0|[1-9][0-9]*)[ \t\r\n]*")
 _IN_LISTS = b"0123456789, \t\r\n"
 _TOKEN_ID_MAX = (1 << 32) - 1
 _PIECE_BYTES = 32 << 10
 _PLAIN_BYTES_MAX = 64 << 10
 """A body up to this size is parsed at once; pydantic then names what is wrong with it."""
 
+_FIELD_CHARS_MAX = 100
+_SEEN_BYTES_MAX = 50
+_DIGITS_MAX = 10
+"""Of a token id."""
 _HASHED_AT_ONCE = 512 * LINK_TOKENS
 """Tokens that are hashed before other tasks of this thread get a turn."""
 
@@ -58,15 +66,14 @@ class Prompt(BaseModel):
 P = TypeVar("P", bound=Prompt)
 
 
-async def read_prompt(request: Request, model: type[P]) -> tuple[P, Sequence[int]]:
+async def parse_prompt(body: bytes, model: type[P]) -> tuple[P, Sequence[int]]:
     """The body of a request without its token ids, and these.
 
     Raises:
-        Refused: 422: it is not sent as JSON.
         InvalidRequest: As of `split_token_ids`.
         RequestValidationError: A field is wrong.
     """
-    fields, token_ids = await split_token_ids(await read_json(request), TOKENS_MAX)
+    fields, token_ids = await split_token_ids(body, TOKENS_MAX)
     if token_ids is None:
         token_ids = _plain_ids(fields.get("token_ids"))
     prompt = validated(model, fields if token_ids is None else {**fields, "token_ids": []})
@@ -127,7 +134,7 @@ async def split_token_ids(body: bytes, ids_max: int) -> tuple[dict[str, Any], ar
     if lists is None:
         return fields, None
     if len(lists) != 1 or fields.pop("token_ids", None) != []:  # a second one, or this one is inside another field
-        raise _not_once()
+        raise _not_once(len(lists), 1)
     return fields, lists[0]
 
 
@@ -142,7 +149,7 @@ async def split_objects(body: bytes, ids_max: int) -> tuple[list[dict[str, Any]]
     if lists is None:
         return objects, None
     if len(lists) != len(objects) or any(fields.pop("token_ids", None) != [] for fields in objects):
-        raise _not_once()
+        raise _not_once(len(lists), len(objects))
     return objects, lists
 
 
@@ -160,55 +167,90 @@ async def split_lists(body: bytes, ids_max: int) -> tuple[Any, list[array[int]] 
     while (found := _LIST.search(body, at)) is not None:
         stop = body.find(b"]", found.end())
         if stop < 0:
-            raise _no_list()
+            raise InvalidRequest("the body is not JSON", field="body", expected="JSON", seen="a list without its end")
         places.append((found.end(), stop))
         rest.append(body[at : found.end()])
         at = stop
     if not places:
-        raise _no_list()
+        raise InvalidRequest(
+            "a body of more than 64 KiB must be JSON with lists of token_ids",
+            field="body",
+            expected='"token_ids": [...]',
+            seen=body[:_SEEN_BYTES_MAX].decode(errors="replace"),
+        )
     rest.append(body[at:])
     if sum(map(len, rest)) > _PLAIN_BYTES_MAX:
-        raise InvalidRequest("the body has too much besides its lists of token_ids", field="body")
+        raise InvalidRequest(
+            "the body has too much besides its lists of token_ids",
+            field="body",
+            expected=f"at most {_PLAIN_BYTES_MAX} bytes",
+            seen=f"{sum(map(len, rest))} bytes",
+        )
     value = _parsed(b"".join(rest))
+    is_list = isinstance(value, list)
     lists: list[array[int]] = []
-    for start, stop in places:
-        lists.append(await _numbers(body, start, stop, ids_max - sum(map(len, lists)), ids_max))
+    for number, (start, stop) in enumerate(places):
+        field = f"body.{number}.token_ids" if is_list else "body.token_ids"
+        room = ids_max - sum(map(len, lists))
+        lists.append(await _numbers(body, start, stop, field, room=room, ids_max=ids_max))
     return value, lists
 
 
-async def _numbers(body: bytes, start: int, stop: int, room: int, ids_max: int) -> array[int]:
+async def _numbers(body: bytes, start: int, stop: int, field: str, *, room: int, ids_max: int) -> array[int]:
     ids = array("I")
     if not body[start:stop].strip():
         return ids
     while start <= stop:
         comma = body.find(b",", start + _PIECE_BYTES, stop)
         end = stop if comma < 0 else comma
-        ids.frombytes(_piece_of_numbers(body[start:end]).tobytes())
+        piece = body[start:end]
+        numbers = _piece_of_numbers(piece)
+        if numbers is None:
+            raise _wrong_id(piece, field, len(ids))
+        ids.frombytes(numbers.tobytes())
         if len(ids) > room:
-            raise InvalidRequest(f"at most {ids_max} token ids", field="body.token_ids", seen="more")
+            raise InvalidRequest(
+                f"at most {ids_max} token ids", field=field, expected=f"at most {ids_max}", seen="more"
+            )
         start = end + 1
         await asyncio.sleep(0)
     return ids
 
 
-def _piece_of_numbers(piece: bytes) -> npt.NDArray[np.uint32]:
-    """The numbers of a piece of a JSON list, three times as fast as by a parser of JSON."""
+def _piece_of_numbers(piece: bytes) -> npt.NDArray[np.uint32] | None:
+    """The numbers of a piece of a JSON list, three times as fast as by a parser of JSON; `None`: one is no token id."""
     if piece.translate(None, _IN_LISTS):
-        raise _no_list()
+        return None
     try:
         numbers = np.fromstring(piece, dtype=np.int64, sep=",")
-    except ValueError as error:
-        raise _no_list() from error
+    except ValueError:
+        return None
     text = np.frombuffer(piece, dtype=np.uint8)
     is_digit, is_zero = text >= ord("0"), text == ord("0")
     is_first = is_digit.copy()
     is_first[1:] &= ~is_digit[:-1]
     # what NumPy takes and JSON does not: spaces alone as a zero, and a zero in front of other digits
     if is_first.sum() != piece.count(b",") + 1 or (is_first[:-1] & is_zero[:-1] & is_digit[1:]).any():
-        raise _no_list()
+        return None
     if numbers.max() > _TOKEN_ID_MAX:  # NumPy reads larger numbers than 64 bits hold as the largest of them
-        raise InvalidRequest("a token id must fit in 32 bits", field="body.token_ids")
+        return None
     return numbers.astype(np.uint32)
+
+
+def _wrong_id(piece: bytes, field: str, num_before: int) -> InvalidRequest:
+    """What is wrong with a piece of a list: the first of its entries that is no token id."""
+    for index, entry in enumerate(piece.split(b",")):
+        is_number = _WHOLE_NUMBER.fullmatch(entry) is not None
+        text = entry.strip()
+        if is_number and len(text) <= _DIGITS_MAX and int(text) <= _TOKEN_ID_MAX:
+            continue
+        return InvalidRequest(
+            "a token id must fit in 32 bits" if is_number else "token_ids must be a list of whole numbers",
+            field=f"{field}.{num_before + index}",
+            expected=f"at most {_TOKEN_ID_MAX}" if is_number else "a whole number",
+            seen=text[:_SEEN_BYTES_MAX].decode(errors="replace") or "nothing",
+        )
+    return InvalidRequest("token_ids must be a list of whole numbers", field=field)
 
 
 def _plain_ids(ids: object) -> array[int] | None:
@@ -223,20 +265,38 @@ def _plain_ids(ids: object) -> array[int] | None:
 
 def _parsed(body: bytes) -> Any:
     try:
-        return json.loads(body)
+        return json.loads(body, object_pairs_hook=_with_each_field_once)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest("the body is not JSON", field="body", seen=not_json(error)) from error
+        raise InvalidRequest("the body is not JSON", field="body", expected="JSON", seen=not_json(error)) from error
+
+
+def _with_each_field_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose fields have one value: of two a parser takes the last, and a reader of the body maybe the first.
+
+    Raises:
+        InvalidRequest: A name is given twice, however it is written.
+    """
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        twice = next(name for name, num in Counter(name for name, _ in pairs).items() if num > 1)
+        raise InvalidRequest(
+            "a field must be given once", field=f"body.{twice}"[:_FIELD_CHARS_MAX], expected="once", seen="twice"
+        )
+    return fields
 
 
 def _as_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise InvalidRequest("the body must be a JSON object", field="body", seen=type(value).__name__)
+        raise InvalidRequest(
+            "the body must be a JSON object", field="body", expected="a JSON object", seen=json.dumps(value)[:100]
+        )
     return value
 
 
-def _not_once() -> InvalidRequest:
-    return InvalidRequest("token_ids must be given once", field="body.token_ids")
-
-
-def _no_list() -> InvalidRequest:
-    return InvalidRequest("token_ids must be a list of whole numbers", field="body.token_ids")
+def _not_once(num_lists: int, num_objects: int) -> InvalidRequest:
+    return InvalidRequest(
+        "token_ids must be given once, and in no other field",
+        field="body.token_ids",
+        expected="one list of token_ids in each prompt",
+        seen=f"{num_lists} in {num_objects}",
+    )

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvstore.api import PrefixQuery
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId
 from kvstore.model.namespace import NamespaceNotOpen
 from kvstore.runtime.deadline import Deadline
@@ -23,15 +23,25 @@ from kvstore.service.admin.access import Reader
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, TokenId
 from kvstore.service.admin.problems import Refused, refusals
-from kvstore.service.admin.resources.prompt import TOKENS_MAX, hash_prompt, read_json, split_objects, validated
+from kvstore.service.admin.resources.prompt import (
+    ANSWER_S,
+    TOKENS_MAX,
+    hash_prompt,
+    read_json,
+    split_objects,
+    validated,
+)
 from kvstore.service.authentication import Grant
 from kvstore.service.session import ConnectedEngine
-from kvstore.store.placement import Reach
+from kvstore.store.placement import Reach, ResumePoints
 from kvstore.wire.convert import plain_text
 
 router = APIRouter(tags=["query"])
 
 _QUESTIONS_MAX = 64
+_TARGETS_MAX = 32
+"""Namespaces, and kinds of engines in them, of one tenant that a question is answered for: so a tenant with many cannot
+make the questions of operators' routers too long."""
 _TEXT_MAX = 256
 _NO_TENANT_SHOWN = "default"
 """How the proposal names the tenant of those that have none."""
@@ -98,18 +108,21 @@ async def query(context: Context, grant: Reader, request: Request) -> Matches | 
     """By tenant and engine, how much of a prompt without adapter, media and embeddings each engine that is connected to
     this service would resume; of a list of prompts a list. Nothing is fetched, and nothing counts as a use.
     """
-    questions, is_list = await _read(request, grant)
-    engines = [engine for engine in context.service.server.engines() if grant.sees(engine.tenant)]
-    answers = [await _answer(context, engines, question, token_ids) for question, token_ids in questions]
+    body = await read_json(request)
+    async with context.queries.turn():
+        questions, is_list = await _parse(body, grant)
+        deadline = context.soon(ANSWER_S)
+        engines = [engine for engine in context.service.server.engines() if grant.sees(engine.tenant)]
+        answers = [await _answer(context, engines, question, ids, deadline) for question, ids in questions]
     return answers if is_list else answers[0]
 
 
-async def _read(request: Request, grant: Grant) -> tuple[list[tuple[Question, Sequence[int]]], bool]:
+async def _parse(body: bytes, grant: Grant) -> tuple[list[tuple[Question, Sequence[int]]], bool]:
     """The questions of a body, each with its token ids, and whether they are a list."""
-    body = await read_json(request)
     objects, lists = await split_objects(body, TOKENS_MAX)
     if len(objects) > _QUESTIONS_MAX:
-        raise InvalidRequest(f"at most {_QUESTIONS_MAX} prompts", field="body", seen=len(objects))
+        expected = f"at most {_QUESTIONS_MAX} prompts"
+        raise InvalidRequest(expected, field="body", expected=expected, seen=len(objects))
     is_list = body.lstrip()[:1] == b"["
     questions: list[tuple[Question, Sequence[int]]] = []
     for index, fields in enumerate(objects):
@@ -119,6 +132,8 @@ async def _read(request: Request, grant: Grant) -> tuple[list[tuple[Question, Se
             raise InvalidRequest(
                 "prompts with an adapter are not found: their pages are named by the adapter's files",
                 field=".".join(["body", *map(str, where), "lora_name"]),
+                expected="null or empty text",
+                seen=question.lora_name,
             )
         if question.tenant_id is not None and grant.tenant not in (None, question.tenant_id):
             raise Refused(403, "the token is another tenant's", field="body.tenant_id")  # whether or not it exists
@@ -131,15 +146,19 @@ class _Target:
     """What the reach of a prompt depends on; engines that agree in it have one answer."""
 
     namespace: NamespaceId
-    step_tokens: int
-    cap_tokens: int
+    points: ResumePoints
 
 
 async def _answer(
-    context: AdminContext, engines: Sequence[ConnectedEngine], question: Question, token_ids: Sequence[int]
+    context: AdminContext,
+    engines: Sequence[ConnectedEngine],
+    question: Question,
+    token_ids: Sequence[int],
+    deadline: Deadline,
 ) -> Matches:
     model, tenant, name = plain_text(question.model), question.tenant_id, question.instance_id
     asked: list[tuple[ConnectedEngine, _Target]] = []
+    targets: dict[str, set[_Target]] = defaultdict(set)  # by tenant
     for engine in engines:
         instance = engine.instance
         if (
@@ -147,9 +166,12 @@ async def _answer(
             and tenant in (None, engine.tenant or _NO_TENANT_SHOWN)
             and name in (None, instance.name)
         ):
-            cap_tokens = instance.cap_tokens(len(token_ids))
-            asked.append((engine, _Target(engine.namespace, instance.step_tokens, cap_tokens)))
-    reaches = await _reaches(context, {target for _, target in asked}, question, token_ids)
+            points = ResumePoints(instance.step_tokens, instance.cap_tokens(len(token_ids)))
+            target, others = _Target(engine.namespace, points), targets[engine.tenant]
+            if target in others or len(others) < _TARGETS_MAX:
+                others.add(target)
+                asked.append((engine, target))
+    reaches = await _reaches(context, set().union(*targets.values()), question, token_ids, deadline)
     ranks: dict[tuple[str, str], list[tuple[ConnectedEngine, Reach]]] = defaultdict(list)
     for engine, target in asked:
         if (reach := reaches.get(target)) is not None:
@@ -161,25 +183,37 @@ async def _answer(
 
 
 async def _reaches(
-    context: AdminContext, targets: set[_Target], question: Question, token_ids: Sequence[int]
+    context: AdminContext, targets: set[_Target], question: Question, token_ids: Sequence[int], deadline: Deadline
 ) -> dict[_Target, Reach]:
     """How far the prompt can be resumed; without namespaces that the store has closed, because they were not used for
     long. Their engines open them again at their next lookup.
+
+    Raises:
+        Unavailable: The deadline of all questions has passed.
     """
-    step_tokens = gcd(*(target.step_tokens for target in targets))
+    step_tokens = gcd(*(target.points.step_tokens for target in targets))
     hashed = await hash_prompt(token_ids, question.cache_salt, step_tokens) if targets else []
-    store, reaches = context.service.store, {}
+    of_namespace: dict[NamespaceId, list[ResumePoints]] = defaultdict(list)
     for target in targets:
-        boundaries = tuple(boundary for boundary in hashed if boundary.tokens % target.step_tokens == 0)
-        prompt = PrefixQuery(target.namespace, boundaries, 0, target.cap_tokens, target.step_tokens)
+        of_namespace[target.namespace].append(target.points)
+    store, reaches = context.service.store, dict[_Target, Reach]()
+    for namespace, points in of_namespace.items():
+        step_tokens = gcd(*(one.step_tokens for one in points))
+        boundaries = tuple(boundary for boundary in hashed if boundary.tokens % step_tokens == 0)
+        prompt = PrefixQuery(namespace, boundaries, 0, max(one.cap_tokens for one in points), step_tokens)
 
-        async def reach(deadline: Deadline, prompt: PrefixQuery = prompt) -> Reach:
-            return await store.reach(prompt, deadline=deadline)
+        async def reach(
+            soon: Deadline, prompt: PrefixQuery = prompt, points: Sequence[ResumePoints] = points
+        ) -> list[Reach]:
+            return await store.reaches(prompt, points, deadline=soon)
 
+        if deadline.expired:  # not passed on: a call that is cut short would make engines' lookups avoid the catalog
+            raise Unavailable("the answer takes too long: ask about fewer prompts or engines at a time")
         try:
-            reaches[target] = await context.data_loop.call(reach)
+            found = await context.data_loop.call(reach)
         except NamespaceNotOpen:
             continue
+        reaches |= {_Target(namespace, one): far for one, far in zip(points, found, strict=True)}
     return reaches
 
 
