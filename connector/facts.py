@@ -107,9 +107,9 @@ class GroupFacts:
         return self.most_layers * self.block_tokens * self.content.rank_heads * self.content.token_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """One engine. Pickles: ranks send theirs to the scheduler side.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What an engine computes, as its settings say on any process.
 
     Attributes:
         model_config: The model's configuration as plain JSON, floats as text.
@@ -117,23 +117,11 @@ class EngineFacts:
         quantization: vLLM's name of the weight quantisation, or `none`.
         cache_dtype: vLLM's name of the cache type.
         device: `cpu` or `cuda`.
-        scheduler_block_tokens: Hits end on multiples of this; a multiple of every group's block.
-        num_blocks: Blocks of the engine's cache.
-        tp_rank: This rank of its pipeline stage (0 on the scheduler side).
-        groups: The canonical groups, in the order of their first layer; empty if the model is not supported.
-        unsupported: Why this engine cannot be cached, or `None`.
-        load_failure_policy: vLLM's `kv_load_failure_policy`.
-        prefix_caching: vLLM caches prefixes itself, so that one request's load serves the next one.
         load_format: vLLM's: how it reads weights, and whether from the model's files.
         draft_path: Folder of a draft model's own weights.
         model_rules: Settings in use that change what the model computes, beside its configuration.
         adapter_rules: Settings in use that change what an adapter does.
         media_rules: Settings in use that change how media items are processed.
-        retention_tokens: vLLM's `prefix_cache_retention_interval`.
-        pp_size: Pipeline stages.
-        step_tokens: Most tokens that the engine computes in a step.
-        machine_bytes: Memory of the rank's machine, or of its container; 0: not known.
-        machine_ranks: Ranks of all engines of this deployment on that machine.
         untested_release: The version of a vLLM that was not tested with this connector; else `None`.
     """
 
@@ -144,6 +132,33 @@ class EngineFacts:
     quantization: str
     cache_dtype: str
     device: str
+    load_format: str = "auto"
+    draft_path: str | None = None
+    model_rules: Mapping[str, Any] = field(default_factory=dict)
+    adapter_rules: Mapping[str, str] = field(default_factory=dict)
+    media_rules: Mapping[str, Any] = field(default_factory=dict)
+    untested_release: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts(ModelFacts):
+    """One engine. Pickles: ranks send theirs to the scheduler side.
+
+    Attributes:
+        scheduler_block_tokens: Hits end on multiples of this; a multiple of every group's block.
+        num_blocks: Blocks of the engine's cache.
+        tp_rank: This rank of its pipeline stage (0 on the scheduler side).
+        groups: The canonical groups, in the order of their first layer; empty if the model is not supported.
+        unsupported: Why this engine cannot be cached, or `None`.
+        load_failure_policy: vLLM's `kv_load_failure_policy`.
+        prefix_caching: vLLM caches prefixes itself, so that one request's load serves the next one.
+        retention_tokens: vLLM's `prefix_cache_retention_interval`.
+        pp_size: Pipeline stages.
+        step_tokens: Most tokens that the engine computes in a step.
+        machine_bytes: Memory of the rank's machine, or of its container; 0: not known.
+        machine_ranks: Ranks of all engines of this deployment on that machine.
+    """
+
     scheduler_block_tokens: int
     num_blocks: int
     tp_rank: int
@@ -152,17 +167,11 @@ class EngineFacts:
     unsupported: str | None
     load_failure_policy: str
     prefix_caching: bool = True
-    load_format: str = "auto"
-    draft_path: str | None = None
-    model_rules: Mapping[str, Any] = field(default_factory=dict)
-    adapter_rules: Mapping[str, str] = field(default_factory=dict)
-    media_rules: Mapping[str, Any] = field(default_factory=dict)
     retention_tokens: int | None = None
     pp_size: int = 1
     step_tokens: int = 0
     machine_bytes: int = 0
     machine_ranks: int = 1
-    untested_release: str | None = None
 
     @property
     def num_ranks(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from connector.canonical.attention import LATENT_GRID, page_tokens_for, within_windows
 from connector.canonical.recurrent import layer_bands
 from connector.canonical.slices import HeadGrid, SliceGrid, head_grid, heads_on_ranks
-from connector.facts import CellFacts, EngineFacts, GroupFacts, StateFacts
+from connector.facts import CellFacts, EngineFacts, GroupFacts, ModelFacts, StateFacts
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import LINK_TOKENS
 from kvstore.model.kinds import Latent, Recurrent
@@ -106,18 +106,25 @@ def describe_namespace(facts: EngineFacts, shape: CacheShape, weights_id: str) -
     return NamespaceDescription.from_fields(
         {
             "format": _FORMAT,
-            "architecture": facts.architecture,
-            "model_config": facts.model_config,
-            "weights_id": weights_id,
-            "compute_dtype": facts.compute_dtype,
-            "quantization": facts.quantization,
-            # "auto" and its explicit spelling are the same type
-            "cache_dtype": "auto" if facts.cache_dtype == facts.compute_dtype else facts.cache_dtype,
-            **({"model_rules": facts.model_rules} if facts.model_rules else {}),
-            **({"untested_release": facts.untested_release} if facts.untested_release else {}),
+            **describe_model(facts, weights_id),
             "layout": describe_layout(shape.layout, tuple(_note(group, facts.tp_size) for group in shape.groups)),
         }
     )
+
+
+def describe_model(facts: ModelFacts, weights_id: str) -> dict[str, Any]:
+    """The fields of a description that say what a model computes, however its cache is laid out."""
+    return {
+        "architecture": facts.architecture,
+        "model_config": facts.model_config,
+        "weights_id": weights_id,
+        "compute_dtype": facts.compute_dtype,
+        "quantization": facts.quantization,
+        # "auto" and its explicit spelling are the same type
+        "cache_dtype": "auto" if facts.cache_dtype == facts.compute_dtype else facts.cache_dtype,
+        **({"model_rules": facts.model_rules} if facts.model_rules else {}),
+        **({"untested_release": facts.untested_release} if facts.untested_release else {}),
+    }
 
 
 def _note(group: GroupShape, ranks: int) -> Mapping[str, Any]:

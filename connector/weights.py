@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from connector.facts import EngineFacts
+from connector.facts import ModelFacts
 from connector.prefix_hash import AdapterRequest, UncacheableContent
 from kvstore.errors import InvalidRequest
 from kvstore.runtime.meters import Meters
@@ -85,7 +85,7 @@ def digest_weights(files: Sequence[Path], cache_folder: Path) -> str:
     return total.hexdigest()
 
 
-def find_weights_id(facts: EngineFacts, cache_folder: Path) -> str:
+def find_weights_id(facts: ModelFacts, cache_folder: Path) -> str:
     """The id of an engine's weights, including a draft model's: a digest, which reads all of their bytes once.
 
     Raises:

@@ -194,15 +194,19 @@ class KVStoreHiCache(HiCacheStorage):
 
     @_harmless(lambda *_, **__: False)
     def exists(self, key: str) -> bool:
-        return bool(self._exists([key], None))
+        return bool(self._exists([key]))
 
     @_harmless(lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        return self._exists(keys, _before(extra_info))
+        return self._exists(keys, extra_info)
 
-    def _exists(self, keys: Sequence[str], after: str | None) -> int:
+    def _exists(self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         pool = self._pool(KV) if self._settings.loads else None
-        return pool.door.exists(keys, after=after) if pool is not None else 0
+        if pool is None or not keys:
+            return 0
+        num_pages = pool.door.exists(keys, after=_before(extra_info))
+        pool.door.report(keys[-1], keys, num_pages, reason="nothing_stored", held=_held(extra_info))
+        return num_pages
 
     # several pools
 
@@ -220,6 +224,7 @@ class KVStoreHiCache(HiCacheStorage):
         found = _Found([pool for pool in pools if pool is not None], [None, *map(_last_pages, wanted)], keys)
         num_pages = found.fetch_longest(_before(extra_info))
         reach = [found.reach(index) for index in range(len(pools))]
+        found.report(num_pages, reach[0], held=_held(extra_info))
         hits = {str(one.name): pages for one, pages in zip(wanted, reach[1:], strict=True) if pages}
         return PoolTransferResult(
             num_pages, {**({KV: reach[0]} if reach[0] else {}), **hits}, found.lengths(at_most=num_pages)
@@ -388,6 +393,18 @@ class _Found:
         lengths = usable_lengths(len(self._keys), [(self._present[at], self._last_pages[at]) for at in both])
         return lengths[-1] if lengths else 0
 
+    def report(self, num_pages: int, num_first: int, *, held: int) -> None:
+        """Report for `kvstore explain` how far a query reached, under its last key: SGLang names no request here.
+
+        Args:
+            num_pages: That all pools can restore.
+            num_first: That the first one can.
+            held: Pages before those of the query.
+        """
+        if self._keys:
+            reason = "nothing_stored" if num_first <= num_pages else "group_incomplete"
+            self._pools[0].door.report(self._keys[-1], self._keys, num_pages, reason=reason, held=held)
+
     def fetch_longest(self, after: str | None) -> int:
         """Fetch what the longest beginning needs. What is missing after all shortens it."""
         for _ in range(_ROUNDS_MAX):
@@ -417,6 +434,11 @@ def _before(extra_info: HiCacheStorageExtraInfo | None) -> str | None:
     """The key of the page before those of a call, if SGLang passes it (`hicache_storage_pass_prefix_keys`)."""
     prefix_keys = extra_info.prefix_keys if extra_info is not None else None
     return prefix_keys[-1] if prefix_keys else None
+
+
+def _held(extra_info: HiCacheStorageExtraInfo | None) -> int:
+    """Pages before those of a call, if SGLang passes their keys."""
+    return len(extra_info.prefix_keys or ()) if extra_info is not None else 0
 
 
 def _writable(tensor: torch.Tensor) -> memoryview:

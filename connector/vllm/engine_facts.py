@@ -26,12 +26,13 @@ from vllm.v1.kv_cache_interface import (
     group_kernel_blocks,
 )
 
-from connector.facts import CellFacts, EngineFacts, GroupFacts, StateFacts
+from connector.facts import CellFacts, EngineFacts, GroupFacts, ModelFacts, StateFacts
 from connector.identity import CacheShape
 from connector.scheduler.lookups import takes_whole_prompts
 from connector.settings import ConnectorSettings
 from connector.vllm.contract import is_tested, release_of
 from connector.vllm.model_facts import read_rules
+from kvstore.errors import InvalidRequest
 from kvstore.model.instance import EngineInstance
 from kvstore.model.kinds import ChunkedLocal, FullAttention, GroupKind, Latent, Recurrent, SlidingWindow
 from kvstore.runtime.machine import usable_bytes
@@ -79,7 +80,7 @@ def read_instance(vllm_config: Any, settings: ConnectorSettings, shape: CacheSha
 
 def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     """Read one engine's facts. A model that is not supported is no error: `unsupported` says why."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    parallel = vllm_config.parallel_config
     scheduler_block, _ = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     groups: tuple[GroupFacts, ...] = ()
     unsupported = None
@@ -90,11 +91,6 @@ def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     except _Unsupported as reason:
         unsupported = str(reason)
     return EngineFacts(
-        architecture=str((model.architectures or ["unknown"])[0]),
-        compute_dtype=str(model.dtype).removeprefix("torch."),
-        quantization=str(model.quantization or "none"),
-        cache_dtype=str(vllm_config.cache_config.cache_dtype),
-        device=str(current_platform.device_type),
         scheduler_block_tokens=scheduler_block,
         num_blocks=kv_cache_config.num_blocks,
         tp_rank=parallel.rank % parallel.tensor_parallel_size,
@@ -103,14 +99,39 @@ def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         groups=groups,
         unsupported=unsupported,
         load_failure_policy=str(vllm_config.kv_transfer_config.kv_load_failure_policy),
-        untested_release=untested_version(),
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
         retention_tokens=vllm_config.cache_config.prefix_cache_retention_interval,
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         machine_bytes=usable_bytes(),
         machine_ranks=parallel.local_world_size * max(1, parallel.data_parallel_size_local),
-        **read_rules(vllm_config),
+        **_model_fields(vllm_config),
     )
+
+
+def read_model(vllm_config: Any) -> ModelFacts:
+    """What an engine computes, in any of its processes.
+
+    Raises:
+        InvalidRequest: Its cache depends on more than can be known.
+    """
+    try:
+        _refuse_unsupported_engines(vllm_config)
+    except _Unsupported as reason:
+        raise InvalidRequest(str(reason)) from None
+    return ModelFacts(**_model_fields(vllm_config))
+
+
+def _model_fields(vllm_config: Any) -> dict[str, Any]:
+    model = vllm_config.model_config
+    return {
+        "architecture": str((model.architectures or ["unknown"])[0]),
+        "compute_dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": str(model.quantization or "none"),
+        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        "device": str(current_platform.device_type),
+        "untested_release": untested_version(),
+        **read_rules(vllm_config),
+    }
 
 
 def cache_layers(kv_caches: Mapping[str, torch.Tensor], names: tuple[str, ...], num_blocks: int) -> list[torch.Tensor]:

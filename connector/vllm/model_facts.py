@@ -66,8 +66,8 @@ def _draft_folder(vllm_config: Any) -> str | None:
 
 
 def _model_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    plain = _without_volatile(config)
-    return {str(key): _shortened(_plain(value)) for key, value in plain.items() if key not in _TYPES}
+    lasting = _without_volatile(config)
+    return {str(key): _shortened(plain(value)) for key, value in lasting.items() if key not in _TYPES}
 
 
 def _without_volatile(value: Any) -> Any:
@@ -84,9 +84,9 @@ def _model_rules(model: Any) -> dict[str, Any]:
     if originals:  # vLLM chooses one set of factors at start, by the longest request that it accepts
         rules["long_rope"] = [model.max_model_len > original for original in originals]
     if model.quantization_config is not None:
-        rules["quantization_config"] = _shortened(_plain(_as_mapping(model.quantization_config)))
+        rules["quantization_config"] = _shortened(plain(_as_mapping(model.quantization_config)))
     if model.model_class_overrides:
-        rules["model_class_overrides"] = _plain(model.model_class_overrides)
+        rules["model_class_overrides"] = plain(model.model_class_overrides)
     return rules
 
 
@@ -114,7 +114,7 @@ def _adapter_rules(lora: Any, model_dtype: Any) -> dict[str, str]:
 
 def _media_rules(media: Any) -> dict[str, Any]:
     """Settings that affect media items and are not covered by vLLM's hash of an item."""
-    found = {name: _plain(getattr(media, name, None)) for name in _MEDIA_SETTINGS}
+    found = {name: plain(getattr(media, name, None)) for name in _MEDIA_SETTINGS}
     return {name: value for name, value in found.items() if value}
 
 
@@ -136,14 +136,14 @@ def _shortened(value: Any) -> Any:
     return {"num_items": len(value), "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """JSON without floats: descriptions are compared byte by byte, and the text of a float is exact (`repr`)."""
     if isinstance(value, float):
         return repr(value)
     if value is None or isinstance(value, str | int | bool):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return str(value)

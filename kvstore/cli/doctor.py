@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +28,14 @@ UNHEALTHY = 1
 _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILED: "bold red", Verdict.SKIPPED: "dim"}
 
 
-def doctor(
+class EngineName(Enum):
+    """Engines that have another door than our vLLM connector."""
+
+    OFFLOADING = "offloading"
+    SGLANG = "sglang"
+
+
+def doctor(  # noqa: PLR0917 - typer makes flags of them
     config: Config = None,
     url: Annotated[
         str,
@@ -42,6 +50,10 @@ def doctor(
             envvar="KVSTORE_CONNECTOR_TOKEN_FILE",
             help="A file with the service's token. Default: $KVSTORE_TOKEN, $KVSTORE_TOKEN_FILE.",
         ),
+    ] = None,
+    engine: Annotated[
+        EngineName | None,
+        typer.Option(help="Also check the engine in this Python: vLLM's own offloading, or SGLang. Default: neither."),
     ] = None,
     timeout_s: Annotated[
         float, typer.Option("--timeout", min=0.1, max=600, help="Seconds for each subject; they run in parallel.")
@@ -69,7 +81,7 @@ def doctor(
     address = ServiceAddress(
         url, token_file or (None if token else settings.token_file), tls_of(settings), admin, token
     )
-    checks = checks_of(store, address)
+    checks = checks_of(store, address, engine.value if engine is not None else None)
     secrets = [*secrets_of(settings), *secrets_of(local)]
     with quieted(logging.CRITICAL, also=("asyncio",)):  # problems are reported as findings
         found = [without(one, secrets) for one in run_checks(checks, timeout_s=timeout_s)]

@@ -67,10 +67,11 @@ def _show_namespaces(found: dict[str, Any], client: AdminClient) -> None:
     if not found["namespaces"]:
         typer.echo(f"nothing is stored at {client.url}: no engine has saved a page yet. {ONLY_OWN.capitalize()}")
         return
-    columns = ("model and types", "namespace", "tenant", "boundaries", "held")
+    columns = ("model and types", "door", "namespace", "tenant", "boundaries", "held")
     table = table_of(f"namespaces at {client.url}", *columns, right=("boundaries",))
     for one in found["namespaces"]:
-        names = (namespace_name(one), one["namespace"], escape(one["tenant"]) or "-")
+        door = escape(one.get("door") or "-")  # absent: an older release
+        names = (namespace_name(one), door, one["namespace"], escape(one["tenant"]) or "-")
         table.add_row(*names, f"{one['num_boundaries']:,}", held_text(one["held"]))
     print_table(table)
     typer.echo(f"in total: {held_text(found['total'])}")

@@ -17,10 +17,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from kvstore.api import LeasedRecord, LeaseId, LoadedRecord, PageStore, PrefixQuery, SaveOutcome
+from kvstore.api import LeasedRecord, LeaseId, LoadedRecord, Outcome, PageStore, PrefixQuery, SaveOutcome
 from kvstore.client.blocking import BlockingStore
 from kvstore.codec import RAW, CodecPool, chain_for_element_bytes, decode_into, encode
-from kvstore.errors import CorruptRecord, InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import Closed, CorruptRecord, InvalidRequest, KVStoreError, Unavailable
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.record import Record, seal, verify_payload
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
@@ -39,11 +39,14 @@ Pieces = Sequence[memoryview]
 """A page in the caller's memory: contiguous buffers, one after the other. With several slices, each slice is an equal
 number of them. Writable where a page is read into them."""
 
-_IN_FLIGHT = 12
+_IN_FLIGHT, _IN_FLIGHT_BYTES = 12, 256 << 20
+"""Pages that one call reads or writes at a time."""
 _LEASES_MAX = 256
 _LEASE_SHARE = 0.8
 """A lease counts as ended this early: reading takes time."""
 _CODEC_BYTES = 256 << 20
+_SEARCHED = ("nothing_stored", "gone")
+"""Reasons behind which the store searches for another one, from the key of the missing page."""
 
 
 def describe_pages(
@@ -109,16 +112,24 @@ class PageDoor:
         """The namespace, once a call has opened it."""
         return self._namespace
 
-    def present(self, keys: Sequence[PageKey], *, after: PageKey | None = None) -> list[bool]:
+    @property
+    def layout(self) -> Layout:
+        """Tokens of a page, and whether a page is of use only behind all pages before it."""
+        return self._layout
+
+    def open(self) -> NamespaceId:
+        """Open the namespace, which the first call does otherwise."""
+        return self._call(self._open)
+
+    def present(self, keys: Sequence[PageKey], *, timeout_s: float | None = None) -> list[bool]:
         """Which pages look stored: an answer without I/O where the store has an index. Nothing is fetched.
 
         Args:
             keys: In the order of their chain, all different.
-            after: The key of the page before them, where the caller knows it: retention keeps it as long as them.
+            timeout_s: The longest that this call takes; `None`: as the others.
         """
-        boundaries = _boundaries(keys, self._layout.page_tokens, after)
-        skipped = len(boundaries) - len(keys)
-        return self._call(lambda call: self._present(call, boundaries))[skipped:]
+        boundaries = _boundaries(keys, self._layout.page_tokens, None)
+        return self._call(lambda call: self._present(call, boundaries), timeout_s)
 
     def exists(self, keys: Sequence[PageKey], *, after: PageKey | None = None) -> int:
         """How many of the pages, from the first on, are stored. They were fetched to this node and verified, and stay
@@ -126,7 +137,7 @@ class PageDoor:
 
         Args:
             keys: In the order of their chain, all different.
-            after: As of `present`.
+            after: The key of the page before them, where the caller knows it: retention keeps it as long as them.
         """
         boundaries = _boundaries(keys, self._layout.page_tokens, after)
         skipped = len(boundaries) - len(keys)
@@ -150,11 +161,58 @@ class PageDoor:
         Args:
             keys: In the order of their chain, all different.
             pages: For each key its page. It must not change during the call.
-            after: As of `present`.
+            after: As of `exists`.
         """
         self._checked(keys, pages)
         boundaries = _boundaries(keys, self._layout.page_tokens, after)
         return self._call(lambda call: self._write(call, boundaries, pages))
+
+    def report(
+        self,
+        request: str,
+        keys: Sequence[PageKey],
+        num_found: int,
+        *,
+        reason: str,
+        held: int = 0,
+        detail: Mapping[str, object] | None = None,
+    ) -> None:
+        """Report how far a query of pages reached, so that `kvstore explain` can say why not further. Returns at once,
+        never fails, and may be lost. Nothing is reported before the namespace is open.
+
+        Args:
+            request: The name under which it is explained.
+            keys: What was wanted, in the order of the chain.
+            num_found: How many of them, from the first on, can be used.
+            reason: Why not more, as docs/explain.md lists; not used if all can.
+            held: Pages before them that the engine has itself.
+            detail: Plain values to show beside the reason.
+        """
+        if self._namespace is None or not keys:
+            return
+        page_tokens, wanted, stop, shown = self._layout.page_tokens, held + len(keys), None, dict(detail or {})
+        if num_found < len(keys):
+            key = keys[num_found]
+            shown["page_key"] = key if isinstance(key, str) else key.hex()
+            if reason in _SEARCHED:
+                stop = Boundary((held + num_found + 1) * page_tokens, name_of_page(key))
+        outcome = Outcome(
+            request,
+            self._namespace,
+            prompt_tokens=wanted * page_tokens,
+            cap_tokens=wanted * page_tokens,
+            local_tokens=held * page_tokens,
+            resume_tokens=(held + num_found) * page_tokens,
+            reason=reason if num_found < len(keys) else "",
+            detail=shown,
+            stop=stop,
+        )
+
+        async def send(store: PageStore) -> None:
+            store.report(outcome)
+
+        with suppress(Closed):
+            self._store.submit(send)
 
     def close(self) -> None:
         """End the door's own threads. Idempotent."""
@@ -170,8 +228,8 @@ class PageDoor:
             raise InvalidRequest("each slice of a page needs as many buffers as the others", slices=len(self._slices))
         return _boundaries(keys, self._layout.page_tokens, None)
 
-    def _call(self, work: Callable[[_Call], Coroutine[Any, Any, Value]]) -> Value:
-        deadline, guard = Deadline.after(self._timeout_s), _Guard()
+    def _call(self, work: Callable[[_Call], Coroutine[Any, Any, Value]], timeout_s: float | None = None) -> Value:
+        deadline, guard = Deadline.after(self._timeout_s if timeout_s is None else timeout_s), _Guard()
         try:
             return self._store.run(lambda store: work(_Call(store, guard, deadline)), deadline=deadline)
         finally:
@@ -246,7 +304,7 @@ class PageDoor:
         namespace = await self._open(call)
         keys = [RecordKey(namespace, prefix, 0, index) for prefix in prefixes for index in self._slices]
         targets = [pieces for page in pages for pieces in self._shares(page)]
-        turn = asyncio.Semaphore(_IN_FLIGHT)
+        turn = _turns(pages)
 
         async def read_one(record: LeasedRecord, key: RecordKey, target: Pieces) -> bool:
             async with turn:
@@ -283,7 +341,7 @@ class PageDoor:
         skipped = len(boundaries) - len(pages)
         there = (await self._present(call, boundaries))[skipped:]
         namespace = await self._open(call)
-        turn = asyncio.Semaphore(_IN_FLIGHT)
+        turn = _turns(pages)
 
         async def write_one(prefix: PrefixHash, page: Pieces) -> bool:
             async with turn:
@@ -436,6 +494,12 @@ def _boundaries(keys: Sequence[PageKey], page_tokens: int, after: PageKey | None
     if len({boundary.prefix for boundary in boundaries}) < len(boundaries):
         raise InvalidRequest("a chain of pages has each key once")
     return boundaries
+
+
+def _turns(pages: Sequence[Pieces]) -> asyncio.Semaphore:
+    """How many of these pages are in memory of ours at a time."""
+    page_bytes = max((sum(piece.nbytes for piece in page) for page in pages), default=0)
+    return asyncio.Semaphore(max(1, min(_IN_FLIGHT, _IN_FLIGHT_BYTES // max(1, page_bytes))))
 
 
 def _renumbered(boundaries: Sequence[Boundary], page_tokens: int) -> list[Boundary]:

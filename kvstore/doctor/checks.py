@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from kvstore.client.remote import EMBEDDED
 from kvstore.doctor.check import Check, Criterion, Finding, single
 from kvstore.doctor.directory import DIRECTORY_NAMES, directory_check
+from kvstore.doctor.engines import engine_check
 from kvstore.doctor.machine import machine_check
 from kvstore.doctor.namespaces import namespaces_check
 from kvstore.doctor.redis import REDIS_NAMES, redis_check
@@ -19,12 +20,13 @@ from kvstore.tiers.locations import FileLocation, RedisLocation, S3Location
 from kvstore.wire.address import TcpAddress, parse_address
 
 
-def checks_of(store: StoreInUse, address: ServiceAddress) -> list[Check]:
+def checks_of(store: StoreInUse, address: ServiceAddress, engine: str | None = None) -> list[Check]:
     """All checks; those that do not apply to this set-up report why they are skipped.
 
     Args:
         store: The store to examine, with the settings of the service, or of this shell.
         address: Where the service is.
+        engine: The door of an engine to check too, of `kvstore.doctor.engines.DOORS`.
 
     Raises:
         InvalidRequest: The url is not an address.
@@ -34,6 +36,7 @@ def checks_of(store: StoreInUse, address: ServiceAddress) -> list[Check]:
     is_here = is_ours or not isinstance(parse_address(address.url), TcpAddress)
     checks = [
         versions_check(settings),
+        *([engine_check(engine)] if engine is not None else []),
         service_check(address),
         single(judge_store(store)),
         machine_check(settings, is_here=is_here),

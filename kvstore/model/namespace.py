@@ -12,7 +12,7 @@ from typing import Any
 
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import NAMESPACE_BYTES, NamespaceId
-from kvstore.model.kinds import check_fits, parse_kind
+from kvstore.model.kinds import Keyed, check_fits, parse_kind
 from kvstore.model.layout import GroupLayout, Layout
 
 MAX_DESCRIPTION_BYTES = 256 << 10
@@ -29,6 +29,8 @@ _STORED_BYTES_MAX = 1 << 20
 _NAME_MAX = 120
 WEIGHTS_FIELD = "weights_id"
 """The field of a description that names the weights."""
+ENGINE_FIELD = "engine"
+"""The field that names the engine which names its pages itself, with its release."""
 
 
 class NamespaceNotOpen(InvalidRequest):
@@ -42,6 +44,7 @@ class _Derived:
     layout: Layout
     name: str
     weights_id: str
+    door: str
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,13 @@ class NamespaceDescription:
         """The weights that the pages were computed with; empty: the description does not say."""
         return self._derived.weights_id
 
+    @property
+    def door(self) -> str:
+        """Which door writes the namespace: `connector`, an engine that names its pages itself, like `sglang 0.5.23`, or
+        `own keys` for pages of a tool that does not say what it is.
+        """
+        return self._derived.door
+
     def layout(self) -> Layout:
         """The groups and slices that the store checks coverage against.
 
@@ -150,7 +160,10 @@ class NamespaceDescription:
 
 
 def _derived_from(fields: Mapping[str, Any]) -> _Derived:
-    return _Derived(_parse_layout(fields.get("layout")), name_of(fields), str(fields.get(WEIGHTS_FIELD, "")))
+    layout = _parse_layout(fields.get("layout"))
+    is_keyed = any(isinstance(group.kind, Keyed) for group in layout.groups)
+    door = str(fields.get(ENGINE_FIELD) or "own keys")[:_NAME_MAX] if is_keyed else "connector"
+    return _Derived(layout, name_of(fields), str(fields.get(WEIGHTS_FIELD, "")), door)
 
 
 def _parse_layout(layout: Any) -> Layout:

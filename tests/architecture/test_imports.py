@@ -26,10 +26,9 @@ HOMES = {
         # what vLLM shows of us, in vLLM's own types
         *(
             "connector/vllm/observability.py",
-            "connector/vllm/observability.py",
-            "connector/vllm/observability.py",
             "connector/plugin.py",
         ),
+        *("connector/offloading/engine.py", "connector/offloading/tier.py"),
         *("connector/vllm/contract.py", "connector/vllm/inert.py"),  # only to look whether vLLM has what the others use
         *("kvstore/testing/engine/main.py", "kvstore/testing/engine/traffic.py"),
     ),

@@ -232,6 +232,20 @@ def test_heads_that_are_split_are_shared_between_sizes(make: Make) -> None:
             assert torch.equal(target.kv_buffer[:, page], whole.kv_buffer[:, page, first : first + 2])
 
 
+def test_a_miss_is_explained_under_its_last_key(make: Make, service: DirectoryService) -> None:
+    """SGLang names no request to its storage: the last key of a query stands for it, and the reason is the store's."""
+    source, keys = filled(4)
+    backend = make(source)
+    assert backend.batch_exists(keys) == 0
+    backend.batch_set_v1(keys[:3], source.slots(*range(3)))
+    service.settle()
+    assert backend.batch_exists_v2(keys).kv_hit_pages == 3
+    with BlockingStore(service.url) as store:
+        found = store.explain(keys[-1], deadline=Deadline.after(10))
+    assert (found["result"], found["resume_tokens"], found["reason"]) == ("part", 12, "never_stored")
+    assert found["detail"] == {**found["detail"], "page_key": keys[3]}  # type: ignore[dict-item]
+
+
 # several pools
 
 

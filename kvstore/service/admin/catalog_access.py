@@ -216,10 +216,12 @@ class CatalogAccess:
             raise _unknown(namespace)
         return found
 
-    async def names(self, namespaces: Sequence[NamespaceId], within_s: float) -> dict[NamespaceId, str]:
-        """Names of namespaces: model and types. Left out are those whose description cannot be read in time."""
+    async def described(
+        self, namespaces: Sequence[NamespaceId], within_s: float
+    ) -> dict[NamespaceId, NamespaceDescription]:
+        """Descriptions of namespaces. Left out are those that cannot be read in time."""
         deadline = self._data_loop.soon(within_s)
-        found: dict[NamespaceId, str] = {}
+        found: dict[NamespaceId, NamespaceDescription] = {}
         for namespace in namespaces:
             known = self._known.get(namespace)
             if known is None and not deadline.expired:
@@ -228,7 +230,7 @@ class CatalogAccess:
                 except (Unavailable, InvalidRequest):
                     continue
             if known is not None:
-                found[namespace] = known.description.name
+                found[namespace] = known.description
         return found
 
     async def _load(self, namespace: NamespaceId, deadline: Deadline) -> Namespace:

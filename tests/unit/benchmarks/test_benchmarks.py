@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks import overhead, plan, quick, repeat_ttft, restart, retention, store
+from benchmarks import offloading, overhead, plan, quick, repeat_ttft, restart, retention, store
 from kvstore.testing.engine import EngineFailed
 from kvstore.testing.program import run_program
 
@@ -53,6 +53,19 @@ def test_loads(capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = rows_of(capsys.readouterr().out)
     assert set(row) == COLUMNS
     assert (row["what"], row["size_bytes"], row["ceiling"]) == ("load", 32 << 20, "memcpy")
+
+
+def test_offloading(capsys: pytest.CaptureFixture[str]) -> None:
+    """Stores and loads of chunks through a service, of which the loaded bytes are compared, beside a raw socket."""
+    assert offloading.main(["--only", "service", "--sizes", "8KiB", "--in-flight", "1,2", "--json", *TINY]) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert [(row["what"], row["in_flight"]) for row in rows] == [
+        ("service store", 1),
+        ("service load", 1),
+        ("service store", 2),
+        ("service load", 2),
+    ]
+    assert all(set(row) == COLUMNS and row["ceiling"] == "raw Unix socket" for row in rows)
 
 
 @pytest.mark.servers

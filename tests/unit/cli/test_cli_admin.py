@@ -70,7 +70,8 @@ async def test_what_is_stored_is_listed_and_shown(made: ServiceHarness, run: Run
     namespace, prefix = prompt.namespace.hex(), prompt.boundary(128).prefix.hex()
     status, out, err = await run("ls")
     assert (status, err) == (0, "") and namespace in out and "filesystem 14.0 KiB" in out
-    assert (await told(run, "ls"))["namespaces"][0]["num_boundaries"] == 6
+    listed = (await told(run, "ls"))["namespaces"][0]
+    assert (listed["num_boundaries"], listed["door"]) == (6, "connector") and "connector" in out
     status, out, _ = await run("ls", namespace[:6], "--order", "age", "--limit", "2")
     assert status == 0 and out.count("filesystem") == 2 and "--cursor" in out
     assert len((await told(run, "ls", namespace[:6], "--order", "stored"))["prefixes"]) == 6

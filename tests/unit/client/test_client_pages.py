@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.api import Deadline
+from kvstore.api import Deadline, Outcome, PageStore
 from kvstore.client import BlockingStore, PageDoor, describe_pages
+from kvstore.client.pages import name_of_page
 from kvstore.codec import CodecPool
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.model.coverage import usable_lengths
+from kvstore.model.keys import Boundary
 from kvstore.testing.service_process import ServiceProcess
 
 DESCRIPTION = describe_pages({"weights_id": "w", "model": "m"}, page_tokens=64)
@@ -163,6 +165,31 @@ def test_an_outage_and_its_end(service: ServiceProcess, store: BlockingStore) ->
     with pytest.raises(Closed):
         door.exists(["k"])
     door.close()
+
+
+def test_a_report_says_how_far_pages_reach(store: BlockingStore) -> None:
+    """What a query found and the key that it missed, as of a request; nothing before the namespace is open."""
+    door, sent = PageDoor(store, DESCRIPTION), list[Outcome]()
+    store.run(lambda one: _listen(one, sent), deadline=_soon())
+    keys: list[str | bytes] = ["a", b"\x01", "c"]
+    door.report("early", keys, 1, reason="nothing_stored")
+    namespace = door.open()
+    door.report("part", keys, 1, reason="nothing_stored", held=2)
+    door.report("whole", keys, 3, reason="nothing_stored")
+    door.report("slow", keys, 0, reason="lookup_timeout", detail={"waited_ms": 100})
+    door.report("nothing wanted", [], 0, reason="nothing_stored")
+    store.run(lambda one: _listen(one, sent), deadline=_soon())  # behind them
+    part, whole, slow = sent
+    assert (part.namespace, part.prompt_tokens, part.local_tokens, part.resume_tokens) == (namespace, 320, 128, 192)
+    assert part.stop == Boundary(256, name_of_page(b"\x01")) and part.detail == {"page_key": "01"}
+    assert (whole.reason, whole.resume_tokens, whole.stop) == ("", 192, None)
+    assert (slow.reason, slow.stop) == ("lookup_timeout", None)
+    assert slow.detail == {"page_key": "a", "waited_ms": 100}
+    door.close()
+
+
+async def _listen(store: PageStore, sent: list[Outcome]) -> None:
+    store.report = sent.append  # type: ignore[method-assign]
 
 
 def test_many_threads_at_once(store: BlockingStore) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from connector.vllm.contract import TESTED_RELEASES
-from kvstore.doctor.check import Finding, Verdict
+from kvstore.doctor.check import Finding, Verdict, run_checks
 from kvstore.doctor.directory import DirectoryFacts, judge_access, judge_medium, judge_space, medium_of
+from kvstore.doctor.engines import DOORS, engine_check, judge_engine, judge_interface, judge_offloading_room
 from kvstore.doctor.machine import MachineFacts, judge_clock, judge_memlock, judge_memory, judge_shared_memory
 from kvstore.doctor.namespaces import differences, judge_namespaces
 from kvstore.doctor.redis import REDIS_NAMES, judge_redis, judge_refusal
@@ -66,6 +67,32 @@ def test_supported_versions_are_those_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == DISTRIBUTION
     assert project["requires-python"] == ">=" + ".".join(map(str, PYTHON_MIN))
+
+
+def test_engines_of_other_doors() -> None:
+    """The engine's release and the calls of its interface that we implement, and shared memory for vLLM's host tier."""
+    offloading, sglang = DOORS["offloading"], DOORS["sglang"]
+    check(judge_engine(offloading, "0.32.1+cpu"), OK, "0.32.1")
+    check(judge_engine(offloading, "0.33.0"), WARNING, "0.33.0", "vllm==0.32.*")
+    check(judge_engine(offloading, "0.320"), WARNING)
+    check(judge_engine(sglang, "0.5.23"), OK)
+    check(judge_engine(sglang, "0.5.230"), WARNING, "", "sglang==0.5.23")
+    check(judge_engine(sglang, None), FAILED, "not installed", "kvstore-vllm")
+    check(judge_interface(sglang, [*sglang.calls, "more"]), OK, f"{len(sglang.calls)}")
+    check(
+        judge_interface(offloading, [call for call in offloading.calls if call != "drain_jobs"]), FAILED, "drain_jobs"
+    )
+    check(judge_interface(offloading, None), FAILED, "SecondaryTierManager", "vllm 0.32")
+    check(judge_offloading_room(64 << 20), WARNING, "64", "--shm-size")
+    check(judge_offloading_room(64 * GIB), OK, "64")
+    check(judge_offloading_room(None), FAILED)
+
+
+def test_the_engine_of_this_environment_is_examined() -> None:
+    """vLLM is installed here and has the interface; it is read without being imported."""
+    found = {one.name: one for one in run_checks([engine_check("offloading")], timeout_s=20)}
+    assert set(found) == {"engine.release", "engine.interface", "engine.shared_memory"}
+    check(found["engine.interface"], OK)
 
 
 def test_versions() -> None:

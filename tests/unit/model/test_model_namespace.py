@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import InvalidRequest
-from kvstore.model.kinds import FullAttention, Recurrent, SlidingWindow
+from kvstore.model.kinds import FullAttention, KeyedAlone, Recurrent, SlidingWindow
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.namespace import MAX_DESCRIPTION_BYTES, NamespaceDescription, describe_layout
 
@@ -183,6 +183,21 @@ def test_only_the_canonical_spelling_is_read() -> None:
     for spelling in spellings:
         with pytest.raises(InvalidRequest):
             NamespaceDescription.from_canonical(spelling)
+
+
+def test_a_namespace_names_its_door() -> None:
+    """Ours has canonical groups; an engine with keys of its own names itself, and a tool need not."""
+    keyed = describe_layout(Layout(64, (GroupLayout(KeyedAlone(), 1),)))
+    doors = [
+        NamespaceDescription.from_fields(fields).door
+        for fields in (
+            {**FIELDS, "engine": "not asked"},
+            {"engine": "sglang 0.5.23", "layout": keyed},
+            {"layout": keyed},
+            {"engine": "x" * 1000, "layout": keyed},
+        )
+    ]
+    assert doors[:3] == ["connector", "sglang 0.5.23", "own keys"] and len(doors[3]) < 200
 
 
 def test_a_layout_reads_back_from_its_description() -> None:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 from kvstore.catalog.base import NamespaceTotals
 from kvstore.errors import Unavailable
 from kvstore.model.keys import NamespaceId
+from kvstore.model.namespace import NamespaceDescription
 from kvstore.service.admin.access import Administrator, Reader
 from kvstore.service.admin.context import AdminContext, Context, NamedNamespace
 from kvstore.service.admin.jobs.deletion import Deleted, audit_deletion, delete_namespace
@@ -27,7 +28,7 @@ from kvstore.service.admin.problems import refusals
 
 router = APIRouter(tags=["namespaces"])
 
-_NAMES_S = 2.0
+_DESCRIBED_S = 2.0
 
 
 class NamespaceSummary(BaseModel):
@@ -37,6 +38,11 @@ class NamespaceSummary(BaseModel):
     name: str = Field(
         description="its model and types, which need not be unique; empty: its description cannot be read now",
         examples=["LlamaForCausalLM bfloat16"],
+    )
+    door: str = Field(
+        description="what writes it: `connector`, an engine that names its pages itself, or `own keys` for another"
+        " program; empty: its description cannot be read now",
+        examples=["connector", "sglang 0.5.23", "vllm 0.32.0 offloading"],
     )
     tenant: str = Field(description="its tenant; empty: engines without a credential", examples=["team-a"])
     num_boundaries: int = Field(description="boundaries with records in any tier", examples=[512])
@@ -76,10 +82,10 @@ async def list_namespaces(
     seen = {namespace: held for namespace, held in totals.items() if grant.sees(held.tenant) and held.num_boundaries}
     behind = sorted(namespace for namespace in seen if namespace.hex() > cursor)
     page = behind[:limit]
-    names = await context.catalog.names(page, _NAMES_S)
+    described = await context.catalog.described(page, _DESCRIBED_S)
     return NamespaceList(
         namespaces=[
-            NamespaceSummary(**_summary(context, namespace, seen[namespace], names.get(namespace, "")))
+            NamespaceSummary(**_summary(context, namespace, seen[namespace], described.get(namespace)))
             for namespace in page
         ],
         next_cursor=page[-1].hex() if len(behind) > len(page) else None,
@@ -94,16 +100,19 @@ async def show_namespace(context: Context, grant: Reader, namespace: NamespaceTe
     wanted = namespace_id(namespace)
     await context.catalog.check(wanted, grant)
     totals = await context.catalog.totals()
-    description: dict[str, Any] | None = None
-    is_retired, name = False, ""
+    description: NamespaceDescription | None = None
+    is_retired = False
     try:
         found = await context.catalog.find(wanted, grant)
     except Unavailable:
         pass  # the totals are known without the description
     else:
-        description, is_retired, name = found.description.fields, context.is_retired(found), found.description.name
-    held = totals.get(wanted, NamespaceTotals())
-    return NamespaceDetail(**_summary(context, wanted, held, name), is_retired=is_retired, description=description)
+        description, is_retired = found.description, context.is_retired(found)
+    return NamespaceDetail(
+        **_summary(context, wanted, totals.get(wanted, NamespaceTotals()), description),
+        is_retired=is_retired,
+        description=description.fields if description is not None else None,
+    )
 
 
 @router.delete("/namespaces/{namespace}", responses=refusals(404))
@@ -118,10 +127,13 @@ async def remove_namespace(
     return deleted
 
 
-def _summary(context: AdminContext, namespace: NamespaceId, held: NamespaceTotals, name: str) -> dict[str, Any]:
+def _summary(
+    context: AdminContext, namespace: NamespaceId, held: NamespaceTotals, description: NamespaceDescription | None
+) -> dict[str, Any]:
     return {
         "namespace": namespace.hex(),
-        "name": name,
+        "name": description.name if description is not None else "",
+        "door": description.door if description is not None else "",
         "tenant": held.tenant,
         "num_boundaries": held.num_boundaries,
         "held": amounts_of(held, context.operations.tier_names),

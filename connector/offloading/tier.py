@@ -1,0 +1,296 @@
+"""`KVStoreTier`: a secondary tier of vLLM's offloading over a kvstore service.
+
+vLLM calls it in its scheduler's process, between two steps of the engine. So no call waits for the store, except
+`drain_jobs` and `shutdown`, and none but the constructor raises: what fails is a miss, or a job that failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, ClassVar, cast
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingEvent,
+    OffloadingMetricMetadata,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from connector.offloading.engine import Engine, describe_groups, read_engine
+from connector.offloading.lookups import Doors, Lookups
+from connector.offloading.settings import read_settings
+from connector.offloading.transfers import Done, Job, Transfers
+from connector.request_parameters import RequestFlags, read_flags
+from connector.settings import cache_folder
+from connector.vllm.guard import guarded
+from kvstore.client import BlockingStore, ClientOptions, EmbeddedOptions, PageDoor
+from kvstore.codec import CodecPool
+from kvstore.errors import Closed, InvalidRequest, KVStoreError
+from kvstore.model.keys import NamespaceId
+
+_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
+
+_CODEC_THREADS, _CODEC_BYTES = 4, 256 << 20
+_OPEN_RETRY_S = 0.5
+_TO_STORE_SHARE = 0.25
+"""The part of the primary tier that may wait to be stored. What waits cannot be evicted, and with a full primary tier
+vLLM offloads nothing: a store that is slower than the engine costs chunks in the store alone."""
+_MISSES, _CHUNKS = "vllm:kvstore_tier_misses", "vllm:kvstore_tier_chunks"
+
+
+class KVStoreTier(SecondaryTierManager):
+    """A secondary tier.
+
+    Args:
+        offloading_spec: What vLLM offloads.
+        primary_kv_view: The primary tier's memory: [slots, bytes of a slot].
+        tier_type: The name of this class.
+        backpressure_detector: vLLM's, if the operator configured one.
+        enable_kv_events: Report stored chunks in vLLM's cache events, if these are on.
+        locality: `LOCAL` or `REMOTE`, for these events and for requests that choose tiers.
+        settings: Ours (docs/engines.md).
+
+    Raises:
+        InvalidRequest: A setting is wrong, or a file that it names.
+
+    Attributes:
+        identified: Set when the namespaces are open, or cannot be.
+        refusal: Why this engine is not cached; empty while it is, and while that is not known.
+        guarded_errors: Errors of ours that were kept from the engine.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(  # noqa: PLR0917 - vLLM's factory passes them by name
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        enable_kv_events: bool = False,
+        locality: str | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self._settings = read = read_settings(settings)
+        self.locality = Locality(locality) if locality is not None else None
+        self._has_events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        self._events: list[OffloadingEvent] = []
+        self.identified, self.refusal, self.guarded_errors = threading.Event(), "", 0
+        self._closing = threading.Event()
+        self._doors: Doors = {}
+        self._flags: dict[str, RequestFlags] = {}
+        self._misses: Counter[str] = Counter()
+        self._chunks: Counter[tuple[str, str]] = Counter()
+        self._store = self._connect()
+        self._threads = CodecPool(num_threads=_CODEC_THREADS, limit_bytes=_CODEC_BYTES)
+        self._lookups = Lookups(read.lookup_timeout_ms / 1000, lambda reason: self._misses.update((reason,)))
+        self._transfers = Transfers(primary_kv_view, read.max_wait_ms / 1000)
+        engine: Engine | None = None
+        try:
+            if read.mode != "off":
+                engine = read_engine(offloading_spec, self.block_size_bytes, read)
+        except Exception as error:  # noqa: BLE001 - of a vLLM that has changed: its engine runs without the store
+            self._refuse(error)
+        threading.Thread(target=self._identify, args=(engine,), name="kvstore-weights", daemon=True).start()
+
+    def _connect(self) -> BlockingStore:
+        settings, stall_s = self._settings, self._settings.stall_timeout_ms / 1000
+        options = ClientOptions(
+            name=f"vllm offloading, pid {os.getpid()}",
+            stall_timeout_s=stall_s,
+            first_stall_timeout_s=10 * stall_s,
+            tls=settings.tls(),
+        )
+        embedded = EmbeddedOptions(memory_bytes=settings.memory_bytes, disk_bytes=settings.disk_bytes)
+        token = settings.read_token()
+        try:
+            return BlockingStore(settings.url, token=token, options=options, embedded=embedded)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{error}; or embedded:", field="url") from error
+
+    # which chunks are stored
+
+    @guarded(fallback=RequestOffloadingContext)
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        flags, complaints = read_flags(req_context.kv_transfer_params)
+        for complaint in complaints:
+            _log.debug("kvstore: request %s: %s", req_context.req_id, complaint)
+        self._flags[req_context.req_id] = flags
+        return RequestOffloadingContext()
+
+    @guarded(fallback=LookupResult.MISS)
+    def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
+        request = self._lookups.request(req_context.req_id)
+        if key not in request.verdicts:
+            request.note(key, req_context.get_offload_key_position(cast(Any, key)))
+            if refused := self._why_not_loaded(req_context.req_id):
+                self._lookups.refuse(request, [key], refused)
+        found = self._lookups.lookup(request, key)
+        return LookupResult.RETRY if found is None else LookupResult.HIT if found else LookupResult.MISS
+
+    def _why_not_loaded(self, request_id: str) -> str:
+        if not self._doors:
+            return "engine_not_cached" if self.refusal else "not_ready"
+        if not self._settings.loads:
+            return "mode"
+        return "" if self._flags.get(request_id, RequestFlags()).load else "opted_out"
+
+    @guarded()
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._lookups.send(self._doors)
+
+    @guarded()
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._lookups.forget(req_context.req_id)
+        self._flags.pop(req_context.req_id, None)
+
+    # jobs
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        flags = self._flags.get(job_metadata.req_context.req_id, RequestFlags())
+        waiting = self._transfers.slots_to_store + len(job_metadata.keys)
+        refused = "engine_not_cached" if not self._doors else ""
+        if not self._settings.saves or not flags.save:
+            refused = "mode" if flags.save else "opted_out"
+        elif waiting > max(1, _TO_STORE_SHARE * self._transfers.num_slots):
+            refused = "busy"
+        self._submit(job_metadata, refused)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._submit(job_metadata, "engine_not_cached" if not self._doors else "")
+
+    def _submit(self, given: TransferJob, refused: str) -> None:
+        """Start a job, or report that it failed: vLLM keeps its slots until it is reported."""
+        request, keys = self._lookups.request(given.req_context.req_id), list(given.keys)
+        job = Job(given.job_id, request, keys, given.chunk_ids.tolist(), given.is_promotion)
+        if refused or not self._start(job, given.req_context):
+            self._transfers.refuse(job, refused or "failed")
+
+    @guarded(fallback=False)
+    def _start(self, job: Job, context: ReqContext) -> bool:
+        for key in job.keys:
+            job.request.note(key, context.get_offload_key_position(cast(Any, key)))
+        self._transfers.submit(job, self._doors)
+        return True
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        return [self._result(done) for done in self._transfers.finished()]
+
+    def _result(self, done: Done) -> JobResult:
+        job, succeeded = done.job, set(done.succeeded)
+        failed = [key for key in job.keys if key not in succeeded]
+        kind = "load" if job.loads else "store"
+        self._chunks[kind, "done"] += len(succeeded)
+        self._chunks[kind, done.refused or "failed"] += len(failed)
+        keys = cast(Any, list(done.succeeded))
+        if job.loads:
+            self._lookups.refuse(job.request, failed, "load_failed")
+        elif keys and self._has_events:
+            self._events.append(OffloadingEvent(keys, self.medium, removed=False, locality=self.locality))
+        return JobResult(
+            job_id=job.id,
+            success=not failed,
+            successful_keys=keys if job.loads and failed else None,
+            transfer_time=done.seconds,
+            transfer_bytes=len(succeeded) * self.block_size_bytes,
+        )
+
+    @guarded()
+    def drain_jobs(self) -> None:
+        """Return when no job touches the primary tier: about `max_wait_ms` after the call at most.
+
+        vLLM calls this before it empties its caches, as when its weights change.
+        """
+        self._transfers.drain()
+        if self._settings.weights_may_change and self._doors:
+            self._refuse("vLLM's caches were emptied, and its weights may have changed: restart it to use the store")
+
+    # reports
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        events, self._events = self._events, []
+        return events
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        """Two counters beside those that vLLM has for each tier."""
+        return {
+            _MISSES: OffloadingCounterMetadata("Chunks that were looked up and not found, by reason.", ("reason",)),
+            _CHUNKS: OffloadingCounterMetadata("Chunks of jobs, by what became of them.", ("job", "outcome")),
+        }
+
+    @guarded()
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        stats = OffloadingConnectorStats()
+        for reason, count in self._misses.items():
+            stats.increase_counter(_MISSES, count, (reason,))
+        for labels, count in self._chunks.items():
+            if count:
+                stats.increase_counter(_CHUNKS, count, labels)
+        self._misses.clear()
+        self._chunks.clear()
+        return stats
+
+    # life
+
+    @guarded()
+    def shutdown(self) -> None:
+        """End jobs, threads and connections. Idempotent."""
+        self._closing.set()
+        self.refusal, self._doors = "it was shut down", {}
+        self._lookups.close()
+        self._transfers.close()
+        self._store.close()
+        self._threads.close()
+
+    def namespaces(self) -> dict[int, NamespaceId]:
+        """The namespace of each group, once they are open."""
+        return {group: door.namespace for group, door in self._doors.items() if door.namespace is not None}
+
+    def _identify(self, engine: Engine | None) -> None:
+        """Find out which weights the engine has, in minutes at the first start: until then each lookup misses."""
+        try:
+            if engine is not None:
+                wait_s = self._settings.max_wait_ms / 1000
+                self._open(
+                    {
+                        group: PageDoor(self._store, described, timeout_s=wait_s, pool=self._threads)
+                        for group, described in describe_groups(engine, self._settings, cache_folder()).items()
+                    }
+                )
+        except Closed:
+            pass  # the engine ends
+        except Exception as error:  # noqa: BLE001 - a thread's top: an engine without a store must say why
+            self._refuse(error)
+        finally:
+            self.identified.set()
+
+    def _open(self, doors: dict[int, PageDoor]) -> None:
+        while not self._closing.is_set():
+            try:
+                namespaces = [door.open().hex() for door in doors.values()]
+            except (Closed, InvalidRequest):
+                raise
+            except KVStoreError:  # the client logs what is wrong, once, and keeps reconnecting
+                self._closing.wait(_OPEN_RETRY_S)
+            else:
+                self._doors = doors
+                _log.info("kvstore: caching offloaded chunks at %s, namespaces %s", self._store.url, namespaces)
+                return
+
+    def _refuse(self, reason: object) -> None:
+        self.refusal, self._doors = str(reason), {}
+        _log.warning("kvstore: this engine is not cached: %s", reason)
