@@ -64,7 +64,8 @@ def checked_slices(slices: Sequence[int], num_slices: int) -> tuple[int, ...]:
     """The slices of a page that a caller holds.
 
     Raises:
-        InvalidRequest: They are no indexes, or not those of the namespace.
+        InvalidRequest: They are no indexes, not those of the namespace, or one is there twice: its bytes would be read
+            for those of the other one.
     """
     if not _is_list(slices) or not slices:
         raise wrong("slices", "a caller holds slices of a page", f"a list of indexes below {num_slices}", slices)
@@ -72,6 +73,8 @@ def checked_slices(slices: Sequence[int], num_slices: int) -> tuple[int, ...]:
         if type(index) is not int or not 0 <= index < num_slices:
             expected = f"a whole number from 0 to {num_slices - 1}"
             raise wrong(f"slices[{at}]", "the namespace has no such slices", expected, index)
+        if index in slices[:at]:
+            raise wrong(f"slices[{at}]", "a slice is there twice", "each slice once", index)
     return tuple(slices)
 
 

@@ -90,7 +90,7 @@ class PageDoor:
     Args:
         store: Stays the caller's.
         description: From `describe_pages`.
-        slices: Which slices of a page this caller holds.
+        slices: Which slices of a page this caller holds, each once.
         element_bytes: Width of the elements of a page, for compression; `None`: pages are stored as they are.
         timeout_s: The longest a call takes, above 0.
         pool: Threads for checksums and codecs, if the caller has some; else two of its own.

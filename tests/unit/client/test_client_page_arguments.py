@@ -133,6 +133,14 @@ def test_wrong_pages(nowhere: BlockingStore, field: str, pages: Any) -> None:
     door.close()
 
 
+def test_slices_that_are_there_twice(nowhere: BlockingStore) -> None:
+    """Both parts of a page would be one record: the first one's bytes were read for the second one's."""
+    refused("slices[1]", lambda: PageDoor(nowhere, DESCRIPTION, slices=(0, 0)))
+    three = describe_pages({"weights_id": "w"}, page_tokens=64, num_slices=3)
+    refused("slices[2]", lambda: PageDoor(nowhere, three, slices=[2, 1, 2]))
+    PageDoor(nowhere, three, slices=[2, 0, 1]).close()
+
+
 def test_pages_that_cannot_be_written_to_or_divided(nowhere: BlockingStore) -> None:
     """Memory that is read-only is no target, and each slice has as many buffers."""
     door = PageDoor(nowhere, DESCRIPTION)
