@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -281,3 +282,23 @@ def test_a_closed_door(store: BlockingStore, own_threads: bool) -> None:
             door.read_into(["closed"], [[bytearray(4)]])
         with pytest.raises(Closed):
             door.write_from(["new"], [[b"page"]])
+
+
+def test_a_frozen_service(tmp_path: Path) -> None:
+    """Every call fails `Unavailable`, also one that the service stopped answering in its middle."""
+    with ServiceProcess(f"unix:{tmp_path / 's'}") as service, BlockingStore(service.url) as one:
+        door = PageDoor(one, DESCRIPTION, timeout_s=1.0)
+        keys = [f"{at}" for at in range(8)]
+        assert door.write_from(keys, [[bytes([at]) * 4096] for at in range(8)]) == [True] * 8
+        assert door.exists(keys) == 8
+        service.freeze()
+        targets = [[bytearray(4096)] for _ in keys]
+        for call in (
+            lambda: door.read_into(keys, targets),  # leased, so that a load finds out
+            lambda: door.exists(keys),
+            lambda: door.present(keys),
+            lambda: door.write_from(["new"], [[b"page"]]),
+        ):
+            with pytest.raises(Unavailable):
+                call()
+        door.close()
