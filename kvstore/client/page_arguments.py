@@ -11,7 +11,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.kinds import Keyed
 from kvstore.model.layout import MAX_GROUP_SLICES, MAX_PREFIX_TOKENS, Layout
 from kvstore.model.namespace import NamespaceDescription
-from kvstore.runtime.wrong_values import cut, shown
+from kvstore.runtime.wrong_values import shown
 
 PageKey = str | bytes
 """Names a page; any length."""
@@ -22,7 +22,7 @@ _ELEMENT_BYTES_MAX = 64
 _INT_MAX = (1 << 63) - 1
 """Messages hold no larger numbers."""
 _SHOWN_MAX = 60
-"""Characters of a key that an error shows."""
+"""Characters of a text that an error shows."""
 
 
 def check_fields(fields: Mapping[str, Any], page_tokens: int, num_slices: int, chained: bool) -> None:
@@ -37,7 +37,9 @@ def check_fields(fields: Mapping[str, Any], page_tokens: int, num_slices: int, c
         if not isinstance(name, str):
             raise wrong("fields", "fields have names", "text", name)
     if "layout" in fields:  # it would be lost, and two namespaces would become one
-        raise wrong("fields.layout", "the layout of pages is written here: choose another name", "no such field", "one")
+        raise wrong(
+            "fields.layout", "the door writes the layout: choose another name", "no such field", fields["layout"]
+        )
     check_whole("page_tokens", page_tokens, 1, MAX_PREFIX_TOKENS)
     check_whole("num_slices", num_slices, 1, MAX_GROUP_SLICES)
     if not isinstance(chained, bool):
@@ -55,8 +57,12 @@ def layout_of(description: NamespaceDescription) -> Layout:
     layout = description.layout()
     kinds = [group.kind.name for group in layout.groups]
     if len(kinds) != 1 or not isinstance(layout.groups[0].kind, Keyed):
-        seen = f"groups of the kinds {', '.join(kinds)}"
-        raise wrong("description", "the namespace is not one of pages", "what describe_pages returns", seen)
+        raise InvalidRequest(
+            "the namespace is not one of pages",
+            field="description",
+            expected="what describe_pages returns",
+            seen=f"groups of the kinds {', '.join(kinds)}",
+        )
     return layout
 
 
@@ -67,8 +73,10 @@ def checked_slices(slices: Sequence[int], num_slices: int) -> tuple[int, ...]:
         InvalidRequest: They are no indexes, not those of the namespace, or one is there twice: its bytes would be read
             for those of the other one.
     """
-    if not _is_list(slices) or not slices:
+    if not _is_list(slices):
         raise wrong("slices", "a caller holds slices of a page", f"a list of indexes below {num_slices}", slices)
+    if not slices:
+        raise wrong("slices", "a caller holds slices of a page", "at least 1", 0)
     for at, index in enumerate(slices):
         if type(index) is not int or not 0 <= index < num_slices:
             expected = f"a whole number from 0 to {num_slices - 1}"
@@ -183,10 +191,19 @@ def _checked_page(field: str, page: Any, num_slices: int, writable: bool) -> lis
         except (TypeError, ValueError, BufferError) as error:  # it is none, or was released
             raise wrong(f"{field}[{at}]", "this is no memory", "a buffer that is not released", piece) from error
         if not view.c_contiguous:
-            seen = f"strides {view.strides}"
-            raise wrong(f"{field}[{at}]", "a buffer has gaps, or another order", "contiguous memory", seen)
+            raise InvalidRequest(
+                "a buffer has gaps, or another order",
+                field=f"{field}[{at}]",
+                expected="contiguous memory",
+                seen=f"strides {view.strides}",
+            )
         if writable and view.readonly:
-            raise wrong(f"{field}[{at}]", "a page is read into this buffer", "writable memory", "read-only memory")
+            raise InvalidRequest(
+                "a page is read into this buffer",
+                field=f"{field}[{at}]",
+                expected="writable memory",
+                seen="read-only memory",
+            )
         views.append(view)
     return views
 
@@ -203,10 +220,8 @@ def check_whole(field: str, value: int, least: int, most: int) -> None:
 
 def wrong(field: str, problem: str, expected: str, seen: object) -> InvalidRequest:
     """The error for a wrong argument. What was seen is shown in short: it may be anything."""
-    if isinstance(seen, bytes):
+    if isinstance(seen, str | bytes):
         seen = shown(seen[:_SHOWN_MAX])
-    elif isinstance(seen, str):
-        seen = cut(seen, _SHOWN_MAX)
     elif seen is None or isinstance(seen, int | float):
         seen = shown(seen)
     else:

@@ -184,6 +184,7 @@ class PageDoor:
         self, keys: Sequence[PageKey], pages: Sequence[Pieces], *, after: PageKey | None = None
     ) -> list[bool]:
         """Store the pages that are not stored yet; returns for each whether it is now, at least in this node's memory.
+        False: the store has no room for it, or went away meanwhile.
 
         Args:
             keys: In the order of their chain, all different.
@@ -524,8 +525,12 @@ def _decode(loaded: LoadedRecord, target: _Views, guard: _Guard, field: str) -> 
         verify_payload(record)
         header = record.header
         if header.decoded_bytes != expected:  # the record is whole, so the caller's buffers are not what they should be
-            needed = f"buffers of {header.decoded_bytes} bytes"
-            raise wrong(field, "the page that is stored has another size", needed, f"{expected} bytes")
+            raise InvalidRequest(
+                "the page that is stored has another size",
+                field=field,
+                expected=f"buffers of {header.decoded_bytes} bytes",
+                seen=f"{expected} bytes",
+            )
         if len(target) == 1:
             decode_into(header.codec_chain, record.payload, target[0])
             return
