@@ -184,7 +184,7 @@ class PageDoor:
         self, keys: Sequence[PageKey], pages: Sequence[Pieces], *, after: PageKey | None = None
     ) -> list[bool]:
         """Store the pages that are not stored yet; returns for each whether it is now, at least in this node's memory.
-        False: the store has no room for it, or went away meanwhile.
+        False: the store has no room for it, or went away during the call.
 
         Args:
             keys: In the order of their chain, all different.

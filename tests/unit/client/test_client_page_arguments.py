@@ -252,7 +252,7 @@ def test_refusals_of_the_service_are_no_groups(store: BlockingStore, monkeypatch
     for num_pages in (1, 5):
         with pytest.raises(InvalidRequest, match="may not save"):
             door.write_from([f"new {at}" for at in range(num_pages)], [[b"page"]] * num_pages)
-    monkeypatch.setattr(pages_module, "_decode", damaged)
+    monkeypatch.setattr(pages_module, "verify_payload", damaged)
     assert door.read_into(["there"], [[bytearray(4)]]) == 0
     door.close()
 
