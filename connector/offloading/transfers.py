@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from connector.offloading.lookups import Doors, Key, Request
 from kvstore.client import PageDoor
-from kvstore.errors import KVStoreError, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.runtime.clock import SYSTEM_CLOCK
 
 _log = logging.getLogger("vllm.kvstore")
@@ -140,12 +140,20 @@ class Transfers:
         return loaded
 
     def _load_group(self, job: Job, door: PageDoor, indexes: Sequence[int], ends_s: float) -> list[Key]:
-        """Load chunks of one group. In a chain what is behind a lost one is of no use; elsewhere each is tried."""
+        """Load chunks of one group. In a chain what is behind a lost one is of no use; elsewhere each is tried. A chunk
+        of another size, which only a wrong engine of this tenant can store, counts as lost.
+        """
         keys, loaded, at, step = [job.keys[index] for index in indexes], list[Key](), 0, len(indexes)
         while at < len(keys) and SYSTEM_CLOCK.monotonic_s() < ends_s:
             part = keys[at : at + step]
             try:
                 num_read = door.read_into(part, self._pages(job, indexes[at : at + step]))
+            except InvalidRequest as error:
+                _log.debug("kvstore: job %d: %s", job.id, error)
+                if step > 1:
+                    step = 1  # it says of no chunk that it was read: so each one by itself
+                    continue
+                num_read = 0
             except Unavailable as error:
                 _log.debug("kvstore: job %d: %s", job.id, error)
                 break

@@ -5,7 +5,8 @@ from __future__ import annotations
 from kvstore.client.blocking import BlockingStore
 from kvstore.client.connection import ClientOptions
 from kvstore.client.embedded import EmbeddedOptions
-from kvstore.client.pages import PageDoor, PageKey, describe_pages
+from kvstore.client.page_arguments import PageKey
+from kvstore.client.pages import PageDoor, describe_pages
 from kvstore.client.plans import Plan, PlanClient
 from kvstore.client.remote import RemoteStore, connect
 from kvstore.runtime.tracing import trace_parent

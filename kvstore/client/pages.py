@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -19,6 +18,19 @@ from typing import Any, TypeVar
 
 from kvstore.api import LeasedRecord, LeaseId, LoadedRecord, Outcome, PageStore, PrefixQuery, SaveOutcome
 from kvstore.client.blocking import BlockingStore
+from kvstore.client.page_arguments import (
+    PageKey,
+    check_element_bytes,
+    check_fields,
+    check_keys,
+    check_report,
+    check_seconds,
+    checked_pages,
+    checked_slices,
+    layout_of,
+    wrong,
+)
+from kvstore.client.page_leases import Leases
 from kvstore.codec import RAW, CodecPool, chain_for_element_bytes, decode_into, encode
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, KVStoreError, Unavailable
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
@@ -27,23 +39,19 @@ from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import Keyed, KeyedAlone
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen, describe_layout
+from kvstore.runtime.background import gather_all
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 
 Value = TypeVar("Value")
-PageKey = str | bytes
-"""Names a page; any length."""
-
-Pieces = Sequence[memoryview]
-"""A page in the caller's memory: contiguous buffers, one after the other. With several slices, each slice is an equal
-number of them. Writable where a page is read into them."""
+Pieces = Sequence[bytes | bytearray | memoryview]
+"""A page in the caller's memory: contiguous buffers of any kind, one after the other. With several slices, each slice
+is an equal number of them. Where a page is read into them they are writable, and none overlaps another one."""
+_Views = Sequence[memoryview]
 
 _IN_FLIGHT, _IN_FLIGHT_BYTES = 12, 256 << 20
 """Pages that one call reads or writes at a time."""
-_LEASES_MAX = 256
-_LEASE_SHARE = 0.8
-"""A lease counts as ended this early: reading takes time."""
 _CODEC_BYTES = 256 << 20
 _SEARCHED = ("nothing_stored", "gone")
 """Reasons behind which the store searches for another one, from the key of the missing page."""
@@ -56,7 +64,7 @@ def describe_pages(
 
     Args:
         fields: Everything on which the bytes of a page depend, its key apart: plain values without floats. `weights_id`
-            and `model` are shown to operators.
+            and `model` are shown to operators; `layout` is taken.
         page_tokens: Tokens of a page.
         num_slices: Parts of a page that are written separately, one by each rank. A page is there when all are.
         chained: A page is of use only behind all pages before it. False: it is of use alone, like a recurrent state, or
@@ -65,6 +73,7 @@ def describe_pages(
     Raises:
         InvalidRequest: A value is not plain, or out of range.
     """
+    check_fields(fields, page_tokens, num_slices, chained)
     layout = Layout(page_tokens, (GroupLayout(Keyed() if chained else KeyedAlone(), num_slices),))
     return NamespaceDescription.from_fields({**fields, "layout": describe_layout(layout)})
 
@@ -72,16 +81,22 @@ def describe_pages(
 class PageDoor:
     """One namespace of pages. Calls wait, never much past `timeout_s`, and may be made by several threads at once.
 
-    They fail as `BlockingStore` does: `Unavailable` when the store cannot be reached. A page that is missing, damaged
-    or not readable in time is not there. The caller's buffers are not touched once a call has returned or raised.
+    They fail as `BlockingStore` does: `Unavailable` when the store cannot be reached or does not answer in time,
+    `Closed` once the door or its store was closed. A mistake of the caller's is an `InvalidRequest`, which names the
+    argument, what was expected and what was seen; so is a call that the service refuses, as for a token that may not
+    save. A page that is missing, damaged or not readable in time is not there, and no error. The caller's buffers are
+    not touched once a call has returned or raised.
 
     Args:
         store: Stays the caller's.
         description: From `describe_pages`.
-        slices: Which slices of a page this caller holds.
+        slices: Which slices of a page this caller holds, each once.
         element_bytes: Width of the elements of a page, for compression; `None`: pages are stored as they are.
-        timeout_s: The longest a call takes.
+        timeout_s: The longest a call takes, above 0.
         pool: Threads for checksums and codecs, if the caller has some; else two of its own.
+
+    Raises:
+        InvalidRequest: An argument is wrong.
     """
 
     def __init__(
@@ -94,18 +109,23 @@ class PageDoor:
         timeout_s: float = 10.0,
         pool: CodecPool | None = None,
     ) -> None:
+        if not isinstance(store, BlockingStore):
+            raise wrong("store", "a door needs a store for plain threads", "a BlockingStore", store)
+        if pool is not None and not isinstance(pool, CodecPool):
+            raise wrong("pool", "a door needs threads for codecs", "a CodecPool, or None", pool)
+        check_element_bytes(element_bytes)
+        check_seconds("timeout_s", timeout_s)
         self._store = store
         self._description = description
-        self._layout = description.layout()
-        if not slices or not all(0 <= index < self._layout.groups[0].num_slices for index in slices):
-            raise InvalidRequest("the namespace has no such slices", seen=list(slices))
-        self._slices = tuple(slices)
+        self._layout = layout_of(description)
+        self._slices = checked_slices(slices, self._layout.groups[0].num_slices)
         self._chain = RAW if element_bytes is None else chain_for_element_bytes(element_bytes)
         self._timeout_s = timeout_s
         self._owns_pool = pool is None
         self._pool = pool or CodecPool(num_threads=2, limit_bytes=_CODEC_BYTES)
-        self._leases = _Leases()
+        self._leases = Leases()
         self._namespace: NamespaceId | None = None
+        self._closed = False
 
     @property
     def namespace(self) -> NamespaceId | None:
@@ -126,8 +146,10 @@ class PageDoor:
 
         Args:
             keys: In the order of their chain, all different.
-            timeout_s: The longest that this call takes; `None`: as the others.
+            timeout_s: The longest that this call takes; `None`: as the others. Zero or less is too late: `Unavailable`.
         """
+        if timeout_s is not None:
+            check_seconds("timeout_s", timeout_s, may_be_over=True)
         boundaries = _boundaries(keys, self._layout.page_tokens, None)
         return self._call(lambda call: self._present(call, boundaries), timeout_s)
 
@@ -149,23 +171,33 @@ class PageDoor:
         Args:
             keys: In the order of their chain, all different.
             pages: For each key where to write its page.
+
+        Raises:
+            InvalidRequest: As of every call; also if a page that is stored has another size than its buffers. Pages
+                before it may have been read, and can be read again.
         """
-        boundaries = self._checked(keys, pages)
-        return self._call(lambda call: self._read(call, boundaries, pages))
+        boundaries = _boundaries(keys, self._layout.page_tokens, None)
+        views = checked_pages(keys, pages, len(self._slices), writable=True)
+        return self._call(lambda call: self._read(call, boundaries, views))
 
     def write_from(
         self, keys: Sequence[PageKey], pages: Sequence[Pieces], *, after: PageKey | None = None
     ) -> list[bool]:
         """Store the pages that are not stored yet; returns for each whether it is now, at least in this node's memory.
+        False: the store has no room for it, or went away during the call.
 
         Args:
             keys: In the order of their chain, all different.
             pages: For each key its page. It must not change during the call.
             after: As of `exists`.
+
+        Raises:
+            InvalidRequest: As of every call; also if the service refuses a page, since it is too large or the token may
+                not save. Others may have been stored.
         """
-        self._checked(keys, pages)
         boundaries = _boundaries(keys, self._layout.page_tokens, after)
-        return self._call(lambda call: self._write(call, boundaries, pages))
+        views = checked_pages(keys, pages, len(self._slices), writable=False)
+        return self._call(lambda call: self._write(call, boundaries, views))
 
     def report(
         self,
@@ -178,7 +210,7 @@ class PageDoor:
         detail: Mapping[str, object] | None = None,
     ) -> None:
         """Report how far a query of pages reached, so that `kvstore explain` can say why not further. Returns at once,
-        never fails, and may be lost. Nothing is reported before the namespace is open.
+        and may be lost. Nothing is reported before the namespace is open, or once the door is closed.
 
         Args:
             request: The name under which it is explained.
@@ -186,9 +218,13 @@ class PageDoor:
             num_found: How many of them, from the first on, can be used.
             reason: Why not more, as docs/explain.md lists; not used if all can.
             held: Pages before them that the engine has itself.
-            detail: Plain values to show beside the reason.
+            detail: Plain values to show beside the reason: text, numbers, booleans.
+
+        Raises:
+            InvalidRequest: An argument is wrong. It fails for no other reason.
         """
-        if self._namespace is None or not keys:
+        check_report(request, keys, num_found, self._layout.page_tokens, reason=reason, held=held, detail=detail)
+        if self._namespace is None or self._closed or not keys:
             return
         page_tokens, wanted, stop, shown = self._layout.page_tokens, held + len(keys), None, dict(detail or {})
         if num_found < len(keys):
@@ -215,20 +251,16 @@ class PageDoor:
             self._store.submit(send)
 
     def close(self) -> None:
-        """End the door's own threads. Idempotent."""
+        """End the door's own threads; later calls fail `Closed`. Idempotent."""
+        self._closed = True
         if self._owns_pool:
             self._pool.close()
 
     # calls
 
-    def _checked(self, keys: Sequence[PageKey], pages: Sequence[Pieces]) -> list[Boundary]:
-        if len(keys) != len(pages):
-            raise InvalidRequest("each key needs its page", expected=len(keys), seen=len(pages))
-        if any(not page or len(page) % len(self._slices) for page in pages):
-            raise InvalidRequest("each slice of a page needs as many buffers as the others", slices=len(self._slices))
-        return _boundaries(keys, self._layout.page_tokens, None)
-
     def _call(self, work: Callable[[_Call], Coroutine[Any, Any, Value]], timeout_s: float | None = None) -> Value:
+        if self._closed:
+            raise Closed("the door is closed")
         deadline, guard = Deadline.after(self._timeout_s if timeout_s is None else timeout_s), _Guard()
         try:
             return self._store.run(lambda store: work(_Call(store, guard, deadline)), deadline=deadline)
@@ -273,7 +305,7 @@ class PageDoor:
 
     # reading
 
-    async def _read(self, call: _Call, boundaries: Sequence[Boundary], pages: Sequence[Pieces]) -> int:
+    async def _read(self, call: _Call, boundaries: Sequence[Boundary], pages: Sequence[_Views]) -> int:
         prefixes = [boundary.prefix for boundary in boundaries]
         done, tried = 0, -1
         while done < len(prefixes):
@@ -292,74 +324,74 @@ class PageDoor:
                     break
                 continue
             stop = done + num_pages
-            num_read = await self._read_leased(call, lease, prefixes[done:stop], pages[done:stop])
+            num_read = await self._read_leased(call, lease, prefixes, pages, range(done, stop))
             for ended in self._leases.used(lease, prefixes[done:stop], all_of_it=num_read < num_pages):
                 await call.store.release(ended)
             done += num_read
         return done
 
     async def _read_leased(
-        self, call: _Call, lease: LeaseId, prefixes: Sequence[PrefixHash], pages: Sequence[Pieces]
+        self, call: _Call, lease: LeaseId, prefixes: Sequence[PrefixHash], pages: Sequence[_Views], which: range
     ) -> int:
+        """Read those of the pages that a lease holds; returns how many from the first on."""
         namespace = await self._open(call)
-        keys = [RecordKey(namespace, prefix, 0, index) for prefix in prefixes for index in self._slices]
-        targets = [pieces for page in pages for pieces in self._shares(page)]
+        wanted = [
+            (RecordKey(namespace, prefixes[at], 0, index), target, f"pages[{at}]")
+            for at in which
+            for index, target in zip(self._slices, self._shares(pages[at]), strict=True)
+        ]
         turn = _turns(pages)
 
-        async def read_one(record: LeasedRecord, key: RecordKey, target: Pieces) -> bool:
+        async def read_one(record: LeasedRecord, key: RecordKey, target: _Views, field: str) -> bool:
             async with turn:
-                return await self._read_record(call, record, key, target)
+                return await self._read_record(call, record, key, target, field)
 
         try:
-            records = await call.store.load_many(lease, keys, deadline=call.deadline)
-        except Unavailable:  # the lease has ended
+            records = await call.store.load_many(lease, [key for key, _, _ in wanted], deadline=call.deadline)
+        except (Unavailable, NamespaceNotOpen):  # the lease has ended
             return 0
-        async with asyncio.TaskGroup() as group:
-            reads = [
-                group.create_task(read_one(record, key, target))
-                for record, key, target in zip(records, keys, targets, strict=True)
-            ]
-        was_read = [read.result() for read in reads]
+        was_read = await gather_all(read_one(record, *one) for record, one in zip(records, wanted, strict=True))
         first_lost = was_read.index(False) if False in was_read else len(was_read)
         return first_lost // len(self._slices)
 
-    async def _read_record(self, call: _Call, record: LeasedRecord, key: RecordKey, target: Pieces) -> bool:
+    async def _read_record(self, call: _Call, record: LeasedRecord, key: RecordKey, target: _Views, field: str) -> bool:
         try:
             loaded = await record.load(deadline=call.deadline)
-            await self._run(loaded.num_bytes, lambda: _decode(loaded, target, call.guard), call.deadline)
+            await self._run(loaded.num_bytes, lambda: _decode(loaded, target, call.guard, field), call.deadline)
         except CorruptRecord as error:
-            with suppress(Unavailable):
+            with suppress(Unavailable, InvalidRequest):  # the service is gone, or this token may not discard
                 await call.store.discard(key, str(error), deadline=call.deadline)
             return False
+        except NamespaceNotOpen:
+            return False
+        except (Closed, InvalidRequest):
+            raise
         except (KVStoreError, _Ended):
             return False
         return True
 
     # writing
 
-    async def _write(self, call: _Call, boundaries: Sequence[Boundary], pages: Sequence[Pieces]) -> list[bool]:
+    async def _write(self, call: _Call, boundaries: Sequence[Boundary], pages: Sequence[_Views]) -> list[bool]:
         skipped = len(boundaries) - len(pages)
         there = (await self._present(call, boundaries))[skipped:]
         namespace = await self._open(call)
         turn = _turns(pages)
 
-        async def write_one(prefix: PrefixHash, page: Pieces) -> bool:
+        async def write_one(at: int) -> bool:
+            prefix, page = boundaries[skipped + at].prefix, pages[at]
             async with turn:
                 for index, source in zip(self._slices, self._shares(page), strict=True):
                     key = RecordKey(namespace, prefix, 0, index)
-                    if not await self._write_record(call, key, source):
+                    if not await self._write_record(call, key, source, f"pages[{at}]"):
                         return False
             return True
 
-        async with asyncio.TaskGroup() as group:
-            writes = {
-                index: group.create_task(write_one(boundaries[skipped + index].prefix, page))
-                for index, page in enumerate(pages)
-                if not there[index]
-            }
-        return [writes[index].result() if index in writes else True for index in range(len(pages))]
+        missing = [at for at in range(len(pages)) if not there[at]]
+        written = dict(zip(missing, await gather_all(map(write_one, missing)), strict=True))
+        return [written.get(at, True) for at in range(len(pages))]
 
-    async def _write_record(self, call: _Call, key: RecordKey, source: Pieces) -> bool:
+    async def _write_record(self, call: _Call, key: RecordKey, source: _Views, field: str) -> bool:
         kind, span = self._layout.groups[0].record_at(self._layout.page_tokens, self._layout.page_tokens)
         num_bytes = sum(piece.nbytes for piece in source)
         header = HeaderV1(key, kind, span, self._chain, num_bytes, 0, bytes(16), SYSTEM_CLOCK.wall_ms())
@@ -368,11 +400,19 @@ class PageDoor:
                 HEADER_BYTES + num_bytes, lambda: _encode(header, source, call.guard), call.deadline
             )
             outcome = await call.store.save(record, deadline=call.deadline)
+        except NamespaceNotOpen:
+            return False
+        except InvalidRequest as error:
+            if error.details.get("field") != "record":
+                raise
+            raise InvalidRequest(error.message, **{**error.details, "field": field}) from error
+        except Closed:
+            raise
         except (KVStoreError, _Ended):
             return False
         return outcome in (SaveOutcome.STORED, SaveOutcome.EXISTS)
 
-    def _shares(self, page: Pieces) -> list[Pieces]:
+    def _shares(self, page: _Views) -> list[_Views]:
         """The buffers of each slice."""
         step = len(page) // len(self._slices)
         return [page[at : at + step] for at in range(0, len(page), step)]
@@ -427,76 +467,25 @@ class _Call:
     deadline: Deadline
 
 
-@dataclass(slots=True)
-class _Held:
-    """Pages that a lease holds and that were not read yet."""
-
-    lease: LeaseId
-    unread: set[PrefixHash]
-    until_s: float
-
-
-class _Leases:
-    """What `exists` has staged, until it is read. Belongs to the loop's thread."""
-
-    def __init__(self) -> None:
-        self._held: OrderedDict[LeaseId, _Held] = OrderedDict()
-        self._of: dict[PrefixHash, _Held] = {}
-
-    def add(self, lease: LeaseId, prefixes: Sequence[PrefixHash], lease_s: float) -> list[LeaseId]:
-        """Note a lease; returns those that are of no more use, to release."""
-        now_s = SYSTEM_CLOCK.monotonic_s()
-        held = _Held(lease, set(prefixes), now_s + lease_s * _LEASE_SHARE)
-        self._held[lease] = held
-        for prefix in prefixes:
-            if (before := self._of.get(prefix)) is not None:
-                before.unread.discard(prefix)
-            self._of[prefix] = held
-        ended = [one for one in self._held.values() if one.until_s <= now_s or not one.unread]
-        oldest = list(self._held.values())[: max(0, len(self._held) - len(ended) - _LEASES_MAX)]
-        return [self._drop(one) for one in {id(one): one for one in (*ended, *oldest)}.values()]
-
-    def find(self, prefixes: Sequence[PrefixHash]) -> tuple[LeaseId | None, int]:
-        """The lease that holds the first of these pages, and how many from there on it holds."""
-        held = self._of.get(prefixes[0])
-        if held is None or held.until_s <= SYSTEM_CLOCK.monotonic_s():
-            return None, 0
-        num = next((at for at, prefix in enumerate(prefixes) if self._of.get(prefix) is not held), len(prefixes))
-        return held.lease, num
-
-    def used(self, lease: LeaseId, prefixes: Sequence[PrefixHash], *, all_of_it: bool) -> list[LeaseId]:
-        """Note that pages were read, or that a lease is of no more use; returns what to release."""
-        held = self._held.get(lease)
-        if held is None:
-            return []
-        for prefix in prefixes:
-            held.unread.discard(prefix)
-            if self._of.get(prefix) is held:
-                del self._of[prefix]
-        return [self._drop(held)] if all_of_it or not held.unread else []
-
-    def _drop(self, held: _Held) -> LeaseId:
-        del self._held[held.lease]
-        for prefix in held.unread:
-            if self._of.get(prefix) is held:
-                del self._of[prefix]
-        return held.lease
-
-
 def _boundaries(keys: Sequence[PageKey], page_tokens: int, after: PageKey | None) -> list[Boundary]:
     """The keys as boundaries of a query, one page apart.
 
     Raises:
-        InvalidRequest: Two keys are the same, or they are too many for one query.
+        InvalidRequest: Two keys are the same, they are too many for one query, or one is no key.
     """
+    check_keys(keys, page_tokens, after)
     named = keys if after is None else [after, *keys]
     boundaries = [Boundary((at + 1) * page_tokens, name_of_page(key)) for at, key in enumerate(named)]
     if len({boundary.prefix for boundary in boundaries}) < len(boundaries):
-        raise InvalidRequest("a chain of pages has each key once")
+        seen = set[PrefixHash]()
+        for at, boundary in enumerate(boundaries, start=len(keys) - len(named)):
+            if boundary.prefix in seen:
+                raise wrong(f"keys[{at}]", "a chain of pages has each key once", "a key that is new", keys[at])
+            seen.add(boundary.prefix)
     return boundaries
 
 
-def _turns(pages: Sequence[Pieces]) -> asyncio.Semaphore:
+def _turns(pages: Sequence[_Views]) -> asyncio.Semaphore:
     """How many of these pages are in memory of ours at a time."""
     page_bytes = max((sum(piece.nbytes for piece in page) for page in pages), default=0)
     return asyncio.Semaphore(max(1, min(_IN_FLIGHT, _IN_FLIGHT_BYTES // max(1, page_bytes))))
@@ -515,7 +504,7 @@ def name_of_page(key: PageKey) -> PrefixHash:
 # on threads of the pool
 
 
-def _encode(header: HeaderV1, source: Pieces, guard: _Guard) -> Record:
+def _encode(header: HeaderV1, source: _Views, guard: _Guard) -> Record:
     target = fresh_buffer(HEADER_BYTES + header.decoded_bytes)
     with guard.using():
         if header.codec_chain == RAW or len(source) > 1:
@@ -530,13 +519,18 @@ def _encode(header: HeaderV1, source: Pieces, guard: _Guard) -> Record:
     return seal(replace(header, codec_chain=encoded.chain), target[: HEADER_BYTES + encoded.payload_bytes])
 
 
-def _decode(loaded: LoadedRecord, target: Pieces, guard: _Guard) -> None:
+def _decode(loaded: LoadedRecord, target: _Views, guard: _Guard, field: str) -> None:
     expected = sum(piece.nbytes for piece in target)
     with guard.using(), loaded.reading() as record:
         verify_payload(record)
         header = record.header
         if header.decoded_bytes != expected:  # the record is whole, so the caller's buffers are not what they should be
-            raise InvalidRequest("the page has another size", expected=expected, seen=header.decoded_bytes)
+            raise InvalidRequest(
+                "the page that is stored has another size",
+                field=field,
+                expected=f"buffers of {header.decoded_bytes} bytes",
+                seen=f"{expected} bytes",
+            )
         if len(target) == 1:
             decode_into(header.codec_chain, record.payload, target[0])
             return
@@ -550,7 +544,7 @@ def _decode(loaded: LoadedRecord, target: Pieces, guard: _Guard) -> None:
             decode_into(RAW, part, piece)
 
 
-def _parts(page: memoryview, pieces: Pieces) -> Iterator[memoryview]:
+def _parts(page: memoryview, pieces: _Views) -> Iterator[memoryview]:
     """A page's bytes, divided as the pieces are."""
     at = 0
     for piece in pieces:

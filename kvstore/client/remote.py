@@ -187,8 +187,12 @@ class RemoteStore(PageStore):
     async def _save(self, record: Record, ack: Ack, retention: Retention, deadline: Deadline) -> SaveOutcome:
         async with self._data(deadline) as connection:
             if record.num_bytes > connection.welcome.max_payload_bytes:
-                limit = connection.welcome.max_payload_bytes
-                raise InvalidRequest("the record is too large for this service", limit=limit, seen=record.num_bytes)
+                raise InvalidRequest(
+                    "the record is too large for this service",
+                    field="record",
+                    expected=f"at most {connection.welcome.max_payload_bytes} bytes",
+                    seen=record.num_bytes,
+                )
             async with deadline.scope("room for a save"):
                 grant = await connection.save_credit.take(min(record.num_bytes, connection.save_credit.limit_bytes))
             answer, _ = await connection.request(

@@ -275,6 +275,10 @@ def _check_values(fields: Mapping[str, Any], is_stored: bool) -> None:
                         _check_text(item, (path, key), is_stored)
                 elif item is not None and type(item) is not int:
                     todo.append((item, (path, key), level + 1))
+        elif not isinstance(value, int):
+            expected = "text, whole numbers, true, false, null, lists and objects"
+            seen = f"a value of type {type(value).__name__}"
+            raise _refused("values of a namespace description are plain", path, expected=expected, seen=seen)
 
 
 def _check_key(key: object, path: _Path, is_stored: bool) -> None:
