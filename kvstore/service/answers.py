@@ -155,8 +155,8 @@ class Answers:
             self.store.report(outcome)
 
     def end_prompt(self, message: messages.PromptEnded, tenant: str, *, may_save: bool) -> None:
-        """Take an ended prompt and its client's wishes; one of another tenant's namespace is dropped. Wishes decide what
-        is kept, so only who may save has them.
+        """Take an ended prompt and its client's wishes; one of another tenant's namespace is dropped. Wishes decide
+        what is kept, so only who may save has them.
 
         Raises:
             InvalidRequest: Something in it is malformed, or the peer may not save.
