@@ -131,6 +131,13 @@ ALWAYS_OF_TIERS = (
 )
 """Likewise, with a series for each tier."""
 ALWAYS_BY_LABEL = (
+    *(
+        f'hints{{hint="{hint}",outcome="{outcome}"}}'
+        for hint in ("demote", "prefetch", "priority", "release", "retain_s")
+        for outcome in ("taken", "over_rate")
+    ),
+    *(f'hints_dropped{{reason="{reason}"}}' for reason in ("full", "unavailable")),
+    *(f'prefetches{{outcome="{outcome}"}}' for outcome in ("fetched", "part", "in_memory", "failed", "refused")),
     *(f'prefetched_bytes{{outcome="{outcome}"}}' for outcome in ("fetched", "used", "wasted")),
     *(f'saves{{outcome="{outcome}"}}' for outcome in ("stored", "exists", "busy", "full")),
     *(f'stage_refused{{reason="{reason}"}}' for reason in ("memory_full", "stage_bytes", "leases")),

@@ -163,6 +163,7 @@ def test_every_input_of_the_interface_is_named_as_it_is_typed() -> None:
         "within_ms",
         "compare",
     }
+    no_verb |= {"demote", "model", "prefetch", "priority", "release", "retain_s", "session", "tenant_id"}
     assert set(admin.TYPED) == inputs - no_verb and no_verb <= inputs
     helps = " ".join(_parameters())
     assert all(re.search(rf"(?<!\S){re.escape(typed)}(?!\S)", helps) for typed, _ in admin.TYPED.values())
