@@ -52,7 +52,7 @@ class NodeShape:
         network_gb_s: To and from Redis.
         token_bytes: KV of a token, all ranks of a model together.
         gpus_per_model: Over how many GPUs a model is spread.
-        step_tokens: That an engine computes in a step.
+        step_tokens: The most tokens that an engine computes in one step.
         prompt_tokens: Of the prompts that are resumed.
         event_loops: Threads of the service that move bytes.
     """

@@ -52,7 +52,7 @@ class Row:
         computed_given: Tokens that the store did not restore, in the order given.
         computed_planned: The same in the planned order.
         ratio: The first by the second.
-        ratios: The same for each fifth of the queries, in their order.
+        ratios: `ratio` for each fifth of the queries, in the order in which they were asked.
         search_p50_ms: The search in the service.
         call_p50_ms: The whole call, over HTTP.
         cpu_ms: Processor time of the service for one plan.

@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 ENV_PREFIX = "KVSTORE_"
 CONFIG_VARIABLE = "KVSTORE_CONFIG"
-"""Names the TOML file where no flag does."""
+"""The variable that names the TOML file of settings where no flag names one."""
 TOKEN_VARIABLE = "KVSTORE_TOKEN"
 """Holds the token of verbs where no file does; services do not read it."""
 

@@ -49,7 +49,7 @@ class Incoming:
     """The payloads of one connection: at most one is being received, others are being stored.
 
     Args:
-        budget: Shared by all connections, and by the rule of `Shares` among tenants.
+        budget: Memory for payloads, shared by all connections; `Shares` divides it among tenants.
         credit_bytes: This connection's window; a larger payload is admitted if it is alone.
 
     Attributes:

@@ -198,7 +198,7 @@ class Saver:
             self._admission.copied(namespace, boundary.prefix)
 
     async def _write_through(self, record: Record, tier: Tier, retention: Retention, deadline: Deadline) -> SaveOutcome:
-        """Write to the tier that the caller waits for, its pending entry first."""
+        """Write the pending entry, then the record to the tier whose answer the caller waits for."""
         key, is_hot, writes = record.key, tier is self._hot, self._pending_writes
         writes.begin(record, is_short=retention is Retention.SHORT, is_promise=is_hot)
         is_there = may_be_there = False

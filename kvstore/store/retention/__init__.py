@@ -20,4 +20,4 @@ class RetentionParts:
     admission: ColdAdmission | None = None
     """Decides which saves that wait for memory alone the cold tier gets; `None`: all."""
     operator_rules: OperatorRules | None = None
-    """Which weights are retired: lookups find nothing of theirs. `None`: none."""
+    """Says which weights are retired: lookups find no record of retired weights. `None`: none are."""
