@@ -64,6 +64,7 @@ def test_a_model_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert "--model" in capsys.readouterr().err
 
 
+@pytest.mark.full  # costs of bytes change while other tests run beside it
 @pytest.mark.servers
 def test_the_plan_describes_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     """Whole paths through a service and a Redis cost what their parts do, within a third: processor time, which other
