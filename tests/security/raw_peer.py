@@ -18,6 +18,7 @@ from kvstore.wire.frames import pack_head
 __all__ = ["RawPeer", "head_bytes", "prefix"]
 
 _WAIT_S = 30.0
+_RECEIVE_BUFFER_BYTES = 256 << 10
 
 
 def head_bytes(message: messages.Message, payload_bytes: int = 0) -> bytes:
@@ -45,6 +46,8 @@ class RawPeer:
         is_unix = isinstance(address, UnixAddress)
         self.sock = socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET)
         self.sock.settimeout(_WAIT_S)
+        # else the kernel may take tens of MiB for a peer that reads nothing: then nothing is unread
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
         try:
             if isinstance(address, UnixAddress):
                 self.sock.connect(address.path)
