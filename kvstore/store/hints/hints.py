@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -24,6 +24,7 @@ from kvstore.store.hints.ended_prompts import EndedPrompts, Told
 from kvstore.store.hints.prefetch import Find, Prefetcher
 from kvstore.store.placement import Presence, slices_of
 from kvstore.store.retention.policy_choice import PolicyChoice
+from kvstore.tiers.base import Tier
 
 HINTS_PER_S, HINTS_BURST = 100.0, 1000.0
 """Prompts with wishes that a tenant may have taken: in the long run, and at once. Beyond, wishes are dropped."""
@@ -102,7 +103,7 @@ class Hints:
         if (hint := Hint.of(wishes)) is not None:
             told.hints["eviction"] = self._order(prompt, hint, layout)
         if wishes.release:
-            self._context.background.spawn(self._let_go(prompt, layout), "release", is_shared=True)
+            self._context.background.spawn(self._release_own(prompt, layout), "release", is_shared=True)
         if wishes.demote:
             self._context.background.spawn(self._demote_in_turn(told, prompt, layout), "demote", is_shared=True)
         self._count(wishes, "taken")
@@ -138,7 +139,7 @@ class Hints:
         what = "released" if hint.priority == RELEASED else f"priority {hint.priority} for {hint.for_s:.0f} s"
         return f"{what} up to token {prompt.boundaries[-1].tokens}"
 
-    async def _let_go(self, prompt: EndedPrompt, layout: Layout) -> None:
+    async def _release_own(self, prompt: EndedPrompt, layout: Layout) -> None:
         """Have memory evict the prompt's own part first. Records stay until then."""
         async with self._turns.turn((prompt.tenant, 0)):
             for number, boundary in enumerate(await self._own_part(prompt), 1):
@@ -153,51 +154,30 @@ class Hints:
 
     async def _demote(self, told: Told, prompt: EndedPrompt, layout: Layout) -> None:
         """Drop the prompt's own part from memory where a slower tier has it, and from the hot tier where the cold one
-        does.
+        does. Each tier is asked for each record: what a lookup assumes of a tier is no reason to remove another copy.
         """
         deadline = Deadline.after(_DEMOTE_S, self._clock)
-        own = await self._own_part(prompt)
-        own_part = replace(prompt, boundaries=tuple(own))
+        hot, cold = self._context.hot, self._context.cold
+        own_part = replace(prompt, boundaries=tuple(await self._own_part(prompt)))
+        num_dropped = num_deleted = 0
         try:
             presence = await self._find(query_of(own_part), layout, deadline)
-            await self._ask_slower(presence, deadline)
-            num_dropped, of_hot = 0, list[RecordKey]()
-            for number, (probe, bits) in enumerate(presence.memory.items(), 1):
-                for slice_ in slices_of(bits & (presence.hot.get(probe, 0) | presence.cold.get(probe, 0))):
-                    num_dropped += self._memory.drop_idle(presence.key(probe, slice_))
-                if number % _AT_ONCE == 0:
-                    await asyncio.sleep(0)
-            for number, (probe, bits) in enumerate(presence.hot.items(), 1):
-                of_hot += [presence.key(probe, slice_) for slice_ in slices_of(bits & presence.cold.get(probe, 0))]
-                if number % _AT_ONCE == 0:
-                    await asyncio.sleep(0)
-            if self._context.hot is not None:
-                for start in range(0, len(of_hot), PIECE):
-                    await self._context.hot.delete_all(of_hot[start : start + PIECE], deadline=deadline)
+            keys = await _records(presence)
+            for start in range(0, len(keys), PIECE):
+                piece = keys[start : start + PIECE]
+                in_hot = await _held(hot, piece, deadline)
+                in_cold = await _held(cold, piece, deadline)
+                num_dropped += sum(self._memory.drop_idle(key) for key in piece if key in in_hot or key in in_cold)
+                if hot is not None and (both := [key for key in piece if key in in_hot and key in in_cold]):
+                    await hot.delete_all(both, deadline=deadline)
+                    num_deleted += len(both)
         except KVStoreError as error:
             told.hints["demote"] = f"failed: {error.sentence()}"
             return
         self._meters.add("demoted_records", num_dropped, tier=self._memory.name)
-        if self._context.hot is not None:
-            self._meters.add("demoted_records", len(of_hot), tier=self._context.hot.name)
-        told.hints["demote"] = f"{num_dropped} records left memory, {len(of_hot)} the hot tier"
-
-    async def _ask_slower(self, presence: Presence, deadline: Deadline) -> None:
-        """Without a catalog a lookup asks the tiers only for what memory lacks: ask for the rest, one slice of each
-        record, which stands for all.
-        """
-        if self._catalog is not None:
-            return
-        probes = sorted({*presence.memory, *presence.hot})
-        for tier, found in ((self._context.hot, presence.hot), (self._context.cold, presence.cold)):
-            asked = [probe for probe in probes if probe not in found] if tier is not None else []
-            for start in range(0, len(asked), PIECE):
-                piece = asked[start : start + PIECE]
-                keys = [presence.key(probe, 0) for probe in piece]
-                assert tier is not None
-                for probe, size in zip(piece, await tier.head(keys, deadline=deadline), strict=True):
-                    if size is not None:
-                        found[probe] = (1 << presence.layout.groups[probe[1]].num_slices) - 1
+        if hot is not None:
+            self._meters.add("demoted_records", num_deleted, tier=hot.name)
+        told.hints["demote"] = f"{num_dropped} records left memory, {num_deleted} the hot tier"
 
     async def _own_part(self, prompt: EndedPrompt) -> list[Boundary]:
         """The boundaries from the end that this prompt's conversation alone used, by the counts of the catalog: each
@@ -243,6 +223,25 @@ def query_of(prompt: EndedPrompt) -> PrefixQuery:
     """All of a prompt, as a lookup would ask for it."""
     cap_tokens = prompt.boundaries[-1].tokens if prompt.boundaries else 0
     return PrefixQuery(prompt.namespace, prompt.boundaries, 0, cap_tokens, prompt.step_tokens)
+
+
+async def _records(presence: Presence) -> list[RecordKey]:
+    """The records of a prompt that memory has, or the hot tier by a lookup."""
+    found: dict[RecordKey, None] = {}
+    for level in (presence.memory, presence.hot):
+        for number, (probe, bits) in enumerate(level.items(), 1):
+            found.update(dict.fromkeys(presence.key(probe, slice_) for slice_ in slices_of(bits)))
+            if number % _AT_ONCE == 0:
+                await asyncio.sleep(0)
+    return list(found)
+
+
+async def _held(tier: Tier | None, keys: Sequence[RecordKey], deadline: Deadline) -> set[RecordKey]:
+    """Those of the records that a tier says it has."""
+    if tier is None:
+        return set()
+    sizes = await tier.head(keys, deadline=deadline)
+    return {key for key, size in zip(keys, sizes, strict=True) if size is not None}
 
 
 def _keys(namespace: NamespaceId, boundary: Boundary, layout: Layout) -> list[RecordKey]:

@@ -143,6 +143,28 @@ async def test_a_demoted_prompt_leaves_the_hot_tier_where_the_cold_one_has_it() 
         assert [size is not None for size in sizes] == [False] * 4 + [True] * 4
 
 
+@pytest.mark.parametrize("where", ["memory", "hot"])
+async def test_the_last_copy_of_a_record_is_never_demoted(where: str) -> None:
+    """Of one record the cold tier lacks a slice, which no lookup asks for: that slice stays where it is."""
+    prompt, hot, cold = Prompt(ATTENTION, "a", 256), slow_tier("redis"), slow_tier("s3")
+    await fill(cold, prompt)
+    missing = prompt.record_keys([128])[-1]
+    assert await cold.inner.delete(missing, deadline=soon())
+    if where == "hot":
+        await fill(hot, prompt)
+    async with opened(prompt, hot=hot if where == "hot" else None, cold=cold) as store:
+        if where == "memory":
+            for record in prompt.records():
+                store.memory.insert(record)
+        store.end_prompt(ended(prompt, demote=True))
+        await until(lambda: "demote" in status(store))
+        sizes = await hot.inner.head(prompt.record_keys(), deadline=soon())
+        kept = [key for key, size in zip(prompt.record_keys(), sizes, strict=True) if size is not None]
+        if where == "memory":
+            kept = [key for key in prompt.record_keys() if key in store.memory]
+        assert kept == [missing]
+
+
 async def test_a_released_prompt_leaves_memory_first() -> None:
     """Though it was used last."""
     prompt, other = Prompt(ATTENTION, "a", 256), Prompt(ATTENTION, "b", 256)
