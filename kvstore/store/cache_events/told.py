@@ -123,7 +123,8 @@ class Told:
                     yield topic, batch
                     batch, num_bytes = [], event_bytes(event)
                 batch.append(event)
-            yield topic, batch
+            if batch:  # none, if other pages have all blocks of those that came
+                yield topic, batch
 
     def _events(self, topic: str) -> Iterator[Event]:
         for (medium, group), hashes in self._gone[topic].items():

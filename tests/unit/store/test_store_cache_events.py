@@ -98,6 +98,7 @@ def batch_of(number: int) -> list[Event]:
 def test_a_subscriber_that_stops_and_replays_ends_equal(publisher: EventPublisher, addresses: tuple[str, str]) -> None:
     """It joins late, loses what is sent while it is away, finds each gap by the sequence, and has all at the end."""
     publisher.publish("kv@node:a@m", batch_of(0))
+    time.sleep(0.5)  # until it was sent to nobody
     subscriber, expected = EventSubscriber(*addresses), set[Entry]()
     apply(expected, "kv@node:a@m", batch_of(0))
     try:
