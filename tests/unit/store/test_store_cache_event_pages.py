@@ -146,6 +146,21 @@ async def test_a_block_is_gone_when_the_last_page_with_it_is(service: Service) -
     await service.until(lambda: not service.blocks)
 
 
+async def test_a_page_whose_blocks_are_known_publishes_nothing(service: Service) -> None:
+    """Not even a batch without events, when it comes and when it goes."""
+    first, same = page("first", [1, 2]), page("same", [1, 2], namespace=BLUE)
+    service.save(first, "red")
+    await service.until(lambda: service.blocks == {1, 2})
+    num_batches = len(service.published.batches)
+    service.save(same, "blue")
+    await asyncio.sleep(0.3)  # some rounds
+    service.drop(first)
+    await asyncio.sleep(0.3)
+    assert len(service.published.batches) == num_batches
+    service.drop(same)
+    await service.until(lambda: not service.blocks)
+
+
 async def test_groups_of_a_page_count_on_their_own(service: Service) -> None:
     wide, narrow = page("wide", [1, 2], groups=2), page("narrow", [1, 2], namespace=BLUE)
     service.save(wide)
