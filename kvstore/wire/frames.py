@@ -63,14 +63,15 @@ class FrameSink(Protocol):
 
 
 def pack_head(head: Head, payload_bytes: int = 0) -> bytes:
-    """Prefix and head of a frame; the payload follows on the stream.
+    """Prefix and head of a frame; the payload follows on the stream. A lone surrogate in a text, which users may have
+    sent in JSON, becomes `?`.
 
     Raises:
         InternalError: The head is over 4 MiB, or holds a value that msgpack cannot represent, such as an integer of
             more than 64 bits.
     """
     try:
-        packed: bytes = msgpack.packb(head, use_bin_type=True)
+        packed: bytes = msgpack.packb(head, use_bin_type=True, unicode_errors="replace")
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise InternalError("a frame's head cannot be packed", type=head.get("type"), error=error) from error
     if len(packed) > MAX_HEAD_BYTES:

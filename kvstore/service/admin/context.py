@@ -20,9 +20,16 @@ from kvstore.service.admin.access import Reader
 from kvstore.service.admin.catalog_access import NO_CATALOG, CatalogAccess, Namespace
 from kvstore.service.admin.data_loop import CALL_S, DataLoop
 from kvstore.service.admin.documents import DocumentUses
-from kvstore.service.admin.models import NAMESPACE_EXAMPLE, NAMESPACE_PATTERN, NamespaceText, namespace_id
+from kvstore.service.admin.models import (
+    NAMESPACE_EXAMPLE,
+    NAMESPACE_PATTERN,
+    NamespaceText,
+    namespace_id,
+    shown_tenant,
+)
 from kvstore.service.admin.port import Administered
 from kvstore.service.authentication import Grant
+from kvstore.service.session import ConnectedEngine
 from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.store.encryption.key_ring import Generation
 from kvstore.store.retention.operator_rules import OperatorRules
@@ -53,7 +60,7 @@ class AdminContext:
         is_stopping: Whether long responses should end.
         scans: Turns of requests that read many entries.
         prompts: Turns of plans and lookups, which do not wait for scans.
-        queries: Turns of what routers ask.
+        queries: Turns of what routers ask, and of hints.
         document_uses: How often plans asked for documents.
         followers: How many responses follow the events, by token.
     """
@@ -93,6 +100,20 @@ class AdminContext:
     def is_valid(self, grant: Grant) -> bool:
         """Whether a token still has this grant."""
         return self.service.credentials is None or self.service.credentials.holds(grant)
+
+    def engines(self, grant: Grant, model: str, tenant_shown: str | None) -> list[ConnectedEngine]:
+        """The connected engines that a token may see and that serve a model.
+
+        Args:
+            tenant_shown: Of this tenant alone, as `shown_tenant` names it; `None`: of all.
+        """
+        return [
+            engine
+            for engine in self.service.server.engines()
+            if grant.sees(engine.tenant)
+            and model in engine.instance.models
+            and tenant_shown in (None, shown_tenant(engine.tenant))
+        ]
 
     def soon(self, within_s: float = CALL_S) -> Deadline:
         """The deadline of a call that starts now."""

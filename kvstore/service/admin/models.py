@@ -34,6 +34,12 @@ Cursor = Annotated[str, Query(max_length=200, description="`next_cursor` of the 
 Confirm = Annotated[bool, Query(description="false: a dry run, which changes nothing")]
 
 
+def shown_tenant(tenant: str) -> str:
+    """How routers' requests and answers name a tenant: those that have none are `default`, as Mooncake's RFC 1403 has
+    it."""
+    return tenant or "default"
+
+
 def namespace_id(text: str) -> NamespaceId:
     """A namespace from its 32 hex digits."""
     return NamespaceId(bytes.fromhex(text))

@@ -16,6 +16,7 @@ from kvstore.model.page_blocks import BlockGroup, PageBlocks
 from kvstore.model.prompt_hint import NO_WISHES, EndedPrompt, Wishes
 from kvstore.runtime.arena import Place
 from kvstore.wire import convert, messages
+from kvstore.wire.frames import pack_head
 from kvstore.wire.messages import decode, encode, error_of, raise_error
 
 ALL = list(messages.MESSAGE_TYPES.values())
@@ -353,3 +354,13 @@ def test_names_of_blocks_cannot_forge_a_line_of_a_log() -> None:
     message = convert.blocks_message(replace(BLOCKS, model="a\nb" + "x" * 300))
     assert convert.parse_blocks(message).model.startswith("a\\nb")
     assert len(convert.parse_blocks(message).model) <= 256
+
+
+def test_users_texts_that_are_no_unicode_are_sent() -> None:
+    """JSON may have lone surrogates in a request's id and in a session: neither stops an engine's reports."""
+    prompt = EndedPrompt("r\ud800", NAMESPACE, (), 64, 64, Wishes(session="\udfff", release=True))
+    sent = pack_head(encode(convert.ended_message(prompt)))
+    message = decode(msgpack.unpackb(sent[16:], raw=False))
+    assert isinstance(message, messages.PromptEnded)
+    found = convert.parse_ended(message)
+    assert (found.request, found.wishes.session, found.wishes.release) == ("r?", "?", True)

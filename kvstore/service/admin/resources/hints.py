@@ -22,9 +22,10 @@ from kvstore.model.prompt_hint import (
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.access import Saver
 from kvstore.service.admin.context import AdminContext, Context
-from kvstore.service.admin.models import NAMESPACE_EXAMPLE, TokenId
+from kvstore.service.admin.models import NAMESPACE_EXAMPLE, TokenId, shown_tenant
 from kvstore.service.admin.problems import Refused, refusals
 from kvstore.service.admin.resources.prompt import TOKENS_MAX, hash_prompt, read_json, split_token_ids, validated
+from kvstore.service.admin.resources.query import TARGETS_MAX
 from kvstore.service.authentication import Grant
 from kvstore.store.hints.ended_prompts import Told
 from kvstore.wire.convert import plain_text
@@ -32,7 +33,6 @@ from kvstore.wire.convert import plain_text
 router = APIRouter(tags=["hints"])
 
 _TEXT_MAX = 256
-_NO_TENANT_SHOWN = "default"
 _RETRY_S = "1"
 
 
@@ -111,32 +111,38 @@ async def prefetch(context: Context, grant: Saver, request: Request) -> TakenHin
     """Copy a prompt's pages to this node's memory, for a turn that is expected soon. Answers at once; `POST /v1/query`
     says what memory has. At most an eighth of the memory is taken by what no request has used.
     """
-    named, token_ids = await _read(request, NamedPrompt)
-    return await _tell(context, grant, named, token_ids, Wishes(prefetch=True))
+    body = await read_json(request)
+    async with context.queries.turn():
+        named, token_ids = await _parse(body, NamedPrompt)
+        return await _apply(context, grant, named, token_ids, Wishes(prefetch=True))
 
 
 @router.post("/hints", status_code=202, responses=refusals(404, 413), openapi_extra=_body(HintedPrompt))
 async def hint(context: Context, grant: Saver, request: Request) -> TakenHints:
     """Say what to do with a prompt's pages: as `kv_transfer_params.kvstore` in a request, for one that has ended."""
-    named, token_ids = await _read(request, HintedPrompt)
-    wishes = Wishes(
-        retain_s=named.retain_s,
-        priority=named.priority,
-        release=named.release,
-        prefetch=named.prefetch,
-        demote=named.demote,
-    )
-    if not wishes.said:
-        raise InvalidRequest("no hint: give retain_s, priority, release, prefetch or demote", field="body")
-    return await _tell(context, grant, named, token_ids, wishes)
+    body = await read_json(request)
+    async with context.queries.turn():
+        named, token_ids = await _parse(body, HintedPrompt)
+        wishes = Wishes(
+            retain_s=named.retain_s,
+            priority=named.priority,
+            release=named.release,
+            prefetch=named.prefetch,
+            demote=named.demote,
+        )
+        if not wishes.said:
+            raise InvalidRequest(
+                "no hint", field="body", expected="retain_s, priority, release, prefetch or demote", seen="none"
+            )
+        return await _apply(context, grant, named, token_ids, wishes)
 
 
 M = TypeVar("M", bound=NamedPrompt)
 
 
-async def _read(request: Request, model: type[M]) -> tuple[M, Sequence[int] | None]:
+async def _parse(body: bytes, model: type[M]) -> tuple[M, Sequence[int] | None]:
     """The body, and its token ids; `None`: it names a request or a session."""
-    fields, token_ids = await split_token_ids(await read_json(request), TOKENS_MAX)
+    fields, token_ids = await split_token_ids(body, TOKENS_MAX)
     named = validated(model, fields if token_ids is None else {**fields, "token_ids": []})
     if token_ids is None and named.token_ids is not None:
         token_ids = array("I", named.token_ids)
@@ -151,7 +157,7 @@ async def _read(request: Request, model: type[M]) -> tuple[M, Sequence[int] | No
     return named, token_ids
 
 
-async def _tell(
+async def _apply(
     context: AdminContext, grant: Grant, named: NamedPrompt, token_ids: Sequence[int] | None, wishes: Wishes
 ) -> TakenHints:
     store = context.service.store
@@ -163,7 +169,7 @@ async def _tell(
         prompts = await _prompts(context, grant, named, token_ids)
         told = await _call(context, lambda: [store.keep_prompt(prompt) for prompt in prompts])
 
-    def tell() -> list[TakenHint]:
+    def apply() -> list[TakenHint]:
         taken = []
         for one in told:
             if not store.hints.wish(one, wishes):
@@ -171,7 +177,7 @@ async def _tell(
             taken.append(_taken(one))
         return taken
 
-    return TakenHints(prompts=await _call(context, tell))
+    return TakenHints(prompts=await _call(context, apply))
 
 
 R = TypeVar("R")
@@ -202,14 +208,17 @@ async def _prompts(
     context: AdminContext, grant: Grant, named: NamedPrompt, token_ids: Sequence[int]
 ) -> list[EndedPrompt]:
     """The prompt in each namespace in which connected engines serve the model."""
-    model, tenant = plain_text(named.model or ""), named.tenant_id
     targets = {
         (engine.namespace, engine.tenant, engine.instance.step_tokens)
-        for engine in context.service.server.engines()
-        if grant.sees(engine.tenant)
-        and model in engine.instance.models
-        and tenant in (None, engine.tenant or _NO_TENANT_SHOWN)
+        for engine in context.engines(grant, plain_text(named.model or ""), named.tenant_id)
     }
+    if len(targets) > TARGETS_MAX:
+        raise InvalidRequest(
+            "too many namespaces and kinds of engines serve this model",
+            field="body.model",
+            expected=f"at most {TARGETS_MAX}; name the tenant_id, or a request or session",
+            seen=len(targets),
+        )
     prompts: list[EndedPrompt] = []
     hashed: dict[int, tuple[Boundary, ...]] = {}
     for namespace, owner, step_tokens in sorted(targets):
@@ -222,7 +231,7 @@ async def _prompts(
 def _taken(told: Told) -> TakenHint:
     prompt = told.prompt
     return TakenHint(
-        tenant=prompt.tenant or _NO_TENANT_SHOWN,
+        tenant=shown_tenant(prompt.tenant),
         namespace=prompt.namespace.hex(),
         request=prompt.request,
         tokens=prompt.boundaries[-1].tokens if prompt.boundaries else 0,

@@ -21,7 +21,7 @@ from kvstore.model.namespace import NamespaceNotOpen
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.access import Reader
 from kvstore.service.admin.context import AdminContext, Context
-from kvstore.service.admin.models import NAMESPACE_EXAMPLE, TokenId
+from kvstore.service.admin.models import NAMESPACE_EXAMPLE, TokenId, shown_tenant
 from kvstore.service.admin.problems import Refused, refusals
 from kvstore.service.admin.resources.prompt import (
     ANSWER_S,
@@ -39,12 +39,10 @@ from kvstore.wire.convert import plain_text
 router = APIRouter(tags=["query"])
 
 _QUESTIONS_MAX = 64
-_TARGETS_MAX = 32
+TARGETS_MAX = 32
 """Namespaces, and kinds of engines in them, of one tenant that a question is answered for: so a tenant with many cannot
 make the questions of operators' routers too long."""
 _TEXT_MAX = 256
-_NO_TENANT_SHOWN = "default"
-"""How the proposal names the tenant of those that have none."""
 
 
 class Question(BaseModel):
@@ -112,8 +110,7 @@ async def query(context: Context, grant: Reader, request: Request) -> Matches | 
     async with context.queries.turn():
         questions, is_list = await _parse(body, grant)
         deadline = context.soon(ANSWER_S)
-        engines = [engine for engine in context.service.server.engines() if grant.sees(engine.tenant)]
-        answers = [await _answer(context, engines, question, ids, deadline) for question, ids in questions]
+        answers = [await _answer(context, grant, question, ids, deadline) for question, ids in questions]
     return answers if is_list else answers[0]
 
 
@@ -151,31 +148,28 @@ class _Target:
 
 async def _answer(
     context: AdminContext,
-    engines: Sequence[ConnectedEngine],
+    grant: Grant,
     question: Question,
     token_ids: Sequence[int],
     deadline: Deadline,
 ) -> Matches:
-    model, tenant, name = plain_text(question.model), question.tenant_id, question.instance_id
+    name = question.instance_id
     asked: list[tuple[ConnectedEngine, _Target]] = []
     targets: dict[str, set[_Target]] = defaultdict(set)  # by tenant
-    for engine in engines:
+    for engine in context.engines(grant, plain_text(question.model), question.tenant_id):
         instance = engine.instance
-        if (
-            model in instance.models
-            and tenant in (None, engine.tenant or _NO_TENANT_SHOWN)
-            and name in (None, instance.name)
-        ):
-            points = ResumePoints(instance.step_tokens, instance.cap_tokens(len(token_ids)))
-            target, others = _Target(engine.namespace, points), targets[engine.tenant]
-            if target in others or len(others) < _TARGETS_MAX:
-                others.add(target)
-                asked.append((engine, target))
+        if name not in (None, instance.name):
+            continue
+        points = ResumePoints(instance.step_tokens, instance.cap_tokens(len(token_ids)))
+        target, others = _Target(engine.namespace, points), targets[engine.tenant]
+        if target in others or len(others) < TARGETS_MAX:
+            others.add(target)
+            asked.append((engine, target))
     reaches = await _reaches(context, set().union(*targets.values()), question, token_ids, deadline)
     ranks: dict[tuple[str, str], list[tuple[ConnectedEngine, Reach]]] = defaultdict(list)
     for engine, target in asked:
         if (reach := reaches.get(target)) is not None:
-            ranks[engine.tenant or _NO_TENANT_SHOWN, engine.instance.name].append((engine, reach))
+            ranks[shown_tenant(engine.tenant), engine.instance.name].append((engine, reach))
     matches: Matches = defaultdict(dict)
     for (tenant_shown, instance_name), found in sorted(ranks.items(), key=lambda item: item[0]):
         matches[tenant_shown][instance_name] = _match(found, question.block_size or 1)
