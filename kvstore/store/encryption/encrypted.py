@@ -265,7 +265,7 @@ class EncryptedStore(PageStore):
 
     def keep_prompt(self, prompt: EndedPrompt) -> Told:
         """As `TieredStore.keep_prompt`, under the current names."""
-        return self.inner.keep_prompt(self._renamed(prompt))
+        return self.inner.keep_prompt(self._renamed(self.inner.hints.trimmed(prompt)))  # fewer names to compute
 
     def _renamed(self, prompt: EndedPrompt) -> EndedPrompt:
         """A prompt under its tenant's current names; without boundaries for a tenant that has no key."""

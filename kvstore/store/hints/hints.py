@@ -77,12 +77,17 @@ class Hints:
 
     def keep(self, prompt: EndedPrompt) -> Told:
         """Keep a prompt; one that no request named gets a name that no engine gives."""
-        layout = self._layout_of(prompt.namespace)
-        if layout is not None:
-            prompt = replace(prompt, boundaries=ends_of_pages(prompt.boundaries, layout.page_tokens))
+        prompt = self.trimmed(prompt)
         if not prompt.request:
             prompt = replace(prompt, request=f"hint-{next(self._numbers)}")
         return self.prompts.add(prompt)
+
+    def trimmed(self, prompt: EndedPrompt) -> EndedPrompt:
+        """A prompt with the boundaries that can be stored: a router's has one at each possible resume point."""
+        layout = self._layout_of(prompt.namespace)
+        if layout is None:
+            return prompt
+        return replace(prompt, boundaries=ends_of_pages(prompt.boundaries, layout.page_tokens))
 
     def end(self, prompt: EndedPrompt) -> None:
         """Keep a prompt that its engine has ended, and have its wishes done."""

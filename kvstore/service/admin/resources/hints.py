@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Request
@@ -164,20 +165,19 @@ async def _apply(
     if named.tenant_id is not None and grant.tenant not in (None, named.tenant_id):
         raise Refused(403, "the token is another tenant's", field="body.tenant_id")  # whether or not it exists
     if token_ids is None:
-        told = await _call(context, lambda: [_found(named, grant, context)])
+        kept: list[Callable[[], Told]] = [lambda: _found(named, grant, context)]
     else:
         prompts = await _prompts(context, grant, named, token_ids)
-        told = await _call(context, lambda: [store.keep_prompt(prompt) for prompt in prompts])
+        kept = [partial(store.keep_prompt, prompt) for prompt in prompts]
 
-    def apply() -> list[TakenHint]:
-        taken = []
-        for one in told:
-            if not store.hints.wish(one, wishes):
-                raise Refused(429, "too many hints of this tenant", headers={"Retry-After": _RETRY_S})
-            taken.append(_taken(one))
-        return taken
+    def apply(keep: Callable[[], Told]) -> TakenHint:
+        one = keep()
+        if not store.hints.wish(one, wishes):
+            raise Refused(429, "too many hints of this tenant", headers={"Retry-After": _RETRY_S})
+        return _taken(one)
 
-    return TakenHints(prompts=await _call(context, apply))
+    # a call for each: a long prompt takes milliseconds of the store's loop
+    return TakenHints(prompts=[await _call(context, partial(apply, keep)) for keep in kept])
 
 
 R = TypeVar("R")
