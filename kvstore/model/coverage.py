@@ -17,7 +17,7 @@ Tokens below `local_tokens` are in the engine's own cache already, so no pages a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,8 @@ from kvstore.model.layout import GroupLayout, Layout, cell_of
 
 MAX_POINTS = 1 << 20
 """Most cells, and most resume points, of one prompt: bounds the work that a hostile query can cause."""
+_FIRST_POINTS, _POINTS_AT_ONCE = 64, 8192
+"""Resume points that are tried at a time: few at first, since most prompts are resumed near their end or not at all."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -73,20 +75,24 @@ def longest_resumable(
     table = _Table(layout, boundary_tokens, groups_present)
     if step_tokens <= 0:
         raise InvalidRequest("step_tokens must be positive", step_tokens=step_tokens)
-    usable: list[Callable[[int], bool]] = [
-        set(table.ends(index).tolist()).__contains__  # a state
+    groups = [
+        _StateReader(table.ends(index))
         if group.is_state
-        else _PageReader(group, table.ends(index), table, local_tokens=local_tokens).usable
+        else _PageReader(group, table.ends(index), table, local_tokens=local_tokens)
         for index, group in enumerate(layout.groups)
     ]
     furthest = min((boundary_tokens[-1] if boundary_tokens else 0), cap_tokens)
     if furthest // step_tokens > MAX_POINTS:
         raise InvalidRequest(f"a prompt has at most {MAX_POINTS} resume points", seen=furthest // step_tokens)
-    candidate = furthest // step_tokens * step_tokens
+    candidate, at_once = furthest // step_tokens * step_tokens, _FIRST_POINTS
     while candidate > local_tokens:
-        if all(is_usable(candidate) for is_usable in usable):
-            return candidate
-        candidate -= step_tokens
+        stop = max(local_tokens, candidate - step_tokens * at_once)
+        tried = points = np.arange(candidate, stop, -step_tokens, dtype=np.int64)
+        for group in groups:
+            points = points[group.usable(points)]
+        if len(points):
+            return int(points[0])
+        candidate, at_once = int(tried[-1]) - step_tokens, _POINTS_AT_ONCE
     return local_tokens
 
 
@@ -218,16 +224,26 @@ class _PageReader:
         # furthest boundary with a record in each cell, 0 for none: of several assignments the last one counts
         reach = np.zeros(table.num_cells, dtype=np.int64)
         reach[(ends - 1) // table.page_tokens] = ends
-        self._reach: list[int] = reach.tolist()
+        self._reach = reach
         # first cell of the unbroken run of full pages that ends before each cell
         whole = reach == cells * table.page_tokens
-        self._run_start: list[int] = [0, *np.maximum.accumulate(np.where(whole, 0, cells)).tolist()]
+        self._run_start = np.concatenate(([0], np.maximum.accumulate(np.where(whole, 0, cells))))
 
-    def usable(self, resume_tokens: int) -> bool:
-        needed_from = self._kind.needed_from(resume_tokens)
-        assert needed_from is not None
-        start = max(needed_from, self._local_tokens)
-        if start >= resume_tokens:
-            return True
-        last = cell_of(resume_tokens, self._page_tokens)
-        return self._reach[last] >= resume_tokens and self._run_start[last] <= start // self._page_tokens
+    def usable(self, points: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """For each resume point whether this group serves it."""
+        needed = np.fromiter((self._kind.needed_from(point) for point in points.tolist()), np.int64, len(points))
+        starts = np.maximum(needed, self._local_tokens)
+        last = (points - 1) // self._page_tokens
+        is_covered = (self._reach[last] >= points) & (self._run_start[last] <= starts // self._page_tokens)
+        return (starts >= points) | is_covered
+
+
+class _StateReader:
+    """Usable where a state ends."""
+
+    def __init__(self, ends: npt.NDArray[np.int64]) -> None:
+        self._ends = ends
+
+    def usable(self, points: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """For each resume point whether this group serves it."""
+        return np.isin(points, self._ends)
