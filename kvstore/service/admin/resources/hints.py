@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import gcd
 from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvstore.errors import InvalidRequest
-from kvstore.model.keys import Boundary
+from kvstore.model.keys import NamespaceId
 from kvstore.model.prompt_hint import (
     NORMAL_PRIORITY,
     PRIORITY_MAX,
@@ -208,23 +210,23 @@ async def _prompts(
     context: AdminContext, grant: Grant, named: NamedPrompt, token_ids: Sequence[int]
 ) -> list[EndedPrompt]:
     """The prompt in each namespace in which connected engines serve the model."""
-    targets = {
-        (engine.namespace, engine.tenant, engine.instance.step_tokens)
-        for engine in context.engines(grant, plain_text(named.model or ""), named.tenant_id)
-    }
-    if len(targets) > TARGETS_MAX:
+    steps: dict[tuple[NamespaceId, str], int] = {}
+    for engine in context.engines(grant, plain_text(named.model or ""), named.tenant_id):
+        place = engine.namespace, engine.tenant
+        steps[place] = gcd(steps.get(place, 0), engine.instance.step_tokens)
+    if len(steps) > TARGETS_MAX:
         raise InvalidRequest(
-            "too many namespaces and kinds of engines serve this model",
+            "too many namespaces have this model",
             field="body.model",
             expected=f"at most {TARGETS_MAX}; name the tenant_id, or a request or session",
-            seen=len(targets),
+            seen=len(steps),
         )
+    hashed = await hash_prompt(token_ids, named.cache_salt, gcd(*steps.values())) if steps else []
     prompts: list[EndedPrompt] = []
-    hashed: dict[int, tuple[Boundary, ...]] = {}
-    for namespace, owner, step_tokens in sorted(targets):
-        if step_tokens not in hashed:
-            hashed[step_tokens] = tuple(await hash_prompt(token_ids, named.cache_salt, step_tokens))
-        prompts.append(EndedPrompt("", namespace, hashed[step_tokens], step_tokens, len(token_ids), tenant=owner))
+    for (namespace, owner), step_tokens in sorted(steps.items()):
+        boundaries = tuple(boundary for boundary in hashed if boundary.tokens % step_tokens == 0)
+        prompts.append(EndedPrompt("", namespace, boundaries, step_tokens, len(token_ids), tenant=owner))
+        await asyncio.sleep(0)
     return prompts
 
 
