@@ -10,8 +10,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from kvstore.client import ClientTls
+from kvstore.client import BlockingStore, ClientOptions, ClientTls, EmbeddedOptions
 from kvstore.errors import InvalidRequest
+from kvstore.model.instance import EngineInstance
 from kvstore.model.media import parse_media
 from kvstore.runtime.sizes import parse_bytes
 
@@ -131,6 +132,31 @@ class ConnectorSettings:
     @property
     def saves(self) -> bool:
         return self.mode in ("both", "save")
+
+    def connect(self, name: str, token: str | None, *, instance: EngineInstance | None = None) -> BlockingStore:
+        """A client of the service.
+
+        Args:
+            name: This process, as the service shows it to its operator.
+            token: As `read_token` gives it, which reads the file again.
+            instance: The engine, of the one client that looks up for it.
+
+        Raises:
+            InvalidRequest: `url`, or the token or certificates that it needs, cannot be used.
+        """
+        stall_s = self.stall_timeout_ms / 1000
+        options = ClientOptions(
+            name=name,
+            stall_timeout_s=stall_s,
+            first_stall_timeout_s=10 * stall_s,
+            tls=self.tls(),
+            instance=instance,
+        )
+        embedded = EmbeddedOptions(memory_bytes=self.memory_bytes, disk_bytes=self.disk_bytes)
+        try:
+            return BlockingStore(self.url, token=token, options=options, embedded=embedded)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{error}; or embedded:", field="url") from error
 
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> ConnectorSettings:

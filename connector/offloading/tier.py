@@ -35,7 +35,7 @@ from connector.offloading.transfers import Done, Job, Transfers
 from connector.request_parameters import RequestFlags, read_flags
 from connector.settings import cache_folder
 from connector.vllm.guard import guarded
-from kvstore.client import BlockingStore, ClientOptions, EmbeddedOptions, PageDoor
+from kvstore.client import PageDoor
 from kvstore.codec import CodecPool
 from kvstore.errors import Closed, InvalidRequest, KVStoreError
 from kvstore.model.keys import NamespaceId
@@ -94,7 +94,7 @@ class KVStoreTier(SecondaryTierManager):
         self._flags: dict[str, RequestFlags] = {}
         self._misses: Counter[str] = Counter()
         self._chunks: Counter[tuple[str, str]] = Counter()
-        self._store = self._connect()
+        self._store = read.connect(f"vllm offloading, pid {os.getpid()}", read.read_token())
         self._threads = CodecPool(num_threads=_CODEC_THREADS, limit_bytes=_CODEC_BYTES)
         self._lookups = Lookups(read.lookup_timeout_ms / 1000, lambda reason: self._misses.update((reason,)))
         self._transfers = Transfers(primary_kv_view, read.max_wait_ms / 1000)
@@ -105,21 +105,6 @@ class KVStoreTier(SecondaryTierManager):
         except Exception as error:  # noqa: BLE001 - of a vLLM that has changed: its engine runs without the store
             self._refuse(error)
         threading.Thread(target=self._identify, args=(engine,), name="kvstore-weights", daemon=True).start()
-
-    def _connect(self) -> BlockingStore:
-        settings, stall_s = self._settings, self._settings.stall_timeout_ms / 1000
-        options = ClientOptions(
-            name=f"vllm offloading, pid {os.getpid()}",
-            stall_timeout_s=stall_s,
-            first_stall_timeout_s=10 * stall_s,
-            tls=settings.tls(),
-        )
-        embedded = EmbeddedOptions(memory_bytes=settings.memory_bytes, disk_bytes=settings.disk_bytes)
-        token = settings.read_token()
-        try:
-            return BlockingStore(settings.url, token=token, options=options, embedded=embedded)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"{error}; or embedded:", field="url") from error
 
     # which chunks are stored
 

@@ -27,7 +27,7 @@ from connector.settings import cache_folder
 from connector.sglang.engine import identify_weights, read_engine, weights_now
 from connector.sglang.pools import KV, PoolMemory, Ranks, splits_heads, view_of
 from connector.sglang.settings import read_settings
-from kvstore.client import BlockingStore, ClientOptions, EmbeddedOptions, PageDoor, describe_pages
+from kvstore.client import PageDoor, describe_pages
 from kvstore.codec import CodecPool
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.model.coverage import usable_lengths
@@ -103,19 +103,8 @@ class KVStoreHiCache(HiCacheStorage):
         self.identified = threading.Event()
         self._weights: tuple[str, ...] = ()
         self._refusal = "dcp_size is not supported" if storage_config.dcp_size > 1 else ""
-        stall_s = settings.stall_timeout_ms / 1000
-        options = ClientOptions(
-            name=f"sglang pid {os.getpid()} rank {storage_config.tp_rank}",
-            stall_timeout_s=stall_s,
-            first_stall_timeout_s=10 * stall_s,
-            tls=settings.tls(),
-        )
-        embedded = EmbeddedOptions(memory_bytes=settings.memory_bytes, disk_bytes=settings.disk_bytes)
-        token = settings.read_token()
-        try:
-            self._store = BlockingStore(settings.url, token=token, options=options, embedded=embedded)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"{error}; or embedded:", field="url") from error
+        name = f"sglang pid {os.getpid()} rank {storage_config.tp_rank}"
+        self._store = settings.connect(name, settings.read_token())
         self._threads = CodecPool(num_threads=_NUM_THREADS, limit_bytes=_CODEC_BYTES)
         threading.Thread(target=self._identify, name="kvstore-weights", daemon=True).start()
 

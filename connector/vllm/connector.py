@@ -39,9 +39,7 @@ from connector.vllm.guard import guarded
 from connector.vllm.observability import ObservabilityHooks
 from connector.vllm.requests import PoolPins, RequestReader, read_step, read_trace
 from connector.worker.side import WorkerSide
-from kvstore.client import BlockingStore, ClientOptions, EmbeddedOptions
-from kvstore.errors import InvalidRequest
-from kvstore.model.instance import EngineInstance
+from kvstore.client import BlockingStore
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
@@ -112,30 +110,9 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         if isinstance(shape, str):
             self._refusal = shape
             return
-        self._bridge = self._connect()
+        self._bridge = self._settings.connect(read_name(vllm_config), self._token)
         num_cores = len(os.sched_getaffinity(0))
         self.worker_side = WorkerSide(self._settings, self._facts, shape, self._bridge, num_cores=num_cores)
-
-    def _connect(self, instance: EngineInstance | None = None) -> BlockingStore:
-        """A client of the service.
-
-        Args:
-            instance: The engine, of the one client that looks up for it.
-        """
-        settings = self._settings
-        name, stall_s = read_name(self._vllm_config), settings.stall_timeout_ms / 1000
-        options = ClientOptions(
-            name=name,
-            stall_timeout_s=stall_s,
-            first_stall_timeout_s=10 * stall_s,
-            tls=settings.tls(),
-            instance=instance,
-        )
-        embedded = EmbeddedOptions(memory_bytes=settings.memory_bytes, disk_bytes=settings.disk_bytes)
-        try:
-            return BlockingStore(settings.url, token=self._token, options=options, embedded=embedded)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"{error}; or embedded:", field="url") from error
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -289,7 +266,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             media_rules=facts.media_rules,
             adapter_rules=facts.adapter_rules,
         )
-        self._bridge = self._connect(read_instance(self._vllm_config, self._settings, shape))
+        instance = read_instance(self._vllm_config, self._settings, shape)
+        self._bridge = self._settings.connect(read_name(self._vllm_config), self._token, instance=instance)
         self.scheduler_side = SchedulerSide(
             self._settings,
             facts,

@@ -105,8 +105,8 @@ def _play(prompts: Sequence[TracedPrompt], plan: ReplayPlan, on_progress: Callab
     candidates: Sequence[Candidate] = CANDIDATES if plan.policy == AUTO else (parse_candidate(plan.policy),)
     current = candidates[0]
     budget_bytes = plan.budget_blocks * plan.block_bytes
-    told = _ToldHints(prompts, plan)
-    holdings = Holdings(budget_bytes, told.policy_of(current))
+    hints = _TraceHints(prompts, plan)
+    holdings = Holdings(budget_bytes, hints.policy_of(current))
     marks = Marks(holdings)
     # every rule sees every prompt, so that its memory is filled when `auto` changes to it
     rules = {one.admission: one.make_admission(plan.budget_blocks) for one in candidates}
@@ -124,26 +124,26 @@ def _play(prompts: Sequence[TracedPrompt], plan: ReplayPlan, on_progress: Callab
         _look_up(prompt, tokens, holdings, layout, result)
         if auto is not None and auto.observe(prompt.blocks, tokens, sizes, prompt.at_s):
             current = auto.current
-            holdings.use_policy(told.policy_of(current))
+            holdings.use_policy(hints.policy_of(current))
             result.followed.append((index, current.name))
         for name, rule in rules.items():
             if name != current.admission:
                 rule.admit(prompt.blocks, tokens)
         admitted = rules[current.admission].admit(prompt.blocks, tokens)
-        path = prompt.blocks[: told.admitted(index, prompt, admitted)]
+        path = prompt.blocks[: hints.admitted(index, prompt, admitted)]
         num_written, num_evicted = save_prompt(holdings, path, tokens, sizes, now=prompt.at_s)
-        told.tell(index, prompt, tokens, marks)
+        hints.give(index, prompt, tokens, marks)
         result.blocks_written += num_written
         result.blocks_evicted += num_evicted
         if index % 64 == 63:
             on_progress(64)
     on_progress(len(prompts) % 64)
-    result.hints_followed, result.num_hints = told.num_followed, told.num_hints
+    result.hints_followed, result.num_hints = hints.num_followed, hints.num_hints
     return result
 
 
-class _ToldHints:
-    """The hints of a trace, each told with its prompt, and followed as the store follows them."""
+class _TraceHints:
+    """The hints of a trace, each given with its prompt, and followed as the store follows them."""
 
     def __init__(self, prompts: Sequence[TracedPrompt], plan: ReplayPlan) -> None:
         self._hints = hints_of(prompts, plan.hints, block_tokens=plan.block_tokens)
@@ -167,7 +167,7 @@ class _ToldHints:
         self.num_followed += 1
         return len(prompt.blocks) if hint.priority > NORMAL else 0
 
-    def tell(self, index: int, prompt: TracedPrompt, tokens: Sequence[int], marks: Marks) -> None:
+    def give(self, index: int, prompt: TracedPrompt, tokens: Sequence[int], marks: Marks) -> None:
         """A prompt was looked up and is saved: its last whole block and its end are marked."""
         if not self.is_on:
             return

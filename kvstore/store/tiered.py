@@ -29,7 +29,7 @@ from kvstore.store.cache_events.placements import PlacementEvents
 from kvstore.store.context import StoreContext
 from kvstore.store.explain.absence import AbsenceFinder
 from kvstore.store.explain.explainer import Explainer
-from kvstore.store.hints.ended_prompts import Told
+from kvstore.store.hints.ended_prompts import KeptPrompt
 from kvstore.store.hints.hints import Hints
 from kvstore.store.hints.prefetch import Prefetcher
 from kvstore.store.leases import LeaseTable
@@ -411,7 +411,7 @@ class TieredStore(PageStore):
         if not self._closed:
             self.hints.end(prompt)
 
-    def keep_prompt(self, prompt: EndedPrompt) -> Told:
+    def keep_prompt(self, prompt: EndedPrompt) -> KeptPrompt:
         """Keep a prompt for hints that name it later."""
         return self.hints.keep(prompt)
 

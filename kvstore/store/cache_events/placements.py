@@ -17,9 +17,9 @@ from kvstore.model.page_blocks import PageBlocks
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
+from kvstore.store.cache_events.changes import BATCH_BYTES, Changes, Holders
 from kvstore.store.cache_events.encoding import CLEARED, Event
 from kvstore.store.cache_events.pages import Page, Pages, Place
-from kvstore.store.cache_events.told import BATCH_BYTES, Holders, Told
 from kvstore.tiers.memory import MemoryTier
 
 _ROUND_S = 0.1
@@ -192,27 +192,27 @@ class PlacementEvents:
             by_namespace[namespace].append(prefix)
         for namespace, prefixes in by_namespace.items():
             table = await self._look_up(namespace, prefixes)
-            told = Told(self._topics.of, self._holders)
+            changes = Changes(self._topics.of, self._holders)
             for index, prefix in enumerate(prefixes):
-                self._compare((namespace, prefix), table, index, told)
-                if told.num_bytes >= BATCH_BYTES:  # what changes while others run marks its boundary again
-                    await self._publish(told)
-                    told = Told(self._topics.of, self._holders)
-            await self._publish(told)
+                self._compare((namespace, prefix), table, index, changes)
+                if changes.num_bytes >= BATCH_BYTES:  # what changes while others run marks its boundary again
+                    await self._publish(changes)
+                    changes = Changes(self._topics.of, self._holders)
+            await self._publish(changes)
 
-    async def _publish(self, told: Told) -> None:
+    async def _publish(self, changes: Changes) -> None:
         """Publish what was compared, and forget pages that are too many."""
-        await self._send(told)
+        await self._send(changes)
         self._forget_unplaced()
         while (oldest := self._placed.excess()) is not None:
-            forgotten = Told(self._topics.of, self._holders)
+            forgotten = Changes(self._topics.of, self._holders)
             self._forget(oldest, forgotten)
             await self._send(forgotten)
         await asyncio.sleep(0)
 
-    async def _send(self, told: Told) -> None:
+    async def _send(self, changes: Changes) -> None:
         """Publish events, and let others run after each batch."""
-        for topic, events in told.batches():
+        for topic, events in changes.batches():
             self._clear_once(topic)
             self._publisher.publish(topic, events)
             await asyncio.sleep(0)
@@ -228,7 +228,7 @@ class PlacementEvents:
         except (Unavailable, Closed, InvalidRequest, CorruptRecord):
             return None
 
-    def _compare(self, place: Place, table: EntryTable | None, index: int, told: Told) -> None:
+    def _compare(self, place: Place, table: EntryTable | None, index: int, changes: Changes) -> None:
         namespace, prefix = place
         pages = self._pages.get(place)
         if pages is None:
@@ -243,10 +243,10 @@ class PlacementEvents:
                     now.append(medium)
             for medium in page.media:
                 if medium not in now:
-                    told.gone(page, medium)
+                    changes.gone(page, medium)
             for medium in now:
                 if medium not in page.media:
-                    told.there(page, medium)
+                    changes.there(page, medium)
             if bool(now) != bool(page.media):
                 before, after = (self._unplaced, self._placed) if now else (self._placed, self._unplaced)
                 before.remove(page)
@@ -257,7 +257,7 @@ class PlacementEvents:
         while (oldest := self._unplaced.excess()) is not None:
             self._forget(oldest)
 
-    def _forget(self, page: Page, told: Told | None = None) -> None:
+    def _forget(self, page: Page, changes: Changes | None = None) -> None:
         """Forget a page. Subscribers forget it too, since no later removal could reach them."""
         pages = self._pages[page.place]
         del pages[page.blocks.group]
@@ -265,9 +265,9 @@ class PlacementEvents:
             del self._pages[page.place]
             self._marked.pop(page.place, None)
         (self._placed if page.media else self._unplaced).remove(page)
-        if told is not None:
+        if changes is not None:
             for medium in page.media:
-                told.gone(page, medium)
+                changes.gone(page, medium)
 
     def _clear_once(self, topic: str) -> None:
         """Have subscribers drop what an earlier run of this service published under a name of the node alone: with the

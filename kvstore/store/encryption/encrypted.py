@@ -31,7 +31,7 @@ from kvstore.runtime.watched_file import Watched
 from kvstore.store.encryption import key_ledger
 from kvstore.store.encryption.key_ledger import KeyLedger, KeyState
 from kvstore.store.encryption.key_ring import Generation, KeyRing
-from kvstore.store.hints.ended_prompts import Told
+from kvstore.store.hints.ended_prompts import KeptPrompt
 from kvstore.store.hints.hints import Hints
 from kvstore.store.placement import Reach, ResumePoints
 from kvstore.store.saving import verify_record
@@ -263,7 +263,7 @@ class EncryptedStore(PageStore):
         """As `TieredStore.hints`, under keyed names."""
         return self.inner.hints
 
-    def keep_prompt(self, prompt: EndedPrompt) -> Told:
+    def keep_prompt(self, prompt: EndedPrompt) -> KeptPrompt:
         """As `TieredStore.keep_prompt`, under the current names."""
         return self.inner.keep_prompt(self._renamed(self.inner.hints.trimmed(prompt)))  # fewer names to compute
 

@@ -17,7 +17,7 @@ _CANDIDATES_SHOWN = 5
 
 
 @dataclass(slots=True)
-class Told:
+class KeptPrompt:
     """A prompt, and what was done about the hints that named it.
 
     Attributes:
@@ -36,24 +36,24 @@ class EndedPrompts:
 
     def __init__(self) -> None:
         self._room = Room(_ROOM_BYTES)
-        self._of_tenant: dict[str, Kept[str, Told]] = {}
+        self._of_tenant: dict[str, Kept[str, KeptPrompt]] = {}
         self._numbers = count()
 
-    def add(self, prompt: EndedPrompt) -> Told:
+    def add(self, prompt: EndedPrompt) -> KeptPrompt:
         """Keep a prompt, in place of an earlier one of the same request."""
         kept = self._of_tenant.get(prompt.tenant)
         if kept is None:
             kept = self._of_tenant[prompt.tenant] = Kept(self._room, _KEPT, _KEPT_BYTES)
-        told = Told(prompt, next(self._numbers))
+        told = KeptPrompt(prompt, next(self._numbers))
         kept.put(prompt.request, told, ENTRY_BYTES + _BOUNDARY_BYTES * len(prompt.boundaries))
         return told
 
-    def get(self, tenant: str, request: str) -> Told | None:
+    def get(self, tenant: str, request: str) -> KeptPrompt | None:
         """The prompt of exactly this request of a tenant."""
         kept = self._of_tenant.get(tenant)
         return kept.entries.get(request) if kept is not None else None
 
-    def of_request(self, request: str, tenant: str | None) -> Told:
+    def of_request(self, request: str, tenant: str | None) -> KeptPrompt:
         """The prompt of a request, by its id or the start of one.
 
         Args:
@@ -71,7 +71,7 @@ class EndedPrompts:
         shown = ", ".join(told.prompt.request for told in found[:_CANDIDATES_SHOWN])
         raise InvalidRequest("several requests start like this", field="request", seen=request[:256], candidates=shown)
 
-    def of_session(self, session: str, tenant: str | None) -> Told:
+    def of_session(self, session: str, tenant: str | None) -> KeptPrompt:
         """The latest prompt of a session.
 
         Raises:
@@ -82,7 +82,7 @@ class EndedPrompts:
             raise InvalidRequest("no request that ended recently names this session", field="session", seen=session)
         return found
 
-    def _latest(self, tenant: str | None) -> Iterator[Told]:
+    def _latest(self, tenant: str | None) -> Iterator[KeptPrompt]:
         """The prompts of a tenant, or of all, the latest first."""
         if tenant is not None:
             kept = self._of_tenant.get(tenant)

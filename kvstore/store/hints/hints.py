@@ -20,7 +20,7 @@ from kvstore.model.prompt_hint import EndedPrompt, Wishes, ends_of_pages
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.turns import PIECE, Turns
 from kvstore.store.context import StoreContext
-from kvstore.store.hints.ended_prompts import EndedPrompts, Told
+from kvstore.store.hints.ended_prompts import EndedPrompts, KeptPrompt
 from kvstore.store.hints.prefetch import Find, Prefetcher
 from kvstore.store.placement import Presence, slices_of
 from kvstore.store.retention.policy_choice import PolicyChoice
@@ -75,7 +75,7 @@ class Hints:
         self._turns = Turns(_RUNS_MAX)
         self.prompts = EndedPrompts()
 
-    def keep(self, prompt: EndedPrompt) -> Told:
+    def keep(self, prompt: EndedPrompt) -> KeptPrompt:
         """Keep a prompt; one that no request named gets a name that no engine gives."""
         prompt = self.trimmed(prompt)
         if not prompt.request:
@@ -93,48 +93,48 @@ class Hints:
         """Keep a prompt that its engine has ended, and have its wishes done."""
         self.wish(self.keep(prompt), prompt.wishes)
 
-    def wish(self, told: Told, wishes: Wishes) -> bool:
+    def wish(self, kept: KeptPrompt, wishes: Wishes) -> bool:
         """Have wishes for a kept prompt done. False: the tenant has too many, and they are dropped."""
-        prompt = replace(told.prompt, wishes=wishes)
+        prompt = replace(kept.prompt, wishes=wishes)
         if not wishes.said.keys() - {"session"}:
             return True
         layout = self._layout_of(prompt.namespace)
-        is_over_rate = not self._may_say(prompt.tenant)
+        is_over_rate = not self._is_within_rate(prompt.tenant)
         if layout is None or not prompt.boundaries or is_over_rate:
             self._count(wishes, "over_rate" if is_over_rate else "nothing_stored")
-            told.hints["dropped"] = "over the rate of hints" if is_over_rate else "the prompt has no page"
+            kept.hints["dropped"] = "over the rate of hints" if is_over_rate else "the prompt has no page"
             return not is_over_rate
-        told.hints.pop("dropped", None)
+        kept.hints.pop("dropped", None)
         if (hint := Hint.of(wishes)) is not None:
-            told.hints["eviction"] = self._order(prompt, hint, layout)
+            kept.hints["eviction"] = self._order(prompt, hint, layout)
         if wishes.release:
             self._context.background.spawn(self._release_own(prompt, layout), "release", is_shared=True)
         if wishes.demote:
-            self._context.background.spawn(self._demote_in_turn(told, prompt, layout), "demote", is_shared=True)
+            self._context.background.spawn(self._demote_in_turn(kept, prompt, layout), "demote", is_shared=True)
         self._count(wishes, "taken")
-        return not wishes.prefetch or self._prefetch(told, layout)
+        return not wishes.prefetch or self._prefetch(kept, layout)
 
     def explain(self, tenant: str, request: str) -> Mapping[str, object]:
         """What hints were given for a request's prompt, and what became of each."""
-        told = self.prompts.get(tenant, request)
-        if told is None:
+        kept = self.prompts.get(tenant, request)
+        if kept is None:
             return {}
-        said: dict[str, object] = {**told.prompt.wishes.said, **told.hints}
-        if "eviction" in told.hints and self._choice is not None:
+        said: dict[str, object] = {**kept.prompt.wishes.said, **kept.hints}
+        if "eviction" in kept.hints and self._choice is not None:
             followed = "followed" if self._choice.follows(tenant) else "not followed now: no gain is seen"
-            said["eviction"] = f"{told.hints['eviction']}; the tenant's hints are {followed}"
+            said["eviction"] = f"{kept.hints['eviction']}; the tenant's hints are {followed}"
         return said
 
     # the wishes
 
-    def _prefetch(self, told: Told, layout: Layout) -> bool:
-        prompt = told.prompt
-        told.hints["prefetch"] = "waiting"
+    def _prefetch(self, kept: KeptPrompt, layout: Layout) -> bool:
+        prompt = kept.prompt
+        kept.hints["prefetch"] = "waiting"
         is_taken = self._prefetcher.request(
-            query_of(prompt), layout, prompt.tenant, lambda text: told.hints.update(prefetch=text)
+            query_of(prompt), layout, prompt.tenant, lambda text: kept.hints.update(prefetch=text)
         )
         if not is_taken:
-            told.hints["prefetch"] = "refused: too many prefetches wait"
+            kept.hints["prefetch"] = "refused: too many prefetches wait"
         return is_taken
 
     def _order(self, prompt: EndedPrompt, hint: Hint, layout: Layout) -> str:
@@ -153,11 +153,11 @@ class Hints:
                 if number % _AT_ONCE == 0:
                     await asyncio.sleep(0)
 
-    async def _demote_in_turn(self, told: Told, prompt: EndedPrompt, layout: Layout) -> None:
+    async def _demote_in_turn(self, kept: KeptPrompt, prompt: EndedPrompt, layout: Layout) -> None:
         async with self._turns.turn((prompt.tenant, 0)):
-            await self._demote(told, prompt, layout)
+            await self._demote(kept, prompt, layout)
 
-    async def _demote(self, told: Told, prompt: EndedPrompt, layout: Layout) -> None:
+    async def _demote(self, kept: KeptPrompt, prompt: EndedPrompt, layout: Layout) -> None:
         """Drop the prompt's own part from memory where a slower tier has it, and from the hot tier where the cold one
         does. Each tier is asked for each record: what a lookup assumes of a tier is no reason to remove another copy.
         """
@@ -177,12 +177,12 @@ class Hints:
                     await hot.delete_all(both, deadline=deadline)
                     num_deleted += len(both)
         except KVStoreError as error:
-            told.hints["demote"] = f"failed: {error.sentence()}"
+            kept.hints["demote"] = f"failed: {error.sentence()}"
             return
         self._meters.add("demoted_records", num_dropped, tier=self._memory.name)
         if hot is not None:
             self._meters.add("demoted_records", num_deleted, tier=hot.name)
-        told.hints["demote"] = f"{num_dropped} records left memory, {num_deleted} the hot tier"
+        kept.hints["demote"] = f"{num_dropped} records left memory, {num_deleted} the hot tier"
 
     async def _own_part(self, prompt: EndedPrompt) -> list[Boundary]:
         """The boundaries from the end that this prompt's conversation alone used, by the counts of the catalog: each
@@ -206,7 +206,7 @@ class Hints:
 
     # bounds
 
-    def _may_say(self, tenant: str) -> bool:
+    def _is_within_rate(self, tenant: str) -> bool:
         now_s = self._clock.monotonic_s()
         rate = self._rates.pop(tenant, None) or _Rate(HINTS_BURST, now_s)
         rate.left = min(HINTS_BURST, rate.left + (now_s - rate.at_s) * HINTS_PER_S)

@@ -30,7 +30,7 @@ from kvstore.service.admin.problems import Refused, refusals
 from kvstore.service.admin.resources.prompt import TOKENS_MAX, hash_prompt, read_json, split_token_ids, validated
 from kvstore.service.admin.resources.query import TARGETS_MAX
 from kvstore.service.authentication import Grant
-from kvstore.store.hints.ended_prompts import Told
+from kvstore.store.hints.ended_prompts import KeptPrompt
 from kvstore.wire.convert import plain_text
 
 router = APIRouter(tags=["hints"])
@@ -167,12 +167,12 @@ async def _apply(
     if named.tenant_id is not None and grant.tenant not in (None, named.tenant_id):
         raise Refused(403, "the token is another tenant's", field="body.tenant_id")  # whether or not it exists
     if token_ids is None:
-        kept: list[Callable[[], Told]] = [lambda: _found(named, grant, context)]
+        kept: list[Callable[[], KeptPrompt]] = [lambda: _found(named, grant, context)]
     else:
         prompts = await _prompts(context, grant, named, token_ids)
         kept = [partial(store.keep_prompt, prompt) for prompt in prompts]
 
-    def apply(keep: Callable[[], Told]) -> TakenHint:
+    def apply(keep: Callable[[], KeptPrompt]) -> TakenHint:
         one = keep()
         if not store.hints.wish(one, wishes):
             raise Refused(429, "too many hints of this tenant", headers={"Retry-After": _RETRY_S})
@@ -194,7 +194,7 @@ async def _call(context: AdminContext, work: Callable[[], R]) -> R:
     return await context.data_loop.call(call)
 
 
-def _found(named: NamedPrompt, grant: Grant, context: AdminContext) -> Told:
+def _found(named: NamedPrompt, grant: Grant, context: AdminContext) -> KeptPrompt:
     prompts = context.service.store.hints.prompts
     try:
         if named.request is not None:
@@ -230,12 +230,12 @@ async def _prompts(
     return prompts
 
 
-def _taken(told: Told) -> TakenHint:
-    prompt = told.prompt
+def _taken(kept: KeptPrompt) -> TakenHint:
+    prompt = kept.prompt
     return TakenHint(
         tenant=shown_tenant(prompt.tenant),
         namespace=prompt.namespace.hex(),
         request=prompt.request,
         tokens=prompt.boundaries[-1].tokens if prompt.boundaries else 0,
-        hints=dict(told.hints),
+        hints=dict(kept.hints),
     )

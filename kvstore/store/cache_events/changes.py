@@ -68,7 +68,7 @@ class _Came:
         return stored(self.blocks, self.run, self.group, self.medium)
 
 
-class Told:
+class Changes:
     """The events of some changes, by topic. Hashes that leave one medium and group are one event.
 
     Args:
