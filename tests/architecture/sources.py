@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +21,8 @@ def tree(path: Path) -> ast.Module:
     return ast.parse((ROOT / path).read_text(), str(path))
 
 
-def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
+@cache
+def imports(path: Path) -> list[tuple[str, int, bool]]:
     """Every absolute import of a file: module name, line, and whether it runs when the file is imported."""
     module = tree(path)
     deferred = {
@@ -31,12 +31,13 @@ def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
         if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef)
         for inner in ast.walk(outer)
     }
+    found = []
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, node.lineno, id(node) not in deferred
+            found += [(alias.name, node.lineno, id(node) not in deferred) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module, node.lineno, id(node) not in deferred
+            found.append((node.module, node.lineno, id(node) not in deferred))
+    return found
 
 
 def imports_of(names: tuple[str, ...], *folders: str) -> dict[str, list[Path]]:

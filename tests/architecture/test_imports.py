@@ -49,8 +49,7 @@ HOMES = {
 # Beside the public packages: what of `runtime` carries no policy, a counter, a clock, memory and threads of a process.
 CONNECTOR_MAY_IMPORT = (
     *("api", "model", "format", "codec", "errors", "client", "runtime.meters", "runtime.clock", "runtime.sizes"),
-    *("runtime.arena", "runtime.buffers", "runtime.prefault", "runtime.affinity"),
-    *("runtime.free_ranges", "runtime.machine", "runtime.instruments"),
+    *("runtime.arena", "runtime.buffers", "runtime.machine", "runtime.instruments"),
 )
 
 

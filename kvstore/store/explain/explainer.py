@@ -15,13 +15,13 @@ from kvstore.api import Outcome
 from kvstore.errors import Closed, InvalidRequest, KVStoreError
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.background import gather_all
+from kvstore.runtime.bounded_map import BoundedMap, SharedRoom
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.turns import PIECE, LongWork, Turns, who_asks
 from kvstore.store.context import StoreContext
 from kvstore.store.explain.absence import Absence, AbsenceFinder, Removals
-from kvstore.store.explain.kept import Kept, Room, bytes_of
 from kvstore.store.explain.reasons import REASONS, UNKNOWN, result_of
-from kvstore.store.explain.reports import Losses, Recent, ReportedLoss
+from kvstore.store.explain.reports import Losses, Recent, ReportedLoss, bytes_of
 
 _KEPT = 2048
 """Latest outcomes of each tenant; no tenant displaces those of another, unless all together exceed `_ROOM_BYTES`."""
@@ -99,12 +99,12 @@ class Explainer:
         self._clock = context.clock
         self._meters = context.meters
         self._background = context.background
-        self._reported: dict[str, Kept[str, ReportedOutcome]] = {}  # by tenant, by request
+        self._reported: dict[str, BoundedMap[str, ReportedOutcome]] = {}  # by tenant, by request
         self._waiting: deque[ReportedOutcome] = deque()
         self._searching: asyncio.Task[None] | None = None
         self._numbers = count()
         self._names: OrderedDict[NamespaceId, str] = OrderedDict()
-        self._room = Room(_ROOM_BYTES)
+        self._room = SharedRoom(_ROOM_BYTES)
         self._losses = Losses(self._room)
         self._recent: dict[str, Recent] = {"": Recent(context.clock)}  # of all, and of each tenant
         self.key_reason: Callable[[str], str] = lambda tenant: ""
@@ -144,7 +144,7 @@ class Explainer:
             return
         kept = self._reported.get(outcome.tenant)
         if kept is None:
-            kept = self._reported[outcome.tenant] = Kept(self._room, _KEPT, _KEPT_BYTES)
+            kept = self._reported[outcome.tenant] = BoundedMap(self._room, _KEPT, _KEPT_BYTES)
         # now, since a request that misses for a loss may lose the same record itself, which is no reason for its miss
         loss = self._loss_of(outcome, at_ms)
         if loss is not None and loss.outcome.request == outcome.request and loss.at_ms > at_ms:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
 from kvstore.model.layout import MAX_GROUPS
 from kvstore.model.outcome import Outcome
+from kvstore.runtime.bounded_map import BoundedMap, SharedRoom
 from kvstore.runtime.clock import Clock
-from kvstore.store.explain.kept import ENTRY_BYTES, Kept, Room, bytes_of
 from kvstore.store.explain.reasons import REASONS, result_of
 
 WINDOW_S = 300
@@ -22,6 +22,8 @@ _REQUESTS_KEPT = 2048
 _NAMESPACES_KEPT = 256
 _RECORDS_BYTES, _REQUESTS_BYTES, _NAMESPACES_BYTES = 6 << 20, 3 << 20, 1 << 20
 """Of each tenant. As many losses as engines report them fit; of the largest that a peer can send, some hundred."""
+_ENTRY_BYTES = 768
+"""About what a report takes without its texts."""
 _NEVER_SAVED_S = 300
 """How long a report of records that can never be saved counts: engines repeat it every minute while they run."""
 
@@ -43,19 +45,19 @@ class _OfRequest:
 
 
 class _OfTenant:
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: SharedRoom) -> None:
         self.num_groups = 0
-        self.records: Kept[tuple[NamespaceId, PrefixHash, int], ReportedLoss]
-        self.records = Kept(room, _RECORDS_KEPT, _RECORDS_BYTES)
-        self.namespaces: Kept[tuple[NamespaceId, int], ReportedLoss]
-        self.namespaces = Kept(room, _NAMESPACES_KEPT, _NAMESPACES_BYTES)
-        self.requests: Kept[str, _OfRequest] = Kept(room, _REQUESTS_KEPT, _REQUESTS_BYTES)
+        self.records: BoundedMap[tuple[NamespaceId, PrefixHash, int], ReportedLoss]
+        self.records = BoundedMap(room, _RECORDS_KEPT, _RECORDS_BYTES)
+        self.namespaces: BoundedMap[tuple[NamespaceId, int], ReportedLoss]
+        self.namespaces = BoundedMap(room, _NAMESPACES_KEPT, _NAMESPACES_BYTES)
+        self.requests: BoundedMap[str, _OfRequest] = BoundedMap(room, _REQUESTS_KEPT, _REQUESTS_BYTES)
 
 
 class Losses:
     """The latest loss of each record, kept apart for each tenant, to explain later requests that need it."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: SharedRoom) -> None:
         self._room = room
         self._tenants: dict[str, _OfTenant] = {}
 
@@ -77,7 +79,7 @@ class Losses:
         mine.first_tokens = min(mine.first_tokens, outcome.stop.tokens)
         reason = _word(outcome.reason)
         mine.records[reason] = mine.records.get(reason, 0) + outcome.num_lost
-        kept.requests.put(outcome.request, mine, ENTRY_BYTES + sys.getsizeof(outcome.request))
+        kept.requests.put(outcome.request, mine, _ENTRY_BYTES + sys.getsizeof(outcome.request))
 
     def at(self, tenant: str, namespace: NamespaceId, stop: Boundary, groups: int, now_ms: int) -> ReportedLoss | None:
         """The loss of a record that was missing at a boundary, of whose groups those in the bits `groups` were there.
@@ -184,3 +186,9 @@ def _word(reason: str) -> str:
 
 def _whole(value: object) -> int:
     return value if isinstance(value, int) and 0 <= value < 1 << 62 else 0
+
+
+def bytes_of(outcome: Outcome) -> int:
+    """About the memory that a report takes."""
+    texts = [outcome.request, outcome.reason, *outcome.detail, *outcome.detail.values()]
+    return _ENTRY_BYTES + sum(map(sys.getsizeof, texts))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
+from operator import attrgetter
 
 from kvstore.errors import InvalidRequest
 from kvstore.model.prompt_hint import EndedPrompt
-from kvstore.store.explain.kept import ENTRY_BYTES, Kept, Room
+from kvstore.runtime.bounded_map import BoundedMap, SharedRoom
 
 _KEPT, _KEPT_BYTES, _ROOM_BYTES = 2048, 16 << 20, 64 << 20
-"""Prompts and bytes of each tenant, and bytes of all: a prompt of 131,072 tokens has some 120 KB."""
-_BOUNDARY_BYTES = 200
+"""Limits: prompts and bytes of each tenant, and bytes of all. A prompt of 131,072 tokens takes about 120 KB."""
+_ENTRY_BYTES, _BOUNDARY_BYTES = 768, 200
+"""About what a prompt takes without its boundaries, and what each of these takes."""
 _CANDIDATES_SHOWN = 5
+_NUMBER = attrgetter("number")
 
 
 @dataclass(slots=True)
@@ -35,18 +39,18 @@ class EndedPrompts:
     """Keeps them, bounded for each tenant. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._room = Room(_ROOM_BYTES)
-        self._of_tenant: dict[str, Kept[str, KeptPrompt]] = {}
+        self._room = SharedRoom(_ROOM_BYTES)
+        self._of_tenant: dict[str, BoundedMap[str, KeptPrompt]] = {}
         self._numbers = count()
 
     def add(self, prompt: EndedPrompt) -> KeptPrompt:
         """Keep a prompt, in place of an earlier one of the same request."""
         kept = self._of_tenant.get(prompt.tenant)
         if kept is None:
-            kept = self._of_tenant[prompt.tenant] = Kept(self._room, _KEPT, _KEPT_BYTES)
-        told = KeptPrompt(prompt, next(self._numbers))
-        kept.put(prompt.request, told, ENTRY_BYTES + _BOUNDARY_BYTES * len(prompt.boundaries))
-        return told
+            kept = self._of_tenant[prompt.tenant] = BoundedMap(self._room, _KEPT, _KEPT_BYTES)
+        made = KeptPrompt(prompt, next(self._numbers))
+        kept.put(prompt.request, made, _ENTRY_BYTES + _BOUNDARY_BYTES * len(prompt.boundaries))
+        return made
 
     def get(self, tenant: str, request: str) -> KeptPrompt | None:
         """The prompt of exactly this request of a tenant."""
@@ -62,13 +66,15 @@ class EndedPrompts:
         Raises:
             InvalidRequest: No request that ended recently has this id, or several start like that.
         """
-        found = [told for told in self._latest(tenant) if told.prompt.request.startswith(request)]
-        exact = [told for told in found if told.prompt.request == request]
-        if len(found) == 1 or exact:
-            return (exact or found)[0]
+        exact = [kept for one in self._tenants(tenant) if (kept := one.entries.get(request)) is not None]
+        found = exact or [
+            kept for one in self._tenants(tenant) for name, kept in one.entries.items() if name.startswith(request)
+        ]
         if not found:
             raise InvalidRequest("no request that ended recently has this id", field="request", seen=request[:256])
-        shown = ", ".join(told.prompt.request for told in found[:_CANDIDATES_SHOWN])
+        if exact or len(found) == 1:
+            return max(found, key=_NUMBER)
+        shown = ", ".join(kept.prompt.request for kept in heapq.nlargest(_CANDIDATES_SHOWN, found, _NUMBER))
         raise InvalidRequest("several requests start like this", field="request", seen=request[:256], candidates=shown)
 
     def of_session(self, session: str, tenant: str | None) -> KeptPrompt:
@@ -77,15 +83,17 @@ class EndedPrompts:
         Raises:
             InvalidRequest: No request that ended recently named it.
         """
-        found = next((told for told in self._latest(tenant) if told.prompt.wishes.session == session), None)
+        latest = (
+            next((kept for kept in reversed(one.entries.values()) if kept.prompt.wishes.session == session), None)
+            for one in self._tenants(tenant)
+        )
+        found = max((kept for kept in latest if kept is not None), key=_NUMBER, default=None)
         if found is None:
             raise InvalidRequest("no request that ended recently names this session", field="session", seen=session)
         return found
 
-    def _latest(self, tenant: str | None) -> Iterator[KeptPrompt]:
-        """The prompts of a tenant, or of all, the latest first."""
-        if tenant is not None:
-            kept = self._of_tenant.get(tenant)
-            return iter(()) if kept is None else reversed(kept.entries.values())
-        every = [told for kept in self._of_tenant.values() for told in kept.entries.values()]
-        return iter(sorted(every, key=lambda told: -told.number))
+    def _tenants(self, tenant: str | None) -> Iterable[BoundedMap[str, KeptPrompt]]:
+        """The prompts of a tenant, or those of each one."""
+        if tenant is None:
+            return self._of_tenant.values()
+        return [self._of_tenant[tenant]] if tenant in self._of_tenant else []

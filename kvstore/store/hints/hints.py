@@ -6,6 +6,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from itertools import count
 from typing import Any
 
@@ -40,6 +41,20 @@ _AT_ONCE = 256
 class _Rate:
     left: float
     at_s: float
+
+
+class Heard(Enum):
+    """What became of the wishes for a prompt.
+
+    Attributes:
+        YES: They are done, or `KeptPrompt.hints` says why they have no effect.
+        OVER_RATE: The tenant gives too many, and these are dropped.
+        PREFETCH_REFUSED: Too many prefetches wait; the other wishes are done.
+    """
+
+    YES = auto()
+    OVER_RATE = auto()
+    PREFETCH_REFUSED = auto()
 
 
 class Hints:
@@ -93,17 +108,23 @@ class Hints:
         """Keep a prompt that its engine has ended, and have its wishes done."""
         self.wish(self.keep(prompt), prompt.wishes)
 
-    def wish(self, kept: KeptPrompt, wishes: Wishes) -> bool:
-        """Have wishes for a kept prompt done. False: the tenant has too many, and they are dropped."""
+    def wish(self, kept: KeptPrompt, wishes: Wishes) -> Heard:
+        """Have wishes for a kept prompt done; `kept.hints` says what was done about each."""
         prompt = replace(kept.prompt, wishes=wishes)
         if not wishes.said.keys() - {"session"}:
-            return True
+            return Heard.YES
         layout = self._layout_of(prompt.namespace)
-        is_over_rate = not self._is_within_rate(prompt.tenant)
-        if layout is None or not prompt.boundaries or is_over_rate:
-            self._count(wishes, "over_rate" if is_over_rate else "nothing_stored")
-            kept.hints["dropped"] = "over the rate of hints" if is_over_rate else "the prompt has no page"
-            return not is_over_rate
+        if not self._is_within_rate(prompt.tenant):
+            self._drop(kept, wishes, "over_rate", "over the rate of hints")
+            return Heard.OVER_RATE
+        if layout is None:
+            self._drop(
+                kept, wishes, "not_open", "the namespace is not open: unused for long, or its weights are retired"
+            )
+            return Heard.YES
+        if not prompt.boundaries:
+            self._drop(kept, wishes, "nothing_stored", "the prompt has no page")
+            return Heard.YES
         kept.hints.pop("dropped", None)
         if (hint := Hint.of(wishes)) is not None:
             kept.hints["eviction"] = self._order(prompt, hint, layout)
@@ -112,7 +133,11 @@ class Hints:
         if wishes.demote:
             self._context.background.spawn(self._demote_in_turn(kept, prompt, layout), "demote", is_shared=True)
         self._count(wishes, "taken")
-        return not wishes.prefetch or self._prefetch(kept, layout)
+        return Heard.PREFETCH_REFUSED if wishes.prefetch and not self._prefetch(kept, layout) else Heard.YES
+
+    def _drop(self, kept: KeptPrompt, wishes: Wishes, outcome: str, text: str) -> None:
+        self._count(wishes, outcome)
+        kept.hints["dropped"] = text
 
     def explain(self, tenant: str, request: str) -> Mapping[str, object]:
         """What hints were given for a request's prompt, and what became of each."""
@@ -138,8 +163,10 @@ class Hints:
         return is_taken
 
     def _order(self, prompt: EndedPrompt, hint: Hint, layout: Layout) -> str:
-        if self._choice is None or self._choice.marks is None or not layout.chained:
+        if self._choice is None or self._choice.marks is None:
             return "no effect: this store evicts nothing by retention"
+        if not layout.chained:
+            return "no effect: pages of this namespace are of use alone, so no prompt orders their eviction"
         self._choice.hint(prompt, hint, layout.page_tokens)
         what = "released" if hint.priority == RELEASED else f"priority {hint.priority} for {hint.for_s:.0f} s"
         return f"{what} up to token {prompt.boundaries[-1].tokens}"

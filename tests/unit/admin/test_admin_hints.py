@@ -12,6 +12,7 @@ import pytest
 from kvstore.client import RemoteStore
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.prompt_hint import EndedPrompt, Wishes, ends_of_pages
+from kvstore.store.hints.prefetch import Prefetcher
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from tests.unit.admin.service_harness import ServiceHarness, open_service, soon
@@ -142,3 +143,23 @@ async def test_another_tenants_prompts_do_not_exist(tmp_path: Path) -> None:
             assert (await red.post(path, json={**by_tokens, "tenant_id": "blue"})).status_code == 403
         assert made.store.meters.get("hints", hint="prefetch", outcome="taken") == 0
         assert (await blue.post("/v1/prefetch", json={"request": "chatcmpl-1"})).status_code == 202
+
+
+async def test_a_prefetch_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone it is answered 429, so that the client comes again. With a hint that was taken it is not, since the client
+    would give that hint twice."""
+    prompt = Prompt(ATTENTION, "tokens", 64)
+    async with (
+        open_service(tmp_path, with_tokens=False) as made,
+        made.client() as client,
+        engine(made, instance(), prompt) as store,
+    ):
+        await tell(store, ended(prompt, "chatcmpl-1"))
+        monkeypatch.setattr(Prefetcher, "request", lambda *_: False)
+        alone = await client.post("/v1/prefetch", json={"request": "chatcmpl-1"})
+        assert (alone.status_code, alone.headers["Retry-After"]) == (429, "1")
+        assert "too many prefetches wait" in alone.text
+        both = await client.post("/v1/hints", json={"request": "chatcmpl-1", "prefetch": True, "release": True})
+        assert both.status_code == 202, both.text
+        (taken,) = both.json()["prompts"]
+        assert taken["hints"]["prefetch"].startswith("refused") and "eviction" in taken["hints"]

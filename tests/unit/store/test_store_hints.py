@@ -115,6 +115,18 @@ class TestPrefetch:
             assert status(store)["prefetch"].startswith("nothing_stored: 0 bytes")
 
 
+async def test_why_hints_have_no_effect() -> None:
+    """A namespace that is not open is another cause than a prompt without a page."""
+    prompt, other = Prompt(ATTENTION, "a", 256), Prompt(ATTENTION, "b", 256, model="other")
+    async with opened(prompt) as store:
+        short = replace(ended(prompt, "short", release=True), boundaries=())
+        for one in (short, ended(other, "closed", release=True)):
+            store.end_prompt(one)
+        assert status(store, "short")["dropped"] == "the prompt has no page"
+        assert status(store, "closed")["dropped"].startswith("the namespace is not open")
+        assert store.meters.get("hints", hint="release", outcome="not_open") == 1
+
+
 async def test_a_demoted_prompt_leaves_memory_where_a_slower_tier_has_it() -> None:
     """What no slower tier has stays, and so does what is leased."""
     prompt, cold = Prompt(ATTENTION, "a", 256), slow_tier("s3")

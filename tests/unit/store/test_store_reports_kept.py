@@ -6,8 +6,8 @@ import pytest
 
 from kvstore.api import Outcome
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
+from kvstore.runtime.bounded_map import BoundedMap, SharedRoom
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.explain.kept import Kept, Room
 from kvstore.store.tiered import TieredStore
 from kvstore.tiers.memory import MemoryTier
 
@@ -56,8 +56,8 @@ async def test_usual_reports_are_kept_by_number() -> None:
 
 def test_who_takes_most_loses_first() -> None:
     """In a room for all, the largest gives way; an entry put again counts once."""
-    room = Room(100)
-    small, large = Kept[int, str](room, 10, 100), Kept[int, str](room, 10, 100)
+    room = SharedRoom(100)
+    small, large = BoundedMap[int, str](room, 10, 100), BoundedMap[int, str](room, 10, 100)
     small.put(1, "a", 20)
     for number in range(5):
         large.put(number, "b", 20)

@@ -31,6 +31,7 @@ from kvstore.service.admin.resources.prompt import TOKENS_MAX, hash_prompt, read
 from kvstore.service.admin.resources.query import TARGETS_MAX
 from kvstore.service.authentication import Grant
 from kvstore.store.hints.ended_prompts import KeptPrompt
+from kvstore.store.hints.hints import Heard
 from kvstore.wire.convert import plain_text
 
 router = APIRouter(tags=["hints"])
@@ -174,8 +175,11 @@ async def _apply(
 
     def apply(keep: Callable[[], KeptPrompt]) -> TakenHint:
         one = keep()
-        if not store.hints.wish(one, wishes):
+        heard = store.hints.wish(one, wishes)
+        if heard is Heard.OVER_RATE:
             raise Refused(429, "too many hints of this tenant", headers={"Retry-After": _RETRY_S})
+        if heard is Heard.PREFETCH_REFUSED and len(wishes.said) == 1:  # nothing else was done
+            raise Refused(429, "too many prefetches wait", headers={"Retry-After": _RETRY_S})
         return _taken(one)
 
     # a call for each: a long prompt takes milliseconds of the store's loop

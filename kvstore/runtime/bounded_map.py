@@ -1,38 +1,32 @@
-"""Mappings of what peers report: bounded in number and bytes, each and all together; the oldest leave.
+"""Mappings with a limit for each, and one for all together: when a limit is reached, the oldest entry is dropped.
 
 `kvstore.runtime.budget` bounds what must stay until its holder gives it back: it refuses, or lets its callers wait.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from typing import Generic, TypeVar
-
-from kvstore.model.outcome import Outcome
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
-ENTRY_BYTES = 768
-"""About what a report takes without its texts."""
 
-
-class Room:
-    """The bytes that several `Kept` may take together. Beyond, the one that takes most loses its oldest entry."""
+class SharedRoom:
+    """The bytes that several maps may take together. Beyond, the one that takes most loses its oldest entry."""
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self.used_bytes = 0
-        self.all: list[Kept[object, object]] = []
+        self.all: list[BoundedMap[object, object]] = []
 
     def make_room(self) -> None:
         """Drop entries until the rest fits."""
         while self.used_bytes > self.bytes_max:
-            max(self.all, key=lambda kept: kept.used_bytes).drop_oldest()
+            max(self.all, key=lambda one: one.used_bytes).drop_oldest()
 
 
-class Kept(Generic[Key, Value]):
+class BoundedMap(Generic[Key, Value]):
     """The latest entries by key. Belongs to one event loop.
 
     Args:
@@ -41,7 +35,7 @@ class Kept(Generic[Key, Value]):
         bytes_max: How many bytes in all.
     """
 
-    def __init__(self, room: Room, most: int, bytes_max: int) -> None:
+    def __init__(self, room: SharedRoom, most: int, bytes_max: int) -> None:
         self.entries: OrderedDict[Key, Value] = OrderedDict()
         self.used_bytes = 0
         self._sizes: dict[Key, int] = {}
@@ -72,9 +66,3 @@ class Kept(Generic[Key, Value]):
     def _add(self, num_bytes: int) -> None:
         self.used_bytes += num_bytes
         self._room.used_bytes += num_bytes
-
-
-def bytes_of(outcome: Outcome) -> int:
-    """About the memory that a report takes."""
-    texts = [outcome.request, outcome.reason, *outcome.detail, *outcome.detail.values()]
-    return ENTRY_BYTES + sum(map(sys.getsizeof, texts))
