@@ -1,7 +1,7 @@
 """Unpack the published package of another project to .work, for the tests that run it. usage: other_packages.py NAME
 
-`sglang` is for the tests of its storage backend, `dynamo` for the test of its router's index. They are not installed, and
-neither is what they depend on: the tests import single modules, or run a process that finds the package by PYTHONPATH.
+`sglang` is for the tests of its storage backend, `dynamo` for the tests of its router's index. They are not installed,
+and neither is what they depend on: tests import single modules, or run a process that finds the package by PYTHONPATH.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -96,8 +97,8 @@ def page(medium: Medium, *, end: int = 64, group: BlockGroup = ATTENTION_BLOCKS)
 
 
 async def test_pages_of_a_real_service(indexer: DynamoIndexer, tmp_path: Path, addresses: Addresses) -> None:
-    """Memory counts as host memory, a directory as disk; what leaves memory counts for the directory alone. An index that
-    subscribes when all was sent has the same within seconds, though nothing new comes."""
+    """Memory counts as host memory, a directory as disk; what leaves memory counts for the directory alone. An index
+    that subscribes when all was sent has the same within seconds, though nothing new comes."""
     settings = settings_of(tmp_path, addresses, cold=f"file://{tmp_path}/records")
     await asyncio.to_thread(indexer.register, SERVICE, addresses.events, addresses.replay)
     with DynamoIndexer(tmp_path, BLOCK) as late:
@@ -200,7 +201,7 @@ def test_topics_are_not_read(indexer: DynamoIndexer, addresses: Addresses, publi
 def test_a_service_in_an_engines_name_clears_its_gpu(
     indexer: DynamoIndexer, addresses: Addresses, publisher: EventPublisher
 ) -> None:
-    """Why a service is registered as a worker of its own: as another rank of an engine it would drop the engine's blocks."""
+    """Why a service is registered as a worker of its own: as a rank of an engine it would drop the engine's blocks."""
     (port,) = free_ports(1)
     engine = EventPublisher(f"tcp://*:{port}")
     try:
@@ -231,7 +232,7 @@ def test_events_of_an_engine(indexer: DynamoIndexer) -> None:
             last = PageEvent(0, (b"%d" % number,), MEDIA["memory"], (number,) * BLOCK, BLOCK)
             events = [AllBlocksCleared(), *events_of(asked)[1:], *events_of(last)[1:]]
             batch = KVEventBatch(ts=1.0, events=events, data_parallel_rank=0)
-            indexer.await_subscription(ENGINE, [number] * BLOCK, lambda batch=batch: publisher.publish(batch))  # type: ignore[misc]
+            indexer.await_subscription(ENGINE, [number] * BLOCK, partial(publisher.publish, batch))
             seen[tier] = indexer.credit(ENGINE, TOKENS)
     finally:
         publisher.shutdown()

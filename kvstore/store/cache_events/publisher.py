@@ -47,8 +47,8 @@ class EventPublisher:
     that finds a gap sends the first missing number to the replay socket, as vLLM's subscribers do. It gets what is
     kept, in order, and then an empty message with the sequence -1.
 
-    While nothing new comes, the last message is sent again from time to time, as it was. A subscriber that came later, or
-    lost the last messages, sees a gap before it; others know its number. Whoever applies it twice has the same index.
+    While nothing new comes, the last message is sent again from time to time, as it was. A subscriber that came later,
+    or lost the last messages, sees a gap before it; others know its number. Whoever applies it twice has the same index.
 
     Publishing never waits: a thread of its own has the sockets. What waits for a peer is bounded, and shares its memory
     with the batches that are kept.
