@@ -48,7 +48,7 @@ class EventPublisher:
     kept, in order, and then an empty message with the sequence -1.
 
     While nothing new comes, the last message is sent again from time to time, as it was. A subscriber that came later,
-    or lost the last messages, sees a gap before it; others know its number. Whoever applies it twice has the same index.
+    or lost the last messages, sees a gap before it; others know its number. To apply it twice changes nothing.
 
     Publishing never waits: a thread of its own has the sockets. What waits for a peer is bounded, and shares its memory
     with the batches that are kept.
