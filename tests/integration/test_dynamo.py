@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from connector.scheduler.cache_events import PageEvent
 from kvstore.compose import open_store
 from kvstore.model.media import MEDIA, Medium, parse_media
 from kvstore.model.page_blocks import BlockGroup
@@ -28,14 +27,13 @@ from kvstore.testing.servers import RedisServer
 from kvstore.testing.servers.ports import free_ports
 from tests.integration.dynamo_indexer import DynamoIndexer, find_dynamo
 from tests.integration.test_cache_events import BLOCK, NODE, named, publishing, save
-from tests.unit.connector.test_connector_observability import events_of
 
 pytestmark = [
     pytest.mark.servers,
     pytest.mark.skipif(find_dynamo() is None, reason="no Dynamo here: run tools/other_packages.py dynamo"),
 ]
 
-SERVICE, ENGINE = 7, 1
+SERVICE, ENGINE, WITNESS = 7, 1, 8
 """Workers, as the index knows them."""
 TOKENS = range(256)
 NOTHING = (0, 0, 0)
@@ -137,23 +135,28 @@ async def test_a_service_that_starts_again(indexer: DynamoIndexer, tmp_path: Pat
 
 
 def test_numbers_that_begin_at_zero_again_are_dropped(indexer: DynamoIndexer, addresses: Addresses) -> None:
-    """Why `events_numbers` must be `clock`: until it is registered again, the index takes nothing of the new run."""
+    """Why `events_numbers` must be `clock`: until it is registered again, the index takes nothing of the new run. Another
+    worker at the same address, which knows no earlier run, takes it."""
+    more = [*page(MEDIA["memory"]), *page(MEDIA["memory"], end=128)]
     indexer.register(SERVICE, addresses.events, addresses.replay)
     first = EventPublisher(*addresses.bound)
     indexer.await_subscription(SERVICE, TOKENS, lambda: first.publish(NODE, page(MEDIA["memory"])))
-    for _ in range(3):
+    for _ in range(1_000):
         first.publish(NODE, page(MEDIA["memory"]))
     first.close()
     second = EventPublisher(*addresses.bound)
     try:
-        time.sleep(1.0)  # until it has connected again
+        indexer.register(WITNESS, addresses.events, addresses.replay)
+        indexer.await_subscription(WITNESS, TOKENS, lambda: second.publish(NODE, more))
+        time.sleep(2.0)  # until the first worker has connected again too
         second.publish(NODE, [CLEARED])
-        time.sleep(1.0)
+        indexer.await_credit(WITNESS, TOKENS, NOTHING)
         assert indexer.credit(SERVICE, TOKENS) == (0, 64, 64)
         indexer.unregister(SERVICE)
         assert indexer.credit(SERVICE, TOKENS) == NOTHING
         indexer.register(SERVICE, addresses.events, addresses.replay)
-        indexer.await_subscription(SERVICE, TOKENS, lambda: second.publish(NODE, page(MEDIA["memory"])))
+        indexer.await_subscription(SERVICE, TOKENS, lambda: second.publish(NODE, more))
+        assert indexer.credit(SERVICE, TOKENS) == (0, 128, 128)
     finally:
         second.close()
 
@@ -221,6 +224,9 @@ def test_a_service_in_an_engines_name_clears_its_gpu(
 def test_events_of_an_engine(indexer: DynamoIndexer) -> None:
     """What an engine says of its pages in the store, published by vLLM's own publisher beside vLLM's own events."""
     from vllm.distributed.kv_events import AllBlocksCleared, KVEventBatch, ZmqEventPublisher
+
+    from connector.scheduler.cache_events import PageEvent  # here, as the other tests need no engine
+    from tests.unit.connector.test_connector_observability import events_of
 
     ports = free_ports(2)
     publisher = ZmqEventPublisher(0, f"tcp://*:{ports[0]}", f"tcp://*:{ports[1]}", topic="kv-events")
