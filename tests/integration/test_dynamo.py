@@ -135,8 +135,8 @@ async def test_a_service_that_starts_again(indexer: DynamoIndexer, tmp_path: Pat
 
 
 def test_numbers_that_begin_at_zero_again_are_dropped(indexer: DynamoIndexer, addresses: Addresses) -> None:
-    """Why `events_numbers` must be `clock`: until it is registered again, the index takes nothing of the new run. Another
-    worker at the same address, which knows no earlier run, takes it."""
+    """Why `events_numbers` must be `clock`: until it is registered again, the index takes nothing of the new run.
+    Another worker at the same address, which knows no earlier run, takes it."""
     more = [*page(MEDIA["memory"]), *page(MEDIA["memory"], end=128)]
     indexer.register(SERVICE, addresses.events, addresses.replay)
     first = EventPublisher(*addresses.bound)
