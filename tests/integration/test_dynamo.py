@@ -75,8 +75,8 @@ def publisher(addresses: Addresses) -> Iterator[EventPublisher]:
 def settings_of(folder: Path, addresses: Addresses, **settings: object) -> Settings:
     """A service that publishes for Dynamo, as docs/routers.md says."""
     events, replay = addresses.bound
-    ours = {"events_endpoint": events, "events_replay_endpoint": replay, "events_numbers": "clock", "hot": "memory:"}
-    return publishing(folder, **{**ours, **settings})
+    ours: dict[str, object] = {"events_endpoint": events, "events_replay_endpoint": replay, "events_numbers": "clock"}
+    return publishing(folder, **{**ours, "hot": "memory:", **settings})
 
 
 async def credited(indexer: DynamoIndexer, expected: tuple[int, int, int]) -> None:
@@ -221,16 +221,15 @@ def test_a_service_in_an_engines_name_clears_its_gpu(
         engine.close()
 
 
-def test_events_of_an_engine(indexer: DynamoIndexer) -> None:
+def test_events_of_an_engine(indexer: DynamoIndexer, addresses: Addresses) -> None:
     """What an engine says of its pages in the store, published by vLLM's own publisher beside vLLM's own events."""
     from vllm.distributed.kv_events import AllBlocksCleared, KVEventBatch, ZmqEventPublisher
 
     from connector.scheduler.cache_events import PageEvent  # here, as the other tests need no engine
     from tests.unit.connector.test_connector_observability import events_of
 
-    ports = free_ports(2)
-    publisher = ZmqEventPublisher(0, f"tcp://*:{ports[0]}", f"tcp://*:{ports[1]}", topic="kv-events")
-    indexer.register(ENGINE, *(f"tcp://127.0.0.1:{port}" for port in ports))
+    publisher = ZmqEventPublisher(0, *addresses.bound, topic="kv-events")
+    indexer.register(ENGINE, addresses.events, addresses.replay)
     seen = {}
     try:
         for number, tier in enumerate(MEDIA, 1_000):
