@@ -233,8 +233,9 @@ def test_events_of_an_engine(indexer: DynamoIndexer, addresses: Addresses) -> No
     seen = {}
     try:
         for number, tier in enumerate(MEDIA, 1_000):
-            asked = PageEvent(0, (b"one", b"two"), MEDIA[tier], tuple(range(2 * BLOCK)), BLOCK)
-            last = PageEvent(0, (b"%d" % number,), MEDIA["memory"], (number,) * BLOCK, BLOCK)
+            tokens, ends = tuple(range(2 * BLOCK)), (number,) * BLOCK
+            asked = PageEvent(0, (b"one", b"two"), MEDIA[tier], tokens=tokens, block_tokens=BLOCK)
+            last = PageEvent(0, (b"%d" % number,), MEDIA["memory"], tokens=ends, block_tokens=BLOCK)
             events = [AllBlocksCleared(), *events_of(asked)[1:], *events_of(last)[1:]]
             batch = KVEventBatch(ts=1.0, events=events, data_parallel_rank=0)
             indexer.await_subscription(ENGINE, [number] * BLOCK, partial(publisher.publish, batch))
