@@ -240,6 +240,8 @@ class Settings(BaseModel):
             can reach it learns which prompts are cached. Needs `kvstore-vllm[events]`.
         events_replay_endpoint: Where subscribers ask for events that they have missed, `tcp://*:5558`. Keeps the last
             10,000 batches, at most 64 MiB. Only with `events_endpoint`.
+        events_numbers: How messages are numbered: `zero` begins at 0 with each start of the service, which llm-d needs
+            to replay; `clock` at the time, so that numbers grow over restarts. Dynamo drops numbers that do not grow.
         events_node: Names of this node in topics, separated by commas: `kv@<name>@<model>`. By default `node:` and the
             host's name. Each name costs a copy of the events of memory and directory.
         event_media: Names of tiers in cache events, for a router that weighs more media than vLLM's own names:
@@ -286,6 +288,7 @@ class Settings(BaseModel):
     traces_share: Annotated[float, Field(ge=0, le=1)] = 0.01
     events_endpoint: Annotated[str, Field(max_length=_TEXT_CHARS_MAX)] = ""
     events_replay_endpoint: Annotated[str, Field(max_length=_TEXT_CHARS_MAX)] = ""
+    events_numbers: Literal["zero", "clock"] = "zero"
     events_node: Annotated[str, Field(max_length=_TEXT_CHARS_MAX)] = ""
     event_media: Annotated[str, Field(max_length=_TEXT_CHARS_MAX), AfterValidator(_media)] = ""
     idle_exit_s: Seconds | None = None

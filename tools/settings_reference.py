@@ -68,6 +68,7 @@ SERVICE_CHANGE_WHEN = {
     "traces_share": "Raise it when you look for a rare fault. Lower it when the collector gets too much.",
     "events_endpoint": "Set it when a router is to credit every engine of the node for what one of them saved.",
     "events_replay_endpoint": "Set it with `events_endpoint`, unless your router asks for no replays.",
+    "events_numbers": "Set `clock` when the router is Dynamo.",
     "events_node": "Set it when your router knows engines by other names ([routers.md](routers.md)).",
     "event_media": "Set it when your router weighs media by names of its own ([routers.md](routers.md)).",
     "idle_exit_s": "Set it when a script starts a service and no supervisor stops it.",

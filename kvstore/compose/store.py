@@ -340,8 +340,10 @@ def _cache_events(
     media = parse_media(settings.event_media, field="event_media")
     names = tuple(name.strip() for name in settings.events_node.split(",") if name.strip())
     tiers = {Level.HOT: hot, Level.COLD: cold}
+    # in microseconds: fewer messages are sent, so that a later start has larger numbers
+    first = 1000 * clock.wall_ms() if settings.events_numbers == "clock" else 0
     return PlacementEvents(
-        EventPublisher(settings.events_endpoint, settings.events_replay_endpoint, clock=clock),
+        EventPublisher(settings.events_endpoint, settings.events_replay_endpoint, first=first, clock=clock),
         Topics(names or (f"node:{gethostname()}",), "pool:kvstore"),
         memory=memory,
         memory_medium=media[memory.name],

@@ -27,7 +27,7 @@ from tests.connector.support.hicache import ROOT, HostPool, StatePool, find_sgla
 from tests.connector.support.service import DirectoryService
 
 WEIGHTS = "weights of the test"
-needs_sglang = pytest.mark.skipif(find_sglang() is None, reason="no sglang here: run tools/sglang_files.py")
+needs_sglang = pytest.mark.skipif(find_sglang() is None, reason="no sglang here: run tools/other_packages.py sglang")
 
 
 @pytest.fixture

@@ -34,6 +34,8 @@ SILENT_S = 30
 """A peer that reads nothing for this long is cut off, and what waits for it is dropped."""
 _TURN_S, _REPLAY_TURN_S = 0.05, 0.002
 """How long a request for a replay may wait, and the next part of one that runs."""
+AGAIN_S = 5.0
+"""After so long without a batch, the last one is sent again."""
 _CLOSE_S = 2.0
 _END = (-1).to_bytes(8, "big", signed=True)
 
@@ -45,26 +47,33 @@ class EventPublisher:
     that finds a gap sends the first missing number to the replay socket, as vLLM's subscribers do. It gets what is
     kept, in order, and then an empty message with the sequence -1.
 
+    While nothing new comes, the last message is sent again from time to time, as it was. A subscriber that came later,
+    or lost the last messages, sees a gap before it; others know its number. To apply it twice changes nothing.
+
     Publishing never waits: a thread of its own has the sockets. What waits for a peer is bounded, and shares its memory
     with the batches that are kept.
 
     Args:
         endpoint: As in vLLM: addresses with `*` or `::`, of `ipc://` and of `inproc://` are bound, others connected.
         replay_endpoint: Bound; empty: there is no replay.
+        first: The number of the first message.
         clock: For the time in a batch.
 
     Raises:
         InvalidRequest: An address cannot be used.
     """
 
-    def __init__(self, endpoint: str, replay_endpoint: str = "", *, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self, endpoint: str, replay_endpoint: str = "", *, first: int = 0, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         self._clock = clock
         self._waiting: queue.SimpleQueue[tuple[bytes, bytes] | None] = queue.SimpleQueue()
         self._put_bytes = self._taken_bytes = 0  # each is changed by one thread
         self._kept: deque[tuple[int, list[zmq.Frame]]] = deque()  # sequence; topic, sequence, batch
         self._kept_bytes = 0
         self._running: OrderedDict[bytes, int] = OrderedDict()  # peers, and the sequence that is next for each
-        self._sequence = count()
+        self._sequence = count(first)
+        self._sent_s = clock.monotonic_s()
         self._context = zmq.Context()
         self._events = self._socket(zmq.PUB, _SUBSCRIBER_BATCHES)
         self._replays: zmq.Socket[bytes] | None = None
@@ -113,7 +122,7 @@ class EventPublisher:
                 try:
                     batch = self._waiting.get(timeout=_REPLAY_TURN_S if is_replaying else _TURN_S)
                 except queue.Empty:
-                    pass
+                    self._send_again()
                 else:
                     if batch is None:
                         return
@@ -132,10 +141,17 @@ class EventPublisher:
         # frames of ZeroMQ's own: sent again, to any number of peers, they are not copied
         frames = [zmq.Frame(part, copy=True) for part in (topic, sequence.to_bytes(8, "big"), batch)]
         self._events.send_multipart(frames, copy=False)
+        self._sent_s = self._clock.monotonic_s()
         self._kept.append((sequence, frames))
         self._kept_bytes += _kept_bytes(frames)
         while len(self._kept) > _KEPT or self._kept_bytes > _KEPT_BYTES:
             self._kept_bytes -= _kept_bytes(self._kept.popleft()[1])
+
+    def _send_again(self) -> None:
+        """Send the last message once more, if none was sent for a while."""
+        if self._kept and self._clock.monotonic_s() - self._sent_s >= AGAIN_S:
+            self._events.send_multipart(self._kept[-1][1], copy=False)
+            self._sent_s = self._clock.monotonic_s()
 
     def _take_request(self, replays: zmq.Socket[bytes]) -> None:
         """Begin a replay, if one is asked for. A peer has one at a time. Of too many, the one is given up that had no

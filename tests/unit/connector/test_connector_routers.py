@@ -1,6 +1,7 @@
 """What routers make of our events: the rules that llm-d and Dynamo publish, applied to the bytes that vLLM would send.
 
-The rules are written here from the routers' sources; docs/routers.md names the commits. Nothing of theirs is run.
+The rules are written here from the routers' sources; docs/routers.md names the commits. Nothing of theirs is run here:
+`tests/integration/test_dynamo.py` runs Dynamo's index.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgpack
 import pytest
+import zmq
 
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
@@ -129,3 +130,33 @@ def test_an_address_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     for fields in (("nowhere",), (f"ipc://{tmp_path}/e", "nowhere")):
         with pytest.raises(InvalidRequest, match="events_"):
             EventPublisher(*fields)
+
+
+def test_the_last_message_is_sent_again(addresses: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who subscribes when all was sent gets the last message as it was, and sees by its number that there is more. The
+    messages of a replay have each number once."""
+    monkeypatch.setattr("kvstore.store.cache_events.publisher.AGAIN_S", 0.3)
+    publisher, context = EventPublisher(*addresses, first=1_000), zmq.Context()
+    try:
+        for number in range(3):
+            publisher.publish("kv@node:a@m", batch_of(number))
+        time.sleep(0.5)  # until they were sent to nobody
+        events, replay = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+        events.connect(addresses[0])
+        events.subscribe(b"")
+        replay.connect(addresses[1])
+        again = []
+        for _ in range(2):
+            assert events.poll(5_000)
+            again.append(events.recv_multipart())
+        assert again[0] == again[1]
+        assert [int.from_bytes(again[0][1], "big"), msgpack.unpackb(again[0][2])[1]] == [1_002, batch_of(2)]
+        replay.send_multipart((b"", bytes(8)))
+        sent = []
+        while not sent or sent[-1][3]:
+            assert replay.poll(5_000)
+            sent.append(replay.recv_multipart())
+        assert [int.from_bytes(frames[2], "big") for frames in sent[:-1]] == [1_000, 1_001, 1_002]
+    finally:
+        publisher.close()
+        context.destroy(linger=0)
