@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.ceilings import memcpy, tcp_peer
 from benchmarks.loads import load_rows
-from benchmarks.measure import GB, Plan, Row
+from benchmarks.measure import GB, Amounts, Row
 from benchmarks.node import Node, temporary_folder
 from benchmarks.node_model import (
     Costs,
@@ -47,7 +47,7 @@ _MIB = 1 << 20
 _PAGES = 8
 _START_S = 20.0
 _MEMORY_BYTES = 512 * _MIB
-_PLAN = Plan(sizes=(4 * _MIB,), in_flights=(4,), total_bytes=64 * _MIB, repetitions=3)
+_AMOUNTS = Amounts(sizes=(4 * _MIB,), in_flights=(4,), total_bytes=64 * _MIB, repetitions=3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def measure_costs(say: Say) -> tuple[Costs, list[Check]]:
     """The costs of this machine, and whole paths beside what their parts' costs say, both of the same minute."""
     say("encoding pages")
     stored_ratio, encode_s = _encoding()
-    (load,) = load_rows(_PLAN, say)
+    (load,) = load_rows(_AMOUNTS, say)
     redis = _redis_rows(say)
     send_s, take_s = _saving(say)
     costs = Costs(
@@ -120,7 +120,7 @@ def measure_costs(say: Say) -> tuple[Costs, list[Check]]:
         put=redis["put"].cpu_s_per_gb,
         get=redis["get"].cpu_s_per_gb,
     )
-    through = {row.verb: row for row in SECTIONS["service"](_PLAN, say)}
+    through = {row.verb: row for row in SECTIONS["service"](_AMOUNTS, say)}
     # a get of the benchmark ends with a copy out of shared memory
     predicted = {"put": costs.send + costs.take + costs.put, "get": costs.get + _copying()}
     checks = [Check(f"service redis {verb}", predicted[verb], row.cpu_s_per_gb) for verb, row in through.items()]
@@ -129,22 +129,22 @@ def measure_costs(say: Say) -> tuple[Costs, list[Check]]:
 
 def _encoding() -> tuple[float, float]:
     """Stored bytes of a byte, and processor seconds of encoding a GB."""
-    pages = [bf16_page(_PLAN.sizes[0], seed=seed) for seed in range(_PAGES)]
-    payload = memoryview(bytearray(b"\1") * max_payload_bytes(_PLAN.sizes[0]))
+    pages = [bf16_page(_AMOUNTS.sizes[0], seed=seed) for seed in range(_PAGES)]
+    payload = memoryview(bytearray(b"\1") * max_payload_bytes(_AMOUNTS.sizes[0]))
     stored, costs = 0, []
-    for _ in range(1 + _PLAN.repetitions):
+    for _ in range(1 + _AMOUNTS.repetitions):
         cpu_s = time.process_time()
         stored = sum(encode(PLANES2, page.data, payload).payload_bytes for page in pages)
-        costs.append((time.process_time() - cpu_s) / (_PAGES * _PLAN.sizes[0] / GB))
-    return stored / (_PAGES * _PLAN.sizes[0]), statistics.median(costs[1:])
+        costs.append((time.process_time() - cpu_s) / (_PAGES * _AMOUNTS.sizes[0] / GB))
+    return stored / (_PAGES * _AMOUNTS.sizes[0]), statistics.median(costs[1:])
 
 
 def _copying() -> float:
     """Processor seconds of copying a GB in memory."""
-    pages = RecordPages(_PLAN.sizes[0], _PAGES)
+    pages = RecordPages(_AMOUNTS.sizes[0], _PAGES)
     copy = memcpy(pages.sources, pages.targets)
     costs = []
-    for _ in range(1 + _PLAN.repetitions):
+    for _ in range(1 + _AMOUNTS.repetitions):
         cpu_s = time.process_time()
         copy.run()
         costs.append((time.process_time() - cpu_s) / (pages.num_bytes / GB))
@@ -158,7 +158,7 @@ def _redis_rows(say: Say) -> dict[str, Row]:
     async def run(url: str) -> list[Row]:
         store = TierStore(RedisTier(url))
         try:
-            return await store_rows(store, peer, _PLAN, say)
+            return await store_rows(store, peer, _AMOUNTS, say)
         finally:
             await store.aclose()
 
@@ -177,13 +177,13 @@ def _saving(say: Say) -> tuple[float, float]:
                 await client.wait_ready(deadline=Deadline.after(_START_S))
                 await client.open_namespace(benchmark_namespace(), deadline=Deadline.after(_START_S))
                 service = Service(client)
-                await fill(service, _PLAN.sizes[0], _MEMORY_BYTES)
-                pages = RecordPages(_PLAN.sizes[0], _PLAN.num_pages(_PLAN.sizes[0]))
+                await fill(service, _AMOUNTS.sizes[0], _MEMORY_BYTES)
+                pages = RecordPages(_AMOUNTS.sizes[0], _AMOUNTS.num_pages(_AMOUNTS.sizes[0]))
                 sent, taken = [], []
-                for _ in range(1 + _PLAN.repetitions):
+                for _ in range(1 + _AMOUNTS.repetitions):
                     batch = pages.batch()
                     own_s, node_s = time.process_time(), node.cpu_s()
-                    await service.put_all(batch, _PLAN.in_flights[0])
+                    await service.put_all(batch, _AMOUNTS.in_flights[0])
                     sent.append((time.process_time() - own_s) / (pages.num_bytes / GB))
                     taken.append((node.cpu_s() - node_s) / (pages.num_bytes / GB))
                 return statistics.median(sent[1:]), statistics.median(taken[1:])

@@ -1,4 +1,4 @@
-"""How many tokens remain to compute when documents are put into the planned order: `python -m benchmarks.plan`.
+"""How many tokens remain to compute when documents are put into the planned order: `python -m benchmarks.documents`.
 
 Each query has a system prompt, some of many documents in random order, and a question. Which documents follows Zipf's
 law. The queries are answered one after the other, once as they are given and once as `POST /v1/plan` of a real service
@@ -110,7 +110,7 @@ class _Query:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table and a last line `BENCH [...]`."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.documents", description=__doc__)
     parser.add_argument("--queries", type=count, default=1000, help="default 1000")
     parser.add_argument("--documents", type=count, default=200, help="documents that there are (default 200)")
     parser.add_argument("--each", type=count, default=14, help="documents of a query (default 14)")
