@@ -25,10 +25,10 @@ from benchmarks.node_model import (
     Costs,
     NodeShape,
     event_loops_for,
-    paths_of,
     read_config,
     settings_of,
     token_bytes_of,
+    ways_of,
 )
 from benchmarks.pages import RecordPages, benchmark_namespace, bf16_page
 from benchmarks.program import count, run_benchmark
@@ -52,7 +52,7 @@ _AMOUNTS = Amounts(sizes=(4 * _MIB,), in_flights=(4,), total_bytes=64 * _MIB, re
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A whole path on this machine, measured, and what the costs of its parts say: processor seconds for a GB."""
+    """A whole way on this machine, measured, and what the costs of its parts say: processor seconds for a GB."""
 
     what: str
     predicted: float
@@ -77,7 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--prompt-tokens", type=count, default=8192, metavar="COUNT", help="of prompts that are resumed"
     )
-    parser.add_argument("--event-loops", type=count, default=1, metavar="COUNT", help="of the service, that move bytes")
+    parser.add_argument(
+        "--event-loops", type=count, default=1, metavar="COUNT", help="what if the service had so many that move bytes"
+    )
+    parser.add_argument("--memory", type=parse_bytes, default=0, metavar="BYTES", help="of the node (0: unknown)")
     parser.add_argument("--json", action="store_true", help="print the BENCH line alone")
     chosen = parser.parse_args(arguments)
     token_bytes = chosen.token_bytes
@@ -96,6 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         step_tokens=chosen.step_tokens,
         prompt_tokens=chosen.prompt_tokens,
         event_loops=chosen.event_loops,
+        memory_bytes=chosen.memory,
     )
 
     def measure(say: Say) -> tuple[NodeShape, Costs, list[Check]]:
@@ -105,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure_costs(say: Say) -> tuple[Costs, list[Check]]:
-    """The costs of this machine, and whole paths beside what their parts' costs say, both of the same minute."""
+    """The costs of this machine, and whole ways beside what their parts' costs say, both of the same minute."""
     say("encoding pages")
     stored_ratio, encode_s = _encoding()
     (load,) = load_rows(_AMOUNTS, say)
@@ -196,7 +200,7 @@ def _saving(say: Say) -> tuple[float, float]:
 def report(result: tuple[NodeShape, Costs, list[Check]], console: Console | None) -> tuple[str, list[str]]:
     """Show the tables; returns the BENCH line, and nothing that is wrong."""
     shape, costs, checks = result
-    ways, settings = paths_of(shape, costs), settings_of(shape, costs)
+    ways, settings = ways_of(shape, costs), settings_of(shape, costs)
     tokens_per_gb = GB / shape.token_bytes
     loops = event_loops_for(shape, costs)
     if console is not None:
@@ -214,12 +218,16 @@ def report(result: tuple[NodeShape, Costs, list[Check]], console: Console | None
             if name != "stored_ratio":
                 table.add_row(name, f"{value:.3f}")
         console.print(table)
-        table = _table("whole paths on this machine, CPU s/GB", "path", "by its parts", "measured", "ratio")
+        table = _table("whole ways on this machine, CPU s/GB", "way", "by its parts", "measured", "ratio")
         for check in checks:
             table.add_row(check.what, f"{check.predicted:.3f}", f"{check.measured:.3f}", f"{check.ratio:.2f}")
         console.print(table)
         values = ", ".join(f"{name} = {format_bytes(value)}" for name, value in settings.items())
-        console.print(f"set {values}; with {loops} event loops none of them limits a load from Redis")
+        console.print(f"set {values}")
+        console.print(
+            "in a service one event loop moves the bytes; "
+            f"{loops} would be needed so that none of them limits a load from Redis"
+        )
     line: dict[str, Any] = {
         "node": asdict(shape),
         "costs": asdict(costs),
@@ -229,7 +237,8 @@ def report(result: tuple[NodeShape, Costs, list[Check]], console: Console | None
             for way in ways
         ],
         "checks": [{**asdict(check), "ratio": round(check.ratio, 3)} for check in checks],
-        "settings": {**settings, "event_loops": loops},
+        "event_loops_needed": loops,
+        "settings": settings,
     }
     return "BENCH " + json.dumps([line]), []
 
