@@ -213,7 +213,9 @@ async def _save(store: RemoteStore, description: NamespaceDescription, boundarie
             kind, span = one.record_at(boundary.tokens, layout.page_tokens)
             for slice_ in range(one.num_slices):
                 key = RecordKey(description.id, boundary.prefix, group, slice_)
-                header = HeaderV1(key, kind, span, 0, _PAYLOAD_BYTES, 0, bytes(16), created_ms=1_700_000_000_000)
+                header = HeaderV1.unsealed(
+                    key, kind, span, codec_chain=0, decoded_bytes=_PAYLOAD_BYTES, created_ms=1_700_000_000_000
+                )
                 records.append(seal(header, bytearray(HEADER_BYTES + _PAYLOAD_BYTES)))
     for start in range(0, len(records), _SAVED_AT_ONCE):
         part = records[start : start + _SAVED_AT_ONCE]

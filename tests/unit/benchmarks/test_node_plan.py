@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import fields, replace
 from pathlib import Path
@@ -31,13 +32,14 @@ def test_the_lowest_limit_counts() -> None:
 
 def test_the_report_names_only_settings_that_there_are() -> None:
     """What the line calls settings can be set: in the connector, or in the service."""
-    console = Console(width=200, record=True, quiet=True)
+    shown = io.StringIO()
+    console = Console(width=200, file=shown)
     line, failures = node_plan.report((NODE, COSTS, [node_plan.Check("put", 1.0, 1.0)]), console)
     (seen,) = json.loads(line.removeprefix("BENCH "))
     known = {*(one.name for one in fields(ConnectorSettings)), *Settings.model_fields}
     assert failures == [] and seen["settings"].keys() <= known
     assert seen["event_loops_needed"] == 3
-    assert "one event loop moves the bytes; 3 would be needed" in console.export_text()
+    assert "one event loop moves the bytes; 3 would be needed" in shown.getvalue()
 
 
 def test_event_loops_that_are_no_limit() -> None:
