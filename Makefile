@@ -9,6 +9,7 @@ TORCH_INDEX ?=
 VLLM ?=
 BACKENDS ?= embedded
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
@@ -16,13 +17,13 @@ STAMP := $(VENV)/.made
 # Tests of engines keep one worker busy, the others do the rest: see tests/workers.py
 IN_WORKERS := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
-.PHONY: help env test test-full test-vllm lint demo demo-pd bench-quick bench-store bench-lookup bench-plan bench-agent bench-retention bench-ttft bench-overhead bench-gpu clean clean-env
+.PHONY: help env test test-full test-vllm lint demo demo-pd bench-quick bench-store bench-lookup bench-documents bench-plan bench-agent bench-retention bench-ttft bench-overhead bench-gpu clean clean-env
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
 	@echo
 	@echo 'variables: PYTHON (a Python 3.11 to 3.13), VENV (.venv), TORCH_INDEX (an index with CPU builds of torch),'
-	@echo '           BACKENDS=embedded|real for demo, PYTEST_ARGS and WORKERS (2; 0: in one process) for test'
+	@echo '           BACKENDS=embedded|real for demo, PYTEST_ARGS and WORKERS (2; 0: in one process) for test, BENCH_ARGS for bench-plan'
 
 env: $(STAMP) ## make the virtual environment: vLLM for CPUs, our packages, every tool
 
@@ -62,8 +63,11 @@ bench-store: $(STAMP) ## the byte paths to Redis, through the service and to S3,
 bench-lookup: $(STAMP) ## a prompt of 131,072 tokens and longer ones looked up among a million entries of the catalog in Redis
 	$(BIN)/python -m benchmarks.lookup
 
-bench-plan: $(STAMP) ## 1,000 queries with 14 of 200 documents: tokens to compute as they are given, and as `POST /v1/plan` orders them
-	$(BIN)/python -m benchmarks.plan
+bench-documents: $(STAMP) ## 1,000 queries with 14 of 200 documents: tokens to compute as they are given, and as `POST /v1/plan` orders them
+	$(BIN)/python -m benchmarks.documents
+
+bench-plan: $(STAMP) ## what a node can load and save, from costs measured on this machine (BENCH_ARGS: --gpus 8 --cores 64 ...)
+	$(BIN)/python -m benchmarks.node_plan $(BENCH_ARGS)
 
 bench-agent: $(STAMP) ## an agent's next turn after its history went to S3: prefetched, not prefetched, and in memory all the time
 	$(BIN)/python -m benchmarks.agent_pause
@@ -74,7 +78,7 @@ bench-retention: $(STAMP) ## ten times the budget of a directory and of S3, besi
 bench-ttft: $(STAMP) ## a long prompt's first token: computed, and restored from Redis by a fresh engine and a fresh service
 	$(BIN)/python -m benchmarks.repeat_ttft
 
-bench-overhead: $(STAMP) ## prefill and decode with a connector that helps nothing, against none
+bench-overhead: $(STAMP) ## prefill and decode with a connector that finds no hit, against none
 	$(BIN)/python -m benchmarks.overhead
 
 bench-gpu: $(STAMP) ## what the connector does on a GPU, checked and measured in minutes (without a GPU: whether the kit runs)

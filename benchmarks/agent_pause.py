@@ -40,6 +40,7 @@ _LOOK_S = 0.02
 _SESSION, _MODEL = "agent", "chat"
 _BUCKET = "agent"
 _WANTED = 1.1
+"""The largest ratio of prefetched to memory that counts as good. It is printed beside the measured one."""
 
 MEMORY, PREFETCHED, COLD = "memory", "prefetched", "cold"
 

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from benchmarks.ceilings import memcpy
-from benchmarks.measure import Plan, Row, Work, measure
+from benchmarks.measure import Amounts, Row, Work, measure
 from benchmarks.node import Node, temporary_folder
 from kvstore.testing.program import Say
 
@@ -16,7 +16,7 @@ _TOKEN_BYTES = _LAYERS * _HEADS * _CHANNELS * 2
 _MEMORY_BYTES = 256 << 20
 
 
-def load_rows(plan: Plan, say: Say) -> list[Row]:
+def load_rows(amounts: Amounts, say: Say) -> list[Row]:
     """One row: whole loads, stages not counted, beside a copy of the same bytes in one thread."""
     from benchmarks.gpu.kit import InlineStreams, Kit  # which need torch
     from benchmarks.gpu.service import Model, rank_on
@@ -29,7 +29,7 @@ def load_rows(plan: Plan, say: Say) -> list[Row]:
         def tell(self, name: str, **values: Any) -> None:
             pass
 
-    num_tokens = max(plan.total_bytes // _TOKEN_BYTES // 256, 1) * 256
+    num_tokens = max(amounts.total_bytes // _TOKEN_BYTES // 256, 1) * 256
     model = Model("8B", num_tokens, _BLOCK_TOKENS, (_LAYERS, _HEADS, _CHANNELS))
     say(f"load: {model.num_bytes:,} bytes of {num_tokens:,} tokens")
     source, target = bytearray(b"\1" * model.num_bytes), bytearray(b"\2" * model.num_bytes)
@@ -47,7 +47,7 @@ def load_rows(plan: Plan, say: Say) -> list[Row]:
                 size_bytes=model.num_bytes,
                 num_bytes=model.num_bytes,
                 in_flight=1,
-                repetitions=plan.repetitions,
+                repetitions=amounts.repetitions,
             )
         )
         rank.check()

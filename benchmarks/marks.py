@@ -104,7 +104,6 @@ for _owner, _method, _name in (
     (RemoteStore, "lookup", "lookup"),
     (RemoteStore, "stage", "stage"),
     (RemoteStore, "load_many", "locate"),
-    (SchedulerSide, "on_allocated", "admit"),
     (Loader, "load", "order"),
     (CpuCopier, "scatter", "scatter"),
     (loader, "verify_payload", "verify"),

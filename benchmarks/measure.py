@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Ceiling", "Plan", "Row", "Work", "measure", "measure_in_turn", "windowed"]
+__all__ = ["Amounts", "Ceiling", "Row", "Work", "measure", "measure_in_turn", "windowed"]
 
 GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Amounts:
     """How much is measured.
 
     Attributes:

@@ -8,14 +8,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Costs", "Limit", "NodeShape", "Way", "event_loops_for", "paths_of", "settings_of", "token_bytes_of"]
+from connector.host_memory import default_pinned_bytes
+
+__all__ = [
+    "Costs",
+    "Limit",
+    "NodeShape",
+    "Way",
+    "event_loops_for",
+    "read_config",
+    "settings_of",
+    "token_bytes_of",
+    "ways_of",
+]
 
 _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _PROMPTS_PER_GPU = 2
 """Hits that a service's memory should hold for each GPU: one is loaded while the next one is fetched."""
 _MEMORY_SHARE = 3 / 4
 """Of a service's memory, for hits."""
-_PINNED_BYTES_MIN = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +34,7 @@ class Costs:
     """Processor seconds for a GB (10^9 bytes), all threads and the kernel's part included.
 
     Attributes:
-        stored_ratio: Stored bytes of a byte of KV.
+        stored_ratio: Compression: stored bytes divided by KV bytes.
         encode: Of KV, in an engine.
         load: Of KV, in engine and service: verify, decode, write to the blocks.
         send: Of stored bytes, in an engine: a save to the service.
@@ -54,7 +65,8 @@ class NodeShape:
         gpus_per_model: Over how many GPUs a model is spread.
         step_tokens: The most tokens that an engine computes in one step.
         prompt_tokens: Of the prompts that are resumed.
-        event_loops: Threads of the service that move bytes.
+        event_loops: Threads of the service that move bytes: one in every service, more to see what they would bring.
+        memory_bytes: Of the node. 0: unknown.
     """
 
     gpus: int
@@ -66,6 +78,7 @@ class NodeShape:
     step_tokens: int = 8192
     prompt_tokens: int = 8192
     event_loops: int = 1
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +102,10 @@ class Way:
         return min(self.limits, key=lambda limit: limit.gb_s)
 
 
-def paths_of(node: NodeShape, costs: Costs) -> list[Way]:
+def ways_of(node: NodeShape, costs: Costs) -> list[Way]:
     """Loads and saves, each as if the node did nothing else."""
     stored = costs.stored_ratio
-    links = Limit("links of the GPUs", node.gpus * node.gpu_link_gb_s)
-    network = Limit("network", node.network_gb_s / stored)
+    links, network = _links(node), _network(node, costs)
 
     def cores(cost: float) -> Limit:
         return Limit("cores", node.cores / cost)
@@ -104,7 +116,7 @@ def paths_of(node: NodeShape, costs: Costs) -> list[Way]:
     save = costs.encode + stored * (costs.send + costs.take)
     return [
         Way("load, from memory", (links, cores(costs.load))),
-        Way("load, from Redis", (links, network, cores(costs.load + stored * costs.get), loops(costs.get))),
+        Way("load, from Redis", (*_outside_the_event_loop(node, costs), loops(costs.get))),
         Way("save, to memory", (links, cores(save), loops(costs.take))),
         Way("save, to Redis", (links, network, cores(save + stored * costs.put), loops(costs.take + costs.put))),
     ]
@@ -112,15 +124,36 @@ def paths_of(node: NodeShape, costs: Costs) -> list[Way]:
 
 def event_loops_for(node: NodeShape, costs: Costs) -> int:
     """With how many event loops none of them would be the limit of a load from Redis."""
-    fetch = paths_of(node, costs)[1]
-    others = min(limit.gb_s for limit in fetch.limits if limit.part != "the service's event loop")
+    others = min(limit.gb_s for limit in _outside_the_event_loop(node, costs))
     return max(1, math.ceil(others * costs.stored_ratio * costs.get))
 
 
+def _outside_the_event_loop(node: NodeShape, costs: Costs) -> tuple[Limit, ...]:
+    """What every other part than the service's event loop allows a load from Redis."""
+    cores = Limit("cores", node.cores / (costs.load + costs.stored_ratio * costs.get))
+    return _links(node), _network(node, costs), cores
+
+
+def _links(node: NodeShape) -> Limit:
+    return Limit("links of the GPUs", node.gpus * node.gpu_link_gb_s)
+
+
+def _network(node: NodeShape, costs: Costs) -> Limit:
+    return Limit("network", node.network_gb_s / costs.stored_ratio)
+
+
 def settings_of(node: NodeShape, costs: Costs) -> dict[str, int]:
-    """`pinned_bytes` of each rank and `memory_bytes` of the node's service, in whole MiB."""
+    """`pinned_bytes` of each rank, which is the connector's default there, and `memory_bytes` of the node's service, in
+    whole MiB.
+    """
     rank_token_bytes = node.token_bytes / node.gpus_per_model
-    pinned = max(_PINNED_BYTES_MIN, 2 * node.step_tokens * rank_token_bytes)
+    pinned, _ = default_pinned_bytes(
+        step_tokens=node.step_tokens,
+        token_bytes=math.ceil(rank_token_bytes),
+        on_gpu=True,
+        machine_bytes=node.memory_bytes,
+        machine_ranks=node.gpus,
+    )
     hits = _PROMPTS_PER_GPU * node.gpus * node.prompt_tokens * rank_token_bytes * costs.stored_ratio
     return {"pinned_bytes": _whole_mib(pinned), "memory_bytes": _whole_mib(hits / _MEMORY_SHARE)}
 

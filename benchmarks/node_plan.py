@@ -19,16 +19,16 @@ from rich.table import Table
 
 from benchmarks.ceilings import memcpy, tcp_peer
 from benchmarks.loads import load_rows
-from benchmarks.measure import GB, Plan, Row
+from benchmarks.measure import GB, Amounts, Row
 from benchmarks.node import Node, temporary_folder
 from benchmarks.node_model import (
     Costs,
     NodeShape,
     event_loops_for,
-    paths_of,
     read_config,
     settings_of,
     token_bytes_of,
+    ways_of,
 )
 from benchmarks.pages import RecordPages, benchmark_namespace, bf16_page
 from benchmarks.program import count, run_benchmark
@@ -47,12 +47,12 @@ _MIB = 1 << 20
 _PAGES = 8
 _START_S = 20.0
 _MEMORY_BYTES = 512 * _MIB
-_PLAN = Plan(sizes=(4 * _MIB,), in_flights=(4,), total_bytes=64 * _MIB, repetitions=3)
+_AMOUNTS = Amounts(sizes=(4 * _MIB,), in_flights=(4,), total_bytes=64 * _MIB, repetitions=3)
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A whole path on this machine, measured, and what the costs of its parts say: processor seconds for a GB."""
+    """A whole way on this machine, measured, and what the costs of its parts say: processor seconds for a GB."""
 
     what: str
     predicted: float
@@ -77,7 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--prompt-tokens", type=count, default=8192, metavar="COUNT", help="of prompts that are resumed"
     )
-    parser.add_argument("--event-loops", type=count, default=1, metavar="COUNT", help="of the service, that move bytes")
+    parser.add_argument(
+        "--event-loops", type=count, default=1, metavar="COUNT", help="what if the service had so many that move bytes"
+    )
+    parser.add_argument("--memory", type=parse_bytes, default=0, metavar="BYTES", help="of the node (0: unknown)")
     parser.add_argument("--json", action="store_true", help="print the BENCH line alone")
     chosen = parser.parse_args(arguments)
     token_bytes = chosen.token_bytes
@@ -96,6 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         step_tokens=chosen.step_tokens,
         prompt_tokens=chosen.prompt_tokens,
         event_loops=chosen.event_loops,
+        memory_bytes=chosen.memory,
     )
 
     def measure(say: Say) -> tuple[NodeShape, Costs, list[Check]]:
@@ -105,10 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure_costs(say: Say) -> tuple[Costs, list[Check]]:
-    """The costs of this machine, and whole paths beside what their parts' costs say, both of the same minute."""
+    """The costs of this machine, and whole ways beside what their parts' costs say, both of the same minute."""
     say("encoding pages")
     stored_ratio, encode_s = _encoding()
-    (load,) = load_rows(_PLAN, say)
+    (load,) = load_rows(_AMOUNTS, say)
     redis = _redis_rows(say)
     send_s, take_s = _saving(say)
     costs = Costs(
@@ -120,7 +124,7 @@ def measure_costs(say: Say) -> tuple[Costs, list[Check]]:
         put=redis["put"].cpu_s_per_gb,
         get=redis["get"].cpu_s_per_gb,
     )
-    through = {row.verb: row for row in SECTIONS["service"](_PLAN, say)}
+    through = {row.verb: row for row in SECTIONS["service"](_AMOUNTS, say)}
     # a get of the benchmark ends with a copy out of shared memory
     predicted = {"put": costs.send + costs.take + costs.put, "get": costs.get + _copying()}
     checks = [Check(f"service redis {verb}", predicted[verb], row.cpu_s_per_gb) for verb, row in through.items()]
@@ -129,22 +133,22 @@ def measure_costs(say: Say) -> tuple[Costs, list[Check]]:
 
 def _encoding() -> tuple[float, float]:
     """Stored bytes of a byte, and processor seconds of encoding a GB."""
-    pages = [bf16_page(_PLAN.sizes[0], seed=seed) for seed in range(_PAGES)]
-    payload = memoryview(bytearray(b"\1") * max_payload_bytes(_PLAN.sizes[0]))
+    pages = [bf16_page(_AMOUNTS.sizes[0], seed=seed) for seed in range(_PAGES)]
+    payload = memoryview(bytearray(b"\1") * max_payload_bytes(_AMOUNTS.sizes[0]))
     stored, costs = 0, []
-    for _ in range(1 + _PLAN.repetitions):
+    for _ in range(1 + _AMOUNTS.repetitions):
         cpu_s = time.process_time()
         stored = sum(encode(PLANES2, page.data, payload).payload_bytes for page in pages)
-        costs.append((time.process_time() - cpu_s) / (_PAGES * _PLAN.sizes[0] / GB))
-    return stored / (_PAGES * _PLAN.sizes[0]), statistics.median(costs[1:])
+        costs.append((time.process_time() - cpu_s) / (_PAGES * _AMOUNTS.sizes[0] / GB))
+    return stored / (_PAGES * _AMOUNTS.sizes[0]), statistics.median(costs[1:])
 
 
 def _copying() -> float:
     """Processor seconds of copying a GB in memory."""
-    pages = RecordPages(_PLAN.sizes[0], _PAGES)
+    pages = RecordPages(_AMOUNTS.sizes[0], _PAGES)
     copy = memcpy(pages.sources, pages.targets)
     costs = []
-    for _ in range(1 + _PLAN.repetitions):
+    for _ in range(1 + _AMOUNTS.repetitions):
         cpu_s = time.process_time()
         copy.run()
         costs.append((time.process_time() - cpu_s) / (pages.num_bytes / GB))
@@ -158,7 +162,7 @@ def _redis_rows(say: Say) -> dict[str, Row]:
     async def run(url: str) -> list[Row]:
         store = TierStore(RedisTier(url))
         try:
-            return await store_rows(store, peer, _PLAN, say)
+            return await store_rows(store, peer, _AMOUNTS, say)
         finally:
             await store.aclose()
 
@@ -177,13 +181,13 @@ def _saving(say: Say) -> tuple[float, float]:
                 await client.wait_ready(deadline=Deadline.after(_START_S))
                 await client.open_namespace(benchmark_namespace(), deadline=Deadline.after(_START_S))
                 service = Service(client)
-                await fill(service, _PLAN.sizes[0], _MEMORY_BYTES)
-                pages = RecordPages(_PLAN.sizes[0], _PLAN.num_pages(_PLAN.sizes[0]))
+                await fill(service, _AMOUNTS.sizes[0], _MEMORY_BYTES)
+                pages = RecordPages(_AMOUNTS.sizes[0], _AMOUNTS.num_pages(_AMOUNTS.sizes[0]))
                 sent, taken = [], []
-                for _ in range(1 + _PLAN.repetitions):
+                for _ in range(1 + _AMOUNTS.repetitions):
                     batch = pages.batch()
                     own_s, node_s = time.process_time(), node.cpu_s()
-                    await service.put_all(batch, _PLAN.in_flights[0])
+                    await service.put_all(batch, _AMOUNTS.in_flights[0])
                     sent.append((time.process_time() - own_s) / (pages.num_bytes / GB))
                     taken.append((node.cpu_s() - node_s) / (pages.num_bytes / GB))
                 return statistics.median(sent[1:]), statistics.median(taken[1:])
@@ -196,7 +200,7 @@ def _saving(say: Say) -> tuple[float, float]:
 def report(result: tuple[NodeShape, Costs, list[Check]], console: Console | None) -> tuple[str, list[str]]:
     """Show the tables; returns the BENCH line, and nothing that is wrong."""
     shape, costs, checks = result
-    ways, settings = paths_of(shape, costs), settings_of(shape, costs)
+    ways, settings = ways_of(shape, costs), settings_of(shape, costs)
     tokens_per_gb = GB / shape.token_bytes
     loops = event_loops_for(shape, costs)
     if console is not None:
@@ -214,12 +218,16 @@ def report(result: tuple[NodeShape, Costs, list[Check]], console: Console | None
             if name != "stored_ratio":
                 table.add_row(name, f"{value:.3f}")
         console.print(table)
-        table = _table("whole paths on this machine, CPU s/GB", "path", "by its parts", "measured", "ratio")
+        table = _table("whole ways on this machine, CPU s/GB", "way", "by its parts", "measured", "ratio")
         for check in checks:
             table.add_row(check.what, f"{check.predicted:.3f}", f"{check.measured:.3f}", f"{check.ratio:.2f}")
         console.print(table)
         values = ", ".join(f"{name} = {format_bytes(value)}" for name, value in settings.items())
-        console.print(f"set {values}; with {loops} event loops none of them limits a load from Redis")
+        console.print(f"set {values}")
+        console.print(
+            "in a service one event loop moves the bytes; "
+            f"{loops} would be needed so that none of them limits a load from Redis"
+        )
     line: dict[str, Any] = {
         "node": asdict(shape),
         "costs": asdict(costs),
@@ -229,7 +237,8 @@ def report(result: tuple[NodeShape, Costs, list[Check]], console: Console | None
             for way in ways
         ],
         "checks": [{**asdict(check), "ratio": round(check.ratio, 3)} for check in checks],
-        "settings": {**settings, "event_loops": loops},
+        "event_loops_needed": loops,
+        "settings": settings,
     }
     return "BENCH " + json.dumps([line]), []
 

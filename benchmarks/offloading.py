@@ -17,7 +17,7 @@ import numpy as np
 import uvloop
 
 from benchmarks.ceilings import Peer, tcp_peer, unix_peer
-from benchmarks.measure import Ceiling, Plan, Row, Work, measure
+from benchmarks.measure import Amounts, Ceiling, Row, Work, measure
 from benchmarks.node import Node, temporary_folder
 from benchmarks.program import Section, run_sections
 from connector.offloading.lookups import Request
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "Measure stores and loads of vLLM's offloading, beside raw sockets.",
         arguments,
         sections=SECTIONS,
-        defaults=Plan(sizes=(_MIB, 4 * _MIB), in_flights=(1, 4), total_bytes=128 * _MIB, repetitions=5),
+        defaults=Amounts(sizes=(_MIB, 4 * _MIB), in_flights=(1, 4), total_bytes=128 * _MIB, repetitions=5),
     )
 
 
@@ -156,7 +156,7 @@ class _Loads(Work):
             raise RuntimeError("other bytes were loaded than were stored")
 
 
-def _rows(name: str, node: Node, peer: Peer, plan: Plan, say: Say, *, restarts: bool) -> list[Row]:
+def _rows(name: str, node: Node, peer: Peer, amounts: Amounts, say: Say, *, restarts: bool) -> list[Row]:
     """Rows of one service.
 
     Args:
@@ -168,7 +168,7 @@ def _rows(name: str, node: Node, peer: Peer, plan: Plan, say: Say, *, restarts: 
         say(f"{what}: {tier.num_chunks} chunks in {num_jobs} jobs")
         size_bytes = tier.memory.shape[1]
         sizes = {"size_bytes": size_bytes, "num_bytes": tier.memory.nbytes, "in_flight": num_jobs}
-        rows.append(await measure(what, work, ceiling, **sizes, repetitions=plan.repetitions))
+        rows.append(await measure(what, work, ceiling, **sizes, repetitions=amounts.repetitions))
 
     def forget() -> None:
         if restarts:
@@ -176,17 +176,17 @@ def _rows(name: str, node: Node, peer: Peer, plan: Plan, say: Say, *, restarts: 
             node.stop()
             node.start()
 
-    for size_bytes in plan.sizes:
-        tier = _Tier(node.url, size_bytes, plan.num_pages(size_bytes))
+    for size_bytes in amounts.sizes:
+        tier = _Tier(node.url, size_bytes, amounts.num_pages(size_bytes))
         slots = [memoryview(slot) for slot in tier.memory]
         try:
-            for num_jobs in plan.in_flights:
-                if "put" in plan.verbs:
+            for num_jobs in amounts.in_flights:
+                if "put" in amounts.verbs:
                     work: Work = _Stores(tier, num_jobs, node.settle)
                     uvloop.run(
                         row(f"{name} store", work, peer.puts([bytearray(slot) for slot in slots]), tier, num_jobs)
                     )
-                if "get" in plan.verbs:
+                if "get" in amounts.verbs:
                     targets = [memoryview(bytearray(size_bytes)) for _ in slots]
                     work = _Loads(tier, num_jobs, forget)
                     uvloop.run(row(f"{name} load", work, peer.gets(targets), tier, num_jobs))
@@ -195,19 +195,19 @@ def _rows(name: str, node: Node, peer: Peer, plan: Plan, say: Say, *, restarts: 
     return rows
 
 
-def _service(plan: Plan, say: Say) -> list[Row]:
+def _service(amounts: Amounts, say: Say) -> list[Row]:
     """The service's memory, beside the same bytes over one Unix socket."""
     say("service: starting it")
-    memory_bytes = max(512 * _MIB, 6 * plan.total_bytes)
+    memory_bytes = max(512 * _MIB, 6 * amounts.total_bytes)
     with (
         temporary_folder() as folder,
         unix_peer(folder) as peer,
         Node(folder, "service", memory_bytes=memory_bytes) as node,
     ):
-        return _rows("service", node, peer, plan, say, restarts=False)
+        return _rows("service", node, peer, amounts, say, restarts=False)
 
 
-def _redis(plan: Plan, say: Say) -> list[Row]:
+def _redis(amounts: Amounts, say: Say) -> list[Row]:
     """Redis behind a service whose memory is empty, beside the same bytes over one TCP connection. Loads only: a store
     is done when the service has it."""
     say("redis: starting it")
@@ -215,9 +215,9 @@ def _redis(plan: Plan, say: Say) -> list[Row]:
         temporary_folder() as folder,
         tcp_peer(folder) as peer,
         redis_server() as redis,
-        Node(folder, "service", hot=redis.url, memory_bytes=max(512 * _MIB, 6 * plan.total_bytes)) as node,
+        Node(folder, "service", hot=redis.url, memory_bytes=max(512 * _MIB, 6 * amounts.total_bytes)) as node,
     ):
-        return _rows("redis", node, peer, replace(plan, verbs=("get",)), say, restarts=True)
+        return _rows("redis", node, peer, replace(amounts, verbs=("get",)), say, restarts=True)
 
 
 SECTIONS: dict[str, Section] = {"service": _service, "redis": _redis}

@@ -43,7 +43,7 @@ class Variant:
 
     Attributes:
         name: For people.
-        wanted: The ratio that was asked for, of both figures.
+        wanted: The least ratio of both figures that counts as good. It is printed beside the measured ones.
         connector: Beside the url; `None`: no connector.
         redis: Whether a Redis stands behind its service, on the same cores.
     """

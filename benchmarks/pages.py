@@ -98,5 +98,7 @@ def _sealed(prompt: Prompt, page: int, buffer: bytearray) -> Record:
     tokens = page * _PAGE_TOKENS
     kind, span = _LAYOUT.groups[0].record_at(tokens, _PAGE_TOKENS)
     payload_bytes = len(buffer) - HEADER_BYTES
-    header = HeaderV1(prompt.key(tokens), kind, span, 0, payload_bytes, 0, bytes(16), created_ms=1_700_000_000_000)
+    header = HeaderV1.unsealed(
+        prompt.key(tokens), kind, span, codec_chain=0, decoded_bytes=payload_bytes, created_ms=1_700_000_000_000
+    )
     return seal(header, buffer)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import Plan, Row
+from benchmarks.measure import Amounts, Row
 from kvstore.errors import KVStoreError
 from kvstore.runtime.sizes import parse_bytes
 from kvstore.testing.program import Say, run_program
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 DataRow = TypeVar("DataRow", bound="DataclassInstance")
 Column = tuple[str, Callable[[T], str]]
 """Its heading, and how it shows a row."""
-Section = Callable[[Plan, Say], list[Row]]
+Section = Callable[[Amounts, Say], list[Row]]
 """Measures the rows of one section."""
 
 
@@ -74,7 +74,7 @@ def run_sections(
     arguments: Sequence[str] | None,
     *,
     sections: Mapping[str, Section],
-    defaults: Plan,
+    defaults: Amounts,
     as_named: Callable[[Row], Row] = lambda row: row,
 ) -> int:
     """`run_benchmark` for sections of rows beside their ceilings. A section that fails does not end the others.
@@ -100,14 +100,14 @@ def run_sections(
         parser.add_argument(flag, type=read, default=default, metavar=metavar, help=text)
     parser.add_argument("--json", action="store_true", help="print the BENCH line alone")
     chosen = parser.parse_args(arguments)
-    plan = Plan(chosen.sizes, chosen.in_flight, chosen.total_bytes, chosen.repetitions, chosen.verbs)
+    amounts = Amounts(chosen.sizes, chosen.in_flight, chosen.total_bytes, chosen.repetitions, chosen.verbs)
     failures: list[str] = []
 
     def measure(say: Say) -> list[Row]:
         rows: list[Row] = []
         for name in chosen.only:
             try:
-                rows += map(as_named, sections[name](plan, say))
+                rows += map(as_named, sections[name](amounts, say))
             except (CannotInstall, ServerFailed, KVStoreError, OSError, RuntimeError) as error:
                 failures.append(f"{name}: {error}")
         return rows

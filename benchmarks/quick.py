@@ -11,7 +11,7 @@ import uvloop
 
 from benchmarks.ceilings import memcpy, tcp_peer, unix_peer
 from benchmarks.loads import load_rows
-from benchmarks.measure import Plan, Row, Work, measure
+from benchmarks.measure import Amounts, Row, Work, measure
 from benchmarks.node import Node, temporary_folder
 from benchmarks.pages import RecordPages, benchmark_namespace, bf16_page
 from benchmarks.program import Section, run_sections
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "Measure the store, each figure beside a ceiling of this machine.",
         arguments,
         sections=SECTIONS,
-        defaults=Plan(sizes=(_MIB, 4 * _MIB), in_flights=(1, 4), total_bytes=64 * _MIB, repetitions=5),
+        defaults=Amounts(sizes=(_MIB, 4 * _MIB), in_flights=(1, 4), total_bytes=64 * _MIB, repetitions=5),
     )
 
 
@@ -54,18 +54,18 @@ class _Calls(Work):
         self._call()
 
 
-def _codec(plan: Plan, say: Say) -> list[Row]:
-    """Encode, decode and verify in one thread: pages of the plan's largest size.
+def _codec(amounts: Amounts, say: Say) -> list[Row]:
+    """Encode, decode and verify in one thread: pages of the largest size.
 
     Raises:
         RuntimeError: What was decoded is not what was encoded.
     """
-    return asyncio.run(_codec_rows(max(plan.sizes), plan, say))
+    return asyncio.run(_codec_rows(max(amounts.sizes), amounts, say))
 
 
-async def _codec_rows(size_bytes: int, plan: Plan, say: Say) -> list[Row]:
+async def _codec_rows(size_bytes: int, amounts: Amounts, say: Say) -> list[Row]:
     say("codec: making pages")
-    num_pages = plan.num_pages(size_bytes)
+    num_pages = amounts.num_pages(size_bytes)
     pages = [bytearray(bf16_page(size_bytes, seed=seed)) for seed in range(num_pages)]
     payloads = [memoryview(bytearray(b"\1") * max_payload_bytes(size_bytes)) for _ in range(num_pages)]
     decoded = [memoryview(bytearray(b"\1") * size_bytes) for _ in range(num_pages)]
@@ -89,7 +89,7 @@ async def _codec_rows(size_bytes: int, plan: Plan, say: Say) -> list[Row]:
             size_bytes=size_bytes,
             num_bytes=num_bytes,
             in_flight=1,
-            repetitions=plan.repetitions,
+            repetitions=amounts.repetitions,
         )
 
     rows = [await row("codec encode", encode_all, payloads)]
@@ -97,12 +97,12 @@ async def _codec_rows(size_bytes: int, plan: Plan, say: Say) -> list[Row]:
     rows.append(await row("codec decode", decode_all, copied))
     if any(target != page for target, page in zip(decoded, pages, strict=True)):
         raise RuntimeError("decoding did not give back what was encoded")
-    return [*rows, await _verify_row(size_bytes, plan, say)]
+    return [*rows, await _verify_row(size_bytes, amounts, say)]
 
 
-async def _verify_row(size_bytes: int, plan: Plan, say: Say) -> Row:
+async def _verify_row(size_bytes: int, amounts: Amounts, say: Say) -> Row:
     say("codec: verify")
-    pages = RecordPages(size_bytes, plan.num_pages(size_bytes))
+    pages = RecordPages(size_bytes, amounts.num_pages(size_bytes))
     records = pages.batch().records
 
     def verify_all() -> None:
@@ -116,17 +116,17 @@ async def _verify_row(size_bytes: int, plan: Plan, say: Say) -> Row:
         size_bytes=pages.record_bytes,
         num_bytes=pages.num_bytes,
         in_flight=1,
-        repetitions=plan.repetitions,
+        repetitions=amounts.repetitions,
     )
 
 
 # ---- stores
 
 
-def _service(plan: Plan, say: Say) -> list[Row]:
+def _service(amounts: Amounts, say: Say) -> list[Row]:
     """A client and `kvstore serve` over a Unix socket."""
     say("service: starting it")
-    memory_bytes = max(_MEMORY_BYTES_MIN, 4 * plan.total_bytes)
+    memory_bytes = max(_MEMORY_BYTES_MIN, 4 * amounts.total_bytes)
 
     async def run(url: str) -> list[Row]:
         store = connect(url)
@@ -135,8 +135,8 @@ def _service(plan: Plan, say: Say) -> list[Row]:
             await store.open_namespace(benchmark_namespace(), deadline=Deadline.after(_START_S))
             service = Service(store)
             say("service: filling its memory")  # a cache is full, except in its first minutes
-            await fill(service, max(plan.sizes), memory_bytes)
-            return await store_rows(service, peer, plan, say)
+            await fill(service, max(amounts.sizes), memory_bytes)
+            return await store_rows(service, peer, amounts, say)
         finally:
             await store.aclose()
 
@@ -148,7 +148,7 @@ def _service(plan: Plan, say: Say) -> list[Row]:
         return uvloop.run(run(node.url))
 
 
-def _redis(plan: Plan, say: Say) -> list[Row]:
+def _redis(amounts: Amounts, say: Say) -> list[Row]:
     """Our tier, and redis-py beside it, on a real Redis."""
     say("redis: starting it")
 
@@ -159,26 +159,26 @@ def _redis(plan: Plan, say: Say) -> list[Row]:
 
         tier = RedisTier(url)
         try:
-            rows = await store_rows(TierStore(tier), peer, plan, say)
+            rows = await store_rows(TierStore(tier), peer, amounts, say)
         finally:
             await tier.aclose()
         async with Redis.from_url(url) as client:
-            return rows + await store_rows(RedisPy(client), peer, plan, say)
+            return rows + await store_rows(RedisPy(client), peer, amounts, say)
 
     with temporary_folder() as folder, tcp_peer(folder) as peer, redis_server() as server:
         return uvloop.run(run(server.url))
 
 
-def _s3(plan: Plan, say: Say) -> list[Row]:
+def _s3(amounts: Amounts, say: Say) -> list[Row]:
     """Our tier on a real Ceph RGW, the slowest by far: only the largest records and the most in flight."""
     say("s3: starting a Ceph gateway")
-    plan = replace(plan, sizes=(max(plan.sizes),), in_flights=(max(plan.in_flights),))
+    amounts = replace(amounts, sizes=(max(amounts.sizes),), in_flights=(max(amounts.in_flights),))
     with temporary_folder() as folder, tcp_peer(folder) as peer, ceph_rgw() as server:
 
         async def run() -> list[Row]:
             tier = await open_s3_tier(server)
             try:
-                return await store_rows(TierStore(tier), peer, plan, say)
+                return await store_rows(TierStore(tier), peer, amounts, say)
             finally:
                 await tier.aclose()
 

@@ -53,7 +53,7 @@ class Model:
 
     Attributes:
         prompt_tokens: One token more than whole blocks, since hits end on a block: one is left to compute.
-        wanted: The ratio that was asked for.
+        wanted: The least ratio that counts as good. It is printed beside the measured one.
         block_tokens: Of a block.
     """
 

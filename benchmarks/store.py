@@ -9,7 +9,7 @@ from dataclasses import replace
 import uvloop
 
 from benchmarks.ceilings import tcp_peer
-from benchmarks.measure import Plan, Row
+from benchmarks.measure import Amounts, Row
 from benchmarks.node import Node, temporary_folder
 from benchmarks.pages import VALUE_OVERHEAD_BYTES, benchmark_namespace
 from benchmarks.program import Section, run_sections
@@ -46,12 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "Measure the byte paths to Redis and S3, each figure beside raw sockets of the same minute.",
         arguments,
         sections=SECTIONS,
-        defaults=Plan(_SIZES, _IN_FLIGHTS, total_bytes=128 * _MIB, repetitions=3),
+        defaults=Amounts(_SIZES, _IN_FLIGHTS, total_bytes=128 * _MIB, repetitions=3),
         as_named=_as_named,
     )
 
 
-def _redis(plan: Plan, say: Say) -> list[Row]:
+def _redis(amounts: Amounts, say: Say) -> list[Row]:
     """Our tier in turn with raw commands to the same Redis, redis-py, and the peer's client where it is installed."""
     say("redis: starting it")
     with temporary_folder() as folder, tcp_peer(folder) as peer, redis_server() as server:
@@ -75,7 +75,7 @@ def _redis(plan: Plan, say: Say) -> list[Row]:
             lmcache = open_lmcache(server.port, _NUM_CONNECTIONS)
             peers = [] if lmcache is None else [lmcache]
             try:
-                return _beside_raw(await store_rows(store, peer, plan, say, [*beside, *peers]))
+                return _beside_raw(await store_rows(store, peer, amounts, say, [*beside, *peers]))
             except RedisError as error:
                 raise RuntimeError(f"redis-py failed: {error}") from error
             finally:
@@ -101,10 +101,10 @@ def _beside_raw(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _service(plan: Plan, say: Say) -> list[Row]:
+def _service(amounts: Amounts, say: Say) -> list[Row]:
     """A service between a client and Redis. Another one puts the records that it gets."""
     say("service: starting it, another one and a Redis")
-    memory_bytes = 2 * max(plan.total_bytes, max(plan.sizes) * max(plan.in_flights))
+    memory_bytes = 2 * max(amounts.total_bytes, max(amounts.sizes) * max(amounts.in_flights))
     with (
         temporary_folder() as folder,
         tcp_peer(folder) as peer,
@@ -123,7 +123,7 @@ def _service(plan: Plan, say: Say) -> list[Row]:
                 service = ServiceOverTier(client, node, writer, tier)
                 say("service: filling its memory")  # a cache is full, except in its first minutes
                 await fill(service, _MIB, memory_bytes)
-                return await store_rows(service, peer, plan, say)
+                return await store_rows(service, peer, amounts, say)
             finally:
                 await client.aclose()
                 await writer.aclose()
@@ -139,21 +139,21 @@ def _redis_tier(url: str) -> TierStore:
     return TierStore(tier, _NUM_CONNECTIONS)
 
 
-def _s3(plan: Plan, say: Say) -> list[Row]:
+def _s3(amounts: Amounts, say: Say) -> list[Row]:
     """Our tier on a real gateway, the slowest by far: fewer sizes."""
     say("s3: starting a Ceph gateway")
-    plan = replace(
-        plan,
-        sizes=tuple(size for size in plan.sizes if size in _S3_SIZES) or plan.sizes[-1:],
-        in_flights=tuple(calls for calls in plan.in_flights if calls in _S3_IN_FLIGHTS) or plan.in_flights[-1:],
-        total_bytes=min(plan.total_bytes, _S3_TOTAL_BYTES),
+    amounts = replace(
+        amounts,
+        sizes=tuple(size for size in amounts.sizes if size in _S3_SIZES) or amounts.sizes[-1:],
+        in_flights=tuple(calls for calls in amounts.in_flights if calls in _S3_IN_FLIGHTS) or amounts.in_flights[-1:],
+        total_bytes=min(amounts.total_bytes, _S3_TOTAL_BYTES),
     )
     with temporary_folder() as folder, tcp_peer(folder) as peer, ceph_rgw() as server:
 
         async def run() -> list[Row]:
             tier = await open_s3_tier(server)
             try:
-                return await store_rows(TierStore(tier, max(plan.in_flights)), peer, plan, say)
+                return await store_rows(TierStore(tier, max(amounts.in_flights)), peer, amounts, say)
             finally:
                 await tier.aclose()
 

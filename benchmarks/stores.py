@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.ceilings import Peer
-from benchmarks.measure import Plan, Row, Work, measure_in_turn, windowed
+from benchmarks.measure import Amounts, Row, Work, measure_in_turn, windowed
 from benchmarks.node import Node
 from benchmarks.pages import Batch, RecordPages
 from kvstore.api import Ack, LeasedRecord, PageStore, Retention, SaveOutcome
@@ -271,20 +271,20 @@ async def fill(store: Store, size_bytes: int, num_bytes: int) -> None:
         await store.occupy(pages.batch().records[0])
 
 
-async def store_rows(store: Store, peer: Peer, plan: Plan, say: Say, beside: Sequence[Store] = ()) -> list[Row]:
+async def store_rows(store: Store, peer: Peer, amounts: Amounts, say: Say, beside: Sequence[Store] = ()) -> list[Row]:
     """A row for put and one for get, for each size and number of calls in flight.
 
     The stores in `beside` are measured in turn with the store, at their own verbs. Each has its rows.
     """
     rows = []
-    for size_bytes in plan.sizes:
-        most = RecordPages(size_bytes, max(plan.num_pages(size_bytes), *plan.in_flights))
-        for in_flight in plan.in_flights:
-            pages = most.first(max(plan.num_pages(size_bytes), in_flight))
+    for size_bytes in amounts.sizes:
+        most = RecordPages(size_bytes, max(amounts.num_pages(size_bytes), *amounts.in_flights))
+        for in_flight in amounts.in_flights:
+            pages = most.first(max(amounts.num_pages(size_bytes), in_flight))
             links = store.num_connections(pages.record_bytes, in_flight)
             ceilings = {"put": peer.puts(pages.sources, links), "get": peer.gets(pages.targets, links)}
             for verb in ("put", "get"):
-                if verb not in plan.verbs:
+                if verb not in amounts.verbs:
                     continue
                 kind = _Put if verb == "put" else _Get
                 works: list[tuple[str, Work]] = [
@@ -297,7 +297,7 @@ async def store_rows(store: Store, peer: Peer, plan: Plan, say: Say, beside: Seq
                     size_bytes=pages.record_bytes,
                     num_bytes=pages.num_bytes,
                     in_flight=in_flight,
-                    repetitions=plan.repetitions,
+                    repetitions=amounts.repetitions,
                 )
     return rows
 

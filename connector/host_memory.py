@@ -55,6 +55,42 @@ def host_memory_budget(settings: ConnectorSettings, facts: EngineFacts, shape: C
     return HostMemoryBudget(pinned, reason, 2 * largest_bytes, pinned // _AUDIT_SHARE if audits else 0)
 
 
+def default_pinned_bytes(
+    *,
+    step_tokens: int,
+    token_bytes: int,
+    states_bytes: int = 0,
+    largest_bytes: int = 0,
+    on_gpu: bool,
+    machine_bytes: int = 0,
+    machine_ranks: int = 1,
+) -> tuple[int, str]:
+    """The default of `pinned_bytes`, and where it comes from, in words: twice what a step makes final, within limits.
+
+    Args:
+        step_tokens: The most tokens that the engine computes in one step.
+        token_bytes: Of KV on a rank, all groups together.
+        states_bytes: Of one state of every recurrent group, on a rank.
+        largest_bytes: Of the largest page or state. 0: small beside the least default.
+        on_gpu: A GPU's memory is limited as well.
+        machine_bytes: Memory of the machine. 0: unknown, no limit.
+        machine_ranks: How many ranks share the machine's memory.
+    """
+    wanted = 2 * (step_tokens * token_bytes + states_bytes)
+    reason = f"twice {step_tokens} tokens of a step x {format_bytes(token_bytes)}"
+    if states_bytes:
+        reason += f" and {format_bytes(states_bytes)} of states"
+    bounds = [max((wanted, reason), (_LEAST_BYTES, "the least"), (2 * largest_bytes, "twice a page"))]
+    if on_gpu:
+        gpu_bytes = max(_GPU_DEFAULT_BYTES, 4 * largest_bytes)
+        bounds.append((gpu_bytes, "the default limit on a GPU, whose memory is used as well"))
+    if machine_bytes:
+        share = machine_bytes // (_MACHINE_SHARE * machine_ranks)
+        ranks = f" for each of {machine_ranks} ranks" if machine_ranks > 1 else ""
+        bounds.append((share, f"an eighth of this machine's memory{ranks}"))
+    return min(bounds)
+
+
 def page_bytes(shape: CacheShape, group: GroupShape) -> int:
     """Bytes of one page (or state) of a group, all slices on a rank."""
     num_blocks = 1 if group.is_state else shape.layout.page_tokens // group.facts.block_tokens
@@ -65,16 +101,12 @@ def _default(facts: EngineFacts, shape: CacheShape, largest_bytes: int) -> tuple
     cells = [group.facts for group in shape.groups if not group.is_state]
     token_bytes = sum(group.rank_block_bytes // group.block_tokens for group in cells)
     states_bytes = sum(group.facts.rank_block_bytes for group in shape.groups if group.is_state)
-    wanted = 2 * (facts.step_tokens * token_bytes + states_bytes)
-    reason = f"twice {facts.step_tokens} tokens of a step x {format_bytes(token_bytes)}"
-    if states_bytes:
-        reason += f" and {format_bytes(states_bytes)} of states"
-    bounds = [max((wanted, reason), (_LEAST_BYTES, "the least"), (2 * largest_bytes, "twice a page"))]
-    if facts.device != "cpu":
-        gpu_bytes = max(_GPU_DEFAULT_BYTES, 4 * largest_bytes)
-        bounds.append((gpu_bytes, "the default limit on a GPU, whose memory is used as well"))
-    if facts.machine_bytes:
-        share = facts.machine_bytes // (_MACHINE_SHARE * facts.machine_ranks)
-        ranks = f" for each of {facts.machine_ranks} ranks" if facts.machine_ranks > 1 else ""
-        bounds.append((share, f"an eighth of this machine's memory{ranks}"))
-    return min(bounds)
+    return default_pinned_bytes(
+        step_tokens=facts.step_tokens,
+        token_bytes=token_bytes,
+        states_bytes=states_bytes,
+        largest_bytes=largest_bytes,
+        on_gpu=facts.device != "cpu",
+        machine_bytes=facts.machine_bytes,
+        machine_ranks=facts.machine_ranks,
+    )

@@ -13,7 +13,7 @@ from connector.canonical.slices import HeadGrid, SliceGrid, head_grid, heads_on_
 from connector.facts import CellFacts, EngineFacts, GroupFacts, ModelFacts, StateFacts
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import LINK_TOKENS
-from kvstore.model.kinds import Latent, Recurrent
+from kvstore.model.kinds import Latent
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.namespace import NamespaceDescription, describe_layout
 
@@ -35,7 +35,7 @@ class GroupShape:
 
     @property
     def is_state(self) -> bool:
-        return isinstance(self.facts.kind, Recurrent)
+        return self.facts.kind.is_state
 
 
 @dataclass(frozen=True, slots=True)

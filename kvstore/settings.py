@@ -37,8 +37,6 @@ from kvstore.tiers.locations import (
     FileLocation,
     HotLocation,
     NoTier,
-    RedisLocation,
-    S3Location,
     parse_cold,
     parse_hot,
     without_secrets,
@@ -92,11 +90,11 @@ def _admin_address(value: object) -> TcpAddress | None:
 
 
 def _hot(value: object) -> HotLocation:
-    return value if isinstance(value, NoTier | RedisLocation) else _parsed(parse_hot, value)
+    return value if isinstance(value, HotLocation) else _parsed(parse_hot, value)
 
 
 def _cold(value: object) -> ColdLocation:
-    return value if isinstance(value, NoTier | FileLocation | S3Location) else _parsed(parse_cold, value)
+    return value if isinstance(value, ColdLocation) else _parsed(parse_cold, value)
 
 
 def _parsed(parse: Any, value: object) -> Any:

@@ -140,4 +140,4 @@ def within_windows(page_tokens: int, kinds: Iterable[GroupKind], boundary_tokens
 
 def may_lose_blocks(kind: GroupKind) -> bool:
     """Whether vLLM may free a request's earlier blocks while the request runs. Pages of freed blocks are not saved."""
-    return isinstance(kind, SlidingWindow | ChunkedLocal)
+    return not (kind.needs_all or kind.is_state)

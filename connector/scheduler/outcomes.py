@@ -13,8 +13,7 @@ from kvstore.api import Lookup, Outcome, PageStore, Staged
 from kvstore.errors import Closed
 from kvstore.model.coverage import longest_resumable
 from kvstore.model.keys import Boundary
-from kvstore.model.kinds import FullAttention, Latent
-from kvstore.model.layout import GroupLayout, Layout
+from kvstore.model.layout import Layout
 from kvstore.model.outcome import content_digest
 
 
@@ -121,7 +120,7 @@ def stop_of(
         cap_tokens: The furthest point of interest.
     """
     all_groups = (1 << len(layout.groups)) - 1
-    growing = sum(1 << index for index, group in enumerate(layout.groups) if _needs_everything(group))
+    growing = sum(1 << index for index, group in enumerate(layout.groups) if group.kind.needs_all)
     within = [(boundary, groups) for boundary, groups in seen if boundary.tokens <= cap_tokens]
     beyond = [one for one in within if one[0].tokens > resume_tokens and one[1] != all_groups]
     if growing != all_groups and beyond:
@@ -140,16 +139,11 @@ def stop_of(
     return next(iter(pages or beyond[-1:]), None)
 
 
-def _needs_everything(group: GroupLayout) -> bool:
-    """Whether a group needs all earlier tokens, so that its records are stored without gaps."""
-    return isinstance(group.kind, FullAttention | Latent)
-
-
 def _is_needed(layout: Layout, seen: tuple[Boundary, int], reached_tokens: int) -> bool:
     """Whether, to resume at a point, a group needs a record at this boundary that was not there."""
     tokens, groups = seen[0].tokens, seen[1]
     for index, group in enumerate(layout.groups):
-        if groups >> index & 1 or _needs_everything(group):
+        if groups >> index & 1 or group.kind.needs_all:
             continue
         start = group.kind.needed_from(reached_tokens)
         if tokens == reached_tokens and (start is None or start < reached_tokens):

@@ -7,7 +7,6 @@ import logging
 from connector.facts import EngineFacts
 from connector.settings import ConnectorSettings
 from connector.vllm.contract import advice_on_releases
-from kvstore.model.kinds import Recurrent
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
@@ -57,7 +56,7 @@ def advise_on_block_size(facts: EngineFacts, scheduler_tokens: int) -> str | Non
 
 
 def _is_recurrent(facts: EngineFacts) -> bool:
-    return any(isinstance(group.kind, Recurrent) for group in facts.groups)
+    return any(group.kind.is_state for group in facts.groups)
 
 
 def warn_of_untested_release(version: str, *, allowed: bool) -> None:

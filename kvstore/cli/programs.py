@@ -23,7 +23,7 @@ BENCHMARKS = {
     "overhead": ("overhead", "prefill and decode with a connector that finds nothing (starts vLLM)"),
     "agent": ("agent_pause", "first token after an agent's pause: from memory, prefetched, from S3 (starts vLLM)"),
     "offloading": ("offloading", "chunks of vLLM's own offloading to and from a service and Redis"),
-    "documents": ("plan", "hits of documents in the given and in the planned order"),
+    "documents": ("documents", "hits of documents in the given and in the planned order"),
     "plan": ("node_plan", "what a node can load and save, from costs measured here"),
     "encryption": ("encryption", "sealing and opening encrypted records"),
     "restart": ("restart", "reopening a directory of a million records"),

@@ -22,7 +22,7 @@ from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.service.reported_settings import StoreInUse
 from kvstore.settings import Settings
 from kvstore.store.upkeep.verification import BadRecord, ByteRate, Findings, count_records, verify_tier
-from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier, parse_cold, parse_hot
+from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier, TierLocation, parse_tier
 
 BAD_FOUND, NOT_ALL_READ = 3, 1
 _JOB_ANSWER_S = 30.0
@@ -123,17 +123,12 @@ def _location(store: StoreInUse, name: str) -> HotLocation | ColdLocation:
     return location
 
 
-def _parsed_location(text: str) -> HotLocation | ColdLocation:
+def _parsed_location(text: str) -> TierLocation:
     if ":" not in text:
         raise InvalidRequest(f"TIER: expected hot, cold or a location like s3://bucket/prefix, got {text!r}")
-    try:
-        location: HotLocation | ColdLocation = parse_hot(text) if text.startswith("redis") else parse_cold(text)
-    except InvalidRequest as error:
-        expected = error.message.partition(" ")[2]  # without the setting, which was not given
-        raise InvalidRequest(f"TIER {expected}", **error.details) from error
-    if isinstance(location, NoTier):
+    if text == "memory:":
         raise InvalidRequest(f"TIER: there is no such tier, expected a location like s3://bucket/prefix, got {text!r}")
-    return location
+    return parse_tier(text, field="TIER")
 
 
 def _namespace(text: str) -> NamespaceId | None:

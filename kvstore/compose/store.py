@@ -15,7 +15,7 @@ from kvstore.catalog.pending import PendingLog
 from kvstore.compose.retention import open_retention
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.format.manifest import STORE_VERSION_PLACE, check_store_version
-from kvstore.model.media import parse_media
+from kvstore.model.media import medium_of, parse_media
 from kvstore.runtime.arena import Arena
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
@@ -346,8 +346,8 @@ def _cache_events(
         EventPublisher(settings.events_endpoint, settings.events_replay_endpoint, first=first, clock=clock),
         Topics(names or (f"node:{gethostname()}",), "pool:kvstore"),
         memory=memory,
-        memory_medium=media[memory.name],
-        levels={level: media[tier.name] for level, tier in tiers.items() if tier is not None and tier.name in media},
+        memory_medium=medium_of(memory.name, media),
+        levels={level: medium_of(tier.name, media) for level, tier in tiers.items() if tier is not None},
         catalog=recorder.catalog if recorder is not None else None,
         clock=clock,
     )

@@ -58,6 +58,22 @@ class HeaderV1:
     nonce: bytes = bytes(12)
     tag: bytes = bytes(16)
 
+    @classmethod
+    def unsealed(
+        cls, key: RecordKey, kind: RecordKind, span: Span, *, codec_chain: int, decoded_bytes: int, created_ms: int
+    ) -> HeaderV1:
+        """A header for `seal`, which sets the size and checksum of the payload: until then both are zero."""
+        return cls(
+            key=key,
+            kind=kind,
+            span=span,
+            codec_chain=codec_chain,
+            decoded_bytes=decoded_bytes,
+            payload_bytes=0,
+            payload_checksum=bytes(CHECKSUM_BYTES),
+            created_ms=created_ms,
+        )
+
     def pack(self) -> bytes:
         """The 192 bytes, checksum included.
 

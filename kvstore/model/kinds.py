@@ -28,6 +28,10 @@ class GroupKind(ABC):
     name: ClassVar[str]
     chained: ClassVar[bool] = True
     """Whether a page is of use only behind those before it, so that retention evicts the ends of prompts first."""
+    needs_all: ClassVar[bool] = False
+    """Whether every resume point needs the pages of all earlier tokens: `needed_from` is always 0."""
+    is_state: ClassVar[bool] = False
+    """Whether a resume point needs one state and no pages: `needed_from` is always `None`."""
 
     @abstractmethod
     def needed_from(self, resume_tokens: int) -> int | None:
@@ -45,6 +49,7 @@ class FullAttention(GroupKind):
     """Keys and values of every earlier token."""
 
     name: ClassVar[str] = "full_attention"
+    needs_all: ClassVar[bool] = True
 
     def needed_from(self, resume_tokens: int) -> int | None:
         return 0
@@ -55,6 +60,7 @@ class Latent(GroupKind):
     """Multi-head latent attention (MLA): one latent vector of every earlier token."""
 
     name: ClassVar[str] = "latent"
+    needs_all: ClassVar[bool] = True
 
     def needed_from(self, resume_tokens: int) -> int | None:
         return 0
@@ -93,6 +99,7 @@ class Recurrent(GroupKind):
     """Mamba, GDN, short convolution: one state exactly at the resume point."""
 
     name: ClassVar[str] = "recurrent"
+    is_state: ClassVar[bool] = True
 
     def needed_from(self, resume_tokens: int) -> int | None:
         return None
@@ -105,6 +112,7 @@ class Keyed(GroupKind):
     """
 
     name: ClassVar[str] = "keyed"
+    needs_all: ClassVar[bool] = True
 
     def needed_from(self, resume_tokens: int) -> int | None:
         return 0

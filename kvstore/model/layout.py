@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstore.errors import InvalidRequest
-from kvstore.model.kinds import GroupKind, Keyed, RecordKind, Recurrent, check_fits
+from kvstore.model.kinds import GroupKind, Keyed, RecordKind, check_fits
 
 MAX_PREFIX_TOKENS = 1 << 24
 """No prefix is longer: bounds the work that a query can cause, and fits the u32 of a record's header."""
@@ -59,7 +59,7 @@ class GroupLayout:
 
     @property
     def is_state(self) -> bool:
-        return isinstance(self.kind, Recurrent)
+        return self.kind.is_state
 
     def record_at(self, tokens: int, page_tokens: int) -> tuple[RecordKind, Span]:
         """The kind of this group's record at boundary `tokens`, and the tokens that it spans."""

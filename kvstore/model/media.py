@@ -38,6 +38,19 @@ MEDIA: Mapping[str, Medium] = {
 """The medium of each tier, by the tier's name."""
 
 
+def medium_of(tier: str, media: Mapping[str, Medium] = MEDIA) -> Medium:
+    """The medium of a tier, by the tier's name.
+
+    Raises:
+        InvalidRequest: `MEDIA` lacks the tier: its pages could not be published.
+    """
+    try:
+        return media[tier]
+    except KeyError:
+        fix = "add it to MEDIA in kvstore/model/media.py"
+        raise InvalidRequest(f"a tier has no name for cache events: {fix}", tier=tier) from None
+
+
 def parse_media(text: str, *, field: str) -> Mapping[str, Medium]:
     """`MEDIA` with the names that an operator gives to some tiers: `redis=SHARED_STORAGE,s3=OBJECT_STORE`.
 

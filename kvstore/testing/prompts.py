@@ -88,7 +88,12 @@ class Prompt:
         kind, span = self.layout.groups[group].record_at(tokens, self.layout.page_tokens)
         numbers = np.random.default_rng([seed, group, slice_, int.from_bytes(key.prefix[:4], "little")])
         data = bytearray(HEADER_BYTES) + bytearray(numbers.bytes(self.payload_bytes))
-        return seal(HeaderV1(key, kind, span, 0, self.payload_bytes, 0, bytes(16), created_ms=1_700_000_000_000), data)
+        return seal(
+            HeaderV1.unsealed(
+                key, kind, span, codec_chain=0, decoded_bytes=self.payload_bytes, created_ms=1_700_000_000_000
+            ),
+            data,
+        )
 
     def record_keys(self, tokens: Iterable[int] | None = None) -> list[RecordKey]:
         """Of all slices of all groups at these boundaries; by default every page (and its states), and the end."""

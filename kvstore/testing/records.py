@@ -31,7 +31,9 @@ def make_record(key: RecordKey | int, payload_bytes: int = 1000, *, seed: int = 
     ).digest()
     generator = np.random.default_rng(int.from_bytes(digest[:8], "little"))
     data = bytearray(HEADER_BYTES) + bytearray(generator.bytes(payload_bytes))
-    header = HeaderV1(key, RecordKind.PAGE, Span(0, 256), 0, payload_bytes, 0, bytes(16), created_ms=1_700_000_000_000)
+    header = HeaderV1.unsealed(
+        key, RecordKind.PAGE, Span(0, 256), codec_chain=0, decoded_bytes=payload_bytes, created_ms=1_700_000_000_000
+    )
     return seal(header, data)
 
 

@@ -296,7 +296,9 @@ class CareContract:
         """An intact record of a group, slice, kind or span that its namespace does not have is not taken."""
         prompt = Prompt(ATTENTION, "misfit", 64)
         await store.open_namespace(prompt.description, deadline=soon())
-        header = HeaderV1(prompt.key(64, group, slice_), kind, span, 0, 100, 0, bytes(16), created_ms=1)
+        header = HeaderV1.unsealed(
+            prompt.key(64, group, slice_), kind, span, codec_chain=0, decoded_bytes=100, created_ms=1
+        )
         with pytest.raises(CorruptRecord):
             await store.save(seal(header, bytearray(HEADER_BYTES + 100)), deadline=soon())
 

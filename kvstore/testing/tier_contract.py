@@ -1,6 +1,6 @@
 """The contract of `Tier` as tests: subclass `TierContract`, give it a `medium`, and a new tier is tested.
 
-What stands here is what `TieredStore` relies on. Damage is planted through `Medium`, which reaches the stored bytes
+What stands here is what `TieredStore` relies on. Damage is planted through `RawMedium`, which reaches the stored bytes
 behind the tier's back; so a tier that does not verify its reads fails here.
 """
 
@@ -31,7 +31,7 @@ def soon() -> Deadline:
     return Deadline.after(30)
 
 
-class Medium(ABC):
+class RawMedium(ABC):
     """The raw store behind a tier: opens tiers on it, and reads and writes stored bytes without their code.
 
     Attributes:
@@ -57,11 +57,11 @@ class TierContract:
     """Tests of one implementation; a subclass overrides the fixture `medium`."""
 
     @pytest.fixture
-    async def medium(self) -> Medium:
+    async def medium(self) -> RawMedium:
         raise NotImplementedError("override the fixture `medium`")
 
     @pytest.fixture
-    async def tier(self, medium: Medium) -> AsyncIterator[Tier]:
+    async def tier(self, medium: RawMedium) -> AsyncIterator[Tier]:
         tier = await medium.open_tier()
         yield tier
         await tier.aclose()
@@ -135,7 +135,7 @@ class TierContract:
         assert stored is not None and stored.data == winner.data
 
     @pytest.mark.parametrize("payload_bytes", [1000, LARGE_BYTES])
-    async def test_delete(self, tier: Tier, medium: Medium, payload_bytes: int) -> None:
+    async def test_delete(self, tier: Tier, medium: RawMedium, payload_bytes: int) -> None:
         """A deleted record is gone from the medium too, and can be put again."""
         record = make_record(1, payload_bytes)
         await tier.put(record, deadline=soon())
@@ -146,7 +146,7 @@ class TierContract:
         assert await tier.put(record, deadline=soon()) is PutOutcome.STORED
         assert await tier.get(record.key, deadline=soon()) is not None
 
-    async def test_delete_all(self, tier: Tier, medium: Medium) -> None:
+    async def test_delete_all(self, tier: Tier, medium: RawMedium) -> None:
         """Many records leave at once, one that is not there among them; the others stay."""
         going = [make_record(number) for number in range(20)] + [make_record(20, LARGE_BYTES)]
         staying = make_record(30)
@@ -199,7 +199,7 @@ class TierContract:
             assert after.used_bytes - before.used_bytes >= sum(record.num_bytes for record in records)
 
     @pytest.mark.parametrize("payload_bytes", [1000, LARGE_BYTES])
-    async def test_receives_into_the_callers_buffer(self, tier: Tier, medium: Medium, payload_bytes: int) -> None:
+    async def test_receives_into_the_callers_buffer(self, tier: Tier, medium: RawMedium, payload_bytes: int) -> None:
         """`allocate` is asked once, for exactly the record's bytes, and the record stands in what it returned.
 
         A tier that keeps records in memory does not ask: it hands out its own.
@@ -219,7 +219,7 @@ class TierContract:
         assert np.shares_memory(np.frombuffer(stored.data, dtype=np.uint8), stands_in)
 
     @pytest.mark.parametrize("damage", list(DAMAGE))
-    async def test_damage_is_never_served(self, tier: Tier, medium: Medium, damage: str) -> None:
+    async def test_damage_is_never_served(self, tier: Tier, medium: RawMedium, damage: str) -> None:
         """Bytes that are not the record their name says are a counted miss, quarantined, and can be put again."""
         record, other = make_record(1), make_record(2)
         told: list[RecordKey] = []
@@ -239,7 +239,7 @@ class TierContract:
         stored = await tier.get(record.key, deadline=soon())
         assert stored is not None and stored.data == record.data
 
-    async def test_flipped_bits_of_a_large_record(self, tier: Tier, medium: Medium) -> None:
+    async def test_flipped_bits_of_a_large_record(self, tier: Tier, medium: RawMedium) -> None:
         """One flipped bit anywhere in a large record, in its header or far behind, makes it a miss."""
         record = make_record(1, LARGE_BYTES)
         for at_bytes in (20, HEADER_BYTES + 1, 5 << 20, LARGE_BYTES + HEADER_BYTES - 1):
@@ -248,7 +248,7 @@ class TierContract:
             assert await tier.get(record.key, deadline=soon()) is None
         assert tier.num_quarantined == 4
 
-    async def test_random_flipped_bits(self, tier: Tier, medium: Medium) -> None:
+    async def test_random_flipped_bits(self, tier: Tier, medium: RawMedium) -> None:
         """Every one of 25 random single-bit flips is detected."""
         record = make_record(1, 100)
         bits = np.random.default_rng(1).integers(0, 8 * record.num_bytes, 25)
@@ -259,7 +259,7 @@ class TierContract:
         assert tier.num_quarantined == len(bits)
 
     @pytest.mark.parametrize("payload_bytes", [1000, LARGE_BYTES])
-    async def test_quarantine(self, tier: Tier, medium: Medium, payload_bytes: int) -> None:
+    async def test_quarantine(self, tier: Tier, medium: RawMedium, payload_bytes: int) -> None:
         """A record that a reader found bad is no longer read, counted, and can be put again."""
         record = make_record(1, payload_bytes)
         await tier.put(record, deadline=soon())
@@ -339,7 +339,7 @@ class TierContract:
         stored = await asyncio.gather(*(tier.get(record.key, deadline=soon()) for record in records))
         assert all(got is not None and got.data == put.data for got, put in zip(stored, records, strict=True))
 
-    async def test_closed(self, medium: Medium) -> None:
+    async def test_closed(self, medium: RawMedium) -> None:
         """After `aclose`, which may be called twice, every verb says `Closed`."""
         tier = await medium.open_tier()
         await tier.aclose()
@@ -360,7 +360,7 @@ class TierContract:
 class LastingTierContract(TierContract):
     """The contract of tiers whose medium outlives them."""
 
-    async def test_seen_by_the_next_owner(self, medium: Medium) -> None:
+    async def test_seen_by_the_next_owner(self, medium: RawMedium) -> None:
         """What one tier stored, a tier that is opened later on the same medium serves."""
         small, large = make_record(1), make_record(2, LARGE_BYTES)
         first = await medium.open_tier()

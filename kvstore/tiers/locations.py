@@ -5,6 +5,7 @@ This module imports no client library, so settings can be read where none is ins
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -103,6 +104,8 @@ class RedisLocation:
 
 HotLocation = NoTier | RedisLocation
 ColdLocation = NoTier | FileLocation | S3Location
+TierLocation = RedisLocation | FileLocation | S3Location
+Place = Literal["hot", "cold"]
 
 _REDIS_MODES: dict[str, RedisMode] = {
     "redis": "standalone",
@@ -129,17 +132,44 @@ def parse_hot(text: str) -> HotLocation:
     Raises:
         InvalidRequest: Not a location for a hot tier. The message never contains a password.
     """
-    if text == "memory:":
-        return NoTier()
-    if text.partition("://")[0] not in _REDIS_MODES:
-        raise InvalidRequest(
-            "hot must be redis://host:port/database, rediss://, redis+cluster://, redis+sentinel:// or memory:",
-            seen=repr(without_secrets(text)),
-        )
+    location = NoTier() if text == "memory:" else _parsed("hot", text, ("hot",), f"{_FORMS['hot']} or memory:")
+    assert isinstance(location, HotLocation)
+    return location
+
+
+def parse_cold(text: str) -> ColdLocation:
+    """Parse the setting `cold`.
+
+    Raises:
+        InvalidRequest: Not a location for a cold tier. The message never contains a password.
+    """
+    location = NoTier() if text == "memory:" else _parsed("cold", text, ("cold",), f"{_FORMS['cold']} or memory:")
+    assert isinstance(location, ColdLocation)
+    return location
+
+
+def parse_tier(text: str, *, field: str) -> TierLocation:
+    """Parse the location of a tier of either place.
+
+    Args:
+        field: What was given, for errors.
+
+    Raises:
+        InvalidRequest: Not the location of a tier; `memory:` is none. The message never contains a password.
+    """
+    return _parsed(field, text, ("cold", "hot"), f"{_FORMS['cold']}, {_FORMS['hot']}")
+
+
+def _parsed(field: str, text: str, places: tuple[Place, ...], expected: str) -> TierLocation:
+    scheme, slashes, _ = text.partition("://")
+    kind = SCHEMES.get(scheme) if slashes else None
+    if kind is None or kind.place not in places:
+        raise InvalidRequest(f"{field} must be {expected}", seen=repr(without_secrets(text)))
     try:
-        return parse_redis(text)
+        return kind.parse(text)
     except InvalidRequest as error:
-        raise InvalidRequest(f"hot {error.message}", **error.details) from None
+        # without the cause, whose text may contain the password
+        raise InvalidRequest(f"{field} {error.message}", **error.details) from None
 
 
 def parse_redis(text: str) -> RedisLocation:
@@ -210,22 +240,11 @@ def _redis_options(mode: RedisMode, tls: bool, query: str) -> dict[str, Path | b
     return options
 
 
-def parse_cold(text: str) -> ColdLocation:
-    """Parse the setting `cold`.
-
-    Raises:
-        InvalidRequest: Not a location for a cold tier.
-    """
-    if text == "memory:":
-        return NoTier()
-    if text.startswith("file://"):
-        path = unquote(text.removeprefix("file://"))
-        if not path.startswith("/") or "\0" in path:
-            raise InvalidRequest("cold must name an absolute directory, like file:///var/lib/kvstore", seen=repr(text))
-        return FileLocation(Path(path))
-    if text.startswith("s3://"):
-        return _parse_s3(text)
-    raise InvalidRequest("cold must be s3://bucket/prefix, file:///dir or memory:", seen=repr(without_secrets(text)))
+def _parse_file(text: str) -> FileLocation:
+    path = unquote(text.removeprefix("file://"))
+    if not path.startswith("/") or "\0" in path:
+        raise InvalidRequest("must name an absolute directory, like file:///var/lib/kvstore", seen=repr(text))
+    return FileLocation(Path(path))
 
 
 def _parse_s3(text: str) -> S3Location:
@@ -235,7 +254,7 @@ def _parse_s3(text: str) -> S3Location:
     known = len(given) == len(options) and given.keys() <= {"endpoint_url", "region"}
     if not parts.netloc or "@" in parts.netloc or parts.fragment or not known:
         raise InvalidRequest(
-            "cold must look like s3://bucket/prefix?endpoint_url=http://host:port&region=name, both options optional; "
+            "must look like s3://bucket/prefix?endpoint_url=http://host:port&region=name, both options optional; "
             "credentials come from the AWS environment",
             seen=repr(without_secrets(text)),
         )
@@ -247,3 +266,27 @@ def without_secrets(text: str) -> str:
     before, at, rest = text.rpartition("@")
     scheme, slashes, _ = before.partition("//")
     return f"{scheme if slashes else ''}{slashes}***@{rest}" if at else text
+
+
+class Scheme(NamedTuple):
+    """A kind of location.
+
+    Attributes:
+        place: The setting that names it.
+        parse: Reads its text; raises `InvalidRequest`, whose message continues the name of what was given.
+    """
+
+    place: Place
+    parse: Callable[[str], TierLocation]
+
+
+SCHEMES: Mapping[str, Scheme] = {
+    **dict.fromkeys(_REDIS_MODES, Scheme("hot", parse_redis)),
+    "file": Scheme("cold", _parse_file),
+    "s3": Scheme("cold", _parse_s3),
+}
+"""What the location of a tier may begin with."""
+_FORMS: Mapping[Place, str] = {
+    "hot": "redis://host:port/database, rediss://, redis+cluster://, redis+sentinel://",
+    "cold": "s3://bucket/prefix, file:///dir",
+}

@@ -11,13 +11,13 @@ from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.names import format_name
 from kvstore.model.keys import RecordKey
 from kvstore.testing.servers import RedisCluster, RedisSentinel
-from kvstore.testing.tier_contract import Medium
+from kvstore.testing.tier_contract import RawMedium
 from kvstore.tiers.base import Tier
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis.reading import STRIPE_BYTES
 
 
-class RedisMedium(Medium):
+class RedisMedium(RawMedium):
     """Reaches the values with a general client.
 
     Args:

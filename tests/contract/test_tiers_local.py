@@ -12,7 +12,7 @@ from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.instruments import Instruments
 from kvstore.testing.records import flipped, make_record
-from kvstore.testing.tier_contract import LastingTierContract, Medium, TierContract, soon
+from kvstore.testing.tier_contract import LastingTierContract, RawMedium, TierContract, soon
 from kvstore.tiers.base import Tier
 from kvstore.tiers.filesystem import FilesystemTier
 from kvstore.tiers.guarded import GuardedTier
@@ -23,7 +23,7 @@ BUDGET_BYTES = 1 << 30
 FILE_VERDICTS = "kvstore.tiers.filesystem.files"
 
 
-class MemoryMedium(Medium):
+class MemoryMedium(RawMedium):
     """Replaces the bytes of a record, as a stray write to memory would."""
 
     receives = False
@@ -45,7 +45,7 @@ class MemoryMedium(Medium):
         self.tier.insert(Record(record.header, memoryview(data)))
 
 
-class FilesystemMedium(Medium):
+class FilesystemMedium(RawMedium):
     """Reaches into the files."""
 
     def __init__(self, root: Path) -> None:
@@ -71,19 +71,19 @@ class GuardedMedium(FilesystemMedium):
 
 class TestMemoryTier(TierContract):
     @pytest.fixture
-    async def medium(self) -> Medium:
+    async def medium(self) -> RawMedium:
         return MemoryMedium()
 
 
 class TestFilesystemTier(LastingTierContract):
     @pytest.fixture
-    async def medium(self, tmp_path: Path) -> Medium:
+    async def medium(self, tmp_path: Path) -> RawMedium:
         return FilesystemMedium(tmp_path / "records")
 
 
 class TestGuardedTier(LastingTierContract):
     @pytest.fixture
-    async def medium(self, tmp_path: Path) -> Medium:
+    async def medium(self, tmp_path: Path) -> RawMedium:
         return GuardedMedium(tmp_path / "records")
 
 

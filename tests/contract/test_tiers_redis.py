@@ -14,7 +14,7 @@ from kvstore.format.names import format_name
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.records import flipped, make_key, make_record
 from kvstore.testing.servers import RedisServer
-from kvstore.testing.tier_contract import LARGE_BYTES, LastingTierContract, Medium, soon
+from kvstore.testing.tier_contract import LARGE_BYTES, LastingTierContract, RawMedium, soon
 from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.redis.node import Node
 from kvstore.tiers.redis.reading import PART_BYTES, STRIPE_BYTES, Reading, stripe_names, stripe_ranges
@@ -40,7 +40,7 @@ async def tier(medium: RedisMedium) -> AsyncIterator[Tier]:
 
 class TestRedisTier(LastingTierContract):
     @pytest.fixture
-    async def medium(self, medium: RedisMedium) -> Medium:
+    async def medium(self, medium: RedisMedium) -> RawMedium:
         return medium
 
 
@@ -54,7 +54,7 @@ class TestRedisTierOnUvloop(LastingTierContract):
         return uvloop.EventLoopPolicy()
 
     @pytest.fixture
-    async def medium(self, medium: RedisMedium) -> Medium:
+    async def medium(self, medium: RedisMedium) -> RawMedium:
         assert isinstance(asyncio.get_running_loop(), uvloop.Loop)
         return medium
 

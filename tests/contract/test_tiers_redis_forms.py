@@ -24,7 +24,7 @@ from kvstore.testing.servers import (
     valkey_server,
 )
 from kvstore.testing.servers.redis_group import ask
-from kvstore.testing.tier_contract import LastingTierContract, Medium
+from kvstore.testing.tier_contract import LastingTierContract, RawMedium
 from tests.contract.redis_media import RedisMedium, raw_cluster, raw_sentinel
 
 pytestmark = pytest.mark.servers
@@ -106,7 +106,7 @@ class TestValkey(LastingTierContract):
     """Valkey 9."""
 
     @pytest.fixture
-    def medium(self, valkey: RedisServer) -> Iterator[Medium]:
+    def medium(self, valkey: RedisServer) -> Iterator[RawMedium]:
         medium = RedisMedium(valkey.url)
         medium.raw.flushall()
         yield medium
@@ -117,7 +117,7 @@ class TestTlsAndAcl(LastingTierContract):
     """TLS with certificates on both sides, and a user with the rights that the documentation names and no more."""
 
     @pytest.fixture
-    def medium(self, tls: TlsRedis) -> Iterator[Medium]:
+    def medium(self, tls: TlsRedis) -> Iterator[RawMedium]:
         url = tls.url(options=f"?ssl_ca_certs={tls.ca_file}&ssl_certfile={tls.cert_file}&ssl_keyfile={tls.key_file}")
         raw = redis.Redis.from_url(url)
         for name in raw.scan_iter(match="*", count=10_000):
@@ -140,7 +140,7 @@ class TestSentinel(LastingTierContract):
     """Three sentinels, a primary and two replicas; the primary is killed half-way."""
 
     @pytest.fixture
-    def medium(self, sentinel: RedisSentinel, sentinel_failover: FailOver) -> Iterator[Medium]:
+    def medium(self, sentinel: RedisSentinel, sentinel_failover: FailOver) -> Iterator[RawMedium]:
         sentinel_failover.before_a_test()
         sentinel.flush()
         medium = RedisMedium(sentinel.url, raw_sentinel(sentinel))
@@ -152,7 +152,7 @@ class TestCluster(LastingTierContract):
     """Three primaries with a replica each; one primary is killed half-way."""
 
     @pytest.fixture
-    def medium(self, cluster: RedisCluster, cluster_failover: FailOver) -> Iterator[Medium]:
+    def medium(self, cluster: RedisCluster, cluster_failover: FailOver) -> Iterator[RawMedium]:
         cluster_failover.before_a_test()
         cluster.flush()
         medium = RedisMedium(cluster.url, raw_cluster(cluster))

@@ -11,7 +11,7 @@ from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.testing.records import flipped, make_record
 from kvstore.testing.servers import CephRgw
-from kvstore.testing.tier_contract import LastingTierContract, Medium, soon
+from kvstore.testing.tier_contract import LastingTierContract, RawMedium, soon
 from kvstore.tiers.base import Tier
 from kvstore.tiers.s3 import S3Tier
 from kvstore.tiers.verify import open_off_loop
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.servers
 _NUMBERS = itertools.count()
 
 
-class S3Medium(Medium):
+class S3Medium(RawMedium):
     """Reaches the objects with the fixture's own signed requests."""
 
     def __init__(self, server: CephRgw) -> None:
@@ -53,7 +53,7 @@ async def medium(shared_rgw: CephRgw) -> S3Medium:
 
 class TestS3Tier(LastingTierContract):
     @pytest.fixture
-    async def medium(self, medium: S3Medium) -> Medium:
+    async def medium(self, medium: S3Medium) -> RawMedium:
         return medium
 
 

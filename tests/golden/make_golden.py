@@ -91,14 +91,12 @@ class Case:
         """The record, made by this release."""
         buffer = memoryview(bytearray(HEADER_BYTES + max_payload_bytes(self.decoded_bytes)))
         encoded = encode(self.chain, self.decoded, buffer[HEADER_BYTES:])
-        header = HeaderV1(
+        header = HeaderV1.unsealed(
             key=self.key,
             kind=self.kind,
             span=self.span,
             codec_chain=encoded.chain,
             decoded_bytes=self.decoded_bytes,
-            payload_bytes=encoded.payload_bytes,
-            payload_checksum=bytes(16),
             created_ms=CREATED_MS,
         )
         return seal(header, buffer[: HEADER_BYTES + encoded.payload_bytes])

@@ -120,14 +120,12 @@ def test_arbitrary_bytes_are_no_record(data: bytes) -> None:
 
 def sealed(payload_bytes: int) -> Record:
     key = RecordKey(NamespaceId(bytes(range(16))), PrefixHash(bytes(range(32))), 3, 7)
-    header = HeaderV1(
+    header = HeaderV1.unsealed(
         key=key,
         kind=RecordKind.PAGE,
         span=Span(256, 512),
         codec_chain=1,
         decoded_bytes=4096,
-        payload_bytes=0,
-        payload_checksum=bytes(16),
         created_ms=1,
     )
     return seal(header, bytearray(HEADER_BYTES) + random.Random(payload_bytes).randbytes(payload_bytes))

@@ -45,7 +45,7 @@ def small_records(prompt: Prompt) -> list[Record]:
     tokens = {prompt.boundary(at).prefix: at for at in ends}
     for key in prompt.record_keys(ends):
         kind, span = layout.groups[key.group].record_at(tokens[key.prefix], layout.page_tokens)
-        header = HeaderV1(key, kind, span, 0, 8, 0, bytes(16), created_ms=1_700_000_000_000)
+        header = HeaderV1.unsealed(key, kind, span, codec_chain=0, decoded_bytes=8, created_ms=1_700_000_000_000)
         made.append(seal(header, bytearray(HEADER_BYTES + 8)))
     return made
 

@@ -17,8 +17,7 @@ from kvstore.errors import Unavailable
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
-from kvstore.testing.tier_contract import LastingTierContract
-from kvstore.testing.tier_contract import Medium as ContractMedium
+from kvstore.testing.tier_contract import LastingTierContract, RawMedium
 from kvstore.tiers.base import Tier
 from tests.simulation.cluster import simulate
 from tests.simulation.media import Gone, Medium
@@ -40,7 +39,7 @@ class Deaf:
     def gone(self, medium: Medium, key: RecordKey, why: Gone) -> None: ...
 
 
-class SimulatedMedium(ContractMedium):
+class SimulatedMedium(RawMedium):
     """The server in good weather."""
 
     def __init__(self) -> None:
@@ -62,7 +61,7 @@ class TestSimulatedTier(LastingTierContract):
     """It does what every tier does, so that what is found on it is the store's."""
 
     @pytest.fixture
-    async def medium(self) -> ContractMedium:
+    async def medium(self) -> RawMedium:
         return SimulatedMedium()
 
 

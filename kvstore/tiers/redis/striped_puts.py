@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from enum import IntEnum
 
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.names import format_name
@@ -22,12 +23,28 @@ _CHECKSUM_FIRST, _CHECKSUM_LAST = 24, 39
 """Where the payload's checksum is in a record's header."""
 
 _SMALL_BYTES = 8 << 10
-"""How much longer than a stripe a payload may be that is put in one round trip."""
+"""A payload up to this much longer than one stripe is written in one round trip."""
 
 _ANY_AGE_MS = -1
 _JUST_WRITTEN_MS = (ORPHAN_S - 5) * 1000
 """A stripe that has less left until it expires was not written a moment ago, and may be damaged."""
-_WRITTEN_BEFORE = 3
+
+
+class _Committed(IntEnum):
+    """What `_COMMIT` returns.
+
+    Attributes:
+        EXISTS: Not stored: another record has the name, or the put has failed.
+        STORED: The record is stored.
+        STRIPE_MISSING: Not stored: a stripe is not there.
+        WRITTEN_BEFORE: Not stored: a stripe was written before this put, and may be damaged.
+    """
+
+    EXISTS = 0
+    STORED = 1
+    STRIPE_MISSING = 2
+    WRITTEN_BEFORE = 3
+
 
 _COMMIT = """
 local function stripes(command, ...)
@@ -55,8 +72,8 @@ return 1
 """Ends a put in stripes: writes the header and makes the stripes stay as long as it, all or nothing. Removes the
 stripes if another record has the name, unless its payload is the same: then they are that record's too. Arguments: the
 header (empty: the put has failed, only remove the stripes), its expiry (empty: it stays), where in a header the
-checksum is, this one's checksum, and how many milliseconds each stripe must have left until it expires. Returns 1 if
-the record is stored, 0 if not, 2 if a stripe is missing, 3 if one was written before."""
+checksum is, this one's checksum, and how many milliseconds each stripe must have left until it expires. Returns one of
+`_Committed`."""
 
 
 class StripedPuts:
@@ -70,12 +87,12 @@ class StripedPuts:
         """Write the stripes with an expiry, then at once the header and that the stripes stay as long as it. Two round
         trips; one for a record that is hardly longer than a value may be, as pages often are.
 
-        Args:
-            expires_s: Expiry of the record, which makes it evictable from the start; `None`: it stays.
-
         If interrupted, the record is there as a whole, or it is not there and what was written of it expires. Only
         while a slot of a cluster moves the header comes before its stripes stay: a writer that dies between the two
         leaves a record that becomes a miss.
+
+        Args:
+            expires_s: Expiry of the record, which makes it evictable from the start; `None`: it stays.
         """
         header = record.header
         stripes = [
@@ -150,7 +167,7 @@ class StripedPuts:
                 *replies, committed = await self._topology.query(commands, deadline=deadline, carries_bytes=True)
         except SlotMoves:
             return await self._commit_in_steps(header, head, names, expires_s, deadline)
-        if committed == _WRITTEN_BEFORE:
+        if committed == _Committed.WRITTEN_BEFORE:
             return await self._finish(record, stripes, list(map(put_outcome, replies)), expires_s, deadline)
         outcome = _commit_outcome(committed)
         if outcome is PutOutcome.FULL:
@@ -199,10 +216,10 @@ def _commit(
 
 def _commit_outcome(reply: Reply) -> PutOutcome:
     """`FULL`: there is no room for the header, or a server without room has evicted a stripe."""
-    if is_no_room(reply) or reply == 2:
+    if is_no_room(reply) or reply == _Committed.STRIPE_MISSING:
         return PutOutcome.FULL
     check_reply(reply)
-    return PutOutcome.STORED if reply else PutOutcome.EXISTS
+    return PutOutcome.STORED if reply == _Committed.STORED else PutOutcome.EXISTS
 
 
 def _same_payload(stored: Reply, header: HeaderV1) -> bool:

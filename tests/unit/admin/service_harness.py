@@ -130,7 +130,9 @@ class ServiceHarness:
                 for slice_ in range(layout.num_slices):
                     key = RecordKey(namespace, boundary.prefix, group, slice_)
                     if key != without:
-                        header = HeaderV1(key, kind, span, 0, 100, 0, bytes(16), created_ms=1_700_000_000_000)
+                        header = HeaderV1.unsealed(
+                            key, kind, span, codec_chain=0, decoded_bytes=100, created_ms=1_700_000_000_000
+                        )
                         record = seal(header, bytearray(HEADER_BYTES + 100))
                         await self.store.save(record, ack=Ack.COLD, deadline=soon())
         await self.settle()

@@ -108,7 +108,9 @@ def _records(prompt: Prompt, prefix: bytes, tokens: int) -> Iterator[Record]:
         kind, span = layout.record_at(tokens, prompt.layout.page_tokens)
         for slice_ in range(layout.num_slices):
             key = RecordKey(prompt.namespace, prefix, group, slice_)  # type: ignore[arg-type]
-            header = HeaderV1(key, kind, span, 0, _PAYLOAD_BYTES, 0, bytes(16), created_ms=1_700_000_000_000)
+            header = HeaderV1.unsealed(
+                key, kind, span, codec_chain=0, decoded_bytes=_PAYLOAD_BYTES, created_ms=1_700_000_000_000
+            )
             yield seal(header, bytearray(HEADER_BYTES + _PAYLOAD_BYTES))
 
 

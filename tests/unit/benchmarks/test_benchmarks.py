@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks import offloading, overhead, plan, quick, repeat_ttft, restart, retention, store, timeline
+from benchmarks import documents, offloading, overhead, quick, repeat_ttft, restart, retention, store, timeline
 from kvstore.testing.engine import EngineFailed
 from kvstore.testing.program import run_program
 
@@ -70,10 +70,10 @@ def test_offloading(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.servers
-def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_documents_in_the_planned_order(capsys: pytest.CaptureFixture[str]) -> None:
     """One row: each promised hit is what the store restores, or the program fails; and some tokens are saved."""
     flags = ["--queries", "12", "--documents", "6", "--each", "4", "--tokens", "150", "--page", "64"]
-    assert plan.main([*flags, "--exponents", "1.5", "--within-ms", "1000", "--json"]) == 0
+    assert documents.main([*flags, "--exponents", "1.5", "--within-ms", "1000", "--json"]) == 0
     (row,) = rows_of(capsys.readouterr().out)
     assert row["ratio"] == pytest.approx(row["computed_given"] / row["computed_planned"], abs=1e-3)
     assert row["ratio"] > 1.0
@@ -112,7 +112,7 @@ def test_a_section_that_fails_does_not_hide_the_others(
 ) -> None:
     """If a server cannot be started, the other sections are measured and the exit status is 1."""
 
-    def fails(plan: object, say: object) -> list[Any]:
+    def fails(amounts: object, say: object) -> list[Any]:
         raise OSError("no room for a server")
 
     monkeypatch.setitem(quick.SECTIONS, "s3", fails)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from benchmarks import node_plan
-from benchmarks.node_model import Costs, NodeShape, event_loops_for, paths_of, settings_of, token_bytes_of
+from benchmarks.node_model import Costs, NodeShape, event_loops_for, settings_of, token_bytes_of, ways_of
+from connector.settings import ConnectorSettings
+from kvstore.settings import Settings
 from kvstore.testing.checkpoints import CHECKPOINTS
 
 COSTS = Costs(stored_ratio=0.75, encode=0.5, load=0.5, send=0.2, take=0.2, put=0.2, get=0.2)
@@ -17,12 +22,24 @@ NODE = NodeShape(gpus=8, cores=64, gpu_link_gb_s=55.0, network_gb_s=12.0, token_
 
 def test_the_lowest_limit_counts() -> None:
     """Each way has the limit of its narrowest part, in bytes of KV, of which fewer are stored."""
-    memory, redis, save, put = paths_of(NODE, COSTS)
+    memory, redis, save, put = ways_of(NODE, COSTS)
     assert (memory.lowest.part, memory.lowest.gb_s) == ("cores", 128.0)
     assert (redis.lowest.part, redis.lowest.gb_s) == ("the service's event loop", pytest.approx(1 / 0.15))
     assert {limit.part: limit.gb_s for limit in redis.limits}["network"] == pytest.approx(16.0)
     assert {limit.part: limit.gb_s for limit in save.limits}["cores"] == pytest.approx(64 / 0.8)
     assert put.lowest.gb_s == pytest.approx(1 / 0.3)
+
+
+def test_the_report_names_only_settings_that_there_are() -> None:
+    """What the line calls settings can be set: in the connector, or in the service."""
+    shown = io.StringIO()
+    console = Console(width=200, file=shown)
+    line, failures = node_plan.report((NODE, COSTS, [node_plan.Check("put", 1.0, 1.0)]), console)
+    (seen,) = json.loads(line.removeprefix("BENCH "))
+    known = {*(one.name for one in fields(ConnectorSettings)), *Settings.model_fields}
+    assert failures == [] and seen["settings"].keys() <= known
+    assert seen["event_loops_needed"] == 3
+    assert "one event loop moves the bytes; 3 would be needed" in shown.getvalue()
 
 
 def test_event_loops_that_are_no_limit() -> None:
@@ -31,13 +48,15 @@ def test_event_loops_that_are_no_limit() -> None:
     assert loops == 3
     for count, part in ((loops, "network"), (loops - 1, "the service's event loop")):
         shape = NodeShape(8, 64, 55.0, 12.0, 131_072, event_loops=count)
-        assert paths_of(shape, COSTS)[1].lowest.part == part
+        assert ways_of(shape, COSTS)[1].lowest.part == part
 
 
 def test_settings() -> None:
-    """`pinned_bytes` is twice a step on a rank, at least 512 MiB; `memory_bytes` holds two prompts for each GPU."""
+    """`pinned_bytes` is the connector's default on a GPU; `memory_bytes` holds two prompts for each GPU."""
     settings = settings_of(NODE, COSTS)
-    assert settings == {"pinned_bytes": 2 << 30, "memory_bytes": 16 << 30}
+    assert settings == {"pinned_bytes": 1 << 30, "memory_bytes": 16 << 30}
+    small = settings_of(replace(NODE, memory_bytes=32 << 30), COSTS)
+    assert small["pinned_bytes"] == (32 << 30) // 8 // 8
     few = settings_of(NodeShape(8, 64, 55.0, 12.0, 131_072, gpus_per_model=8), COSTS)
     assert few == {"pinned_bytes": 512 << 20, "memory_bytes": 2 << 30}
 
@@ -67,7 +86,7 @@ def test_a_model_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.full  # costs of bytes change while other tests run beside it
 @pytest.mark.servers
 def test_the_plan_describes_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whole paths through a service and a Redis cost what their parts do, within a third: processor time, which other
+    """Whole ways through a service and a Redis cost what their parts do, within a third: processor time, which other
     work of the machine changes little."""
     pytest.importorskip("torch")
     assert node_plan.main(["--gpus", "1", "--json"]) == 0

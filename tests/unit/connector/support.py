@@ -318,7 +318,9 @@ def records_of(
         for slice_ in range(group.num_slices):
             key = RecordKey(namespace, boundary.prefix, 0, slice_)
             payload = bytes([slice_]) * span.num_tokens
-            header = HeaderV1(key, kind, span, 0, len(payload), 0, bytes(16), created_ms=1_700_000_000_000)
+            header = HeaderV1.unsealed(
+                key, kind, span, codec_chain=0, decoded_bytes=len(payload), created_ms=1_700_000_000_000
+            )
             records.append(seal(header, bytearray(HEADER_BYTES) + payload))
     return records
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from connector.facts import CellFacts, EngineFacts, GroupFacts, StateFacts
-from connector.host_memory import HostMemoryBudget, host_memory_budget
+from connector.host_memory import HostMemoryBudget, default_pinned_bytes, host_memory_budget
 from connector.identity import CacheShape, read_shape
 from connector.settings import ConnectorSettings
 from kvstore.model.kinds import FullAttention, Recurrent
@@ -74,6 +74,29 @@ def test_its_bounds(changes: dict[str, Any], pinned_bytes: int, reason: str) -> 
     made = room(**changes)
     assert made.pinned_bytes == pinned_bytes
     assert reason in made.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "pinned_bytes", "reason"),
+    [
+        ({}, 768 * MIB, "twice 3072 tokens of a step x 128KiB"),
+        ({"step_tokens": 8}, 512 * MIB, "the least"),
+        ({"largest_bytes": 400 * MIB}, 800 * MIB, "twice a page"),
+        ({"step_tokens": 8192}, 2 * GIB, "twice 8192 tokens of a step x 128KiB"),
+        ({"step_tokens": 8192, "on_gpu": True}, GIB, "the default limit on a GPU, whose memory is used as well"),
+        ({"step_tokens": 8192, "on_gpu": True, "largest_bytes": 400 * MIB}, 1600 * MIB, "the default limit on a GPU"),
+        (
+            {"machine_bytes": 16 * GIB, "machine_ranks": 4},
+            512 * MIB,
+            "an eighth of this machine's memory for each of 4",
+        ),
+    ],
+)
+def test_the_default_by_its_numbers(changes: dict[str, Any], pinned_bytes: int, reason: str) -> None:
+    """The rule alone, which the plan of a node uses as well: twice a step, and which limit applies is said."""
+    numbers = {"step_tokens": 3072, "token_bytes": 128 << 10, "on_gpu": False, **changes}
+    made, said = default_pinned_bytes(**numbers)
+    assert made == pinned_bytes and said.startswith(reason)
 
 
 def test_what_the_operator_sets_counts() -> None:

@@ -26,7 +26,7 @@ SPAN = Span(0, 16)
 
 
 def header(kind: RecordKind = RecordKind.PAGE, span: Span = SPAN) -> HeaderV1:
-    return HeaderV1(KEY, kind, span, 0, 4, 0, bytes(16), 1)
+    return HeaderV1.unsealed(KEY, kind, span, codec_chain=0, decoded_bytes=4, created_ms=1)
 
 
 def resealed(packed: bytes, at: int, value: bytes) -> bytes:

@@ -48,6 +48,20 @@ def test_what_each_kind_still_reads(kind: GroupKind, resume: int, needed_from: i
 @pytest.mark.parametrize(
     "kind", [FullAttention(), Latent(), SlidingWindow(8, 2), ChunkedLocal(4), Recurrent(), Keyed(), KeyedAlone()]
 )
+@given(resume=st.integers(1000, 1 << 24))
+def test_what_a_kind_says_of_itself(kind: GroupKind, resume: int) -> None:
+    """`needs_all` and `is_state` say what `needed_from` answers far into a prompt."""
+    needed = kind.needed_from(resume)
+    assert kind.is_state == (needed is None)
+    if kind.needs_all:
+        assert needed == 0
+    elif needed is not None:
+        assert needed > 0
+
+
+@pytest.mark.parametrize(
+    "kind", [FullAttention(), Latent(), SlidingWindow(8, 2), ChunkedLocal(4), Recurrent(), Keyed(), KeyedAlone()]
+)
 def test_a_kind_reads_back_from_its_description(kind: GroupKind) -> None:
     """Every kind survives the way through plain values."""
     assert parse_kind(kind.describe()) == kind

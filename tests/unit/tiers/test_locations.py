@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from kvstore.errors import InvalidRequest
-from kvstore.tiers.locations import parse_cold, parse_redis
+from kvstore.model.media import MEDIA, medium_of
+from kvstore.tiers.locations import (
+    FileLocation,
+    RedisLocation,
+    S3Location,
+    TierLocation,
+    parse_cold,
+    parse_redis,
+    parse_tier,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(
@@ -35,3 +49,34 @@ def test_bad_s3_url(url: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse_cold(url)
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "location"),
+    [
+        ("rediss+cluster://host", RedisLocation),
+        ("file:///var/lib/kv", FileLocation),
+        ("s3://bucket/a", S3Location),
+    ],
+)
+def test_a_tier_of_either_place(text: str, location: type[TierLocation]) -> None:
+    """The scheme says which it is."""
+    assert isinstance(parse_tier(text, field="TIER"), location)
+
+
+@pytest.mark.parametrize("text", ["tape://drive", "memory:", "redis", "redisx://user:secret@host", "file://relative"])
+def test_what_is_no_tier(text: str) -> None:
+    """The error names what was given, and shows no password."""
+    with pytest.raises(InvalidRequest, match=r"^TIER must ") as caught:
+        parse_tier(text, field="TIER")
+    assert "secret" not in str(caught.value)
+
+
+def test_each_tier_has_a_medium() -> None:
+    """Of a tier without one no page could be published: that is an error, and no silence."""
+    files = (ROOT / "kvstore/tiers").glob("*/*.py")
+    found = {name for file in files for name in re.findall(r'^    name = "(\w+)"$', file.read_text(), re.MULTILINE)}
+    assert found == {"filesystem", "redis", "s3"}
+    assert [medium_of(name) for name in sorted(found)] == [MEDIA[name] for name in sorted(found)]
+    with pytest.raises(InvalidRequest, match="MEDIA"):
+        medium_of("tape")

@@ -276,11 +276,7 @@ class _StoredPrompt:
     async def hits(self, deadline: Deadline) -> dict[str, int]:
         """By tier the tokens that it adds to those that faster tiers restore."""
         layout = self._namespace.layout
-        needed = sum(
-            1 << index
-            for index, group in enumerate(layout.groups)
-            if not group.is_state and group.kind.needed_from(1 << 30) == 0
-        )
+        needed = sum(1 << index for index, group in enumerate(layout.groups) if group.kind.needs_all)
         bits: dict[str, list[int]] = {}  # by tier: of each boundary what it and faster tiers have
         while piece := self._next():
             named, held = await read_slices(self._context, self._namespace, piece, deadline)

@@ -1,4 +1,4 @@
-"""How many tokens remain to compute when documents are put into the planned order: `python -m benchmarks.plan`.
+"""How many tokens remain to compute when documents are put into the planned order: `python -m benchmarks.documents`.
 
 Each query has a system prompt, some of many documents in random order, and a question. Which documents follows Zipf's
 law. The queries are answered one after the other, once as they are given and once as `POST /v1/plan` of a real service
@@ -110,7 +110,7 @@ class _Query:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table and a last line `BENCH [...]`."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.documents", description=__doc__)
     parser.add_argument("--queries", type=count, default=1000, help="default 1000")
     parser.add_argument("--documents", type=count, default=200, help="documents that there are (default 200)")
     parser.add_argument("--each", type=count, default=14, help="documents of a query (default 14)")
@@ -213,7 +213,9 @@ async def _save(store: RemoteStore, description: NamespaceDescription, boundarie
             kind, span = one.record_at(boundary.tokens, layout.page_tokens)
             for slice_ in range(one.num_slices):
                 key = RecordKey(description.id, boundary.prefix, group, slice_)
-                header = HeaderV1(key, kind, span, 0, _PAYLOAD_BYTES, 0, bytes(16), created_ms=1_700_000_000_000)
+                header = HeaderV1.unsealed(
+                    key, kind, span, codec_chain=0, decoded_bytes=_PAYLOAD_BYTES, created_ms=1_700_000_000_000
+                )
                 records.append(seal(header, bytearray(HEADER_BYTES + _PAYLOAD_BYTES)))
     for start in range(0, len(records), _SAVED_AT_ONCE):
         part = records[start : start + _SAVED_AT_ONCE]
