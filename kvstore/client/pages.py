@@ -263,9 +263,16 @@ class PageDoor:
             raise Closed("the door is closed")
         deadline, guard = Deadline.after(self._timeout_s if timeout_s is None else timeout_s), _Guard()
         try:
-            return self._store.run(lambda store: work(_Call(store, guard, deadline)), deadline=deadline)
+            return self._store.run(lambda store: self._work(_Call(store, guard, deadline), work), deadline=deadline)
         finally:
             guard.close()
+
+    async def _work(self, call: _Call, work: Callable[[_Call], Coroutine[Any, Any, Value]]) -> Value:
+        try:
+            return await work(call)
+        except NamespaceNotOpen:  # the client opens again those alone that it used last, and used many others since
+            self._namespace = None
+            return await work(call)
 
     async def _open(self, call: _Call) -> NamespaceId:
         if self._namespace is None:
@@ -291,11 +298,7 @@ class PageDoor:
         if len(boundaries) <= skipped:
             return 0
         query = await self._query(call, boundaries, skipped)
-        try:
-            staged = await call.store.stage(query, deadline=call.deadline)
-        except NamespaceNotOpen:  # not used for long
-            await call.store.open_namespace(self._description, deadline=call.deadline)
-            staged = await call.store.stage(query, deadline=call.deadline)
+        staged = await call.store.stage(query, deadline=call.deadline)
         num_pages = staged.resume_tokens // self._layout.page_tokens - skipped
         if staged.lease is not None:
             prefixes = [boundary.prefix for boundary in boundaries[skipped:][:num_pages]]
