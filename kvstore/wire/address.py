@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 from kvstore.errors import InvalidRequest, Unavailable
 
@@ -108,7 +108,7 @@ def parse_admin_url(url: str) -> SplitResult:
         is_right = False
     if not is_right or parts.username is not None or parts.query or parts.fragment:
         raise InvalidRequest("expected http://host:port or https://host:port", seen=repr(url))
-    return parts._replace(path=parts.path.rstrip("/"))
+    return parts._replace(path=quote(parts.path.rstrip("/"), safe="/%"))
 
 
 def unix_accepts(path: str) -> bool:

@@ -94,7 +94,15 @@ def test_a_wrong_url_is_named(url: str) -> None:
         PlanClient(url, "0" * 32)
 
 
-@pytest.mark.parametrize(("end", "path"), [("", "/v1/plan"), ("/", "/v1/plan"), ("/kv/store/", "/kv/store/v1/plan")])
+@pytest.mark.parametrize(
+    ("end", "path"),
+    [
+        ("", "/v1/plan"),
+        ("/", "/v1/plan"),
+        ("/kv/store/", "/kv/store/v1/plan"),
+        ("/a b/%20/\u00e9", "/a%20b/%20/%C3%A9/v1/plan"),
+    ],
+)
 def test_a_proxy_may_serve_the_interface_under_a_path(end: str, path: str) -> None:
     """The path of the url is kept."""
     paths: list[str] = []
