@@ -34,7 +34,9 @@ class LossReason(StrEnum):
     """Why a record was computed and not saved: words of docs/explain.md."""
 
     BUSY = "save_busy"
-    """The processors were busy."""
+    """The engine's processors were busy."""
+    REFUSED = "save_refused"
+    """The service was over its limits for saves."""
     NO_ROOM = "save_no_room"
     """Host memory was full while the engine held the record's blocks."""
     TOO_LARGE = "save_too_large"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -159,25 +159,36 @@ class ConnectorSettings:
             raise InvalidRequest(f"{error}; or embedded:", field="url") from error
 
     @classmethod
-    def parse(cls, extra_config: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> ConnectorSettings:
+    def parse(
+        cls,
+        extra_config: Mapping[str, Any],
+        environment: Mapping[str, str] | None = None,
+        *,
+        only: Collection[str] | None = None,
+    ) -> ConnectorSettings:
         """Read the settings; the environment wins over `extra_config`.
+
+        Args:
+            extra_config: What the operator wrote for this engine.
+            environment: `None`: the process's.
+            only: The keys that `extra_config` may have; `None`: all. The environment may have all, since other engines
+                share it.
 
         Raises:
             InvalidRequest: An unknown key (with the nearest valid one), or a value that does not fit its field.
         """
         environment = _environment() if environment is None else environment
-        seen: dict[str, tuple[str, Any]] = {key: (key, value) for key, value in extra_config.items()}
+        known = {field.name: str(field.type) for field in fields(cls)}
+        seen: dict[str, tuple[str, Any]] = {}
+        for key, value in extra_config.items():
+            _check_known(key, key, known if only is None else only)
+            seen[key] = key, value
         for name, value in environment.items():
             if name.startswith(_ENVIRONMENT):
-                seen[name.removeprefix(_ENVIRONMENT).lower()] = (name, value)
-        known = {field.name: field for field in fields(cls)}
-        values: dict[str, Any] = {}
-        for key, (origin, value) in seen.items():
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(sorted(known))}"
-                raise InvalidRequest(f"unknown connector setting {origin!r}: {hint}")
-            values[key] = _convert(origin, str(known[key].type), value)
+                key = name.removeprefix(_ENVIRONMENT).lower()
+                _check_known(key, name, known)
+                seen[key] = name, value
+        values = {key: _convert(origin, known[key], value) for key, (origin, value) in seen.items()}
         settings = cls(**values)
         settings._check()
         return settings
@@ -224,6 +235,13 @@ class ConnectorSettings:
         if not token:
             raise InvalidRequest("the token file is empty", field="token_file", path=self.token_file)
         return token
+
+
+def _check_known(key: str, origin: str, known: Collection[str]) -> None:
+    if key not in known:
+        near = difflib.get_close_matches(key, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(sorted(known))}"
+        raise InvalidRequest(f"unknown connector setting {origin!r}: {hint}")
 
 
 def _environment() -> Mapping[str, str]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from connector.settings import ConnectorSettings
-from kvstore.errors import InvalidRequest
 
 OURS = (
     *("url", "token_file", "tls_ca_file", "tls_certificate_file", "tls_key_file", "mode", "weights_id"),
@@ -23,9 +22,6 @@ def read_settings(given: Mapping[str, Any]) -> ConnectorSettings:
     """Read the settings; those of the environment (`KVSTORE_CONNECTOR_*`) win.
 
     Raises:
-        InvalidRequest: An unknown key, or a value that does not fit.
+        InvalidRequest: An unknown key (with the nearest valid one), or a value that does not fit.
     """
-    for key in given:
-        if key not in OURS:
-            raise InvalidRequest(f"unknown setting {key!r}: known keys are {', '.join(sorted(OURS))}")
-    return ConnectorSettings.parse({**_DEFAULTS, **given})
+    return ConnectorSettings.parse({**_DEFAULTS, **given}, only=OURS)

@@ -48,6 +48,7 @@ _TO_STORE_SHARE = 0.25
 """The part of the primary tier that may wait to be stored. What waits cannot be evicted, and with a full primary tier
 vLLM offloads nothing: a store that is slower than the engine costs chunks in the store alone."""
 _MISSES, _CHUNKS = "vllm:kvstore_tier_misses", "vllm:kvstore_tier_chunks"
+_ERRORS = "vllm:kvstore_tier_guarded_errors"
 
 
 class KVStoreTier(SecondaryTierManager):
@@ -94,6 +95,7 @@ class KVStoreTier(SecondaryTierManager):
         self._flags: dict[str, RequestFlags] = {}
         self._misses: Counter[str] = Counter()
         self._chunks: Counter[tuple[str, str]] = Counter()
+        self._errors_counted = 0
         self._store = read.connect(f"vllm offloading, pid {os.getpid()}", read.read_token())
         self._threads = CodecPool(num_threads=_CODEC_THREADS, limit_bytes=_CODEC_BYTES)
         self._lookups = Lookups(read.lookup_timeout_ms / 1000, lambda reason: self._misses.update((reason,)))
@@ -211,10 +213,11 @@ class KVStoreTier(SecondaryTierManager):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        """Two counters beside those that vLLM has for each tier."""
+        """Three counters beside those that vLLM has for each tier."""
         return {
             _MISSES: OffloadingCounterMetadata("Chunks that were looked up and not found, by reason.", ("reason",)),
             _CHUNKS: OffloadingCounterMetadata("Chunks of jobs, by what became of them.", ("job", "outcome")),
+            _ERRORS: OffloadingCounterMetadata("Errors of the tier kept from the engine."),
         }
 
     @guarded()
@@ -225,6 +228,9 @@ class KVStoreTier(SecondaryTierManager):
         for labels, count in self._chunks.items():
             if count:
                 stats.increase_counter(_CHUNKS, count, labels)
+        if errors := self.guarded_errors - self._errors_counted:
+            stats.increase_counter(_ERRORS, errors)
+        self._errors_counted = self.guarded_errors
         self._misses.clear()
         self._chunks.clear()
         return stats

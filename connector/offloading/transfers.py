@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from connector.offloading.lookups import Doors, Key, Request
 from kvstore.client import PageDoor
-from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.deadline import Deadline
 
 _log = logging.getLogger("vllm.kvstore")
 
@@ -50,12 +51,17 @@ class Done:
     seconds: float = 0.0
 
 
+_Move = Callable[[Job, PageDoor, Sequence[int], Deadline], Sequence[Key]]
+"""Loads or stores the chunks of one group: a job, the group's door, the chunks' indexes in the job, the job's deadline.
+Returns the keys that succeeded."""
+
+
 class Transfers:
     """Runs jobs. All calls belong to the scheduler's thread.
 
     Args:
         primary: The primary tier's memory: [slots, bytes of a slot], contiguous.
-        max_wait_s: A job starts no call of a door after this long; each call takes as long at most.
+        max_wait_s: A job takes this long from its begin in a thread, about.
     """
 
     def __init__(self, primary: memoryview, max_wait_s: float) -> None:
@@ -79,8 +85,8 @@ class Transfers:
 
     def submit(self, job: Job, doors: Doors) -> None:
         """Start a job; returns at once."""
-        threads, work = (self._loads, self._load) if job.loads else (self._stores, self._store)
-        self._running[job.id] = job, threads.submit(self._run, job, lambda: work(job, doors))
+        threads, move = (self._loads, self._load) if job.loads else (self._stores, self._store)
+        self._running[job.id] = job, threads.submit(self._run, job, doors, move)
 
     def refuse(self, job: Job, reason: str) -> None:
         """Report a job that is not tried."""
@@ -109,13 +115,13 @@ class Transfers:
 
     # on the threads
 
-    def _run(self, job: Job, work: Callable[[], Sequence[Key]]) -> None:
-        succeeded: Sequence[Key] = ()
-        started_s = SYSTEM_CLOCK.monotonic_s()
+    def _run(self, job: Job, doors: Doors, move: _Move) -> None:
+        """Move a job's chunks group by group. What succeeded before an error is reported as that."""
+        succeeded: list[Key] = []
+        started_s, deadline = SYSTEM_CLOCK.monotonic_s(), Deadline.after(self._max_wait_s)
         try:
-            succeeded = work()
-        except KVStoreError as error:
-            _log.debug("kvstore: job %d: %s", job.id, error)
+            for group, indexes in job.request.by_group(job.keys).items():
+                succeeded += move(job, doors[group], indexes, deadline)
         except Exception:  # noqa: BLE001 - a thread's top: the scheduler waits for the job
             _log.exception("kvstore: job %d failed", job.id)
         self._done.append(Done(job, succeeded, seconds=SYSTEM_CLOCK.monotonic_s() - started_s))
@@ -124,37 +130,34 @@ class Transfers:
         starts = [job.slots[index] * self._slot_bytes for index in indexes]
         return [[self._memory[start : start + self._slot_bytes]] for start in starts]
 
-    def _store(self, job: Job, doors: Doors) -> list[Key]:
-        stored: list[Key] = []
-        for group, indexes in job.request.by_group(job.keys).items():
-            keys, door = [job.keys[index] for index in indexes], doors[group]
-            were = door.write_from(keys, self._pages(job, indexes), after=job.request.before(keys[0], door))
-            stored += [key for key, was_stored in zip(keys, were, strict=True) if was_stored]
-        return stored
+    def _store(self, job: Job, door: PageDoor, indexes: Sequence[int], deadline: Deadline) -> list[Key]:
+        """Store chunks of one group; returns those that are stored."""
+        keys = [job.keys[index] for index in indexes]
+        before, left_s = job.request.before(keys[0], door), deadline.remaining_s
+        try:
+            were_stored = door.write_from(keys, self._pages(job, indexes), after=before, timeout_s=left_s)
+        except KVStoreError as error:
+            _log.debug("kvstore: job %d: %s", job.id, error)
+            return []
+        return [key for key, was_stored in zip(keys, were_stored, strict=True) if was_stored]
 
-    def _load(self, job: Job, doors: Doors) -> list[Key]:
-        ends_s = SYSTEM_CLOCK.monotonic_s() + self._max_wait_s
-        loaded: list[Key] = []
-        for group, indexes in job.request.by_group(job.keys).items():
-            loaded += self._load_group(job, doors[group], indexes, ends_s)
-        return loaded
-
-    def _load_group(self, job: Job, door: PageDoor, indexes: Sequence[int], ends_s: float) -> list[Key]:
-        """Load chunks of one group. In a chain what is behind a lost one is of no use; elsewhere each is tried. A chunk
-        of another size, which only a wrong engine of this tenant can store, counts as lost.
+    def _load(self, job: Job, door: PageDoor, indexes: Sequence[int], deadline: Deadline) -> list[Key]:
+        """Load chunks of one group; returns those that were loaded. In a chain what is behind a lost one is of no use;
+        elsewhere each is tried. A chunk of another size, which only a wrong engine of this tenant can store, counts as
+        lost.
         """
         keys, loaded, at, step = [job.keys[index] for index in indexes], list[Key](), 0, len(indexes)
-        while at < len(keys) and SYSTEM_CLOCK.monotonic_s() < ends_s:
-            part = keys[at : at + step]
+        while at < len(keys) and not deadline.expired:
+            part, pages = keys[at : at + step], self._pages(job, indexes[at : at + step])
             try:
-                num_read = door.read_into(part, self._pages(job, indexes[at : at + step]))
+                num_read = door.read_into(part, pages, timeout_s=deadline.remaining_s)
             except InvalidRequest as error:
                 _log.debug("kvstore: job %d: %s", job.id, error)
                 if step > 1:
                     step = 1  # it says of no chunk that it was read: so each one by itself
                     continue
                 num_read = 0
-            except Unavailable as error:
+            except KVStoreError as error:
                 _log.debug("kvstore: job %d: %s", job.id, error)
                 break
             loaded += part[:num_read]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
+from connector.guard import never_raises
 from connector.settings import cache_folder
 from connector.sglang.engine import identify_weights, read_engine, weights_now
 from connector.sglang.pools import KV, PoolMemory, Ranks, splits_heads, view_of
@@ -35,7 +36,6 @@ from kvstore.model.keys import NamespaceId
 
 _log = logging.getLogger("sglang.kvstore")
 
-Call = TypeVar("Call", bound=Callable[..., Any])
 _FORMAT = 1
 _NUM_THREADS = 4
 _CODEC_BYTES = 256 << 20
@@ -43,25 +43,13 @@ _ROUNDS_MAX = 16
 """How often a lookup of several pools is repeated for what turned out to be missing."""
 
 
-def _harmless(nothing: Callable[..., Any]) -> Callable[[Call], Call]:
-    """A call that never raises. Each kind of failure is logged once.
+def _say(backend: KVStoreHiCache, call: str, error: Exception) -> None:
+    backend.say(call, error)
 
-    Args:
-        nothing: Called with the same arguments, returns the answer "nothing is there".
-    """
 
-    def decorate(method: Call) -> Call:
-        @wraps(method)
-        def call(self: KVStoreHiCache, /, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return method(self, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - one that left would end SGLang's thread
-                self._say(method.__name__, error)
-                return nothing(*args, **kwargs)
-
-        return cast(Call, call)
-
-    return decorate
+_harmless = partial(never_raises, _say)  # an error that left would end SGLang's thread
+"""Makes a call that never raises: each kind of failure is logged once. Its argument is called with those of the call,
+and returns the answer "nothing is there"."""
 
 
 def _none(*_: object, **__: object) -> None:
@@ -127,7 +115,7 @@ class KVStoreHiCache(HiCacheStorage):
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        pool = self._pool(KV) if self._settings.loads else None
+        pool = self._readable(KV)
         num_read = pool.read(keys, host_indices) if pool is not None else 0
         return [index < num_read for index in range(len(keys))]
 
@@ -135,28 +123,28 @@ class KVStoreHiCache(HiCacheStorage):
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        pool = self._pool(KV) if self._settings.saves else None
+        pool = self._writable(KV)
         return pool.write(keys, host_indices, _before(extra_info)) if pool is not None else [False] * len(keys)
 
     @_harmless(_none)
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None
     ) -> torch.Tensor | None:
-        pool = self._pool(KV) if self._settings.loads else None
+        pool = self._readable(KV)
         if pool is None:
             return None
         target = pool.memory.new_page() if target_location is None else target_location
-        return target if pool.door.read_into([key], [[_writable(target)]]) else None
+        return target if pool.door.read_into([key], [[_contiguous(target)]]) else None
 
     @_harmless(lambda keys=(), *_, **__: [None] * len(keys or ()))
     def batch_get(
         self, keys: list[str], target_locations: list[torch.Tensor] | None = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        pool = self._pool(KV) if self._settings.loads else None
+        pool = self._readable(KV)
         if pool is None:
             return [None] * len(keys)
         targets = [pool.memory.new_page() for _ in keys] if target_locations is None else target_locations
-        num_read = pool.door.read_into(keys, [[_writable(target)] for target in targets])
+        num_read = pool.door.read_into(keys, [[_contiguous(target)] for target in targets])
         return [target if index < num_read else None for index, target in enumerate(targets)]
 
     @_harmless(lambda *_, **__: False)
@@ -176,7 +164,7 @@ class KVStoreHiCache(HiCacheStorage):
         return values is not None and self._set(keys, values)
 
     def _set(self, keys: Sequence[str], values: Sequence[torch.Tensor]) -> bool:
-        pool = self._pool(KV) if self._settings.saves else None
+        pool = self._writable(KV)
         if pool is None or not pool.ranks.writes:
             return pool is not None
         return all(pool.door.write_from(keys, [[view_of(value)] for value in values]))
@@ -190,7 +178,7 @@ class KVStoreHiCache(HiCacheStorage):
         return self._exists(keys, extra_info)
 
     def _exists(self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        pool = self._pool(KV) if self._settings.loads else None
+        pool = self._readable(KV)
         if pool is None or not keys:
             return 0
         num_pages = pool.door.exists(keys, after=_before(extra_info))
@@ -207,8 +195,8 @@ class KVStoreHiCache(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         wanted = [one for one in pool_transfers or () if one.hit_policy != PoolHitPolicy.BLOCK_GROUPS]
-        pools = [self._pool(KV), *(self._pool(str(one.name)) for one in wanted)] if self._settings.loads else []
-        if not pools or any(pool is None for pool in pools):
+        pools = [self._readable(KV), *(self._readable(str(one.name)) for one in wanted)]
+        if any(pool is None for pool in pools):
             return PoolTransferResult.empty()
         found = _Found([pool for pool in pools if pool is not None], [None, *map(_last_pages, wanted)], keys)
         num_pages = found.fetch_longest(_before(extra_info))
@@ -230,7 +218,7 @@ class KVStoreHiCache(HiCacheStorage):
 
     @_harmless(_no_page)
     def _get_pool(self, keys: Sequence[str], transfer: PoolTransfer) -> list[bool]:
-        pool = self._pool(str(transfer.name)) if self._settings.loads else None
+        pool = self._readable(str(transfer.name))
         num_read = pool.read(keys, transfer.host_indices) if pool is not None else 0
         return [index < num_read for index in range(len(keys))]
 
@@ -245,14 +233,14 @@ class KVStoreHiCache(HiCacheStorage):
 
     @_harmless(_no_page)
     def _set_pool(self, keys: Sequence[str], transfer: PoolTransfer, after: str | None) -> list[bool]:
-        pool = self._pool(str(transfer.name)) if self._settings.saves else None
+        pool = self._writable(str(transfer.name))
         return pool.write(keys, transfer.host_indices, after) if pool is not None else [False] * len(keys)
 
     # life
 
     def clear(self) -> bool:
         """SGLang's wish to empty its storage: not followed, since other engines may use the same pages."""
-        self._say("clear", InvalidRequest("pages are shared: remove them with `kvstore rm`"))
+        self.say("clear", InvalidRequest("pages are shared: remove them with `kvstore rm`"))
         return False
 
     @_harmless(_none)
@@ -291,11 +279,19 @@ class KVStoreHiCache(HiCacheStorage):
             "context": [int(config.attn_cp_rank), int(config.attn_cp_size)],
         }
 
+    def _readable(self, name: str) -> _Pool | None:
+        """A pool to read from, if it is known and the operator wants that."""
+        return self._pool(name) if self._settings.loads else None
+
+    def _writable(self, name: str) -> _Pool | None:
+        """A pool to write to, if it is known and the operator wants that."""
+        return self._pool(name) if self._settings.saves else None
+
     def _pool(self, name: str) -> _Pool | None:
         """A pool's pages; `None`: the weights are not known, or have changed."""
         if self._fields is None or self._refusal:
             if self._refusal:
-                self._say("refused", InvalidRequest(self._refusal))
+                self.say("refused", InvalidRequest(self._refusal))
             return None
         now = weights_now()
         if now and self._weights and now != self._weights:
@@ -332,7 +328,8 @@ class KVStoreHiCache(HiCacheStorage):
         )
         return _Pool(memory, ranks, door)
 
-    def _say(self, call: str, error: Exception) -> None:
+    def say(self, call: str, error: Exception) -> None:
+        """Log that a call failed: each kind of failure once."""
         kind = f"{call} {type(error).__name__}"
         if kind not in self._said and len(self._said) < 1000:
             self._said.add(kind)
@@ -353,7 +350,7 @@ class _Pool:
         if self.memory.in_place:
             return self.door.read_into(keys, self.memory.pages(host_indices, len(keys)))
         pages = [self.memory.new_page() for _ in keys]
-        num_read = self.door.read_into(keys, [[_writable(page)] for page in pages])
+        num_read = self.door.read_into(keys, [[_contiguous(page)] for page in pages])
         self.memory.put(host_indices, pages[:num_read])
         return num_read
 
@@ -430,7 +427,7 @@ def _held(extra_info: HiCacheStorageExtraInfo | None) -> int:
     return len(extra_info.prefix_keys or ()) if extra_info is not None else 0
 
 
-def _writable(tensor: torch.Tensor) -> memoryview:
+def _contiguous(tensor: torch.Tensor) -> memoryview:
     if not tensor.is_contiguous():
         raise InvalidRequest("a page is read into contiguous memory")
     return view_of(tensor)

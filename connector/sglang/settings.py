@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from connector.settings import ConnectorSettings
-from kvstore.errors import InvalidRequest
 
 OURS = (
     *("url", "token_file", "tls_ca_file", "tls_certificate_file", "tls_key_file", "mode", "weights_id"),
@@ -25,10 +24,7 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> ConnectorSettings:
     """Read the settings; those of the environment (`KVSTORE_CONNECTOR_*`) win.
 
     Raises:
-        InvalidRequest: An unknown key, or a value that does not fit.
+        InvalidRequest: An unknown key (with the nearest valid one), or a value that does not fit.
     """
     given = {key: value for key, value in (extra_config or {}).items() if key not in SGLANGS}
-    for key in given:
-        if key not in OURS:
-            raise InvalidRequest(f"unknown setting {key!r}: known keys are {', '.join(sorted(OURS))}")
-    return ConnectorSettings.parse(given)
+    return ConnectorSettings.parse(given, only=OURS)

@@ -1,17 +1,16 @@
-"""The guard around each hook: no error of ours reaches the engine."""
+"""The guard around each hook of vLLM: errors of ours are counted and logged."""
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
+
+from connector.guard import Hook, never_raises
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _LOGGED_ERRORS = 20
-
-Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def guarded(fallback: Any = None) -> Callable[[Hook], Hook]:
@@ -20,18 +19,10 @@ def guarded(fallback: Any = None) -> Callable[[Hook], Hook]:
     Args:
         fallback: The result for the engine after an error; called if it is callable.
     """
+    return never_raises(_count, lambda *_, **__: fallback() if callable(fallback) else fallback)
 
-    def decorate(hook: Hook) -> Hook:
-        @functools.wraps(hook)
-        def protected(self: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return hook(self, *args, **kwargs)
-            except Exception:  # noqa: BLE001 - the guard
-                self.guarded_errors += 1
-                if self.guarded_errors <= _LOGGED_ERRORS:
-                    _log.exception("kvstore: an error in %s was caught; the engine continues", hook.__name__)
-                return fallback() if callable(fallback) else fallback
 
-        return protected  # type: ignore[return-value]
-
-    return decorate
+def _count(guarded_object: Any, hook: str, error: Exception) -> None:
+    guarded_object.guarded_errors += 1
+    if guarded_object.guarded_errors <= _LOGGED_ERRORS:
+        _log.error("kvstore: an error in %s was caught; the engine continues", hook, exc_info=error)

@@ -38,8 +38,10 @@ from kvstore.runtime.meters import Meters
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _SAVE_DEADLINE_S = 10.0
+_NO_PROCESSOR = "no_processor"
 _LOST = {
-    "busy": LossReason.BUSY,
+    _NO_PROCESSOR: LossReason.BUSY,
+    SaveOutcome.BUSY.value: LossReason.REFUSED,
     "stopped": LossReason.STOPPED,
     "no_buffer": LossReason.NO_ROOM,
     "no_room": LossReason.NO_ROOM,
@@ -201,7 +203,7 @@ class Saver:
                 release=lambda: self._pages.put(gathered.page),
             )
         except Unavailable:
-            return "busy"
+            return _NO_PROCESSOR
         self._meters.add("connector_saved_raw_bytes", gathered.header.decoded_bytes)
         outcome = await store.save(record, retention=gathered.retention, deadline=deadline)
         if outcome is SaveOutcome.STORED:

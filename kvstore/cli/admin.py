@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from http.client import HTTPException
 from typing import Annotated, Any, TypeAlias, get_type_hints
 from urllib.error import HTTPError, URLError
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlencode
 from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
 import typer
@@ -20,6 +20,7 @@ from kvstore.cli.options import AsJson, Config, TokenFile, tls_of, token_of
 from kvstore.cli.printing import bytes_text, progress_bar
 from kvstore.errors import InvalidRequest, Unavailable, next_step
 from kvstore.settings import TOKEN_VARIABLE, Settings, load_settings
+from kvstore.wire.address import parse_admin_url
 
 AdminUrl: TypeAlias = Annotated[
     str,
@@ -202,14 +203,10 @@ def admin_client(settings: Settings, token: str, timeout_s: float, *, url: str =
 
 def _checked(url: str) -> str:
     spelled = url.replace("tls://", "https://", 1).replace("tcp://", "http://", 1)  # as admin_listen spells it
-    parts = urlsplit(spelled if "://" in spelled else f"http://{spelled}")
     try:
-        is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_right = False
-    if not is_right or parts.username is not None:
-        raise InvalidRequest("--admin-url: expected http://host:port or https://host:port", seen=repr(url))
-    return f"{parts.scheme}://{parts.netloc}"
+        return parse_admin_url(spelled if "://" in spelled else f"http://{spelled}").geturl()
+    except InvalidRequest as error:
+        raise InvalidRequest(f"--admin-url: {error.message}", seen=repr(url)) from error
 
 
 def _url_of(settings: Settings) -> str:

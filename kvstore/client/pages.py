@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from kvstore.api import LeasedRecord, LeaseId, LoadedRecord, Outcome, PageStore, PrefixQuery, SaveOutcome
+from kvstore.api import LeasedRecord, LeaseId, Outcome, PageStore, PrefixQuery, SaveOutcome
 from kvstore.client.blocking import BlockingStore
 from kvstore.client.page_arguments import (
     PageKey,
@@ -30,31 +29,25 @@ from kvstore.client.page_arguments import (
     layout_of,
     wrong,
 )
+from kvstore.client.page_buffers import BufferGuard, CallEnded, Pieces, Views, decode_page, encode_page
 from kvstore.client.page_leases import Leases
-from kvstore.codec import RAW, CodecPool, chain_for_element_bytes, decode_into, encode
+from kvstore.codec import RAW, CodecPool, chain_for_element_bytes
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, KVStoreError, Unavailable
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
-from kvstore.format.record import Record, seal, verify_payload
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import Keyed, KeyedAlone
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen, describe_layout
 from kvstore.runtime.background import gather_all
-from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 
 Value = TypeVar("Value")
-Pieces = Sequence[bytes | bytearray | memoryview]
-"""A page in the caller's memory: contiguous buffers of any kind, one after the other. With several slices, each slice
-is an equal number of them. Where a page is read into them they are writable, and none overlaps another one."""
-_Views = Sequence[memoryview]
-
 _IN_FLIGHT, _IN_FLIGHT_BYTES = 12, 256 << 20
 """Pages that one call reads or writes at a time."""
 _CODEC_BYTES = 256 << 20
 _SEARCHED = ("nothing_stored", "gone")
-"""Reasons behind which the store searches for another one, from the key of the missing page."""
+"""For these reasons the report names the missing page, so that the store can find out why it is missing."""
 
 
 def describe_pages(
@@ -148,8 +141,6 @@ class PageDoor:
             keys: In the order of their chain, all different.
             timeout_s: The longest that this call takes; `None`: as the others. Zero or less is too late: `Unavailable`.
         """
-        if timeout_s is not None:
-            check_seconds("timeout_s", timeout_s, may_be_over=True)
         boundaries = _boundaries(keys, self._layout.page_tokens, None)
         return self._call(lambda call: self._present(call, boundaries), timeout_s)
 
@@ -165,12 +156,13 @@ class PageDoor:
         skipped = len(boundaries) - len(keys)
         return self._call(lambda call: self._stage(call, boundaries, skipped))
 
-    def read_into(self, keys: Sequence[PageKey], pages: Sequence[Pieces]) -> int:
+    def read_into(self, keys: Sequence[PageKey], pages: Sequence[Pieces], *, timeout_s: float | None = None) -> int:
         """Read pages until one is not there; returns how many. Buffers of the others hold anything.
 
         Args:
             keys: In the order of their chain, all different.
             pages: For each key where to write its page.
+            timeout_s: As of `present`.
 
         Raises:
             InvalidRequest: As of every call; also if a page that is stored has another size than its buffers. Pages
@@ -178,18 +170,26 @@ class PageDoor:
         """
         boundaries = _boundaries(keys, self._layout.page_tokens, None)
         views = checked_pages(keys, pages, len(self._slices), writable=True)
-        return self._call(lambda call: self._read(call, boundaries, views))
+        return self._call(lambda call: self._read(call, boundaries, views), timeout_s)
 
     def write_from(
-        self, keys: Sequence[PageKey], pages: Sequence[Pieces], *, after: PageKey | None = None
+        self,
+        keys: Sequence[PageKey],
+        pages: Sequence[Pieces],
+        *,
+        after: PageKey | None = None,
+        timeout_s: float | None = None,
     ) -> list[bool]:
-        """Store the pages that are not stored yet; returns for each whether it is now, at least in this node's memory.
-        False: the store has no room for it, or went away during the call.
+        """Store the pages that are not stored yet.
+
+        Returns for each whether it is stored now. True: in this node's memory or in a slower tier. False: the store has
+        no room for it, or did not take it in time.
 
         Args:
             keys: In the order of their chain, all different.
             pages: For each key its page. It must not change during the call.
             after: As of `exists`.
+            timeout_s: As of `present`.
 
         Raises:
             InvalidRequest: As of every call; also if the service refuses a page, since it is too large or the token may
@@ -197,7 +197,7 @@ class PageDoor:
         """
         boundaries = _boundaries(keys, self._layout.page_tokens, after)
         views = checked_pages(keys, pages, len(self._slices), writable=False)
-        return self._call(lambda call: self._write(call, boundaries, views))
+        return self._call(lambda call: self._write(call, boundaries, views), timeout_s)
 
     def report(
         self,
@@ -259,13 +259,22 @@ class PageDoor:
     # calls
 
     def _call(self, work: Callable[[_Call], Coroutine[Any, Any, Value]], timeout_s: float | None = None) -> Value:
+        if timeout_s is not None:
+            check_seconds("timeout_s", timeout_s, may_be_over=True)
         if self._closed:
             raise Closed("the door is closed")
-        deadline, guard = Deadline.after(self._timeout_s if timeout_s is None else timeout_s), _Guard()
+        deadline, guard = Deadline.after(self._timeout_s if timeout_s is None else timeout_s), BufferGuard()
         try:
-            return self._store.run(lambda store: work(_Call(store, guard, deadline)), deadline=deadline)
+            return self._store.run(lambda store: self._work(_Call(store, guard, deadline), work), deadline=deadline)
         finally:
             guard.close()
+
+    async def _work(self, call: _Call, work: Callable[[_Call], Coroutine[Any, Any, Value]]) -> Value:
+        try:
+            return await work(call)
+        except NamespaceNotOpen:  # the client opens again those alone that it used last, and used many others since
+            self._namespace = None
+            return await work(call)
 
     async def _open(self, call: _Call) -> NamespaceId:
         if self._namespace is None:
@@ -291,11 +300,7 @@ class PageDoor:
         if len(boundaries) <= skipped:
             return 0
         query = await self._query(call, boundaries, skipped)
-        try:
-            staged = await call.store.stage(query, deadline=call.deadline)
-        except NamespaceNotOpen:  # not used for long
-            await call.store.open_namespace(self._description, deadline=call.deadline)
-            staged = await call.store.stage(query, deadline=call.deadline)
+        staged = await call.store.stage(query, deadline=call.deadline)
         num_pages = staged.resume_tokens // self._layout.page_tokens - skipped
         if staged.lease is not None:
             prefixes = [boundary.prefix for boundary in boundaries[skipped:][:num_pages]]
@@ -305,7 +310,7 @@ class PageDoor:
 
     # reading
 
-    async def _read(self, call: _Call, boundaries: Sequence[Boundary], pages: Sequence[_Views]) -> int:
+    async def _read(self, call: _Call, boundaries: Sequence[Boundary], pages: Sequence[Views]) -> int:
         prefixes = [boundary.prefix for boundary in boundaries]
         done, tried = 0, -1
         while done < len(prefixes):
@@ -331,7 +336,7 @@ class PageDoor:
         return done
 
     async def _read_leased(
-        self, call: _Call, lease: LeaseId, prefixes: Sequence[PrefixHash], pages: Sequence[_Views], which: range
+        self, call: _Call, lease: LeaseId, prefixes: Sequence[PrefixHash], pages: Sequence[Views], which: range
     ) -> int:
         """Read those of the pages that a lease holds; returns how many from the first on."""
         namespace = await self._open(call)
@@ -342,7 +347,7 @@ class PageDoor:
         ]
         turn = _turns(pages)
 
-        async def read_one(record: LeasedRecord, key: RecordKey, target: _Views, field: str) -> bool:
+        async def read_one(record: LeasedRecord, key: RecordKey, target: Views, field: str) -> bool:
             async with turn:
                 return await self._read_record(call, record, key, target, field)
 
@@ -354,10 +359,10 @@ class PageDoor:
         first_lost = was_read.index(False) if False in was_read else len(was_read)
         return first_lost // len(self._slices)
 
-    async def _read_record(self, call: _Call, record: LeasedRecord, key: RecordKey, target: _Views, field: str) -> bool:
+    async def _read_record(self, call: _Call, record: LeasedRecord, key: RecordKey, target: Views, field: str) -> bool:
         try:
             loaded = await record.load(deadline=call.deadline)
-            await self._run(loaded.num_bytes, lambda: _decode(loaded, target, call.guard, field), call.deadline)
+            await self._run(loaded.num_bytes, lambda: decode_page(loaded, target, call.guard, field), call.deadline)
         except CorruptRecord as error:
             with suppress(Unavailable, InvalidRequest):  # the service is gone, or this token may not discard
                 await call.store.discard(key, str(error), deadline=call.deadline)
@@ -366,13 +371,13 @@ class PageDoor:
             return False
         except (Closed, InvalidRequest):
             raise
-        except (KVStoreError, _Ended):
+        except (KVStoreError, CallEnded):
             return False
         return True
 
     # writing
 
-    async def _write(self, call: _Call, boundaries: Sequence[Boundary], pages: Sequence[_Views]) -> list[bool]:
+    async def _write(self, call: _Call, boundaries: Sequence[Boundary], pages: Sequence[Views]) -> list[bool]:
         skipped = len(boundaries) - len(pages)
         there = (await self._present(call, boundaries))[skipped:]
         namespace = await self._open(call)
@@ -391,13 +396,13 @@ class PageDoor:
         written = dict(zip(missing, await gather_all(map(write_one, missing)), strict=True))
         return [written.get(at, True) for at in range(len(pages))]
 
-    async def _write_record(self, call: _Call, key: RecordKey, source: _Views, field: str) -> bool:
+    async def _write_record(self, call: _Call, key: RecordKey, source: Views, field: str) -> bool:
         kind, span = self._layout.groups[0].record_at(self._layout.page_tokens, self._layout.page_tokens)
         num_bytes = sum(piece.nbytes for piece in source)
         header = HeaderV1(key, kind, span, self._chain, num_bytes, 0, bytes(16), SYSTEM_CLOCK.wall_ms())
         try:
             record = await self._run(
-                HEADER_BYTES + num_bytes, lambda: _encode(header, source, call.guard), call.deadline
+                HEADER_BYTES + num_bytes, lambda: encode_page(header, source, call.guard), call.deadline
             )
             outcome = await call.store.save(record, deadline=call.deadline)
         except NamespaceNotOpen:
@@ -408,11 +413,11 @@ class PageDoor:
             raise InvalidRequest(error.message, **{**error.details, "field": field}) from error
         except Closed:
             raise
-        except (KVStoreError, _Ended):
+        except (KVStoreError, CallEnded):
             return False
         return outcome in (SaveOutcome.STORED, SaveOutcome.EXISTS)
 
-    def _shares(self, page: _Views) -> list[_Views]:
+    def _shares(self, page: Views) -> list[Views]:
         """The buffers of each slice."""
         step = len(page) // len(self._slices)
         return [page[at : at + step] for at in range(0, len(page), step)]
@@ -421,49 +426,12 @@ class PageDoor:
         return await self._pool.run(min(num_bytes, self._pool.usage.limit_bytes), work, deadline=deadline)
 
 
-class _Ended(Exception):
-    """The caller has left, and its buffers with it."""
-
-
-class _Guard:
-    """Ends all use of a caller's buffers before its call returns, also one that gave up waiting."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._users = 0
-        self._closed = False
-
-    @contextmanager
-    def using(self) -> Iterator[None]:
-        """Wraps each use, on any thread.
-
-        Raises:
-            _Ended: The call has returned.
-        """
-        with self._condition:
-            if self._closed:
-                raise _Ended
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._users -= 1
-                self._condition.notify_all()
-
-    def close(self) -> None:
-        """Return when no use is left; later ones are refused."""
-        with self._condition:
-            self._closed = True
-            self._condition.wait_for(lambda: not self._users)
-
-
 @dataclass(frozen=True, slots=True)
 class _Call:
     """One call of a door, on the loop's thread."""
 
     store: PageStore
-    guard: _Guard
+    guard: BufferGuard
     deadline: Deadline
 
 
@@ -485,7 +453,7 @@ def _boundaries(keys: Sequence[PageKey], page_tokens: int, after: PageKey | None
     return boundaries
 
 
-def _turns(pages: Sequence[_Views]) -> asyncio.Semaphore:
+def _turns(pages: Sequence[Views]) -> asyncio.Semaphore:
     """How many of these pages are in memory of ours at a time."""
     page_bytes = max((sum(piece.nbytes for piece in page) for page in pages), default=0)
     return asyncio.Semaphore(max(1, min(_IN_FLIGHT, _IN_FLIGHT_BYTES // max(1, page_bytes))))
@@ -499,54 +467,3 @@ def name_of_page(key: PageKey) -> PrefixHash:
     """The name under which the store keeps a page: the prefix hash in its records' keys."""
     data = key.encode("utf-8", "surrogatepass") if isinstance(key, str) else key
     return PrefixHash(hashlib.sha256(b"kvstore page v1\0" + data).digest())
-
-
-# on threads of the pool
-
-
-def _encode(header: HeaderV1, source: _Views, guard: _Guard) -> Record:
-    target = fresh_buffer(HEADER_BYTES + header.decoded_bytes)
-    with guard.using():
-        if header.codec_chain == RAW or len(source) > 1:
-            joined = target[HEADER_BYTES:] if header.codec_chain == RAW else fresh_buffer(header.decoded_bytes)
-            for piece, part in zip(source, _parts(joined, source), strict=True):
-                decode_into(RAW, piece, part)  # a copy that holds no Python lock
-            if header.codec_chain == RAW:
-                return seal(header, target)
-        else:
-            joined = source[0]
-        encoded = encode(header.codec_chain, joined, target[HEADER_BYTES:])
-    return seal(replace(header, codec_chain=encoded.chain), target[: HEADER_BYTES + encoded.payload_bytes])
-
-
-def _decode(loaded: LoadedRecord, target: _Views, guard: _Guard, field: str) -> None:
-    expected = sum(piece.nbytes for piece in target)
-    with guard.using(), loaded.reading() as record:
-        verify_payload(record)
-        header = record.header
-        if header.decoded_bytes != expected:  # the record is whole, so the caller's buffers are not what they should be
-            raise InvalidRequest(
-                "the page that is stored has another size",
-                field=field,
-                expected=f"buffers of {header.decoded_bytes} bytes",
-                seen=f"{expected} bytes",
-            )
-        if len(target) == 1:
-            decode_into(header.codec_chain, record.payload, target[0])
-            return
-        page = record.payload
-        if header.codec_chain != RAW:
-            page = fresh_buffer(expected)
-            decode_into(header.codec_chain, record.payload, page)
-        elif len(page) != expected:
-            raise CorruptRecord("raw payload has the wrong size", expected=expected, seen=len(page))
-        for piece, part in zip(target, _parts(page, target), strict=True):
-            decode_into(RAW, part, piece)
-
-
-def _parts(page: memoryview, pieces: _Views) -> Iterator[memoryview]:
-    """A page's bytes, divided as the pieces are."""
-    at = 0
-    for piece in pieces:
-        yield page[at : at + piece.nbytes]
-        at += piece.nbytes

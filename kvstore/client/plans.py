@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.wire.address import parse_admin_url
 from kvstore.wire.tls import ClientTls
 
 Piece = str | Sequence[int]
@@ -54,7 +54,8 @@ class PlanClient:
     """Plans prompts by the administration interface of one service. Threads may share it: their calls take turns.
 
     Args:
-        url: `http://host:port` or `https://host:port`, the service's `admin_listen`.
+        url: `http://host:port` or `https://host:port`, the service's `admin_listen`. It may end in the path under which
+            a proxy serves that.
         namespace: Id of the namespace, 32 hex digits: `kvstore ls` lists it.
         token: A token with the scope `read`; `None`: the service needs none.
         tokenize: Turns text into token ids, without adding any. `None`: all pieces are token ids.
@@ -75,20 +76,17 @@ class PlanClient:
         timeout_s: float = 1.0,
         tls: ClientTls | None = None,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidRequest("the address of a service's administration is http://host:port", seen=url)
+        parts = parse_admin_url(url)
+        host, self._path = parts.hostname or "", f"{parts.path}/v1/plan"
         self._namespace = namespace
         self._tokenize = tokenize
         self._headers = _JSON | ({"Authorization": f"Bearer {token}"} if token else {})
         self._lock = threading.Lock()
         if parts.scheme == "https":
             context = (tls or ClientTls()).context()
-            self._connection: HTTPConnection = HTTPSConnection(
-                parts.hostname, parts.port, timeout=timeout_s, context=context
-            )
+            self._connection: HTTPConnection = HTTPSConnection(host, parts.port, timeout=timeout_s, context=context)
         else:
-            self._connection = HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+            self._connection = HTTPConnection(host, parts.port, timeout=timeout_s)
 
     def plan(
         self,
@@ -193,7 +191,7 @@ class PlanClient:
             connection, was_open = self._connection, self._connection.sock is not None
             while True:
                 try:
-                    connection.request("POST", "/v1/plan", body, self._headers)
+                    connection.request("POST", self._path, body, self._headers)
                     answer = connection.getresponse()
                     return answer.status, answer.read(_ANSWER_BYTES_MAX)
                 except (HTTPException, OSError) as error:

@@ -107,6 +107,9 @@ class RemoteStore(PageStore):
         return convert.parse_lookup(answer, len(query.boundaries))
 
     async def stage(self, query: PrefixQuery, *, deadline: Deadline, progress: Progress | None = None) -> Staged:
+        return await self._in_namespace(query.namespace, lambda: self._stage(query, deadline, progress), deadline)
+
+    async def _stage(self, query: PrefixQuery, deadline: Deadline, progress: Progress | None) -> Staged:
         fields = convert.query_fields(query)
         description = self._namespaces.get(query.namespace)
         layout = _layout_of(description) if description is not None else None
@@ -213,6 +216,9 @@ class RemoteStore(PageStore):
             connection.post(messages.Release(lease))
 
     async def discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
+        await self._in_namespace(key.namespace, lambda: self._discard(key, reason, deadline), deadline)
+
+    async def _discard(self, key: RecordKey, reason: str, deadline: Deadline) -> None:
         fields = convert.key_fields(key)
         async with self._control(deadline) as connection:
             await connection.request(

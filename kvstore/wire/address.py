@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 from kvstore.errors import InvalidRequest, Unavailable
 
@@ -92,6 +92,23 @@ def _parse_tcp(text: str) -> TcpAddress:
     if not host or port is None or parts.path or parts.query or parts.fragment:
         raise InvalidRequest(expected, seen=repr(text))
     return TcpAddress(host, port, tls=parts.scheme == "tls")
+
+
+def parse_admin_url(url: str) -> SplitResult:
+    """The parts of an administration interface's address. Its path, without a slash at the end, is where a proxy serves
+    the interface.
+
+    Raises:
+        InvalidRequest: Not such an address; the message says what was expected.
+    """
+    try:
+        parts = urlsplit(url)
+        is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_right = False
+    if not is_right or parts.username is not None or parts.query or parts.fragment:
+        raise InvalidRequest("expected http://host:port or https://host:port", seen=repr(url))
+    return parts._replace(path=quote(parts.path.rstrip("/"), safe="/%"))
 
 
 def unix_accepts(path: str) -> bool:

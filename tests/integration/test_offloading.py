@@ -360,6 +360,7 @@ def test_the_metrics_are_those_that_are_declared(make: OffloaderMaker) -> None:
     engine = make()
     stored(engine, chain("a", 2))
     restored(engine, chain("b", 2))
+    assert engine.tier.lookup([], engine.begin("an error of ours")) is LookupResult.MISS  # type: ignore[arg-type]
     stats = engine.tier.get_stats()
     assert stats is not None
     entry = {"type": "KVStoreTier", "module_path": "connector.offloading"}
@@ -367,6 +368,9 @@ def test_the_metrics_are_those_that_are_declared(make: OffloaderMaker) -> None:
     assert {name.partition(":(")[0] for name in stats.reduce()} <= set(declared)
     assert stats.reduce()["vllm:kvstore_tier_misses:('nothing_stored',)"] >= 1
     assert stats.reduce()["vllm:kvstore_tier_chunks:('store', 'done')"] == 2
+    assert stats.reduce()["vllm:kvstore_tier_guarded_errors"] == 1
+    later = engine.tier.get_stats()
+    assert later is not None and later.reduce() == {}  # each is told once
 
 
 @pytest.mark.parametrize("fault", ["killed", "frozen", "closed"])

@@ -115,8 +115,12 @@ REASONS = {
         "if a similar prompt was saved: a date, an id or other tools near the start make it another prompt",
     ),
     "save_busy": Reason(
-        "it was computed, but not saved: the processors were busy",
+        "it was computed, but not saved: the engine's processors were busy",
         "leave processor time to the engine's saves: fewer processes beside it, or more cores",
+    ),
+    "save_refused": Reason(
+        "it was computed, but not saved: the service was verifying as many saves as it may at a time",
+        "leave processor time to the service: fewer processes or engines beside it, or more cores",
     ),
     "save_no_room": Reason(
         "it was computed, but not saved: host memory for saves was full while the engine held it",

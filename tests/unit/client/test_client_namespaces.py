@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvstore.api import Ack, Deadline, SaveOutcome
-from kvstore.client import RemoteStore, connect
+from kvstore.client import BlockingStore, PageDoor, RemoteStore, connect, describe_pages
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId
 from kvstore.model.namespace import NamespaceDescription
@@ -61,6 +62,9 @@ class Node:
         self.clock = Clock()
         self.store = Store(self.clock)
         self.server = Server(self.store)
+
+    def close_namespaces(self) -> None:
+        self.server.answers._opened.clear()
 
 
 @pytest.fixture
@@ -115,6 +119,23 @@ async def test_an_invalid_request_opens_nothing(node: Node, client: RemoteStore)
     assert node.store.num_opened == 1
 
 
+@pytest.mark.parametrize("name", ["lookup", "stage", "save", "discard"])
+async def test_each_call_opens_a_closed_namespace_again(node: Node, client: RemoteStore, name: str) -> None:
+    """The service closed the namespace since the call before, as between an engine's lookup and its fetch."""
+    prompt = prompt_of(1)
+    await client.open_namespace(prompt.description, deadline=soon())
+    record = prompt.records()[0]
+    calls = {
+        "lookup": lambda: client.lookup(prompt.query(), deadline=soon()),
+        "stage": lambda: client.stage(prompt.query(), deadline=soon()),
+        "save": lambda: client.save(record, deadline=soon()),
+        "discard": lambda: client.discard(record.key, "damaged", deadline=soon()),
+    }
+    node.close_namespaces()
+    await calls[name]()
+    assert node.store.num_opened == 2
+
+
 async def test_a_service_of_the_release_before(
     node: Node, client: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +145,7 @@ async def test_a_service_of_the_release_before(
         connection.welcome = replace(connection.welcome, codes=False)
     prompt = prompt_of(1)
     await client.open_namespace(prompt.description, deadline=soon())
-    node.server.answers._opened.clear()
+    node.close_namespaces()
     await client.lookup(prompt.query(), deadline=soon())
     assert node.store.num_opened == 2
 
@@ -146,3 +167,30 @@ async def test_an_engine_that_had_many_namespaces_connects_again(
     assert node.store.num_opened == 25
     node.clock.ahead_s += 1000.0
     await client.lookup(prompt_of(19).query(), deadline=soon())
+
+
+async def test_a_door_on_a_namespace_that_its_client_has_forgotten(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client used another namespace since, and opens that one alone again: a door opens its own with its next call,
+    whichever that is."""
+    monkeypatch.setattr("kvstore.client.remote._NAMESPACES_MAX", 1)
+    with BlockingStore(str(node.server.addresses[0])) as store:
+        one, other = (PageDoor(store, describe_pages({"weights_id": name}, page_tokens=64)) for name in "ab")
+        page = [memoryview(bytearray(4096))]
+        calls: list[Callable[[], object]] = [
+            lambda: one.present(["k"]),
+            lambda: one.exists(["k"]),
+            lambda: one.read_into(["k"], [page]),
+            lambda: one.write_from(["k"], [page]),
+        ]
+
+        def use() -> None:
+            for call in calls:
+                one.open()
+                other.present(["k"])
+                node.close_namespaces()
+                call()
+            assert one.read_into(["k"], [page]) == 1
+
+        await asyncio.to_thread(use)
+        one.close()
+        other.close()

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from kvstore.api import Deadline, PageStore
-from kvstore.client import BlockingStore, PageDoor, RemoteStore, describe_pages
-from kvstore.client import pages as pages_module
+from kvstore.client import BlockingStore, PageDoor, RemoteStore, describe_pages, page_buffers
 from kvstore.codec import CodecPool
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
 from kvstore.model.kinds import FullAttention
@@ -174,14 +173,20 @@ def test_wrong_reports(nowhere: BlockingStore, field: str, arguments: dict[str, 
     door.close()
 
 
-def test_wrong_times(nowhere: BlockingStore) -> None:
+@pytest.mark.parametrize("name", ["present", "read_into", "write_from"])
+def test_wrong_times(nowhere: BlockingStore, name: str) -> None:
     """A time that is over is no mistake: the answer is too late."""
     door = PageDoor(nowhere, DESCRIPTION)
+    calls: dict[str, Callable[[Any], object]] = {
+        "present": lambda value: door.present(["a"], timeout_s=value),
+        "read_into": lambda value: door.read_into(["a"], [[bytearray(8)]], timeout_s=value),
+        "write_from": lambda value: door.write_from(["a"], [[bytearray(8)]], timeout_s=value),
+    }
     for value in (float("nan"), float("inf"), -float("inf"), 1e300, HUGE, -HUGE, "1", True):
-        refused("timeout_s", lambda value=value: door.present(["a"], timeout_s=value))  # type: ignore[misc]
+        refused("timeout_s", lambda value=value: calls[name](value))  # type: ignore[misc]
     for value in (0, -1.0):
         with pytest.raises(Unavailable):
-            door.present(["a"], timeout_s=value)
+            calls[name](value)
     door.close()
 
 
@@ -252,7 +257,7 @@ def test_refusals_of_the_service_are_no_groups(store: BlockingStore, monkeypatch
     for num_pages in (1, 5):
         with pytest.raises(InvalidRequest, match="may not save"):
             door.write_from([f"new {at}" for at in range(num_pages)], [[b"page"]] * num_pages)
-    monkeypatch.setattr(pages_module, "verify_payload", damaged)
+    monkeypatch.setattr(page_buffers, "verify_payload", damaged)
     assert door.read_into(["there"], [[bytearray(4)]]) == 0
     door.close()
 

@@ -58,7 +58,7 @@ async def test_a_prompt_of_text_is_planned(tmp_path: Path) -> None:
 
 
 async def test_a_wrong_call_is_an_error(tmp_path: Path) -> None:
-    """Text without a tokenizer, an empty document, another tenant's namespace, a wrong token, a wrong url."""
+    """Text without a tokenizer, an empty document, another tenant's namespace, a wrong token."""
     prompt = Prompt(ATTENTION, "plan", 64, tenant="red")
     async with open_service(tmp_path) as made:
         await made.save_pages(prompt, PlainChain().extend(list(range(64))))
@@ -73,16 +73,51 @@ async def test_a_wrong_call_is_an_error(tmp_path: Path) -> None:
                 pytest.raises(InvalidRequest, match=message),
             ):
                 await asyncio.to_thread(client.plan, pieces)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "127.0.0.1:7070",
+        "ftp://h:1",
+        "http://",
+        "http://h:abc",
+        "http://h:0",
+        "http://h:70000",
+        "http://[::1",
+        "http://h/?a",
+    ],
+)
+def test_a_wrong_url_is_named(url: str) -> None:
+    """Whatever is wrong with it, when the client is made."""
     with pytest.raises(InvalidRequest, match="http://host:port"):
-        PlanClient("127.0.0.1:7070", "0" * 32)
+        PlanClient(url, "0" * 32)
+
+
+@pytest.mark.parametrize(
+    ("end", "path"),
+    [
+        ("", "/v1/plan"),
+        ("/", "/v1/plan"),
+        ("/kv/store/", "/kv/store/v1/plan"),
+        ("/a b/%20/\u00e9", "/a%20b/%20/%C3%A9/v1/plan"),
+    ],
+)
+def test_a_proxy_may_serve_the_interface_under_a_path(end: str, path: str) -> None:
+    """The path of the url is kept."""
+    paths: list[str] = []
+    with something_else(b"<html>", [], paths) as url, PlanClient(url + end, "0" * 32) as client:
+        client.plan([[1]])
+    assert set(paths) == {path}
 
 
 @contextmanager
-def something_else(text: bytes, seen: list[int]) -> Iterator[str]:
+def something_else(text: bytes, seen: list[int], paths: list[str] | None = None) -> Iterator[str]:
     """A web server that always gives one answer, and closes each connection after it without having said so.
 
     Args:
         seen: Receives the port of each request's peer.
+        paths: Receives the path of each request.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -90,6 +125,8 @@ def something_else(text: bytes, seen: list[int]) -> Iterator[str]:
 
         def do_POST(self) -> None:
             seen.append(self.client_address[1])
+            if paths is not None:
+                paths.append(self.path)
             self.rfile.read(int(self.headers["content-length"]))
             self.send_response(200)
             self.send_header("Content-Length", str(len(text)))

@@ -99,6 +99,19 @@ def test_unknown_key_like_none_lists_all() -> None:
     assert all(key in str(refusal.value) for key in VALID)
 
 
+def test_a_place_may_have_some_keys_only() -> None:
+    """Another key of the connector is refused there, with the nearest of those that it may have; the environment, which
+    other engines share, may have all.
+    """
+    only = ("url", "max_wait_ms")
+    with pytest.raises(InvalidRequest, match="'max_wait'.*'max_wait_ms'"):
+        ConnectorSettings.parse({"max_wait": 1}, {}, only=only)
+    with pytest.raises(InvalidRequest, match="'pinned_bytes': known keys are max_wait_ms, url"):
+        ConnectorSettings.parse({"pinned_bytes": 1}, {}, only=only)
+    read = ConnectorSettings.parse({"max_wait_ms": 7}, {"KVSTORE_CONNECTOR_PINNED_BYTES": "9"}, only=only)
+    assert (read.max_wait_ms, read.pinned_bytes) == (7, 9)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [

@@ -170,6 +170,18 @@ def test_saves_that_fail(rank: Make, bridge: LoopBridge, outcome: Any) -> None:
     assert (report.saves_done, report.saves_failed) == ({0: 1, 1: 1, 2: 1}, {0, 1, 2})
 
 
+def test_saves_that_the_service_refuses(rank: Make, bridge: LoopBridge) -> None:
+    """The service is over its limits: the reason is not that of an engine without a processor."""
+    source, told = rank(), []
+    bridge.store.report = told.append  # type: ignore[method-assign]
+    bridge.store.outcome = SaveOutcome.BUSY
+    source.side.save(source.jobs((64,)))
+    assert source.side.saver is not None and source.side.saver.drain(10)
+    assert source.meters.get("connector_saves", outcome="busy") == HEADS
+    assert source.meters.get("connector_saves_lost", reason="save_refused") == HEADS
+    eventually(lambda: [(loss.reason, loss.num_lost) for loss in told] == [("save_refused", HEADS)])
+
+
 def test_one_slice_that_fails(rank: Make, bridge: LoopBridge) -> None:
     """A job is reported when all its slices are done, and failed when one of them is."""
     source = rank()
@@ -291,8 +303,8 @@ def test_each_lost_record_is_counted_once(rank: Make, bridge: LoopBridge) -> Non
     for job_id, outcomes in (
         (0, ["failed"]),
         (1, ["failed"] * HEADS),
-        (0, ["stored", "busy", "failed"]),
-        (2, ["busy"]),
+        (0, ["stored", "no_processor", "failed"]),
+        (2, ["no_processor"]),
     ):
         for outcome in outcomes:
             saver._done(job_id, outcome)
@@ -300,9 +312,13 @@ def test_each_lost_record_is_counted_once(rank: Make, bridge: LoopBridge) -> Non
     assert told == [(128, "save_failed", HEADS), (64, "save_failed", 2), (64, "save_busy", 1)]
     saver.finish(0.1)
     assert told[3:] == [(160, "save_busy", 1), (160, "save_stopped", HEADS - 1)]
-    for outcome, num in (("failed", HEADS + 2), ("busy", 2), ("stopped", HEADS - 1)):
+    for outcome, reason, num in (
+        ("failed", "save_failed", HEADS + 2),
+        ("no_processor", "save_busy", 2),
+        ("stopped", "save_stopped", HEADS - 1),
+    ):
         assert source.meters.get("connector_saves", outcome=outcome) == num
-        assert source.meters.get("connector_saves_lost", reason=f"save_{outcome}") == num
+        assert source.meters.get("connector_saves_lost", reason=reason) == num
     bridge.store.held.clear()
 
 
@@ -331,7 +347,7 @@ def test_pages_for_which_there_is_no_processor_at_all(rank: Make, monkeypatch: p
     grants = [budget.try_take(budget.limit_bytes) for budget in budgets]  # others hold all of it
     source.side.save(source.jobs((64,)))
     assert saver.drain(10)
-    assert source.meters.get("connector_saves", outcome="busy") == HEADS
+    assert source.meters.get("connector_saves", outcome="no_processor") == HEADS
     eventually(lambda: told == ["save_busy"])  # on the loop's thread, after the count
     for budget, grant in zip(budgets, grants, strict=True):
         assert grant is not None
