@@ -17,7 +17,7 @@ STAMP := $(VENV)/.made
 # Tests of engines keep one worker busy, the others do the rest: see tests/workers.py
 IN_WORKERS := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
-.PHONY: help env test test-full test-vllm lint demo demo-pd bench-quick bench-store bench-lookup bench-documents bench-plan bench-agent bench-retention bench-ttft bench-overhead bench-gpu clean clean-env
+.PHONY: help env test test-full test-vllm lint demo demo-pd bench-quick bench-store bench-lookup bench-documents bench-plan bench-agent bench-retention bench-publishing bench-ttft bench-overhead bench-gpu clean clean-env
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
@@ -74,6 +74,9 @@ bench-agent: $(STAMP) ## an agent's next turn after its history went to S3: pref
 
 bench-retention: $(STAMP) ## ten times the budget of a directory and of S3, beside the same saves without a bound
 	$(BIN)/python -m benchmarks.retention
+
+bench-publishing: $(STAMP) ## processor time of a save to a service that publishes cache events, beside one that does not
+	$(BIN)/python -m benchmarks.publishing
 
 bench-ttft: $(STAMP) ## a long prompt's first token: computed, and restored from Redis by a fresh engine and a fresh service
 	$(BIN)/python -m benchmarks.repeat_ttft

@@ -37,6 +37,7 @@ class Node:
         memory_bytes: As the setting.
         stall_timeout_ms: As the setting; `None` leaves its default.
         admin_listen: As the setting; `None` leaves its default.
+        events_endpoint: As the setting; `None`: it publishes nothing.
 
     Attributes:
         admin_url: Of the administration, if `admin_listen` is set.
@@ -52,6 +53,7 @@ class Node:
         memory_bytes: int = 1 << 30,
         stall_timeout_ms: int | None = None,
         admin_listen: str | None = None,
+        events_endpoint: str | None = None,
     ) -> None:
         self._path = folder / f"{name}.sock"
         self.admin_url = None if admin_listen is None else f"http://{admin_listen}"
@@ -59,6 +61,7 @@ class Node:
         command += ["--hot", hot, "--cold", cold, "--memory-bytes", str(memory_bytes)]
         command += ["--stall-timeout-ms", str(stall_timeout_ms)] if stall_timeout_ms is not None else []
         command += ["--admin-listen", admin_listen] if admin_listen is not None else []
+        command += ["--events-endpoint", events_endpoint] if events_endpoint is not None else []
         env = {key: value for key, value in os.environ.items() if not key.startswith("KVSTORE_")}
         env |= {"PYTHONPATH": str(_ROOT), "XDG_CACHE_HOME": str(folder)}
         self._process = ServerProcess(command, folder / f"{name}.log", env)

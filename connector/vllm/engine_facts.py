@@ -75,6 +75,7 @@ def read_instance(vllm_config: Any, settings: ConnectorSettings, shape: CacheSha
         whole_prompts=takes_whole_prompts(settings, shape),
         address=settings.instance_address or "",
         dp_rank=int(vllm_config.parallel_config.data_parallel_index),
+        names_blocks=settings.name_blocks != "off",
     )
 
 

@@ -17,6 +17,7 @@ class EngineInstance:
         whole_prompts: Its hits may include the prompt's last token.
         address: Where it takes requests, as its operator wrote it; empty: not known here.
         dp_rank: Its number among the data-parallel engines of this name.
+        names_blocks: It tells its service how its cache events name the blocks of its pages.
     """
 
     name: str
@@ -25,6 +26,7 @@ class EngineInstance:
     whole_prompts: bool = False
     address: str = ""
     dp_rank: int = 0
+    names_blocks: bool = False
 
     def cap_tokens(self, num_tokens: int) -> int:
         """The longest hit of a prompt. See `hit_cap`."""

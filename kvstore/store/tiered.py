@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
+from math import gcd
 
 import kvstore
 from kvstore.api import Ack, LeaseId, Lookup, Outcome, PageStore, PrefixQuery, Progress, Retention, SaveOutcome, Staged
@@ -233,6 +234,24 @@ class TieredStore(PageStore):
         held = await self.work.run(2 * presence.num_cells, in_memory_and_in_all, presence)
         return [await self.work.run(presence.num_cells, reach_of, presence, *held, one) for one in points]
 
+    async def reaches_by_blocks(
+        self, namespace: NamespaceId, hashes: Sequence[bytes], steps_tokens: Sequence[int], *, deadline: Deadline
+    ) -> list[Reach]:
+        """As `reaches`, of a prompt that is known by the hashes of its blocks: as far as engines have named its pages.
+
+        Args:
+            hashes: In order, as `PageBlocks` has them. The prompt may go on behind the last one.
+            steps_tokens: At whose multiples each engine can resume.
+        """
+        events = self._cache_events
+        named = await events.boundaries(namespace, hashes) if events is not None else []
+        step_tokens = gcd(*steps_tokens)
+        boundaries = tuple(boundary for boundary in named if boundary.tokens % step_tokens == 0)
+        last_tokens = boundaries[-1].tokens if boundaries else 0
+        points = [ResumePoints(step, last_tokens // step * step) for step in steps_tokens]
+        query = PrefixQuery(namespace, boundaries, 0, max(one.cap_tokens for one in points), step_tokens)
+        return await self.reaches(query, points, deadline=deadline)
+
     async def _find(self, query: PrefixQuery, layout: Layout, deadline: Deadline) -> Presence:
         """Where the records are, for a lookup. A tier that hangs has stalled, however long the caller would wait: first
         the catalog may, then the tiers. A long prompt takes longer.
@@ -402,6 +421,10 @@ class TieredStore(PageStore):
             blocks.check_page(layout)
             tenant = self._namespaces.tenant_of(blocks.namespace)
             self._cache_events.name(blocks, layout.groups[blocks.group].num_slices, tenant)
+
+    def knows_blocks(self, namespace: NamespaceId) -> bool:
+        """Whether engines have named any page of a namespace."""
+        return self._cache_events is not None and self._cache_events.knows(namespace)
 
     @property
     def takes_hints(self) -> bool:

@@ -14,15 +14,23 @@ Entry = tuple[str, str, int, object]
 
 PATIENCE_S = 20.0
 _SILENT_S = 2.0
+_SMALL_BYTES = 4096
 
 
 class EventSubscriber:
-    """A subscriber as routers are: it keeps an index, finds gaps by the sequence, and asks for what it missed."""
+    """A subscriber as routers are: it keeps an index, finds gaps by the sequence, and asks for what it missed.
 
-    def __init__(self, endpoint: str, replay_endpoint: str) -> None:
+    Args:
+        waiting_max: Messages that wait in this process until they are read; the publisher's socket has the next ones.
+            0: any number.
+    """
+
+    def __init__(self, endpoint: str, replay_endpoint: str, *, waiting_max: int = 0) -> None:
         self._context = zmq.Context()
         self._events = self._context.socket(zmq.SUB)
-        self._events.set_hwm(0)
+        self._events.set_hwm(waiting_max)
+        if waiting_max:
+            self._events.setsockopt(zmq.RCVBUF, _SMALL_BYTES)
         self._events.connect(endpoint)
         self._events.subscribe(b"")
         self._replay_endpoint = replay_endpoint

@@ -440,6 +440,7 @@ def instance_fields(instance: EngineInstance) -> dict[str, Any]:
         "whole_prompts": instance.whole_prompts,
         "address": plain_text(instance.address),
         "dp_rank": instance.dp_rank,
+        "names_blocks": instance.names_blocks,
     }
 
 
@@ -449,7 +450,7 @@ def parse_instance(engine: Mapping[str, Any]) -> EngineInstance | None:
     """
     name, address, models = engine.get("name"), engine.get("address", ""), engine.get("models")
     step_tokens, dp_rank = engine.get("step_tokens"), engine.get("dp_rank", 0)
-    whole_prompts = engine.get("whole_prompts", False)
+    whole_prompts, names_blocks = engine.get("whole_prompts", False), engine.get("names_blocks", False)
     if not (
         isinstance(name, str)
         and isinstance(address, str)
@@ -459,6 +460,7 @@ def parse_instance(engine: Mapping[str, Any]) -> EngineInstance | None:
         and step_tokens % LINK_TOKENS == 0
         and _is_whole(dp_rank, 0, _TOKENS_MAX)
         and isinstance(whole_prompts, bool)
+        and isinstance(names_blocks, bool)
     ):
         return None
     return EngineInstance(
@@ -468,6 +470,7 @@ def parse_instance(engine: Mapping[str, Any]) -> EngineInstance | None:
         whole_prompts=whole_prompts,
         address=plain_text(address),
         dp_rank=dp_rank,
+        names_blocks=names_blocks,
     )
 
 

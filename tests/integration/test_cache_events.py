@@ -28,6 +28,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.event_subscriber import EventSubscriber
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer
+from kvstore.testing.service_process import free_tcp_url
 from kvstore.wire.address import parse_address
 from tests.integration.bounded_store import soon
 
@@ -35,8 +36,11 @@ pytestmark = pytest.mark.servers
 
 BLOCK = 16
 WAITS_S = 0.4
-WITHIN_S = 1.0 if os.environ.get("KVSTORE_TEST_FULL") == "1" else 5.0
+FULL = os.environ.get("KVSTORE_TEST_FULL") == "1"
+WITHIN_S = 1.0 if FULL else 5.0
 """A page that is gone has left a subscriber's index: a second on a machine of its own; tests share theirs."""
+AWAY_S = 60.0 if FULL else 5.0
+"""A subscriber reads nothing for so long. Longer than 30 s, and the publisher cuts it off."""
 NODE, POOL = "kv@node:here@org/model", "kv@pool:kvstore@org/model"
 
 
@@ -157,6 +161,46 @@ async def test_memory_that_is_full(tmp_path: Path, subscriber: EventSubscriber) 
         took_s = await seen(subscriber, lambda: not subscriber.index)
         print(f"\n{len(whole)} pages of memory left a subscriber's index after {took_s:.2f} s")
         assert took_s < WITHIN_S
+
+
+async def test_a_subscriber_that_stops_reading(tmp_path: Path) -> None:
+    """While it reads nothing, thousands of pages are saved and evicted, and more batches are sent than wait for it. It
+    goes on reading, finds the gap, asks for a replay, and has what the memory has, for each name of the node.
+    """
+    urls = [free_tcp_url(), free_tcp_url()]
+    names = [f"node:{number}" for number in range(32)]  # each gets its own copy of a batch
+    settings = publishing(
+        tmp_path,
+        **{"memory_bytes": "4MiB", "cold": "memory:", "hot": "memory:", "events_node": ",".join(names)},
+        **{"events_endpoint": urls[0].replace("127.0.0.1", "*"), "events_replay_endpoint": urls[1]},
+    )
+    prompts = [Prompt(ATTENTION, f"p{number}", 64) for number in range(3_000)]
+    bursts = [prompts[start : start + 50] for start in range(0, len(prompts), 50)]
+    topics = [f"kv@{name}@org/model" for name in names]
+    subscriber = EventSubscriber(*urls, waiting_max=1)
+    try:
+        async with open_store(settings) as store:
+            await save(store, bursts[0])
+            num_first = 4 * len(bursts[0]) * len(topics)
+            await seen(subscriber, lambda: len(subscriber.index) == num_first)
+            before, num_replays = subscriber.next, subscriber.replays
+            started_s = time.monotonic()
+            for number, burst in enumerate(bursts[1:], 1):
+                await save(store, burst)
+                rest_s = started_s + AWAY_S * number / len(bursts) - time.monotonic()
+                await asyncio.sleep(max(0.11, rest_s))
+            away_s = time.monotonic() - started_s
+            assert away_s >= AWAY_S * 0.9 and store.memory.num_evicted > 2_000
+            held = {key for prompt in prompts for key in prompt.record_keys() if key in store.memory}
+            whole = [prompt for prompt in prompts if held.issuperset(prompt.record_keys())]
+            blocks = set[int]().union(*(hashes(prompt, 64) for prompt in whole))
+            expected = {(topic, "CPU", 0, block) for topic in topics for block in blocks}
+            await seen(subscriber, lambda: subscriber.index == expected)
+            num_missed, replays = subscriber.next - before, subscriber.replays - num_replays
+            print(f"\n{num_missed} batches in {away_s:.0f} s without reading, {replays} replays, {len(blocks)} blocks")
+            assert num_missed > 1_000 and replays >= 1
+    finally:
+        subscriber.close()
 
 
 @pytest.mark.parametrize("pages", [10_000])

@@ -1,9 +1,11 @@
-"""`/v1/query` with Redis and S3: what it says of an engine is the hit that the engine then gets."""
+"""`/v1/query` and `/v1/query_by_hash` with Redis and S3: what they say of an engine is the hit that it then gets."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from kvstore.client import ClientOptions, connect
 from kvstore.model.instance import EngineInstance
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
 from kvstore.testing.servers import CephRgw, RedisServer
+from tests.integration.test_cache_events import named
 from tests.unit.admin.service_harness import open_service, soon
 from tests.unit.admin.stored_prompts import ask_as_engine, stored_prompts
 
@@ -67,3 +70,51 @@ async def test_a_thousand_prompts_are_hit_as_their_answers_say(
             await engine.aclose()
     tell(f"{seen.total()} prompts: {dict(seen)}")
     assert seen.total() >= QUESTIONS and len(seen) == 4
+
+
+@pytest.mark.servers
+async def test_a_router_asks_by_the_hashes_of_events(tmp_path: Path, shared_redis: RedisServer) -> None:
+    """An engine saves a prompt and names its pages. By their hashes a router learns that memory has them, then Redis
+    alone, then nothing; a service that shares the Redis and was told no name finds nothing."""
+    async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
+        await client.flushall()
+    prompt, instance = Prompt(ATTENTION, "asked", 192), EngineInstance("e", ("m",), step_tokens=16, names_blocks=True)
+    told = [int.from_bytes(prompt.boundary(end).prefix[:8], "big") for end in range(16, 193, 16)]
+    options = ClientOptions(instance=instance)
+    async with AsyncExitStack() as stack:
+        asked, engines = [], []
+        for name in ("a", "b"):
+            folder = tmp_path / name
+            folder.mkdir()
+            settings = {"hot": shared_redis.url, "cold": "memory:", "events_endpoint": f"ipc://{folder}/events"}
+            made = await stack.enter_async_context(open_service(folder, with_tokens=False, **settings))
+            client_of_admin = await stack.enter_async_context(made.client())
+            engine = connect(str(made.server.addresses[0]), options=options)
+            stack.push_async_callback(engine.aclose)
+            await engine.open_namespace(prompt.description, deadline=soon())
+            asked.append(client_of_admin)
+            engines.append((made, engine))
+
+        async def tokens(number: int) -> tuple[int, int]:
+            body = {"model": "m", "block_hashes": told}
+            match = (await asked[number].post("/v1/query_by_hash", json=body)).json()["default"]["e"]
+            return match["CPU"], match["STORAGE"]
+
+        made, engine = engines[0]
+        for record in prompt.records():
+            await engine.save(record, deadline=soon())
+        for end in (64, 128, 192):
+            engine.name_blocks(named(prompt, prompt.boundary(end)))
+        async with asyncio.timeout(60):
+            while await tokens(0) != (192, 192):
+                await asyncio.sleep(0.05)
+        await made.settle()
+        for key in prompt.record_keys():
+            made.store.memory.remove(key)  # type: ignore[union-attr]
+        assert await tokens(0) == (0, 192)
+        assert (await engine.lookup(prompt.query(), deadline=soon())).resume_tokens == 192
+        assert await tokens(1) == (0, 0)
+        assert (await engines[1][1].lookup(prompt.query(), deadline=soon())).resume_tokens == 192
+        async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
+            await client.flushall()
+        assert await tokens(0) == (0, 0)

@@ -28,6 +28,7 @@ from kvstore.service.admin.resources import (
     plan,
     prefixes,
     query,
+    query_by_hash,
     quotas,
     requests,
     service,
@@ -42,7 +43,7 @@ _DESCRIPTION = (
     "docs/admin.md."
 )
 _RESOURCES = (
-    *(namespaces, prefixes, lookup, query, plan, hints, requests),
+    *(namespaces, prefixes, lookup, query, query_by_hash, plan, hints, requests),
     *(pins, tiers, history, events, quotas, weights, jobs),
 )
 _OPERATIONS = (deletions, maintenance, gc)

@@ -32,7 +32,7 @@ _audit = logging.getLogger("kvstore.audit")
 _REQUEST_ID = b"x-request-id"
 _REQUEST_ID_FORM = re.compile("[A-Za-z0-9._:-]{1,64}")
 _READ_METHODS = ("GET", "HEAD", "OPTIONS")
-_READ_PATHS = ("/v1/lookup", "/v1/plan", "/v1/query")
+_READ_PATHS = ("/v1/lookup", "/v1/plan", "/v1/query", "/v1/query_by_hash")
 """Sent as POST because a prompt is too long for an address; they change nothing."""
 _HINT_PATHS = ("/v1/hints", "/v1/prefetch")
 """Sent with every turn of a conversation, and they change no record: neither logged nor reported."""

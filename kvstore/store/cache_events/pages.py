@@ -13,7 +13,7 @@ from kvstore.model.page_blocks import PageBlocks
 Place = tuple[NamespaceId, PrefixHash]
 """A boundary."""
 
-_PAGE_BYTES, _HOLD_BYTES = 1_536, 300
+_PAGE_BYTES, _HOLD_BYTES = 2_048, 300
 """About what a page takes beside its hashes and tokens, and what `Holders` has for each hash and group on two media."""
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from kvstore.catalog.base import TOMBSTONES_MAX, Catalog, Tombstone
 from kvstore.catalog.entry import EntryTable, Level
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
-from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
+from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.media import Medium
 from kvstore.model.page_blocks import PageBlocks
 from kvstore.runtime.background import Background
@@ -19,6 +19,7 @@ from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.cache_events.changes import BATCH_BYTES, Changes, Holders
 from kvstore.store.cache_events.encoding import CLEARED, Event
+from kvstore.store.cache_events.ends import Ends
 from kvstore.store.cache_events.pages import Page, Pages, Place
 from kvstore.tiers.memory import MemoryTier
 
@@ -35,6 +36,8 @@ PAGES_MAX, BYTES_MAX = 131_072, 256 << 20
 """Pages on some medium that are known. Of more, some are taken back from subscribers, and forgotten."""
 _UNPLACED_MAX, _UNPLACED_BYTES_MAX = 16_384, 64 << 20
 """Pages on no medium that are known."""
+_HASHES_AT_ONCE = 512
+"""Hashes that are looked up before other tasks of the loop get a turn."""
 _CALL_S = 5.0
 
 
@@ -111,6 +114,7 @@ class PlacementEvents:
         self._pages: OrderedDict[Place, dict[int, Page]] = OrderedDict()
         self._placed, self._unplaced = Pages(PAGES_MAX, BYTES_MAX), Pages(_UNPLACED_MAX, _UNPLACED_BYTES_MAX)
         self._holders = Holders()
+        self._ends = Ends()
         self._marked: dict[Place, None] = {}  # a set that keeps its order
         self._seen: set[Tombstone] = set()
         self._newest_s = 0
@@ -130,8 +134,26 @@ class PlacementEvents:
         if blocks.group not in pages:
             pages[blocks.group] = page = Page(blocks, tenant, (1 << num_slices) - 1)
             self._unplaced.add(page)
+            self._ends.add(page)
         self._marked[place] = None
         self._forget_unplaced()
+
+    def knows(self, namespace: NamespaceId) -> bool:
+        """Whether any page of a namespace is named."""
+        return namespace in self._ends
+
+    async def boundaries(self, namespace: NamespaceId, hashes: Sequence[bytes]) -> list[Boundary]:
+        """The boundaries of a prompt at which named pages of a namespace end, ascending.
+
+        Args:
+            hashes: Of the prompt's blocks, in order, as `PageBlocks` has them.
+        """
+        found: list[Boundary] = []
+        for start in range(0, len(hashes), _HASHES_AT_ONCE):
+            part = self._ends.boundaries(namespace, hashes[start : start + _HASHES_AT_ONCE])
+            found += [one for one in part if not found or one.tokens > found[-1].tokens]
+            await asyncio.sleep(0)
+        return found
 
     def changed(self, key: RecordKey) -> None:
         """Note that a record was stored or removed somewhere. Called for every record: it must cost nothing."""
@@ -265,6 +287,7 @@ class PlacementEvents:
             del self._pages[page.place]
             self._marked.pop(page.place, None)
         (self._placed if page.media else self._unplaced).remove(page)
+        self._ends.remove(page)
         if changes is not None:
             for medium in page.media:
                 changes.gone(page, medium)

@@ -115,6 +115,15 @@ class EncryptedStore(PageStore):
             return [Reach(query.local_tokens, query.local_tokens) for _ in points]
         return await self.inner.reaches(await self._named(query, generations, deadline), points, deadline=deadline)
 
+    async def reaches_by_blocks(
+        self, namespace: NamespaceId, hashes: Sequence[bytes], steps_tokens: Sequence[int], *, deadline: Deadline
+    ) -> list[Reach]:
+        """As `TieredStore.reaches_by_blocks`; nothing for a tenant without a key. Pages are known under the names that
+        they had when they were named."""
+        if not self.generations(self._tenant(namespace)):
+            return [Reach(0, 0) for _ in steps_tokens]
+        return await self.inner.reaches_by_blocks(namespace, hashes, steps_tokens, deadline=deadline)
+
     async def stage(self, query: PrefixQuery, *, deadline: Deadline, progress: Progress | None = None) -> Staged:
         generations = self.generations(self._tenant(query.namespace))
         if not generations:
@@ -249,6 +258,10 @@ class EncryptedStore(PageStore):
         if generations and generations[0] is not None:
             blocks = replace(blocks, boundary=_boundary(blocks.boundary, generations[0]))
         self.inner.name_blocks(blocks)
+
+    def knows_blocks(self, namespace: NamespaceId) -> bool:
+        """As `TieredStore.knows_blocks`."""
+        return self.inner.knows_blocks(namespace)
 
     @property
     def takes_hints(self) -> bool:

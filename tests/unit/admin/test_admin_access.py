@@ -22,17 +22,18 @@ from tests.unit.admin.service_harness import TOKENS, ServiceHarness, open_servic
 
 CHANGES = ("POST", "PUT", "PATCH", "DELETE")
 OPERATORS_ONLY = ("/metrics",)
-ASKS = ("/v1/lookup", "/v1/plan", "/v1/query")
+ASKS = ("/v1/lookup", "/v1/plan", "/v1/query", "/v1/query_by_hash")
 BODIES: dict[str, dict[str, object]] = {
     "/v1/lookup": {"token_ids": [1] * 64},
     "/v1/plan": {"token_ids": [1] * 64, "system_tokens": 8, "document_tokens": [20, 20]},
     "/v1/query": {"model": "m", "token_ids": [1] * 64},
+    "/v1/query_by_hash": {"model": "m", "block_hashes": [1] * 4},
     "/v1/pins": {"expires_in_s": 60},
     "/v1/hints": {"request": "asked by red", "release": True},
     "/v1/prefetch": {"request": "asked by red"},
     "/v1/deletions": {},
 }
-WITHOUT_NAMESPACE = ("/v1/query", "/v1/hints", "/v1/prefetch")
+WITHOUT_NAMESPACE = ("/v1/query", "/v1/query_by_hash", "/v1/hints", "/v1/prefetch")
 CONFIRMED = (
     *("/v1/namespaces/{namespace}", "/v1/prefixes/{namespace}/{prefix}", "/v1/deletions", "/v1/gc"),
     *("/v1/weights/retired", "/v1/tiers/{level}/reindex"),

@@ -12,7 +12,7 @@ import pytest
 from connector.prefix_hash import PrefixChain
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import PlainChain, RecordKey
-from kvstore.service.admin.resources.prompt import split_objects, split_token_ids
+from kvstore.service.admin.resources.prompt import TOKEN_IDS, split_objects, split_token_ids
 from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.testing.keys import tenant_key, write_keys
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
@@ -164,7 +164,7 @@ async def test_wrong_ids_are_named(
     if is_list:
         text, field = f'[{{"token_ids": [1]}}, {text}]', field.replace("body.", "body.1.")
     with pytest.raises(InvalidRequest) as refused:
-        await split_objects(text.encode(), MAX)
+        await split_objects(text.encode(), MAX, TOKEN_IDS)
     told = refused.value.details
     assert (told["field"], told["expected"], told["seen"]) == (field, expected, seen)
 

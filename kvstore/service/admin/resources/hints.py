@@ -27,8 +27,8 @@ from kvstore.service.admin.access import Saver
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, TokenId, shown_tenant
 from kvstore.service.admin.problems import Refused, refusals
+from kvstore.service.admin.resources.matches import TARGETS_MAX
 from kvstore.service.admin.resources.prompt import TOKENS_MAX, hash_prompt, read_json, split_token_ids, validated
-from kvstore.service.admin.resources.query import TARGETS_MAX
 from kvstore.service.authentication import Grant
 from kvstore.store.hints.ended_prompts import KeptPrompt
 from kvstore.store.hints.hints import Heard

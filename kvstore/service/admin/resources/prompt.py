@@ -1,6 +1,6 @@
-"""Bodies with prompts, whose token ids are parsed in pieces.
+"""Bodies with prompts, whose token ids or block hashes are parsed in pieces.
 
-A parser that reads the ids of a long prompt at once holds Python's lock, and with it the data loop, for too long.
+A parser that reads those of a long prompt at once holds Python's lock, and with it the data loop, for too long.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, MutableSequence, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +30,6 @@ TOKENS_MAX = 262_144
 """Token ids in a body."""
 ANSWER_S = 10.0
 """What is asked of the store for one request must be answered within this time, counted from its turn."""
-# Inside a JSON text a quote is written \" , so this never matches there.
-_LIST = re.compile(rb'"token_ids"[ \t\r\n]*:[ \t\r\n]*\[')
 _WHOLE_NUMBER = re.compile(rb"[ \t\r\n]*(0|[1-9][0-9]*)[ \t\r\n]*")
 _IN_LISTS = b"0123456789, \t\r\n"
 _TOKEN_ID_MAX = (1 << 32) - 1
@@ -46,6 +45,32 @@ _HASHED_AT_ONCE = 512 * LINK_TOKENS
 """Tokens that are hashed before other tasks of this thread get a turn."""
 
 Model = TypeVar("Model", bound=BaseModel)
+Entries = TypeVar("Entries", bound=MutableSequence[Any])
+
+
+@dataclass(frozen=True)
+class LongList(Generic[Entries]):
+    """A field whose list may be long.
+
+    Attributes:
+        name: Of the field.
+        words: What the entries are called.
+        make: Returns an empty list.
+        read: Reads a piece of the list, of whole entries and the commas between them. It takes the piece, the field,
+            and the number of entries before it, and raises `InvalidRequest` if an entry is wrong.
+        plain_bytes_max: A body up to this size is parsed at once, and its list is among its fields.
+    """
+
+    name: str
+    words: str
+    make: Callable[[], Entries]
+    read: Callable[[bytes, str, int], Entries]
+    plain_bytes_max: int = _PLAIN_BYTES_MAX
+
+    def find(self, body: bytes, start: int) -> re.Match[bytes] | None:
+        """The next place where the field's list begins. Inside a JSON text a quote is written \\" , so there is none
+        in it."""
+        return re.compile(rb'"%s"[ \t\r\n]*:[ \t\r\n]*\[' % self.name.encode()).search(body, start)
 
 
 class Prompt(BaseModel):
@@ -129,92 +154,102 @@ async def split_token_ids(body: bytes, ids_max: int) -> tuple[dict[str, Any], ar
     Raises:
         InvalidRequest: Not a JSON object, too many ids, or a large body whose ids are not a list of whole numbers.
     """
-    value, lists = await split_lists(body, ids_max)
+    value, lists = await split_lists(body, ids_max, TOKEN_IDS)
     fields = _as_object(value)
     if lists is None:
         return fields, None
     if len(lists) != 1 or fields.pop("token_ids", None) != []:  # a second one, or this one is inside another field
-        raise _not_once(len(lists), 1)
+        raise _not_once(TOKEN_IDS.name, len(lists), 1)
     return fields, lists[0]
 
 
-async def split_objects(body: bytes, ids_max: int) -> tuple[list[dict[str, Any]], list[array[int]] | None]:
-    """As `split_token_ids`, of a list of objects, or of one object, each with its `token_ids`.
+async def split_objects(
+    body: bytes, ids_max: int, long_list: LongList[Entries]
+) -> tuple[list[dict[str, Any]], list[Entries] | None]:
+    """As `split_token_ids`, of a list of objects, or of one object, each with its own long list.
 
     Args:
-        ids_max: How many ids are allowed in all of them together.
+        ids_max: How many entries are allowed in all of them together.
     """
-    value, lists = await split_lists(body, ids_max)
+    value, lists = await split_lists(body, ids_max, long_list)
     objects = [_as_object(one) for one in value] if isinstance(value, list) else [_as_object(value)]
     if lists is None:
         return objects, None
-    if len(lists) != len(objects) or any(fields.pop("token_ids", None) != [] for fields in objects):
-        raise _not_once(len(lists), len(objects))
+    if len(lists) != len(objects) or any(fields.pop(long_list.name, None) != [] for fields in objects):
+        raise _not_once(long_list.name, len(lists), len(objects))
     return objects, lists
 
 
-async def split_lists(body: bytes, ids_max: int) -> tuple[Any, list[array[int]] | None]:
-    """A JSON text with empty lists in place of its lists of token ids, and these, in order; `None`: the body is small
-    and unchanged.
+async def split_lists(body: bytes, ids_max: int, long_list: LongList[Entries]) -> tuple[Any, list[Entries] | None]:
+    """A JSON text with empty lists in place of its long lists, and these, in order; `None`: the body is small and
+    unchanged.
 
     Raises:
         InvalidRequest: As of `split_token_ids`.
     """
-    if len(body) <= _PLAIN_BYTES_MAX:
+    if len(body) <= long_list.plain_bytes_max:
         return _parsed(body), None
     places: list[tuple[int, int]] = []
     rest, at = [], 0
-    while (found := _LIST.search(body, at)) is not None:
+    while (found := long_list.find(body, at)) is not None:
         stop = body.find(b"]", found.end())
         if stop < 0:
             raise InvalidRequest("the body is not JSON", field="body", expected="JSON", seen="a list without its end")
         places.append((found.end(), stop))
         rest.append(body[at : found.end()])
         at = stop
+    if not places and len(body) <= _PLAIN_BYTES_MAX:
+        return _parsed(body), None
     if not places:
         raise InvalidRequest(
-            "a body of more than 64 KiB must be JSON with lists of token_ids",
+            f"a body of more than 64 KiB must be JSON with lists of {long_list.name}",
             field="body",
-            expected='"token_ids": [...]',
+            expected=f'"{long_list.name}": [...]',
             seen=body[:_SEEN_BYTES_MAX].decode(errors="replace"),
         )
     rest.append(body[at:])
     if sum(map(len, rest)) > _PLAIN_BYTES_MAX:
         raise InvalidRequest(
-            "the body has too much besides its lists of token_ids",
+            f"the body has too much besides its lists of {long_list.name}",
             field="body",
             expected=f"at most {_PLAIN_BYTES_MAX} bytes",
             seen=f"{sum(map(len, rest))} bytes",
         )
     value = _parsed(b"".join(rest))
     is_list = isinstance(value, list)
-    lists: list[array[int]] = []
+    lists: list[Entries] = []
     for number, (start, stop) in enumerate(places):
-        field = f"body.{number}.token_ids" if is_list else "body.token_ids"
+        field = f"body.{number}.{long_list.name}" if is_list else f"body.{long_list.name}"
         room = ids_max - sum(map(len, lists))
-        lists.append(await _numbers(body, start, stop, field, room=room, ids_max=ids_max))
+        lists.append(await _entries(body[start:stop], long_list, field, room=room, ids_max=ids_max))
     return value, lists
 
 
-async def _numbers(body: bytes, start: int, stop: int, field: str, *, room: int, ids_max: int) -> array[int]:
-    ids = array("I")
-    if not body[start:stop].strip():
-        return ids
-    while start <= stop:
-        comma = body.find(b",", start + _PIECE_BYTES, stop)
-        end = stop if comma < 0 else comma
-        piece = body[start:end]
-        numbers = _piece_of_numbers(piece)
-        if numbers is None:
-            raise _wrong_id(piece, field, len(ids))
-        ids.frombytes(numbers.tobytes())
-        if len(ids) > room:
+async def _entries(text: bytes, long_list: LongList[Entries], field: str, *, room: int, ids_max: int) -> Entries:
+    entries, start = long_list.make(), 0
+    if not text.strip():
+        return entries
+    while start <= len(text):
+        comma = text.find(b",", start + _PIECE_BYTES)
+        end = len(text) if comma < 0 else comma
+        entries.extend(long_list.read(text[start:end], field, len(entries)))
+        if len(entries) > room:
             raise InvalidRequest(
-                f"at most {ids_max} token ids", field=field, expected=f"at most {ids_max}", seen="more"
+                f"at most {ids_max} {long_list.words}", field=field, expected=f"at most {ids_max}", seen="more"
             )
         start = end + 1
         await asyncio.sleep(0)
-    return ids
+    return entries
+
+
+def _read_ids(piece: bytes, field: str, num_before: int) -> array[int]:
+    numbers = _piece_of_numbers(piece)
+    if numbers is None:
+        raise _wrong_id(piece, field, num_before)
+    return array("I", numbers.tobytes())
+
+
+TOKEN_IDS = LongList("token_ids", "token ids", lambda: array("I"), _read_ids)
 
 
 def _piece_of_numbers(piece: bytes) -> npt.NDArray[np.uint32] | None:
@@ -293,10 +328,10 @@ def _as_object(value: Any) -> dict[str, Any]:
     return value
 
 
-def _not_once(num_lists: int, num_objects: int) -> InvalidRequest:
+def _not_once(name: str, num_lists: int, num_objects: int) -> InvalidRequest:
     return InvalidRequest(
-        "token_ids must be given once, and in no other field",
-        field="body.token_ids",
-        expected="one list of token_ids in each prompt",
+        f"{name} must be given once, and in no other field",
+        field=f"body.{name}",
+        expected=f"one list of {name} in each prompt",
         seen=f"{num_lists} in {num_objects}",
     )

@@ -1,0 +1,164 @@
+"""What routers ask with, and the answer: how much of a prompt each connected engine would resume."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvstore.errors import InvalidRequest
+from kvstore.service.admin.context import AdminContext
+from kvstore.service.admin.models import NAMESPACE_EXAMPLE, shown_tenant
+from kvstore.service.admin.problems import Refused
+from kvstore.service.admin.resources.prompt import Entries, LongList, split_objects, validated
+from kvstore.service.authentication import Grant
+from kvstore.service.session import ConnectedEngine
+from kvstore.store.placement import Reach
+from kvstore.wire.convert import plain_text
+
+QUESTIONS_MAX = 64
+TARGETS_MAX = 32
+"""Namespaces, and kinds of engines in them, of one tenant that a question is answered for: so a tenant with many cannot
+make the questions of operators' routers too long."""
+TEXT_MAX = 256
+
+
+class Asked(BaseModel):
+    """For whom a prompt is asked."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(max_length=TEXT_MAX, description="a name under which engines serve the model")
+    block_size: int | None = Field(
+        default=None, ge=1, description="the answer's tokens are rounded down to multiples of this; null: they are not"
+    )
+    tenant_id: str | None = Field(
+        default=None,
+        max_length=TEXT_MAX,
+        description="of this tenant's engines alone; `default`: of engines without a tenant; null: of all",
+    )
+    instance_id: str | None = Field(default=None, max_length=TEXT_MAX, description="of this engine alone")
+
+
+class InstanceMatch(BaseModel):
+    """How many tokens of the prompt one engine would resume."""
+
+    longest_matched: int = Field(description="the hit that it would get now, if it has none itself", examples=[8192])
+    cpu: int = Field(serialization_alias="CPU", description="what its node's memory alone restores", examples=[4096])
+    storage: int = Field(
+        serialization_alias="STORAGE",
+        description="what memory, Redis and S3 restore together, so at least `CPU`",
+        examples=[8192],
+    )
+    dp: dict[str, int] = Field(
+        serialization_alias="DP", description="`longest_matched` of each data-parallel rank", examples=[{"0": 8192}]
+    )
+    address: str = Field(description="where it takes requests, if its operator set that", examples=["10.0.0.7:8000"])
+    namespaces: list[str] = Field(description="where its pages are", examples=[[NAMESPACE_EXAMPLE]])
+    silent: list[str] = Field(description="tiers that did not answer in time, and may hold more", examples=[[]])
+
+
+Matches = dict[str, dict[str, InstanceMatch]]
+"""By tenant and name of the engine."""
+
+
+Question = TypeVar("Question", bound=Asked)
+Target = TypeVar("Target", bound=Hashable)
+
+
+def body_of(model: type[Asked]) -> dict[str, object]:
+    """For the description of a route: its body is one question, or a list of them."""
+    schema = model.model_json_schema()
+    either = {"anyOf": [schema, {"type": "array", "items": schema, "maxItems": QUESTIONS_MAX}]}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": either}}}}
+
+
+async def parse_questions(
+    body: bytes, grant: Grant, model: type[Question], long_list: LongList[Entries], most: int
+) -> tuple[list[tuple[Question, Entries]], bool]:
+    """The questions of a body, each with its long list, and whether they are a list.
+
+    Args:
+        model: Has a field of the long list's name.
+        most: How many entries the lists may have together.
+
+    Raises:
+        InvalidRequest: As of `split_objects`, or too many questions.
+        RequestValidationError: A field is wrong.
+        Refused: 403: a question is about another tenant.
+    """
+    objects, lists = await split_objects(body, most, long_list)
+    if len(objects) > QUESTIONS_MAX:
+        expected = f"at most {QUESTIONS_MAX} prompts"
+        raise InvalidRequest(expected, field="body", expected=expected, seen=len(objects))
+    is_list, name = body.lstrip()[:1] == b"[", long_list.name
+    questions: list[tuple[Question, Entries]] = []
+    for index, fields in enumerate(objects):
+        where = (index,) if is_list else ()
+        question = validated(model, fields if lists is None else {**fields, name: []}, *where)
+        if question.tenant_id is not None and grant.tenant not in (None, question.tenant_id):
+            raise Refused(403, "the token is another tenant's", field="body.tenant_id")  # whether or not it exists
+        if lists is None:
+            entries = long_list.make()
+            entries.extend(getattr(question, name))
+        else:
+            entries = lists[index]
+        questions.append((question, entries))
+    return questions, is_list
+
+
+def engines_asked(
+    context: AdminContext, grant: Grant, question: Asked, target_of: Callable[[ConnectedEngine], Target]
+) -> list[tuple[ConnectedEngine, Target]]:
+    """The engines that a question is about and that the token may see, each with what its answer depends on, of each
+    tenant for at most `TARGETS_MAX` different ones.
+    """
+    asked: list[tuple[ConnectedEngine, Target]] = []
+    targets: dict[str, set[Target]] = defaultdict(set)  # by tenant
+    for engine in context.engines(grant, plain_text(question.model), question.tenant_id):
+        if question.instance_id not in (None, engine.instance.name):
+            continue
+        target, others = target_of(engine), targets[engine.tenant]
+        if target in others or len(others) < TARGETS_MAX:
+            others.add(target)
+            asked.append((engine, target))
+    return asked
+
+
+def matches_of(
+    asked: Sequence[tuple[ConnectedEngine, Target]], reaches: Mapping[Target, Reach], question: Asked
+) -> Matches:
+    """The answer to a question. Engines of targets without a reach are left out."""
+    ranks: dict[tuple[str, str], list[tuple[ConnectedEngine, Reach]]] = defaultdict(list)
+    for engine, target in asked:
+        if (reach := reaches.get(target)) is not None:
+            ranks[shown_tenant(engine.tenant), engine.instance.name].append((engine, reach))
+    matches: Matches = defaultdict(dict)
+    for (tenant_shown, instance_name), found in sorted(ranks.items(), key=lambda item: item[0]):
+        matches[tenant_shown][instance_name] = _match(found, question.block_size or 1)
+    return matches
+
+
+def _match(found: Sequence[tuple[ConnectedEngine, Reach]], block_size: int) -> InstanceMatch:
+    """The answer for the engines of one name. Of two with one rank the smaller counts: either may get the request."""
+    by_rank: dict[int, Reach] = {}
+    for engine, reach in found:
+        rank = engine.instance.dp_rank
+        if rank not in by_rank or reach.resume_tokens < by_rank[rank].resume_tokens:
+            by_rank[rank] = reach
+
+    def rounded(tokens: int) -> int:
+        return tokens // block_size * block_size
+
+    longest = rounded(max(reach.resume_tokens for reach in by_rank.values()))
+    return InstanceMatch(
+        longest_matched=longest,
+        cpu=rounded(max(reach.memory_tokens for reach in by_rank.values())),
+        storage=longest,
+        dp={str(rank): rounded(by_rank[rank].resume_tokens) for rank in sorted(by_rank)},
+        address=next((engine.instance.address for engine, _ in found if engine.instance.address), ""),
+        namespaces=sorted({engine.namespace.hex() for engine, _ in found}),
+        silent=sorted({name for reach in by_rank.values() for name in reach.silent}),
+    )
