@@ -32,7 +32,6 @@ _BLOCKS = 16
 """Of a page: one of 256 tokens has so many of vLLM's usual size."""
 _QUIET_S = 0.4
 """After the last save; what was saved is published by then."""
-_MEMORY_BYTES = 1 << 30
 _SEALED = 64
 """Records that are sealed together, between saves."""
 
@@ -85,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", type=parse_bytes, default=1 << 20, metavar="BYTES", help="of a record")
     parser.add_argument("--records", type=count, default=1024, help="saved in one turn")
     parser.add_argument("--repetitions", type=count, default=9, help="pairs of turns")
+    parser.add_argument("--memory", type=parse_bytes, default=1 << 30, metavar="BYTES", help="of each service")
     parser.add_argument("--in-flight", type=count, default=4, metavar="COUNT", help="saves at a time")
     return run_rows(parser, arguments, _measure, _TITLE, _COLUMNS)
 
@@ -154,8 +154,8 @@ async def _compare(chosen: argparse.Namespace, say: Callable[[str], None]) -> Ro
     with temporary_folder() as folder:
         address = f"ipc://{folder}/events"
         nodes = [
-            Node(folder, "plain", memory_bytes=_MEMORY_BYTES),
-            Node(folder, "published", memory_bytes=_MEMORY_BYTES, events_endpoint=address),
+            Node(folder, "plain", memory_bytes=chosen.memory),
+            Node(folder, "published", memory_bytes=chosen.memory, events_endpoint=address),
         ]
         async with AsyncExitStack() as stack:
             num_batches = stack.enter_context(_subscriber(address))
@@ -177,7 +177,7 @@ async def _turns(
     num_records = chosen.records // len(pages.sources) * len(pages.sources)
     say("filling the memory of both services")
     for side in sides:
-        await side.turn(pages, max(num_records, 2 * _MEMORY_BYTES // pages.record_bytes), chosen.in_flight)
+        await side.turn(pages, max(num_records, 2 * chosen.memory // pages.record_bytes), chosen.in_flight)
     num_before = num_batches()
     pairs: list[tuple[float, float]] = []
     for number in range(chosen.repetitions):
