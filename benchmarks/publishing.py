@@ -29,7 +29,7 @@ from kvstore.runtime.sizes import parse_bytes
 __all__ = ["main"]
 
 _BLOCKS = 16
-"""Of a page: one of 256 tokens has so many of vLLM's usual size."""
+"""Of a page: 256 tokens in blocks of 16."""
 _QUIET_S = 0.4
 """After the last save; what was saved is published by then."""
 _SEALED = 64
