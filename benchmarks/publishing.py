@@ -205,7 +205,7 @@ async def _turns(
 
 @contextmanager
 def _subscriber(address: str) -> Iterator[Callable[[], int]]:
-    """A subscriber in a process of its own, whose time is nobody's here; gives the number of batches that it has."""
+    """A subscriber in a process of its own, whose time is not counted; gives the number of batches that it has."""
     spawn = multiprocessing.get_context("spawn")
     number = spawn.Value("q", 0)
     process = spawn.Process(target=_count_batches, args=(address, number), daemon=True)
