@@ -29,7 +29,7 @@ from kvstore.runtime.sizes import parse_bytes
 __all__ = ["main"]
 
 _BLOCKS = 16
-"""Of a page: one of 256 tokens has so many of vLLM's usual size."""
+"""Of a page: 256 tokens in blocks of 16."""
 _QUIET_S = 0.4
 """After the last save; what was saved is published by then."""
 _SEALED = 64
@@ -205,7 +205,7 @@ async def _turns(
 
 @contextmanager
 def _subscriber(address: str) -> Iterator[Callable[[], int]]:
-    """A subscriber in a process of its own, whose time is nobody's here; gives the number of batches that it has."""
+    """A subscriber in a process of its own, whose time is not counted; gives the number of batches that it has."""
     spawn = multiprocessing.get_context("spawn")
     number = spawn.Value("q", 0)
     process = spawn.Process(target=_count_batches, args=(address, number), daemon=True)
