@@ -65,7 +65,7 @@ class NodeShape:
         gpus_per_model: Over how many GPUs a model is spread.
         step_tokens: The most tokens that an engine computes in one step.
         prompt_tokens: Of the prompts that are resumed.
-        event_loops: Threads of the service that move bytes: one in every service, more to see what they would bring.
+        event_loops: Threads of the service that move bytes. A service has one; other numbers are for comparison.
         memory_bytes: Of the node. 0: unknown.
     """
 

@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--prompt-tokens", type=count, default=8192, metavar="COUNT", help="of prompts that are resumed"
     )
     parser.add_argument(
-        "--event-loops", type=count, default=1, metavar="COUNT", help="what if the service had so many that move bytes"
+        "--event-loops", type=count, default=1, metavar="COUNT", help="loops that move bytes: a service has one"
     )
     parser.add_argument("--memory", type=parse_bytes, default=0, metavar="BYTES", help="of the node (0: unknown)")
     parser.add_argument("--json", action="store_true", help="print the BENCH line alone")

@@ -1,4 +1,4 @@
-"""A package's README with a table of files names every file beside it; no README names a file that does not exist."""
+"""A package's README with a list of files names every file beside it; no README names a file that does not exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ READMES = sorted(
     for path in (ROOT / root).rglob("README.md")
 )
 TABLE_OF_FILES = re.compile(r"^\| file\b.*\|$", re.MULTILINE)
-WITH_TABLES = [readme for readme in READMES if TABLE_OF_FILES.search((ROOT / readme).read_text())]
+COMPLETE = [
+    readme
+    for readme in READMES
+    if readme == Path("benchmarks/README.md") or TABLE_OF_FILES.search((ROOT / readme).read_text())
+]
+"""READMEs that name all files: those with a table of files, and one that has its files in sentences."""
 _IN_BACKTICKS = re.compile(r"`([^`\s]+)`")
 
 
@@ -42,7 +47,7 @@ def exists(name: str, readme: Path) -> bool:
     return any(str(start / name) in project_files() or (ROOT / start / name).is_file() for start in starts)
 
 
-@pytest.mark.parametrize("readme", WITH_TABLES, ids=str)
+@pytest.mark.parametrize("readme", COMPLETE, ids=str)
 def test_each_file_is_named(readme: Path) -> None:
     """Also one that is new."""
     beside = {path.name for path in (ROOT / readme).parent.glob("*.py")} - {"__init__.py", "__main__.py"}
