@@ -21,6 +21,7 @@ BENCHMARKS = {
     "retention": ("retention", "ten times the budget, with and without a bound"),
     "ttft": ("repeat_ttft", "a long prompt's first token, computed and restored (starts vLLM)"),
     "overhead": ("overhead", "prefill and decode with a connector that finds nothing (starts vLLM)"),
+    "publishing": ("publishing", "processor time that cache events add to a save"),
     "agent": ("agent_pause", "first token after an agent's pause: from memory, prefetched, from S3 (starts vLLM)"),
     "offloading": ("offloading", "chunks of vLLM's own offloading to and from a service and Redis"),
     "documents": ("documents", "hits of documents in the given and in the planned order"),
