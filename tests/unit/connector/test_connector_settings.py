@@ -104,7 +104,7 @@ def test_a_place_may_have_some_keys_only() -> None:
     other engines share, may have all.
     """
     only = ("url", "max_wait_ms")
-    with pytest.raises(InvalidRequest, match="'max_wait'.*'max_wait_ms'"):
+    with pytest.raises(InvalidRequest, match=r"'max_wait'.*'max_wait_ms'"):
         ConnectorSettings.parse({"max_wait": 1}, {}, only=only)
     with pytest.raises(InvalidRequest, match="'pinned_bytes': known keys are max_wait_ms, url"):
         ConnectorSettings.parse({"pinned_bytes": 1}, {}, only=only)
