@@ -9,10 +9,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from connector.offloading.lookups import Doors, Key, Request
+from kvstore.api import Deadline
 from kvstore.client import PageDoor
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.runtime.clock import SYSTEM_CLOCK
-from kvstore.runtime.deadline import Deadline
 
 _log = logging.getLogger("vllm.kvstore")
 

@@ -84,6 +84,11 @@ async def client(node: Node) -> AsyncIterator[RemoteStore]:
     await client.aclose()
 
 
+def remember(num_namespaces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many namespaces a client opens again by itself."""
+    monkeypatch.setattr("kvstore.client.remote._NAMESPACES_MAX", num_namespaces)
+
+
 def prompt_of(weights: int) -> Prompt:
     return Prompt(ATTENTION, "weights that change", 64, weights_id=str(weights))
 
@@ -155,7 +160,7 @@ async def test_an_engine_that_had_many_namespaces_connects_again(
 ) -> None:
     """An engine has used more namespaces than a service has open, and its connection ends: it opens again the last ones
     that it used; refused ones do not stop it."""
-    monkeypatch.setattr("kvstore.client.remote._NAMESPACES_MAX", 5)
+    remember(5, monkeypatch)
     for weights in range(20):
         node.clock.ahead_s += 1000.0
         await client.open_namespace(prompt_of(weights).description, deadline=soon())
@@ -172,7 +177,7 @@ async def test_an_engine_that_had_many_namespaces_connects_again(
 async def test_a_door_on_a_namespace_that_its_client_has_forgotten(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client used another namespace since, and opens that one alone again: a door opens its own with its next call,
     whichever that is."""
-    monkeypatch.setattr("kvstore.client.remote._NAMESPACES_MAX", 1)
+    remember(1, monkeypatch)
     with BlockingStore(str(node.server.addresses[0])) as store:
         one, other = (PageDoor(store, describe_pages({"weights_id": name}, page_tokens=64)) for name in "ab")
         page = [memoryview(bytearray(4096))]
