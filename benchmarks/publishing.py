@@ -29,7 +29,7 @@ from kvstore.runtime.sizes import parse_bytes
 __all__ = ["main"]
 
 _BLOCKS = 16
-"""Of a page: 256 tokens in blocks of 16."""
+"""Of a page: 256 tokens in blocks of 16. With 8 billion parameters it has 32 MiB, in 8 slices of 4 MiB."""
 _QUIET_S = 0.4
 """After the last save; what was saved is published by then."""
 _SEALED = 64
@@ -81,8 +81,9 @@ _COLUMNS: tuple[Column[Row], ...] = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and report; returns the exit status: 0, 1 after a failure, 130 when interrupted."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.publishing", description=__doc__)
-    parser.add_argument("--size", type=parse_bytes, default=1 << 20, metavar="BYTES", help="of a record")
-    parser.add_argument("--records", type=count, default=1024, help="saved in one turn")
+    parser.add_argument("--size", type=parse_bytes, default=4 << 20, metavar="BYTES", help="of a record")
+    parser.add_argument("--slices", type=count, default=8, help="records of a page, of which one names the page")
+    parser.add_argument("--records", type=count, default=512, help="saved in one turn")
     parser.add_argument("--repetitions", type=count, default=9, help="pairs of turns")
     parser.add_argument("--memory", type=parse_bytes, default=1 << 30, metavar="BYTES", help="of each service")
     parser.add_argument("--in-flight", type=count, default=4, metavar="COUNT", help="saves at a time")
@@ -90,18 +91,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Side:
-    """A service, a client of it, and whether pages are named.
+    """A service, a client of it, and how many pages are named.
 
     Args:
         node: Is running.
         store: Is connected to it.
-        names: Whether the pages that are saved are named.
+        slices: One in so many records names a page; 0: none does.
     """
 
-    def __init__(self, node: Node, store: RemoteStore, *, names: bool) -> None:
+    def __init__(self, node: Node, store: RemoteStore, slices: int) -> None:
         self._node = node
         self._store = store
-        self._names = names
+        self._slices = slices
         self._service = Service(store)
 
     async def turn(self, pages: RecordPages, num_records: int, in_flight: int) -> float:
@@ -124,7 +125,7 @@ class _Side:
 
     async def _save(self, batch: Batch, index: int) -> None:
         await self._service.put(batch.records[index])
-        if self._names:
+        if self._slices and index % self._slices == 0:
             self._store.name_blocks(_named(batch, index))
 
 
@@ -160,13 +161,13 @@ async def _compare(chosen: argparse.Namespace, say: Callable[[str], None]) -> Ro
         async with AsyncExitStack() as stack:
             num_batches = stack.enter_context(_subscriber(address))
             sides: list[_Side] = []
-            for node, names in zip(nodes, (False, True), strict=True):
+            for node, slices in zip(nodes, (0, chosen.slices), strict=True):
                 stack.callback(node.stop)
                 node.start()
                 store = connect(node.url)
                 stack.push_async_callback(store.aclose)
                 await store.open_namespace(benchmark_namespace(), deadline=Deadline.after(30.0))
-                sides.append(_Side(node, store, names=names))
+                sides.append(_Side(node, store, slices))
             return await _turns(sides, num_batches, chosen, say)
 
 

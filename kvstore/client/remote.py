@@ -42,6 +42,8 @@ from kvstore.wire.address import Address, TcpAddress, parse_address
 Value = TypeVar("Value")
 _PROMPTS_KEPT = 256
 """Prompts that wait to be reported: long ones have some 100 KB."""
+_NAMES_GATHERED_S = 0.05
+"""Names of pages that come within this time share one ping, which costs more processor time than they do."""
 _NAMESPACES_MAX = 64
 """The namespaces that were used last, up to this number, are opened again on a new connection."""
 
@@ -60,7 +62,7 @@ class RemoteStore(PageStore):
         self._shared = SharedMemory(options)
         self._stall_s = options.first_stall_timeout_s or options.stall_timeout_s
         self._reports = Reports(self._control, options.dead_after_s)
-        self._names = Reports(self._control, options.dead_after_s)
+        self._names = Reports(self._control, options.dead_after_s, gather_s=_NAMES_GATHERED_S)
         self._prompts = Reports(self._control, options.dead_after_s, kept=_PROMPTS_KEPT)
         self._closed = False
 

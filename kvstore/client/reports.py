@@ -47,6 +47,7 @@ class Reports:
         control: Lends the control connection; raises as `RemoteStore`'s calls do.
         patience_s: A ping that is not answered for this long has failed.
         kept: Reports that wait for the service; of more, the oldest are dropped.
+        gather_s: How long a report waits for others that are sent after the same ping.
         clock: For the age of reports.
     """
 
@@ -57,10 +58,12 @@ class Reports:
         clock: Clock = SYSTEM_CLOCK,
         *,
         kept: int = KEPT,
+        gather_s: float = 0.0,
     ) -> None:
         self._control = control
         self._patience_s = patience_s
         self._kept = kept
+        self._gather_s = gather_s
         self._clock = clock
         self._waiting: deque[tuple[float, Report]] = deque()  # with the time of `add`, the oldest first
         self._num_dropped = 0
@@ -110,6 +113,7 @@ class Reports:
 
     async def _send_later(self) -> None:
         while self._waiting:
+            await asyncio.sleep(self._gather_s)
             try:
                 await self.send(Deadline.after(self._patience_s))
             except Closed:
