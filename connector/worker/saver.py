@@ -160,14 +160,12 @@ class Saver:
     def _header(self, group: RankGroup, job: SaveJob, slice_index: int, page_bytes: int) -> HeaderV1:
         kind, span = group.layout.record_at(job.stop_tokens, self._page_tokens)
         assert span == Span(job.start_tokens, job.stop_tokens)
-        return HeaderV1(
-            key=RecordKey(job.namespace, job.prefix, job.group, slice_index),
-            kind=kind,
-            span=span,
+        return HeaderV1.unsealed(
+            RecordKey(job.namespace, job.prefix, job.group, slice_index),
+            kind,
+            span,
             codec_chain=group.chain,
             decoded_bytes=page_bytes,
-            payload_bytes=0,
-            payload_checksum=bytes(16),
             created_ms=SYSTEM_CLOCK.wall_ms(),
         )
 

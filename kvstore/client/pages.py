@@ -399,7 +399,9 @@ class PageDoor:
     async def _write_record(self, call: _Call, key: RecordKey, source: Views, field: str) -> bool:
         kind, span = self._layout.groups[0].record_at(self._layout.page_tokens, self._layout.page_tokens)
         num_bytes = sum(piece.nbytes for piece in source)
-        header = HeaderV1(key, kind, span, self._chain, num_bytes, 0, bytes(16), SYSTEM_CLOCK.wall_ms())
+        header = HeaderV1.unsealed(
+            key, kind, span, codec_chain=self._chain, decoded_bytes=num_bytes, created_ms=SYSTEM_CLOCK.wall_ms()
+        )
         try:
             record = await self._run(
                 HEADER_BYTES + num_bytes, lambda: encode_page(header, source, call.guard), call.deadline

@@ -138,19 +138,9 @@ class PlanClient:
         }
         try:
             found = self._ask(json.dumps(body, separators=(",", ":")).encode())
+            return _plan(found, head, pieces, tail)
         except Unavailable as error:
             return Plan(given, list(range(len(pieces))), failure=str(error))
-        return Plan(
-            _joined(head, [pieces[index] for index in found["order"]], tail),
-            found["order"],
-            found["left_out"],
-            found["hit_tokens"],
-            found["hit_by_tier"],
-            found["given_hit_tokens"],
-            found["search_ms"],
-            found.get("total_ms", found["search_ms"]),  # a service of an earlier release does not tell it
-            found["retain"],
-        )
 
     def close(self) -> None:
         """Close the connection; a later call opens another one."""
@@ -203,3 +193,31 @@ class PlanClient:
 
 def _joined(head: Sequence[int], pieces: Sequence[Sequence[int]], tail: Sequence[int]) -> list[int]:
     return [*head, *(token for piece in pieces for token in piece), *tail]
+
+
+def _plan(found: Mapping[str, Any], head: Sequence[int], pieces: Sequence[Sequence[int]], tail: Sequence[int]) -> Plan:
+    """The plan of an answer.
+
+    Raises:
+        Unavailable: It is none: a field is missing, or a document would be lost or sent twice.
+    """
+    try:
+        order, left_out = list(found["order"]), list(found["left_out"])
+        kept = {tuple(pieces[index]) for index in order}
+        if sorted(order + left_out) != list(range(len(pieces))):
+            raise ValueError("not each document is in it once")
+        if any(tuple(pieces[index]) not in kept for index in left_out):
+            raise ValueError("a document is left out that equals no other one")
+        return Plan(
+            _joined(head, [pieces[index] for index in order], tail),
+            order,
+            left_out,
+            found["hit_tokens"],
+            found["hit_by_tier"],
+            found["given_hit_tokens"],
+            found["search_ms"],
+            found.get("total_ms", found["search_ms"]),  # a service of an earlier release does not tell it
+            found["retain"],
+        )
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise Unavailable("the service's answer is no plan", error=error) from error

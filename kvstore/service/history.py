@@ -126,7 +126,7 @@ _KEPT = frozenset(
 """Meters that the history keeps."""
 
 _REFUSED = {
-    "busy": "saves of engines were refused: too many bytes wait to be written to the tiers",
+    "busy": "saves of engines were refused: too many bytes were being saved at a time",
     "full": "saves of engines were refused: no tier had room",
 }
 

@@ -95,7 +95,7 @@ class OrderSearch:
         self._ask = ask
         self._clock = clock
         paged = [group for group in layout.groups if not group.is_state]
-        whole = [group for group in paged if group.kind.needed_from(1 << 30) == 0]
+        whole = [group for group in paged if group.kind.needs_all]
         needed = whole or paged or list(layout.groups)
         self._needed = sum(1 << index for index, group in enumerate(layout.groups) if group in needed)
         self._windows = [group.kind for group in paged if group not in needed]

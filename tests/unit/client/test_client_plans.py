@@ -169,3 +169,27 @@ def test_a_connection_that_was_closed_is_opened_again() -> None:
         plans = [client.plan([[1], [2]]) for _ in range(3)]
     assert [(plan.failure, plan.token_ids) for plan in plans] == [("", [2, 1])] * 3
     assert len(set(seen)) == 3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"order": [1]},
+        {"order": [1], "left_out": [0]},
+        {"order": [1, 0, 1]},
+        {"order": [1, 2]},
+        {"order": [0, -1]},
+        {"order": ["0", "1"]},
+        {"order": None},
+        {"hit_by_tier": ...},
+    ],
+    ids=str,
+)
+def test_an_answer_that_would_lose_a_document_is_no_plan(wrong: dict[str, object]) -> None:
+    """Whatever answers: no document is lost or sent twice, and the call does not fail."""
+    answer: dict[str, object] = {"order": [1, 0], "left_out": [], "hit_tokens": 64, "hit_by_tier": {"memory": 64}}
+    answer |= {"given_hit_tokens": None, "search_ms": 0.1, "retain": [], **wrong}
+    answer = {name: value for name, value in answer.items() if value is not ...}
+    with something_else(json.dumps(answer).encode(), []) as url, PlanClient(url, "0" * 32) as client:
+        plan = client.plan([[1], [2]])
+    assert (plan.token_ids, plan.order) == ([1, 2], [0, 1]) and "no plan" in plan.failure
