@@ -241,7 +241,7 @@ class Settings(BaseModel):
         events_numbers: How messages are numbered: `zero` begins at 0 with each start of the service, which llm-d needs
             to replay; `clock` at the time, so that numbers grow over restarts. Dynamo drops numbers that do not grow.
         events_node: Names of this node in topics, separated by commas: `kv@<name>@<model>`. By default `node:` and the
-            host's name. Each name costs a copy of the events of memory and directory.
+            host's name. Events of memory and directory are sent once for each name.
         event_media: Names of tiers in cache events, for a router that weighs more media than vLLM's own names:
             `redis=SHARED_STORAGE,s3=OBJECT_STORE` for llm-d. A router gives no credit for a name that it does not know.
         idle_exit_s: Exit when no client was connected for this long; by default never. For private services.

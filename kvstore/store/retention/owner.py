@@ -146,7 +146,7 @@ class RetentionOwner:
         """Read the totals once, and evict what is over budget, quota or age; returns the bytes freed.
 
         Raises:
-            Unavailable: The catalog did not answer. What was begun is finished by a later round.
+            Unavailable: The catalog did not answer. A later round finishes evictions that this one began.
         """
         if self._rules.hold_nothing:
             return 0

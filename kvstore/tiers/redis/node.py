@@ -29,7 +29,7 @@ _num_in_flight = attrgetter("num_in_flight")
 
 
 class Node:
-    """One server, or the server that has its role now.
+    """The connections to one Redis server; after a failover, to the server that has taken its role.
 
     Small commands have a connection of their own, so that a lookup never waits for records. The next call reopens a
     lost connection. After a failed attempt, calls are refused at once for 0.05 s, growing to 0.5 s.

@@ -93,7 +93,7 @@ def _read_hashes(piece: bytes, field: str, num_before: int) -> list[bytes]:
     return hashes
 
 
-# read in pieces however small the body is: each hash takes a step of Python's own
+# Python decodes each hash by itself, which takes long: so small bodies are read in pieces too
 _BLOCK_HASHES = LongList("block_hashes", "hashes of blocks", list[bytes], _read_hashes, plain_bytes_max=0)
 
 BlockHash = Annotated[
