@@ -96,7 +96,7 @@ class _Side:
     Args:
         node: Is running.
         store: Is connected to it.
-        slices: One in so many records names a page; 0: none does.
+        slices: Records of a page, of which the first names it; 0: no page is named.
     """
 
     def __init__(self, node: Node, store: RemoteStore, slices: int) -> None:
