@@ -109,7 +109,7 @@ async def test_a_state_that_was_not_saved(service: Service) -> None:
     await tell(engine, miss("first", 64), loss("first", 192, records=3, waited_s=12.5), miss("second", 192, 0b01))
     told = await explain(engine, "second")
     assert (told["reason"], told["result"], told["stopped_at_tokens"]) == ("save_busy", "miss", 192)
-    assert told["why"] == "it was computed, but not saved: the processors were busy"
+    assert told["why"] == "it was computed, but not saved: the engine's processors were busy"
     assert (told["detail"]["lost_by_request"], told["detail"]["waited_s"]) == ("first", 12.5)
     assert told["detail"]["groups_missing"] == "1 (recurrent)" and told["detail"]["lost_at"] <= told["at"]
     assert "records" not in told["detail"]
