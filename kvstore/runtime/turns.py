@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from kvstore.errors import Unavailable
-from kvstore.runtime.pauses import collector_paused
+from kvstore.runtime.pauses import age_objects, collector_paused
 from kvstore.runtime.tracing import request_context
 
 Who = tuple[Hashable, Hashable]
@@ -192,7 +192,9 @@ class LongWork:
             if num_items <= PIECE:
                 return function(*args)
             with collector_paused():
-                return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+                result = await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+                age_objects()
+                return result
 
     @asynccontextmanager
     async def turn(self, num_items: int) -> AsyncIterator[None]:
