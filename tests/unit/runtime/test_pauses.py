@@ -1,12 +1,14 @@
-"""A dict in pieces is a dict, for all keys."""
+"""A dict in pieces is a dict, for all keys; the collector's pauses."""
 
 from __future__ import annotations
+
+import gc
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.runtime.pauses import SplitDict, empty_in_pieces
+from kvstore.runtime.pauses import SplitDict, age_objects, collector_paused, empty_in_pieces
 
 KEYS = st.binary(min_size=1, max_size=3) | st.integers(0, 200)
 
