@@ -191,7 +191,7 @@ class PresenceFinder:
         self, presence: Presence, source: _Source, probes: Sequence[Probe], deadline: Deadline
     ) -> list[bool]:
         """For each probe whether the first slice that memory lacks is there."""
-        keys = [presence.key(probe, presence.missing(probe)[0]) for probe in probes]
+        keys = [presence.key(probe, presence.first_missing(probe)) for probe in probes]
         sizes = await self._heads(presence, source, keys, deadline)
         for probe, num_bytes in zip(probes, sizes, strict=True):
             presence.note_size(probe[1], num_bytes or 0)

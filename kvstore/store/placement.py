@@ -72,6 +72,11 @@ class Presence:
         """Slices that are not in memory."""
         return slices_of(self.missing_bits(probe))
 
+    def first_missing(self, probe: Probe) -> int:
+        """The first slice that is not in memory, of a probe that memory does not have whole."""
+        bits = self.missing_bits(probe)
+        return (bits & -bits).bit_length() - 1
+
     def complete(self, probe: Probe) -> bool:
         """Whether every slice is in some tier."""
         held = self.memory.get(probe, 0) | self.hot.get(probe, 0) | self.cold.get(probe, 0)
