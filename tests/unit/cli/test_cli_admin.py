@@ -18,11 +18,13 @@ from typing import Any
 import pytest
 
 from kvstore.api import Outcome
+from kvstore.cli.admin import admin_client
 from kvstore.cli.main import main
 from kvstore.model.keys import PlainChain
 from kvstore.service.admin.jobs.board import JobBoard
 from kvstore.service.admin.jobs.job import Job
 from kvstore.service.authentication import Grant
+from kvstore.settings import Settings
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.redis_tls import make_certificate
@@ -283,6 +285,15 @@ async def test_a_token_that_is_refused_is_told(
         port = other.sockets[0].getsockname()[1]
         code, _, err = await run("ls", "--admin-url", f"127.0.0.1:{port}")
     assert code == 1 and "not an administration interface of kvstore" in err
+
+
+@pytest.mark.parametrize(
+    ("typed", "url"),
+    [("h:7070", "http://h:7070"), ("tls://h:7070/", "https://h:7070"), ("https://h/kv/store/", "https://h/kv/store")],
+)
+def test_the_path_of_an_address_is_kept(typed: str, url: str) -> None:
+    """A proxy may serve the interface under one."""
+    assert admin_client(Settings(), "", 1.0, url=typed).url == url
 
 
 async def test_a_service_behind_tls_is_asked(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
