@@ -13,11 +13,14 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+import zmq
 from redis.asyncio import Redis
 
+from kvstore.api import Deadline
 from kvstore.catalog.base import Addition, LeaveReason, Leaving
 from kvstore.catalog.entry import Level
 from kvstore.client import connect
+from kvstore.client.connection import Connection
 from kvstore.compose import open_catalog, open_store
 from kvstore.model.keys import Boundary
 from kvstore.model.page_blocks import BlockGroup, PageBlocks
@@ -332,3 +335,48 @@ async def test_a_service_that_publishes_nothing_gets_no_names(tmp_path: Path) ->
         engine.name_blocks(named(Prompt(ATTENTION, "p", 64), Prompt(ATTENTION, "p", 64).boundary(64)))
         await asyncio.sleep(0.5)
         assert await engine.status(deadline=soon())  # the connection lives
+
+
+async def test_names_that_come_together_share_a_ping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ping costs more than a name: 60 names, each 2 ms after the one before, are sent after a few."""
+    pings, ping = [], Connection.ping
+
+    async def counted(connection: Connection, deadline: Deadline) -> None:
+        pings.append(connection)
+        await ping(connection, deadline)
+
+    monkeypatch.setattr(Connection, "ping", counted)
+    prompts = [Prompt(ATTENTION, f"p{number}", 64) for number in range(60)]
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(open_store(publishing(tmp_path, hot="memory:", cold="memory:")))
+        server = Server(store)
+        stack.push_async_callback(server.aclose)
+        await server.listen([parse_address(f"unix:{tmp_path}/s")])
+        engine = connect(f"unix:{tmp_path}/s")
+        stack.push_async_callback(engine.aclose)
+        namespace = await engine.open_namespace(prompts[0].description, deadline=soon())
+        for prompt in prompts:
+            engine.name_blocks(named(prompt, prompt.boundary(64)))
+            await asyncio.sleep(0.002)
+        async with asyncio.timeout(20):
+            while not store.knows_blocks(namespace):
+                await asyncio.sleep(0.02)
+        assert 0 < len(pings) < len(prompts) / 2
+
+
+async def test_numbers_that_grow_over_restarts(tmp_path: Path) -> None:
+    """With `events_numbers` `clock` each run of the service begins behind the numbers of the one before."""
+    prompt = Prompt(ATTENTION, "p", 64)
+    numbers: list[int] = []
+    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
+        subscriber.subscribe(b"")
+        subscriber.setsockopt(zmq.RCVTIMEO, 20_000)
+        subscriber.connect(f"ipc://{tmp_path}/events")
+        for _ in range(2):
+            async with open_store(publishing(tmp_path, cold="memory:", events_numbers="clock")) as store:
+                await save(store, [prompt])
+                _, number, _ = await asyncio.to_thread(subscriber.recv_multipart)
+                numbers.append(int.from_bytes(number, "big"))
+            while subscriber.poll(200):
+                subscriber.recv_multipart()
+    assert numbers[1] > numbers[0] > 10**15

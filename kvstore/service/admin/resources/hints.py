@@ -27,7 +27,6 @@ from kvstore.service.admin.access import Saver
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, TokenId, shown_tenant
 from kvstore.service.admin.problems import Refused, refusals
-from kvstore.service.admin.resources.matches import TARGETS_MAX
 from kvstore.service.admin.resources.prompt import TOKENS_MAX, hash_prompt, read_json, split_token_ids, validated
 from kvstore.service.authentication import Grant
 from kvstore.store.hints.ended_prompts import KeptPrompt
@@ -38,6 +37,8 @@ router = APIRouter(tags=["hints"])
 
 _TEXT_MAX = 256
 _RETRY_S = "1"
+_NAMESPACES_MAX = 32
+"""In which the prompt of one call is hinted, of all tenants together."""
 
 
 class NamedPrompt(BaseModel):
@@ -218,11 +219,11 @@ async def _prompts(
     for engine in context.engines(grant, plain_text(named.model or ""), named.tenant_id):
         place = engine.namespace, engine.tenant
         steps[place] = gcd(steps.get(place, 0), engine.instance.step_tokens)
-    if len(steps) > TARGETS_MAX:
+    if len(steps) > _NAMESPACES_MAX:
         raise InvalidRequest(
             "too many namespaces have this model",
             field="body.model",
-            expected=f"at most {TARGETS_MAX}; name the tenant_id, or a request or session",
+            expected=f"at most {_NAMESPACES_MAX}; name the tenant_id, or a request or session",
             seen=len(steps),
         )
     hashed = await hash_prompt(token_ids, named.cache_salt, gcd(*steps.values())) if steps else []

@@ -18,10 +18,10 @@ from kvstore.service.session import ConnectedEngine
 from kvstore.store.placement import Reach
 from kvstore.wire.convert import plain_text
 
-QUESTIONS_MAX = 64
-TARGETS_MAX = 32
+_QUESTIONS_MAX = 64
+_TARGETS_MAX = 32
 """Namespaces, and kinds of engines in them, of one tenant that a question is answered for: so a tenant with many cannot
-make the questions of operators' routers too long."""
+make the questions of operators' routers too long. Its other engines are left out."""
 TEXT_MAX = 256
 
 
@@ -71,7 +71,7 @@ Target = TypeVar("Target", bound=Hashable)
 def body_of(model: type[Asked]) -> dict[str, object]:
     """For the description of a route: its body is one question, or a list of them."""
     schema = model.model_json_schema()
-    either = {"anyOf": [schema, {"type": "array", "items": schema, "maxItems": QUESTIONS_MAX}]}
+    either = {"anyOf": [schema, {"type": "array", "items": schema, "maxItems": _QUESTIONS_MAX}]}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": either}}}}
 
 
@@ -90,8 +90,8 @@ async def parse_questions(
         Refused: 403: a question is about another tenant.
     """
     objects, lists = await split_objects(body, most, long_list)
-    if len(objects) > QUESTIONS_MAX:
-        expected = f"at most {QUESTIONS_MAX} prompts"
+    if len(objects) > _QUESTIONS_MAX:
+        expected = f"at most {_QUESTIONS_MAX} prompts"
         raise InvalidRequest(expected, field="body", expected=expected, seen=len(objects))
     is_list, name = body.lstrip()[:1] == b"[", long_list.name
     questions: list[tuple[Question, Entries]] = []
@@ -113,7 +113,7 @@ def engines_asked(
     context: AdminContext, grant: Grant, question: Asked, target_of: Callable[[ConnectedEngine], Target]
 ) -> list[tuple[ConnectedEngine, Target]]:
     """The engines that a question is about and that the token may see, each with what its answer depends on, of each
-    tenant for at most `TARGETS_MAX` different ones.
+    tenant for at most `_TARGETS_MAX` different ones.
     """
     asked: list[tuple[ConnectedEngine, Target]] = []
     targets: dict[str, set[Target]] = defaultdict(set)  # by tenant
@@ -121,7 +121,7 @@ def engines_asked(
         if question.instance_id not in (None, engine.instance.name):
             continue
         target, others = target_of(engine), targets[engine.tenant]
-        if target in others or len(others) < TARGETS_MAX:
+        if target in others or len(others) < _TARGETS_MAX:
             others.add(target)
             asked.append((engine, target))
     return asked
