@@ -1,6 +1,6 @@
 """Dynamo's own index of cache events, run from its published package: which blocks it credits to whom.
 
-`python tools/other_packages.py dynamo` unpacks the package to `.work/dynamo`; KVSTORE_DYNAMO names another folder.
+`python tools/other_packages.py dynamo` unpacks the package to `.work/dynamo`; KVSTORE_TEST_DYNAMO names another folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PATIENCE_S = 60.0
 
 def find_dynamo() -> Path | None:
     """The folder that has the package `dynamo`; `None`: it is not at hand."""
-    places = [Path(os.environ.get("KVSTORE_DYNAMO", "/nowhere")), ROOT / ".work" / "dynamo"]
+    places = [Path(os.environ.get("KVSTORE_TEST_DYNAMO", "/nowhere")), ROOT / ".work" / "dynamo"]
     return next((place for place in places if (place / "dynamo" / "indexer" / "__main__.py").exists()), None)
 
 

@@ -1,7 +1,7 @@
 """SGLang's HiCache without SGLang: its interface, real where the package is at hand, and pools of host memory.
 
 The real classes come from the published package: an installed one, or in the folder `.work/sglang` of this checkout or
-the one that KVSTORE_SGLANG names. `tools/other_packages.py sglang` unpacks it there. Its packages import what needs
+the one that KVSTORE_TEST_SGLANG names. `tools/other_packages.py sglang` unpacks it there. Its packages import what needs
 CUDA, so the modules are imported below empty packages. `sglang.srt.runtime_context`, with the settings, is made up.
 """
 
@@ -30,7 +30,7 @@ RELEASE = "0.5.23"
 
 def find_sglang() -> Path | None:
     """The folder of the real package `sglang`; `None`: it is not at hand."""
-    places = [Path(os.environ.get("KVSTORE_SGLANG", "/nowhere")), ROOT / ".work" / "sglang"]
+    places = [Path(os.environ.get("KVSTORE_TEST_SGLANG", "/nowhere")), ROOT / ".work" / "sglang"]
     found = importlib.util.find_spec("sglang") if "sglang" not in sys.modules else None
     if found is not None and found.origin is not None:
         places.append(Path(found.origin).parent.parent)
