@@ -2,7 +2,8 @@
 
 The real classes come from the published package: an installed one, or in the folder `.work/sglang` of this checkout or
 the one that KVSTORE_TEST_SGLANG names. `tools/other_packages.py sglang` unpacks it there. Its packages import what
-needs CUDA, so the modules are imported below empty packages. `sglang.srt.runtime_context`, with the settings, is made up.
+needs CUDA, so the modules are imported below empty packages. `sglang.srt.runtime_context`, with the settings, is made
+up.
 """
 
 from __future__ import annotations
