@@ -105,8 +105,9 @@ class Turns:
 
 T = TypeVar("T")
 
-PIECE = 4096
-"""Items, of some microseconds each, that may be worked on in one go on the event loop."""
+PIECE = 1024
+"""Items, of some microseconds each, that may be worked on in one go on the event loop. Of a request with more the other
+clients wait for one such piece, a few milliseconds, at each of their own steps."""
 
 _SHORT = 256
 """Up to this number of items need no turn: the request of a short prompt never waits."""

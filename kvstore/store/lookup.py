@@ -38,10 +38,12 @@ from kvstore.store.placement import (
 )
 from kvstore.tiers.base import Tier
 
+NAMES_AT_ONCE = 4096
+"""Names in one round trip to a tier, and boundaries in one to the catalog."""
 _QUERIES_MAX = 64
 """Queries to the slower tiers at a time, of a few thousand names at most; further ones wait their turn."""
 _CATALOG_QUERIES_MAX = 2
-"""Queries to the catalog at a time, of `PIECE` boundaries at most: it answers one after the other, in some 20 ms."""
+"""Queries to the catalog at a time: it answers one after the other, each in some 20 ms."""
 _CATALOG_SHARE = 0.6
 """The catalog's share of a lookup's time: if it hangs there must be time left to ask the tiers."""
 _COMPLETE_S = 5.0
@@ -175,23 +177,23 @@ class PresenceFinder:
         self, presence: Presence, source: _Source, probes: Sequence[Probe], deadline: Deadline
     ) -> None:
         slices = ((probe, slice_) for probe in probes for slice_ in presence.missing(probe))
+
+        def next_names() -> tuple[list[tuple[Probe, int]], list[RecordKey]]:
+            piece = list(islice(slices, NAMES_AT_ONCE))
+            return piece, [presence.key(probe, slice_) for probe, slice_ in piece]
+
         while not source.has_failed:
-            async with self._work.turn(len(probes)):
-                piece = list(islice(slices, PIECE))
-                keys = [presence.key(probe, slice_) for probe, slice_ in piece]
+            piece, keys = await self._work.run(len(probes), next_names)
             if not keys:
                 return
             sizes = await self._heads(presence, source, keys, deadline)
-            for (probe, slice_), num_bytes in zip(piece, sizes, strict=True):
-                if num_bytes is not None:
-                    source.found[probe] = source.found.get(probe, 0) | 1 << slice_
-                    presence.note_size(probe[1], num_bytes)
+            await self._work.run(len(piece), _note_found, presence, source, piece, sizes)
 
     async def _ask_one_slice(
         self, presence: Presence, source: _Source, probes: Sequence[Probe], deadline: Deadline
     ) -> list[bool]:
         """For each probe whether the first slice that memory lacks is there."""
-        keys = [presence.key(probe, presence.first_missing(probe)) for probe in probes]
+        keys = await self._work.run(len(probes), _first_names, presence, probes)
         sizes = await self._heads(presence, source, keys, deadline)
         for probe, num_bytes in zip(probes, sizes, strict=True):
             presence.note_size(probe[1], num_bytes or 0)
@@ -228,6 +230,20 @@ class PresenceFinder:
             return [None] * len(keys)
 
 
+def _first_names(presence: Presence, probes: Sequence[Probe]) -> list[RecordKey]:
+    """Of each probe the first slice that memory lacks."""
+    return [presence.key(probe, presence.first_missing(probe)) for probe in probes]
+
+
+def _note_found(
+    presence: Presence, source: _Source, slices: Sequence[tuple[Probe, int]], sizes: Sequence[int | None]
+) -> None:
+    for (probe, slice_), num_bytes in zip(slices, sizes, strict=True):
+        if num_bytes is not None:
+            source.found[probe] = source.found.get(probe, 0) | 1 << slice_
+            presence.note_size(probe[1], num_bytes)
+
+
 def _pages_wanted(presence: Presence) -> list[Probe]:
     """Pages that memory and the catalog do not have in full."""
     return [probe for probe in page_probes(presence.layout, presence.query) if not presence.complete(probe)]
@@ -256,8 +272,8 @@ def _inner_wanted(presence: Presence) -> list[Probe]:
 class CatalogLookup:
     """Fills a `Presence` from the catalog.
 
-    Up to `PIECE` boundaries are read in one round trip. Of a longer prompt most of whose boundaries do not end a page,
-    the pages are read first, then the tails and states that can still matter.
+    Up to `NAMES_AT_ONCE` boundaries are read in one round trip. Of a longer prompt most of whose boundaries do not end
+    a page, the pages are read first, then the tails and states that can still matter.
     """
 
     def __init__(self, catalog: Catalog, instruments: Instruments, work: LongWork) -> None:
@@ -290,9 +306,9 @@ class CatalogLookup:
         levels = [level for level, is_wanted in ((Level.HOT, hot), (Level.COLD, cold)) if is_wanted]
         every = list(range(len(query.boundaries)))
         ends = every
-        if len(every) > PIECE:
+        if len(every) > NAMES_AT_ONCE:
             ends = [index for index in every if query.boundaries[index].tokens % page_tokens == 0]
-        if len(every) <= max(PIECE, 2 * len(ends)):
+        if len(every) <= max(NAMES_AT_ONCE, 2 * len(ends)):
             await self._read(presence, every, levels, deadline)
         else:
             await self._read(presence, ends, levels, deadline)
@@ -300,10 +316,10 @@ class CatalogLookup:
             await self._read(presence, sorted(inner.difference(ends)), levels, deadline)
 
     async def _read(self, presence: Presence, indexes: list[int], levels: Sequence[Level], deadline: Deadline) -> None:
-        """Read some boundaries, `PIECE` at a time: other clients' queries come between."""
+        """Read some boundaries, `NAMES_AT_ONCE` at a time: other clients' queries come between."""
         query = presence.query
-        for start in range(0, len(indexes), PIECE):
-            piece = indexes[start : start + PIECE]
+        for start in range(0, len(indexes), NAMES_AT_ONCE):
+            piece = indexes[start : start + NAMES_AT_ONCE]
             prefixes = [query.boundaries[index].prefix for index in piece]
             async with deadline.scope("waiting to ask the catalog"):
                 await self._turns.begin(who_asks())

@@ -35,7 +35,7 @@ from kvstore.store.hints.hints import Hints
 from kvstore.store.hints.prefetch import Prefetcher
 from kvstore.store.leases import LeaseTable
 from kvstore.store.limits import StoreLimits
-from kvstore.store.lookup import AbsentKeys, CatalogLookup, PresenceFinder
+from kvstore.store.lookup import NAMES_AT_ONCE, AbsentKeys, CatalogLookup, PresenceFinder
 from kvstore.store.namespaces import Manifests, OpenNamespaces, check_key
 from kvstore.store.placement import (
     UNKNOWN_BYTES,
@@ -256,7 +256,7 @@ class TieredStore(PageStore):
         """Where the records are, for a lookup. A tier that hangs has stalled, however long the caller would wait: first
         the catalog may, then the tiers. A long prompt takes longer.
         """
-        patience_s = 2 * self.limits.stall_timeout_s * (1 + len(query.boundaries) // PIECE)
+        patience_s = 2 * self.limits.stall_timeout_s * (1 + len(query.boundaries) // NAMES_AT_ONCE)
         return await self._finder.find(query, layout, deadline.earlier(patience_s))
 
     def _answer(self, presence: Presence) -> Lookup:
@@ -284,7 +284,7 @@ class TieredStore(PageStore):
             return Staged(None, query.local_tokens, cut="node_memory")
         deadline = _leave_time(deadline)
         # a tier that hangs during a lookup is as stalled as one that hangs during a read; a long prompt takes longer
-        patience_s = self.limits.stall_timeout_s * (1 + len(query.boundaries) // PIECE)
+        patience_s = self.limits.stall_timeout_s * (1 + len(query.boundaries) // NAMES_AT_ONCE)
         presence = await self._finder.find(query, layout, deadline.earlier(patience_s))
         holding = await self._promotion.stage(presence, deadline, progress)
         if holding.resume_tokens < query.cap_tokens and presence.silent:

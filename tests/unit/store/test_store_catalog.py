@@ -144,7 +144,7 @@ async def test_a_prompt_of_many_boundaries_is_asked_for_in_two_rounds(
 
     monkeypatch.setattr(world.catalog, "lookup", note)
     at_once = await world.store.lookup(prompt.query(), deadline=soon())
-    monkeypatch.setattr("kvstore.store.lookup.PIECE", 30)
+    monkeypatch.setattr("kvstore.store.lookup.NAMES_AT_ONCE", 30)
     in_turn = await world.store.lookup(prompt.query(), deadline=soon())
     assert in_turn.resume_tokens == at_once.resume_tokens == 992
     assert asked == [62, 15, 30, 17]  # never more than a piece at once
