@@ -130,15 +130,20 @@ def _compare(name: str, geometry: LayerGeometry, layer: torch.Tensor, group: Gro
         raise InvalidRequest("a head's bytes do not stand together", layer=name, stride=layer.stride())
 
 
-def check_bytes(groups: Sequence[GroupShape]) -> int:
+def check_bytes(groups: Sequence[GroupShape], page_tokens: int) -> int:
     """Host memory that the check of each of these groups needs."""
-    return (
-        max(group.facts.rank_block_bytes * (1 if group.is_state else _CHECKED_BLOCKS) for group in groups) + _GAPS_BYTES
-    )
+    return max(group.facts.rank_block_bytes * _checked_blocks(group, page_tokens) for group in groups) + _GAPS_BYTES
+
+
+def _checked_blocks(group: GroupShape, page_tokens: int) -> int:
+    """Two, where a page has as many: nothing on the device has room for more than a page."""
+    return 1 if group.is_state else min(_CHECKED_BLOCKS, page_tokens // group.facts.block_tokens)
 
 
 @torch.inference_mode()
-def check_round_trip(group: RankGroup, layers: Sequence[torch.Tensor], device: Device, pages: HostPages) -> None:
+def check_round_trip(
+    group: RankGroup, layers: Sequence[torch.Tensor], device: Device, pages: HostPages, *, page_tokens: int
+) -> None:
     """Copy some blocks to others through host pages, compare, and restore the old content.
 
     Args:
@@ -148,7 +153,7 @@ def check_round_trip(group: RankGroup, layers: Sequence[torch.Tensor], device: D
     Raises:
         InvalidRequest: The copies are not equal; the group must not be cached.
     """
-    num_blocks = 1 if group.shape.is_state else _CHECKED_BLOCKS
+    num_blocks = _checked_blocks(group.shape, page_tokens)
     feeds = group.shape.facts.feeds
     low, high = _disjoint_tables(1 + max(feeds), num_blocks, layers[0].shape[0])
     caches = [(layer.view(torch.uint8), feed) for layer, feed in zip(layers, feeds, strict=True)]

@@ -88,10 +88,11 @@ class WorkerSide:
 
     def _register(self, layers_of: Callable[[tuple[str, ...]], Sequence[torch.Tensor]]) -> None:
         budget, slice_bytes = self._budget, self._largest_slice_bytes()
+        page_tokens = self._shape.layout.page_tokens
         scratch_bytes = self._num_threads * slice_bytes
         # an engine that only loads and audits nothing copies no page from blocks, except in the check at start
         gathers = self._settings.saves or budget.audit_bytes > 0
-        checked_bytes = check_bytes(self._shape.groups)
+        checked_bytes = check_bytes(self._shape.groups, page_tokens)
         device = self._device = open_device(
             layers_of(self._shape.groups[0].facts.layer_names)[0].device,
             ring_bytes=max(budget.in_flight_bytes if gathers else 0, checked_bytes),
@@ -108,14 +109,15 @@ class WorkerSide:
             for group, layout in zip(self._shape.groups, self._shape.layout.groups, strict=True)
         )
         for group in self.groups:
-            check_round_trip(group, layers_of(group.shape.facts.layer_names), device, HostPages(saved))
+            layers = layers_of(group.shape.facts.layer_names)
+            check_round_trip(group, layers, device, HostPages(saved), page_tokens=page_tokens)
         # loads, for which requests wait, never queue behind saves
         self._save_threads = LowPriorityPool(num_threads=max(1, self._num_threads // 2), limit_bytes=self._limit_bytes)
         self._memory = RecordMemory()
         self.saver = Saver(
             self._bridge,
             self.groups,
-            page_tokens=self._shape.layout.page_tokens,
+            page_tokens=page_tokens,
             threads=self._save_threads,
             # an engine that only saves does so for others, which wait for its pages
             patience_s=_PATIENCE_S if self._settings.mode == "both" else 0.0,

@@ -149,7 +149,7 @@ def test_any_engine_resumes_from_it(layout: KVCacheLayout, block_tokens: int, ke
     source.fill()
     target = engine(layout, block_tokens, kernel_tokens)
     host = HostPages(torch.empty(1 << 20, dtype=torch.uint8))
-    check_round_trip(target.group, target.views, target.device, host)
+    check_round_trip(target.group, target.views, target.device, host, page_tokens=target.shape.layout.page_tokens)
     target.scatter(source.gather())
     assert torch.equal(target.content(), CONTENT)
     assert target.shape.layout == source.shape.layout

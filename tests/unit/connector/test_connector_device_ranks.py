@@ -20,7 +20,7 @@ from kvstore.codec import PLANES2, PLANES4
 from tests.unit.connector.device_contract import LAYOUTS
 from tests.unit.connector.rank_harness import NUM_BLOCKS, SOURCE, TARGET, Make, Rank
 from tests.unit.connector.simulated_streams import SimulatedEvent, SimulatedStreams
-from tests.unit.connector.support import LoopBridge
+from tests.unit.connector.support import BLOCK, LoopBridge
 
 ALL = tuple(range(NUM_BLOCKS))
 UseStreams = Callable[[Streams], None]
@@ -183,3 +183,10 @@ def test_a_ring_that_is_full(rank: Make, use_streams: UseStreams, monkeypatch: p
     assert set(report.saves_done) == {0, 1, 2}
     assert report.saves_failed
     assert source.meters.get("connector_saves", outcome="stored") == 12 - refused > 0
+
+
+def test_pages_of_one_block(rank: Make, use_streams: UseStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large hybrid has pages of one block. The check at start copies no more, since no lane has room for it."""
+    monkeypatch.setattr("tests.unit.connector.support.PAGE", BLOCK)
+    use_streams(InlineStreams())
+    assert rank(element_bytes=2).shape.layout.page_tokens == BLOCK

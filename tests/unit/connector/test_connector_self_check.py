@@ -53,11 +53,11 @@ def test_kernels_that_do_not_copy(rank: Make, monkeypatch: pytest.MonkeyPatch, n
     one = rank(element_bytes=2)
     device = StreamDevice(InlineStreams(), ring_bytes=1 << 16, page_bytes_max=1 << 16, num_lanes=1, unit_bytes_min=1)
     group = prove_group(one.shape.groups[0], one.shape.layout.groups[0], one.layers, one.facts, device)
-    check_round_trip(group, one.layers, device, HOST)
+    check_round_trip(group, one.layers, device, HOST, page_tokens=one.shape.layout.page_tokens)
     before = storage(one.layers[0])
     monkeypatch.setattr(gpu, name, broken)
     with pytest.raises(InvalidRequest, match="changes bytes"):
-        check_round_trip(group, one.layers, device, HOST)
+        check_round_trip(group, one.layers, device, HOST, page_tokens=one.shape.layout.page_tokens)
     assert torch.equal(storage(one.layers[0]), before)
 
 
@@ -96,4 +96,4 @@ def test_a_cache_of_a_few_blocks(rank: Make) -> None:
     few: Sequence[torch.Tensor] = [layer[:4] for layer in one.layers]
     group = prove_group(one.shape.groups[0], one.shape.layout.groups[0], one.layers, one.facts, device)
     with pytest.raises(InvalidRequest, match="too small"):
-        check_round_trip(group, few, device, HOST)
+        check_round_trip(group, few, device, HOST, page_tokens=one.shape.layout.page_tokens)
