@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 from connector.device.cpu import CpuCopier
+from connector.device.gpu import StreamCopier
 from connector.prefix_hash import PrefixChain
 from connector.scheduler.side import SchedulerSide
 from connector.worker import loader
@@ -106,6 +107,7 @@ for _owner, _method, _name in (
     (RemoteStore, "load_many", "locate"),
     (Loader, "load", "order"),
     (CpuCopier, "scatter", "scatter"),
+    (StreamCopier, "scatter", "scatter"),
     (loader, "verify_payload", "verify"),
     (loader, "decode_into", "decode"),
     (Loader, "_report", "loaded"),

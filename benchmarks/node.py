@@ -63,7 +63,8 @@ class Node:
         command += ["--admin-listen", admin_listen] if admin_listen is not None else []
         command += ["--events-endpoint", events_endpoint] if events_endpoint is not None else []
         env = {key: value for key, value in os.environ.items() if not key.startswith("KVSTORE_")}
-        env |= {"PYTHONPATH": str(_ROOT), "XDG_CACHE_HOME": str(folder)}
+        path = [str(_ROOT), *filter(None, [env.get("PYTHONPATH")])]
+        env |= {"PYTHONPATH": os.pathsep.join(path), "XDG_CACHE_HOME": str(folder)}
         self._process = ServerProcess(command, folder / f"{name}.log", env)
 
     @property

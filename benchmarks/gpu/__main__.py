@@ -25,7 +25,15 @@ from typing import Any
 
 __all__ = ["STAGES", "main"]
 
-STAGES = {"ceilings": 70.0, "contract": 80.0, "order": 50.0, "copies": 80.0, "service": 110.0}
+STAGES = {
+    "ceilings": 70.0,
+    "contract": 80.0,
+    "order": 50.0,
+    "copies": 80.0,
+    "service": 110.0,
+    "exactness": 240.0,
+    "first_token": 200.0,
+}
 """Each stage's module, and the seconds after which it is ended."""
 
 _ERROR_LINES = 30
@@ -40,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the JSON goes (otherwise to stdout at the end)")
     parser.add_argument("--stages", default=",".join(STAGES), help=f"which, with commas between: {','.join(STAGES)}")
-    parser.add_argument("--limit-s", type=float, default=400.0, help="ends what is not done by then (400)")
+    parser.add_argument("--limit-s", type=float, default=800.0, help="ends what is not done by then (800)")
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)  # this process is one stage
     chosen = parser.parse_args(arguments)
     if chosen.stage:

@@ -19,7 +19,8 @@ __all__ = ["Pages", "run"]
 
 LAYOUTS = ("LBHNC", "LBNHC")
 """Heads outside tokens, as on a CPU; tokens outside heads, vLLM's first choice on a GPU."""
-LANES = (1, 2, 4, 8, 16)
+THREADS = (1, 2, 4, 8, 16)
+"""That scatter at a time."""
 _HEAD_BYTES = 512
 _PAGE_TOKENS = 256
 
@@ -27,7 +28,7 @@ _PAGE_TOKENS = 256
 def run(kit: Kit) -> None:
     """Each layout alone, then both directions beside a matmul."""
     for layout in LAYOUTS:
-        pages = Pages(kit, layout, num_lanes=LANES[-1])
+        pages = Pages(kit, layout, num_threads=THREADS[-1])
         pages.gather()
         kit.tell(
             f"gather {layout}",
@@ -36,15 +37,15 @@ def run(kit: Kit) -> None:
             page_bytes=pages.page_bytes,
             bytes=pages.num_bytes,
         )
-        for lanes in LANES:
-            seconds = kit.seconds(lambda pages=pages, lanes=lanes: pages.scatter(lanes))  # type: ignore[misc]
-            kit.tell(f"scatter {layout}", lanes=lanes, gb_s=pages.num_bytes / seconds / GB)
+        for threads in THREADS:
+            seconds = kit.seconds(lambda pages=pages, threads=threads: pages.scatter(threads))  # type: ignore[misc]
+            kit.tell(f"scatter {layout}", threads=threads, gb_s=pages.num_bytes / seconds / GB)
         if not pages.is_equal():
             raise AssertionError(f"blocks do not hold what was copied to them: {layout}")
         if kit.is_gpu:
             _beside_matmul(kit, pages, layout)
     if not kit.is_gpu:
-        pages = Pages(kit, LAYOUTS[0], num_lanes=1, device=CpuDevice())
+        pages = Pages(kit, LAYOUTS[0], num_threads=1, device=CpuDevice())
         pages.gather()
         for name, work in (("gather", pages.gather), ("scatter", lambda: pages.scatter(1))):
             kit.tell(f"{name} {LAYOUTS[0]} by the processor's copier", gb_s=pages.num_bytes / kit.seconds(work) / GB)
@@ -57,11 +58,11 @@ class Pages:
     Args:
         kit: Where.
         layout: One of `LAYOUTS`.
-        num_lanes: Scatters at a time, at most.
+        num_threads: Scatters at a time, at most.
         device: Whose copies; by default those with streams.
     """
 
-    def __init__(self, kit: Kit, layout: str, *, num_lanes: int, device: Device | None = None) -> None:
+    def __init__(self, kit: Kit, layout: str, *, num_threads: int, device: Device | None = None) -> None:
         self._kit = kit
         num_layers, num_heads, block_tokens = kit.sized(32, 2), kit.sized(8, 2), kit.sized(16, 128)
         page_blocks = _PAGE_TOKENS // block_tokens
@@ -79,7 +80,7 @@ class Pages:
         plan = AttentionPages(grid=HeadGrid(num_heads, num_heads), first_slice=0, layers=[geometry] * num_layers)
         self.num_bytes = num_spans * num_heads * self.page_bytes
         self.device: Device = device or StreamDevice(
-            kit.streams, ring_bytes=self.num_bytes, page_bytes_max=self.page_bytes, num_lanes=num_lanes
+            kit.streams, ring_bytes=self.num_bytes, page_bytes_max=self.page_bytes
         )
         self.copier: BlockCopier = self.device.copier(self.layers, [0] * num_layers, 2)
         # an engine that has run for a while hands out its blocks in no order
@@ -93,7 +94,7 @@ class Pages:
             for blocks in self.sources
             for index in range(num_heads)
         ]
-        self._threads = ThreadPoolExecutor(num_lanes)
+        self._threads = ThreadPoolExecutor(num_threads)
         self._num_heads = num_heads
 
     def gather(self) -> None:
@@ -114,16 +115,16 @@ class Pages:
                 ticket.wait()
         return taken_s / self._num_heads * 1e6
 
-    def scatter(self, num_lanes: int, after: Fence | None = None) -> None:
+    def scatter(self, num_threads: int, after: Fence | None = None) -> None:
         """Scatter all pages to other blocks from several threads, behind a fence (default: all work ordered so far)."""
         after = after or self.device.fence()
         works = list(zip(self.pages, [blocks for blocks in self.targets for _ in range(self._num_heads)], strict=True))
 
         def share(index: int) -> None:
-            for page, blocks in works[index::num_lanes]:
+            for page, blocks in works[index::num_threads]:
                 self.copier.scatter(page.runs, [blocks], page.target, 0, after)
 
-        list(self._threads.map(share, range(num_lanes)))
+        list(self._threads.map(share, range(num_threads)))
 
     def is_equal(self) -> bool:
         """Whether the targets hold what the sources hold."""

@@ -87,7 +87,7 @@ class Engine:
         self.page_bytes = NUM_LAYERS * PAGE_BLOCKS * block_bytes
         self.memory = torch.zeros((NUM_LAYERS, NUM_BLOCKS, block_bytes), dtype=torch.uint8, device=streams.device)
         self.device = StreamDevice(
-            streams, ring_bytes=2 * self.page_bytes, page_bytes_max=self.page_bytes, num_lanes=2, unit_bytes_min=1
+            streams, ring_bytes=2 * self.page_bytes, page_bytes_max=self.page_bytes, unit_bytes_min=1
         )
         self.copier: StreamCopier = self.device.copier(list(self.memory), [0] * NUM_LAYERS, element_bytes)
         self.width = self.copier.plane_width

@@ -13,7 +13,7 @@ from kvstore.errors import InvalidRequest
 __all__ = ["open_device"]
 
 
-def open_device(where: torch.device, *, ring_bytes: int, page_bytes_max: int, num_lanes: int) -> Device:
+def open_device(where: torch.device, *, ring_bytes: int, page_bytes_max: int) -> Device:
     """The device that the cache tensors are on.
 
     Args:
@@ -28,4 +28,4 @@ def open_device(where: torch.device, *, ring_bytes: int, page_bytes_max: int, nu
     if where.type != "cuda":
         raise InvalidRequest("caches on this device are not supported", device=str(where))
     streams = CudaStreams(where)
-    return StreamDevice(streams, ring_bytes=ring_bytes, page_bytes_max=page_bytes_max, num_lanes=num_lanes)
+    return StreamDevice(streams, ring_bytes=ring_bytes, page_bytes_max=page_bytes_max)

@@ -28,6 +28,8 @@ from kvstore.runtime.meters import Meters
 
 _DRAIN_S = 4.0  # vLLM kills its workers after 5 s
 _MAX_CODEC_THREADS = 4
+_MAX_CODEC_THREADS_OF_GPU = 8
+"""The engine does not compute on the processors there, and threads that have decoded wait for the GPU's copies."""
 _EMPTY_STEP_S = 0.005
 _PATIENCE_S = 1.0
 """How long a page waits for idle processors before it is encoded at normal priority."""
@@ -49,7 +51,7 @@ class WorkerSide:
         self._facts = facts
         self._shape = shape
         self._bridge = bridge
-        self._num_threads = max(1, min(_MAX_CODEC_THREADS, num_cores))
+        self._num_threads = _num_codec_threads(facts, num_cores)
         self._budget = host_memory_budget(settings, facts, shape)
         self._limit_bytes = max(self._budget.in_flight_bytes, 64 << 20)
         self._pool = CodecPool(num_threads=self._num_threads, limit_bytes=self._limit_bytes)
@@ -97,7 +99,6 @@ class WorkerSide:
             layers_of(self._shape.groups[0].facts.layer_names)[0].device,
             ring_bytes=max(budget.in_flight_bytes if gathers else 0, checked_bytes),
             page_bytes_max=slice_bytes,
-            num_lanes=self._num_threads,
         )
         # All of it at once: memory that is pinned later stalls the engine's thread and the device. Saves get some pages
         # more, since threads may still read pages whose jobs are done.
@@ -223,6 +224,14 @@ class WorkerSide:
         if self._save_threads is not None:
             self._save_threads.close()
         self._pool.close()
+
+
+def _num_codec_threads(facts: EngineFacts, num_cores: int) -> int:
+    """Threads that decode what this rank loads; half as many encode what it saves."""
+    most = _MAX_CODEC_THREADS
+    if facts.device == "cuda":
+        most = max(most, min(_MAX_CODEC_THREADS_OF_GPU, num_cores // (2 * facts.tp_size)))
+    return max(1, min(most, num_cores))
 
 
 def _aligned(num_bytes: int) -> int:

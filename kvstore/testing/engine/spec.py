@@ -29,6 +29,7 @@ class EngineSpec:
         dtype: `None`: what the checkpoint says (vLLM's own `auto` would make bfloat16 of float32).
         max_model_len: Tokens of prompt and output together.
         max_num_batched_tokens: Tokens of a step; `None`: vLLM's default.
+        device: What vLLM was built for. On a GPU a checkpoint in float32 is computed in bfloat16, as its kernels want.
         kv_cache_gib: Memory for blocks.
         arguments: Any further engine argument.
         environment: Any further environment variable.
@@ -45,6 +46,7 @@ class EngineSpec:
     dtype: str | None = None
     max_model_len: int = 16384
     max_num_batched_tokens: int | None = None
+    device: Literal["cpu", "cuda"] = "cpu"
     kv_cache_gib: int = 1
     arguments: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -53,9 +55,10 @@ class EngineSpec:
     def engine_arguments(self) -> dict[str, Any]:
         """What vLLM's `LLM` is called with."""
         config = json.loads((Path(self.checkpoint) / "config.json").read_text())
-        dtype = self.dtype or config["dtype"]
+        on_gpu = self.device == "cuda"
+        dtype = self.dtype or ("bfloat16" if on_gpu else config["dtype"])
         # where a processor has AMX vLLM would choose the kernels for it, which take no float32
-        needs_reference = "kv_lora_rank" in config and dtype == "float32"
+        needs_reference = "kv_lora_rank" in config and dtype == "float32" and not on_gpu
         arguments: dict[str, Any] = {
             "model": str(self.checkpoint),
             "skip_tokenizer_init": True,
@@ -71,8 +74,10 @@ class EngineSpec:
             "mamba_ssm_cache_dtype": "float32",
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "kv_transfer_config": self.kv_transfer or connector_config(self.connector),
-            **self.arguments,
         }
+        if on_gpu:  # several engines share one GPU: each takes this much and does not measure what is free
+            arguments |= {"kv_cache_memory_bytes": self.kv_cache_gib << 30, "gpu_memory_utilization": 0.02}
+        arguments |= self.arguments
         return {name: value for name, value in arguments.items() if value is not None}
 
 
@@ -114,7 +119,9 @@ def engine_environment(spec: EngineSpec, work: Path) -> dict[str, str]:
     env.pop("TRITON_ON_CPU", None)  # the V1 runner does not start with it
     env.pop("TRITON_INTERPRET", None)
     env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    if spec.runner == "v2":
+    if spec.runner == "v2" and spec.device == "cuda":
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    elif spec.runner == "v2":
         path = [str(_TRITON_ON_CPU), *filter(None, [env.get("PYTHONPATH")])]
         env |= {"PYTHONPATH": os.pathsep.join(path), "TRITON_ON_CPU": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
     return {**env, **spec.environment}

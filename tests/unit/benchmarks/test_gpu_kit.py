@@ -61,12 +61,13 @@ def results(report: dict[str, Any], stage: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU: run the kit itself")
 def test_a_bare_machine(tmp_path: Path) -> None:
-    """With torch and numpy alone four stages run and report, the fifth names the package it needs; no stage fails."""
+    """With torch and numpy alone four stages run and report, the others name the package they need; no stage fails."""
     (tmp_path / "sitecustomize.py").write_text(BARE)
     status, report, log = run_kit(tmp_path, path=tmp_path)
     assert status == 0, log
     seen = {name: stage["status"] for name, stage in report["stages"].items()}
-    assert seen == {**dict.fromkeys(STAGES, "ok, no GPU"), "service": "needs msgpack"}
+    needs = {"service": "needs msgpack", "exactness": "needs vllm", "first_token": "needs vllm"}
+    assert seen == {**dict.fromkeys(STAGES, "ok, no GPU"), **needs}
     assert report["machine"]["gpu"] is None
     skipped = [
         result["name"]
@@ -82,8 +83,8 @@ def test_a_bare_machine(tmp_path: Path) -> None:
     }
     assert len(layouts) == len(RECORDED)  # two of which are checked together, and a large one
     assert results(report, "order")["no wrong bytes"]["loaded"] > 0
-    lanes = [result["lanes"] for result in report["stages"]["copies"]["results"] if "lanes" in result]
-    assert lanes == [1, 2, 4, 8, 16] * 2
+    threads = [result["threads"] for result in report["stages"]["copies"]["results"] if "threads" in result]
+    assert threads == [1, 2, 4, 8, 16] * 2
 
 
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU: run the kit itself")

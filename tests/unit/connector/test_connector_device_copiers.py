@@ -33,7 +33,7 @@ class StreamCopierContract(BlockCopierContract):
         raise NotImplementedError
 
     def make(self, layers: Sequence[torch.Tensor], feeds: Sequence[int] | None = None) -> StreamCopier:
-        self._device = StreamDevice(self.streams(), ring_bytes=8192, page_bytes_max=8192, num_lanes=1, unit_bytes_min=1)
+        self._device = StreamDevice(self.streams(), ring_bytes=8192, page_bytes_max=8192, unit_bytes_min=1)
         return self._device.copier(layers, feeds or [0] * len(layers), layers[0].element_size())
 
     def fence(self) -> Fence:

@@ -102,7 +102,7 @@ def engine(layout: KVCacheLayout, block_tokens: int, kernel_tokens: int | None) 
     facts = _facts(block_tokens, num_blocks)
     shape = read_shape(facts)
     assert isinstance(shape, CacheShape), shape
-    device = StreamDevice(InlineStreams(), ring_bytes=1 << 20, page_bytes_max=1 << 16, num_lanes=1, unit_bytes_min=1)
+    device = StreamDevice(InlineStreams(), ring_bytes=1 << 20, page_bytes_max=1 << 16, unit_bytes_min=1)
     group = prove_group(shape.groups[0], shape.layout.groups[0], views, facts, device)
     table = list(range(num_blocks - 1, 1, -2))  # no two neighbours
     namespace = describe_namespace(facts, shape, "weights").id

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import tracemalloc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
@@ -19,7 +22,9 @@ from connector.device.base import PageGather
 from connector.device.cpu import CpuDevice, LayerPlace, Strip, fold_runs
 from connector.device.gpu import Ring, StreamDevice
 from connector.device.rows import CacheGeometry, join_planes, plan_rows, split_planes
+from connector.device.streams import Event, Stream
 from kvstore.errors import InternalError, InvalidRequest
+from tests.unit.connector.support import eventually
 
 LAYERS = [LayerPlace(0, 1000 * layer, 96, 0) for layer in range(5)]
 
@@ -157,7 +162,7 @@ def test_caches_of_inference_mode() -> None:
     with torch.inference_mode():
         cache = torch.randint(0, 256, (4, 6, 32), dtype=torch.uint8)
         layers = list(cache[:2])
-        device = StreamDevice(InlineStreams(), ring_bytes=1024, page_bytes_max=256, num_lanes=1, unit_bytes_min=1)
+        device = StreamDevice(InlineStreams(), ring_bytes=1024, page_bytes_max=256, unit_bytes_min=1)
     copier = device.copier(layers, [0, 0], 2)
     runs = [BlockRun(layer, 0, 32, 64 * layer, 32) for layer in range(2)]
     page = device.host_memory(128)
@@ -172,7 +177,7 @@ def test_caches_of_inference_mode() -> None:
 def test_pages_that_do_not_fit_the_device() -> None:
     """A page larger than the device was told, tables of another length, and layers of two allocations are errors."""
     memory = torch.zeros(2, 9, 512, dtype=torch.uint8)
-    device = StreamDevice(InlineStreams(), ring_bytes=512, page_bytes_max=512, num_lanes=1, unit_bytes_min=1)
+    device = StreamDevice(InlineStreams(), ring_bytes=512, page_bytes_max=512, unit_bytes_min=1)
     copier = device.copier(list(memory), [0, 0], 1)
     runs = [BlockRun(layer, 0, 512, 1024 * layer, 512) for layer in range(2)]
     with pytest.raises(InternalError):
@@ -189,7 +194,7 @@ def test_pages_that_do_not_fit_the_device() -> None:
 
 def test_small_rows_are_refused_before_they_are_counted() -> None:
     """A layout in pieces of under 64 bytes is refused at its first copy, before an index of the page's size is made."""
-    device = StreamDevice(InlineStreams(), ring_bytes=1 << 20, page_bytes_max=1 << 20, num_lanes=1)
+    device = StreamDevice(InlineStreams(), ring_bytes=1 << 20, page_bytes_max=1 << 20)
     for piece, is_copied in ((64, True), (96, True), (48, False), (2, False)):
         layer = torch.zeros(9, 192 * 128, dtype=torch.uint8)
         copier = device.copier([layer], [0], 2)
@@ -226,11 +231,12 @@ class Counted(InlineStreams):
 
 @pytest.mark.parametrize(("ring_mib", "page_mib"), [(256, 1), (256, 51), (308, 154), (2, 2)])
 def test_memory_that_is_taken_of_a_gpu(ring_mib: int, page_mib: int) -> None:
-    """As `docs/vllm.md` says: half of `pinned_bytes`, twice 32 MiB or the largest page, and eight times that page."""
+    """As `docs/vllm.md` says: half of `pinned_bytes`, twice 32 MiB or the largest page, and four times what up to
+    four pages in 16 MiB need."""
     streams, mib = Counted(), 1 << 20
-    device = StreamDevice(streams, ring_bytes=ring_mib * mib, page_bytes_max=page_mib * mib, num_lanes=4)
+    device = StreamDevice(streams, ring_bytes=ring_mib * mib, page_bytes_max=page_mib * mib)
     assert device.device_bytes == streams.num_bytes
-    said = ring_mib + 2 * max(32, page_mib) + 8 * page_mib
+    said = ring_mib + 2 * max(32, page_mib) + 4 * max(min(16, 4 * page_mib), page_mib)
     assert streams.num_bytes <= said * mib
     if ring_mib >= 32:  # of a smaller ring it takes no more than it can use
         assert streams.num_bytes == said * mib
@@ -238,6 +244,81 @@ def test_memory_that_is_taken_of_a_gpu(ring_mib: int, page_mib: int) -> None:
 
 def test_the_device_of_a_cache() -> None:
     """Host memory has its copier, a GPU the one with streams; whatever else there may be is refused by name."""
-    assert isinstance(open_device(torch.device("cpu"), ring_bytes=1, page_bytes_max=1, num_lanes=1), CpuDevice)
+    assert isinstance(open_device(torch.device("cpu"), ring_bytes=1, page_bytes_max=1), CpuDevice)
     with pytest.raises(InvalidRequest, match="meta"):
-        open_device(torch.device("meta"), ring_bytes=1, page_bytes_max=1, num_lanes=1)
+        open_device(torch.device("meta"), ring_bytes=1, page_bytes_max=1)
+
+
+class HeldStreams(InlineStreams):
+    """Events that are not done before `goes_on` is set.
+
+    Attributes:
+        runs: For each of them how much was ordered on its stream since the one before.
+        fails: Whether waiting for one raises.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+        self.runs: list[int] = []
+        self.fails = False
+
+    def side(self) -> Stream:
+        return HeldStream(self)
+
+
+class HeldStream:
+    def __init__(self, streams: HeldStreams) -> None:
+        self._streams = streams
+        self._num_runs = 0
+
+    def run(self, work: Callable[[], None]) -> None:
+        self._num_runs += 1
+        work()
+
+    def record(self) -> Event:
+        self._streams.runs.append(self._num_runs)
+        self._num_runs = 0
+        return self
+
+    def wait(self, event: Event | None = None) -> None:
+        if event is None:
+            assert self._streams.goes_on.wait(10)
+            if self._streams.fails:
+                raise RuntimeError("CUDA error")
+
+    def is_done(self) -> bool:
+        return self._streams.goes_on.is_set()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_one_thread_orders_what_waits(fails: bool) -> None:
+    """Two threads lead, one a lane. What ten others bring meanwhile is ordered four at a time, as many as a lane holds.
+    Each thread returns once its page is placed, or raises what became of the pages ordered with it. After that the
+    lanes are free.
+    """
+    streams = HeldStreams()
+    streams.fails = fails
+    device = StreamDevice(streams, ring_bytes=512, page_bytes_max=512)
+    layer = torch.zeros(16, 512, dtype=torch.uint8)
+    copier = device.copier([layer], [0], 1)
+    runs = [BlockRun(0, 0, 512, 0, 512)]
+    pages = [torch.full((512,), number, dtype=torch.uint8) for number in range(16)]
+
+    def place(number: int) -> None:
+        copier.scatter(runs, [[number]], pages[number], 0, device.fence())
+
+    with ThreadPoolExecutor(12) as threads:
+        leading = [threads.submit(place, number) for number in (1, 2)]
+        eventually(lambda: len(streams.runs) == 2)
+        waiting = [threads.submit(place, number) for number in range(3, 13)]
+        eventually(lambda: device.placer.num_waiting == 10)
+        streams.goes_on.set()
+        errors = [each.exception(10) for each in (*leading, *waiting)]
+    assert [type(error) for error in errors] == [RuntimeError if fails else type(None)] * 12
+    assert sum(streams.runs) == 2 * 12  # a copy and a scatter each
+    assert max(streams.runs) == 2 * 4 and len(streams.runs) <= 2 + 4
+    streams.fails = False
+    place(13)
+    assert layer[1:14].tolist() == torch.stack(pages[1:14]).tolist()
+    assert device.placer.num_free == 2

@@ -168,8 +168,8 @@ def test_a_ring_that_is_full(rank: Make, use_streams: UseStreams, monkeypatch: p
     streams.eagerness = 0.0
     monkeypatch.setattr(
         "connector.worker.side.open_device",
-        lambda where, page_bytes_max, num_lanes, **_: StreamDevice(
-            streams, ring_bytes=2 * page_bytes_max, page_bytes_max=page_bytes_max, num_lanes=num_lanes, unit_bytes_min=1
+        lambda where, page_bytes_max, **_: StreamDevice(
+            streams, ring_bytes=2 * page_bytes_max, page_bytes_max=page_bytes_max, unit_bytes_min=1
         ),
     )
     source = fill(rank(element_bytes=2))

@@ -135,9 +135,7 @@ def make_device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> StreamDevice
 
     for name in ("device_memory", "host_memory"):
         monkeypatch.setattr(CudaStreams, name, memory)
-    return StreamDevice(
-        CudaStreams(torch.device("cuda", OURS)), ring_bytes=512, page_bytes_max=512, num_lanes=2, unit_bytes_min=1
-    )
+    return StreamDevice(CudaStreams(torch.device("cuda", OURS)), ring_bytes=512, page_bytes_max=512, unit_bytes_min=1)
 
 
 def test_no_thread_touches_another_gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

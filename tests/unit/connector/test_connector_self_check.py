@@ -51,7 +51,7 @@ def swapped(source: torch.Tensor, width: int, target: torch.Tensor) -> None:
 def test_kernels_that_do_not_copy(rank: Make, monkeypatch: pytest.MonkeyPatch, name: str, broken: Callable) -> None:  # type: ignore[type-arg]
     """Whichever step of the copies is wrong, the group is refused and its old content put back."""
     one = rank(element_bytes=2)
-    device = StreamDevice(InlineStreams(), ring_bytes=1 << 16, page_bytes_max=1 << 16, num_lanes=1, unit_bytes_min=1)
+    device = StreamDevice(InlineStreams(), ring_bytes=1 << 16, page_bytes_max=1 << 16, unit_bytes_min=1)
     group = prove_group(one.shape.groups[0], one.shape.layout.groups[0], one.layers, one.facts, device)
     check_round_trip(group, one.layers, device, HOST, page_tokens=one.shape.layout.page_tokens)
     before = storage(one.layers[0])
