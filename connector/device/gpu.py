@@ -357,18 +357,22 @@ class Lane:
         return taken
 
     def load(self, placements: Sequence[Placement]) -> None:
-        """Copy pages here and place each behind its fence; returns when all are placed."""
+        """Copy pages here and place each behind its fence; returns when all are placed. After an error nothing of this
+        is done later either: the blocks may be given to others.
+        """
         start, pages = 0, []
-        for each in placements:
-            stop = start + each.source.numel()
-            arrived, joined = self.arrived[start:stop], self._joined[start:stop]
-            self._stream.run(partial(_fetch, each.source, arrived, joined, each.width))
-            pages.append(joined if each.width > 1 else arrived)
-            start = _aligned(stop)
-        for each, page in zip(placements, pages, strict=True):
-            self._stream.wait(each.after)  # only here: the copies run beside what the engine computes until then
-            self._stream.run(partial(each.work, page))
-        self._stream.record().wait()
+        try:
+            for each in placements:
+                stop = start + each.source.numel()
+                arrived, joined = self.arrived[start:stop], self._joined[start:stop]
+                self._stream.run(partial(_fetch, each.source, arrived, joined, each.width))
+                pages.append(joined if each.width > 1 else arrived)
+                start = _aligned(stop)
+            for each, page in zip(placements, pages, strict=True):
+                self._stream.wait(each.after)  # only here: the copies run beside what the engine computes until then
+                self._stream.run(partial(each.work, page))
+        finally:
+            self._stream.record().wait()
 
 
 class Ring:

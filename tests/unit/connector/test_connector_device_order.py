@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
+from connector.device.gpu import Placement
 from tests.unit.connector.simulated_streams import PAGE_BYTES, Engine, SimulatedEvent, SimulatedStreams, WrongBytes
 
 SEEDS = range(150)
@@ -64,6 +66,32 @@ def test_only_the_scatter_waits_for_the_fence() -> None:
     assert engine.joined(engine.split(load.content)) == load.content
     assert lane.arrived[:PAGE_BYTES].numpy().tobytes() == engine.split(load.content).numpy().tobytes()
     assert [engine.seen(block) for block in load.blocks] == [engine.content[block] for block in load.blocks]
+
+
+def test_after_an_error_nothing_is_written_later() -> None:
+    """Two pages are ordered together, and ordering the second one's copy fails. When that is known, the first one's
+    copy is done: its blocks may be given to others.
+    """
+    streams = SimulatedStreams(0)
+    streams.eagerness = 0.0
+    engine, stream, written = Engine(0, streams), streams.all[-1], list[str]()
+    order, num_orders = stream.run, 0
+
+    def run(work: Callable[[], None]) -> None:
+        nonlocal num_orders
+        num_orders += 1
+        if num_orders == 4:  # two copies to the GPU, then one to the blocks
+            raise torch.OutOfMemoryError
+        order(work)
+
+    stream.run = run  # type: ignore[method-assign]
+    source, fence = torch.zeros(64, dtype=torch.uint8), engine.device.fence()
+    pages = [Placement(lambda _, name=name: written.append(name), source, 1, fence) for name in ("first", "second")]  # type: ignore[misc]
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.device.placer.lanes[-1].load(pages)
+    assert written == ["first"]
+    streams.run_all()
+    assert written == ["first"]
 
 
 def without_drain_order(streams: SimulatedStreams) -> None:
