@@ -128,6 +128,9 @@ class _InlineStream:
     def wait(self, event: Event) -> None:
         return
 
+    def settle(self) -> None:
+        return
+
 
 class InlineStreams:
     """`Streams` on tensors in host memory, where work is done when it is ordered."""

@@ -270,6 +270,9 @@ class SleepyStream:
         if self.keeps_order:
             self._inner.wait(event)
 
+    def settle(self) -> None:
+        self._inner.settle()
+
 
 def run(kit: Kit) -> None:
     """Many engines; then, on a GPU, some whose copies are not ordered behind the engine's work: these must go wrong."""

@@ -4,13 +4,13 @@ Saving: the compute stream gathers blocks into a slot of the ring, so that what 
 copy-on-write, the next forward) may overwrite them. A side stream waits for the gather, splits the elements into byte
 planes and copies them to pinned memory. Then the slot is free again.
 
-Loading: a codec thread calls with a page and returns when it is placed. The first that finds a lane free orders the
-copies of all pages that wait, and waits once for all of them. Threads that each order the copies of their own page
-compete for the interpreter's lock at every call, and are the slower the more there are: on an H200 one thread placed
-13.7 GB/s, and 16 placed 3.6 GB/s. The lane's stream copies the pages to the GPU and joins their planes at once. Then it
-waits for the fence that was recorded on the compute stream when the load's step began, since kernels ordered before it
-may still read the blocks, and writes the pages' rows. Once its event is done the threads return, and their loads are
-reported.
+Loading: a codec thread calls with a page and returns when it is placed. There are two lanes, each a stream with memory
+for pages. A thread that gets a lane orders the copies of its own page and of those that wait and have room there, and
+waits once for all of them. Then it hands the lane to the next thread that waits. If each thread ordered the copies of
+its own page, they would compete for the interpreter's lock at every call, and be the slower the more there are. On an
+H200 one such thread placed 13.7 GB/s, and 16 placed 3.6 GB/s. The lane's stream copies the pages to the GPU and joins
+their planes at once. Then it waits for the fence that was recorded on the compute stream when the load's step began,
+since kernels ordered before it may still read the blocks, and writes the pages' rows.
 
 Work on streams runs in inference mode: vLLM's caches are inference tensors, which may not be written outside of it.
 """
@@ -41,7 +41,7 @@ from connector.device.rows import (
     split_planes,
 )
 from connector.device.streams import Event, Stream, Streams
-from kvstore.errors import InternalError, InvalidRequest
+from kvstore.errors import InternalError, InvalidRequest, KVStoreError
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
@@ -69,7 +69,7 @@ class StreamDevice:
 
     Attributes:
         device_bytes: GPU memory that it has taken.
-        placer: Orders the copies of loads.
+        placer: Places the pages of loads.
 
     Raises:
         InvalidRequest: The GPU has no room.
@@ -258,8 +258,8 @@ class Placement:
     """A page that a thread wants on the GPU, see `StreamDevice.place`.
 
     Attributes:
-        told: Set when the page is placed or failed, or when its thread shall order for all that wait.
-        lane: The lane that its thread shall use for that.
+        told: Set when the page is placed, when it failed, or when its thread gets `lane`.
+        lane: The lane that its thread now has.
         error: Why it failed.
     """
 
@@ -269,12 +269,16 @@ class Placement:
     after: Fence
     told: threading.Event = field(default_factory=threading.Event)
     lane: Lane | None = None
-    error: BaseException | None = None
+    error: KVStoreError | None = None
+
+    def may_join(self, other: Placement) -> bool:
+        """Whether the other page would not have to wait for this one's fence."""
+        return self.after is other.after or (self.after.is_done() and other.after.is_done())
 
 
 class Placer:
-    """Lets one thread a lane order the copies of all that wait. Such combining: Hendler, Incze, Shavit, Tzafrir, "Flat
-    combining and the synchronization-parallelism tradeoff", SPAA 2010.
+    """Gives a lane to one thread at a time, which orders the copies of other threads' pages too. It is combining, by
+    Hendler, Incze, Shavit, Tzafrir, "Flat combining and the synchronization-parallelism tradeoff", SPAA 2010.
 
     Attributes:
         lanes: All of them.
@@ -288,39 +292,44 @@ class Placer:
 
     @property
     def num_free(self) -> int:
-        """Lanes that no thread uses."""
+        """Lanes that no thread has."""
         return len(self._free)
 
     @property
     def num_waiting(self) -> int:
-        """Pages that no thread orders yet."""
+        """Pages that no thread has ordered."""
         return len(self._waiting)
 
     def place(self, own: Placement) -> None:
-        """Return when the page is placed. An error of one page's copies is that of all pages ordered with it: where a
-        stream fails, none of them is known to be placed.
+        """Return when the page is placed.
+
+        Raises:
+            KVStoreError: Ordering the copies of a page failed that were ordered together with this one's: then none of
+                them is known to be placed.
+            Exception: The same where it is this thread that ordered them.
         """
         with self._lock:
-            if self._free:  # then no other page waits
+            if self._free:  # then no page waits
                 own.lane = self._free.pop()
             else:
                 self._waiting.append(own)
         if own.lane is None:
             own.told.wait()
         if own.lane is not None:
-            self._lead(own, own.lane)
+            self._place_with_others(own, own.lane)
         elif own.error is not None:
             raise own.error
 
-    def _lead(self, own: Placement, lane: Lane) -> None:
-        """Order the own page and the first that wait, and hand the lane over."""
-        with self._lock:
-            batch = [own, *lane.take(self._waiting, beside=own)]
+    def _place_with_others(self, own: Placement, lane: Lane) -> None:
+        batch = [own]
         try:
+            with self._lock:
+                while self._waiting and lane.has_room(batch, self._waiting[0]):
+                    batch.append(self._waiting.popleft())
             lane.load(batch)
         except BaseException as error:
-            for placement in batch:
-                placement.error = error
+            for placement in batch[1:]:  # of its own for each thread, and without the traceback, which holds memory
+                placement.error = InternalError("copies that were ordered together failed", error=repr(error))
             raise
         finally:
             with self._lock:
@@ -347,14 +356,10 @@ class Lane:
         self.arrived = streams.device_memory(num_bytes)
         self._joined = streams.device_memory(num_bytes)
 
-    def take(self, waiting: deque[Placement], *, beside: Placement) -> list[Placement]:
-        """Remove from the front what has room here beside a page."""
-        taken: list[Placement] = []
-        num_bytes = _aligned(beside.source.numel())
-        while waiting and num_bytes + waiting[0].source.numel() <= self.arrived.numel():
-            taken.append(waiting.popleft())
-            num_bytes += _aligned(taken[-1].source.numel())
-        return taken
+    def has_room(self, taken: Sequence[Placement], one: Placement) -> bool:
+        """Whether a page fits behind others, and none of them has to wait for another's fence."""
+        num_bytes = sum(_aligned(each.source.numel()) for each in taken) + one.source.numel()
+        return num_bytes <= self.arrived.numel() and one.may_join(taken[0])
 
     def load(self, placements: Sequence[Placement]) -> None:
         """Copy pages here and place each behind its fence; returns when all are placed. After an error nothing of this
@@ -372,7 +377,7 @@ class Lane:
                 self._stream.wait(each.after)  # only here: the copies run beside what the engine computes until then
                 self._stream.run(partial(each.work, page))
         finally:
-            self._stream.record().wait()
+            self._stream.settle()
 
 
 class Ring:

@@ -45,6 +45,10 @@ class Stream(Protocol):
         """Have what is ordered from now on start after `event`; the caller does not wait."""
         ...
 
+    def settle(self) -> None:
+        """Return when everything that was ordered so far is done. Never called on the engine's thread."""
+        ...
+
 
 class Streams(Protocol):
     """One device."""
@@ -135,6 +139,14 @@ class _CudaStream:
         assert isinstance(event, _CudaEvent)
         _use(self._device)
         self._stream.wait_event(event.event)
+
+    def settle(self) -> None:
+        try:
+            event = self.record()
+        except RuntimeError:  # there is no memory for an event, and what was ordered may still be done
+            self._stream.synchronize()
+            raise
+        event.wait()
 
 
 class CudaStreams:

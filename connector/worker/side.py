@@ -30,6 +30,8 @@ _DRAIN_S = 4.0  # vLLM kills its workers after 5 s
 _MAX_CODEC_THREADS = 4
 _MAX_CODEC_THREADS_OF_GPU = 8
 """The engine does not compute on the processors there, and threads that have decoded wait for the GPU's copies."""
+_SCRATCH_BYTES_OF_GPU = 256 << 20
+"""Pinned memory for more threads than `_MAX_CODEC_THREADS`: each takes two pages."""
 _EMPTY_STEP_S = 0.005
 _PATIENCE_S = 1.0
 """How long a page waits for idle processors before it is encoded at normal priority."""
@@ -51,7 +53,7 @@ class WorkerSide:
         self._facts = facts
         self._shape = shape
         self._bridge = bridge
-        self._num_threads = _num_codec_threads(facts, num_cores)
+        self._num_threads = num_codec_threads(facts, self._largest_slice_bytes(), num_cores)
         self._budget = host_memory_budget(settings, facts, shape)
         self._limit_bytes = max(self._budget.in_flight_bytes, 64 << 20)
         self._pool = CodecPool(num_threads=self._num_threads, limit_bytes=self._limit_bytes)
@@ -226,11 +228,17 @@ class WorkerSide:
         self._pool.close()
 
 
-def _num_codec_threads(facts: EngineFacts, num_cores: int) -> int:
-    """Threads that decode what this rank loads; half as many encode what it saves."""
+def num_codec_threads(facts: EngineFacts, page_bytes: int, num_cores: int) -> int:
+    """Threads that decode what this rank loads; half as many encode what it saves.
+
+    Args:
+        page_bytes: Of its largest page of a slice.
+        num_cores: Of the machine.
+    """
     most = _MAX_CODEC_THREADS
     if facts.device == "cuda":
-        most = max(most, min(_MAX_CODEC_THREADS_OF_GPU, num_cores // (2 * facts.tp_size)))
+        cores, room = num_cores // (2 * facts.machine_ranks), _SCRATCH_BYTES_OF_GPU // (2 * page_bytes)
+        most = max(most, min(_MAX_CODEC_THREADS_OF_GPU, cores, room))
     return max(1, min(most, num_cores))
 
 

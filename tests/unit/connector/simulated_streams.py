@@ -62,6 +62,9 @@ class SimulatedStream:
         assert isinstance(event, SimulatedEvent)
         self._order(lambda: event.happened)
 
+    def settle(self) -> None:
+        self.record().wait()
+
     def _order(self, work: Callable[[], bool]) -> None:
         with self.streams.lock:
             self.work.append(work)

@@ -6,6 +6,7 @@ import threading
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -20,11 +21,13 @@ from connector.canonical.slices import HeadGrid
 from connector.device import open_device
 from connector.device.base import PageGather
 from connector.device.cpu import CpuDevice, LayerPlace, Strip, fold_runs
-from connector.device.gpu import Ring, StreamDevice
+from connector.device.gpu import Placement, Ring, StreamDevice
 from connector.device.rows import CacheGeometry, join_planes, plan_rows, split_planes
-from connector.device.streams import Event, Stream
+from connector.device.streams import DONE, Event, Stream
+from connector.worker.side import num_codec_threads
 from kvstore.errors import InternalError, InvalidRequest
-from tests.unit.connector.support import eventually
+from tests.unit.connector.simulated_streams import SimulatedEvent, SimulatedStreams
+from tests.unit.connector.support import eventually, make_facts
 
 LAYERS = [LayerPlace(0, 1000 * layer, 96, 0) for layer in range(5)]
 
@@ -250,10 +253,10 @@ def test_the_device_of_a_cache() -> None:
 
 
 class HeldStreams(InlineStreams):
-    """Events that are not done before `goes_on` is set.
+    """Streams on which nothing ends before `goes_on` is set.
 
     Attributes:
-        runs: For each of them how much was ordered on its stream since the one before.
+        runs: For each time that a thread waited for a stream how much was ordered on it since the time before.
         fails: Whether waiting for one raises.
     """
 
@@ -277,48 +280,89 @@ class HeldStream:
         work()
 
     def record(self) -> Event:
+        return DONE
+
+    def wait(self, event: Event) -> None:
+        return
+
+    def settle(self) -> None:
         self._streams.runs.append(self._num_runs)
         self._num_runs = 0
-        return self
-
-    def wait(self, event: Event | None = None) -> None:
-        if event is None:
-            assert self._streams.goes_on.wait(10)
-            if self._streams.fails:
-                raise RuntimeError("CUDA error")
-
-    def is_done(self) -> bool:
-        return self._streams.goes_on.is_set()
+        assert self._streams.goes_on.wait(10)
+        if self._streams.fails:
+            raise RuntimeError("CUDA error")
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_one_thread_orders_what_waits(fails: bool) -> None:
-    """Two threads lead, one a lane. What ten others bring meanwhile is ordered four at a time, as many as a lane holds.
-    Each thread returns once its page is placed, or raises what became of the pages ordered with it. After that the
-    lanes are free.
+    """Two threads have the lanes. What ten others call with meanwhile is ordered up to four at a time: a lane has room
+    for four of the largest pages, and pages of two groups and several sizes are ordered together. Each thread returns
+    once its page is placed. Where copies fail, each thread has an error of its own. After that the lanes are free.
     """
     streams = HeldStreams()
     streams.fails = fails
-    device = StreamDevice(streams, ring_bytes=512, page_bytes_max=512)
-    layer = torch.zeros(16, 512, dtype=torch.uint8)
-    copier = device.copier([layer], [0], 1)
-    runs = [BlockRun(0, 0, 512, 0, 512)]
-    pages = [torch.full((512,), number, dtype=torch.uint8) for number in range(16)]
+    device = StreamDevice(streams, ring_bytes=512, page_bytes_max=512, unit_bytes_min=1)
+    wide, narrow = torch.zeros(32, 512, dtype=torch.uint8), torch.zeros(32, 96, dtype=torch.uint8)
+    copiers = [
+        (device.copier([layer], [0], 1), [BlockRun(0, 0, layer.shape[1], 0, layer.shape[1])])
+        for layer in (wide, narrow)
+    ]
+    pages = [torch.full((96 if number % 3 == 0 else 512,), number, dtype=torch.uint8) for number in range(16)]
 
     def place(number: int) -> None:
+        copier, runs = copiers[number % 3 == 0]
         copier.scatter(runs, [[number]], pages[number], 0, device.fence())
 
     with ThreadPoolExecutor(12) as threads:
-        leading = [threads.submit(place, number) for number in (1, 2)]
+        having = [threads.submit(place, number) for number in (1, 2)]
         eventually(lambda: len(streams.runs) == 2)
         waiting = [threads.submit(place, number) for number in range(3, 13)]
         eventually(lambda: device.placer.num_waiting == 10)
         streams.goes_on.set()
-        errors = [each.exception(10) for each in (*leading, *waiting)]
-    assert [type(error) for error in errors] == [RuntimeError if fails else type(None)] * 12
+        errors = [each.exception(10) for each in (*having, *waiting)]
+    if fails:
+        assert {type(error) for error in errors} == {RuntimeError, InternalError}
+        assert len(set(map(id, errors))) == 12
+    else:
+        assert errors == [None] * 12
     assert sum(streams.runs) == 2 * 12  # a copy and a scatter each
     assert max(streams.runs) == 2 * 4 and len(streams.runs) <= 2 + 4
     streams.fails = False
     place(13)
-    assert layer[1:14].tolist() == torch.stack(pages[1:14]).tolist()
+    for number in range(1, 14):
+        assert (narrow if number % 3 == 0 else wide)[number].tolist() == pages[number].tolist()
     assert device.placer.num_free == 2
+
+
+def test_a_page_behind_another_fence_waits_for_its_own_lane() -> None:
+    """A page whose fence is done is not ordered together with one whose fence is not: it would wait for that too."""
+    streams = SimulatedStreams(0)
+    streams.eagerness = 0.0
+    done, open_ = SimulatedEvent(streams, happened=True), SimulatedEvent(streams)
+    source = torch.zeros(64, dtype=torch.uint8)
+    lane = StreamDevice(streams, ring_bytes=512, page_bytes_max=512).placer.lanes[0]
+    page, of_the_same_step, of_another = (Placement(lambda _: None, source, 1, after) for after in (open_, open_, done))
+    assert lane.has_room([page], of_the_same_step)
+    assert not lane.has_room([page], of_another)
+    assert not lane.has_room([of_another], page)
+    assert lane.has_room([of_another], of_another)
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "page_mib", "cores", "threads"),
+    [
+        ("cpu", 1, 4, 64, 4),
+        ("cpu", 1, 4, 2, 2),
+        ("cuda", 1, 4, 16, 8),
+        ("cuda", 1, 4, 64, 8),
+        ("cuda", 8, 4, 64, 4),
+        ("cuda", 8, 4, 192, 8),
+        ("cuda", 1, 24, 64, 5),
+        ("cuda", 1, 154, 64, 4),
+        ("cuda", 1, 4, 2, 2),
+    ],
+)
+def test_threads_that_decode(device: str, ranks: int, page_mib: int, cores: int, threads: int) -> None:
+    """Four, or on a GPU up to eight: half a core's share of each rank, and as memory for their pages allows."""
+    facts = replace(make_facts(), device=device, machine_ranks=ranks)
+    assert num_codec_threads(facts, page_mib << 20, cores) == threads
