@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 _LENGTHS = (2500, 1300, 2560)
-"""Of prompts: one that ends inside a block, one inside the first page, one at a block's end."""
+"""Tokens of the prompts: one ends inside a block, one inside the first page, one at a block's end."""
 
 _GRAPHS = {
     "enforce_eager": False,

@@ -113,7 +113,7 @@ class Server:
         """The service's own part of `status`. Safe from any thread.
 
         Args:
-            tenant: Whose connections; empty: those of all tenants, with what the service holds for them together.
+            tenant: The tenant whose connections are counted. Empty: all tenants, and the process itself is described.
         """
         sessions = list(self._sessions)  # in one step: the loop's thread may add and remove some
         if tenant:

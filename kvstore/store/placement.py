@@ -227,7 +227,7 @@ def _page_ends(layout: Layout, query: PrefixQuery) -> dict[int, int]:
 
 
 def _first_open_cell(layout: Layout, query: PrefixQuery, complete: Callable[[Probe], bool]) -> int:
-    """The first cell, from the local tokens on, in which a group that reads every earlier token has no page.
+    """The first cell behind the local tokens for which a page is missing in a group that reads every earlier token.
 
     Groups that read a window have holes by nature and do not end the search, unless there are no others.
     """

@@ -51,8 +51,9 @@ class RetentionOwner:
         tier: Where to delete; not wrapped in a `CataloguedTier`.
         catalog: Stays the caller's.
         ownership: Leases on namespaces among the services that share the tier.
-        num_refused: Returns how many additions the catalog has refused because their boundary is being deleted. A new
-            one starts a round: a boundary whose deletion was abandoned would refuse records for ever.
+        num_refused: Returns how many additions the catalog has refused because their boundary is being deleted. When
+            the number grows, a round starts, which ends deletions that a service has abandoned: until then such a
+            boundary takes no record.
         budget_gate: Learns how much is held and what was evicted; `None`: no writer waits for eviction.
     """
 
