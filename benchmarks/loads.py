@@ -17,9 +17,9 @@ _MEMORY_BYTES = 256 << 20
 
 
 def load_rows(amounts: Amounts, say: Say) -> list[Row]:
-    """One row: whole loads, stages not counted, beside a copy of the same bytes in one thread."""
+    """A row for each `compression`: whole loads, stages not counted, beside a copy of the same bytes in one thread."""
     from benchmarks.gpu.kit import InlineStreams, Kit  # which need torch
-    from benchmarks.gpu.service import Model, rank_on
+    from benchmarks.gpu.service import Model
 
     class OnHost(Kit):
         def __init__(self) -> None:
@@ -32,16 +32,22 @@ def load_rows(amounts: Amounts, say: Say) -> list[Row]:
     num_tokens = max(amounts.total_bytes // _TOKEN_BYTES // 256, 1) * 256
     model = Model("8B", num_tokens, _BLOCK_TOKENS, (_LAYERS, _HEADS, _CHANNELS))
     say(f"load: {model.num_bytes:,} bytes of {num_tokens:,} tokens")
+    return [_load_row(OnHost(), model, compression, amounts) for compression in ("planes", "none")]
+
+
+def _load_row(kit: Any, model: Any, compression: str, amounts: Amounts) -> Row:
+    from benchmarks.gpu.service import rank_on
+
     source, target = bytearray(b"\1" * model.num_bytes), bytearray(b"\2" * model.num_bytes)
     with (
         temporary_folder() as folder,
         Node(folder, "service", memory_bytes=2 * model.num_bytes + _MEMORY_BYTES) as node,
-        rank_on(OnHost(), model, node.url) as rank,
+        rank_on(kit, model, node.url, compression=compression) as rank,
     ):
         rank.save()
         row = asyncio.run(
             measure(
-                "load",
+                "load" if compression == "planes" else "load, not compressed",
                 _Load(rank, node),
                 memcpy([source], [target]),
                 size_bytes=model.num_bytes,
@@ -51,7 +57,7 @@ def load_rows(amounts: Amounts, say: Say) -> list[Row]:
             )
         )
         rank.check()
-    return [row]
+    return row
 
 
 class _Load(Work):

@@ -80,6 +80,7 @@ ENGINE_CHANGE_WHEN = {
     "tls_certificate_file": "Set it when the service has `tls_client_ca_file`.",
     "tls_key_file": "Set it when key and certificate are in two files.",
     "mode": "Set `load` when this engine's pages are not worth storing, `save` when it only fills the store.",
+    "compression": "Set `none` when loads wait for processors and not for the link: fast GPUs, memory tier.",
     "weights_id": "Set it when digesting the weights delays the start, or when a registry names them.",
     "weights_may_change": "Set it when a trainer updates the weights of the running engine.",
     "weights_id_file": "Set it when a trainer updates the weights of the running engine.",

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -34,12 +35,12 @@ def run(kit: Kit) -> None:
         importlib.import_module(name)
     from benchmarks.node import Node, temporary_folder
 
-    for model in (_hybrid(kit), _llama(kit)):
-        kit.progress(f"{model.name}: {model.num_bytes / GB:.2f} GB in {model.num_tokens} tokens")
+    for model, compression in product((_hybrid(kit), _llama(kit)), ("planes", "none")):
+        kit.progress(f"{model.name}: {model.num_bytes / GB:.2f} GB in {model.num_tokens} tokens, {compression}")
         with (
             temporary_folder() as folder,
             Node(folder, "service", memory_bytes=2 * model.num_bytes + (256 << 20)) as node,
-            rank_on(kit, model, node.url) as rank,
+            rank_on(kit, model, node.url, compression=compression) as rank,
         ):
             rank.save()
             rank.load()
@@ -179,7 +180,7 @@ def _llama(kit: Kit) -> Model:
 class Rank:
     """A worker side and its store."""
 
-    def __init__(self, kit: Kit, model: Model, bridge: Any) -> None:
+    def __init__(self, kit: Kit, model: Model, bridge: Any, *, compression: str) -> None:
         from connector.identity import CacheShape, describe_namespace, read_shape
         from connector.prefix_hash import PrefixChain
         from connector.settings import ConnectorSettings
@@ -187,6 +188,7 @@ class Rank:
         from kvstore.api import Deadline
 
         self._kit, self._model, self._bridge = kit, model, bridge
+        self._name = f"{model.name}, {compression}"
         self._deadline = Deadline.after
         facts = model.facts()
         shape = read_shape(facts)
@@ -200,13 +202,13 @@ class Rank:
         self._views = model.layers(memory)
         pinned_bytes = kit.sized(1 << 30, 64 << 20)
         self._batch_bytes = pinned_bytes // 4
-        settings = ConnectorSettings(pinned_bytes=pinned_bytes, stall_timeout_ms=10_000)
+        settings = ConnectorSettings(pinned_bytes=pinned_bytes, compression=compression, stall_timeout_ms=10_000)
         self.side = WorkerSide(settings, facts, shape, bridge, num_cores=kit.machine()["cores"])
         with kit.clock() as taken:
             self.side.register(lambda names: [self._views[name] for name in names])
         if self.side.refusal is not None:
             raise AssertionError(f"the rank is refused: {self.side.refusal}")
-        kit.tell(f"{model.name}: start", seconds=taken[0], pinned_bytes=pinned_bytes)
+        kit.tell(f"{self._name}: start", seconds=taken[0], pinned_bytes=pinned_bytes)
         self._namespace = bridge.open_namespace(
             describe_namespace(facts, shape, "none"), deadline=self._deadline(_WAIT_S)
         )
@@ -236,7 +238,7 @@ class Rank:
         if failed:
             raise AssertionError(f"{len(failed)} pages were not saved: {self.side.meters.snapshot()}")
         self._kit.tell(
-            f"{self._model.name}: save",
+            f"{self._name}: save",
             bytes=self._model.num_bytes,
             milliseconds=taken_s * 1e3,
             gb_s=self._model.num_bytes / taken_s / GB,
@@ -285,14 +287,13 @@ class Rank:
         ceiling_gb_s = to_device_gb_s(self._kit, min(model.num_bytes, 1 << 30))
         gb_s = model.num_bytes / statistics.median(times) / GB
         self._kit.tell(
-            f"{model.name}: load",
+            f"{self._name}: load",
             bytes=model.num_bytes,
             first_ms=times[0] * 1e3,
             milliseconds=statistics.median(times) * 1e3,
             gb_s=gb_s,
             ceiling_gb_s=ceiling_gb_s,
             share=gb_s / ceiling_gb_s,
-            codec="as saved: compressed, verified",
         )
 
     def check(self) -> None:
@@ -349,13 +350,13 @@ class Rank:
 
 
 @contextmanager
-def rank_on(kit: Kit, model: Model, url: str) -> Iterator[Rank]:
+def rank_on(kit: Kit, model: Model, url: str, *, compression: str = "planes") -> Iterator[Rank]:
     """A rank on a store of its own at `url`; both are closed at the end."""
     from kvstore.client import BlockingStore
 
     with BlockingStore(url) as bridge:
         bridge.wait_ready(deadline=_deadline())
-        rank = Rank(kit, model, bridge)
+        rank = Rank(kit, model, bridge, compression=compression)
         try:
             yield rank
         finally:

@@ -19,7 +19,7 @@ from connector.device.base import BlockCopier, Device, PageGather
 from connector.device.host_memory import HostPages
 from connector.facts import CellFacts, EngineFacts, GroupFacts, StateFacts
 from connector.identity import GroupShape
-from kvstore.codec import chain_for_element_bytes
+from kvstore.codec import RAW, chain_for_element_bytes
 from kvstore.errors import InvalidRequest
 from kvstore.model.kinds import Latent
 from kvstore.model.layout import GroupLayout
@@ -56,13 +56,21 @@ class RankGroup:
 
 
 def prove_group(
-    shape: GroupShape, layout: GroupLayout, layers: Sequence[torch.Tensor], engine: EngineFacts, device: Device
+    shape: GroupShape,
+    layout: GroupLayout,
+    layers: Sequence[torch.Tensor],
+    engine: EngineFacts,
+    device: Device,
+    *,
+    compresses: bool = True,
 ) -> RankGroup:
     """Make the plan for these tensors and prove it.
 
     Args:
         layout: The group as the store sees it.
         layers: The cache tensors, dimension 0 = the manager's blocks, in the order of the group's layers.
+        compresses: Whether pages are compressed. Else the device leaves elements whole, and the processor joins those
+            of a page that another engine has compressed.
 
     Raises:
         InvalidRequest: The tensors do not match the facts, or the pages do not hold every content byte exactly once.
@@ -86,11 +94,11 @@ def prove_group(
     return RankGroup(
         layout=layout,
         plan=plan,
-        copier=device.copier(layers, shape.facts.feeds, element_bytes),
+        copier=device.copier(layers, shape.facts.feeds, element_bytes if compresses else 1),
         held=held,
         shape=shape,
         rank=engine.tp_rank,
-        chain=chain_for_element_bytes(element_bytes),
+        chain=chain_for_element_bytes(element_bytes) if compresses else RAW,
     )
 
 

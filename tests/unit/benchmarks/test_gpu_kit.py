@@ -89,11 +89,11 @@ def test_a_bare_machine(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU: run the kit itself")
 def test_whole_ranks(tmp_path: Path) -> None:
-    """Both models are saved through a service process and loaded from it, equal bit for bit, beside a ceiling."""
+    """Both models, compressed and not, are saved through a service process and loaded from it, equal bit for bit."""
     status, report, log = run_kit(tmp_path, "--stages", "service")
     assert (status, list(report["stages"])) == (0, ["service"]), log
     found = results(report, "service")
-    for model in ("hybrid of 27B", "Llama 70B, one rank of 8"):
+    for model in ("hybrid of 27B, planes", "hybrid of 27B, none", "Llama 70B, one rank of 8, planes"):
         assert found[f"{model}: save"]["bytes"] == found[f"{model}: load"]["bytes"] > 0
         assert found[f"{model}: load"]["share"] > 0
 

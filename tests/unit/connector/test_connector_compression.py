@@ -1,0 +1,67 @@
+"""The setting `compression`: what an engine writes, and that every other one reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu.kit import InlineStreams
+from connector.device.base import Device
+from connector.device.gpu import StreamDevice
+from kvstore.codec import PLANES2, PLANES4, RAW
+from kvstore.format.record import Record
+from tests.unit.connector.rank_harness import NUM_BLOCKS, SOURCE, TARGET, Make, Rank
+from tests.unit.connector.support import LoopBridge
+
+ALL = tuple(range(NUM_BLOCKS))
+
+
+@pytest.fixture(params=["processor", "streams"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What ranks copy with: a device with streams splits elements for the codec, a processor's does not."""
+
+    def open_device(where: torch.device, **sizes: Any) -> Device:
+        return StreamDevice(InlineStreams(), unit_bytes_min=1, **sizes)
+
+    if request.param == "streams":
+        monkeypatch.setattr("connector.worker.side.open_device", open_device)
+    return str(request.param)
+
+
+def fill(rank: Rank) -> Rank:
+    """Content as activations have it, so that the codec finds something to compress."""
+    generator = torch.Generator().manual_seed(3)
+    for layer in rank.layers:
+        layer.copy_(torch.randn(layer.shape, generator=generator))
+    return rank
+
+
+@pytest.mark.parametrize(
+    ("compression", "element_bytes", "chain"), [("planes", 2, PLANES2), ("planes", 4, PLANES4), ("none", 2, RAW)]
+)
+@pytest.mark.parametrize("reader", ["planes", "none"])
+def test_every_engine_reads_what_any_writes(
+    rank: Make, bridge: LoopBridge, device: str, compression: str, element_bytes: int, chain: int, reader: str
+) -> None:
+    """An engine saves with one setting, another one with any other loads the same blocks."""
+    source = fill(rank(compression=compression, element_bytes=element_bytes))
+    if compression == "none":  # nothing splits the elements, so that nothing has to join them
+        assert source.side.groups[0].copier.plane_width == 1
+    source.save()
+    written: set[int] = set()
+
+    def note(record: Record) -> Record:
+        written.add(record.header.codec_chain)
+        return record
+
+    bridge.store.on_load = note
+    target = rank(compression=reader, element_bytes=element_bytes, seed=2)
+    wanted = target.blocks(ALL)
+    wanted[:, list(TARGET)] = source.blocks(SOURCE)
+    target.side.start_loads(target.load_job(target.stage()))
+    assert target.result() == ({"r"}, set())
+    assert torch.equal(target.blocks(ALL), wanted)
+    assert written == {chain}
+    assert source.description.id == target.description.id
