@@ -53,10 +53,11 @@ class WorkerSide:
         self._facts = facts
         self._shape = shape
         self._bridge = bridge
-        self._num_threads = num_codec_threads(facts, self._largest_slice_bytes(), num_cores)
+        self._num_cores = num_cores
+        self._num_threads = 0
         self._budget = host_memory_budget(settings, facts, shape)
         self._limit_bytes = max(self._budget.in_flight_bytes, 64 << 20)
-        self._pool = CodecPool(num_threads=self._num_threads, limit_bytes=self._limit_bytes)
+        self._pool: CodecPool | None = None
         self._device: Device | None = None
         self._save_threads: LowPriorityPool | None = None
         self._memory: RecordMemory | None = None
@@ -93,6 +94,8 @@ class WorkerSide:
     def _register(self, layers_of: Callable[[tuple[str, ...]], Sequence[torch.Tensor]]) -> None:
         budget, slice_bytes = self._budget, self._largest_slice_bytes()
         page_tokens = self._shape.layout.page_tokens
+        self._num_threads = num_codec_threads(self._facts, slice_bytes, self._num_cores)
+        pool = self._pool = CodecPool(num_threads=self._num_threads, limit_bytes=self._limit_bytes)
         scratch_bytes = self._num_threads * slice_bytes
         # an engine that only loads and audits nothing copies no page from blocks, except in the check at start
         gathers = self._settings.saves or budget.audit_bytes > 0
@@ -136,13 +139,13 @@ class WorkerSide:
                 self.groups,
                 HostPages(audited),  # of its own: audits never take memory from saves
                 compute_dtype=self._facts.compute_dtype,
-                pool=self._pool,
+                pool=pool,
                 meters=self.meters,
             )
         self.loader = Loader(
             self._bridge,
             self.groups,
-            pool=self._pool,
+            pool=pool,
             memory=self._memory,
             scratch=ScratchPages(device, decoded.split(slice_bytes)),
             stall_s=self._settings.stall_timeout_ms / 1000,
@@ -226,7 +229,8 @@ class WorkerSide:
             self._warmer.stop()
         if self._save_threads is not None:
             self._save_threads.close()
-        self._pool.close()
+        if self._pool is not None:
+            self._pool.close()
 
 
 def num_codec_threads(facts: EngineFacts, page_bytes: int, num_cores: int) -> int:
