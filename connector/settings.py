@@ -37,8 +37,8 @@ class ConnectorSettings:
         tls_key_file: Its key, if that is not in the same file.
         mode: `both`, `load` (read only), `save` (write only) or `off`.
         compression: How this engine stores what it saves, without loss: `planes` compresses (bfloat16 takes about .75
-            of its size), `none` does not. Every engine reads both. With `none` a page costs a fraction of the processor
-            time, and takes more memory, Redis and network: for a fast GPU whose hits come from this node's memory.
+            of its size), `none` does not. Every engine reads both. With `none` a page costs less processor time, and
+            takes more memory, Redis and network: for a fast GPU whose hits come from this node's memory.
         weights_id: Identifies the weights instead of a digest of their files. Engines with equal ids share pages, so
             an id that stays the same while weights change serves wrong output.
         weights_may_change: The weights are updated in place (reinforcement learning): a reset of the caches ends saves
