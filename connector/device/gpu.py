@@ -277,8 +277,8 @@ class Placement:
 
 
 class Placer:
-    """Gives a lane to one thread at a time, which orders the copies of other threads' pages too. It is combining, by
-    Hendler, Incze, Shavit, Tzafrir, "Flat combining and the synchronization-parallelism tradeoff", SPAA 2010.
+    """Gives a lane to one thread at a time, which orders the copies of other threads' pages too. The technique is
+    from Hendler, Incze, Shavit, Tzafrir, "Flat combining and the synchronization-parallelism tradeoff", SPAA 2010.
 
     Attributes:
         lanes: All of them.
