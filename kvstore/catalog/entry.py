@@ -261,18 +261,22 @@ class EntryTable:
 
     def numbers(self, at: int) -> npt.NDArray[np.int64]:
         """[boundaries]: the field of 4 bytes that begins at `at`, like `HITS_AT`."""
-        found: npt.NDArray[np.int64] = self.data[:, at : at + 4].copy().view("<u4")[:, 0].astype(np.int64)
-        return found
+        return self._field(at, "<u4")
 
     def level_bytes(self, level: Level) -> npt.NDArray[np.int64]:
         """[boundaries]: bytes of the records at a level."""
-        return self._sums(level, 0, len(self.shape.num_slices))
+        groups = range(len(self.shape.num_slices))
+        return sum((self._group_bytes(level, group) for group in groups), np.zeros(len(self.data), dtype=np.int64))
 
-    def _sums(self, level: Level, group: int, count: int) -> npt.NDArray[np.int64]:
-        """[boundaries]: bytes of the records of `count` groups at a level."""
-        at = self.shape.sum_at(level, group)
-        sums = self.data[:, at : at + SUM_BYTES * count].astype(np.int64)
-        found: npt.NDArray[np.int64] = (sums << np.tile(8 * np.arange(SUM_BYTES), count)).sum(axis=1)
+    def _group_bytes(self, level: Level, group: int) -> npt.NDArray[np.int64]:
+        """[boundaries]: bytes of a group's records at a level."""
+        low, high = self.shape.sum_at(level, group), self.shape.sum_at(level, group) + 4
+        return self._field(low, "<u4") | self._field(high, "<u2") << 32
+
+    def _field(self, at: int, dtype: str) -> npt.NDArray[np.int64]:
+        """[boundaries]: a number in each entry, at any offset."""
+        fields = np.dtype({"names": ["number"], "formats": [dtype], "offsets": [at], "itemsize": self.shape.num_bytes})
+        found: npt.NDArray[np.int64] = self.data.view(fields)["number"][:, 0].astype(np.int64)
         return found
 
     def has_parent(self, parent: PrefixHash) -> npt.NDArray[np.bool_]:
@@ -296,7 +300,7 @@ class EntryTable:
 
     def mean_bytes(self, level: Level, group: int) -> int:
         """Mean size of the group's records at a level, over all entries; 0: there are none."""
-        num_bytes = int(self._sums(level, group, 1).sum())
+        num_bytes = int(self._group_bytes(level, group).sum())
         start = self.shape.row_at(level)
         bits = self.data[:, start + self.shape.group_at[group] : start + self.shape.group_at[group + 1]]
         count = int(np.bitwise_count(bits).sum())

@@ -19,12 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import GroupLayout, Layout, cell_of
+
+Numbers = Sequence[int] | npt.NDArray[Any]
+"""Integers; an array of them is not copied."""
 
 MAX_POINTS = 1 << 20
 """Most cells, and most resume points, of one prompt: bounds the work that a hostile query can cause."""
@@ -47,8 +51,8 @@ class NeededRecord:
 
 def longest_resumable(
     layout: Layout,
-    boundary_tokens: Sequence[int],
-    groups_present: Sequence[int],
+    boundary_tokens: Numbers,
+    groups_present: Numbers,
     *,
     local_tokens: int,
     cap_tokens: int,
@@ -81,7 +85,7 @@ def longest_resumable(
         else _PageReader(group, table.ends(index), table, local_tokens=local_tokens)
         for index, group in enumerate(layout.groups)
     ]
-    furthest = min((boundary_tokens[-1] if boundary_tokens else 0), cap_tokens)
+    furthest = min(table.last, cap_tokens)
     if furthest // step_tokens > MAX_POINTS:
         raise InvalidRequest(f"a prompt has at most {MAX_POINTS} resume points", seen=furthest // step_tokens)
     candidate, at_once = furthest // step_tokens * step_tokens, _FIRST_POINTS
@@ -98,8 +102,8 @@ def longest_resumable(
 
 def records_to_resume(
     layout: Layout,
-    boundary_tokens: Sequence[int],
-    groups_present: Sequence[int],
+    boundary_tokens: Numbers,
+    groups_present: Numbers,
     *,
     resume_tokens: int,
     local_tokens: int,
@@ -119,8 +123,8 @@ def records_to_resume(
 
 def ends_to_resume(
     layout: Layout,
-    boundary_tokens: Sequence[int],
-    groups_present: Sequence[int],
+    boundary_tokens: Numbers,
+    groups_present: Numbers,
     *,
     resume_tokens: int,
     local_tokens: int,
@@ -130,7 +134,7 @@ def ends_to_resume(
     nothing = np.zeros(0, dtype=np.int64)
     if resume_tokens <= local_tokens:
         return [nothing for _ in layout.groups]
-    if resume_tokens > (boundary_tokens[-1] if boundary_tokens else 0):
+    if resume_tokens > table.last:
         raise InvalidRequest("the resume point is beyond the last boundary", resume_tokens=resume_tokens)
     needed: list[npt.NDArray[np.int64]] = []
     for index, group in enumerate(layout.groups):
@@ -171,17 +175,17 @@ def usable_lengths(num_pages: int, pools: Sequence[tuple[Sequence[bool], int | N
 
 
 class _Table:
-    """The boundaries and their presence, checked, as arrays: a prompt may have many thousands. `num_cells` is the
-    number of cells from the prompt's start to the last boundary.
+    """The boundaries and their presence, checked, as arrays: a prompt may have many thousands. `last` is the last
+    boundary or zero, `num_cells` the number of cells from the prompt's start to there.
     """
 
-    def __init__(self, layout: Layout, boundary_tokens: Sequence[int], groups_present: Sequence[int]) -> None:
+    def __init__(self, layout: Layout, boundary_tokens: Numbers, groups_present: Numbers) -> None:
         self.page_tokens = layout.page_tokens
         if len(boundary_tokens) != len(groups_present):
             raise InvalidRequest(
                 "each boundary needs its presence", seen=len(groups_present), expected=len(boundary_tokens)
             )
-        last = boundary_tokens[-1] if boundary_tokens else 0
+        self.last = last = int(boundary_tokens[-1]) if len(boundary_tokens) else 0
         if last > 0 and cell_of(last, self.page_tokens) >= MAX_POINTS:
             raise InvalidRequest(f"a prompt has at most {MAX_POINTS} cells", tokens=last)
         try:
@@ -209,8 +213,9 @@ def _covers(
     cells = (ends - 1) // page_tokens
     reaches = ends >= np.minimum(resume_tokens, (cells + 1) * page_tokens)
     reaches &= (cells >= first) & (cells <= last)
-    covered, at = np.unique(cells[reaches], return_index=True)  # of several boundaries in one cell the first
-    return ends[reaches][at] if len(covered) > last - first else None
+    cells, ends = cells[reaches], ends[reaches]
+    is_first = np.diff(cells, prepend=first - 1) > 0  # of several boundaries in one cell
+    return ends[is_first] if np.count_nonzero(is_first) > last - first else None
 
 
 class _PageReader:

@@ -44,6 +44,8 @@ _QUERIES_MAX = 64
 """Queries to the slower tiers at a time, of a few thousand names at most; further ones wait their turn."""
 _CATALOG_QUERIES_MAX = 2
 """Queries to the catalog at a time: it answers one after the other, each in some 20 ms."""
+_BYTES_OF_ITEM = 1024
+"""Bytes of entries that are noted in the time of one probe."""
 _CATALOG_SHARE = 0.6
 """The catalog's share of a lookup's time: if it hangs there must be time left to ask the tiers."""
 _COMPLETE_S = 5.0
@@ -123,6 +125,8 @@ class PresenceFinder:
         return presence
 
     async def _find_in_memory(self, presence: Presence) -> None:
+        if not self._memory.boundaries(presence.query.namespace):
+            return
         num_boundaries, num_groups = len(presence.query.boundaries), len(presence.layout.groups)
         step = max(1, _PEEKED_AT_ONCE // num_groups)
         for start in range(0, num_boundaries, step):
@@ -327,7 +331,7 @@ class CatalogLookup:
                 table = await self._ask(query.namespace, prefixes, deadline)
             finally:
                 self._turns.end()
-            await self._work.run(len(piece) * len(presence.layout.groups), _note, presence, piece, levels, table)
+            await self._work.run(table.data.nbytes // _BYTES_OF_ITEM, _note, presence, piece, levels, table)
 
     async def _ask(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], deadline: Deadline) -> EntryTable:
         """Read some boundaries and now and then, in the same round trip, whether the catalog is complete."""
@@ -370,8 +374,7 @@ def _note(presence: Presence, indexes: list[int], levels: Sequence[Level], table
             presence.hot = found
         else:
             presence.cold = found
-    for group in range(len(presence.layout.groups)):
-        for level in (Level.COLD, Level.HOT):
+        for group in range(len(presence.layout.groups)):
             presence.note_size(group, table.mean_bytes(level, group))
 
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ import numpy.typing as npt
 from kvstore.api import Offer, PrefixQuery
 from kvstore.catalog.entry import EntryShape
 from kvstore.errors import InvalidRequest
-from kvstore.model.coverage import ends_to_resume, longest_resumable
+from kvstore.model.coverage import Numbers, ends_to_resume, longest_resumable
 from kvstore.model.keys import RecordKey
 from kvstore.model.layout import Layout, cell_of
 
@@ -53,11 +54,26 @@ class Presence:
     """For each group the number of those records."""
     silent: set[str] = field(default_factory=set)
     """Names of the tiers that did not answer."""
+    _tokens: npt.NDArray[np.int64] | None = field(default=None, init=False)
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """[boundaries], int64: where each boundary is."""
+        if self._tokens is None:
+            self._tokens = tokens_of(self.query)
+        return self._tokens
 
     @property
     def num_cells(self) -> int:
-        """Boundaries times groups: the work that a pass over all of it takes."""
+        """Boundaries times groups: the items of a pass probe by probe, for `LongWork`."""
         return len(self.query.boundaries) * len(self.layout.groups)
+
+    @property
+    def num_items(self) -> int:
+        """Items of a pass over arrays of what was found, for `LongWork`: some 16 times as fast as probe by probe."""
+        maps = (self.memory, self.hot, self.cold)
+        in_dicts = sum(len(one) for one in maps if isinstance(one, dict))
+        return len(self.query.boundaries) * (len(self.layout.groups) + 1) // 16 + in_dicts
 
     def key(self, probe: Probe, slice_: int) -> RecordKey:
         """The key of one slice."""
@@ -82,17 +98,17 @@ class Presence:
         held = self.memory.get(probe, 0) | self.hot.get(probe, 0) | self.cold.get(probe, 0)
         return held == (1 << self.layout.groups[probe[1]].num_slices) - 1
 
-    def groups_present(self) -> list[int]:
-        """For each boundary a bit per group all of whose slices are in some tier."""
-        return groups_present(self.layout, len(self.query.boundaries), (self.memory, self.hot, self.cold))
+    def groups_present(self) -> npt.NDArray[Any]:
+        """[boundaries]: for each a bit per group all of whose slices are in some tier."""
+        return group_bits(self.layout, len(self.query.boundaries), (self.memory, self.hot, self.cold))
 
-    def resume_tokens(self, bits: Sequence[int] | None = None) -> int:
+    def resume_tokens(self, bits: Numbers | None = None) -> int:
         """The longest resume point that looks usable, or the local tokens.
 
         Args:
             bits: `groups_present`, where the caller has it.
         """
-        return resume_of(self.layout, self.query, self.groups_present() if bits is None else bits)
+        return resume_of(self.layout, self.query, self.groups_present() if bits is None else bits, tokens=self.tokens)
 
     def note_size(self, group: int, num_bytes: int) -> None:
         """Remember the size of one record; zero means that the tier did not know it."""
@@ -128,51 +144,59 @@ class ResumePoints:
     cap_tokens: int
 
 
-def in_memory_and_in_all(presence: Presence) -> tuple[list[int], list[int]]:
+def in_memory_and_in_all(presence: Presence) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """For each boundary a bit per group that is whole in memory, and the same of all tiers together."""
-    in_memory = groups_present(presence.layout, len(presence.query.boundaries), (presence.memory,))
+    in_memory = group_bits(presence.layout, len(presence.query.boundaries), (presence.memory,))
     return in_memory, presence.groups_present()
 
 
-def reach_of(presence: Presence, in_memory: Sequence[int], in_all: Sequence[int], points: ResumePoints) -> Reach:
+def reach_of(presence: Presence, in_memory: npt.NDArray[Any], in_all: npt.NDArray[Any], points: ResumePoints) -> Reach:
     """How far what was found restores a prompt on an engine that names boundaries at its own steps only.
 
     Args:
         in_memory: The first part of `in_memory_and_in_all`.
         in_all: The second part.
     """
-    chosen = [
-        (boundary.tokens, memory, every)
-        for boundary, memory, every in zip(presence.query.boundaries, in_memory, in_all, strict=True)
-        if boundary.tokens % points.step_tokens == 0
-    ]
-    tokens, memory_bits, all_bits = ([one[part] for one in chosen] for part in range(3))
+    is_named = presence.tokens % points.step_tokens == 0
+    tokens = presence.tokens[is_named]
 
-    def resume(bits: Sequence[int]) -> int:
+    def resume(bits: npt.NDArray[Any]) -> int:
         return longest_resumable(
             presence.layout,
             tokens,
-            bits,
+            bits[is_named],
             local_tokens=presence.query.local_tokens,
             cap_tokens=points.cap_tokens,
             step_tokens=points.step_tokens,
         )
 
-    resume_tokens = resume(all_bits)
-    memory_tokens = resume(memory_bits) if any(memory_bits) else presence.query.local_tokens
-    return Reach(memory_tokens, resume_tokens, tuple(sorted(presence.silent)))
+    memory_tokens = resume(in_memory) if in_memory.any() else presence.query.local_tokens
+    return Reach(memory_tokens, resume(in_all), tuple(sorted(presence.silent)))
 
 
-def resume_of(layout: Layout, query: PrefixQuery, bits: Sequence[int], cap_tokens: int | None = None) -> int:
+def tokens_of(query: PrefixQuery) -> npt.NDArray[np.int64]:
+    """[boundaries], int64: where each boundary of a query is."""
+    return np.fromiter((boundary.tokens for boundary in query.boundaries), np.int64, len(query.boundaries))
+
+
+def resume_of(
+    layout: Layout,
+    query: PrefixQuery,
+    bits: Numbers,
+    cap_tokens: int | None = None,
+    *,
+    tokens: npt.NDArray[np.int64] | None = None,
+) -> int:
     """The longest resume point of a query that the present groups serve, or the local tokens.
 
     Args:
         bits: For each boundary a bit per group that is present.
         cap_tokens: No resume point is beyond this; `None`: as the query says.
+        tokens: `tokens_of` the query, where the caller has it.
     """
     return longest_resumable(
         layout,
-        [boundary.tokens for boundary in query.boundaries],
+        tokens_of(query) if tokens is None else tokens,
         bits,
         local_tokens=query.local_tokens,
         cap_tokens=query.cap_tokens if cap_tokens is None else cap_tokens,
@@ -298,7 +322,7 @@ def last_of_each(probes: Sequence[Probe], limit: int) -> list[Probe]:
 def affordable_resume(
     layout: Layout,
     query: PrefixQuery,
-    groups_present: Sequence[int],
+    groups_present: Numbers,
     *,
     group_bytes: Sequence[int],
     budget_bytes: int,
@@ -311,7 +335,7 @@ def affordable_resume(
     Args:
         group_bytes: For each group the bytes of one of its records, all slices together.
     """
-    tokens = [boundary.tokens for boundary in query.boundaries]
+    tokens = tokens_of(query)
 
     def fits(resume_tokens: int) -> bool:
         if resume_tokens <= query.local_tokens:
@@ -321,14 +345,14 @@ def affordable_resume(
         )
         return sum(len(ends) * group_bytes[group] for group, ends in enumerate(needed)) <= budget_bytes
 
-    best = resume_of(layout, query, groups_present)
+    best = resume_of(layout, query, groups_present, tokens=tokens)
     if fits(best):
         return best
     low, high = query.local_tokens // query.step_tokens, best // query.step_tokens  # `low` fits, `high` does not
     found = query.local_tokens
     while high - low > 1:
         middle = (low + high) // 2
-        resume_tokens = resume_of(layout, query, groups_present, middle * query.step_tokens)
+        resume_tokens = resume_of(layout, query, groups_present, middle * query.step_tokens, tokens=tokens)
         if fits(resume_tokens):
             low, found = middle, max(found, resume_tokens)
         else:
@@ -337,7 +361,7 @@ def affordable_resume(
 
 
 def offers_of(
-    presence: Presence, resume_tokens: int, names: Sequence[str], bits: Sequence[int] | None = None
+    presence: Presence, resume_tokens: int, names: Sequence[str], bits: npt.NDArray[Any] | None = None
 ) -> tuple[Offer, ...]:
     """What each tier can restore: the resume points that memory alone, memory and the hot tier, and all tiers together
     serve, ascending. Each record counts for the first tier that has it, with the mean of the known sizes of its group.
@@ -350,7 +374,6 @@ def offers_of(
     query = presence.query
     if resume_tokens <= query.local_tokens:
         return ()
-    tokens = [boundary.tokens for boundary in query.boundaries]
     places = [presence.memory, presence.hot, presence.cold]
     used = [index for index, found in enumerate(places) if found]
     offers: list[Offer] = []
@@ -360,10 +383,10 @@ def offers_of(
         if index == used[-1]:
             present = presence.groups_present() if bits is None else bits
         else:
-            present = groups_present(presence.layout, len(tokens), some)
-            reached = resume_of(presence.layout, query, present, resume_tokens)
+            present = group_bits(presence.layout, len(query.boundaries), some)
+            reached = resume_of(presence.layout, query, present, resume_tokens, tokens=presence.tokens)
         if reached > (offers[-1].resume_tokens if offers else query.local_tokens):
-            offers.append(Offer(reached, _tier_bytes(presence, tokens, present, reached, places=some, names=names)))
+            offers.append(Offer(reached, _tier_bytes(presence, present, reached, places=some, names=names)))
         if reached == resume_tokens:
             break
     return tuple(offers)
@@ -371,21 +394,18 @@ def offers_of(
 
 def _tier_bytes(
     presence: Presence,
-    tokens: Sequence[int],
-    present: Sequence[int],
+    present: npt.NDArray[Any],
     resume_tokens: int,
     *,
     places: Sequence[SliceMap],
     names: Sequence[str],
 ) -> dict[str, int]:
     """Bytes to read from each place for a resume point."""
-    layout = presence.layout
-    local_tokens = presence.query.local_tokens
+    layout, tokens, local_tokens = presence.layout, presence.tokens, presence.query.local_tokens
     ends = ends_to_resume(layout, tokens, present, resume_tokens=resume_tokens, local_tokens=local_tokens)
-    all_tokens = np.asarray(tokens, dtype=np.int64)
     num_bytes: Counter[str] = Counter()
     for group, chosen in enumerate(ends):
-        counts = count_first(layout, group, np.searchsorted(all_tokens, chosen), places)
+        counts = count_first(layout, group, np.searchsorted(tokens, chosen), places)
         for name, count in zip(names, counts, strict=False):
             if count:
                 num_bytes[name] += count * presence.mean_bytes(group, 0)
@@ -470,6 +490,12 @@ def boundaries_beyond(found: Mapping[Probe, int], other: Mapping[Probe, int]) ->
 
 def groups_present(layout: Layout, num_boundaries: int, maps: Sequence[Mapping[Probe, int]]) -> list[int]:
     """For each boundary a bit per group all of whose slices are in one or other of `maps`."""
+    present: list[int] = group_bits(layout, num_boundaries, maps).tolist()
+    return present
+
+
+def group_bits(layout: Layout, num_boundaries: int, maps: Sequence[Mapping[Probe, int]]) -> npt.NDArray[Any]:
+    """As `groups_present`: [boundaries], int64, or Python integers for more than 62 groups."""
     if not any(isinstance(one, PackedSlices) for one in maps):
         return _groups_in_dicts(layout, num_boundaries, maps)
     shape = EntryShape.of(layout)
@@ -483,17 +509,20 @@ def groups_present(layout: Layout, num_boundaries: int, maps: Sequence[Mapping[P
     together = _packed(layout, num_boundaries, maps[0])
     for one in maps[1:]:
         together = together | _packed(layout, num_boundaries, one)
-    bits_of = np.zeros(num_boundaries, dtype=object if len(layout.groups) > 62 else np.int64)
+    bits_of = np.zeros(num_boundaries, dtype=_bits_type(layout))
     for group, count in enumerate(shape.num_slices):
         width = shape.group_at[group + 1] - shape.group_at[group]
         full = np.frombuffer(((1 << count) - 1).to_bytes(width, "little"), dtype=np.uint8)
         whole = (together[:, shape.group_at[group] : shape.group_at[group + 1]] == full).all(axis=1)
         bits_of |= whole.astype(bits_of.dtype) * (1 << group)
-    present: list[int] = bits_of.tolist()
-    return present
+    return bits_of
 
 
-def _groups_in_dicts(layout: Layout, num_boundaries: int, maps: Sequence[Mapping[Probe, int]]) -> list[int]:
+def _bits_type(layout: Layout) -> npt.DTypeLike:
+    return object if len(layout.groups) > 62 else np.int64
+
+
+def _groups_in_dicts(layout: Layout, num_boundaries: int, maps: Sequence[Mapping[Probe, int]]) -> npt.NDArray[Any]:
     bits = [0] * num_boundaries
     full = [(1 << group.num_slices) - 1 for group in layout.groups]
     for probe in set().union(*maps):
@@ -502,7 +531,7 @@ def _groups_in_dicts(layout: Layout, num_boundaries: int, maps: Sequence[Mapping
             held |= one.get(probe, 0)
         if held == full[probe[1]]:
             bits[probe[0]] |= 1 << probe[1]
-    return bits
+    return np.array(bits, dtype=_bits_type(layout))
 
 
 def count_first(

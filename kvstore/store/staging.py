@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy.typing as npt
 
 from kvstore.api import PrefixQuery, Progress
 from kvstore.errors import Closed, CorruptRecord, Unavailable
@@ -176,7 +179,7 @@ class Promotion:
 
     async def _fetch_all(self, run: _StageRun, presence: Presence) -> None:
         """Plan, fetch, and plan again without what turned out to be missing, until all of a plan is here."""
-        bits = await self._work.run(presence.num_cells, presence.groups_present)
+        bits = await self._work.run(presence.num_items, presence.groups_present)
         await self._unpinning.done()  # a lease that ended a moment ago takes no memory
         for _ in range(_REPLANS_MAX):
             run.expect_nothing()
@@ -191,7 +194,7 @@ class Promotion:
             for index, group in missed:
                 bits[index] &= ~(1 << group)
 
-    def _plan(self, run: _StageRun, presence: Presence, bits: Sequence[int], free_bytes: int) -> _Plan:
+    def _plan(self, run: _StageRun, presence: Presence, bits: npt.NDArray[Any], free_bytes: int) -> _Plan:
         """The records of the longest resume point that this node can hold."""
         query, layout = presence.query, presence.layout
         group_bytes = [
@@ -203,8 +206,8 @@ class Promotion:
         if resume_tokens <= query.local_tokens:
             plan.useful.update(run.pins)
             return plan
-        tokens = [boundary.tokens for boundary in query.boundaries]
-        index_of = {count: index for index, count in enumerate(tokens)}
+        tokens = presence.tokens
+        index_of = {count: index for index, count in enumerate(tokens.tolist())}
         for needed in records_to_resume(
             layout, tokens, bits, resume_tokens=resume_tokens, local_tokens=query.local_tokens
         ):
