@@ -236,8 +236,10 @@ class _PageReader:
 
     def usable(self, points: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """For each resume point whether this group serves it."""
-        needed = np.fromiter((self._kind.needed_from(point) for point in points.tolist()), np.int64, len(points))
-        starts = np.maximum(needed, self._local_tokens)
+        starts = np.full(len(points), self._local_tokens, dtype=np.int64)
+        if not self._kind.needs_all:
+            needed = (self._kind.needed_from(point) for point in points.tolist())
+            starts = np.maximum(starts, np.fromiter(needed, np.int64, len(points)))
         last = (points - 1) // self._page_tokens
         is_covered = (self._reach[last] >= points) & (self._run_start[last] <= starts // self._page_tokens)
         return (starts >= points) | is_covered

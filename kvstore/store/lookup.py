@@ -46,6 +46,8 @@ _CATALOG_QUERIES_MAX = 2
 """Queries to the catalog at a time: it answers one after the other, each in some 20 ms."""
 _BYTES_OF_ITEM = 1024
 """Bytes of entries that are noted in the time of one probe."""
+_ITEMS_OF_GROUP = 16
+"""Probes in whose time one group's sizes are summed."""
 _CATALOG_SHARE = 0.6
 """The catalog's share of a lookup's time: if it hangs there must be time left to ask the tiers."""
 _COMPLETE_S = 5.0
@@ -331,7 +333,8 @@ class CatalogLookup:
                 table = await self._ask(query.namespace, prefixes, deadline)
             finally:
                 self._turns.end()
-            await self._work.run(table.data.nbytes // _BYTES_OF_ITEM, _note, presence, piece, levels, table)
+            num_items = table.data.nbytes // _BYTES_OF_ITEM + _ITEMS_OF_GROUP * len(presence.layout.groups)
+            await self._work.run(num_items, _note, presence, piece, levels, table)
 
     async def _ask(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], deadline: Deadline) -> EntryTable:
         """Read some boundaries and now and then, in the same round trip, whether the catalog is complete."""

@@ -54,7 +54,7 @@ class Presence:
     """For each group the number of those records."""
     silent: set[str] = field(default_factory=set)
     """Names of the tiers that did not answer."""
-    _tokens: npt.NDArray[np.int64] | None = field(default=None, init=False)
+    _tokens: npt.NDArray[np.int64] | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
@@ -65,15 +65,8 @@ class Presence:
 
     @property
     def num_cells(self) -> int:
-        """Boundaries times groups: the items of a pass probe by probe, for `LongWork`."""
+        """Boundaries times groups: the work that a pass over all of it takes."""
         return len(self.query.boundaries) * len(self.layout.groups)
-
-    @property
-    def num_items(self) -> int:
-        """Items of a pass over arrays of what was found, for `LongWork`: some 16 times as fast as probe by probe."""
-        maps = (self.memory, self.hot, self.cold)
-        in_dicts = sum(len(one) for one in maps if isinstance(one, dict))
-        return len(self.query.boundaries) * (len(self.layout.groups) + 1) // 16 + in_dicts
 
     def key(self, probe: Probe, slice_: int) -> RecordKey:
         """The key of one slice."""
@@ -170,7 +163,7 @@ def reach_of(presence: Presence, in_memory: npt.NDArray[Any], in_all: npt.NDArra
             step_tokens=points.step_tokens,
         )
 
-    memory_tokens = resume(in_memory) if in_memory.any() else presence.query.local_tokens
+    memory_tokens = resume(in_memory) if in_memory[is_named].any() else presence.query.local_tokens
     return Reach(memory_tokens, resume(in_all), tuple(sorted(presence.silent)))
 
 
@@ -374,7 +367,10 @@ def offers_of(
     query = presence.query
     if resume_tokens <= query.local_tokens:
         return ()
-    places = [presence.memory, presence.hot, presence.cold]
+    places: list[SliceMap] = [presence.memory, presence.hot, presence.cold]
+    if any(isinstance(one, PackedSlices) for one in places):  # pack each one once, not for each group
+        rows = [_packed(presence.layout, len(query.boundaries), one) for one in places]
+        places = [PackedSlices(presence.layout, one) for one in rows]
     used = [index for index, found in enumerate(places) if found]
     offers: list[Offer] = []
     for index in used:
