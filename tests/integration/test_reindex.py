@@ -15,13 +15,15 @@ import pytest
 from redis.asyncio import Redis
 
 from kvstore.api import Ack
-from kvstore.catalog.base import Catalog, NamespaceTotals
+from kvstore.catalog.base import Addition, Catalog, NamespaceTotals
 from kvstore.catalog.entry import Level
 from kvstore.catalog.redis.catalog import RedisCatalog
 from kvstore.catalog.redis.reconcile import Reconciler
 from kvstore.cli.main import main
 from kvstore.compose import open_catalog, open_store, open_tier
-from kvstore.model.keys import NamespaceId
+from kvstore.model.keys import NamespaceId, RecordKey
+from kvstore.model.kinds import FullAttention
+from kvstore.model.layout import GroupLayout, Layout
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.settings import Settings, load_settings
@@ -280,6 +282,28 @@ async def _look(catalog: Catalog, prompt: Prompt) -> None:
     lost = await catalog.observe_hot(prompt.namespace, prefixes, deadline=soon())
     assert lost == len(prompt.records()[::3])
     assert await catalog.observe_hot(prompt.namespace, prefixes, deadline=soon()) == 0
+
+
+async def test_a_look_at_wide_boundaries_delays_no_other_client(shared_redis: RedisServer) -> None:
+    """Redis serves others between scripts that each look for thousands of records."""
+    layout = Layout(64, tuple(GroupLayout(FullAttention(), 32) for _ in range(64)))
+    prompt = Prompt(layout, "wide", 1280, model="wide")
+    prefixes = [boundary.prefix for boundary in prompt.query().boundaries]
+    clients = [Redis(host=shared_redis.host, port=shared_redis.port) for _ in range(2)]
+    catalog, answered = RedisCatalog(clients[0]), 0
+    await catalog.register(prompt.namespace, layout, "", deadline=soon())
+    keys = [RecordKey(prompt.namespace, prefix, 0, 0) for prefix in prefixes]
+    await catalog.add([Addition(key, Level.HOT, 100, 0) for key in keys], deadline=soon())
+    # the first call of a script also loads it, which takes a round trip for each boundary
+    assert await catalog.observe_hot(prompt.namespace, prefixes[:1], deadline=soon()) == 1
+    looking = asyncio.ensure_future(catalog.observe_hot(prompt.namespace, prefixes[1:], deadline=soon()))
+    while not looking.done():
+        await clients[1].ping()
+        answered += 1
+    assert await looking == len(prefixes) - 1  # none of the records was ever stored
+    assert answered > len(prefixes) // 2
+    for client in clients:
+        await client.aclose()
 
 
 async def test_the_reconciler_looks_when_something_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

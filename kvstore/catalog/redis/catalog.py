@@ -56,6 +56,8 @@ _NAMESPACES = f"{_ROOT}/namespaces"
 _COMPLETE = f"{_ROOT}/complete"
 _BATCH = 512
 """Entries that are changed or read in one round trip."""
+_OBSERVED_AT_ONCE = 2048
+"""Records that scripts look for in one round trip: Redis needs some 10 ms for them."""
 _SCAN_S = 10.0
 """Time limit of each step of a scan."""
 
@@ -210,6 +212,9 @@ class RedisCatalog(Catalog):
     async def observe_hot(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], *, deadline: Deadline) -> int:
         """Correct the hot bits and bytes of boundaries to the records that are stored. The hot records must be in this
         same Redis. Returns how many records were lost: Redis evicted them, or was restarted.
+
+        Few boundaries are looked at in one round trip: a script looks for each of their records, and Redis serves other
+        clients only after all scripts that it has received in one piece.
         """
         shape = self._shape(namespace)
         calls = []
@@ -219,7 +224,8 @@ class RedisCatalog(Catalog):
             first = shape.sum_at(Level.HOT, 0)
             arguments: list[Argument] = [prefix, int(LeaveReason.LOST), names, first, *shape.num_slices]
             calls.append(self._call(OBSERVE, namespace, prefix, Level.HOT, *arguments))
-        return sum(await self._run(calls, deadline))
+        at_once = max(1, _OBSERVED_AT_ONCE // sum(shape.num_slices))
+        return sum([sum(await self._run(calls[i : i + at_once], deadline)) for i in range(0, len(calls), at_once)])
 
     def is_registered(self, namespace: NamespaceId) -> bool:
         """Whether a namespace was registered with this object, so that its entries can be read."""
