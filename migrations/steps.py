@@ -16,7 +16,7 @@ class Verdict(Enum):
     """A step's verdict for a record."""
 
     CURRENT = "current"
-    """It is in its target form: nothing to do."""
+    """The record is in its target form already."""
     REWRITTEN = "rewritten"
     """There is a new record for it, under a new name."""
     FOREIGN = "foreign"

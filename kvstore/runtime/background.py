@@ -141,8 +141,8 @@ class Background:
 def on_loose_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """A loop's exception handler: the default one, except for host names that were not resolved in time.
 
-    The caller that connected has given up and reported it once. The resolver's answer comes later and would be logged
-    as an error for each attempt.
+    The caller that wanted to connect gave up at its deadline and reported that. The resolver's answer comes later, and
+    the default handler would log it as an error for each attempt.
     """
     if not isinstance(context.get("exception"), socket.gaierror):
         loop.default_exception_handler(context)

@@ -208,7 +208,7 @@ class Answers:
         return opened is not None and opened.tenant == tenant
 
     def _check_owner(self, tenant: str, namespace: NamespaceId) -> None:
-        if not self._is_of(tenant, namespace):  # the same message whether it is unknown or another tenant's
+        if not self._is_of(tenant, namespace):  # an unknown namespace and another tenant's get one message
             raise NamespaceNotOpen("the namespace was not opened: call open_namespace first", namespace=namespace.hex())
 
     async def _save(self, request: messages.Save, payload: memoryview | None, deadline: Deadline, tenant: str) -> Reply:
