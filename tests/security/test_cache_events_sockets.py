@@ -132,7 +132,9 @@ def test_peers_that_do_not_read_a_replay_take_little(
     """Thirty of them ask for all that is kept, three times each: a peer that reads gets all of it, and what waits for
     them shares the memory of what is kept."""
     fill(publisher, 400)
-    assert replayed(ports[1]) == list(range(400))
+    ends_s = time.monotonic() + 20
+    while (seen := replayed(ports[1])) != list(range(400)):  # the last ones are still on their way to what is kept
+        assert seen == list(range(len(seen))) and time.monotonic() < ends_s
     before = resident_bytes()
     peers = [Peer(ports[1]) for _ in range(30)]
     for peer in peers:
