@@ -28,7 +28,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.layout import GroupLayout, Layout, cell_of
 
 Numbers = Sequence[int] | npt.NDArray[Any]
-"""Integers; an array of them is not copied."""
+"""Integers. An array of int64 is used as it is, without a copy."""
 
 MAX_POINTS = 1 << 20
 """Most cells, and most resume points, of one prompt: bounds the work that a hostile query can cause."""

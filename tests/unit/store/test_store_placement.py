@@ -13,21 +13,25 @@ from kvstore.api import PrefixQuery
 from kvstore.catalog.entry import EntryShape
 from kvstore.errors import CorruptRecord, InvalidRequest
 from kvstore.model.coverage import longest_resumable, records_to_resume
-from kvstore.model.kinds import FullAttention, Recurrent
+from kvstore.model.kinds import ChunkedLocal, FullAttention, Recurrent
 from kvstore.model.layout import GroupLayout, Layout, Span
 from kvstore.store.limits import StoreLimits
 from kvstore.store.namespaces import check_header
 from kvstore.store.placement import (
     PackedSlices,
+    Presence,
     Probe,
+    ResumePoints,
     affordable_resume,
     boundaries_beyond,
     boundaries_of,
     count_first,
     gaps,
     groups_present,
+    in_memory_and_in_all,
     inner_probes,
     page_probes,
+    reach_of,
     spread,
 )
 from kvstore.store.placement import fill as fill_gaps
@@ -248,3 +252,14 @@ def test_boundaries_that_one_map_has_beyond_another(found: dict[Probe, int], oth
         assert boundaries_of(one) == {index for index, _ in found}
         for two in (other, packed(other)):
             assert boundaries_beyond(one, two) == expected
+
+
+def test_memory_counts_at_the_steps_of_an_engine_alone() -> None:
+    """A page in memory that an engine cannot name is no hit of its: at a chunk's start nothing would be needed."""
+    layout = Layout(16, (GroupLayout(ChunkedLocal(64), 1),))
+    prompt = Prompt(layout, "chunks", 192)
+    presence = Presence(layout, prompt.query(), memory={(0, 0): 1})
+    in_memory, in_all = in_memory_and_in_all(presence)
+    reach = reach_of(presence, in_memory, in_all, ResumePoints(64, 192))
+    assert (reach.memory_tokens, reach.resume_tokens) == (0, 192)
+    assert reach_of(presence, in_memory, in_all, ResumePoints(16, 192)).memory_tokens == 192
