@@ -15,15 +15,17 @@ import numpy as np
 
 from kvstore.codec.base import Buffer, ByteArray, Chain, Raw, as_bytes, as_writable_bytes
 from kvstore.codec.planes import Planes, Planes2, Planes4, join_planes, split_planes
+from kvstore.codec.tiles import Tiles
 from kvstore.codec.zstd import Zstd
 from kvstore.errors import InvalidRequest, UnsupportedFormat
 
-CHAINS: dict[int, Chain] = {chain.id: chain for chain in (Raw(), Planes2(), Planes4(), Zstd())}
+CHAINS: dict[int, Chain] = {chain.id: chain for chain in (Raw(), Planes2(), Planes4(), Zstd(), Tiles())}
 
 RAW = Raw.id
 PLANES2 = Planes2.id
 PLANES4 = Planes4.id
 ZSTD = Zstd.id
+TILES = Tiles.id
 
 
 @dataclass(frozen=True, slots=True)

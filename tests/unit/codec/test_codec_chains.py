@@ -43,6 +43,7 @@ def test_chain_ids_are_frozen() -> None:
         1: "planes2+zstd",
         2: "planes4+zstd",
         3: "zstd",
+        4: "tiles2",
     }
 
 
@@ -148,7 +149,7 @@ def test_wrong_arguments_are_refused() -> None:
 def test_an_unknown_chain_of_a_record_asks_for_an_upgrade() -> None:
     """A chain that a newer release wrote is no damage: it must not be quarantined as corrupt."""
     with pytest.raises(UnsupportedFormat):
-        decode_into(4, b"abcd", bytearray(4))
+        decode_into(5, b"abcd", bytearray(4))
 
 
 @pytest.mark.parametrize("chain", [PLANES2, PLANES4])

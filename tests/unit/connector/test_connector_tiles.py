@@ -1,0 +1,106 @@
+"""Triton's kernels for tiles equal numpy's codec: bytes, verdicts and bounds."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from kvstore.codec.tiles import HEAD_BYTES, TilesHead, read_head
+from tests.unit.codec.tile_pages import activations, page_of_all_kinds, payload_of, special_pages
+from tests.unit.connector.interpreted_tiles import Kernels, interpreted_kernels
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[Kernels]:
+    """Triton's interpreter, which is the same for all tests."""
+    with interpreted_kernels() as kernels:
+        yield kernels
+
+
+def test_kernels_equal_numpy_on_special_pages(kernels: Kernels) -> None:
+    """Every bit pattern, constant pages, all numbers of patches, odd ends, and pages that are stored raw."""
+    pages = special_pages()
+    payloads = {name: payload_of(page) for name, page in pages.items()}
+    for name, seen in zip(pages, kernels.encode(list(pages.values())), strict=True):
+        assert seen == (payloads[name] or b""), name
+    stored = {name: payload for name, payload in payloads.items() if payload is not None}
+    heads = [read_head(payload, len(pages[name])) for name, payload in stored.items()]
+    decoded, num_wrong = kernels.decode(list(stored.values()), heads)
+    assert num_wrong == 0
+    for name, page in zip(stored, decoded, strict=True):
+        assert page == pages[name], name
+
+
+def test_kernels_equal_numpy_on_ten_thousand_random_tiles(kernels: Kernels) -> None:
+    """Pages with all shares of patches and of whole tiles."""
+    num_tiles = 0
+    for seed in range(10):
+        page = activations(4096 * 1024 - seed, seed, odd=(seed % 5) * 0.001, noise=(seed % 3) * 0.05)
+        payload = payload_of(page)
+        assert payload is not None
+        head = read_head(payload, len(page))
+        assert kernels.encode([page]) == [payload]
+        assert kernels.decode([payload], [head]) == ([page], 0)
+        num_tiles += head.num_tiles
+    assert num_tiles >= 10_000
+
+
+def test_a_kernel_finds_every_flipped_bit(kernels: Kernels) -> None:
+    """A bit that is flipped behind the head, wherever it is, makes at least one tile wrong."""
+    page = page_of_all_kinds()
+    payload = payload_of(page)
+    assert payload is not None
+    head = read_head(payload, len(page))
+    assert head.num_slots and head.num_whole
+    generator = np.random.default_rng(3)
+    ends = (HEAD_BYTES, head.codes_start, head.slots_start, head.whole_start, head.sums_start, head.payload_bytes)
+    places = [place for start, stop in pairwise(ends) for place in generator.integers(start, stop, 8)]
+    places += [place for stop in ends[1:] for place in (stop - 1, stop - 4)]
+    for place in places:
+        damaged = bytearray(payload)
+        damaged[place] ^= 1 << int(generator.integers(8))
+        _, num_wrong = kernels.decode([bytes(damaged)], [head])
+        assert num_wrong > 0, place
+
+
+def test_a_wrong_tile_counts_and_its_page_is_not_the_only_one(kernels: Kernels) -> None:
+    """Of three pages of one launch the second has two wrong tiles, which are counted; the others are right."""
+    pages = [activations(4096 * 5 - seed, seed, odd=0.001) for seed in range(3)]
+    payloads = [payload_of(page) or b"" for page in pages]
+    heads = [read_head(payload, len(page)) for payload, page in zip(payloads, pages, strict=True)]
+    damaged = bytearray(payloads[1])
+    for tile in (1, 3):
+        damaged[heads[1].codes_start + 2048 * tile] ^= 1
+    decoded, num_wrong = kernels.decode([payloads[0], bytes(damaged), payloads[2]], heads)
+    assert (decoded[0], decoded[2], num_wrong) == (pages[0], pages[2], 2)
+
+
+def test_a_hostile_payload_stays_within_bounds(kernels: Kernels) -> None:
+    """Slots that name tiles and elements that there are not: all tiles are wrong, nothing else is read or written."""
+    page = page_of_all_kinds()
+    payload = payload_of(page)
+    assert payload is not None
+    head = read_head(payload, len(page))
+    generator = np.random.default_rng(4)
+    for slot in (0x7FFFFFFF, 0xFFFFFFFF, 0x40000000 | head.num_whole, 0x5FFFFFFF, 0x00000001, 0x80FFFFFF):
+        damaged = bytearray(payload)
+        damaged[head.slots_start : head.whole_start] = slot.to_bytes(4, "little") * (head.num_tiles * head.num_slots)
+        assert kernels.decode([bytes(damaged)], [head])[1] == head.num_tiles
+    noise = payload[:HEAD_BYTES] + generator.bytes(len(payload) - HEAD_BYTES)
+    assert kernels.decode([noise], [head])[1] == head.num_tiles
+
+
+def test_the_other_pages_seed_is_wrong(kernels: Kernels) -> None:
+    """Tiles of one page are wrong under the head of another one, even if its table is the same."""
+    page = activations(4096 * 4)
+    payload = payload_of(page)
+    assert payload is not None
+    head = read_head(payload, len(page))
+    other = TilesHead(head.decoded_bytes, head.num_slots, head.num_whole, head.seed ^ 1, head.table)
+    assert kernels.decode([payload], [other])[1] == head.num_tiles
