@@ -33,6 +33,11 @@ class CellFacts:
         """One token of one head in one layer."""
         return (self.head_size + self.head_size_v) * self.element_bytes
 
+    @property
+    def element_dtype(self) -> str:
+        """The type of an element, as torch spells it."""
+        return self.dtype
+
 
 @dataclass(frozen=True, slots=True)
 class StateFacts:
@@ -55,11 +60,19 @@ class StateFacts:
     @property
     def element_bytes(self) -> int:
         """Bytes of an element of the largest part; the codec is chosen for it."""
-        largest = self.part_bytes.index(max(self.part_bytes))
         elements = 1
-        for extent in self.shapes[largest]:
+        for extent in self.shapes[self._largest]:
             elements *= extent
-        return self.part_bytes[largest] // max(1, elements)
+        return self.part_bytes[self._largest] // max(1, elements)
+
+    @property
+    def element_dtype(self) -> str:
+        """The type of such an element, as torch spells it."""
+        return self.dtypes[self._largest]
+
+    @property
+    def _largest(self) -> int:
+        return self.part_bytes.index(max(self.part_bytes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from kvstore.runtime.sizes import parse_bytes
 
 _ENVIRONMENT = "KVSTORE_CONNECTOR_"
 _MODES = ("both", "load", "save", "off")
-_COMPRESSIONS = ("planes", "none")
+_COMPRESSIONS = ("auto", "planes", "tiles", "none")
 _BLOCK_NAMES = ("off", "hashes", "tokens")
 _MODE_OF_ROLE = {"kv_producer": "save", "kv_consumer": "load"}
 
@@ -36,9 +36,10 @@ class ConnectorSettings:
         tls_certificate_file: This engine's certificate in PEM, for a `tls://` service that requires one.
         tls_key_file: Its key, if that is not in the same file.
         mode: `both`, `load` (read only), `save` (write only) or `off`.
-        compression: How this engine stores what it saves, without loss: `planes` compresses (bfloat16 takes about .75
-            of its size), `none` does not. Every engine reads both. With `none` a page costs less processor time, and
-            takes more memory, Redis and network: for a fast GPU whose hits come from this node's memory.
+        compression: How this engine stores what it saves, without loss. `planes` and `tiles` compress bfloat16 to about
+            .75 of its size: planes are decoded by a processor, tiles also by a GPU. `auto` is `planes`. Every engine
+            reads all, see `docs/vllm.md` for those of earlier releases. With `none` a page costs less processor time,
+            and takes more memory, Redis and network: for a fast GPU whose hits come from this node's memory.
         weights_id: Identifies the weights instead of a digest of their files. Engines with equal ids share pages, so
             an id that stays the same while weights change serves wrong output.
         weights_may_change: The weights are updated in place (reinforcement learning): a reset of the caches ends saves
@@ -87,7 +88,7 @@ class ConnectorSettings:
     tls_certificate_file: str | None = None
     tls_key_file: str | None = None
     mode: str = "both"
-    compression: str = "planes"
+    compression: str = "auto"
     weights_id: str | None = None
     weights_may_change: bool = False
     weights_id_file: str | None = None

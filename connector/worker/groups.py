@@ -19,7 +19,7 @@ from connector.device.base import BlockCopier, Device, PageGather
 from connector.device.host_memory import HostPages
 from connector.facts import CellFacts, EngineFacts, GroupFacts, StateFacts
 from connector.identity import GroupShape
-from kvstore.codec import RAW, chain_for_element_bytes
+from kvstore.codec import PLANES2, PLANES4, RAW, TILES, chain_for_element_bytes
 from kvstore.errors import InvalidRequest
 from kvstore.model.kinds import Latent
 from kvstore.model.layout import GroupLayout
@@ -27,6 +27,8 @@ from kvstore.model.layout import GroupLayout
 _CHECKED_BLOCKS = 2
 _GAPS_BYTES = 1 << 20
 """Between pages, which start at multiples of 512 bytes."""
+_AUTO = {"cpu": "planes", "cuda": "planes"}
+"""What the setting `compression: auto` means, by the engine's device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +64,15 @@ def prove_group(
     engine: EngineFacts,
     device: Device,
     *,
-    compresses: bool = True,
+    compression: str = "auto",
 ) -> RankGroup:
     """Make the plan for these tensors and prove it.
 
     Args:
         layout: The group as the store sees it.
         layers: The cache tensors, dimension 0 = the manager's blocks, in the order of the group's layers.
-        compresses: Whether pages are compressed. Else the device leaves elements whole, and the processor joins those
-            of a page that another engine has compressed.
+        compression: The operator's setting. Only if pages are stored as planes does the device split elements; else
+            the processor joins those of a page that another engine has split.
 
     Raises:
         InvalidRequest: The tensors do not match the facts, or the pages do not hold every content byte exactly once.
@@ -90,16 +92,34 @@ def prove_group(
     else:
         plan = AttentionPages(grid=shape.heads, first_slice=held.start, layers=geometries)
     prove_tiling(plan, held, [geometry.content() for geometry in geometries], 1 if shape.is_state else 2)
-    element_bytes = shape.facts.content.element_bytes
+    chain = written_chain(compression, engine.device, shape.facts.content)
+    split_bytes = shape.facts.content.element_bytes if chain in (PLANES2, PLANES4) else 1
     return RankGroup(
         layout=layout,
         plan=plan,
-        copier=device.copier(layers, shape.facts.feeds, element_bytes if compresses else 1),
+        copier=device.copier(layers, shape.facts.feeds, split_bytes),
         held=held,
         shape=shape,
         rank=engine.tp_rank,
-        chain=chain_for_element_bytes(element_bytes) if compresses else RAW,
+        chain=chain,
     )
+
+
+def written_chain(compression: str, device: str, content: CellFacts | StateFacts) -> int:
+    """The codec chain with which an engine stores a group; it reads every chain.
+
+    Tiles are for bfloat16. What has another type is stored as `planes` says.
+
+    Args:
+        compression: The operator's setting.
+        device: Of the engine, as in `EngineFacts`.
+    """
+    wanted = _AUTO[device] if compression == "auto" else compression
+    if wanted == "none":
+        return RAW
+    if wanted == "tiles" and content.element_dtype == "bfloat16":
+        return TILES
+    return chain_for_element_bytes(content.element_bytes)
 
 
 def _geometry(name: str, layer: torch.Tensor) -> LayerGeometry:

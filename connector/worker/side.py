@@ -110,9 +110,15 @@ class WorkerSide:
         saved_bytes = _aligned(max(budget.pinned_bytes if gathers else 0, checked_bytes) + scratch_bytes)
         memory = device.host_memory(saved_bytes + _aligned(budget.audit_bytes) + scratch_bytes)
         saved, audited, decoded = memory.split([saved_bytes, _aligned(budget.audit_bytes), scratch_bytes])
-        compresses = self._settings.compression != "none"
         self.groups = tuple(
-            prove_group(group, layout, layers_of(group.facts.layer_names), self._facts, device, compresses=compresses)
+            prove_group(
+                group,
+                layout,
+                layers_of(group.facts.layer_names),
+                self._facts,
+                device,
+                compression=self._settings.compression,
+            )
             for group, layout in zip(self._shape.groups, self._shape.layout.groups, strict=True)
         )
         for group in self.groups:

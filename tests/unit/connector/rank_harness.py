@@ -53,6 +53,7 @@ class Rank:
         stages: int = 1,
         layout: str = "layer_outer",
         element_bytes: int = 4,
+        channels: int = 6,
         seed: int = 1,
         **settings: Any,
     ) -> None:
@@ -66,11 +67,13 @@ class Rank:
             stage=stage,
             pp_size=stages,
             num_blocks=NUM_BLOCKS,
+            head_size=channels // 2,
+            head_size_v=channels // 2,
             element_bytes=element_bytes,
             dtype=dtype,
         )
         self.shape = make_shape(self.facts)
-        self.cache = Cache(layout, 2, NUM_BLOCKS, self.heads, BLOCK, 6, element_bytes, seed, "cpu")
+        self.cache = Cache(layout, 2, NUM_BLOCKS, self.heads, BLOCK, channels, element_bytes, seed, "cpu")
         self.layers = self.cache.tensors()
         self.bridge = bridge
         values = {"pinned_bytes": 8 * MIB, "stall_timeout_ms": 5000, **settings}

@@ -10,12 +10,14 @@ import torch
 from benchmarks.gpu.kit import InlineStreams
 from connector.device.base import Device
 from connector.device.gpu import StreamDevice
-from kvstore.codec import PLANES2, PLANES4, RAW
+from kvstore.codec import PLANES2, PLANES4, RAW, TILES
 from kvstore.format.record import Record
 from tests.unit.connector.rank_harness import NUM_BLOCKS, SOURCE, TARGET, Make, Rank
 from tests.unit.connector.support import LoopBridge
 
 ALL = tuple(range(NUM_BLOCKS))
+_CHANNELS = 64
+"""So that even a tail of 32 tokens fills tiles."""
 
 
 @pytest.fixture(params=["processor", "streams"])
@@ -39,15 +41,23 @@ def fill(rank: Rank) -> Rank:
 
 
 @pytest.mark.parametrize(
-    ("compression", "element_bytes", "chain"), [("planes", 2, PLANES2), ("planes", 4, PLANES4), ("none", 2, RAW)]
+    ("compression", "element_bytes", "chain"),
+    [
+        ("auto", 2, PLANES2),
+        ("planes", 2, PLANES2),
+        ("planes", 4, PLANES4),
+        ("none", 2, RAW),
+        ("tiles", 2, TILES),
+        ("tiles", 4, PLANES4),
+    ],
 )
-@pytest.mark.parametrize("reader", ["planes", "none"])
+@pytest.mark.parametrize("reader", ["planes", "tiles", "none"])
 def test_every_engine_reads_what_any_writes(
     rank: Make, bridge: LoopBridge, device: str, compression: str, element_bytes: int, chain: int, reader: str
 ) -> None:
     """An engine saves with one setting, another one with any other loads the same blocks."""
-    source = fill(rank(compression=compression, element_bytes=element_bytes))
-    if compression == "none":  # nothing splits the elements, so that nothing has to join them
+    source = fill(rank(compression=compression, element_bytes=element_bytes, channels=_CHANNELS))
+    if chain in (RAW, TILES):  # nothing splits the elements, so that nothing has to join them
         assert source.side.groups[0].copier.plane_width == 1
     source.save()
     written: set[int] = set()
@@ -57,7 +67,7 @@ def test_every_engine_reads_what_any_writes(
         return record
 
     bridge.store.on_load = note
-    target = rank(compression=reader, element_bytes=element_bytes, seed=2)
+    target = rank(compression=reader, element_bytes=element_bytes, channels=_CHANNELS, seed=2)
     wanted = target.blocks(ALL)
     wanted[:, list(TARGET)] = source.blocks(SOURCE)
     target.side.start_loads(target.load_job(target.stage()))

@@ -119,7 +119,7 @@ def test_a_place_may_have_some_keys_only() -> None:
         ("url", 5, "text"),
         ("url", None, "text"),
         ("mode", "on", "both, load, save, off"),
-        ("compression", "zstd", "planes, none"),
+        ("compression", "zstd", "auto, planes, tiles, none"),
         ("weights_may_change", "yes", "true or false"),
         ("weights_may_change", 1, "true or false"),
         ("pinned_bytes", "lots", "8GiB"),
