@@ -11,6 +11,7 @@ from connector.canonical.attention import LATENT_GRID, page_tokens_for, within_w
 from connector.canonical.recurrent import layer_bands
 from connector.canonical.slices import HeadGrid, SliceGrid, head_grid, heads_on_ranks
 from connector.facts import CellFacts, EngineFacts, GroupFacts, ModelFacts, StateFacts
+from kvstore.codec import TILES
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import LINK_TOKENS
 from kvstore.model.kinds import Latent
@@ -102,10 +103,15 @@ def describe_namespace(facts: EngineFacts, shape: CacheShape, weights_id: str) -
     Two engines share pages if their descriptions are equal. It leaves out what does not change a page's bytes: paths,
     vLLM's hash algorithm, the cache's size, and the tensor-parallel size except for recurrent states. It includes a
     pipeline's stages, since a record holds the layers of one stage.
+
+    On a GPU it includes the highest codec chain that a reader must know. Releases that do not know tiles have other
+    namespaces there: what they would find and could not decode is a miss for them. Engines of this release decode all
+    chains, so the setting `compression` is left out.
     """
     return NamespaceDescription.from_fields(
         {
             "format": _FORMAT,
+            **({} if facts.device == "cpu" else {"codec_chain_max": TILES}),
             **describe_model(facts, weights_id),
             "layout": describe_layout(shape.layout, tuple(_note(group, facts.tp_size) for group in shape.groups)),
         }

@@ -21,7 +21,7 @@ from kvstore.errors import InternalError
 _GROUP_ON_GPU = 1
 """Tiles of one program."""
 _GROUP_INTERPRETED_MAX = 256
-"""The interpreter takes a while for each program, whatever its size."""
+"""The interpreter takes a while for each program, even for a small one."""
 _CHUNK = 1024
 """Tiles that the single program of a choice looks at together."""
 _WARPS = 4

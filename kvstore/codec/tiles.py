@@ -8,13 +8,16 @@ A decoder needs no scan: all arrays have a fixed stride, and their places follow
 bits only. Word `i` of row `k` (of 4) of a tile is made of word `i` of the codes and word `i` of one row (of 2) of signs
 and mantissas, so that a GPU reads and writes whole rows.
 
-How strong the sum of a tile is: it is the sum modulo 2**64 of all decoded words and patches, each times an odd
-multiplier of its place, of the tile's index times an odd number, and of the page's seed, which is a hash of the whole
-page. It finds for certain any damage of one word, so any single flipped bit of the payload, any two flipped bits of
-the decoded tile or of its patches, two different words that are exchanged, and two tiles that are exchanged together
-with their sums. Any other damage, tiles of another page among them, has a chance of about 2**-60 not to be found. It
-finds accidents: it is no defence against someone who writes to the store on purpose. Such a payload may decode to
-anything, but within bounds.
+A tile's sum covers what was decoded, its patches, its index and the page's seed, which is a hash of all tiles. So it
+finds errors of a decoder too. Each word counts times an odd number of its place, modulo 2**64. For certain it finds:
+
+- any change of one decoded word, so each flipped bit of signs, mantissas, codes and sums;
+- any two flipped bits of these;
+- two different words that are exchanged, or two tiles that are exchanged with their sums.
+
+Any other damage is missed with a chance of about 2**-60. That is a flipped bit of a patch's place, too, or tiles of
+another page. The head has such a sum of its own. The sums find accidents and are no defence against an attacker who
+writes to the store. His payload may decode to anything, but both decoders stay within bounds.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.codec import PLANES2, PLANES4, RAW, ZSTD, encode, max_payload_bytes
+from kvstore.codec import PLANES2, PLANES4, RAW, TILES, ZSTD, encode, max_payload_bytes
 from kvstore.format.encrypted import ENCRYPTION_BYTES, TenantKey, encrypt_record
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.manifest import pack_key_ids, pack_manifest
@@ -54,6 +54,14 @@ def elements(width: int) -> Callable[[str, int], bytes]:
         return bytes(data)
 
     return make
+
+
+def tiled(seed: str, num_bytes: int) -> bytes:
+    """Elements of two bytes of which one in a thousand has any exponent, with 8 KiB of noise behind the first tile."""
+    data = bytearray(elements(2)(seed, num_bytes))
+    data[1::2003] = noise(f"{seed}, odd", len(data[1::2003]))
+    data[8192:16384] = noise(f"{seed}, a tile", 8192)
+    return bytes(data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +118,10 @@ CASES = (
     Case("page-planes2", RecordKind.PAGE, PAGE, 0, PLANES2, 4096, elements(2)),
     Case("page-planes4", RecordKind.PAGE, PAGE, 0, PLANES4, 4096, elements(4)),
     Case("page-zstd", RecordKind.PAGE, PAGE, 0, ZSTD, 2048, elements(1)),
+    Case("page-tiles2", RecordKind.PAGE, PAGE, 0, TILES, 65_536, tiled),
     Case("tail-raw", RecordKind.TAIL, TAIL, 0, RAW, 512, noise),
     Case("tail-planes2", RecordKind.TAIL, TAIL, 0, PLANES2, 2048, elements(2)),
+    Case("tail-tiles2", RecordKind.TAIL, TAIL, 0, TILES, 36_867, tiled),
     Case("state-raw", RecordKind.STATE, STATE, 1, RAW, 1000, noise),
     Case("state-planes4", RecordKind.STATE, STATE, 1, PLANES4, 4000, elements(4)),
 )

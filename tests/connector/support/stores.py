@@ -87,15 +87,19 @@ class TestedStore(ABC):
 
 
 class EmbeddedStore(TestedStore):
-    """A private service, as engines start it where nothing is set up: memory and a directory."""
+    """A private service, as engines start it where nothing is set up: memory and a directory.
+
+    Attributes:
+        directory: Where its records are.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._directory = folder / "kvstore"
+        self.directory = folder / "kvstore"
         self.connector = {"url": "embedded:", "memory_bytes": "256MiB", "disk_bytes": "1GiB", **PATIENT}
         self.environment = {"XDG_CACHE_HOME": str(folder), **_PATIENT_SERVICE}
 
     def socket_path(self) -> Path:
-        return private_socket_path(self._directory)
+        return private_socket_path(self.directory)
 
     def forget(self) -> None:
         """It ends by itself some seconds after its last client left; here it is told to."""

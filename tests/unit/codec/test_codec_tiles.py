@@ -121,11 +121,18 @@ def test_the_layout_is_that_of_the_specification() -> None:
         assert int.from_bytes(payload[sums + 8 * tile :][:8], "little") == expected_sum % (1 << 64)
 
 
-def test_the_multipliers_are_odd_and_different() -> None:
-    """On that rests which damages of a tile are found for certain. They are these numbers in every release."""
+def test_what_the_sums_find_for_certain() -> None:
+    """That rests on these properties of the multipliers, which are the same numbers in every release.
+
+    A flipped code changes its word by a difference of two exponents, so by an odd number below 256 times a power of 2.
+    No two words' multipliers, times such numbers, may be equal; then no two flipped bits cancel out.
+    """
     factors = multipliers(0, TILE_WORDS + SLOT_COUNTS[-1])
     assert len(set(factors.tolist())) == factors.size
-    assert np.all(factors & 1)
+    assert np.all(factors & 1) and factors.min() > 1
+    products = factors[:TILE_WORDS, None].astype(np.uint64) * np.arange(1, 256, 2, dtype=np.uint64)
+    in_order = np.sort(products, axis=None)
+    assert np.all(in_order[1:] != in_order[:-1])
     mixed = 0x9E3779B1
     mixed = (mixed ^ mixed >> 16) * 0x85EBCA6B % (1 << 32)
     assert int(factors[0]) == mixed ^ mixed >> 13 | 1

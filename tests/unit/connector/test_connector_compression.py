@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from benchmarks.gpu.kit import InlineStreams
 from connector.device.base import Device
 from connector.device.gpu import StreamDevice
+from connector.identity import describe_namespace
 from kvstore.codec import PLANES2, PLANES4, RAW, TILES
 from kvstore.format.record import Record
 from tests.unit.connector.rank_harness import NUM_BLOCKS, SOURCE, TARGET, Make, Rank
-from tests.unit.connector.support import LoopBridge
+from tests.unit.connector.support import WEIGHTS, LoopBridge, make_facts, make_shape
 
 ALL = tuple(range(NUM_BLOCKS))
 _CHANNELS = 64
@@ -38,6 +40,15 @@ def fill(rank: Rank) -> Rank:
     for layer in rank.layers:
         layer.copy_(torch.randn(layer.shape, generator=generator))
     return rank
+
+
+def test_releases_that_do_not_know_tiles_miss_them_on_a_gpu() -> None:
+    """The name of a GPU's namespace has the highest chain in it, so they have another one. A processor's stays."""
+    facts = make_facts()
+    shape = make_shape(facts)
+    assert b"codec_chain" not in describe_namespace(facts, shape, WEIGHTS).canonical
+    on_gpu = describe_namespace(replace(facts, device="cuda"), shape, WEIGHTS)
+    assert b'"codec_chain_max":4' in on_gpu.canonical
 
 
 @pytest.mark.parametrize(
