@@ -65,7 +65,8 @@ def _table_entry(code, low, high):
 @triton.jit
 def _row_pair(word, row: tl.constexpr):
     """The two codes that a word of codes has for row `row`, in the halves of a word."""
-    return (word >> (4 * row)) & 0x000F000F
+    of_row = word >> (8 * row)
+    return (of_row & 15) | ((of_row & 0xF0) << 12)
 
 
 @triton.jit
@@ -88,8 +89,10 @@ def _patched(pair, row: tl.constexpr, lanes, word, difference):
 
 @triton.jit
 def _element_pair(exponents, signs, row: tl.constexpr):
-    of_row = signs >> (8 * (row % 2))
-    return (exponents << 7) | (of_row & 0x007F007F) | ((of_row & 0x00800080) << 8)
+    if row % 2 == 0:
+        return (exponents << 7) | (signs & 0x807F807F)
+    else:
+        return (exponents << 7) | ((signs >> 7) & 0x007F007F) | ((signs << 1) & 0x80008000)
 
 
 @triton.jit
@@ -407,20 +410,20 @@ def write_kernel(
     before = tl.zeros([GROUP], tl.int32)  # patches of the rows above
     for row in tl.static_range(4):
         words = _load_row(source, tile, row, lanes, decoded_bytes, is_full)
-        sign_pair = ((words >> 8) & 0x00800080) | (words & 0x007F007F)
         if row % 2 == 0:
-            signs = sign_pair
+            signs = words & 0x807F807F
         else:
+            signs = signs | ((words & 0x007F007F) << 7) | ((words & 0x80008000) >> 1)
             signs_at = (tile * _SIGNS_WORDS + _HEAD_WORDS)[:, None] + (lanes + (row // 2) * _LANES)[None, :]
-            tl.store(tl.multiple_of(base + signs_at, [1, 16]), signs | (sign_pair << 8), mask=here)
+            tl.store(tl.multiple_of(base + signs_at, [1, 16]), signs, mask=here)
         exponent_0 = (words >> 7) & 0xFF
         exponent_1 = (words >> 23) & 0xFF
         code_0 = tl.load(codes + exponent_0).to(tl.uint32)
         code_1 = tl.load(codes + exponent_1).to(tl.uint32)
-        pair = (code_0 & 15) | ((code_1 & 15) << 16)
+        pair = (code_0 & 15) | ((code_1 & 15) << 4)
         if num_slots > 0:
-            pair = tl.where(is_whole[:, None], (exponent_0 & 15) | ((exponent_1 & 15) << 16), pair)
-            upper = upper | (((exponent_0 >> 4) | ((exponent_1 >> 4) << 16)) << (4 * row))
+            pair = tl.where(is_whole[:, None], (exponent_0 & 15) | ((exponent_1 & 15) << 4), pair)
+            upper = upper | (((exponent_0 >> 4) | (exponent_1 & 0xF0)) << (8 * row))
             is_patch_0 = (code_0 > 255) & here & (is_whole[:, None] == 0)
             is_patch_1 = (code_1 > 255) & here & (is_whole[:, None] == 0)
             of_word = is_patch_0.to(tl.int32) + is_patch_1.to(tl.int32)
@@ -436,7 +439,7 @@ def write_kernel(
             weight_1 = _multipliers(slot_1 + _TILE_WORDS)
             of_slots += tl.where(is_patch_0, patch_0.to(tl.uint64) * weight_0, 0)
             of_slots += tl.where(is_patch_1, patch_1.to(tl.uint64) * weight_1, 0)
-        packed = packed | (pair << (4 * row))
+        packed = packed | (pair << (8 * row))
     codes_at = (codes_start + tile * _CODES_WORDS)[:, None] + lanes[None, :]
     tl.store(tl.multiple_of(base + codes_at, [1, 16]), packed, mask=here)
     slots_sum = tl.sum(of_slots, axis=1)

@@ -62,10 +62,9 @@ HEAD_FACTOR: Final = 0xD6E8FEB86659FD93
 _HEAD: Final = struct.Struct("<QQ16sQII16s")
 _CHUNK_TILES: Final = 16
 """Tiles that are worked on at once: what they need fits the cache of a processor."""
-_PAIR: Final = np.uint32(0x00FF00FF)
-_NIBBLES: Final = np.uint32(0x000F000F)
-_SIGNS: Final = np.uint32(0x00800080)
+_SIGNS: Final = np.uint32(0x80008000)
 _MANTISSAS: Final = np.uint32(0x007F007F)
+_EXPONENTS: Final = np.uint32(0x7F807F80)
 
 Words = NDArray[np.uint32]
 Sums = NDArray[np.uint64]
@@ -203,13 +202,13 @@ class Tiles(Chain):
                 _write_slots(parts, chosen, tiles, differences, whole[chosen])
         parts.sums[:] = sums + _bases(head, 0, sums.size)
         if num_slots:
-            parts.sums[:] += (parts.slots * _OF_SLOTS[:num_slots]).sum(axis=1, dtype=np.uint64)
+            parts.sums[:] += parts.slots @ _OF_SLOTS[:num_slots]
         return head.payload_bytes
 
     def decode_into(self, payload: ByteArray, target: ByteArray) -> None:
         head = _read_head(payload, target.size)
         parts = _Parts(payload, head)
-        # for two codes in one byte: both exponents, where they stand in a word
+        # for the two codes of a byte: both exponents, where they stand in a word
         table = np.frombuffer(head.table, np.uint8).astype(np.uint32) << np.uint32(7)
         pairs = (table[:, None] << np.uint32(16) | table).reshape(-1)
         num_full = target.size // TILE_BYTES
@@ -276,7 +275,7 @@ def _survey(source: ByteArray) -> tuple[Sums, NDArray[np.int64]]:
 
 
 def _word_sums(tiles: Words) -> Sums:
-    sums: Sums = (tiles.reshape(len(tiles), TILE_WORDS) * _OF_WORDS).sum(axis=1, dtype=np.uint64)
+    sums: Sums = tiles.reshape(len(tiles), TILE_WORDS) @ _OF_WORDS
     return sums
 
 
@@ -320,22 +319,17 @@ def _choose_slots(patches: NDArray[np.int64]) -> tuple[int, int]:
 def _write(parts: _Parts, chosen: slice, tiles: Words, codes: ByteArray) -> None:
     """Write signs, mantissas and codes."""
     for row in range(2):
-        lower, upper = (
-            (tiles[:, 2 * row + half] >> np.uint32(8) & _SIGNS) | (tiles[:, 2 * row + half] & _MANTISSAS)
-            for half in range(2)
-        )
-        parts.signs[chosen, row] = lower | upper << np.uint32(8)
+        even, odd = tiles[:, 2 * row], tiles[:, 2 * row + 1]
+        of_odd = (odd & _MANTISSAS) << np.uint32(7) | (odd & _SIGNS) >> np.uint32(1)
+        parts.signs[chosen, row] = even & ~_EXPONENTS | of_odd
     parts.codes[chosen] = _nibbles(np.take(codes, _exponents(tiles)))
 
 
 def _nibbles(values: ByteArray) -> Words:
     """Values of 4 bits, `[tiles, 4096]` in the order of the elements, packed `[tiles, 512]` as codes are."""
-    pairs = values.view("<u2").reshape(len(values), 4, LANES).astype(np.uint32)
-    pairs |= pairs << np.uint32(8)
-    pairs &= _NIBBLES
-    pairs <<= np.arange(0, 16, 4, dtype=np.uint32)[:, None]
-    packed: Words = np.bitwise_or.reduce(pairs, axis=1)
-    return packed
+    pairs = values.view("<u2").reshape(len(values), 4, LANES)
+    packed = (pairs | pairs >> 4).astype(np.uint8)
+    return np.ascontiguousarray(packed.transpose(0, 2, 1)).view("<u4").reshape(len(values), LANES)
 
 
 def _write_slots(parts: _Parts, chosen: slice, tiles: Words, differences: ByteArray, whole: NDArray[np.int64]) -> None:
@@ -359,21 +353,20 @@ def _write_slots(parts: _Parts, chosen: slice, tiles: Words, differences: ByteAr
 def _read(parts: _Parts, chosen: slice, pairs: Words, tiles: Words) -> None:
     """Decode some tiles to `[tiles, 4, 512]`, and check their sums."""
     codes, signs = parts.codes[chosen], parts.signs[chosen]
-    for row in range(4):
-        index = codes >> np.uint32(4 * row) & _NIBBLES
-        index |= index >> np.uint32(12)
-        made = np.take(pairs, index.astype(np.uint8))
-        of_row = signs[:, row // 2] >> np.uint32(8 * (row % 2))
-        made |= of_row & _MANTISSAS
-        made |= (of_row & _SIGNS) << np.uint32(8)
-        tiles[:, row] = made
+    # [tiles, 512, 4]
+    exponents = np.take(pairs, codes.view(np.uint8).reshape(len(tiles), LANES, 4), mode="clip")
+    for row in range(2):
+        even, odd = signs[:, row] & ~_EXPONENTS, signs[:, row] >> np.uint32(7) & _MANTISSAS
+        odd |= signs[:, row] << np.uint32(1) & _SIGNS
+        np.bitwise_or(even, exponents[:, :, 2 * row], out=tiles[:, 2 * row])
+        np.bitwise_or(odd, exponents[:, :, 2 * row + 1], out=tiles[:, 2 * row + 1])
     sums = _bases(parts.head, chosen.start, chosen.stop)
     wrong = np.zeros(len(tiles), np.bool_)
     if parts.head.num_slots:
         slots = parts.slots[chosen]
         for tile in np.flatnonzero(slots.any(axis=1)):
             wrong[tile] = not _patch(parts, slots[tile], codes[tile], tiles[tile])
-        sums += (slots * _OF_SLOTS[: parts.head.num_slots]).sum(axis=1, dtype=np.uint64)
+        sums += slots @ _OF_SLOTS[: parts.head.num_slots]
     sums += _word_sums(tiles)
     wrong |= sums != parts.sums[chosen]
     if wrong.any():
@@ -394,9 +387,8 @@ def _patch(parts: _Parts, slots: Words, codes: Words, tile: Words) -> bool:
         if used > 1 or at >= len(parts.whole):
             return False
         for row in range(4):
-            lower, upper = (each >> np.uint32(4 * row) & _NIBBLES for each in (codes, parts.whole[at]))
-            tile[row] &= ~(_PAIR << np.uint32(7))
-            tile[row] |= (lower | upper << np.uint32(4)) << np.uint32(7)
+            lower, upper = (_pair(each, row) for each in (codes, parts.whole[at]))
+            tile[row] = tile[row] & ~_EXPONENTS | (lower | upper << np.uint32(4)) << np.uint32(7)
         return True
     places = slots[:used] >> np.uint32(8)
     if not (slots[:used] >> np.uint32(8 + PLACE_BITS) == PATCH >> 8 + PLACE_BITS).all():
@@ -406,3 +398,9 @@ def _patch(parts: _Parts, slots: Words, codes: Words, tile: Words) -> bool:
         tile.reshape(-1), places >> np.uint32(1) & np.uint32(TILE_WORDS - 1), (slots[:used] & np.uint32(255)) << shifts
     )
     return True
+
+
+def _pair(nibbles: Words, row: int) -> Words:
+    """The two nibbles of a row, in the halves of a word."""
+    of_row = nibbles >> np.uint32(8 * row)
+    return of_row & np.uint32(15) | (of_row & np.uint32(0xF0)) << np.uint32(12)

@@ -99,7 +99,7 @@ _ONE_MODEL = [pytest.param(model, marks=[] if model == "llama" else [pytest.mark
 
 @pytest.mark.parametrize("model", _ONE_MODEL)
 def test_engines_restore_what_others_compress(model: str, work: Path, tmp_path: Path) -> None:
-    """In bfloat16 one engine saves tiles, one planes. An engine that prefers the other resumes them as by a local hit."""
+    """In bfloat16 one engine saves tiles, one planes. One that prefers the other resumes them as by a local hit."""
     combination = Combination(model, False, "embedded", "v1", async_scheduling=False, ngram=False)
     stores = {"tiles": EmbeddedStore(tmp_path / "tiles"), "planes": EmbeddedStore(tmp_path / "planes")}
 

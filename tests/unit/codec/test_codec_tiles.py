@@ -105,14 +105,15 @@ def test_the_layout_is_that_of_the_specification() -> None:
         for place in range(4096):
             at, half = divmod(place, 2)
             row, lane = divmod(at, 512)
-            code = word(codes + 2048 * tile + 4 * lane) >> (16 * half + 4 * row) & 15
-            sign = word(signs + 4096 * tile + 2048 * (row // 2) + 4 * lane) >> (16 * half + 8 * (row % 2)) & 0xFF
+            code = word(codes + 2048 * tile + 4 * lane) >> (8 * row + 4 * half) & 15
+            pair = word(signs + 4096 * tile + 2048 * (row // 2) + 4 * lane) >> 16 * half
+            mantissa, sign = (pair >> 7 & 0x7F, pair >> 14 & 1) if row % 2 else (pair & 0x7F, pair >> 15 & 1)
             if of_slots[0] >> 30 == 1:
-                upper = word(whole + 2048 * (of_slots[0] & 0x3FFFFFFF) + 4 * lane) >> (16 * half + 4 * row) & 15
+                upper = word(whole + 2048 * (of_slots[0] & 0x3FFFFFFF) + 4 * lane) >> (8 * row + 4 * half) & 15
                 exponent = code | upper << 4
             else:
                 exponent = table[code] ^ patches.get(place, 0)
-            seen.append((sign & 0x80) << 8 | exponent << 7 | sign & 0x7F)
+            seen.append(sign << 15 | exponent << 7 | mantissa)
         expected = elements[4096 * tile : 4096 * (tile + 1)]
         assert seen == expected + [elements[-1]] * (4096 - len(expected))
         of_words = [seen[2 * index] | seen[2 * index + 1] << 16 for index in range(2048)]
