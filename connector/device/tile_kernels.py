@@ -56,23 +56,43 @@ def _multipliers(index):
 
 
 @triton.jit
-def _table_entry(code, low, high):
-    """The exponents of codes: bytes of two uint64."""
-    half = tl.where(code < 8, low, high)
-    return ((half >> ((code & 7) * 8).to(tl.uint64)) & 0xFF).to(tl.uint32)
+def _permute(lower, upper, selector, NATIVE: tl.constexpr):
+    """Byte `i` of the result is that of the 8 bytes of two words which nibble `i` of `selector` names, 0 to 7."""
+    if NATIVE:  # one instruction
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [lower, upper, selector], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    else:
+        both = lower.to(tl.uint64) | (upper.to(tl.uint64) << 32)
+        found = selector & 0
+        for index in tl.static_range(4):
+            named = ((selector >> (4 * index)) & 7).to(tl.uint64)
+            found = found | (((both >> (8 * named)) & 0xFF).to(tl.uint32) << (8 * index))
+        return found
+
+
+@triton.jit
+def _exponent_bytes(codes, low, high, NATIVE: tl.constexpr):
+    """The exponents of the codes in the lower half of a word, as four bytes; `low` and `high` are the table."""
+    named = codes & 0x7777
+    of_low = _permute((low & 0xFFFFFFFF).to(tl.uint32), (low >> 32).to(tl.uint32), named, NATIVE)
+    of_high = _permute((high & 0xFFFFFFFF).to(tl.uint32), (high >> 32).to(tl.uint32), named, NATIVE)
+    return _permute(of_low, of_high, ((codes >> 1) & 0x4444) | 0x3210, NATIVE)
+
+
+@triton.jit
+def _exponent_pairs(codes, low, high, NATIVE: tl.constexpr):
+    """The exponents of two rows, each time in the halves of a word; their codes are in the lower half of `codes`."""
+    exponents = _exponent_bytes(codes, low, high, NATIVE)
+    zero = exponents & 0
+    return _permute(exponents, zero, zero | 0x4140, NATIVE), _permute(exponents, zero, zero | 0x4342, NATIVE)
 
 
 @triton.jit
 def _row_pair(word, row: tl.constexpr):
-    """The two codes that a word of codes has for row `row`, in the halves of a word."""
+    """The two nibbles that a word has for row `row`, in the halves of a word."""
     of_row = word >> (8 * row)
     return (of_row & 15) | ((of_row & 0xF0) << 12)
-
-
-@triton.jit
-def _exponent_pair(word, row: tl.constexpr, low, high):
-    pair = _row_pair(word, row)
-    return _table_entry(pair & 15, low, high) | (_table_entry(pair >> 16, low, high) << 16)
 
 
 @triton.jit
@@ -118,13 +138,14 @@ def _store_row(target, words, first_word, row: tl.constexpr, lanes, decoded_byte
 
 
 @triton.jit(do_not_specialize_on_alignment=["verdict"])
-def decode_kernel(table, verdict, GROUP: tl.constexpr):
+def decode_kernel(table, verdict, GROUP: tl.constexpr, NATIVE: tl.constexpr):
     """Decode `GROUP` tiles of one page.
 
     Args:
         table: int64 `[pages, 8]`: address of the payload, of the target, decoded bytes, slots of a tile, tiles whose
             exponents are stored whole, seed, and both halves of the table of exponents.
         verdict: int32 `[1]`.
+        NATIVE: Whether this is a GPU, for which there is an instruction that the interpreter does not have.
     """
     page = table + tl.program_id(1) * _TABLE_FIELDS
     decoded_bytes = tl.load(page + 2)
@@ -158,10 +179,8 @@ def decode_kernel(table, verdict, GROUP: tl.constexpr):
     signs_1 = tl.load(tl.multiple_of(base + signs_at + _LANES, [1, 16]), mask=here, other=0)
     stored_sum = tl.load((base + sums_start).to(tl.pointer_type(tl.uint64)) + tile, mask=exists, other=0)
 
-    pair_0 = _exponent_pair(codes, 0, low, high)
-    pair_1 = _exponent_pair(codes, 1, low, high)
-    pair_2 = _exponent_pair(codes, 2, low, high)
-    pair_3 = _exponent_pair(codes, 3, low, high)
+    pair_0, pair_1 = _exponent_pairs(codes, low, high, NATIVE)
+    pair_2, pair_3 = _exponent_pairs(codes >> 16, low, high, NATIVE)
     seen_sum = seed + (tile + 1).to(tl.uint64) * _TILE_FACTOR
     wrong = tl.zeros([GROUP], tl.int32)
     if num_slots > 0:

@@ -63,7 +63,8 @@ def decode_many(
     num_tiles = max(head.num_tiles for head in heads)
     group = _group(verdict.device, num_tiles)
     grid = (triton.cdiv(num_tiles, group), len(heads))
-    tile_kernels.decode_kernel[grid](table, verdict, GROUP=group, num_warps=_WARPS)
+    is_gpu = verdict.device.type == "cuda"
+    tile_kernels.decode_kernel[grid](table, verdict, GROUP=group, NATIVE=is_gpu, num_warps=_WARPS)
 
 
 def encode(source: torch.Tensor, target: torch.Tensor, result: torch.Tensor) -> None:
