@@ -77,6 +77,7 @@ class Row:
         cpu_s_per_gb: Median processor seconds, as `Work.cpu_s` counts them.
         raw_gb_s: For our puts to and gets from Redis: the most that raw commands to the same Redis moved in the same
             turns.
+        stored_ratio: For the codec: bytes of the payloads, by bytes of the pages.
     """
 
     what: str
@@ -87,6 +88,7 @@ class Row:
     ceiling_gb_s: float
     cpu_s_per_gb: float
     raw_gb_s: float | None = None
+    stored_ratio: float | None = None
 
     @property
     def ratio(self) -> float:
@@ -115,6 +117,8 @@ class Row:
         if self.raw_gb_s is not None and self.raw_ratio is not None:
             names = (f"raw_{self.verb}_gb_s", f"raw_{self.verb}_ratio")
             fields |= dict(zip(names, (round(self.raw_gb_s, 4), round(self.raw_ratio, 4)), strict=True))
+        if self.stored_ratio is not None:
+            fields["stored_ratio"] = round(self.stored_ratio, 4)
         return fields
 
 

@@ -130,6 +130,7 @@ _ROW_COLUMNS: Sequence[Column[Row]] = (
     ("ratio", lambda row: f"{row.ratio:.2f}"),
     ("of raw Redis", lambda row: f"{row.raw_ratio:.2f}" if row.raw_ratio is not None else ""),
     ("CPU s/GB", lambda row: f"{row.cpu_s_per_gb:.2f}"),
+    ("stored", lambda row: f"{row.stored_ratio:.3f}" if row.stored_ratio is not None else ""),
 )
 
 

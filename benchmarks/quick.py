@@ -11,13 +11,13 @@ import uvloop
 
 from benchmarks.ceilings import memcpy, tcp_peer, unix_peer
 from benchmarks.loads import load_rows
-from benchmarks.measure import Amounts, Row, Work, measure
+from benchmarks.measure import Amounts, Row, Work, measure, measure_in_turn
 from benchmarks.node import Node, temporary_folder
 from benchmarks.pages import RecordPages, benchmark_namespace, bf16_page
 from benchmarks.program import Section, run_sections
 from benchmarks.stores import RedisPy, Service, TierStore, fill, open_s3_tier, store_rows
 from kvstore.client import connect
-from kvstore.codec import PLANES2, Encoded, decode_into, encode, max_payload_bytes
+from kvstore.codec import PLANES2, TILES, Encoded, decode_into, encode, max_payload_bytes
 from kvstore.format.record import verify_payload
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.program import Say
@@ -67,37 +67,60 @@ async def _codec_rows(size_bytes: int, amounts: Amounts, say: Say) -> list[Row]:
     say("codec: making pages")
     num_pages = amounts.num_pages(size_bytes)
     pages = [bytearray(bf16_page(size_bytes, seed=seed)) for seed in range(num_pages)]
-    payloads = [memoryview(bytearray(b"\1") * max_payload_bytes(size_bytes)) for _ in range(num_pages)]
-    decoded = [memoryview(bytearray(b"\1") * size_bytes) for _ in range(num_pages)]
-    encodeds: list[Encoded] = []
+    copied = [memoryview(bytearray(b"\1") * size_bytes) for _ in range(num_pages)]
+    chains = {"": _ChainPages(PLANES2, pages), ", tiles": _ChainPages(TILES, pages)}
 
-    def encode_all() -> None:
-        encodeds[:] = [encode(PLANES2, page, payload) for page, payload in zip(pages, payloads, strict=True)]
-
-    def decode_all() -> None:
-        for encoded, payload, target in zip(encodeds, payloads, decoded, strict=True):
-            decode_into(encoded.chain, payload[: encoded.payload_bytes], target)
-
-    async def row(what: str, call: Callable[[], None], ceiling_targets: list[memoryview]) -> Row:
+    async def rows(what: str, calls: dict[str, Callable[[], None]]) -> list[Row]:
         say(f"codec: {what}")
-        ceiling = memcpy(pages, ceiling_targets)
-        num_bytes = size_bytes * num_pages
-        return await measure(
-            what,
-            _Calls(call),
-            ceiling,
+        measured = await measure_in_turn(
+            [(what + suffix, _Calls(call)) for suffix, call in calls.items()],
+            memcpy(pages, copied),
             size_bytes=size_bytes,
-            num_bytes=num_bytes,
+            num_bytes=size_bytes * num_pages,
             in_flight=1,
             repetitions=amounts.repetitions,
         )
+        return [
+            replace(row, stored_ratio=chains[suffix].stored_ratio) for row, suffix in zip(measured, calls, strict=True)
+        ]
 
-    rows = [await row("codec encode", encode_all, payloads)]
-    copied = [memoryview(bytearray(b"\1") * size_bytes) for _ in range(num_pages)]
-    rows.append(await row("codec decode", decode_all, copied))
-    if any(target != page for target, page in zip(decoded, pages, strict=True)):
-        raise RuntimeError("decoding did not give back what was encoded")
-    return [*rows, await _verify_row(size_bytes, amounts, say)]
+    measured = await rows("codec encode", {suffix: chain.encode for suffix, chain in chains.items()})
+    measured += await rows("codec decode", {suffix: chain.decode for suffix, chain in chains.items()})
+    for chain in chains.values():
+        chain.check()
+    return [*measured, await _verify_row(size_bytes, amounts, say)]
+
+
+class _ChainPages:
+    """Pages, what a chain makes of them, and what that decodes to."""
+
+    def __init__(self, chain: int, pages: Sequence[bytearray]) -> None:
+        self._chain = chain
+        self._pages = pages
+        self._payloads = [memoryview(bytearray(b"\1") * max_payload_bytes(len(page))) for page in pages]
+        self._decoded = [memoryview(bytearray(b"\1") * len(page)) for page in pages]
+        self._encoded: list[Encoded] = []
+
+    @property
+    def stored_ratio(self) -> float:
+        return sum(encoded.payload_bytes for encoded in self._encoded) / sum(map(len, self._pages))
+
+    def encode(self) -> None:
+        pairs = zip(self._pages, self._payloads, strict=True)
+        self._encoded = [encode(self._chain, page, payload) for page, payload in pairs]
+
+    def decode(self) -> None:
+        for encoded, payload, target in zip(self._encoded, self._payloads, self._decoded, strict=True):
+            decode_into(encoded.chain, payload[: encoded.payload_bytes], target)
+
+    def check(self) -> None:
+        """Compare.
+
+        Raises:
+            RuntimeError: What was decoded is not what was encoded.
+        """
+        if any(target != page for target, page in zip(self._decoded, self._pages, strict=True)):
+            raise RuntimeError("decoding did not give back what was encoded")
 
 
 async def _verify_row(size_bytes: int, amounts: Amounts, say: Say) -> Row:

@@ -38,8 +38,10 @@ def test_codec(capsys: pytest.CaptureFixture[str]) -> None:
     assert quick.main(["--only", "codec", "--sizes", "4KiB,8KiB", *TINY]) == 0
     output = capsys.readouterr().out
     rows = rows_of(output)
-    assert [row["what"] for row in rows] == ["codec encode", "codec decode", "verify"]
-    assert [row["size_bytes"] for row in rows] == [8192, 8192, 8192 - 64]
+    calls = ["codec encode", "codec encode, tiles", "codec decode", "codec decode, tiles", "verify"]
+    assert [row["what"] for row in rows] == calls
+    assert [row["size_bytes"] for row in rows] == [8192] * 4 + [8192 - 64]
+    assert [0.6 < row.pop("stored_ratio") < 0.8 for row in rows[:4]] == [True] * 4
     for row in rows:
         assert row["what"] in output.partition("BENCH ")[0]
         assert set(row) == COLUMNS

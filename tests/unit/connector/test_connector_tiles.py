@@ -9,7 +9,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from kvstore.codec import TILES
 from kvstore.codec.tiles import HEAD_BYTES, TilesHead, read_head
+from kvstore.format.record import read_record
+from tests.golden.make_golden import CASES, FOLDER
 from tests.unit.codec.tile_pages import activations, page_of_all_kinds, payload_of, special_pages
 from tests.unit.connector.interpreted_tiles import Kernels, interpreted_kernels
 
@@ -37,18 +40,28 @@ def test_kernels_equal_numpy_on_special_pages(kernels: Kernels) -> None:
         assert page == pages[name], name
 
 
-def test_kernels_equal_numpy_on_ten_thousand_random_tiles(kernels: Kernels) -> None:
-    """Pages with all shares of patches and of whole tiles."""
+@pytest.mark.parametrize("tiles_of_page", [100, pytest.param(1024, marks=pytest.mark.full)])
+def test_kernels_equal_numpy_on_random_tiles(kernels: Kernels, tiles_of_page: int) -> None:
+    """Pages with all shares of patches and of whole tiles; ten thousand tiles in the full run."""
     num_tiles = 0
     for seed in range(10):
-        page = activations(4096 * 1024 - seed, seed, odd=(seed % 5) * 0.001, noise=(seed % 3) * 0.05)
+        page = activations(4096 * tiles_of_page - seed, seed, odd=(seed % 5) * 0.001, noise=(seed % 3) * 0.05)
         payload = payload_of(page)
         assert payload is not None
         head = read_head(payload, len(page))
         assert kernels.encode([page]) == [payload]
         assert kernels.decode([payload], [head]) == ([page], 0)
         num_tiles += head.num_tiles
-    assert num_tiles >= 10_000
+    assert num_tiles == 10 * tiles_of_page
+
+
+def test_kernels_read_golden_files(kernels: Kernels) -> None:
+    """Tiles of a released writer decode to the known bytes, and are written as they were."""
+    cases = [case for case in CASES if case.chain == TILES]
+    payloads = [bytes(read_record((FOLDER / f"{case.name}.kvr").read_bytes()).payload) for case in cases]
+    heads = [read_head(payload, case.decoded_bytes) for case, payload in zip(cases, payloads, strict=True)]
+    assert kernels.decode(payloads, heads) == ([case.decoded for case in cases], 0)
+    assert kernels.encode([case.decoded for case in cases]) == payloads
 
 
 def test_a_kernel_finds_every_flipped_bit(kernels: Kernels) -> None:
