@@ -137,6 +137,53 @@ def _store_row(target, words, first_word, row: tl.constexpr, lanes, decoded_byte
                 tl.store(rest, (last >> (8 * index)).to(tl.uint8), mask=index < decoded_bytes % 4)
 
 
+@triton.jit
+def _apply_slots(slots_at, whole_at, exists, codes, pairs, num_slots, num_whole):
+    """Change exponents as slots say.
+
+    Args:
+        slots_at: `[tiles]`: the first slot of each tile.
+        whole_at: Where the upper exponents start.
+        exists: `[tiles]`.
+        pairs: Of each row, `[tiles, 512]`, the exponents by the table.
+
+    Returns:
+        The exponents of the rows; for each tile what its slots add to the sum, and 1 if they are none of the format.
+    """
+    pair_0, pair_1, pair_2, pair_3 = pairs
+    lanes = tl.arange(0, _LANES)
+    slot = tl.arange(0, _SLOTS_MAX)
+    slots = tl.load(slots_at[:, None] + slot[None, :], mask=exists[:, None] & (slot < num_slots)[None, :], other=0)
+    of_slots = tl.sum(slots.to(tl.uint64) * _multipliers(slot + _TILE_WORDS)[None, :], axis=1)
+    used = tl.sum((slots != 0).to(tl.int32), axis=1)
+    most = tl.max(used, axis=0)
+    wrong = used * 0
+    if most > 0:
+        first = tl.load(slots_at, mask=exists, other=0)
+        is_whole = (first & _WHOLE) != 0
+        whole = (first ^ _WHOLE).to(tl.int64)
+        is_bad = is_whole & ((whole >= num_whole) | (used > 1))
+        reads = (is_whole & (is_bad == 0))[:, None]
+        upper = tl.load(whole_at + (whole * _CODES_WORDS)[:, None] + lanes[None, :], mask=reads, other=0)
+        pair_0 = tl.where(reads, _whole_pair(codes, upper, 0), pair_0)
+        pair_1 = tl.where(reads, _whole_pair(codes, upper, 1), pair_1)
+        pair_2 = tl.where(reads, _whole_pair(codes, upper, 2), pair_2)
+        pair_3 = tl.where(reads, _whole_pair(codes, upper, 3), pair_3)
+        for index in range(most):
+            is_used = exists & (index < used) & (is_whole == 0)
+            patch = tl.load(slots_at + index, mask=is_used, other=0)
+            is_patch = (patch >> 20) == _PATCH_PREFIX
+            is_bad = is_bad | ((is_patch == 0) & is_used)
+            word = ((patch >> 9) & (_TILE_WORDS - 1)).to(tl.int32)
+            difference = tl.where(is_patch, (patch & 0xFF) << (((patch >> 8) & 1) * 16), 0)
+            pair_0 = _patched(pair_0, 0, lanes, word, difference)
+            pair_1 = _patched(pair_1, 1, lanes, word, difference)
+            pair_2 = _patched(pair_2, 2, lanes, word, difference)
+            pair_3 = _patched(pair_3, 3, lanes, word, difference)
+        wrong = is_bad.to(tl.int32)
+    return pair_0, pair_1, pair_2, pair_3, of_slots, wrong
+
+
 @triton.jit(do_not_specialize_on_alignment=["verdict"])
 def decode_kernel(table, verdict, GROUP: tl.constexpr, NATIVE: tl.constexpr):
     """Decode `GROUP` tiles of one page.
@@ -184,35 +231,16 @@ def decode_kernel(table, verdict, GROUP: tl.constexpr, NATIVE: tl.constexpr):
     seen_sum = seed + (tile + 1).to(tl.uint64) * _TILE_FACTOR
     wrong = tl.zeros([GROUP], tl.int32)
     if num_slots > 0:
-        slot = tl.arange(0, _SLOTS_MAX)
-        slots_at = base + slots_start + tile * num_slots
-        slots = tl.load(slots_at[:, None] + slot[None, :], mask=here & (slot < num_slots)[None, :], other=0)
-        seen_sum += tl.sum(slots.to(tl.uint64) * _multipliers(slot + _TILE_WORDS)[None, :], axis=1)
-        used = tl.sum((slots != 0).to(tl.int32), axis=1)
-        most = tl.max(used, axis=0)
-        if most > 0:
-            first = tl.load(slots_at, mask=exists, other=0)
-            is_whole = (first & _WHOLE) != 0
-            whole = (first ^ _WHOLE).to(tl.int64)
-            is_bad = is_whole & ((whole >= num_whole) | (used > 1))
-            reads = is_whole & (is_bad == 0)
-            upper_at = (whole_start + whole * _CODES_WORDS)[:, None] + lanes[None, :]
-            upper = tl.load(base + upper_at, mask=reads[:, None], other=0)
-            pair_0 = tl.where(reads[:, None], _whole_pair(codes, upper, 0), pair_0)
-            pair_1 = tl.where(reads[:, None], _whole_pair(codes, upper, 1), pair_1)
-            pair_2 = tl.where(reads[:, None], _whole_pair(codes, upper, 2), pair_2)
-            pair_3 = tl.where(reads[:, None], _whole_pair(codes, upper, 3), pair_3)
-            for index in range(most):
-                patch = tl.load(slots_at + index, mask=exists & (index < used) & (is_whole == 0), other=0)
-                is_patch = (patch >> 20) == _PATCH_PREFIX
-                is_bad = is_bad | ((is_patch == 0) & (index < used) & (is_whole == 0))
-                word = ((patch >> 9) & (_TILE_WORDS - 1)).to(tl.int32)
-                difference = tl.where(is_patch, (patch & 0xFF) << (((patch >> 8) & 1) * 16), 0)
-                pair_0 = _patched(pair_0, 0, lanes, word, difference)
-                pair_1 = _patched(pair_1, 1, lanes, word, difference)
-                pair_2 = _patched(pair_2, 2, lanes, word, difference)
-                pair_3 = _patched(pair_3, 3, lanes, word, difference)
-            wrong = is_bad.to(tl.int32)
+        pair_0, pair_1, pair_2, pair_3, of_slots, wrong = _apply_slots(
+            base + slots_start + tile * num_slots,
+            base + whole_start,
+            exists,
+            codes,
+            (pair_0, pair_1, pair_2, pair_3),
+            num_slots,
+            num_whole,
+        )
+        seen_sum += of_slots
 
     words_0 = _element_pair(pair_0, signs_0, 0)
     words_1 = _element_pair(pair_1, signs_0, 1)
@@ -387,6 +415,26 @@ def choose_slots_kernel(patches, decoded_bytes, num_tiles, room, plan, whole, ta
     tl.store(target.to(tl.pointer_type(tl.uint64)) + index, tl.where(index == 0, head_sum, word))
 
 
+@triton.jit
+def _store_patches(slots_at, slot, place, code, is_patch):
+    """Write patches, `[tiles, 512]`, to the slots with these indexes; returns what they add to their tile's sum."""
+    patch = (place << 8) | (code >> 8) | _PATCH
+    tl.store(slots_at[:, None] + slot, patch, mask=is_patch)
+    return tl.where(is_patch, patch.to(tl.uint64) * _multipliers(slot + _TILE_WORDS), 0)
+
+
+@triton.jit
+def _store_other_slots(slots_at, num_patches, is_whole, whole_index, exists, num_slots):
+    """Write unused slots, and the slot of each tile whose exponents are stored whole; returns what adds to the sum."""
+    slot = tl.arange(0, _SLOTS_MAX)
+    marker = whole_index.to(tl.uint32) | _WHOLE
+    tl.store(slots_at, marker, mask=is_whole)
+    num_used = tl.where(is_whole, 1, num_patches)
+    is_unused = exists[:, None] & (slot[None, :] >= num_used[:, None]) & (slot < num_slots)[None, :]
+    tl.store(slots_at[:, None] + slot[None, :], marker[:, None] & (slot[None, :] * 0).to(tl.uint32), mask=is_unused)
+    return tl.where(is_whole, marker.to(tl.uint64) * _multipliers(num_used * 0 + _TILE_WORDS), 0)
+
+
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=["result"])
 def write_kernel(
     source,
@@ -450,28 +498,14 @@ def write_kernel(
             slot_1 = slot_0 + is_patch_0.to(tl.int32)
             before += tl.sum(of_word, axis=1)
             place = ((lanes + row * _LANES) * 2).to(tl.uint32)[None, :]
-            patch_0 = (place << 8) | (code_0 >> 8) | _PATCH
-            patch_1 = ((place + 1) << 8) | (code_1 >> 8) | _PATCH
-            tl.store(slots_at[:, None] + slot_0, patch_0, mask=is_patch_0)
-            tl.store(slots_at[:, None] + slot_1, patch_1, mask=is_patch_1)
-            weight_0 = _multipliers(slot_0 + _TILE_WORDS)
-            weight_1 = _multipliers(slot_1 + _TILE_WORDS)
-            of_slots += tl.where(is_patch_0, patch_0.to(tl.uint64) * weight_0, 0)
-            of_slots += tl.where(is_patch_1, patch_1.to(tl.uint64) * weight_1, 0)
+            of_slots += _store_patches(slots_at, slot_0, place, code_0, is_patch_0)
+            of_slots += _store_patches(slots_at, slot_1, place + 1, code_1, is_patch_1)
         packed = packed | (pair << (8 * row))
     codes_at = (codes_start + tile * _CODES_WORDS)[:, None] + lanes[None, :]
     tl.store(tl.multiple_of(base + codes_at, [1, 16]), packed, mask=here)
     slots_sum = tl.sum(of_slots, axis=1)
     if num_slots > 0:
-        slot = tl.arange(0, _SLOTS_MAX)
-        marker = whole_index.to(tl.uint32) | _WHOLE
-        slots_sum += tl.where(
-            is_whole, marker.to(tl.uint64) * _multipliers(tl.zeros([GROUP], tl.int32) + _TILE_WORDS), 0
-        )
-        tl.store(slots_at, marker, mask=is_whole)
-        num_used = tl.where(is_whole, 1, num_patches)
-        is_unused = here & (slot[None, :] >= num_used[:, None]) & (slot < num_slots)[None, :]
-        tl.store(slots_at[:, None] + slot[None, :], tl.zeros([GROUP, _SLOTS_MAX], tl.uint32), mask=is_unused)
+        slots_sum += _store_other_slots(slots_at, num_patches, is_whole, whole_index, exists, num_slots)
         upper_at = (whole_start + whole_index.to(tl.int64) * _CODES_WORDS)[:, None] + lanes[None, :]
         tl.store(tl.multiple_of(base + upper_at, [1, 16]), upper, mask=is_whole[:, None])
     of_tile = tl.load(sums + tile, mask=exists, other=0).to(tl.uint64) + tl.load(plan + _SEED).to(tl.uint64)
