@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.codec import RAW, TILES, encode, max_payload_bytes
-from kvstore.codec.tiles import TILE_BYTES
+from kvstore.codec import RAW, TILES, decode_into, encode, max_payload_bytes
+from kvstore.codec.tiles import TILE_BYTES, read_head
+from kvstore.errors import CorruptRecord
 
 
 def activations(num_elements: int, seed: int = 1, *, odd: float = 0.0, noise: float = 0.0) -> bytes:
@@ -73,6 +74,46 @@ def special_pages() -> dict[str, bytes]:
         "noise": generator.bytes(80_000),
         "fp32": generator.standard_normal(20_000).astype("<f4").tobytes(),
     }
+
+
+def hostile_payloads(payload: bytes, decoded_bytes: int) -> list[bytes]:
+    """Payloads whose slots are none of the format: those of the first tile, of all tiles, and these with right sums."""
+    head = read_head(payload, decoded_bytes)
+    made = []
+    for slot in (
+        0x7FFFFFFF,
+        0xFFFFFFFF,
+        0x40000000 | head.num_whole,
+        0x5FFFFFFF,
+        0xC0000000,
+        1,
+        0x80F00000,
+        0xA0000105,
+    ):
+        first = bytearray(payload)
+        first[head.slots_start : head.slots_start + 4 * head.num_slots] = slot.to_bytes(4 * head.num_slots, "little")
+        every = bytearray(payload)
+        every[head.slots_start : head.whole_start] = slot.to_bytes(4, "little") * (head.num_tiles * head.num_slots)
+        behind_a_gap = bytearray(first)
+        behind_a_gap[head.slots_start : head.slots_start + 8] = bytes(4) + (0x80000105).to_bytes(4, "little")
+        made += [
+            bytes(each) for damaged in (first, every, behind_a_gap) for each in (damaged, _with_right_sums(damaged))
+        ]
+    return made
+
+
+def _with_right_sums(payload: bytearray) -> bytearray:
+    """Write the sums that a reader computes, as somebody would who wants it to take the payload."""
+    right = bytearray(payload)
+    decoded_bytes = int.from_bytes(payload[32:40], "little")
+    head = read_head(right, decoded_bytes)
+    for _ in range(head.num_tiles):
+        try:
+            decode_into(TILES, right, bytearray(decoded_bytes))
+        except CorruptRecord as error:
+            place = head.sums_start + 8 * int(str(error.details["tile"]))
+            right[place : place + 8] = int(str(error.details["seen"])).to_bytes(8, "little")
+    return right
 
 
 def payload_of(source: bytes) -> bytes | None:

@@ -13,7 +13,7 @@ from kvstore.codec import TILES
 from kvstore.codec.tiles import HEAD_BYTES, TilesHead, read_head
 from kvstore.format.record import read_record
 from tests.golden.make_golden import CASES, FOLDER
-from tests.unit.codec.tile_pages import activations, page_of_all_kinds, payload_of, special_pages
+from tests.unit.codec.tile_pages import activations, hostile_payloads, page_of_all_kinds, payload_of, special_pages
 from tests.unit.connector.interpreted_tiles import Kernels, interpreted_kernels
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
@@ -95,16 +95,14 @@ def test_a_wrong_tile_counts_and_its_page_is_not_the_only_one(kernels: Kernels) 
 
 
 def test_a_hostile_payload_stays_within_bounds(kernels: Kernels) -> None:
-    """Slots that name tiles and elements that there are not: all tiles are wrong, nothing else is read or written."""
+    """Slots that name tiles and elements that there are not, under right sums: wrong, and nothing else is touched."""
     page = page_of_all_kinds()
     payload = payload_of(page)
     assert payload is not None
     head = read_head(payload, len(page))
+    for hostile in hostile_payloads(payload, len(page))[1::2]:  # with wrong sums they are not worse
+        assert kernels.decode([hostile], [head])[1] > 0
     generator = np.random.default_rng(4)
-    for slot in (0x7FFFFFFF, 0xFFFFFFFF, 0x40000000 | head.num_whole, 0x5FFFFFFF, 0x00000001, 0x80FFFFFF):
-        damaged = bytearray(payload)
-        damaged[head.slots_start : head.whole_start] = slot.to_bytes(4, "little") * (head.num_tiles * head.num_slots)
-        assert kernels.decode([bytes(damaged)], [head])[1] == head.num_tiles
     noise = payload[:HEAD_BYTES] + generator.bytes(len(payload) - HEAD_BYTES)
     assert kernels.decode([noise], [head])[1] == head.num_tiles
 
