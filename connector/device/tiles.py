@@ -28,6 +28,16 @@ _WARPS = 4
 _ALIGN_BYTES = 16
 
 
+def prepare(device: torch.device) -> None:
+    """Compile the kernels, which takes seconds on a GPU: else their first use does it, on whatever thread that is."""
+    memory = torch.zeros(4 * tiles.TILE_BYTES, dtype=torch.uint8, device=device)
+    payload, page, target = memory.split([2 * tiles.TILE_BYTES, tiles.TILE_BYTES, tiles.TILE_BYTES])
+    ignored = torch.zeros(1, dtype=torch.int32, device=device)
+    encode(page, target, ignored)
+    head = TilesHead(tiles.TILE_BYTES, num_slots=0, num_whole=0, seed=0, table=bytes(tiles.TABLE_ENTRIES))
+    decode(payload[: head.payload_bytes], target, head, ignored)
+
+
 def decode(payload: torch.Tensor, target: torch.Tensor, head: TilesHead, verdict: torch.Tensor) -> None:
     """Order the decoding of one payload on the current stream, see `decode_many`."""
     decode_many([payload], [target], [head], verdict)
@@ -98,7 +108,7 @@ def encode(source: torch.Tensor, target: torch.Tensor, result: torch.Tensor) -> 
     grid = (triton.cdiv(num_tiles, group),)
     sizes = (num_bytes, num_tiles)
     tile_kernels.survey_kernel[grid](source, *sizes, sums, counts, GROUP=group, num_warps=_WARPS)
-    tile_kernels.choose_table_kernel[(1,)](counts, sums, num_tiles, codes, plan, CHUNK=_CHUNK, num_warps=_WARPS)
+    tile_kernels.choose_table_kernel[(1,)](counts, sums, num_tiles, codes, plan, CHUNK=_CHUNK, num_warps=2 * _WARPS)
     tile_kernels.count_kernel[grid](source, *sizes, codes, plan, patches, GROUP=group, num_warps=_WARPS)
     tile_kernels.choose_slots_kernel[(1,)](
         patches, *sizes, worthwhile[-1], plan, whole, target, result, CHUNK=_CHUNK, num_warps=_WARPS

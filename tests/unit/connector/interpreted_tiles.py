@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from kvstore.codec.tiles import TilesHead
+from kvstore.errors import InternalError
 
 _GUARD = 64
 _GUARD_BYTE = 0xA5
@@ -33,6 +34,14 @@ class Kernels:
     def encode(self, sources: Sequence[bytes]) -> list[bytes]:
         """The payload of each page; empty: it is stored raw."""
         return self._process.submit(_encode, sources).result()
+
+    def misuses(self) -> list[str]:
+        """What is said of tensors of other sizes, types and places than the kernels take."""
+        return self._process.submit(_misuses).result()
+
+    def prepare(self) -> None:
+        """As an engine does at start."""
+        self._process.submit(_prepare).result()
 
 
 @contextmanager
@@ -87,3 +96,29 @@ def _encode(sources: Sequence[bytes]) -> list[bytes]:
         assert _is_untouched(memory, around), "a kernel wrote beside its target"
         payloads.append(memory[: int(result)].numpy().tobytes())
     return payloads
+
+
+def _prepare() -> None:
+    from connector.device.tiles import prepare
+
+    prepare(torch.device("cpu"))
+
+
+def _misuses() -> list[str]:
+    from connector.device.tiles import encode
+
+    page, _ = _memory(8193)
+    result = torch.zeros(1, dtype=torch.int32)
+    said = []
+    for source, target in (
+        (page[:8192], page[:8191]),
+        (page[1:], page[:8192]),
+        (page[:8192].view(torch.int16), page[:4096]),
+        (page[:8192:2], page[:4096]),
+        (page[:8192].to("meta"), page[:8192]),
+    ):
+        try:
+            encode(source, target, result)
+        except InternalError as error:
+            said.append(str(error))
+    return said

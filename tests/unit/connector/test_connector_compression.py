@@ -12,7 +12,7 @@ from benchmarks.gpu.kit import InlineStreams
 from connector.device.base import Device
 from connector.device.gpu import StreamDevice
 from connector.identity import describe_namespace
-from kvstore.codec import PLANES2, PLANES4, RAW, TILES
+from kvstore.codec import CHAINS, PLANES2, PLANES4, RAW, TILES
 from kvstore.format.record import Record
 from tests.unit.connector.rank_harness import NUM_BLOCKS, SOURCE, TARGET, Make, Rank
 from tests.unit.connector.support import WEIGHTS, LoopBridge, make_facts, make_shape
@@ -86,3 +86,20 @@ def test_every_engine_reads_what_any_writes(
     assert torch.equal(target.blocks(ALL), wanted)
     assert written == {chain}
     assert source.description.id == target.description.id
+
+
+def test_a_release_that_does_not_know_tiles_recomputes(
+    rank: Make, bridge: LoopBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such an engine, sharing a namespace with one that writes tiles, fails the load; the records stay for others."""
+    source = fill(rank(compression="tiles", element_bytes=2, channels=_CHANNELS))
+    source.save()
+    target = rank(element_bytes=2, channels=_CHANNELS, seed=2)
+    untouched = target.blocks(ALL)
+    with monkeypatch.context() as older:
+        older.delitem(CHAINS, TILES)
+        target.side.start_loads(target.load_job(target.stage()))
+        assert target.result() == ({"r"}, {"r"})
+    assert torch.equal(target.blocks(ALL), untouched)
+    target.side.start_loads(target.load_job(target.stage()))
+    assert target.result() == ({"r"}, set())

@@ -95,7 +95,7 @@ def test_a_wrong_tile_counts_and_its_page_is_not_the_only_one(kernels: Kernels) 
 
 
 def test_a_hostile_payload_stays_within_bounds(kernels: Kernels) -> None:
-    """Slots that name tiles and elements that there are not, under right sums: wrong, and nothing else is touched."""
+    """Slots that name tiles and elements that there are not, under right sums: wrong, and nothing else is written."""
     page = page_of_all_kinds()
     payload = payload_of(page)
     assert payload is not None
@@ -115,3 +115,11 @@ def test_the_other_pages_seed_is_wrong(kernels: Kernels) -> None:
     head = read_head(payload, len(page))
     other = TilesHead(head.decoded_bytes, head.num_slots, head.num_whole, head.seed ^ 1, head.table)
     assert kernels.decode([payload], [other])[1] == head.num_tiles
+
+
+def test_tensors_that_do_not_fit_are_refused(kernels: Kernels) -> None:
+    """Other sizes, odd addresses, other types, gaps, another device: a mistake of the caller, and nothing is ordered."""
+    kernels.prepare()
+    said = kernels.misuses()
+    assert len(said) == 5
+    assert all("expected contiguous bytes" in text or "expected aligned memory" in text for text in said)
