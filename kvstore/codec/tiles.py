@@ -197,9 +197,10 @@ class Tiles(Chain):
         whole = np.where(is_whole, np.cumsum(is_whole) - 1, -1)
         for first, tiles in _chunks(source):
             chosen = slice(first, first + len(tiles))
-            _write(parts, chosen, tiles, codes)
+            exponents = _exponents(tiles)
+            _write(parts, chosen, tiles, np.take(codes, exponents, mode="clip"))
             if num_slots:
-                _write_slots(parts, chosen, tiles, differences, whole[chosen])
+                _write_slots(parts, chosen, exponents, differences, whole[chosen])
         parts.sums[:] = sums + _bases(head, 0, sums.size)
         if num_slots:
             parts.sums[:] += parts.slots @ _OF_SLOTS[:num_slots]
@@ -300,7 +301,7 @@ def _code_tables(table: ByteArray) -> tuple[ByteArray, ByteArray]:
 
 
 def _num_patches(tiles: Words, differences: ByteArray) -> NDArray[np.int64]:
-    patched: NDArray[np.bool_] = np.take(differences, _exponents(tiles)) != 0
+    patched: NDArray[np.bool_] = np.take(differences, _exponents(tiles), mode="clip") != 0
     num_patches: NDArray[np.int64] = patched.sum(axis=1, dtype=np.int64)
     return num_patches
 
@@ -322,7 +323,7 @@ def _write(parts: _Parts, chosen: slice, tiles: Words, codes: ByteArray) -> None
         even, odd = tiles[:, 2 * row], tiles[:, 2 * row + 1]
         of_odd = (odd & _MANTISSAS) << np.uint32(7) | (odd & _SIGNS) >> np.uint32(1)
         parts.signs[chosen, row] = even & ~_EXPONENTS | of_odd
-    parts.codes[chosen] = _nibbles(np.take(codes, _exponents(tiles)))
+    parts.codes[chosen] = _nibbles(codes)
 
 
 def _nibbles(values: ByteArray) -> Words:
@@ -332,22 +333,22 @@ def _nibbles(values: ByteArray) -> Words:
     return np.ascontiguousarray(packed.transpose(0, 2, 1)).view("<u4").reshape(len(values), LANES)
 
 
-def _write_slots(parts: _Parts, chosen: slice, tiles: Words, differences: ByteArray, whole: NDArray[np.int64]) -> None:
+def _write_slots(
+    parts: _Parts, chosen: slice, exponents: ByteArray, differences: ByteArray, whole: NDArray[np.int64]
+) -> None:
     """Write the patches, and the exponents of tiles that have too many: those with an index in `whole`, else -1."""
     slots = parts.slots[chosen]
     slots[:] = 0
-    exponents = _exponents(tiles)
-    different = np.take(differences, exponents)
-    for index in np.flatnonzero(different.any(axis=1)):
-        at = int(whole[index])
-        if at < 0:
-            places = np.flatnonzero(different[index])
-            slots[index, : places.size] = PATCH | places << 8 | different[index, places]
-        else:
-            slots[index, 0] = WHOLE | at
-            of_tile = exponents[index : index + 1]
-            parts.codes[chosen.start + index] = _nibbles(of_tile & np.uint8(15))[0]
-            parts.whole[at] = _nibbles(of_tile >> np.uint8(4))[0]
+    different = np.take(differences, exponents, mode="clip")
+    for tile in np.flatnonzero(whole >= 0):
+        slots[tile, 0] = WHOLE | int(whole[tile])
+        of_tile = exponents[tile : tile + 1]
+        parts.codes[chosen.start + tile] = _nibbles(of_tile & np.uint8(15))[0]
+        parts.whole[whole[tile]] = _nibbles(of_tile >> np.uint8(4))[0]
+        different[tile] = 0
+    tile, place = np.divmod(np.flatnonzero(different != 0), 2 * TILE_WORDS)
+    first = np.searchsorted(tile, tile)  # of the same tile
+    slots[tile, np.arange(tile.size) - first] = PATCH | place << 8 | different[tile, place]
 
 
 def _read(parts: _Parts, chosen: slice, pairs: Words, tiles: Words) -> None:
@@ -364,8 +365,8 @@ def _read(parts: _Parts, chosen: slice, pairs: Words, tiles: Words) -> None:
     wrong = np.zeros(len(tiles), np.bool_)
     if parts.head.num_slots:
         slots = parts.slots[chosen]
-        for tile in np.flatnonzero(slots.any(axis=1)):
-            wrong[tile] = not _patch(parts, slots[tile], codes[tile], tiles[tile])
+        if slots.any():
+            wrong = _apply_slots(parts, slots, codes, tiles)
         sums += slots @ _OF_SLOTS[: parts.head.num_slots]
     sums += _word_sums(tiles)
     wrong |= sums != parts.sums[chosen]
@@ -379,25 +380,27 @@ def _read(parts: _Parts, chosen: slice, pairs: Words, tiles: Words) -> None:
         )
 
 
-def _patch(parts: _Parts, slots: Words, codes: Words, tile: Words) -> bool:
-    """Patch one decoded tile `[4, 512]`; False: its slots are none of this format."""
-    used = int(np.count_nonzero(slots))
-    if slots[0] & WHOLE:
-        at = int(slots[0]) ^ WHOLE
-        if used > 1 or at >= len(parts.whole):
-            return False
+def _apply_slots(parts: _Parts, slots: Words, codes: Words, tiles: Words) -> NDArray[np.bool_]:
+    """Change the exponents of decoded tiles `[tiles, 4, 512]` as slots say; returns which are none of this format."""
+    used = np.count_nonzero(slots, axis=1)
+    is_whole = slots[:, 0] & np.uint32(WHOLE) != 0
+    wrong: NDArray[np.bool_] = is_whole & (used > 1)
+    for tile in np.flatnonzero(is_whole):
+        at = int(slots[tile, 0]) ^ WHOLE
+        if at >= len(parts.whole):
+            wrong[tile] = True
+            continue
         for row in range(4):
-            lower, upper = (_pair(each, row) for each in (codes, parts.whole[at]))
-            tile[row] = tile[row] & ~_EXPONENTS | (lower | upper << np.uint32(4)) << np.uint32(7)
-        return True
-    places = slots[:used] >> np.uint32(8)
-    if not (slots[:used] >> np.uint32(8 + PLACE_BITS) == PATCH >> 8 + PLACE_BITS).all():
-        return False
-    shifts = np.uint32(7) + ((places & np.uint32(1)) << np.uint32(4))
-    np.bitwise_xor.at(
-        tile.reshape(-1), places >> np.uint32(1) & np.uint32(TILE_WORDS - 1), (slots[:used] & np.uint32(255)) << shifts
-    )
-    return True
+            lower, upper = (_pair(each, row) for each in (codes[tile], parts.whole[at]))
+            tiles[tile, row] = tiles[tile, row] & ~_EXPONENTS | (lower | upper << np.uint32(4)) << np.uint32(7)
+    tile, index = np.nonzero(slots * ~is_whole[:, None])
+    patch = slots[tile, index]
+    is_patch = patch >> np.uint32(8 + PLACE_BITS) == PATCH >> 8 + PLACE_BITS
+    wrong[tile[~is_patch | (index >= used[tile])]] = True
+    place = patch >> np.uint32(8) & np.uint32(2 * TILE_WORDS - 1)
+    difference = (patch & np.uint32(0xFF)) << np.uint32(7) + (place % np.uint32(2) << np.uint32(4))
+    np.bitwise_xor.at(tiles.reshape(len(tiles), TILE_WORDS), (tile, place // np.uint32(2)), difference)
+    return wrong
 
 
 def _pair(nibbles: Words, row: int) -> Words:

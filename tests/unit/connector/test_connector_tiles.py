@@ -118,7 +118,7 @@ def test_the_other_pages_seed_is_wrong(kernels: Kernels) -> None:
 
 
 def test_tensors_that_do_not_fit_are_refused(kernels: Kernels) -> None:
-    """Other sizes, odd addresses, other types, gaps, another device: a mistake of the caller, and nothing is ordered."""
+    """Other sizes, odd addresses, other types, gaps, another device: the caller is wrong, and nothing is ordered."""
     kernels.prepare()
     said = kernels.misuses()
     assert len(said) == 5
