@@ -147,6 +147,8 @@ def _read_head(payload: ByteArray, decoded_bytes: int) -> TilesHead:
         raise CorruptRecord("head of tiles is not one of this format", num_whole=num_whole, num_tiles=head.num_tiles)
     if payload.size != head.payload_bytes:
         raise CorruptRecord("tiles do not fill the payload", expected=head.payload_bytes, seen=payload.size)
+    if payload.size > size_bytes:  # who reads it may have room for the page, not for more
+        raise CorruptRecord("payload is larger than its content", expected_max=size_bytes, seen=payload.size)
     return head
 
 

@@ -225,6 +225,9 @@ def test_a_head_that_lies_is_corrupt() -> None:
     for lie in (with_more, without_slots, bytes(with_rest)):
         with pytest.raises(CorruptRecord, match="not one of this format"):
             read_head(lie, len(page))
+    larger = _with(head, num_whole=head.num_tiles) + payload[HEAD_BYTES:]
+    with pytest.raises(CorruptRecord, match="larger than its content"):
+        read_head(larger + bytes(2048 * (head.num_tiles - head.num_whole)), len(page))
     for size in (len(page) - 1, len(page) + 1, 0, TILE_BYTES):
         with pytest.raises(CorruptRecord, match="size"):
             read_head(payload, size)
