@@ -29,7 +29,7 @@ _ALIGN_BYTES = 16
 
 
 def prepare(device: torch.device) -> None:
-    """Compile the kernels, which takes seconds on a GPU: else their first use does it, on whatever thread that is."""
+    """Compile the kernels, at start: on a GPU it takes seconds, for which their first use would wait."""
     memory = torch.zeros(4 * tiles.TILE_BYTES, dtype=torch.uint8, device=device)
     payload, page, target = memory.split([2 * tiles.TILE_BYTES, tiles.TILE_BYTES, tiles.TILE_BYTES])
     ignored = torch.zeros(1, dtype=torch.int32, device=device)

@@ -123,7 +123,7 @@ def test_a_section_that_fails_does_not_hide_the_others(
     assert quick.main(["--only", "s3,codec", "--json", "--sizes", "4KiB", *TINY]) == 1
     captured = capsys.readouterr()
     assert "s3: no room for a server" in captured.err
-    assert len(rows_of(captured.out)) == 3
+    assert len(rows_of(captured.out)) == 5
 
 
 def test_an_engine_that_fails_is_reported_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
