@@ -25,7 +25,7 @@ from kvstore.wire.messages import PROTOCOL_VERSION, Message, decode, encode, rai
 
 _log = logging.getLogger(__name__)
 
-_SHARED_BYTES_MIN = 64 << 10
+SHARED_BYTES_MIN = 64 << 10
 """Smaller records are sent: a socket is as fast for them."""
 _AT_ONCE_S = 1e-6
 """The shortest timeout: zero would make the socket non-blocking."""
@@ -92,7 +92,7 @@ class SaveMemory:
 
     def take(self, num_bytes: int) -> memoryview | None:
         """A buffer in it; `None`: there is none, too little is free, or the record is so small that it may be sent."""
-        if self._arena is None or num_bytes < _SHARED_BYTES_MIN:
+        if self._arena is None or num_bytes < SHARED_BYTES_MIN:
             return None
         return self._arena.take(num_bytes)
 

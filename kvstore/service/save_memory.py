@@ -20,7 +20,10 @@ from kvstore.service.limits import ServiceLimits
 from kvstore.wire import messages
 
 _THREADS = 4
-"""Records that are copied at a time. One thread copies some GB/s."""
+"""Large records that are copied at a time. One thread copies some GB/s."""
+INLINE_BYTES = (1 << 20) + (64 << 10)
+"""Up to this size (200 us) a record is copied on the event loop: to receive it there would take longer, and to start a
+thread and wait for it too."""
 _LEAST_BYTES = 16 << 20
 """No memory is smaller, so that `save_memory_bytes` bounds the number of descriptors too."""
 
@@ -145,7 +148,10 @@ class SaveMemories:
         if not await receipt.take_room(request.num_bytes, deadline):
             raise Unavailable("no room to copy this record before its deadline")
         target = allocate(request.num_bytes)
-        await self._threads.run(request.num_bytes, partial(memory.copy, place, target), deadline=deadline)
+        if request.num_bytes <= INLINE_BYTES:
+            memory.copy(place, target)
+        else:
+            await self._threads.run(request.num_bytes, partial(memory.copy, place, target), deadline=deadline)
         return target
 
     def close(self, memory: SaveMemory) -> None:

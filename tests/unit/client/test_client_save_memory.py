@@ -86,6 +86,7 @@ def copies_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Eve
     """
     waits, go_on = threading.Event(), threading.Event()
     inner = SaveMemory.copy
+    monkeypatch.setattr(save_memory, "INLINE_BYTES", 0)
 
     def copy(self: SaveMemory, place: Place, target: memoryview) -> None:
         waits.set()
