@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.runtime.arena import ArenaView, Place, memory_file
 from kvstore.runtime.budget import Shares
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.turns import Turns, who_asks
 from kvstore.service.incoming import Receipt
 from kvstore.service.limits import ServiceLimits
 from kvstore.wire import messages
@@ -24,6 +26,8 @@ _THREADS = 4
 INLINE_BYTES = (1 << 20) + (64 << 10)
 """Up to this size (200 us) a record is copied on the event loop: to receive it there would take longer, and to start a
 thread and wait for it too."""
+INLINE_AT_ONCE = 2
+"""Records that are copied in one round of the event loop: many that come in one go do not delay other clients."""
 _LEAST_BYTES = 16 << 20
 """No memory is smaller, so that `save_memory_bytes` bounds the number of descriptors too."""
 
@@ -32,7 +36,7 @@ class SaveMemory:
     """The memory of one connection, which its client writes to at any time; made by `SaveMemories.open`.
 
     Attributes:
-        id: 16 random bytes that only its client was told.
+        id: 16 random bytes that only its client gets.
         capacity_bytes: Its size, which never changes.
         tenant: Of its client.
     """
@@ -48,7 +52,7 @@ class SaveMemory:
         self._open_view().at(place)
 
     def copy(self, place: Place, target: memoryview) -> None:
-        """Copy what is at a place, on any thread. Other threads run meanwhile: numpy's copy releases the GIL.
+        """Copy what is at a place, on any thread. Other threads run during the copy: numpy releases the GIL.
 
         The copy may have mixed bytes, since a client may write at any time. So the copy must be verified.
 
@@ -79,6 +83,7 @@ class SaveMemories:
         self._limits = limits
         self._shares = Shares(limits.save_memory_bytes)
         self._all: dict[bytes, SaveMemory] = {}
+        self._turns = Turns(INLINE_AT_ONCE)
         self._threads = CodecPool(num_threads=_THREADS, limit_bytes=limits.receive_bytes)
 
     @property
@@ -149,6 +154,8 @@ class SaveMemories:
             raise Unavailable("no room to copy this record before its deadline")
         target = allocate(request.num_bytes)
         if request.num_bytes <= INLINE_BYTES:
+            await self._turns.begin(who_asks())
+            asyncio.get_running_loop().call_soon(self._turns.end)  # in the next round
             memory.copy(place, target)
         else:
             await self._threads.run(request.num_bytes, partial(memory.copy, place, target), deadline=deadline)

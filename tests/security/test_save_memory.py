@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -30,14 +31,14 @@ import kvstore
 from kvstore.client import ClientOptions, connect
 from kvstore.errors import Unavailable
 from kvstore.format.record import Record, open_record
-from kvstore.runtime.arena import Arena
+from kvstore.runtime.arena import Arena, Place
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.deadline import Deadline
 from kvstore.service import save_memory
 from kvstore.service.authentication import Credentials, Grant, Scope
 from kvstore.service.incoming import Incoming
 from kvstore.service.limits import ServiceLimits
-from kvstore.service.save_memory import SaveMemories
+from kvstore.service.save_memory import SaveMemories, SaveMemory
 from kvstore.service.server import Server
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.attacked import AttackedService, beside
@@ -396,6 +397,48 @@ async def test_saves_count_as_those_that_are_sent(folder: Path) -> None:
         async with asyncio.timeout(20):
             while service.server.describe()["receive_bytes_used"]:
                 await asyncio.sleep(0.01)
+
+
+async def test_saves_in_one_go_are_copied_a_few_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dozen clients name many records each in one go: others have their turn after every second record."""
+    rounds, inner = Counter[int](), SaveMemory.copy
+    number, loop = 0, asyncio.get_running_loop()
+
+    def copy(self: SaveMemory, place: Place, target: memoryview) -> None:
+        rounds[number] += 1
+        inner(self, place, target)
+
+    def tick() -> None:
+        nonlocal number
+        number += 1
+        ticking = loop.call_soon(tick)
+        if ended.is_set():
+            ticking.cancel()
+
+    monkeypatch.setattr(SaveMemory, "copy", copy)
+    prompts = [replace(PROMPT, name=f"in one go {index}", num_tokens=64 * 10) for index in range(12)]
+    async with service_at(f"unix:{folder / 's'}") as service:
+        attackers = [await asyncio.to_thread(MemoryPeer, service.url) for _ in prompts]
+        requests = []
+        for attacker, prompt in zip(attackers, prompts, strict=True):
+            places = [_HEAD_BYTES + index * 5 * GRAIN_BYTES for index in range(20)]
+            for place, record in zip(places, prompt.records(), strict=True):
+                attacker.put(record, place)
+            requests.append(b"".join(attacker.save(index + 2, offset=place) for index, place in enumerate(places)))
+        ended = threading.Event()
+        loop.call_soon(tick)
+
+        def attack() -> list[str]:
+            for attacker, request in zip(attackers, requests, strict=True):
+                attacker.peer.send(request)
+            return [(attacker.peer.receive() or {})["outcome"] for attacker in attackers for _ in range(20)]
+
+        outcomes = await asyncio.to_thread(attack)
+        ended.set()
+        for attacker in attackers:
+            attacker.die()
+    assert outcomes == ["stored"] * 240
+    assert rounds.total() == 240 and max(rounds.values()) <= save_memory.INLINE_AT_ONCE
 
 
 async def test_thousands_of_memories(folder: Path, full: bool, tell: Callable[[str], None]) -> None:
