@@ -332,7 +332,8 @@ class Connection:
         finally:
             self.num_running -= 1
             self._forget(request_id, pending, sent=sent, taken=taken)
-            del pending  # it has the error, whose traceback has this frame: such a cycle would keep the caller's record
+            # they have the error, whose traceback has this frame: such a cycle would keep the caller's record
+            del pending, limit
         if isinstance(answer, messages.Error):
             raise_error(answer, codes=self.welcome.codes)
         if not isinstance(answer, expected):

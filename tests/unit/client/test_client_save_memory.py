@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvstore.api import SaveOutcome
-from kvstore.client import BlockingStore, ClientOptions, PageDoor, RemoteStore, describe_pages
-from kvstore.client.sharing import map_save_memory
+from kvstore.client import BlockingStore, ClientOptions, PageDoor, RemoteStore, describe_pages, sharing
 from kvstore.errors import CorruptRecord, KVStoreError, Unavailable
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.record import Record, open_record
@@ -312,6 +312,99 @@ async def test_a_service_that_is_restarted(tmp_path: Path) -> None:
             assert second.server.describe()["save_memory_bytes_used"] == MEMORY_BYTES
 
 
+async def test_a_new_control_connection(tmp_path: Path) -> None:
+    """The client asks again, of a service that may be another one, and gives the memory that it had up."""
+    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
+        await until_shared(node)
+        old = made(node, RECORDS[0])
+        control = node.client.pool.now()
+        assert control is not None
+        control.close()
+        async with asyncio.timeout(10):
+            while node.client.pool.now() in (None, control):
+                await asyncio.sleep(0.001)
+        await until_shared(node)
+        async with asyncio.timeout(10):
+            while node.server.describe()["save_memory_bytes_used"] != MEMORY_BYTES:
+                await asyncio.sleep(0.001)
+        assert len(node.client.sockets()) == 4
+        for record in (old, made(node, RECORDS[1])):
+            assert await node.client.save(record, deadline=soon()) is SaveOutcome.STORED
+        assert stored(node, RECORDS[0]) and stored(node, RECORDS[1])
+
+
+async def test_two_new_control_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one's request for memory is answered late, when there is a second one: its memory is not used, and the
+    second one's is."""
+    first, go_on, num_asked = threading.Event(), threading.Event(), 0
+    inner = sharing.map_save_memory
+
+    def ask(*arguments: Any) -> Any:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked > 1:
+            return inner(*arguments)
+        found = inner(*arguments)
+        first.set()
+        go_on.wait(20)
+        return found
+
+    monkeypatch.setattr(sharing, "map_save_memory", ask)
+    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
+        await node.client.wait_ready(deadline=soon())
+        assert await asyncio.to_thread(first.wait, 10)
+        control = node.client.pool.now()
+        assert control is not None
+        control.close()
+        async with asyncio.timeout(10):
+            while node.client.pool.now() in (None, control):
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)  # a second request, if it did not wait for the first one, would be answered
+        go_on.set()
+        await until_shared(node)
+        async with asyncio.timeout(10):
+            while node.server.describe()["save_memory_bytes_used"] != MEMORY_BYTES:
+                await asyncio.sleep(0.001)
+        assert len(node.client.sockets()) == 4
+        assert await node.client.save(made(node, RECORDS[0]), deadline=soon()) is SaveOutcome.STORED
+
+
+async def test_a_connection_that_does_not_know_places(tmp_path: Path) -> None:
+    """A record in shared memory is sent on a connection whose welcome does not say that the service reads places."""
+    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
+        await until_shared(node)
+        for connection in node.client.pool.connections():
+            connection.welcome = replace(connection.welcome, save_memory=False)
+        before = node.sent_bytes
+        assert await node.client.save(made(node, RECORDS[0]), deadline=soon()) is SaveOutcome.STORED
+        assert node.sent_bytes - before > RECORDS[0].num_bytes
+        assert stored(node, RECORDS[0])
+
+
+async def test_a_failed_save_frees_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, without the cyclic collector: an error has no cycle that keeps the record."""
+    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
+        await until_shared(node)
+        gc.collect()
+        gc.disable()
+        try:
+            with copies_wait(monkeypatch) as (waits, go_on):
+                record = made(node, RECORDS[0])
+                place = address(record.data)
+                saving = asyncio.ensure_future(node.client.save(record, deadline=soon()))
+                assert await asyncio.to_thread(waits.wait, 10)
+                for connection in node.client.pool.connections()[1:]:
+                    connection.close()
+                with pytest.raises(Unavailable):
+                    await saving
+                del record, saving
+                await asyncio.sleep(0)  # its task has ended
+                assert place in free_places(node)
+                go_on.set()
+        finally:
+            gc.enable()
+
+
 async def test_a_service_that_dies_while_it_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The save fails, as one whose record was being sent."""
     async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
@@ -386,7 +479,7 @@ def test_a_service_that_answers_byte_by_byte(tmp_path: Path) -> None:
         dripping = threading.Thread(target=drip, args=(listening,))
         dripping.start()
         with pytest.raises((KVStoreError, TimeoutError)):
-            map_save_memory(connection, str(path), replace(MAKES_RECORDS, hello_timeout_s=0.5))
+            sharing.map_save_memory(connection, str(path), replace(MAKES_RECORDS, hello_timeout_s=0.5))
         ended.set()
         dripping.join()
 
