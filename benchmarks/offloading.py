@@ -20,9 +20,10 @@ from benchmarks.ceilings import Peer, tcp_peer, unix_peer
 from benchmarks.measure import Amounts, Ceiling, Row, Work, measure
 from benchmarks.node import Node, temporary_folder
 from benchmarks.program import Section, run_sections
+from benchmarks.stores import SAVE_MEMORY_BYTES
 from connector.offloading.lookups import Request
 from connector.offloading.transfers import Job, Transfers
-from kvstore.client import BlockingStore, PageDoor, describe_pages
+from kvstore.client import BlockingStore, ClientOptions, PageDoor, describe_pages
 from kvstore.codec import CodecPool
 from kvstore.errors import Unavailable
 from kvstore.testing.program import Say
@@ -60,7 +61,7 @@ class _Tier:
         self.num_chunks = num_chunks
         made = np.random.default_rng(1).integers(0, 256, (num_chunks, chunk_bytes), np.uint8)
         self.memory = made
-        self._store = BlockingStore(url)
+        self._store = BlockingStore(url, options=ClientOptions(save_memory_bytes=SAVE_MEMORY_BYTES))
         self._threads = CodecPool(num_threads=4, limit_bytes=256 * _MIB)
         self._transfers = Transfers(made.data, _WAIT_S)
         described = describe_pages({"benchmark": chunk_bytes}, page_tokens=_CHUNK_TOKENS)

@@ -15,8 +15,8 @@ from benchmarks.measure import Amounts, Row, Work, measure, measure_in_turn
 from benchmarks.node import Node, temporary_folder
 from benchmarks.pages import RecordPages, benchmark_namespace, bf16_page
 from benchmarks.program import Section, run_sections
-from benchmarks.stores import RedisPy, Service, TierStore, fill, open_s3_tier, store_rows
-from kvstore.client import connect
+from benchmarks.stores import SAVE_MEMORY_BYTES, RedisPy, Service, TierStore, fill, open_s3_tier, store_rows
+from kvstore.client import ClientOptions, connect
 from kvstore.codec import PLANES2, TILES, Encoded, decode_into, encode, max_payload_bytes
 from kvstore.format.record import verify_payload
 from kvstore.runtime.deadline import Deadline
@@ -152,7 +152,7 @@ def _service(amounts: Amounts, say: Say) -> list[Row]:
     memory_bytes = max(_MEMORY_BYTES_MIN, 4 * amounts.total_bytes)
 
     async def run(url: str) -> list[Row]:
-        store = connect(url)
+        store = connect(url, options=ClientOptions(save_memory_bytes=SAVE_MEMORY_BYTES))
         try:
             await store.wait_ready(deadline=Deadline.after(_START_S))
             await store.open_namespace(benchmark_namespace(), deadline=Deadline.after(_START_S))

@@ -13,7 +13,7 @@ from benchmarks.measure import Amounts, Row
 from benchmarks.node import Node, temporary_folder
 from benchmarks.pages import VALUE_OVERHEAD_BYTES, benchmark_namespace
 from benchmarks.program import Section, run_sections
-from benchmarks.stores import RedisPy, ServiceOverTier, TierStore, fill, open_s3_tier, store_rows
+from benchmarks.stores import SAVE_MEMORY_BYTES, RedisPy, ServiceOverTier, TierStore, fill, open_s3_tier, store_rows
 from kvstore.client import ClientOptions, connect
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.program import Say
@@ -114,7 +114,7 @@ def _service(amounts: Amounts, say: Say) -> list[Row]:
     ):
 
         async def run() -> list[Row]:
-            patient = ClientOptions(stall_timeout_s=_STALL_MS / 1000)
+            patient = ClientOptions(stall_timeout_s=_STALL_MS / 1000, save_memory_bytes=SAVE_MEMORY_BYTES)
             tier, client, writer = _redis_tier(server.url), connect(node.url, options=patient), connect(other.url)
             try:
                 for store in (client, writer):

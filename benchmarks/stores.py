@@ -30,8 +30,20 @@ if TYPE_CHECKING:
 
 from kvstore.testing.program import Say
 
-__all__ = ["RedisPy", "Service", "ServiceOverTier", "Store", "TierStore", "fill", "open_s3_tier", "store_rows"]
+__all__ = [
+    "SAVE_MEMORY_BYTES",
+    "RedisPy",
+    "Service",
+    "ServiceOverTier",
+    "Store",
+    "TierStore",
+    "fill",
+    "open_s3_tier",
+    "store_rows",
+]
 
+SAVE_MEMORY_BYTES = 64 << 20
+"""As an engine's ranks have."""
 _DEADLINE_S = 30.0
 _BUCKET = "kvstore-benchmark"
 
@@ -99,7 +111,7 @@ class Service(Store):
         self._store = store
 
     async def put(self, record: Record) -> None:
-        outcome = await self._store.save(record, deadline=_soon())
+        outcome = await self._store.save(_made_there(self._store, record), deadline=_soon())
         if outcome is not SaveOutcome.STORED:
             raise RuntimeError(f"the service did not store a record: {outcome.value}")
 
@@ -172,8 +184,17 @@ class ServiceOverTier(Service):
         await self._tier.forget(batch)
 
 
+def _made_there(store: PageStore, record: Record) -> Record:
+    """A copy of a record in memory that the service reads, where an engine would have made the record; the record
+    itself if there is no such memory."""
+    buffer = store.shared_buffer(record.num_bytes)
+    if buffer is None:
+        return record
+    return Record(record.header, _copied(record.data, buffer).toreadonly())
+
+
 async def _save_hot(store: PageStore, record: Record) -> None:
-    outcome = await store.save(record, ack=Ack.HOT, deadline=_soon())
+    outcome = await store.save(_made_there(store, record), ack=Ack.HOT, deadline=_soon())
     if outcome is not SaveOutcome.STORED:
         raise RuntimeError(f"the service did not store a record: {outcome.value}")
 

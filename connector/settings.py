@@ -20,6 +20,8 @@ _ENVIRONMENT = "KVSTORE_CONNECTOR_"
 _MODES = ("both", "load", "save", "off")
 _COMPRESSIONS = ("auto", "planes", "tiles", "none")
 _BLOCK_NAMES = ("off", "hashes", "tokens")
+_SAVE_MEMORY_BYTES = 64 << 20
+"""For a dozen records of some MiB that are encoded, sent or copied; a client that has no more room sends records."""
 _MODE_OF_ROLE = {"kv_producer": "save", "kv_consumer": "load"}
 
 
@@ -139,13 +141,16 @@ class ConnectorSettings:
     def saves(self) -> bool:
         return self.mode in ("both", "save")
 
-    def connect(self, name: str, token: str | None, *, instance: EngineInstance | None = None) -> BlockingStore:
+    def connect(
+        self, name: str, token: str | None, *, instance: EngineInstance | None = None, saves: bool = False
+    ) -> BlockingStore:
         """A client of the service.
 
         Args:
             name: This process, as the service shows it to its operator.
             token: As `read_token` gives it, which reads the file again.
             instance: The engine, of the one client that looks up for it.
+            saves: Whether this client makes records, if this engine saves.
 
         Raises:
             InvalidRequest: `url`, or the token or certificates that it needs, cannot be used.
@@ -156,6 +161,7 @@ class ConnectorSettings:
             stall_timeout_s=stall_s,
             first_stall_timeout_s=10 * stall_s,
             tls=self.tls(),
+            save_memory_bytes=_SAVE_MEMORY_BYTES if saves and self.saves else 0,
             instance=instance,
         )
         embedded = EmbeddedOptions(memory_bytes=self.memory_bytes, disk_bytes=self.disk_bytes)

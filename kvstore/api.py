@@ -174,6 +174,15 @@ class PageStore(ABC):
         """Where to receive a record that will be saved here: memory of unspecified content."""
         return fresh_buffer(num_bytes)
 
+    def shared_buffer(self, num_bytes: int) -> memoryview | None:
+        """Where to make a record that will be saved here: writable memory of unspecified content that the store can
+        read, so that the record need not be sent. `None`: there is no such memory, or too little of it is free.
+
+        The record begins where the buffer does, and may be shorter. The memory is used again when no view of it is
+        left, and, if a save was begun, when the store has answered it or is gone. Never waits.
+        """
+        return None
+
     @abstractmethod
     async def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:
         """Open a namespace and return its id, which the store computes itself (with the verified tenant).

@@ -96,7 +96,7 @@ class KVStoreTier(SecondaryTierManager):
         self._misses: Counter[str] = Counter()
         self._chunks: Counter[tuple[str, str]] = Counter()
         self._errors_counted = 0
-        self._store = read.connect(f"vllm offloading, pid {os.getpid()}", read.read_token())
+        self._store = read.connect(f"vllm offloading, pid {os.getpid()}", read.read_token(), saves=True)
         self._threads = CodecPool(num_threads=_CODEC_THREADS, limit_bytes=_CODEC_BYTES)
         self._lookups = Lookups(read.lookup_timeout_ms / 1000, lambda reason: self._misses.update((reason,)))
         self._transfers = Transfers(primary_kv_view, read.max_wait_ms / 1000)

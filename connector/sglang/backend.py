@@ -92,7 +92,7 @@ class KVStoreHiCache(HiCacheStorage):
         self._weights: tuple[str, ...] = ()
         self._refusal = "dcp_size is not supported" if storage_config.dcp_size > 1 else ""
         name = f"sglang pid {os.getpid()} rank {storage_config.tp_rank}"
-        self._store = settings.connect(name, settings.read_token())
+        self._store = settings.connect(name, settings.read_token(), saves=True)
         self._threads = CodecPool(num_threads=_NUM_THREADS, limit_bytes=_CODEC_BYTES)
         threading.Thread(target=self._identify, name="kvstore-weights", daemon=True).start()
 

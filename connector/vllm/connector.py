@@ -110,7 +110,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         if isinstance(shape, str):
             self._refusal = shape
             return
-        self._bridge = self._settings.connect(read_name(vllm_config), self._token)
+        self._bridge = self._settings.connect(read_name(vllm_config), self._token, saves=True)
         num_cores = len(os.sched_getaffinity(0))
         self.worker_side = WorkerSide(self._settings, self._facts, shape, self._bridge, num_cores=num_cores)
 

@@ -27,24 +27,31 @@ _WARMED_BYTES_MAX = 512 << 20
 
 
 class RecordMemory:
-    """Memory for records that are made, or received. A buffer's memory is reused once no reference is left, connections
-    included.
+    """This process's own memory for records that are made, or received, where no memory is shared with the service. A
+    buffer's memory is reused once no reference is left, connections included.
 
-    `take` belongs to the store's thread.
+    None is taken before the first record needs it. `take` belongs to the store's thread.
     """
 
     def __init__(self) -> None:
-        self._arena = Arena.open(_RECORD_BYTES, ahead_bytes=_RECORD_BYTES)
+        self._lock = threading.Lock()
+        self._arena: Arena | None = None
+        self._is_opened = False
 
     def take(self, num_bytes: int) -> memoryview:
         """Writable memory of exactly `num_bytes`, content undefined; warm unless very much is in flight."""
-        buffer = self._arena.take(num_bytes) if self._arena is not None else None
+        with self._lock:
+            if not self._is_opened:
+                self._is_opened, self._arena = True, Arena.open(_RECORD_BYTES, ahead_bytes=_RECORD_BYTES)
+            buffer = self._arena.take(num_bytes) if self._arena is not None else None
         return buffer if buffer is not None else fresh_buffer(num_bytes)
 
     def close(self) -> None:
         """Close the memory; what was taken stays valid. Idempotent."""
-        if self._arena is not None:
-            self._arena.close()
+        with self._lock:
+            self._is_opened = True
+            if self._arena is not None:
+                self._arena.close()
 
 
 class ScratchPages:

@@ -62,7 +62,7 @@ class Saver:
         threads: For encoding.
         patience_s: How long a page may wait for idle processors while there is room for others.
         pages: Host memory for pages in flight.
-        memory: Where records are made.
+        memory: Where records are made that cannot be made in memory that the service reads.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Saver:
         try:
             record = await self._threads.run(
                 room,
-                lambda: partial(_seal, gathered, self._memory.take(room)),
+                lambda: partial(_seal, gathered, self._target(store, room)),
                 patience_s=0.0 if self._pages.is_half_used else self._patience_s,
                 deadline=deadline,
                 release=lambda: self._pages.put(gathered.page),
@@ -207,6 +207,10 @@ class Saver:
         if outcome is SaveOutcome.STORED:
             self._meters.add("connector_saved_bytes", record.num_bytes)
         return outcome.value
+
+    def _target(self, store: PageStore, num_bytes: int) -> memoryview:
+        shared = store.shared_buffer(num_bytes)
+        return self._memory.take(num_bytes) if shared is None else shared
 
     def _done(self, job_id: int, outcome: str) -> None:
         """A slice of a job has ended. Called on any thread."""

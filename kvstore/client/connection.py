@@ -45,6 +45,8 @@ class ClientOptions:
             fails at once where no service listens, but a private service may take as long to start.
         tls: What the client trusts and presents at a `tls://` address.
         shared_memory: Read records where they are in the service's shared memory, if it offers that.
+        save_memory_bytes: Memory to ask the service for, in which records are made that need not be sent. For clients
+            that make records in `PageStore.shared_buffer`; 0: none.
         instance: The engine that this client belongs to, if it loads: the service then answers routers for it.
     """
 
@@ -60,6 +62,7 @@ class ClientOptions:
     first_attempt_s: float = 20.0
     tls: ClientTls = field(default_factory=ClientTls)
     shared_memory: bool = True
+    save_memory_bytes: int = 0
     instance: EngineInstance | None = None
 
     def __post_init__(self) -> None:
@@ -163,7 +166,7 @@ class Connection:
                 else:
                     tls = options.tls.context() if address.tls else None
                     await loop.create_connection(lambda: self.frames, address.host, address.port, ssl=tls)
-                self.socket_id = _socket_id(self.frames.extra("socket"))
+                self.socket_id = socket_id(self.frames.extra("socket"))
                 hello = messages.Hello(PROTOCOL_VERSION, options.token, role, options.name)
                 self.frames.post(hello)
                 self.welcome = await self._greeting
@@ -329,6 +332,8 @@ class Connection:
         finally:
             self.num_running -= 1
             self._forget(request_id, pending, sent=sent, taken=taken)
+            # they have the error, whose traceback has this frame: such a cycle would keep the caller's record
+            del pending, limit
         if isinstance(answer, messages.Error):
             raise_error(answer, codes=self.welcome.codes)
         if not isinstance(answer, expected):
@@ -372,7 +377,8 @@ class Connection:
         self.frames.abort()
 
 
-def _socket_id(sock: object) -> tuple[int, int] | None:
+def socket_id(sock: object) -> tuple[int, int] | None:
+    """Descriptor and inode of a socket; `None`: it is none."""
     if not hasattr(sock, "fileno"):
         return None
     descriptor: int = sock.fileno()

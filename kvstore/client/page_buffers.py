@@ -58,18 +58,20 @@ class BufferGuard:
             self._condition.wait_for(lambda: not self._users)
 
 
-def encode_page(header: HeaderV1, source: Views, guard: BufferGuard) -> Record:
+def encode_page(header: HeaderV1, source: Views, guard: BufferGuard, target: memoryview | None = None) -> Record:
     """A record of the page in a caller's buffers.
 
     Args:
         header: Of the record, with the codec to try and without the payload's length and checksum.
         source: The page.
         guard: Of the caller's buffers.
+        target: Where the record is made: as long as header and page; `None`: in memory of its own.
 
     Raises:
         CallEnded: The caller has left.
     """
-    target = fresh_buffer(HEADER_BYTES + header.decoded_bytes)
+    if target is None:
+        target = fresh_buffer(HEADER_BYTES + header.decoded_bytes)
     with guard.using():
         if header.codec_chain == RAW or len(source) > 1:
             joined = target[HEADER_BYTES:] if header.codec_chain == RAW else fresh_buffer(header.decoded_bytes)

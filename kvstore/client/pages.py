@@ -402,9 +402,10 @@ class PageDoor:
         header = HeaderV1.unsealed(
             key, kind, span, codec_chain=self._chain, decoded_bytes=num_bytes, created_ms=SYSTEM_CLOCK.wall_ms()
         )
+        target = call.store.shared_buffer(HEADER_BYTES + num_bytes)
         try:
             record = await self._run(
-                HEADER_BYTES + num_bytes, lambda: encode_page(header, source, call.guard), call.deadline
+                HEADER_BYTES + num_bytes, lambda: encode_page(header, source, call.guard, target), call.deadline
             )
             outcome = await call.store.save(record, deadline=call.deadline)
         except NamespaceNotOpen:

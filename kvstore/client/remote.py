@@ -27,7 +27,7 @@ from kvstore.client.connection import ClientOptions, Connection, Silent
 from kvstore.client.embedded import EmbeddedOptions, EmbeddedService
 from kvstore.client.pool import Pool
 from kvstore.client.reports import Reports
-from kvstore.client.sharing import MappedRecord, SharedMemory, read_plain
+from kvstore.client.sharing import MappedRecord, SaveMemory, SharedMemory, read_plain
 from kvstore.errors import Closed, CorruptRecord, InternalError, InvalidRequest, KVStoreError, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
@@ -60,6 +60,7 @@ class RemoteStore(PageStore):
         self._namespaces: OrderedDict[NamespaceId, NamespaceDescription] = OrderedDict()  # used longest ago first
         self.pool = Pool(locate, url, options, self._reopen)
         self._shared = SharedMemory(options)
+        self._save_memory = SaveMemory(options)
         self._stall_s = options.first_stall_timeout_s or options.stall_timeout_s
         self._reports = Reports(self._control, options.dead_after_s)
         self._names = Reports(self._control, options.dead_after_s, gather_s=_NAMES_GATHERED_S)
@@ -77,7 +78,7 @@ class RemoteStore(PageStore):
 
     def sockets(self) -> list[tuple[int, int]]:
         """Descriptor and inode of each connection, which a forked child must not keep open."""
-        return self.pool.sockets()
+        return self.pool.sockets() + self._save_memory.sockets()
 
     async def wait_ready(self, *, deadline: Deadline) -> None:
         """Return when the service can be used.
@@ -178,6 +179,9 @@ class RemoteStore(PageStore):
             for key, place in zip(keys, convert.parse_located(answer, len(keys)), strict=True)
         ]
 
+    def shared_buffer(self, num_bytes: int) -> memoryview | None:
+        return None if self._closed else self._save_memory.take(num_bytes)
+
     async def save(
         self,
         record: Record,
@@ -200,12 +204,19 @@ class RemoteStore(PageStore):
                 )
             async with deadline.scope("room for a save"):
                 grant = await connection.save_credit.take(min(record.num_bytes, connection.save_credit.limit_bytes))
+            where = self._save_memory.where(record) if connection.welcome.save_memory else {}
+            kept = [record]
+
+            def settle() -> None:
+                connection.save_credit.give_back(grant)
+                kept.clear()  # until now the service may have read the record, whose memory was not used again
+
             answer, _ = await connection.request(
-                lambda i, ms: messages.Save(i, ms, ack.value, retention.value),
+                lambda i, ms: messages.Save(i, ms, ack.value, retention.value, **where),
                 messages.Saved,
                 deadline=deadline,
-                payload=record.data,
-                settle=lambda: connection.save_credit.give_back(grant),
+                payload=None if where else record.data,
+                settle=settle,
             )
         try:
             return SaveOutcome(answer.outcome)
@@ -264,6 +275,7 @@ class RemoteStore(PageStore):
         await self._reports.aclose(self.pool.now())
         await self._names.aclose(self.pool.now())
         await self._prompts.aclose(self.pool.now())
+        await self._save_memory.aclose()
         await self.pool.aclose()
 
     # helpers
@@ -326,6 +338,7 @@ class RemoteStore(PageStore):
             except KVStoreError:  # refused, for example by another release; the other namespaces are of use
                 if not connection.open or deadline.expired:
                     raise
+        self._save_memory.follow(connection)
         await self._shared.follow(connection)
 
     async def _open(self, connection: Connection, description: NamespaceDescription, deadline: Deadline) -> NamespaceId:

@@ -1,4 +1,4 @@
-"""Reads records where they are in the service's shared memory, which is mapped once for each service."""
+"""Memory that a client shares with a service: the service's, where records are read, and some where they are made."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from kvstore.api import LeasedRecord, LeaseId, LoadedRecord, PageStore
-from kvstore.client.connection import ClientOptions, Connection
+from kvstore.client.connection import ClientOptions, Connection, socket_id
 from kvstore.errors import CorruptRecord, KVStoreError, Unavailable
 from kvstore.format.record import Record, read_record
 from kvstore.model.keys import RecordKey
-from kvstore.runtime.arena import ArenaView, Place
+from kvstore.runtime.arena import Arena, ArenaView, Place
+from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.wire import messages
 from kvstore.wire.address import UnixAddress
@@ -23,6 +25,8 @@ from kvstore.wire.messages import PROTOCOL_VERSION, Message, decode, encode, rai
 
 _log = logging.getLogger(__name__)
 
+SHARED_BYTES_MIN = 64 << 10
+"""Smaller records are sent: a socket is as fast for them."""
 _AT_ONCE_S = 1e-6
 """The shortest timeout: zero would make the socket non-blocking."""
 
@@ -56,6 +60,84 @@ class SharedMemory:
             _log.debug("cannot map the service's memory, records are sent instead reason=%s", error)
             return
         self.arena, self.view = shared, view
+
+
+class SaveMemory:
+    """Memory that records are made in and that the service reads, if it shares some with us.
+
+    The service makes it and bounds it. It is ours until its connection ends; then another one is asked for when the
+    service is followed again. Belongs to one event loop.
+    """
+
+    def __init__(self, options: ClientOptions) -> None:
+        self._options = options
+        self._id = b""
+        self._arena: Arena | None = None
+        self._tasks = Background("save-memory")
+        self._using: asyncio.Task[None] | None = None
+        self._socket_id: tuple[int, int] | None = None
+
+    def follow(self, connection: Connection) -> None:
+        """Ask the service of a new connection for memory, in the background. Without any, records are sent."""
+        before, self._using = self._using, None
+        if before is not None:
+            before.cancel()
+        is_wanted = self._options.save_memory_bytes > 0 and connection.welcome.save_memory
+        if is_wanted and isinstance(connection.address, UnixAddress):
+            self._using = self._tasks.spawn(self._use(connection.address.path, before), "memory for saves")
+
+    def sockets(self) -> list[tuple[int, int]]:
+        """Descriptor and inode of its connection, if there is one."""
+        return [self._socket_id] if self._socket_id is not None else []
+
+    def take(self, num_bytes: int) -> memoryview | None:
+        """A buffer in it; `None`: there is none, too little is free, or the record is so small that it may be sent."""
+        if self._arena is None or num_bytes < SHARED_BYTES_MIN:
+            return None
+        return self._arena.take(num_bytes)
+
+    def where(self, record: Record) -> dict[str, Any]:
+        """Where a record is in it, as fields of a `Save`; empty: it is elsewhere."""
+        place = self._arena.place(record.data) if self._arena is not None else None
+        if place is None:
+            return {}
+        return {"memory": self._id, "offset": place.offset, "num_bytes": place.num_bytes, "stamp": place.stamp}
+
+    async def _use(self, path: str, before: asyncio.Task[None] | None) -> None:
+        """Have memory until its connection ends."""
+        if before is not None:
+            await asyncio.wait([before])
+        with socket.socket(socket.AF_UNIX) as connection:
+            self._socket_id = socket_id(connection)
+            try:
+                self._id, self._arena = await self._ask(connection, path)
+                connection.setblocking(False)
+                await asyncio.get_running_loop().sock_recv(connection, 1)  # the connection ends, or is about to
+            except (KVStoreError, OSError) as error:
+                _log.debug("there is no shared memory for saves, records are sent instead reason=%s", error)
+            finally:
+                arena, self._id, self._arena, self._socket_id = self._arena, b"", None, None
+                if arena is not None:
+                    arena.close()  # what was taken from it stays valid
+
+    async def _ask(self, connection: socket.socket, path: str) -> tuple[bytes, Arena]:
+        """Ask in a thread. If cancelled, return once that has ended, since it uses the connection."""
+        asking = asyncio.get_running_loop().run_in_executor(None, map_save_memory, connection, path, self._options)
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            while not asking.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([asking])
+            if asking.exception() is None:
+                asking.result()[1].close()
+            raise
+
+    async def aclose(self) -> None:
+        """Give the memory up; what was taken from it stays valid. Idempotent."""
+        await self._tasks.aclose()
 
 
 class MappedRecord(LeasedRecord):
@@ -127,31 +209,66 @@ def map_arena(path: str, options: ClientOptions) -> tuple[bytes, ArenaView]:
         Unavailable: The service shares none.
         OSError: It cannot be reached, or has not answered after `hello_timeout_s`.
     """
-    deadline = Deadline.after(options.hello_timeout_s)
-    deadline_ms = int(options.hello_timeout_s * 1000)
-    requests = (
-        messages.Hello(PROTOCOL_VERSION, options.token, "arena", options.name),
-        messages.ShareArena(1, deadline_ms),
-    )
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(options.hello_timeout_s)
-        connection.connect(path)
-        for request in requests:
-            connection.sendall(pack_head(encode(request)))
-        sink, descriptors = _Heads(), list[int]()
-        reader = FrameReader(sink, 0)
+        answer, descriptor = _ask(
+            connection, path, options, messages.ShareArena(1, int(options.hello_timeout_s * 1000))
+        )
         try:
-            while len(sink.received) < len(requests):
-                _receive(connection, reader, descriptors, deadline)
-            answer = sink.received[-1]
-            if isinstance(answer, messages.Error | messages.Refused):
-                raise_error(answer)
-            if not isinstance(answer, messages.ArenaShared) or not descriptors:
+            if not isinstance(answer, messages.ArenaShared):
                 raise Unavailable("the service shared no memory")
-            return answer.arena, ArenaView(descriptors[0], answer.capacity_bytes)
+            return answer.arena, ArenaView(descriptor, answer.capacity_bytes)
         finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            os.close(descriptor)
+
+
+def map_save_memory(connection: socket.socket, path: str, options: ClientOptions) -> tuple[bytes, Arena]:
+    """The id of memory that a service reads saved records from, and an arena over it. The arena is the caller's.
+
+    Args:
+        connection: A new Unix socket. The memory is there until it is closed.
+        path: Of the service.
+        options: Say how much memory to ask for.
+
+    Raises:
+        Unavailable: The service shares none.
+        OSError: It cannot be reached, or has not answered after `hello_timeout_s`.
+    """
+    request = messages.ShareSaveMemory(1, int(options.hello_timeout_s * 1000), options.save_memory_bytes)
+    answer, descriptor = _ask(connection, path, options, request)
+    try:
+        if not isinstance(answer, messages.SaveMemoryShared):
+            raise Unavailable("the service shared no memory")
+        # made resident ahead of use, as the first pages are made while the engine computes
+        return answer.memory, Arena.over(descriptor, answer.capacity_bytes, ahead_bytes=answer.capacity_bytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _ask(
+    connection: socket.socket, path: str, options: ClientOptions, request: messages.Request
+) -> tuple[Message, int]:
+    """The answer to a request on a new connection, and the descriptor that came with it, which the caller closes."""
+    deadline = Deadline.after(options.hello_timeout_s)
+    hello = messages.Hello(PROTOCOL_VERSION, options.token, "memory", options.name)
+    connection.settimeout(options.hello_timeout_s)
+    connection.connect(path)
+    for message in (hello, request):
+        connection.sendall(pack_head(encode(message)))
+    sink, descriptors = _Heads(), list[int]()
+    reader = FrameReader(sink, 0)
+    try:
+        while len(sink.received) < 2:
+            _receive(connection, reader, descriptors, deadline)
+        answer = sink.received[-1]
+        if isinstance(answer, messages.Error | messages.Refused):
+            raise_error(answer)
+        if not descriptors:
+            raise Unavailable("the service shared no memory")
+        return answer, descriptors.pop(0)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def _receive(connection: socket.socket, reader: FrameReader, descriptors: list[int], deadline: Deadline) -> None:

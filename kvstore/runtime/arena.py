@@ -7,6 +7,7 @@ twice, in the guest and in the host. And a process that maps the arena reads a r
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -86,18 +87,36 @@ class Arena:
         """
         capacity_bytes = _rounded(capacity_bytes)
         try:
-            descriptor = os.memfd_create("kvstore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except (AttributeError, OSError):
+            descriptor = memory_file(capacity_bytes)
+        except OSError:
             return None
         try:
-            os.ftruncate(descriptor, capacity_bytes)
             arena = cls(descriptor, capacity_bytes, min(ahead_bytes, capacity_bytes))
-            # no peer can map it for writing or change its size, so a peer can neither corrupt it nor make us fault
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+            # no peer can map it for writing, so none can corrupt it
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
         except (OSError, ValueError):
             os.close(descriptor)
             return None
+        arena._warmer.start()
+        return arena
+
+    @classmethod
+    def over(cls, descriptor: int, capacity_bytes: int, *, ahead_bytes: int = 0) -> Arena:
+        """Allocate in a memory file that another process made and reads.
+
+        Args:
+            descriptor: Of the file. The arena closes it, unless this raises.
+            capacity_bytes: As its maker says.
+            ahead_bytes: As for `open`.
+
+        Raises:
+            Unavailable: It cannot be mapped for writing, may shrink, or is smaller than its maker says.
+        """
+        try:
+            _check_size_is_sealed(descriptor)
+            arena = cls(descriptor, capacity_bytes, min(ahead_bytes, capacity_bytes))
+        except (OSError, ValueError) as error:
+            raise Unavailable("shared memory cannot be mapped", error=error) from error
         arena._warmer.start()
         return arena
 
@@ -168,8 +187,7 @@ class ArenaView:
 
     def __init__(self, descriptor: int, capacity_bytes: int) -> None:
         try:
-            if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise Unavailable("shared memory that may shrink would fault its readers")
+            _check_size_is_sealed(descriptor)
             self._memory = mmap.mmap(descriptor, capacity_bytes, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
             raise Unavailable("shared memory cannot be mapped", error=error) from error
@@ -196,6 +214,29 @@ class ArenaView:
         """
         (stamp,) = _HEAD.unpack_from(self._memory, place.offset - _HEAD_BYTES)
         return bool(stamp == place.stamp)
+
+
+def memory_file(num_bytes: int) -> int:
+    """A descriptor of a new memory file whose size never changes, so that no process that maps it can fault.
+
+    Raises:
+        OSError: The system does not support it.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    descriptor = os.memfd_create("kvstore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_size_is_sealed(descriptor: int) -> None:
+    if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise Unavailable("shared memory that may shrink would fault its readers")
 
 
 class _Warmer:

@@ -16,8 +16,8 @@ class Receipt:
     Attributes:
         credit: A save's part of the connection's credit; `None`: the request has no payload.
         room: Its part of the service's budget; `None` when there was no room in time and its payload was dropped.
-        payload: The record, once it has arrived in full. No other reference to it is kept, so that its memory is free
-            once the save is settled.
+        payload: The record, once it has arrived in full, or was copied. No other reference to it is kept, so that its
+            memory is free once the save is settled.
     """
 
     _incoming: Incoming
@@ -29,6 +29,27 @@ class Receipt:
     def dropped(self) -> bool:
         """Whether there was no room in time."""
         return self.credit is not None and self.room is None
+
+    def take_credit(self, num_bytes: int) -> None:
+        """Take the connection's credit for a save.
+
+        Raises:
+            InvalidRequest: The peer sent more than its credit.
+        """
+        credit = self._incoming.credit
+        self.credit = credit.try_take(min(num_bytes, credit.limit_bytes))
+        if self.credit is None:
+            used, limit = credit.used_bytes, credit.limit_bytes
+            raise InvalidRequest("saves exceed the credit", credit_bytes=limit, used=used)
+
+    async def take_room(self, num_bytes: int, deadline: Deadline) -> bool:
+        """Wait for room in the service's budget until `deadline`. False: there was none."""
+        try:
+            async with deadline.scope("room for a record"):
+                self.room = await self._incoming.budget.take(num_bytes, self._incoming.tenant)
+        except Unavailable:
+            return False
+        return True
 
     def settle(self) -> None:
         """Give back credit and room, and drop the payload. Idempotent."""
@@ -70,24 +91,18 @@ class Incoming:
         """
         if self._current is not None:
             raise InternalError("two payloads at once on one connection")
-        credit = self.credit.try_take(min(payload_bytes, self.credit.limit_bytes))
-        if credit is None:
-            used, limit = self.credit.used_bytes, self.credit.limit_bytes
-            raise InvalidRequest("saves exceed the credit", credit_bytes=limit, used=used)
-        self._current = Receipt(self, credit, self.budget.try_take(payload_bytes, self.tenant))
-        return self._current.room is not None
+        receipt = Receipt(self)
+        receipt.take_credit(payload_bytes)
+        receipt.room = self.budget.try_take(payload_bytes, self.tenant)
+        self._current = receipt
+        return receipt.room is not None
 
     async def wait(self, payload_bytes: int, deadline: Deadline) -> bool:
         """Wait for room until `deadline`. False: there was none; the payload must be dropped."""
         receipt = self._current
         if receipt is None:
             raise InternalError("waited for a payload that did not begin")
-        try:
-            async with deadline.scope("room for a record"):
-                receipt.room = await self.budget.take(payload_bytes, self.tenant)
-        except Unavailable:
-            return False
-        return True
+        return await receipt.take_room(payload_bytes, deadline)
 
     @property
     def holds_room(self) -> bool:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ipaddress
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 
 from kvstore.errors import InvalidRequest
 from kvstore.format.record import MAX_RECORD_BYTES
+from kvstore.wire import messages
 from kvstore.wire.frames import MAX_HEAD_BYTES
 
+_SHORT_BYTES = 1 << 10
+"""A request with no more in its fields is short: a load, a save, the lookup of a prompt with 28 boundaries."""
 _CONNECTIONS_MAX = 4096
 _RESERVED_FILES = 512
 """For tiers, the catalog, the administration port, and connections that have not said hello."""
@@ -35,6 +38,10 @@ class ServiceLimits:
             waits behind them. Where there is no room, nothing more is read from a connection until there is some.
         save_credit_bytes: Bytes of unanswered saves on one connection: a client's window. 32 MiB keep ten usual
             records in flight.
+        save_memory_bytes: Bytes of memory in which clients make records to save, over all connections and shared among
+            tenants. The first to write a page of it pays for it, which is the client. Where there is no more, clients
+            send their records.
+        save_memory_of_one_bytes: The same for one connection; a client that asks for more gets this much.
         max_requests: Unanswered requests on one connection; further ones are answered `Unavailable`.
         request_bytes: Bytes in the fields of unanswered requests that have more than 1 KiB there, over all connections
             and shared among tenants; what does not fit is answered `Unavailable`. The service needs more: the message
@@ -65,6 +72,8 @@ class ServiceLimits:
     receive_bytes: int = 256 << 20
     head_bytes: int = 64 << 20
     save_credit_bytes: int = 32 << 20
+    save_memory_bytes: int = 1 << 30
+    save_memory_of_one_bytes: int = 256 << 20
     max_requests: int = 1024
     request_bytes: int = 32 << 20
     connection_request_bytes: int = 4 << 20
@@ -207,3 +216,21 @@ class Stall:
         """Nothing has to move now: the next check begins again. Returns 0."""
         self._from_bytes = None
         return 0.0
+
+
+def bytes_of(request: messages.Request) -> int:
+    """The bytes that a request holds while it is answered; 0 for a short one.
+
+    Those of all its fields: a peer may send 4 MiB as the id of a lease, which may wait long for its turn.
+    """
+    num_bytes = 0
+    values: list[object] = [getattr(request, field.name) for field in fields(request)]
+    while values:  # the frame's parser has bounded how many there are
+        value = values.pop()
+        if isinstance(value, bytes | str):
+            num_bytes += len(value)
+        elif isinstance(value, Mapping):
+            values += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            values += value
+    return num_bytes if num_bytes > _SHORT_BYTES else 0

@@ -19,6 +19,7 @@ from kvstore.service.answers import Answers
 from kvstore.service.authentication import Authenticator, Credentials, CredentialsFile
 from kvstore.service.limits import ServiceLimits, UnauthenticatedConnection, UnauthenticatedConnections
 from kvstore.service.listener import Listener
+from kvstore.service.save_memory import SaveMemories
 from kvstore.service.session import ConnectedEngine, Session, SessionContext
 from kvstore.wire.address import Address
 from kvstore.wire.tls import ServerTls
@@ -66,6 +67,7 @@ class Server:
         )
         self._budget = ByteBudget(self._limits.receive_bytes)
         self._requests = Shares(self._limits.request_bytes)
+        self._memories = SaveMemories(self._limits)
         self._context = SessionContext(
             self.answers,
             self._authenticator,
@@ -75,6 +77,7 @@ class Server:
             ByteBudget(self._limits.head_bytes),
             Shares(self._limits.connections),
             Turns(self._limits.frames_at_once),
+            self._memories,
             tracing,
         )
         self._sessions: set[Session] = set()
@@ -138,6 +141,7 @@ class Server:
             "request_bytes_used": self._requests.used,
             "receive_bytes_used": self._budget.used_bytes,
             "receive_bytes_limit": self._budget.limit_bytes,
+            "save_memory_bytes_used": self._memories.used_bytes,
         }
 
     def engines(self) -> list[ConnectedEngine]:
@@ -204,3 +208,4 @@ class Server:
         while (self._sessions or len(self._closing)) and SYSTEM_CLOCK.monotonic_s() < deadline_s:
             await asyncio.sleep(0.01)
         await self._closing.aclose()
+        self._memories.shutdown()

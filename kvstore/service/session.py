@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 
 import kvstore
@@ -26,7 +27,8 @@ from kvstore.runtime.turns import Turns, still_working
 from kvstore.service.answers import Answers
 from kvstore.service.authentication import NO_TENANT, Authenticator, Grant, Scope
 from kvstore.service.incoming import Incoming, Receipt
-from kvstore.service.limits import PROGRESS_BYTES, ServiceLimits, Stall, UnauthenticatedConnection
+from kvstore.service.limits import PROGRESS_BYTES, ServiceLimits, Stall, UnauthenticatedConnection, bytes_of
+from kvstore.service.save_memory import SaveMemories, SaveMemory
 from kvstore.wire import convert, messages
 from kvstore.wire.convert import plain_text
 from kvstore.wire.frames import HELLO_HEAD_BYTES_MAX, LATER, MAX_HEAD_BYTES, Head, Later
@@ -38,8 +40,6 @@ _DEADLINE_MS_MAX = 3_600_000
 _GRACE_S = 1.0
 _SAVES_LINGER_S = 10.0
 _TRACE_CHARS_MAX = 256
-_SHORT_BYTES = 1 << 10
-"""A request with no more in its fields is short: a load, a save, the lookup of a prompt with 28 boundaries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,7 @@ class SessionContext:
         connections: Connections that have said hello.
         frames: Turns of frames, a few in each round of the event loop. So the frames that one peer has sent in one go
             do not come before the frames of others.
+        memories: Memory that clients make records in.
         tracing: Makes a span of each request; `None`: no tracing.
     """
 
@@ -64,6 +65,7 @@ class SessionContext:
     heads: ByteBudget
     connections: Shares
     frames: Turns
+    memories: SaveMemories
     tracing: Tracing | None = None
 
 
@@ -120,6 +122,8 @@ class Session:
         self._authenticator = context.authenticator
         self._limits = limits = context.limits
         self._incoming = Incoming(context.budget, limits.save_credit_bytes)
+        self._memories = context.memories
+        self._memory: SaveMemory | None = None  # of this connection
         self._on_ended = on_ended
         self._tasks = Background("session")
         self._saves = Background("session-saves")
@@ -213,7 +217,7 @@ class Session:
         payload of a save that will be refused is dropped as it arrives, so it holds no memory.
         """
         message = messages.decode(head)
-        if not isinstance(message, messages.Save):
+        if not isinstance(message, messages.Save) or message.memory:
             raise InvalidRequest("this message carries no payload", type=message.type, payload_bytes=payload_bytes)
         if not self._may_save:
             return None
@@ -302,6 +306,8 @@ class Session:
         if self._entry is not None:
             self._entry.leave()
         self._return_head_room()
+        if self._memory is not None:
+            self._memories.close(self._memory)
         if self.grant is not None:
             self._connections.give_back(self.tenant, 1)
         self._on_ended(self)
@@ -350,6 +356,7 @@ class Session:
                 instances=True,
                 blocks=self._may_save and self._answers.store.takes_blocks,
                 hints=self._may_save and self._answers.store.takes_hints,
+                save_memory=self._may_save and arena is not None,
             )
         )
 
@@ -380,6 +387,8 @@ class Session:
             self.connection.post(error_of(request.id, error))
             return
         receipt.payload = payload
+        if isinstance(request, messages.Save) and request.memory:
+            receipt.take_credit(request.num_bytes)
         owner = self._saves if isinstance(request, messages.Save) else self._tasks
         serve = self._serve if self._tracing is None else partial(self._traced, self._tracing, trace)
         task = owner.spawn(serve(request, receipt), request.type)
@@ -430,6 +439,11 @@ class Session:
                 if isinstance(request, messages.ShareArena):
                     await self._share_arena(request)
                     return
+                if isinstance(request, messages.ShareSaveMemory):
+                    await self._share_save_memory(request)
+                    return
+                if isinstance(request, messages.Save) and request.memory:
+                    receipt.payload = await self._copied(request, receipt, deadline)
                 reply = await self._answers.answer(
                     request,
                     receipt.payload,
@@ -492,6 +506,26 @@ class Session:
         await self.connection.send_descriptor(reply, arena.descriptor)
         self._running.pop(request.id, None)
 
+    async def _share_save_memory(self, request: messages.ShareSaveMemory) -> None:
+        if self._shared_arena() is None or not self._may_save or not self.connection.open:
+            raise Unavailable("no memory for saves is shared on this connection")
+        if self._memory is not None:
+            raise InvalidRequest("a connection has memory for saves once: use another connection")
+        self._memory, descriptor = self._memories.open(request.num_bytes, self.tenant)
+        reply = messages.SaveMemoryShared(request.id, self._memory.id, self._memory.capacity_bytes)
+        try:
+            await self.connection.send_descriptor(reply, descriptor)
+        finally:
+            os.close(descriptor)
+        self._running.pop(request.id, None)
+
+    async def _copied(self, request: messages.Save, receipt: Receipt, deadline: Deadline) -> memoryview:
+        """A save's record, copied from its client's memory."""
+        if self._shared_arena() is None:
+            raise Unavailable("no memory for saves is shared on this connection")
+        buffer = self._answers.store.buffer
+        return await self._memories.copy(request, receipt, buffer, tenant=self.tenant, deadline=deadline)
+
     async def _send_or_release(self, request_id: int, reply: Message) -> None:
         """Send an answer. If that fails, release the lease in it: the client never receives it."""
         lease = LeaseId(reply.lease) if isinstance(reply, messages.Staged) and reply.lease else None
@@ -549,24 +583,6 @@ class Session:
         if saves := [task for task in self._running.values() if not task.done()]:
             await asyncio.wait(saves, timeout=_SAVES_LINGER_S)
         await self._saves.aclose()
-
-
-def bytes_of(request: messages.Request) -> int:
-    """The bytes that a request holds while it is answered; 0 for a short one.
-
-    Those of all its fields: a peer may send 4 MiB as the id of a lease, which may wait long for its turn.
-    """
-    num_bytes = 0
-    values: list[object] = [getattr(request, field.name) for field in fields(request)]
-    while values:  # the frame's parser has bounded how many there are
-        value = values.pop()
-        if isinstance(value, bytes | str):
-            num_bytes += len(value)
-        elif isinstance(value, Mapping):
-            values += [*value.keys(), *value.values()]
-        elif isinstance(value, list | tuple):
-            values += value
-    return num_bytes if num_bytes > _SHORT_BYTES else 0
 
 
 def _trace(head: Head) -> str:

@@ -81,6 +81,7 @@ class Welcome(Message):
         instances: Whether it reads `engine` in `open_namespace`.
         blocks: Whether it takes an `outcome` with `blocks`.
         hints: Whether it takes `prompt_ended`.
+        save_memory: Whether it answers `share_save_memory`, and reads `memory` in `save`.
     """
 
     version: int
@@ -97,6 +98,7 @@ class Welcome(Message):
     instances: bool = False
     blocks: bool = False
     hints: bool = False
+    save_memory: bool = False
 
 
 @wire_message("refused")
@@ -264,12 +266,40 @@ class ArenaShared(Reply):
     capacity_bytes: int
 
 
+@wire_message("share_save_memory")
+class ShareSaveMemory(Request):
+    """Asks for memory to make records in, of about `num_bytes`; on a Unix socket only, once for each connection. The
+    service ends it with the connection.
+    """
+
+    num_bytes: int
+
+
+@wire_message("save_memory_shared")
+class SaveMemoryShared(Reply):
+    """The descriptor comes with this frame, as ancillary data."""
+
+    memory: bytes
+    capacity_bytes: int
+
+
 @wire_message("save")
 class Save(Request):
-    """The frame's payload is the record. An unknown `retention` is treated as `normal`."""
+    """The frame's payload is the record, or `memory` is the id of a client's memory that has the record at a place.
+
+    An unknown `retention` is treated as `normal`.
+
+    Attributes:
+        offset, num_bytes: Where the record is in that memory.
+        stamp: The number at `offset - 64` for as long as the record is there; not zero.
+    """
 
     ack: str
     retention: str = "normal"
+    memory: bytes = b""
+    offset: int = 0
+    num_bytes: int = 0
+    stamp: int = 0
 
 
 @wire_message("saved")

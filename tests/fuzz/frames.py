@@ -47,6 +47,8 @@ def valid_frames(choose: random.Random) -> list[bytes]:
         (messages.Ping(9, 500), b""),
         (messages.Cancel(choose.randrange(9)), b""),
         (messages.ShareArena(10, 500), b""),
+        (messages.ShareSaveMemory(12, 500, choose.choice((0, 1, 1 << 62))), b""),
+        (messages.Save(13, 500, "memory", memory=lease, offset=64, num_bytes=len(SAVED), stamp=1), b""),
         (messages.Locate(11, 500, lease, **convert.locate_fields([PROMPT.records()[0].key]), arena=lease), b""),
     ]
     assert namespace

@@ -18,6 +18,7 @@ from kvstore.runtime.turns import Turns
 from kvstore.service.answers import Answers
 from kvstore.service.authentication import Authenticator, Grant
 from kvstore.service.limits import ServiceLimits
+from kvstore.service.save_memory import SaveMemories
 from kvstore.service.session import Session, SessionContext
 from kvstore.testing.dict_store import DictStore
 from kvstore.tiers.redis.resp import ProtocolError, ReplyParser
@@ -151,7 +152,10 @@ async def talk(choose: random.Random) -> None:
     heads, connections = ByteBudget(LIMITS.head_bytes), Shares(LIMITS.connections)
     requests = Shares(LIMITS.request_bytes)
     frames = Turns(LIMITS.frames_at_once)
-    context = SessionContext(Answers(store, dict), AnyPeer(), LIMITS, budget, requests, heads, connections, frames)
+    memories = SaveMemories(LIMITS)
+    context = SessionContext(
+        Answers(store, dict), AnyPeer(), LIMITS, budget, requests, heads, connections, frames, memories
+    )
     session = Session(context, None, on_made=lambda _: None, on_ended=ended.append)
     pipe = Pipe(session.connection)
     session.connection.connection_made(pipe)

@@ -4,11 +4,11 @@ Run it from a checkout of the release, once; later releases must be able to take
 
     git worktree add ../release COMMIT
     PYTHONPATH=../release python tests/golden/record_conversation.py \
-        tests/golden/wire-v1-COMMIT.jsonl tests/golden/places-v1-COMMIT.jsonl
+        tests/golden/wire-v1-COMMIT.jsonl tests/golden/places-v1-COMMIT.jsonl tests/golden/saves-v1-COMMIT.jsonl
 
-The first file has every request over TCP; the second one those for places in shared memory, over a Unix socket. Each
-line of a file is a frame: the number of its connection, who sent it, and its bytes. Frames are cut by
-docs/formats/wire-v1.md, not by the release's code.
+The first file has every request over TCP; the second one those for places in shared memory, over a Unix socket; the
+third one saves of records that were made in shared memory. Each line of a file is a frame: the number of its
+connection, who sent it, and its bytes. Frames are cut by docs/formats/wire-v1.md, not by the release's code.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ import asyncio
 import base64
 import contextlib
 import json
+import socket
 import struct
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgpack
+
 from kvstore.api import LeaseId, Outcome
 from kvstore.client import ClientOptions, connect
 from kvstore.client.connection import Connection
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.record import read_record
-from kvstore.runtime.arena import Arena
+from kvstore.runtime.arena import Arena, Place
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.server import Server
 from kvstore.store.tiered import TieredStore
@@ -36,6 +39,7 @@ from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import convert, messages
 from kvstore.wire.address import TcpAddress, UnixAddress, parse_address
+from kvstore.wire.frames import pack_head
 
 TOKEN = "golden token"
 PROMPT = Prompt(ATTENTION, "golden", 128, payload_bytes=200)
@@ -53,10 +57,15 @@ class Recorder:
         lines: What was said, in order.
     """
 
-    def __init__(self, connect: Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]],
+        *,
+        num_before: int = 0,
+    ) -> None:
         self.lines: list[dict[str, object]] = []
         self._connect = connect
-        self._num = 0
+        self._num = num_before
 
     def write(self, path: Path) -> None:
         """Write the frames to a file."""
@@ -78,12 +87,15 @@ class Recorder:
                 prefix = await reader.readexactly(_PREFIX.size)
                 _, head_bytes, payload_bytes = _PREFIX.unpack(prefix)
                 frame = prefix + await reader.readexactly(head_bytes + payload_bytes)
-                self.lines.append(
-                    {"connection": number, "from": sender, "frame": base64.b64encode(frame).decode("ascii")}
-                )
+                self.lines.append(line_of(number, sender, frame))
                 writer.write(frame)
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
+
+
+def line_of(connection: int, sender: str, frame: bytes) -> dict[str, object]:
+    """A line of a conversation's file."""
+    return {"connection": connection, "from": sender, "frame": base64.b64encode(frame).decode("ascii")}
 
 
 async def talk(url: str) -> None:
@@ -205,9 +217,85 @@ async def record_places(path: Path) -> None:
     recorder.write(path)
 
 
-async def main(everything: Path, places: Path) -> None:
+SAVED = Prompt(ATTENTION, "golden saves", 128, payload_bytes=70_000)
+"""Its records are made in memory that the service reads."""
+
+
+def exchange(connection: socket.socket, frame: bytes) -> tuple[bytes, list[int]]:
+    """Send a frame; returns the frame that answers it, and the descriptors that came with it."""
+    connection.sendall(frame)
+    data, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 1)
+    _, head_bytes, payload_bytes = _PREFIX.unpack_from(data)
+    while len(data) < _PREFIX.size + head_bytes + payload_bytes:
+        data += connection.recv(1 << 16)
+    return data, list(descriptors)
+
+
+async def save_in_place(path: str, memory: bytes, places: list[Place]) -> None:
+    """Every record, the first one once more, one of memory that no connection has, and one outside of it."""
+    connection = await Connection.connect(UnixAddress(path), ClientOptions(name="golden"), "data")
+    await connection.request(
+        lambda i, ms: messages.OpenNamespace(i, ms, SAVED.description.canonical),
+        messages.NamespaceOpened,
+        deadline=soon(),
+    )
+    outside = Place(1 << 40, places[0].num_bytes, 1)
+    for named, place in (
+        *((memory, place) for place in (*places, places[0])),
+        (bytes(16), places[0]),
+        (memory, outside),
+    ):
+        where = {"offset": place.offset, "num_bytes": place.num_bytes, "stamp": place.stamp}
+        with contextlib.suppress(Unavailable, InvalidRequest):
+            await connection.request(
+                lambda i, ms, named=named, where=where: messages.Save(i, ms, "memory", memory=named, **where),
+                messages.Saved,
+                deadline=soon(),
+            )
+    await asyncio.sleep(0.2)
+    connection.close()
+
+
+async def record_saves(path: Path) -> None:
+    """Saves of records that were made in shared memory, over a Unix socket. Connection 0 is the memory's."""
+    memory = MemoryTier(8 << 20, arena=Arena.open(8 << 20))
+    store = TieredStore(memory)
+    server = Server(store)
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as owner:
+        await server.listen([parse_address(f"unix:{folder}/s")])
+        owner.connect(f"{folder}/s")
+        lines = []
+        hello = messages.Hello(messages.PROTOCOL_VERSION, role="memory", client="golden")
+        for message in (hello, messages.ShareSaveMemory(1, 30_000, 16 << 20)):
+            frame = pack_head(messages.encode(message))
+            answer, descriptors = await asyncio.to_thread(exchange, owner, frame)
+            lines += [line_of(0, "client", frame), line_of(0, "service", answer)]
+        _, head_bytes, _ = _PREFIX.unpack_from(answer)
+        head = msgpack.unpackb(answer[_PREFIX.size : _PREFIX.size + head_bytes])
+        arena = Arena.over(descriptors[0], head["capacity_bytes"])
+        buffers, places = [], []
+        for record in SAVED.records():
+            buffers.append(buffer := arena.take(record.num_bytes))
+            assert buffer is not None
+            buffer[:] = record.data
+            places.append(place := arena.place(buffer))
+            assert place is not None
+        recorder = Recorder(lambda: asyncio.open_unix_connection(f"{folder}/s"), num_before=1)
+        recorder.lines += lines
+        between = await asyncio.start_unix_server(recorder.serve, f"{folder}/between")
+        await save_in_place(f"{folder}/between", head["memory"], places)
+        between.close()
+        arena.close()
+        await server.aclose()
+    await store.aclose()
+    await memory.aclose()
+    recorder.write(path)
+
+
+async def main(everything: Path, places: Path, saves: Path) -> None:
     await record_all(everything)
     await record_places(places)
+    await record_saves(saves)
 
 
 if __name__ == "__main__":

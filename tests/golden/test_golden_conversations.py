@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import mmap
+import os
+import socket
 import struct
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +25,7 @@ from kvstore.client.remote import RemoteStore
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.record import read_record
 from kvstore.model.namespace import NamespaceDescription
-from kvstore.runtime.arena import ArenaView
+from kvstore.runtime.arena import Arena, ArenaView, memory_file
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.server import Server
 from kvstore.store.tiered import TieredStore
@@ -30,16 +33,19 @@ from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import convert, messages
 from kvstore.wire.address import TcpAddress, parse_address
 from kvstore.wire.messages import raise_error
-from tests.golden.record_conversation import SHARED, shared_store
+from tests.golden.record_conversation import SAVED, SHARED, shared_store
+from tests.golden.record_conversation import exchange as raw_exchange
 
 FILES = sorted(Path(__file__).parent.glob("wire-v1-*.jsonl"))
 PLACES = sorted(Path(__file__).parent.glob("places-v1-*.jsonl"))
+SAVES = sorted(Path(__file__).parent.glob("saves-v1-*.jsonl"))
+EVERY_SAVES_FILE = pytest.mark.parametrize("file", SAVES, ids=lambda file: file.stem)
 EVERY_PLACES_FILE = pytest.mark.parametrize("file", PLACES, ids=lambda file: file.stem)
 EVERY_FILE = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
 _PREFIX = struct.Struct("<4sIQ")
 _NOT_ANSWERED = ("release", "outcome", "cancel")
-_DIFFER = ("release", "lease", "arena", "lease_s", "values", "message", "deadline_ms")
+_DIFFER = ("release", "lease", "arena", "memory", "lease_s", "values", "message", "deadline_ms")
 """Fields that are of the run or of the release, not of the question."""
 
 
@@ -135,6 +141,7 @@ def test_there_is_a_conversation() -> None:
     """With every request that a client makes, with hits and misses, an error and a refusal."""
     assert FILES
     assert PLACES
+    assert SAVES
     exchanges = conversation(FILES[0])
     requests = {exchange.asked.type for exchange in exchanges}
     assert requests >= {"hello", "open_namespace", "lookup", "stage", "save", "load", "renew", "release", "discard"}
@@ -152,7 +159,7 @@ async def test_a_client_of_that_release_at_todays_service(file: Path) -> None:
         await server.listen([parse_address("tcp://127.0.0.1:0")])
         (address,) = server.addresses
         assert isinstance(address, TcpAddress)
-        leases = await replay(file, lambda: asyncio.open_connection("127.0.0.1", address.port))
+        leases = await replay(conversation(file), lambda: asyncio.open_connection("127.0.0.1", address.port))
         assert leases
     finally:
         await server.aclose()
@@ -162,12 +169,20 @@ async def test_a_client_of_that_release_at_todays_service(file: Path) -> None:
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
-async def replay(file: Path, connect: Connect) -> dict[bytes, bytes]:
-    """Send a conversation's very frames and compare each answer; returns today's ids by those of then."""
+async def replay(
+    exchanges: Sequence[Exchange], connect: Connect, ids: Mapping[bytes, bytes] | None = None
+) -> dict[bytes, bytes]:
+    """Send a conversation's very frames and compare each answer; returns today's ids by those of then.
+
+    Args:
+        exchanges: What was said.
+        connect: Opens a connection.
+        ids: Those that are known before.
+    """
     streams: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
-    ids: dict[bytes, bytes] = {}
+    ids = dict(ids or {})
     try:
-        for exchange in conversation(file):
+        for exchange in exchanges:
             asked = exchange.asked
             if asked.connection not in streams:
                 streams[asked.connection] = await connect()
@@ -198,7 +213,7 @@ async def test_a_client_that_asks_for_places_at_todays_service(file: Path, tmp_p
     server = Server(store)
     try:
         await server.listen([parse_address(f"unix:{tmp_path}/s")])
-        ids = await replay(file, lambda: asyncio.open_unix_connection(f"{tmp_path}/s"))
+        ids = await replay(conversation(file), lambda: asyncio.open_unix_connection(f"{tmp_path}/s"))
         assert len(ids) == 2  # the lease and the arena
     finally:
         await server.aclose()
@@ -235,6 +250,79 @@ async def test_todays_client_reads_places_of_that_release(
         server.close()
         await store.aclose()
         await memory.aclose()
+
+
+@EVERY_SAVES_FILE
+async def test_a_client_that_saves_in_place_at_todays_service(file: Path, tmp_path: Path) -> None:
+    """A client of that release asks for memory and makes its records there: each is stored as it was then."""
+    exchanges = conversation(file)
+    memory = MemoryTier(8 << 20, arena=Arena.open(8 << 20))
+    store = TieredStore(memory)
+    server = Server(store)
+    with socket.socket(socket.AF_UNIX) as owner:
+        try:
+            await server.listen([parse_address(f"unix:{tmp_path}/s")])
+            owner.connect(f"{tmp_path}/s")
+            for asked in (one for one in exchanges if one.asked.connection == 0):
+                answer, descriptors = await asyncio.to_thread(raw_exchange, owner, asked.asked.data)
+                compare(asked.answers[0], seen := Frame.of(0, answer))
+            ids = {asked.answers[0].head["memory"]: seen.head["memory"]}
+            make_records(exchanges, descriptors[0], seen.head["capacity_bytes"])
+            others = [one for one in exchanges if one.asked.connection != 0]
+            await replay(others, lambda: asyncio.open_unix_connection(f"{tmp_path}/s"), ids)
+            for record in SAVED.records():
+                held = memory.peek(record.key)
+                assert held is not None and held.data == record.data
+        finally:
+            await server.aclose()
+            await store.aclose()
+            await memory.aclose()
+
+
+def make_records(exchanges: Sequence[Exchange], descriptor: int, capacity_bytes: int) -> None:
+    """Make the records where a conversation's saves say that they are."""
+    saves = [one.asked.head for one in exchanges if one.asked.type == "save"]
+    with mmap.mmap(descriptor, capacity_bytes) as memory:
+        for record, head in zip(SAVED.records(), saves, strict=False):
+            assert head["num_bytes"] == record.num_bytes
+            struct.pack_into("<Q", memory, head["offset"] - 64, head["stamp"])
+            memory[head["offset"] : head["offset"] + record.num_bytes] = bytes(record.data)
+    os.close(descriptor)
+
+
+@EVERY_SAVES_FILE
+async def test_todays_client_saves_in_place_at_a_service_of_that_release(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the places of its records as a client of that release did."""
+    exchanges = conversation(file)
+    shared = next(one.answers[0].head for one in exchanges if one.asked.type == "share_save_memory")
+
+    def memory_of_then(connection: socket.socket, path: str, _: ClientOptions) -> tuple[bytes, Arena]:
+        connection.connect(path)
+        capacity_bytes = shared["capacity_bytes"]
+        return shared["memory"], Arena.over(memory_file(capacity_bytes), capacity_bytes)
+
+    monkeypatch.setattr("kvstore.client.sharing.map_save_memory", memory_of_then)
+    monkeypatch.setattr("kvstore.client.sharing.map_arena", lambda *_: (b"", None))
+    service = PastService(exchanges)
+    server = await asyncio.start_unix_server(service.serve, f"{tmp_path}/s")
+    options = ClientOptions(num_data_connections=1, name="golden", save_memory_bytes=16 << 20)
+    client = connect(f"unix:{tmp_path}/s", options=options)
+    try:
+        await client.open_namespace(SAVED.description, deadline=soon())
+        async with asyncio.timeout(60.0):
+            while client.shared_buffer(70_192) is None:
+                await asyncio.sleep(0.001)
+        for record in SAVED.records():
+            buffer = client.shared_buffer(record.num_bytes)
+            assert buffer is not None
+            buffer[:] = record.data
+            assert await client.save(read_record(buffer), deadline=soon()) is SaveOutcome.STORED
+        assert service.complaints == []
+    finally:
+        await client.aclose()
+        server.close()
 
 
 class PastService:

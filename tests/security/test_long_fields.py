@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.service.limits import bytes_of
 from kvstore.service.server import Server
-from kvstore.service.session import bytes_of
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.tiers.memory import MemoryTier

@@ -8,8 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,46 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.api import Deadline, LeaseId, LoadedRecord, Staged
-from kvstore.client import ClientOptions, RemoteStore, connect
+from kvstore.api import LeaseId, LoadedRecord, Staged
+from kvstore.client import ClientOptions
 from kvstore.client.sharing import map_arena
 from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.record import open_record, verify_payload
 from kvstore.runtime.arena import Arena, Place
-from kvstore.service.server import Server
-from kvstore.store.limits import StoreLimits
-from kvstore.store.tiered import TieredStore
-from kvstore.testing.prompts import ATTENTION, Prompt
-from kvstore.tiers.memory import MemoryTier
+from kvstore.testing.prompts import Prompt
 from kvstore.wire import convert, messages
-from kvstore.wire.address import parse_address
 from kvstore.wire.frames import pack_head
-
-LARGE = Prompt(ATTENTION, "shared", 256, payload_bytes=200_000)
-SMALL = replace(LARGE, payload_bytes=1000)
-
-
-def soon() -> Deadline:
-    return Deadline.after(10)
-
-
-class Node:
-    """A service with shared memory and a client of it, which can be asked how records came."""
-
-    def __init__(self, store: TieredStore, server: Server, client: RemoteStore) -> None:
-        self.store, self.memory, self.server, self.client = store, store.memory, server, client
-
-    @property
-    def received_bytes(self) -> int:
-        """Over all connections."""
-        return sum(connection.frames.received_bytes for connection in self.client.pool.connections())
-
-    async def saved(self, prompt: Prompt) -> None:
-        await self.client.wait_ready(deadline=soon())
-        await self.client.open_namespace(prompt.description, deadline=soon())
-        for record in prompt.records():
-            await self.client.save(record, deadline=soon())
+from tests.unit.client.sharing_node import LARGE, SMALL, Node, node_at, soon
 
 
 def test_a_service_that_answers_byte_by_byte(tmp_path: Path) -> None:
@@ -83,24 +53,6 @@ def test_a_service_that_answers_byte_by_byte(tmp_path: Path) -> None:
         assert time.monotonic() - started_s < 3
         ended.set()
         dripping.join()
-
-
-@asynccontextmanager
-async def node_at(
-    url: str, *, options: ClientOptions | None = None, arena_bytes: int = 32 << 20
-) -> AsyncIterator[Node]:
-    memory = MemoryTier(16 << 20, arena=Arena.open(arena_bytes) if arena_bytes else None)
-    store = TieredStore(memory, limits=StoreLimits(stage_bytes=8 << 20))
-    server = Server(store, token="a token" if url.startswith("tcp") else "")
-    await server.listen([parse_address(url)])
-    client = connect(str(server.addresses[0]), token="a token" if url.startswith("tcp") else None, options=options)
-    try:
-        yield Node(store, server, client)
-    finally:
-        await client.aclose()
-        await server.aclose()
-        await store.aclose()
-        await memory.aclose()
 
 
 def shared_arena(node: Node) -> bytes:

@@ -1,0 +1,172 @@
+"""Memory that clients make records in: a record there is copied, and not sent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from kvstore.codec import CodecPool
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.format.header_v1 import HEADER_BYTES
+from kvstore.runtime.arena import ArenaView, Place, memory_file
+from kvstore.runtime.budget import Shares
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.turns import Turns, who_asks
+from kvstore.service.incoming import Receipt
+from kvstore.service.limits import ServiceLimits
+from kvstore.wire import messages
+
+_THREADS = 4
+"""Large records that are copied at a time. One thread copies some GB/s."""
+INLINE_BYTES = (1 << 20) + (64 << 10)
+"""Up to this size (200 us) a record is copied on the event loop: to receive it there would take longer, and to start a
+thread and wait for it too."""
+INLINE_AT_ONCE = 2
+"""Records that are copied in one round of the event loop: many that come in one go do not delay other clients."""
+_LEAST_BYTES = 16 << 20
+"""No memory is smaller, so that `save_memory_bytes` bounds the number of descriptors too."""
+
+
+class SaveMemory:
+    """The memory of one connection, which its client writes to at any time; made by `SaveMemories.open`.
+
+    Attributes:
+        id: 16 random bytes that only its client gets.
+        capacity_bytes: Its size, which never changes.
+        tenant: Of its client.
+    """
+
+    def __init__(self, view: ArenaView, capacity_bytes: int, tenant: str) -> None:
+        self.id = secrets.token_bytes(16)
+        self.capacity_bytes = capacity_bytes
+        self.tenant = tenant
+        self._view: ArenaView | None = view
+
+    def check(self, place: Place) -> None:
+        """Raise what `copy` would raise now."""
+        self._open_view().at(place)
+
+    def copy(self, place: Place, target: memoryview) -> None:
+        """Copy what is at a place, on any thread. Other threads run during the copy: numpy releases the GIL.
+
+        The copy may have mixed bytes, since a client may write at any time. So the copy must be verified.
+
+        Raises:
+            InvalidRequest: There is no such place in this memory.
+            Unavailable: Its connection has ended, or the client has used the place for something else.
+        """
+        view = self._open_view()
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(view.at(place), np.uint8))
+        if not view.holds(place):
+            raise Unavailable("the record is no longer there: its memory was used again before the save was answered")
+
+    def _open_view(self) -> ArenaView:
+        view = self._view
+        if view is None:
+            raise Unavailable("the memory that has the record is gone: its connection has ended")
+        return view
+
+    def close(self) -> None:
+        """Drop the mapping, once no thread copies from it. Idempotent."""
+        self._view = None
+
+
+class SaveMemories:
+    """The memory of all connections, bounded, and the threads that copy records from it. Belongs to one event loop."""
+
+    def __init__(self, limits: ServiceLimits) -> None:
+        self._limits = limits
+        self._shares = Shares(limits.save_memory_bytes)
+        self._all: dict[bytes, SaveMemory] = {}
+        self._turns = Turns(INLINE_AT_ONCE)
+        self._threads = CodecPool(num_threads=_THREADS, limit_bytes=limits.receive_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the memory of all connections."""
+        return self._shares.used
+
+    def open(self, num_bytes: int, tenant: str) -> tuple[SaveMemory, int]:
+        """Make memory for a connection, of about `num_bytes`, and a descriptor of it, which the caller closes.
+
+        Raises:
+            Unavailable: The connections have too much memory already, or the system does not support it.
+        """
+        capacity_bytes = min(max(num_bytes, _LEAST_BYTES), self._limits.save_memory_of_one_bytes)
+        if capacity_bytes > self._shares.left_for(tenant):
+            limit = self._shares.limit
+            raise Unavailable("the clients have as much memory for saves as they may", limit_bytes=limit)
+        try:
+            descriptor = memory_file(capacity_bytes)
+        except OSError as error:
+            raise Unavailable("no memory can be shared here", error=error.strerror) from error
+        try:
+            memory = SaveMemory(ArenaView(descriptor, capacity_bytes), capacity_bytes, tenant)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._shares.take(tenant, capacity_bytes)
+        self._all[memory.id] = memory
+        return memory, descriptor
+
+    async def copy(
+        self,
+        request: messages.Save,
+        receipt: Receipt,
+        allocate: Callable[[int], memoryview],
+        *,
+        tenant: str,
+        deadline: Deadline,
+    ) -> memoryview:
+        """A copy of the record that a save names, which no client can change.
+
+        Args:
+            request: The save.
+            receipt: Gets room in the service's budget, as for a record that is sent.
+            allocate: Makes the copy's buffer.
+            tenant: Of the connection that sent the save.
+            deadline: Limits the wait for room and for a thread.
+
+        Raises:
+            InvalidRequest: There is no such place, or no record of that size is accepted.
+            Unavailable: There is no such memory, no room in time, or the record is no longer there.
+
+        If cancelled, raises `CancelledError` only once no thread copies any more.
+        """
+        memory = self._all.get(request.memory)
+        if memory is None or memory.tenant != tenant:
+            raise Unavailable("no connection of this client has such memory")
+        if not HEADER_BYTES <= request.num_bytes <= self._limits.max_payload_bytes:
+            raise InvalidRequest(
+                "no record has this size",
+                field="save.num_bytes",
+                expected=f"{HEADER_BYTES} to {self._limits.max_payload_bytes}",
+                seen=request.num_bytes,
+            )
+        place = Place(request.offset, request.num_bytes, request.stamp)
+        memory.check(place)  # before it waits for room
+        if not await receipt.take_room(request.num_bytes, deadline):
+            raise Unavailable("no room to copy this record before its deadline")
+        target = allocate(request.num_bytes)
+        if request.num_bytes <= INLINE_BYTES:
+            await self._turns.begin(who_asks())
+            asyncio.get_running_loop().call_soon(self._turns.end)  # in the next round
+            memory.copy(place, target)
+        else:
+            await self._threads.run(request.num_bytes, partial(memory.copy, place, target), deadline=deadline)
+        return target
+
+    def close(self, memory: SaveMemory) -> None:
+        """The connection of this memory has ended. Idempotent."""
+        if self._all.pop(memory.id, None) is not None:
+            memory.close()
+            self._shares.give_back(memory.tenant, memory.capacity_bytes)
+
+    def shutdown(self) -> None:
+        """Start no further copy, and wait for those that run. Idempotent."""
+        self._threads.close()

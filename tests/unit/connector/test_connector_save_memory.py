@@ -1,0 +1,168 @@
+"""Saves of a rank whose records are made in memory that a real service reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from connector import settings as connector_settings
+from connector.settings import ConnectorSettings
+from connector.worker.memory import RecordMemory
+from kvstore.client import ClientOptions, RemoteStore, connect
+from kvstore.errors import Unavailable
+from kvstore.runtime.arena import Arena
+from kvstore.service.server import Server
+from kvstore.store.tiered import TieredStore
+from kvstore.tiers.memory import MemoryTier
+from kvstore.wire.address import parse_address
+from tests.unit.connector.rank_harness import SOURCE, TARGET, Make, ranks_on
+from tests.unit.connector.support import MIB, SteeredStore, eventually, soon
+from tests.unit.connector.test_connector_places import SharingBridge, SharingStore
+
+RECORD_BYTES = 1000
+
+
+class MakingStore(SharingStore):
+    """A client that passes on where records are made."""
+
+    inner: RemoteStore
+
+    def shared_buffer(self, num_bytes: int) -> memoryview | None:
+        return self.inner.shared_buffer(num_bytes)
+
+
+class MakingBridge(SharingBridge):
+    """A loop with a service and a client that shares memory for saves with it."""
+
+    async def _make(self) -> SteeredStore:
+        self.memory = MemoryTier(2 * MIB, arena=Arena.open(2 * MIB))
+        self.behind = TieredStore(self.memory)
+        self.server = Server(self.behind)
+        url = f"unix:{self.folder / 's'}"
+        await self.server.listen([parse_address(url)])
+        client = connect(url, options=ClientOptions(save_memory_bytes=16 * MIB))
+        await client.wait_ready(deadline=soon())
+        return MakingStore(client)
+
+    def sent_bytes(self) -> int:
+        """Over all connections of the client."""
+
+        async def count(store: SteeredStore) -> int:
+            return sum(connection.frames.written_bytes for connection in store.inner.pool.connections())
+
+        return self.run(count)
+
+    def has_memory(self) -> bool:
+        async def ask(store: SteeredStore) -> bool:
+            return store.inner.shared_buffer(RECORD_BYTES) is not None
+
+        return self.run(ask)
+
+
+@pytest.fixture
+def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakingBridge]:
+    # the records of these tests are small
+    monkeypatch.setattr("kvstore.tiers.memory.ARENA_BYTES_MIN", 1)
+    monkeypatch.setattr("kvstore.client.sharing.SHARED_BYTES_MIN", 1)
+    made = MakingBridge(tmp_path)
+    try:
+        eventually(made.has_memory)
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def rank(bridge: MakingBridge) -> Iterator[Make]:
+    with ranks_on(bridge) as make:
+        yield make
+
+
+def raising(*_: Any) -> Any:
+    raise ZeroDivisionError
+
+
+def test_records_are_made_in_shared_memory(bridge: MakingBridge, rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank takes no memory of its own for what it saves and sends no record, and what it loads is what it saved."""
+    monkeypatch.setattr(RecordMemory, "take", raising)
+    engine = rank()
+    expected = engine.blocks(SOURCE)
+    before = bridge.sent_bytes()
+    engine.save()
+    num_saved = engine.meters.get("connector_saves", outcome="stored")
+    assert bridge.sent_bytes() - before < 300 * num_saved < engine.meters.get("connector_saved_bytes")
+    engine.side.start_loads(engine.load_job(engine.stage()))
+    assert engine.result() == ({"r"}, set())
+    assert (engine.blocks(TARGET) == expected).all()
+
+
+def test_a_rank_whose_shared_memory_is_full(bridge: MakingBridge, rank: Make) -> None:
+    """Its records are made in its own memory, and sent."""
+    engine = rank()
+    taken = []
+
+    async def take_all(store: SteeredStore) -> None:
+        while (buffer := store.inner.shared_buffer(RECORD_BYTES)) is not None:
+            taken.append(buffer)
+
+    bridge.run(take_all)
+    expected, before = engine.blocks(SOURCE), bridge.sent_bytes()
+    engine.save()
+    assert bridge.sent_bytes() - before > engine.meters.get("connector_saved_bytes")
+    engine.side.start_loads(engine.load_job(engine.stage()))
+    assert engine.result() == ({"r"}, set())
+    assert (engine.blocks(TARGET) == expected).all()
+
+
+def test_a_rank_whose_saves_fail(bridge: MakingBridge, rank: Make) -> None:
+    """The shared memory of its records is free again: later saves have all of it."""
+    engine = rank()
+    bridge.store.errors["save"] = Unavailable("a test")
+    for turn in range(3):
+        engine.side.save(engine.jobs(first_id=10 * turn))
+        assert engine.side.saver is not None and engine.side.saver.drain(10)
+        report = engine.side.take_report()
+        assert report is not None and len(report.saves_failed) == 3
+    del bridge.store.errors["save"]
+
+    async def free_bytes(store: SteeredStore) -> int:
+        taken = []
+        while (buffer := store.inner.shared_buffer(MIB - 64)) is not None:
+            taken.append(buffer)
+        return len(taken) * MIB
+
+    eventually(lambda: bridge.run(free_bytes) == 16 * MIB)
+
+
+def test_own_memory_is_taken_when_it_is_needed() -> None:
+    """A rank that shares memory with its service has none of its own beside that."""
+    descriptors = len(os.listdir("/proc/self/fd"))
+    memory = RecordMemory()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    buffer = memory.take(100_000)
+    assert len(os.listdir("/proc/self/fd")) > descriptors
+    memory.close()
+    buffer[:] = b"\x07" * 100_000  # stays valid
+    assert len(memory.take(100_000)) == 100_000
+    del buffer
+    never_used = RecordMemory()
+    never_used.close()
+    before = len(os.listdir("/proc/self/fd"))
+    assert len(never_used.take(1000)) == 1000
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("mode", "saves", "asks"),
+    [("both", True, True), ("save", True, True), ("load", True, False), ("both", False, False)],
+)
+def test_which_clients_ask_for_memory(monkeypatch: pytest.MonkeyPatch, mode: str, saves: bool, asks: bool) -> None:
+    """A client of a rank that saves; not one that loads only, nor the one that looks up for an engine."""
+    seen: list[ClientOptions] = []
+    monkeypatch.setattr(connector_settings, "BlockingStore", lambda *_, options, **__: seen.append(options))
+    ConnectorSettings(mode=mode).connect("a test", None, saves=saves)
+    assert [options.save_memory_bytes > 0 for options in seen] == [asks]
