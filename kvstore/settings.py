@@ -199,9 +199,9 @@ class Settings(BaseModel):
             one connection cannot fill the link, as with TLS.
         hot_in_flight_bytes: Bytes on their way to or from `hot` at a time; further reads and writes wait within their
             deadline. At least 4 MiB. It limits the memory that a slow Redis can occupy on this node.
-        io_threads: Threads that move bytes to and from `hot` and an S3 `cold`, each with an event loop and its share of the
-            connections; by default a quarter of the processors, 1 to 4. With 1 there is none: the service's own loop
-            moves them. More read faster while the link has room, and take processors from the engine for that time.
+        io_threads: Threads that move bytes to and from `hot` and an S3 `cold`, each with an event loop and its share of
+            the connections; by default a quarter of the processors, 1 to 4. With 1 the service's own loop moves them.
+            More are faster while the link has room, and take processors from the engine for that time.
         catalog_look_s: How often one of the services checks whether `hot` evicted records. If it did, the service
             compares the catalog with what is stored. Longer loads Redis less, but totals are corrected later.
         cold: `s3://bucket/prefix`, `file:///dir`, or `memory:` for none: then a restart loses everything.

@@ -32,18 +32,15 @@ _BUFFERS_MAX = 64
 
 
 def send(transport: asyncio.Transport, parts: Sequence[bytes | memoryview]) -> None:
-    """Write parts in order; called on the transport's loop. Large ones are not copied: they must not change.
+    """Write parts in order; called on the transport's loop. Large ones are not copied: they must not change. Nothing is
+    written once the transport closes: its number may belong to another file by then.
 
     A transport of uvloop keeps Python's lock while the kernel copies the bytes, a fifth of a second for a GB. So what
     the kernel takes at once is written here, without the lock and in one call; the transport sends the rest.
     """
-    num_bytes = sum(map(len, parts))
-    num_sent = 0
-    is_first = not transport.get_write_buffer_size() and not transport.is_closing()
-    # with TLS, only the transport knows the bytes that go out
-    if num_bytes >= _LARGE_BYTES and is_first and transport.get_extra_info("sslcontext") is None:
-        with suppress(OSError):  # the kernel takes nothing now, or the transport meets the same error
-            num_sent = os.writev(transport.get_extra_info("socket").fileno(), parts[:_BUFFERS_MAX])
+    if transport.is_closing():
+        return
+    num_sent = _sent_at_once(transport, parts) if sum(map(len, parts)) >= _LARGE_BYTES else 0
     rest: list[bytes | memoryview] = []
     for part in parts:
         if num_sent < len(part):
@@ -51,6 +48,17 @@ def send(transport: asyncio.Transport, parts: Sequence[bytes | memoryview]) -> N
         num_sent = max(0, num_sent - len(part))
     if rest:
         transport.writelines(rest)
+
+
+def _sent_at_once(transport: asyncio.Transport, parts: Sequence[bytes | memoryview]) -> int:
+    """How many bytes the kernel took now."""
+    # after others that wait; with TLS, other bytes go out than these
+    if transport.get_write_buffer_size() or transport.get_extra_info("sslcontext") is not None:
+        return 0
+    try:
+        return os.writev(transport.get_extra_info("socket").fileno(), parts[:_BUFFERS_MAX])
+    except OSError:  # it takes none now, or the transport will meet the same error
+        return 0
 
 
 class BufferedConnection(asyncio.BufferedProtocol):
