@@ -68,7 +68,7 @@ class Arena:
         self.descriptor = descriptor
         self._memory: mmap.mmap | None = mmap.mmap(descriptor, capacity_bytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._lock = threading.Lock()  # of all below; a buffer that is dropped meanwhile only adds to `_returned`
+        self._lock = threading.Lock()  # of all below; dropping a buffer needs no lock: it only adds to `_returned`
         self._stamp = 0
         self._stamps: dict[int, int] = {}  # of live buffers, by start
         self._free = FreeRanges(capacity_bytes)

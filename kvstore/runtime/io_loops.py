@@ -140,7 +140,7 @@ class _Call(Generic[T]):
         return self._task.result()
 
     def drop_result(self) -> None:
-        """At home, after the end: no one waits for an exception any more."""
+        """At home, after the end: the caller is cancelled, and does not learn of an exception."""
         if self._task is not None and not self._task.cancelled():
             self._task.exception()
 

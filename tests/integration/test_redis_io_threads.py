@@ -45,7 +45,7 @@ async def tier(server: RedisServer) -> AsyncIterator[RedisTier]:
 
 
 async def test_the_loss_of_one_connection_fails_what_was_on_it(server: RedisServer, tier: RedisTier) -> None:
-    """Two puts wait, one in each thread, and Redis drops the connection of one of them: that one fails, the other one is
+    """Two puts wait, one in each thread, and Redis drops the connection of one of them: that one fails, the other is
     stored, and the next put on the lost connection opens it again."""
     records = [make_record(number, 1 << 20) for number in range(4)]
     async with redis.asyncio.Redis.from_url(server.url) as operator:
@@ -131,14 +131,21 @@ async def test_closing_with_calls_in_flight(server: RedisServer) -> None:
 
 
 @pytest.mark.parametrize("io_threads", [1, 2])
-async def test_a_store_saves_and_stages_the_same_bytes(server: RedisServer, io_threads: int) -> None:
-    """What one store saved in Redis another one stages into its arena, with bytes on the store's loop or on others.
+async def test_a_store_saves_and_stages_the_same_bytes(
+    server: RedisServer, io_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one store saved in Redis another one stages into its arena, with bytes on the store's loop or on others; the
+    timers of its stages are changed on the store's loop alone."""
+    reschedule, threads = asyncio.Timeout.reschedule, set()
 
-    In its debug mode the loop refuses calls of other threads that are not made for that.
-    """
-    asyncio.get_running_loop().set_debug(True)
+    def reschedule_and_note(timer: asyncio.Timeout, when: float | None) -> None:
+        threads.add(threading.current_thread())
+        reschedule(timer, when)
+
+    monkeypatch.setattr(asyncio.Timeout, "reschedule", reschedule_and_note)
+    patient = {"stall_timeout_ms": 20_000, "fetch_timeout_ms": 20_000, "drain_timeout_s": 1}
     settings = load_settings(
-        {"memory_bytes": "64MiB", "cold": "memory:", "hot": server.url, "io_threads": io_threads, "drain_timeout_s": 1}
+        {"memory_bytes": "64MiB", "cold": "memory:", "hot": server.url, "io_threads": io_threads, **patient}
     )
     prompt = Prompt(ATTENTION, "a", 256, payload_bytes=1 << 20)
     async with open_store(settings) as store:
@@ -152,6 +159,7 @@ async def test_a_store_saves_and_stages_the_same_bytes(server: RedisServer, io_t
         for record in prompt.records():
             loaded = await store.load(staged.lease, record.key, deadline=soon())
             assert loaded.data == record.data
+    assert threads == {threading.main_thread()}
 
 
 async def test_a_store_ends_with_work_in_flight(server: RedisServer) -> None:
