@@ -206,10 +206,13 @@ class TierStore(Store):
         tier: The tier.
         num_connections_max: Connections that it carries records on.
         part_bytes: Bytes of a record that travel on one connection at a time.
+        name: What its rows are called; by default the tier's name.
     """
 
-    def __init__(self, tier: Tier, num_connections_max: int = 1, part_bytes: int = MAX_RECORD_BYTES) -> None:
-        self.name = tier.name
+    def __init__(
+        self, tier: Tier, num_connections_max: int = 1, part_bytes: int = MAX_RECORD_BYTES, name: str | None = None
+    ) -> None:
+        self.name = tier.name if name is None else name
         self._tier = tier
         self._num_connections_max = num_connections_max
         self._part_bytes = part_bytes

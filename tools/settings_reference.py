@@ -27,6 +27,7 @@ from kvstore.settings import Settings  # noqa: E402
 
 MADE_DEFAULTS = {
     "memory_bytes": "a tenth of the RAM",
+    "io_threads": "a quarter of the processors, 1 to 4",
     "cold": "`file://` and `kvstore/records` under `$XDG_CACHE_HOME`",
     "quotas": "none",
 }
@@ -47,6 +48,7 @@ SERVICE_CHANGE_WHEN = {
     "hot": "Set it when several nodes share pages.",
     "hot_connections": "Raise it when Redis is reached over TLS and reads are slower than the link.",
     "hot_in_flight_bytes": "Lower it when a node has little memory. Raise it when a fast link to Redis is not filled.",
+    "io_threads": "Raise it when a fast link is not filled and processors are idle ([redis.md](redis.md)).",
     "catalog_look_s": "Raise it when Redis evicts all the time and its processor is busy with the comparisons.",
     "cold": "Set it when pages must survive the node, or when nodes share them.",
     "cold_bytes": "Set it when the bucket must not grow without a limit.",

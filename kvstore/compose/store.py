@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -21,6 +21,7 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
+from kvstore.runtime.io_loops import IoLoop, open_io_loops
 from kvstore.runtime.meters import Meters
 from kvstore.runtime.tracing import Tracing
 from kvstore.settings import Settings
@@ -65,8 +66,10 @@ async def open_store(settings: Settings, instruments: Instruments | None = None)
         memory = MemoryTier(settings.memory_bytes, arena=arena)
         memory.on_quarantine = partial(report_quarantine, instruments.events, memory.name)
         stack.push_async_callback(memory.aclose)
-        hot = await _guarded(await _open_hot(settings), settings.hot, stack, instruments)
-        cold = await _guarded(await _open_cold(settings, instruments.meters), settings.cold, stack, instruments)
+        io_loops = await stack.enter_async_context(open_io_loops(_num_io_threads(settings)))
+        hot = await _guarded(await _open_hot(settings, io_loops), settings.hot, stack, instruments)
+        cold = await _open_cold(settings, instruments.meters, io_loops)
+        cold = await _guarded(cold, settings.cold, stack, instruments)
         # while the hot tier is not used, no other part of the store may call its server either
         gate = hot.check_usable if hot is not None else None
         pending = await _open_pending(settings, stack, instruments.clock, gate)
@@ -353,22 +356,28 @@ def _cache_events(
     )
 
 
-async def _open_hot(settings: Settings) -> Tier | None:
+def _num_io_threads(settings: Settings) -> int:
+    """The setting, where there is a tier that uses such threads."""
+    uses_network = isinstance(settings.hot, RedisLocation) or isinstance(settings.cold, S3Location)
+    return settings.io_threads if uses_network else 1
+
+
+async def _open_hot(settings: Settings, io_loops: Sequence[IoLoop]) -> Tier | None:
     match settings.hot:
         case NoTier():
             return None
         case RedisLocation() as location:
-            return _redis(location, settings)
+            return _redis(location, settings, io_loops)
 
 
-async def _open_cold(settings: Settings, meters: Meters) -> Tier | None:
+async def _open_cold(settings: Settings, meters: Meters, io_loops: Sequence[IoLoop]) -> Tier | None:
     match settings.cold:
         case NoTier():
             return None
         case FileLocation() as location:
             return await _filesystem(location, settings)
         case S3Location() as location:
-            return await _s3(location, meters)
+            return await _s3(location, meters, io_loops)
 
 
 async def _filesystem(location: FileLocation, settings: Settings) -> Tier:
@@ -378,20 +387,25 @@ async def _filesystem(location: FileLocation, settings: Settings) -> Tier:
     return await FilesystemTier.open(location.path, budget_bytes=budget_bytes, fsync=settings.fsync)
 
 
-def _redis(location: RedisLocation, settings: Settings) -> Tier:
+def _redis(location: RedisLocation, settings: Settings, io_loops: Sequence[IoLoop] = ()) -> Tier:
     try:
         from kvstore.tiers.redis import RedisTier
     except ImportError as error:
         raise missing_package("redis", "hot", error.name) from error
-    return RedisTier(location, num_connections=settings.hot_connections, in_flight_bytes=settings.hot_in_flight_bytes)
+    return RedisTier(
+        location,
+        num_connections=max(settings.hot_connections, len(io_loops)),
+        in_flight_bytes=settings.hot_in_flight_bytes,
+        io_loops=io_loops,
+    )
 
 
-async def _s3(location: S3Location, meters: Meters) -> Tier:
+async def _s3(location: S3Location, meters: Meters, io_loops: Sequence[IoLoop] = ()) -> Tier:
     try:
         from kvstore.tiers.s3 import S3Tier
     except ImportError as error:
         raise missing_package("s3", "cold", error.name) from error
-    return await S3Tier.open(location, meters=meters)
+    return await S3Tier.open(location, meters=meters, io_loops=io_loops)
 
 
 def missing_package(extra: str, setting: str, package: str | None) -> InvalidRequest:

@@ -54,8 +54,8 @@ class Arena:
     """Allocates buffers in a memory file; made with `open`.
 
     Each buffer has a stamp in front of it, which is erased before its memory is reused: a reader that finds the same
-    stamp after reading knows that it has read this buffer. All methods but `close` belong to one thread; buffers may be
-    dropped in any.
+    stamp after reading knows that it has read this buffer. All methods may be called in any thread, and buffers may be
+    dropped in any: threads that receive records take memory here. `take`, `place` and `free_bytes` wait for each other.
 
     Attributes:
         id: 16 random bytes that identify this arena.
@@ -69,6 +69,7 @@ class Arena:
         self.descriptor = descriptor
         self._memory: mmap.mmap | None = mmap.mmap(descriptor, capacity_bytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._lock = threading.Lock()  # of all below; dropping a buffer needs no lock: it only adds to `_returned`
         self._stamp = 0
         self._stamps: dict[int, int] = {}  # of live buffers, by start
         self._free = FreeRanges(capacity_bytes)
@@ -128,16 +129,17 @@ class Arena:
         memory = self._memory
         if memory is None:
             return None
-        self._collect()
         needed = _rounded(_HEAD_BYTES + num_bytes)
-        start = self._free.take(needed)
-        if start is None:
-            return None
-        self._used_stop = max(self._used_stop, start + needed)
-        self._warmer.want(self._used_stop)
-        self._stamp += 1
-        self._stamps[start] = self._stamp
-        _HEAD.pack_into(memory, start, self._stamp)
+        with self._lock:
+            self._collect()
+            start = self._free.take(needed)
+            if start is None:
+                return None
+            self._used_stop = max(self._used_stop, start + needed)
+            self._warmer.want(self._used_stop)
+            self._stamp += 1
+            self._stamps[start] = self._stamp
+            _HEAD.pack_into(memory, start, self._stamp)
         buffer: Any = np.frombuffer(memory, np.uint8, num_bytes, start + _HEAD_BYTES)
         weakref.finalize(buffer, self._returned.append, (start, needed)).atexit = False
         return memoryview(buffer)
@@ -146,14 +148,16 @@ class Arena:
         """Where a buffer, or its first part, is in this arena; `None`: it is not."""
         address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
         offset = address - self._address
-        stamp = self._stamps.get(offset - _HEAD_BYTES) if self._memory is not None else None
+        with self._lock:
+            stamp = self._stamps.get(offset - _HEAD_BYTES) if self._memory is not None else None
         return Place(offset, len(view), stamp) if stamp is not None else None
 
     @property
     def free_bytes(self) -> int:
         """Bytes of all free ranges."""
-        self._collect()
-        return self._free.free_bytes
+        with self._lock:
+            self._collect()
+            return self._free.free_bytes
 
     def close(self) -> None:
         """Stop the warming, close the descriptor and allocate no more; live buffers stay valid. Idempotent."""
@@ -164,8 +168,8 @@ class Arena:
             os.close(descriptor)
 
     def _collect(self) -> None:
-        """Free the memory of dropped buffers. Their stamps are erased first, so that a reader who still has their
-        places sees that the content has changed."""
+        """Free the memory of dropped buffers; the caller has the lock. Their stamps are erased first, so that a reader
+        who still has their places sees that the content has changed."""
         memory = self._memory
         while self._returned and memory is not None:
             start, size = self._returned.popleft()

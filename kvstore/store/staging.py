@@ -20,6 +20,7 @@ from kvstore.model.layout import Layout
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.io_loops import call_on
 from kvstore.runtime.shared_calls import SingleFlight
 from kvstore.runtime.turns import LongWork, Turns
 from kvstore.store.context import StoreContext
@@ -336,8 +337,11 @@ class Promotion:
         return record
 
     def _allocator(self, key: RecordKey) -> Callable[[int], memoryview]:
+        """Returns a tier's `allocate`. The tier may call it in a thread that receives, and the stages belong here."""
+        loop = asyncio.get_running_loop()
+
         def allocate(num_bytes: int) -> memoryview:
-            self._note_bytes(key)  # the record's bytes begin to arrive
+            call_on(loop, self._note_bytes, key)  # the record's bytes begin to arrive
             return self._memory.buffer(num_bytes)
 
         return allocate

@@ -123,7 +123,8 @@ class Tier(ABC):
         """Return the verified record, or `None`: absent, incomplete or just quarantined.
 
         Args:
-            allocate: Returns a writable buffer of the given size to receive into; by default a fresh `bytearray`.
+            allocate: Returns a writable buffer of the given size to receive into; by default a fresh `bytearray`. It is
+                called in the thread that receives, which may be another one than the caller's.
 
         If cancelled, a buffer from `allocate` may still be written to: do not use it again.
         """

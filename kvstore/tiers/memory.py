@@ -58,7 +58,7 @@ class MemoryTier(Tier):
     """Keeps `Record` objects: a put copies nothing, a get returns the same immutable object and ignores `allocate`.
 
     The synchronous core (`peek`, `insert`, `pin`, `remove` and others) never waits; the `Tier` methods build on it. All
-    methods belong to one event loop's thread.
+    methods but `buffer` belong to one event loop's thread.
 
     Attributes:
         pinned_bytes: Those of `used_bytes` that pins keep.
@@ -101,7 +101,7 @@ class MemoryTier(Tier):
         return self._at.get(namespace, {})
 
     def buffer(self, num_bytes: int) -> memoryview:
-        """Uninitialised memory for a record to put here, in the arena if there is room."""
+        """Uninitialised memory for a record to put here, in the arena if there is room. May be called in any thread."""
         if self.arena is not None and num_bytes >= ARENA_BYTES_MIN:
             buffer = self.arena.take(num_bytes)
             if buffer is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import redis
@@ -10,6 +11,7 @@ from redis.cluster import ClusterNode
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.names import format_name
 from kvstore.model.keys import RecordKey
+from kvstore.runtime.io_loops import IoLoop
 from kvstore.testing.servers import RedisCluster, RedisSentinel
 from kvstore.testing.tier_contract import RawMedium
 from kvstore.tiers.base import Tier
@@ -23,14 +25,18 @@ class RedisMedium(RawMedium):
     Args:
         url: What the tier is given.
         raw: The client; the caller closes it.
+
+    Attributes:
+        io_loops: Where tiers that are opened from now on move bytes.
     """
 
     def __init__(self, url: str, raw: Any = None) -> None:
         self.url = url
+        self.io_loops: Sequence[IoLoop] = ()
         self.raw = redis.Redis.from_url(url) if raw is None else raw
 
     async def open_tier(self) -> Tier:
-        return RedisTier(self.url)
+        return RedisTier(self.url, io_loops=self.io_loops)
 
     async def read(self, key: RecordKey) -> bytes | None:
         return self.raw.get(format_name(key))

@@ -12,6 +12,7 @@ import uvloop
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.names import format_name
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.io_loops import open_io_loops
 from kvstore.testing.records import flipped, make_key, make_record
 from kvstore.testing.servers import RedisServer
 from kvstore.testing.tier_contract import LARGE_BYTES, LastingTierContract, RawMedium, soon
@@ -57,6 +58,15 @@ class TestRedisTierOnUvloop(LastingTierContract):
     async def medium(self, medium: RedisMedium) -> RawMedium:
         assert isinstance(asyncio.get_running_loop(), uvloop.Loop)
         return medium
+
+
+class TestRedisTierOnTwoThreads(LastingTierContract):
+    """Bytes move on other loops than the caller's: the whole contract again."""
+
+    @pytest.fixture
+    async def medium(self, medium: RedisMedium) -> AsyncIterator[RawMedium]:
+        async with open_io_loops(2) as medium.io_loops:
+            yield medium
 
 
 async def test_no_value_is_larger_than_a_stripe(medium: RedisMedium, tier: Tier) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
 from kvstore.format.names import format_name
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
+from kvstore.runtime.io_loops import IoLoop, open_io_loops
 from kvstore.testing.records import flipped, make_record
 from kvstore.testing.servers import CephRgw
 from kvstore.testing.tier_contract import LastingTierContract, RawMedium, soon
@@ -28,10 +30,12 @@ class S3Medium(RawMedium):
         self.server = server
         self.bucket = f"contract-{next(_NUMBERS)}"
         self.prefix = "some/prefix"
+        self.io_loops: Sequence[IoLoop] = ()
         server.create_bucket(self.bucket)
 
     async def open_tier(self) -> Tier:
-        return await S3Tier.open(self.server.location(self.bucket, self.prefix), credentials=self.server.credentials)
+        location = self.server.location(self.bucket, self.prefix)
+        return await S3Tier.open(location, credentials=self.server.credentials, io_loops=self.io_loops)
 
     def path(self, key: RecordKey) -> str:
         return f"/{self.bucket}/{self.prefix}/{format_name(key)}"
@@ -55,6 +59,15 @@ class TestS3Tier(LastingTierContract):
     @pytest.fixture
     async def medium(self, medium: S3Medium) -> RawMedium:
         return medium
+
+
+class TestS3TierOnTwoThreads(LastingTierContract):
+    """Bytes move on other loops than the caller's: the whole contract again."""
+
+    @pytest.fixture
+    async def medium(self, medium: S3Medium) -> AsyncIterator[RawMedium]:
+        async with open_io_loops(2) as medium.io_loops:
+            yield medium
 
 
 async def test_quarantine_keeps_the_bytes(medium: S3Medium) -> None:

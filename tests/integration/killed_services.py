@@ -29,7 +29,7 @@ _LARGE_BYTES = 5 << 20
 """More than one Redis value."""
 
 
-def service(folder: Path, name: str, redis: RedisServer, rgw: CephRgw, bucket: str) -> ForkedService:
+def service(folder: Path, name: str, redis: RedisServer, rgw: CephRgw, bucket: str, io_threads: int) -> ForkedService:
     """A service that is not started yet; it listens on a socket in `folder`."""
     flags = {
         "listen": f"unix:{folder / name}.sock",
@@ -38,6 +38,7 @@ def service(folder: Path, name: str, redis: RedisServer, rgw: CephRgw, bucket: s
         "memory-bytes": "64MiB",
         "write-back-bytes": "16MiB",
         "pending-lease-s": str(PENDING_LEASE_S),
+        "io-threads": str(io_threads),
     }
     arguments = [part for flag, value in flags.items() for part in (f"--{flag}", value)]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("KVSTORE_", "AWS_"))}

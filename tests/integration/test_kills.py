@@ -40,9 +40,10 @@ async def hot() -> AsyncIterator[RedisServer]:
         yield server
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("io_threads", [1, 2])
+@pytest.mark.parametrize("kills", [6, pytest.param(200, marks=pytest.mark.full)])
 async def test_what_was_acknowledged_survives_kills(
-    kills: int, tmp_path: Path, hot: RedisServer, shared_rgw: CephRgw
+    kills: int, io_threads: int, tmp_path: Path, hot: RedisServer, shared_rgw: CephRgw
 ) -> None:
     """Each service is killed half of the times, at random moments. In the end one of them starts again: within seconds
     nothing is pending, S3 has every record that was acknowledged, and a service with empty memory serves each."""
@@ -52,7 +53,12 @@ async def test_what_was_acknowledged_survives_kills(
     print(f"seed={seed}")  # of the choices; what the kernel does with them is its own
     numbers, promises = random.Random(seed), Promises()
     nodes = [
-        Node(service(tmp_path, name, hot, shared_rgw, bucket), f"unix:{tmp_path / name}.sock", promises, numbers)
+        Node(
+            service(tmp_path, name, hot, shared_rgw, bucket, io_threads),
+            f"unix:{tmp_path / name}.sock",
+            promises,
+            numbers,
+        )
         for name in ("one", "two")
     ]
     try:

@@ -16,6 +16,7 @@ from kvstore.format.names import format_name
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
+from kvstore.runtime.io_loops import open_io_loops
 from kvstore.runtime.meters import Meters
 from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisServer, redis_server
@@ -34,11 +35,12 @@ def server() -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.fixture
-async def tier(server: RedisServer) -> AsyncIterator[RedisTier]:
-    tier = RedisTier(server.url)
-    yield tier
-    await tier.aclose()
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+async def tier(server: RedisServer, request: pytest.FixtureRequest) -> AsyncIterator[RedisTier]:
+    async with open_io_loops(request.param) as io_loops:
+        tier = RedisTier(server.url, io_loops=io_loops)
+        yield tier
+        await tier.aclose()
 
 
 async def served_again(tier: Tier, key: RecordKey, within_s: float) -> None:

@@ -87,9 +87,16 @@ class RedisServer:
 
 @contextlib.contextmanager
 def redis_server(
-    *, maxmemory_bytes: int | None = None, password: str | None = None, arguments: tuple[str, ...] = ()
+    *,
+    maxmemory_bytes: int | None = None,
+    password: str | None = None,
+    arguments: tuple[str, ...] = (),
+    keeps_memory: bool = False,
 ) -> Iterator[RedisServer]:
     """Run a Redis of our own for the length of the block; with `maxmemory_bytes` it refuses writes beyond (noeviction).
+
+    Args:
+        keeps_memory: The memory of removed values stays resident, as in a full Redis, which uses it again at once.
 
     Raises:
         CannotInstall: There is no Redis and it could not be installed; the message says what to do.
@@ -104,7 +111,7 @@ def redis_server(
 
         def make() -> RedisServer:
             (port,) = free_ports(1)
-            return RedisServer(redis_process(Path(folder), port, options), port, password)
+            return RedisServer(redis_process(Path(folder), port, options, keeps_memory=keeps_memory), port, password)
 
         server = started(make)
         try:
@@ -130,11 +137,14 @@ def valkey_server(arguments: tuple[str, ...] = ()) -> Iterator[RedisServer]:
             server.process.stop()
 
 
-def redis_process(folder: Path, port: int, options: Sequence[str]) -> ServerProcess:
-    """A Redis that keeps its files in `folder`, not started."""
+def redis_process(folder: Path, port: int, options: Sequence[str], *, keeps_memory: bool = False) -> ServerProcess:
+    """A Redis that keeps its files in `folder`, not started; `keeps_memory` as in `redis_server`."""
     redis = find_or_install(["redis-server"], ["redis-server", "redis-tools"])
     command = [str(redis.program("redis-server")), *_arguments(folder, port), *options]
-    return ServerProcess(command, folder / f"redis-{port}.log", redis.environment())
+    environment = redis.environment()
+    if keeps_memory:  # the allocator of a distribution reads the first name, the one that comes with Redis the second
+        environment |= dict.fromkeys(("MALLOC_CONF", "JE_MALLOC_CONF"), "dirty_decay_ms:-1")
+    return ServerProcess(command, folder / f"redis-{port}.log", environment)
 
 
 def started(make: Callable[[], RedisServer]) -> RedisServer:

@@ -17,6 +17,7 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from kvstore.errors import Closed, Unavailable
 from kvstore.runtime.background import Background, gather_all
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.io_loops import IoLoop
 from kvstore.tiers.breaker import Breaker
 from kvstore.tiers.locations import HostPort, RedisLocation
 from kvstore.tiers.redis.access import Access
@@ -102,12 +103,14 @@ class Cluster:
     Args:
         location: Seed nodes, of which one must answer.
         num_data_connections: Connections per node that carry records.
+        io_loops: Where these move their bytes, see `Node`.
     """
 
-    def __init__(self, location: RedisLocation, num_data_connections: int) -> None:
+    def __init__(self, location: RedisLocation, num_data_connections: int, io_loops: Sequence[IoLoop] = ()) -> None:
         self._access = Access(location)
         self._seeds = location.addresses
         self._num_data_connections = num_data_connections
+        self._io_loops = io_loops
         self._members: dict[HostPort, _Member] = {}
         self._slots: SlotMap | None = None
         self._loading = asyncio.Lock()
@@ -249,7 +252,7 @@ class Cluster:
         if self._closed:
             raise Closed("the connections to the Redis Cluster are closed")
         if address not in self._members:
-            node = Node(self._access, address, self._num_data_connections)
+            node = Node(self._access, address, self._num_data_connections, io_loops=self._io_loops)
             self._members[address] = _Member(address, node, self._reload_soon)
         return self._members[address]
 

@@ -6,9 +6,10 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from kvstore.errors import KVStoreError, Unavailable
-from kvstore.runtime.buffers import BufferedConnection, fresh_buffer
+from kvstore.runtime.buffers import BufferedConnection, OnLoop, fresh_buffer, send
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.redis.reading import Reading
 from kvstore.tiers.redis.replies import check_form
@@ -70,8 +71,9 @@ class Connection(BufferedConnection):
 
     @property
     def alive(self) -> bool:
-        """True while commands can be sent."""
-        return self._transport is not None and not self._transport.is_closing()
+        """True while commands can be sent. May be read in any thread."""
+        transport = self._transport
+        return transport is not None and not transport.is_closing()
 
     async def run(self, commands: Sequence[Sequence[Argument]], *, deadline: Deadline) -> list[Reply]:
         """Send commands together and return their replies; errors of single commands are `ErrorReply` values.
@@ -85,8 +87,7 @@ class Connection(BufferedConnection):
         call = _Call(None, self._loop.time(), self._loop.create_future())
         call.num_due = len(commands)
         self._waiting.extend([call] * len(commands))
-        for part in joined([encode_command(*command) for command in commands]):
-            transport.write(part)
+        send(transport, joined([encode_command(*command) for command in commands]))
         await self._answered(call, deadline)
         try:
             for command, reply in zip(commands, call.replies, strict=True):
@@ -213,3 +214,27 @@ class Connection(BufferedConnection):
             self._send_next(call)
         if call.num_due == 0:
             call.finish()
+
+
+class ConnectionOnLoop(OnLoop[Connection]):
+    """A connection whose bytes move on another loop: it encodes, receives and sums them there.
+
+    A reading belongs to that loop while `read` runs, so its `allocate` is called in that thread.
+    """
+
+    @property
+    def address(self) -> str:
+        return self._connection.address
+
+    @property
+    def alive(self) -> bool:
+        """As `Connection.alive`. It may change at any moment; then the next call fails."""
+        return self._connection.alive
+
+    async def run(self, commands: Sequence[Sequence[Argument]], *, deadline: Deadline) -> list[Reply]:
+        """As `Connection.run`; `Closed` if the other loop is closed."""
+        return await self._io_loop.run(partial(self._connection.run, commands, deadline=deadline))
+
+    async def read(self, reading: Reading, *, deadline: Deadline) -> None:
+        """As `Connection.read`; `Closed` if the other loop is closed. If cancelled, its buffer is no longer written."""
+        await self._io_loop.run(partial(self._connection.read, reading, deadline=deadline))

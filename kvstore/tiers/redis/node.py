@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from operator import attrgetter
 
 from kvstore.errors import Closed, Unavailable
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.io_loops import IoLoop
 from kvstore.runtime.turns import Turns
 from kvstore.tiers.locations import HostPort
 from kvstore.tiers.redis.access import Access
-from kvstore.tiers.redis.connection import Connection
+from kvstore.tiers.redis.connection import Connection, ConnectionOnLoop
 from kvstore.tiers.redis.reading import PART_BYTES, Reading
 from kvstore.tiers.redis.resp import Argument, ErrorReply, Reply
 
@@ -40,6 +42,7 @@ class Node:
             old address are dropped.
         num_data_connections: Connections that carry records.
         name: For messages, until the address is known.
+        io_loops: Where these connections move their bytes, in turn; none: on the caller's loop, as small commands do.
     """
 
     def __init__(
@@ -48,12 +51,14 @@ class Node:
         where: HostPort | Callable[[Deadline], Awaitable[HostPort]],
         num_data_connections: int = 0,
         name: str = "",
+        io_loops: Sequence[IoLoop] = (),
     ) -> None:
         self._access = access
         self._where = where
         self.address = name or str(where)
         self._control = _Link(self)
-        self._data = [_Link(self) for _ in range(num_data_connections)]
+        loops = io_loops or (None,)
+        self._data = [_Link(self, loops[number % len(loops)]) for number in range(num_data_connections)]
         self._reads = Turns(_READS_MIN)
         self._read_bytes = PART_BYTES  # the largest part of recent reads
 
@@ -88,10 +93,15 @@ class Node:
     def _least_busy(self) -> _Link:
         return min(self._data, key=_num_in_flight)
 
-    async def connect(self, deadline: Deadline) -> Connection:
-        """A new connection to the server's current address; connections to earlier ones are dropped."""
+    async def connect(self, deadline: Deadline, io_loop: IoLoop | None) -> Connection | ConnectionOnLoop:
+        """A new connection to the server's current address; connections to earlier ones are dropped.
+
+        Args:
+            io_loop: Where it moves its bytes; `None`: on the caller's loop.
+        """
         address = self._where if isinstance(self._where, HostPort) else await self._where(deadline)
-        connection = await self._access.connect(address, deadline)
+        connect = partial(self._access.connect, address, deadline)
+        connection = await connect() if io_loop is None else await ConnectionOnLoop.open(connect, io_loop)
         if self.address != str(address):
             self.leave_all_but(address)
         return connection
@@ -110,10 +120,11 @@ class Node:
 class _Link:
     """A connection that is reopened when it is lost."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, io_loop: IoLoop | None = None) -> None:
         self.num_in_flight = 0
         self._node = node
-        self._connection: Connection | None = None
+        self._io_loop = io_loop
+        self._connection: Connection | ConnectionOnLoop | None = None
         self._connecting = asyncio.Lock()
         self._closed = False
         self._backoff_s = 0.0
@@ -144,7 +155,7 @@ class _Link:
         if self._connection is not None and self._connection.address != address:
             self._connection.abort()
 
-    async def _living(self, deadline: Deadline) -> Connection:
+    async def _living(self, deadline: Deadline) -> Connection | ConnectionOnLoop:
         """The connection, opened now if it is not alive."""
         if self._connection is not None and self._connection.alive and not self._connecting.locked():
             return self._connection
@@ -157,7 +168,7 @@ class _Link:
             if self._last_error is not None and loop.time() < self._refuse_until:
                 raise Unavailable(self._last_error.message, **self._last_error.details)
             try:
-                self._connection = await self._node.connect(deadline.earlier(_CONNECT_S))
+                self._connection = await self._node.connect(deadline.earlier(_CONNECT_S), self._io_loop)
             except Unavailable as error:
                 self._last_error = error
                 self._backoff_s = min(max(_BACKOFF_FIRST_S, 2 * self._backoff_s), _BACKOFF_MAX_S)

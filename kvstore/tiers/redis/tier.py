@@ -16,6 +16,7 @@ from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.io_loops import IoLoop
 from kvstore.tiers.base import Concern, Entry, PutOutcome, Tier, TierUsage
 from kvstore.tiers.locations import RedisLocation, parse_redis
 from kvstore.tiers.redis.examine import ServerFacts, concerns_of, read_facts
@@ -48,6 +49,8 @@ class RedisTier(Tier):
         location: One server, a cluster, or the primary that sentinels name; or its url.
         num_connections: Connections to each server that carry records; one more carries small commands.
         in_flight_bytes: Limit for bytes in flight to or from Redis. Further calls wait within their deadline.
+        io_loops: Where the connections that carry records move their bytes, in turn, and `allocate` is called; none: on
+            the caller's loop. They stay the caller's.
 
     Raises:
         InvalidRequest: The url is malformed, or a certificate cannot be used.
@@ -56,14 +59,19 @@ class RedisTier(Tier):
     name = "redis"
 
     def __init__(
-        self, location: RedisLocation | str, *, num_connections: int = 4, in_flight_bytes: int = 256 << 20
+        self,
+        location: RedisLocation | str,
+        *,
+        num_connections: int = 4,
+        in_flight_bytes: int = 256 << 20,
+        io_loops: Sequence[IoLoop] = (),
     ) -> None:
         if in_flight_bytes < STRIPE_BYTES:
             raise InvalidRequest("in_flight_bytes must hold one value", least=STRIPE_BYTES, seen=in_flight_bytes)
         if num_connections < 1:
             raise InvalidRequest("num_connections must be at least 1", seen=num_connections)
         location = parse_redis(location) if isinstance(location, str) else location
-        self._topology = open_topology(location, num_connections)
+        self._topology = open_topology(location, num_connections, io_loops)
         self._values = Values(self._topology, ByteBudget(in_flight_bytes))
         self._striped_puts = StripedPuts(self._topology, self._values)
         self._background = Background("redis tier")

@@ -10,6 +10,7 @@ from typing import Protocol
 from kvstore.errors import Unavailable
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.io_loops import IoLoop
 from kvstore.tiers.locations import HostPort, RedisLocation
 from kvstore.tiers.redis.access import Access
 from kvstore.tiers.redis.cluster import Cluster
@@ -63,18 +64,22 @@ class Topology(Protocol):
         ...
 
 
-def open_topology(location: RedisLocation, num_data_connections: int) -> Topology:
+def open_topology(location: RedisLocation, num_data_connections: int, io_loops: Sequence[IoLoop] = ()) -> Topology:
     """The topology at a location; no I/O yet, except for reading certificates.
+
+    Args:
+        num_data_connections: Connections to each server that carry records.
+        io_loops: Where these move their bytes, see `Node`.
 
     Raises:
         InvalidRequest: A certificate cannot be used.
     """
     if location.mode == "cluster":
-        return Cluster(location, num_data_connections)
+        return Cluster(location, num_data_connections, io_loops)
     if location.mode == "sentinel":
-        return _BehindSentinels(location, num_data_connections)
+        return _BehindSentinels(location, num_data_connections, io_loops)
     (address,) = location.addresses
-    return _SingleNode(Node(Access(location), address, num_data_connections))
+    return _SingleNode(Node(Access(location), address, num_data_connections, io_loops=io_loops))
 
 
 class _SingleNode:
@@ -115,7 +120,7 @@ class _BehindSentinels(_SingleNode):
     accepts writes for about ten more seconds, and loses them.
     """
 
-    def __init__(self, location: RedisLocation, num_data_connections: int) -> None:
+    def __init__(self, location: RedisLocation, num_data_connections: int, io_loops: Sequence[IoLoop]) -> None:
         assert location.service is not None
         self._service = location.service
         access = Access(location, to_sentinels=True)
@@ -124,7 +129,7 @@ class _BehindSentinels(_SingleNode):
         self._primary: HostPort | None = None
         self._background = Background("Redis behind sentinels")
         name = f"{location.service} behind {','.join(map(str, location.addresses))}"
-        super().__init__(Node(Access(location), self._find_primary, num_data_connections, name))
+        super().__init__(Node(Access(location), self._find_primary, num_data_connections, name, io_loops))
 
     def _started(self) -> Node:
         if not len(self._background):

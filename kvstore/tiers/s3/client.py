@@ -17,6 +17,7 @@ from botocore.utils import get_environ_proxies, parse_timestamp
 
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.background import gather_all
+from kvstore.runtime.io_loops import IoLoop
 from kvstore.runtime.meters import Meters
 from kvstore.tiers.locations import S3Location, without_secrets
 from kvstore.tiers.s3.failures import Absent, Conflict, NoBucket, Taken, Transient, refusal, translated, unexpected
@@ -76,8 +77,10 @@ class S3Client:
         num_connections: int,
         credentials: Credentials | None = None,
         meters: Meters | None = None,
+        io_loops: Sequence[IoLoop] = (),
     ) -> S3Client:
         """Make the client; sends nothing to the bucket. Without `credentials` it uses those of the AWS environment.
+        The bytes of records move on `io_loops`, see `Connections`.
 
         Raises:
             InvalidRequest: The AWS settings are wrong, for example an unknown profile or a malformed endpoint. Or the
@@ -115,7 +118,7 @@ class S3Client:
                     url,
                     client.meta.region_name,
                     await session.get_credentials(),
-                    connections=Connections(url, tls, num_idle_max=num_connections),
+                    connections=Connections(url, tls, num_idle_max=num_connections, io_loops=io_loops),
                     pace=self._pace,
                     meters=meters,
                 )

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from urllib.parse import urlsplit
 
 from kvstore.errors import KVStoreError
-from kvstore.runtime.buffers import BufferedConnection
+from kvstore.runtime.buffers import BufferedConnection, OnLoop, send
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.runtime.io_loops import IoLoop
 
 _HEAD_BYTES_MAX = 32 << 10
 _SMALL_BYTES_MAX = 64 << 10
@@ -80,7 +82,7 @@ class HttpConnection(BufferedConnection):
 
     @property
     def reusable(self) -> bool:
-        """Whether another request can be sent."""
+        """Whether another request can be sent. May be read in any thread while none runs."""
         return self._phase is _Phase.IDLE and self._keep and self._transport is not None
 
     async def request(self, head: bytes, body: memoryview | None, place: Place) -> Answer:
@@ -103,9 +105,7 @@ class HttpConnection(BufferedConnection):
         answer: asyncio.Future[Answer] = self._loop.create_future()
         self._answer = answer
         self._phase, self._place, self._any_byte, self._end = _Phase.HEAD, place, False, 0
-        transport.write(head)
-        if body is not None and len(body):
-            transport.write(body)
+        send(transport, [head] if body is None else [head, body])
         try:
             return await answer
         finally:
@@ -223,6 +223,19 @@ class HttpConnection(BufferedConnection):
             self._answer.set_exception(error)
 
 
+class HttpConnectionOnLoop(OnLoop[HttpConnection]):
+    """A connection whose bytes move on another loop; `place` is called in that thread."""
+
+    @property
+    def reusable(self) -> bool:
+        """As `HttpConnection.reusable`. It may change at any moment; then the next request fails."""
+        return self._connection.reusable
+
+    async def request(self, head: bytes, body: memoryview | None, place: Place) -> Answer:
+        """As `HttpConnection.request`; `Closed` if the other loop is closed."""
+        return await self._io_loop.run(partial(self._connection.request, head, body, place))
+
+
 def _parse_head(head: bytes) -> tuple[int, dict[str, str], str]:
     line, *rest = head.decode("latin-1").split("\r\n")
     version, _, status = line.partition(" ")
@@ -275,19 +288,30 @@ class Connections:
         tls: Checks an `https` endpoint.
         num_idle_max: Idle connections to keep; others are closed after use.
         clock: For the time that connections were idle.
+        io_loops: Where connections move their bytes, in turn; none: on the caller's loop. They stay the caller's.
     """
 
-    def __init__(self, endpoint: str, tls: ssl.SSLContext, *, num_idle_max: int, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        tls: ssl.SSLContext,
+        *,
+        num_idle_max: int,
+        clock: Clock = SYSTEM_CLOCK,
+        io_loops: Sequence[IoLoop] = (),
+    ) -> None:
         parts = urlsplit(endpoint)
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = tls if parts.scheme == "https" else None
         self._num_idle_max = num_idle_max
         self._clock = clock
-        self._idle: list[tuple[HttpConnection, float]] = []
+        self._io_loops = io_loops
+        self._num_opened = 0
+        self._idle: list[tuple[HttpConnection | HttpConnectionOnLoop, float]] = []
 
     @asynccontextmanager
-    async def one(self) -> AsyncIterator[tuple[HttpConnection, bool]]:
+    async def one(self) -> AsyncIterator[tuple[HttpConnection | HttpConnectionOnLoop, bool]]:
         """A connection for one request, and whether it was used before.
 
         Raises:
@@ -298,7 +322,7 @@ class Connections:
         connection = self._take()
         is_used = connection is not None
         if connection is None:
-            connection = await self._connect()
+            connection = await self._connect_in_turn()
         try:
             yield connection, is_used
         finally:
@@ -307,13 +331,20 @@ class Connections:
             else:
                 connection.abort()
 
-    def _take(self) -> HttpConnection | None:
+    def _take(self) -> HttpConnection | HttpConnectionOnLoop | None:
         while self._idle:
             connection, since_s = self._idle.pop()
             if connection.reusable and self._clock.monotonic_s() - since_s < _IDLE_S:
                 return connection
             connection.abort()
         return None
+
+    async def _connect_in_turn(self) -> HttpConnection | HttpConnectionOnLoop:
+        if not self._io_loops:
+            return await self._connect()
+        self._num_opened += 1
+        io_loop = self._io_loops[self._num_opened % len(self._io_loops)]
+        return await HttpConnectionOnLoop.open(self._connect, io_loop)
 
     async def _connect(self) -> HttpConnection:
         loop = asyncio.get_running_loop()

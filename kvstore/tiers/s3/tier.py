@@ -14,6 +14,7 @@ from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.background import gather_all
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.io_loops import IoLoop
 from kvstore.runtime.meters import Meters
 from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
 from kvstore.tiers.locations import S3Location
@@ -52,6 +53,7 @@ class S3Tier(Tier):
         *,
         credentials: Credentials | None = None,
         meters: Meters | None = None,
+        io_loops: Sequence[IoLoop] = (),
     ) -> S3Tier:
         """Make a tier on a bucket that exists; no request is sent yet.
 
@@ -61,11 +63,15 @@ class S3Tier(Tier):
         Args:
             credentials: `None`: those of the AWS environment (variables, profile, instance role).
             meters: Counts `s3_requests{verb} s3_retries s3_throttled s3_received_bytes s3_sent_bytes`.
+            io_loops: Where the bytes of records move, and `allocate` is called; none: on the caller's loop. They stay
+                the caller's.
 
         Raises:
             InvalidRequest: The AWS settings are wrong.
         """
-        client = await S3Client.open(location, credentials=credentials, num_connections=_REQUESTS_MAX, meters=meters)
+        client = await S3Client.open(
+            location, credentials=credentials, num_connections=_REQUESTS_MAX, meters=meters, io_loops=io_loops
+        )
         return cls(client, location.prefix)
 
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:

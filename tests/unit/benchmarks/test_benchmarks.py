@@ -15,7 +15,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks import documents, offloading, overhead, quick, repeat_ttft, restart, retention, store, timeline
+from benchmarks import (
+    documents,
+    io_threads,
+    offloading,
+    overhead,
+    quick,
+    repeat_ttft,
+    restart,
+    retention,
+    store,
+    timeline,
+)
 from kvstore.testing.engine import EngineFailed
 from kvstore.testing.program import run_program
 
@@ -87,13 +98,17 @@ def test_documents_in_the_planned_order(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.servers
 def test_redis(capsys: pytest.CaptureFixture[str]) -> None:
-    """Our tier, redis-py and the service, put and get, for each size and number in flight."""
+    """Our tier with one and two threads, redis-py and the service, put and get, for each size and number in flight."""
     sizes = ["--sizes", "4KiB,5MiB", "--in-flight", "1,3"]
     assert store.main(["--only", "redis,service", "--json", *sizes, *TINY]) == 0
     output = capsys.readouterr().out
     assert len(output.splitlines()) == 1
     rows = rows_of(output)
-    whats = {f"{client}_{verb}" for client in ("redis", "redispy", "service_redis") for verb in ("put", "get")}
+    whats = {
+        f"{client}_{verb}"
+        for client in ("redis", "redis_2_threads", "redispy", "service_redis")
+        for verb in ("put", "get")
+    }
     seen = {(row["what"], row["size_bytes"], row["in_flight"]) for row in rows}
     whats |= {"redis_raw_put", "redis_raw_get", "redis_raw_ranged_get"}
     assert seen == {(what, size, calls) for what in whats for size in (4096, 5 << 20) for calls in (1, 3)}
@@ -102,13 +117,24 @@ def test_redis(capsys: pytest.CaptureFixture[str]) -> None:
             f"raw_{verb}_{figure}"
             for verb in ("put", "get")
             for figure in ("gb_s", "ratio")
-            if row["what"] == f"redis_{verb}"
+            if row["what"] in (f"redis_{verb}", f"redis_2_threads_{verb}")
         }
         assert set(row) == COLUMNS | raw
         assert row["gb_s"] > 0 and row["ceiling_gb_s"] > 0 and row["cpu_s_per_gb"] > 0
         # the ceiling has the number of connections that the tier uses: one for each record in flight, at most four
         calls = row["in_flight"]
         assert row["ceiling"] == ("raw loopback TCP" if calls == 1 else f"raw loopback TCP x {calls}")
+
+
+def test_io_threads(capsys: pytest.CaptureFixture[str]) -> None:
+    """A row for each verb, whose parts are positive, and more threads gain no more than their number."""
+    assert io_threads.main(["--json", "--sizes", "1MiB", "--repetitions", "1"]) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert [row["verb"] for row in rows] == ["put", "get"]
+    for row in rows:
+        shares = io_threads.Shares(**row)
+        assert shares.size_bytes == 1 << 20 and shares.lock_s > 0 and shares.total_s > shares.lock_s
+        assert shares.gain(2) <= 2 and shares.gain(8) <= 8
 
 
 def test_a_section_that_fails_does_not_hide_the_others(

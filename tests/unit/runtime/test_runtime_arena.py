@@ -6,6 +6,7 @@ import gc
 import mmap
 import os
 import random
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -53,6 +54,40 @@ def test_buffers_share_nothing_and_their_memory_returns(arena: Arena) -> None:
     del view
     assert arena.free_bytes == arena.capacity_bytes
     assert arena._free.take(arena.capacity_bytes) == 0
+
+
+def test_buffers_of_several_threads_share_nothing(arena: Arena) -> None:
+    """Four threads take, fill, check and drop buffers at the same time, with a change of threads every few
+    instructions: each buffer keeps its content and its stamp, and all memory returns."""
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    wrong: list[object] = []
+
+    def live(mark: int) -> None:
+        generator = random.Random(mark)
+        try:
+            for _ in range(400):
+                views = [view for _ in range(4) if (view := arena.take(generator.randrange(1, 64 << 10))) is not None]
+                for view in views:
+                    np.frombuffer(view, np.uint8)[:] = mark
+                places = [arena.place(view) for view in views]
+                for view, place in zip(views, places, strict=True):
+                    if place is None or arena.place(view) != place or not (np.frombuffer(view, np.uint8) == mark).all():
+                        wrong.append(place)
+        except Exception as error:  # noqa: BLE001 - a thread's top
+            wrong.append(error)
+
+    threads = [threading.Thread(target=live, args=(mark,)) for mark in range(1, 5)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before_s)
+    gc.collect()
+    assert wrong == []
+    assert arena.free_bytes == arena.capacity_bytes
 
 
 def test_a_slice_keeps_its_buffer(arena: Arena) -> None:

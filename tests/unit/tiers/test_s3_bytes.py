@@ -256,6 +256,9 @@ class _Pipe(asyncio.Transport):
     def write(self, data: object) -> None:
         pass
 
+    def is_closing(self) -> bool:
+        return self.dropped
+
     def abort(self) -> None:
         self.dropped = True
 
