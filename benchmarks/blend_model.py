@@ -57,10 +57,14 @@ _RATE, _WARM_STEPS = 1e-3, 50
 
 
 class TransformersLayers:
-    """A `LayeredModel` over transformers' modules of Llama, Qwen2 and Qwen3: the arithmetic without an engine."""
+    """A `LayeredModel` over transformers' modules of Llama, Qwen2 and Qwen3: the arithmetic without an engine.
+
+    Attributes:
+        model: As transformers loads it.
+    """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        self.model = model
         self._decoder = model.model
 
     @property
@@ -89,7 +93,7 @@ class TransformersLayers:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Behind tokens whose hidden states behind the last layer these are."""
-        return self._model.lm_head(self._decoder.norm(hidden))
+        return self.model.lm_head(self._decoder.norm(hidden))
 
     def angles(self, positions: torch.Tensor) -> Angles:
         example = self._decoder.embed_tokens.weight[:1]

@@ -89,6 +89,7 @@ def refuse_engine(facts: EngineFacts, settings: ConnectorSettings) -> str | None
         ),
         (_cache_is_narrow(facts), f"cache type {facts.cache_dtype}: keys in it cannot be rotated again"),
         (facts.untested_release is not None, f"vLLM {facts.untested_release} was not tested with this connector"),
+        (settings.mode != "both", f"mode {settings.mode}: blending loads and saves documents"),
         (settings.weights_may_change, "weights_may_change: documents would be of older weights"),
     )
     return next((reason for is_so, reason in checks if is_so), None)

@@ -25,6 +25,7 @@ class _Request:
     stop_tokens: int
     start_tokens: int = 0
     has_failed: bool = False
+    is_told: bool = False
 
 
 class BlendRequests:
@@ -66,15 +67,13 @@ class BlendRequests:
 
         Args:
             request_id: vLLM's.
-            wish: `kv_transfer_params.kvstore.blend`; `None`: it has none.
+            wish: `kv_transfer_params.kvstore.blend`.
             tokens: Of its prompt.
             cache_salt: Its salt.
 
         Returns:
-            Why its wish is not followed; `None` if it is, or if there is none.
+            Why its wish is not followed; `None`: it is.
         """
-        if wish is None:
-            return None
         reason = self.refusal
         if not reason:
             try:
@@ -83,8 +82,10 @@ class BlendRequests:
                 reason = str(error)
             else:
                 stop_tokens = min(spans[-1].stop, len(tokens) - 1) // self._block_tokens * self._block_tokens
-                self._requests[request_id] = _Request(tuple(tokens), spans, stop_tokens)
-                return None
+                if stop_tokens:
+                    self._requests[request_id] = _Request(tuple(tokens), spans, stop_tokens)
+                    return None
+                reason = f"its documents end within the prompt's first block of {self._block_tokens} tokens"
         self._meters.add("connector_blend_refused")
         return reason
 
@@ -97,6 +98,9 @@ class BlendRequests:
         request = self._requests.get(request_id)
         if request is None or self.refusal or request.has_failed:
             return 0
+        if request.stop_tokens <= local_tokens and not request.is_told:
+            request.start_tokens, request.is_told = local_tokens, True
+            self._tell(request_id, request, local_tokens, "held_by_engine", {})
         return max(0, request.stop_tokens - local_tokens)
 
     def on_allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> bool:

@@ -31,6 +31,7 @@ _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its han
 
 _RELEASE = (0, 32)
 """The release whose modules were called outside of a forward."""
+_RUNNER = "vllm.v1.worker.cpu_model_runner"
 
 
 def open_blender(settings: ConnectorSettings, facts: EngineFacts, store: BlockingStore) -> Blender | str:
@@ -39,11 +40,11 @@ def open_blender(settings: ConnectorSettings, facts: EngineFacts, store: Blockin
         return f"vLLM {vllm.__version__}: blending was tested with {_RELEASE[0]}.{_RELEASE[1]}"
     if (reason := refuse_engine(facts, settings)) is not None:
         return reason
-    model = _find_model()
-    if model is None:
-        return "the model: vLLM's model runner, which calls this, does not show it"
+    runner = _find_runner()
+    if runner is None or type(runner).__module__ != _RUNNER:
+        return f"model runner {type(runner).__module__}: blending was tested with {_RUNNER}"
     try:
-        layers = VllmLayers(model)
+        layers = VllmLayers(runner.get_model())
     except AttributeError as error:
         return f"the model is built in another way than is known: {error}"
     if (reason := layers.refusal()) is not None:
@@ -107,8 +108,8 @@ class _Documents:
             _log.warning("kvstore: documents are computed and not stored: %s", error)
 
 
-def _find_model() -> Any | None:
-    """The model of the runner that registers the cache.
+def _find_runner() -> Any | None:
+    """The model runner that registers the cache.
 
     vLLM 0.32 hands no model to connectors. Its model runner calls `register_kv_caches`, and has the model.
     """
@@ -116,6 +117,6 @@ def _find_model() -> Any | None:
     while frame is not None:
         runner: Any = frame.f_locals.get("self")
         if callable(getattr(runner, "get_model", None)) and isinstance(getattr(runner, "model", None), torch.nn.Module):
-            return runner.get_model()
+            return runner
         frame = frame.f_back
     return None

@@ -29,7 +29,7 @@ from connector.identity import read_shape
 from connector.jobs import RankReport, StepJobs
 from connector.plugin import register
 from connector.prefix_hash import PromptContent, UncacheableContent
-from connector.request_parameters import read_flags, read_handoff, wants_receipt, write_receipt
+from connector.request_parameters import RequestFlags, read_flags, read_handoff, wants_receipt, write_receipt
 from connector.scheduler.facts import PromptFacts
 from connector.scheduler.requests import RequestState
 from connector.scheduler.side import SchedulerSide
@@ -141,7 +141,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
                 _warn_once(f"{complaint}; it is ignored")
             content, uncacheable = self._read_content(request)
             if self._settings.blend or flags.blend is not None:
-                uncacheable = self._read_blend(request, flags.blend, content, uncacheable)
+                uncacheable = self._read_blend(request, flags, content, uncacheable)
             self.scheduler_side.on_new_request(
                 PromptFacts(
                     request_id=request.request_id,
@@ -156,17 +156,20 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             )
             self._note_request_hashes(request)
 
-    def _read_blend(self, request: Any, wish: object, content: object, uncacheable: str | None) -> str | None:
+    def _read_blend(self, request: Any, flags: RequestFlags, content: object, uncacheable: str | None) -> str | None:
         """Note a request that is to be blended. Returns why its prefix is not cached: some blocks may be blended."""
         if self._blends is None:
             _warn_once("kv_transfer_params.kvstore.blend: this engine's settings have no blend = true; it is ignored")
             return uncacheable
         from connector.blend.consent import may_hold_blended
 
-        if content is not None or uncacheable is not None:
-            reason: str | None = "blending needs a prompt of tokens alone, without adapters, media and embeddings"
-            reason = reason if wish is not None else None
-        else:
+        wish = flags.blend
+        reason: str | None = None
+        if wish is not None and (content is not None or uncacheable is not None):
+            reason = "blending needs a prompt of tokens alone, without adapters, media and embeddings"
+        elif wish is not None and not (flags.load and flags.save):
+            reason = "blending loads and saves documents, and the request has load or save off"
+        elif wish is not None:
             tokens = request.prompt_token_ids
             reason = self._blends.on_new_request(request.request_id, wish, tokens, request.cache_salt)
         if reason is not None:

@@ -85,6 +85,7 @@ def test_an_engine_that_may() -> None:
         ({"dtype": "fp8_e4m3", "cache_dtype": "fp8"}, {}, "cache type fp8"),
         ({"untested_release": "0.99"}, {}, "vLLM 0.99"),
         ({}, {"weights_may_change": True}, "weights_may_change"),
+        ({}, {"mode": "load"}, "mode load"),
     ],
 )
 def test_refusals_of_engines_by_name(changes: Mapping[str, Any], settings: Mapping[str, Any], name: str) -> None:
@@ -212,6 +213,21 @@ def test_a_request_is_blended_up_to_its_last_document() -> None:
     assert side.requests.matched_tokens("whole", 0) == 48
 
 
+def test_what_vllm_has_itself_is_not_blended() -> None:
+    """Its own cache, under the same salt, holds as much: said once, since vLLM may ask often."""
+    side = Side()
+    side.ask("a", 100, [1, 40])
+    assert [side.requests.matched_tokens("a", 48) for _ in range(3)] == [0, 0, 0]
+    assert [told.reason for told in side.told] == ["held_by_engine"]
+
+
+def test_documents_within_the_first_block() -> None:
+    """There is no whole block to write."""
+    side = Side()
+    assert "first block" in str(side.ask("a", 100, [1, 15]))
+    assert not side.requests.knows("a")
+
+
 def test_a_job_is_ordered_once() -> None:
     side = Side()
     side.ask("a", 100, [1, 40], [40, 70])
@@ -224,7 +240,6 @@ def test_a_job_is_ordered_once() -> None:
 
 def test_requests_without_a_wish_are_not_known() -> None:
     side = Side()
-    assert side.requests.on_new_request("a", None, range(100), "blend:") is None
     assert not side.requests.knows("a") and side.requests.matched_tokens("a", 0) == 0
     assert not side.requests.on_allocated("a", [1], 16)
 

@@ -121,7 +121,7 @@ def test_the_arithmetic_is_that_of_the_model(model: TransformersLayers) -> None:
     tokens, _, _ = prompt_of(2)
     made = blend(model, tokens, (), ratio=1.0, wants_hidden=True)
     assert made.hidden is not None
-    own = model._model(tokens[None]).logits[0]
+    own = model.model(tokens[None]).logits[0]
     assert (model.logits(made.hidden) - own).abs().max() < 1e-4
 
 
