@@ -147,8 +147,12 @@ class Blender:
         opened = _Open(job, spans)
         self._open.append(opened)
         self._answered.clear()
-        opened.reading = self._thread.submit(self._read, job, spans)
-        opened.reading.add_done_callback(lambda _: self._answered.set())
+        try:
+            opened.reading = self._thread.submit(self._read, job, spans)
+        except RuntimeError as error:  # the engine ends
+            self._end(opened, BlendReport(job.request_id, error=str(error)))
+        else:
+            opened.reading.add_done_callback(lambda _: self._answered.set())
 
     def _read(self, job: BlendJob, spans: Sequence[Span]) -> list[Document | None]:
         """The documents that are stored. On the blender's thread."""

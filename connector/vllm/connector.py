@@ -369,6 +369,10 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self.worker_side is not None:
             self.worker_side.start_loads(self._jobs())
+        self._work_on_blends()
+
+    @guarded()
+    def _work_on_blends(self) -> None:
         if self._blender is not None:
             self._blender.work(self._metadata().blends, computes=self._jobs().computes)
 

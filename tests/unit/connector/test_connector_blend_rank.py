@@ -197,6 +197,14 @@ def test_an_error_is_reported_once(make: Callable[..., Blender], model: Written)
     assert report.error == ""
 
 
+def test_a_job_that_comes_after_the_end_is_reported(make: Callable[..., Blender]) -> None:
+    """vLLM waits for every request that was ordered."""
+    blender = make(None)
+    blender.close()
+    (report,), _ = run(blender, job_of(1, "a"))
+    assert report.error
+
+
 @pytest.mark.parametrize(("ratio", "least", "most"), [(0.0, 0.02, 20.0), (1.0, 0.0, 1e-6)])
 def test_audits_tell_the_difference(make: Callable[..., Blender], ratio: float, least: float, most: float) -> None:
     """None where all is computed again; of a blended prompt that of its next token, and of each layer."""
