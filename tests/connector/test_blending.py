@@ -25,7 +25,7 @@ BLOCK = 128
 DOCUMENT = 200
 SALT = "blend:team"
 SCHEDULER = "llm.llm_engine.engine_core.engine_core.scheduler.connector"
-REQUESTS = 10_000 if os.environ.get("KVSTORE_TEST_FULL") else 120
+REQUESTS = 10_000 if os.environ.get("KVSTORE_TEST_FULL") == "1" else 120
 
 
 def prompt_of(
