@@ -84,6 +84,11 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     Wrong settings raise `InvalidRequest` at start, since the engine would otherwise run for weeks without a cache.
     """
 
+    # both sides of blending, where it is on
+    _blends: BlendRequests | None = None
+    _blender: Blender | None = None
+    _blend_refusal: str | None = None
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.guarded_errors = 0
@@ -91,9 +96,6 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         self.worker_side: WorkerSide | None = None
         self._bridge: BlockingStore | None = None
         self._pins: PoolPins | None = None
-        self._blender: Blender | None = None
-        self._blend_refusal: str | None = None
-        self._blends: BlendRequests | None = None
         transfer = vllm_config.kv_transfer_config
         self._settings = ConnectorSettings.parse(transfer.kv_connector_extra_config or {}).for_role(transfer.kv_role)
         self._token = self._settings.read_token()
