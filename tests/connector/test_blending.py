@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -98,8 +98,11 @@ def test_at_ratio_one_it_is_a_split(engine: Start, service: DirectoryService, wo
 
 
 def test_documents_are_stored_once_and_explained(engine: Start, service: DirectoryService, llama: Path) -> None:
-    """A fresh engine reuses what another one stored, in another order; `explain` says how much was computed again."""
-    first = engine(spec_of(llama, service))
+    """A fresh engine reuses what another one stored, in another order; `explain` says how much was computed again.
+
+    The first one has its core in a process of its own, as in production.
+    """
+    first = engine(replace(spec_of(llama, service), multiprocess=True))
     first.generate([blended((0, 1, 2))])
     first.stop()
     (told,) = explained(service, "blended")
@@ -153,12 +156,18 @@ def test_bad_audits_turn_blending_off(engine: Start, service: DirectoryService, 
     running.stop()
 
 
-def test_an_engine_that_cannot(engine: Start, service: DirectoryService, work: Path) -> None:
-    """A model with sliding windows says so at its start, and computes what asks to be blended."""
-    running = engine(spec_of(write_checkpoint("gemma3", work / "checkpoints"), service))
+@pytest.mark.parametrize(
+    ("kind", "runner", "reason"), [("gemma3", "v1", "sliding window"), ("llama", "v2", "model runner")]
+)
+def test_an_engine_that_cannot(
+    engine: Start, service: DirectoryService, work: Path, kind: str, runner: Literal["v1", "v2"], reason: str
+) -> None:
+    """It says why at its start, and computes what asks to be blended."""
+    checkpoint = write_checkpoint(kind, work / "checkpoints")
+    running = engine(replace(spec_of(checkpoint, service), runner=runner))
     (answer,) = running.generate([blended((0, 1, 2))])
     assert answer.num_cached_tokens == 0
-    assert "this engine does not blend: sliding window" in running.log_text()
+    assert f"this engine does not blend: {reason}" in running.log_text()
     running.stop()
 
 
