@@ -21,6 +21,9 @@ from connector.blend.rotation import Angles
 class VllmLayers:
     """A `LayeredModel` over the modules of an engine's model.
 
+    vLLM's layers pass on two tensors, what a layer adds and the sum before it: their norms add the two without rounding
+    the sum first. Here both stand side by side in one tensor of hidden states, [num_tokens, 2 * hidden_size].
+
     Args:
         model: As the engine's model runner has it.
 
@@ -64,14 +67,17 @@ class VllmLayers:
         return int(self._layers[0].self_attn.rotary_emb.cos_sin_cache.shape[0])
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._decoder.embed_tokens(tokens)
+        embedded = self._decoder.embed_tokens(tokens)
+        return torch.cat((embedded, torch.zeros_like(embedded)), -1)
 
     def project(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         module = self._layers[layer]
         attention = module.self_attn
-        projected, _ = attention.qkv_proj(module.input_layernorm(hidden))
+        added, before = _halves(hidden)
+        normed = module.input_layernorm(added) if layer == 0 else module.input_layernorm(added, before)[0]
+        projected, _ = attention.qkv_proj(normed)
         sizes = [attention.q_size, attention.kv_size, attention.kv_size]
         queries, keys, values = projected.split(sizes, dim=-1)
         if hasattr(attention, "q_norm"):
@@ -83,11 +89,12 @@ class VllmLayers:
     def finish(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         module = self._layers[layer]
         found, _ = module.self_attn.o_proj(attended.reshape(len(hidden), -1))
-        normed, residual = module.post_attention_layernorm(found, hidden)
-        return module.mlp(normed) + residual
+        added, before = _halves(hidden)
+        normed, residual = module.post_attention_layernorm(found, added + before)
+        return torch.cat((module.mlp(normed), residual), -1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.compute_logits(self._decoder.norm(hidden))
+        return self._model.compute_logits(self._decoder.norm(*_halves(hidden))[0])
 
     def angles(self, positions: torch.Tensor) -> Angles:
         rotary = self._layers[0].self_attn.rotary_emb
@@ -142,6 +149,12 @@ class VllmLayers:
             attention = layer.self_attn.attn
             rows = keys[start:stop].contiguous(), values[start:stop].contiguous()
             attention.impl.do_kv_cache_update(attention, *rows, attention.kv_cache, slots)
+
+
+def _halves(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies: a norm of two tensors writes to both."""
+    added, before = (half.clone(memory_format=torch.contiguous_format) for half in hidden.chunk(2, -1))
+    return added, before
 
 
 def _heads(states: torch.Tensor, head_dim: int) -> torch.Tensor:
