@@ -96,6 +96,7 @@ def run(blender: Blender, *jobs: BlendJob) -> tuple[list[BlendReport], list[Blen
     blended: list[BlendReport] = []
     audits: list[BlendAudit] = []
     finished: list[str] = []
+    not_blended: set[str] = set()
     ends_s = time.monotonic() + 60
     todo: Sequence[BlendJob] = jobs
     with torch.inference_mode():
@@ -106,10 +107,12 @@ def run(blender: Blender, *jobs: BlendJob) -> tuple[list[BlendReport], list[Blen
             done, failed = blender.take_results()
             assert failed <= done
             finished += done
+            not_blended |= failed
             if (reports := blender.take_reports()) is not None:
                 blended += reports.blended
                 audits += reports.audits
     assert sorted(finished) == sorted(job.request_id for job in jobs)
+    assert not_blended == {report.request_id for report in blended if report.error}  # vLLM computes these
     return blended, audits
 
 
