@@ -72,6 +72,13 @@ COUNTERS = (
     Metric(
         "audit_read_back_pages", "Pages read back from blocks right after their load and compared with what was stored."
     ),
+    Metric("blended_requests", "Requests whose documents were blended."),
+    Metric("blended_tokens", "Tokens of blended requests that vLLM did not compute."),
+    Metric("blend_recomputed_tokens", "Those of them that were computed again, and tokens outside of documents."),
+    Metric("blend_refused", "Requests that asked to be blended and could not be."),
+    Metric("blend_failed", "Requests that were to be blended, and were computed after an error."),
+    Metric("blend_audits", "Blended requests that were also computed in full, by what became of that.", "outcome"),
+    Metric("blend_turned_off", "1 once audits have turned blending off."),
     Metric("guarded_errors", "Errors of the connector kept from the engine."),
 )
 
@@ -86,6 +93,7 @@ TIME_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0
 GAUGES = (
     Metric("ready", "1 when the engine saves and resumes, 0 while or where it cannot."),
     Metric("audit_max_difference", "Largest difference that an audit has seen on any rank.", keeps_largest=True),
+    Metric("blend_kl", "Mean difference of the next token's distribution in the latest audits of blending, in nats."),
     Metric("saves_in_flight", "Save jobs that ranks still hold memory for."),
 )
 

@@ -33,12 +33,14 @@ class RequestFlags:
         retention: `normal`, or `short` for pages that should stay in the node's memory only. The first request that
             saves a page decides.
         wishes: What to do with its pages once it has ended; each is a key of our object too.
+        blend: Its documents, if they may be blended; as it came, since engines that do not blend never read it.
     """
 
     load: bool = True
     save: bool = True
     retention: Retention = Retention.NORMAL
     wishes: Wishes = NO_WISHES
+    blend: object = None
 
     @property
     def save_retention(self) -> Retention:
@@ -51,7 +53,7 @@ class RequestFlags:
 
 
 _RETENTIONS = (Retention.NORMAL, Retention.SHORT)
-_KEYS = frozenset({"load", "save", "retention"}) | WISHES
+_KEYS = frozenset({"load", "save", "retention", "blend"}) | WISHES
 
 
 def read_flags(parameters: Mapping[str, Any] | None) -> tuple[RequestFlags, tuple[str, ...]]:
@@ -81,6 +83,8 @@ def read_flags(parameters: Mapping[str, Any] | None) -> tuple[RequestFlags, tupl
                 values[key] = Retention(value)
             else:
                 complaints.append(f"{where}: expected one of {', '.join(expected)}, seen {str(value)[:64]!r}")
+        elif key == "blend":
+            values[key] = value
         elif key in ("load", "save"):
             if isinstance(value, bool):
                 values[key] = value

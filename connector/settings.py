@@ -75,6 +75,15 @@ class ConnectorSettings:
         audit_rate: Share of resume points (0 to 1, chosen by their hash) whose records this engine checks. The first
             request that would resume there computes instead, and its pages are compared with the stored ones. Loads are
             read back. 0.01 makes one first resume in a hundred as slow as a miss; 1 is for tests.
+        blend: Also reuse documents wherever they stand in a prompt, for requests that ask for it and have a
+            `cache_salt` that begins with `blend:`. Approximate: answers differ from those of a full computation
+            (docs/blending.md).
+        blend_recompute_ratio: Share of the documents' tokens that are computed again (0 to 1). With more of
+            them the first token takes longer, and answers differ less.
+        blend_audit_rate: Share of blended requests (0 to 1) that are also computed in full, and the difference
+            reported.
+        blend_kl_max: The largest mean difference of the next token's distribution (KL divergence, in nats) that audits
+            may find. Above it blending turns itself off until the engine is started again.
         allow_untested_vllm: Also save and load with a vLLM release that was not tested with this connector, if it has
             all names that the connector uses. Its pages are in a namespace of that version alone. An engine loads
             nothing until its first resume points were computed again and equalled the stored pages. Off by default: a
@@ -106,6 +115,10 @@ class ConnectorSettings:
     event_media: str = ""
     name_blocks: str = "off"
     audit_rate: float = 0.0
+    blend: bool = False
+    blend_recompute_ratio: float = 0.15
+    blend_audit_rate: float = 0.02
+    blend_kl_max: float = 0.1
     allow_untested_vllm: bool = False
     instance_id: str | None = None
     instance_address: str | None = None
@@ -218,8 +231,11 @@ class ConnectorSettings:
             value = getattr(self, field)
             if value is not None and value <= 0:
                 raise InvalidRequest("expected a positive number", field=field, seen=value)
-        if not 0 <= self.audit_rate <= 1:
-            raise InvalidRequest("expected a share from 0 to 1", field="audit_rate", seen=self.audit_rate)
+        for field in ("audit_rate", "blend_recompute_ratio", "blend_audit_rate"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise InvalidRequest("expected a share from 0 to 1", field=field, seen=getattr(self, field))
+        if not self.blend_kl_max > 0:
+            raise InvalidRequest("expected a positive number", field="blend_kl_max", seen=self.blend_kl_max)
         parse_media(self.event_media, field="event_media")
         if self.name_blocks not in _BLOCK_NAMES:
             choices = ", ".join(_BLOCK_NAMES)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -28,7 +29,7 @@ from connector.identity import read_shape
 from connector.jobs import RankReport, StepJobs
 from connector.plugin import register
 from connector.prefix_hash import PromptContent, UncacheableContent
-from connector.request_parameters import read_flags, read_handoff, wants_receipt, write_receipt
+from connector.request_parameters import RequestFlags, read_flags, read_handoff, wants_receipt, write_receipt
 from connector.scheduler.facts import PromptFacts
 from connector.scheduler.requests import RequestState
 from connector.scheduler.side import SchedulerSide
@@ -41,6 +42,11 @@ from connector.vllm.requests import PoolPins, RequestReader, read_step, read_tra
 from connector.worker.side import WorkerSide
 from kvstore.client import BlockingStore
 
+if TYPE_CHECKING:
+    from connector.blend.blender import Blender
+    from connector.blend.jobs import BlendJob, BlendReports
+    from connector.blend.requests import BlendRequests
+
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
@@ -49,15 +55,17 @@ _ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAP
 @dataclass
 class _StepMetadata(KVConnectorMetadata):
     jobs: StepJobs = field(default_factory=StepJobs)
+    blends: tuple[BlendJob, ...] = ()
 
 
 @dataclass
 class _WorkerMetadata(KVConnectorWorkerMetadata):
     report: RankReport
+    blended: BlendReports | None = None  # of engines of one rank
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> _WorkerMetadata:
         assert isinstance(other, _WorkerMetadata)
-        return _WorkerMetadata(self.report.merge(other.report))
+        return _WorkerMetadata(self.report.merge(other.report), self.blended or other.blended)
 
 
 @dataclass
@@ -66,6 +74,7 @@ class _RankProof(KVConnectorHandshakeMetadata):
 
     facts: EngineFacts
     refusal: str | None
+    blend_refusal: str | None = None
 
 
 class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
@@ -74,6 +83,11 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     A model or setting that is not supported leaves the connector inert: no hits, no saves, no errors, one warning.
     Wrong settings raise `InvalidRequest` at start, since the engine would otherwise run for weeks without a cache.
     """
+
+    # both sides of blending, where it is on
+    _blends: BlendRequests | None = None
+    _blender: Blender | None = None
+    _blend_refusal: str | None = None
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -128,6 +142,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             for complaint in complaints:
                 _warn_once(f"{complaint}; it is ignored")
             content, uncacheable = self._read_content(request)
+            if self._settings.blend or flags.blend is not None:
+                uncacheable = self._read_blend(request, flags, content, uncacheable)
             self.scheduler_side.on_new_request(
                 PromptFacts(
                     request_id=request.request_id,
@@ -141,6 +157,26 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
                 )
             )
             self._note_request_hashes(request)
+
+    def _read_blend(self, request: Any, flags: RequestFlags, content: object, uncacheable: str | None) -> str | None:
+        """Note a request that is to be blended. Returns why its prefix is not cached: some blocks may be blended."""
+        if self._blends is None:
+            _warn_once("kv_transfer_params.kvstore.blend: this engine's settings have no blend = true; it is ignored")
+            return uncacheable
+        from connector.blend.consent import may_hold_blended
+
+        wish = flags.blend
+        reason: str | None = None
+        if wish is not None and (content is not None or uncacheable is not None):
+            reason = "blending needs a prompt of tokens alone, without adapters, media and embeddings"
+        elif wish is not None and not (flags.load and flags.save):
+            reason = "blending loads and saves documents, and the request has load or save off"
+        elif wish is not None:
+            tokens = request.prompt_token_ids
+            reason = self._blends.on_new_request(request.request_id, wish, tokens, request.cache_salt)
+        if reason is not None:
+            _warn_once(f"kv_transfer_params.kvstore.blend: {reason}; the request is computed")
+        return "blended" if may_hold_blended(request.cache_salt) else uncacheable
 
     def _read_content(self, request: Any) -> tuple[PromptContent | None, str | None]:
         """A request's content beside tokens, or why it is not cached; warns once of causes common to all requests."""
@@ -160,13 +196,19 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self.scheduler_side is None or request.skip_reading_prefix_cache:
             return 0, False
+        if self._blends is not None and self._blends.knows(request.request_id):
+            blended = self._blends.matched_tokens(request.request_id, num_computed_tokens)
+            return blended, bool(blended)
         tokens = self.scheduler_side.matched_tokens(request.request_id, num_computed_tokens)
         return tokens, bool(tokens)
 
     @guarded()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self.scheduler_side is not None:
-            tables = blocks.get_block_ids() if num_external_tokens else ()
+            tables: Sequence[Sequence[int]] = blocks.get_block_ids() if num_external_tokens else ()
+            if num_external_tokens and self._blends is not None and self._blends.knows(request.request_id):
+                self._blends.on_allocated(request.request_id, tables[0], num_external_tokens)
+                return
             self.scheduler_side.on_allocated(request.request_id, tables, num_external_tokens)
             if num_external_tokens:
                 self._publish_hit(request)
@@ -175,7 +217,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         if self.scheduler_side is None:
             return _StepMetadata()
-        metadata = _StepMetadata(self.scheduler_side.plan_step(read_step(scheduler_output)))
+        blends = self._blends.take_jobs() if self._blends is not None else ()
+        metadata = _StepMetadata(self.scheduler_side.plan_step(read_step(scheduler_output)), blends)
         if not metadata.jobs.computes:
             self.scheduler_side.wait_in_empty_step()
         return metadata
@@ -189,6 +232,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, _WorkerMetadata):
             self.scheduler_side.on_rank_report(meta.report)
+            if self._blends is not None and meta.blended is not None:
+                self._blends.on_reports(meta.blended)
 
     @guarded(fallback=lambda: (False, None))
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -203,6 +248,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         finally:
             if self._cache_events is not None:
                 self._cache_events.on_request_closed(request.request_id)
+            if self._blends is not None:
+                self._blends.on_finished(request.request_id)
         return False, self._receipt(request, state) if ended_well and state is not None else None
 
     def _receipt(self, request: Any, state: RequestState) -> dict[str, Any] | None:
@@ -224,6 +271,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         """Whether an idle engine must keep stepping: blocks are pinned for saves of requests that have ended."""
         if self._cache_events is not None and self._cache_events.has_pending:
+            return True
+        if self._blends is not None and self._blends.has_open_audits:
             return True
         return self.scheduler_side is not None and self.scheduler_side.has_pending_saves
 
@@ -276,6 +325,12 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             cache_folder=cache_folder(),
             rank_refusals={rank: proof.refusal for rank, proof in proofs.items()},
         )
+        if self._settings.blend:
+            from connector.vllm.blending import open_requests
+
+            refusals = [proof.blend_refusal for proof in proofs.values()]
+            meters = self.scheduler_side.meters
+            self._blends = open_requests(self._settings, facts, self._bridge, meters, refusals=refusals)
         self._publish_events(shape, facts.num_ranks)
         if self._pins is not None:
             self.scheduler_side.bind_pins(self._pins)
@@ -293,12 +348,19 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self.worker_side is not None and (facts := self._facts) is not None:
             self.worker_side.register(lambda names: cache_layers(kv_caches, names, facts.num_blocks))
+            if self._settings.blend and self._bridge is not None:
+                self._blend_refusal = "an error at its start, which is in the log"
+                from connector.vllm.blending import open_blender
+
+                opened = open_blender(self._settings, facts, self._bridge)
+                self._blender, self._blend_refusal = (None, opened) if isinstance(opened, str) else (opened, None)
 
     @guarded()
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         if self._facts is None:
             return None
-        return _RankProof(self._facts, self.worker_side.refusal if self.worker_side is not None else self._refusal)
+        refusal = self.worker_side.refusal if self.worker_side is not None else self._refusal
+        return _RankProof(self._facts, refusal, self._blend_refusal)
 
     @guarded()
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -309,6 +371,12 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self.worker_side is not None:
             self.worker_side.start_loads(self._jobs())
+        self._work_on_blends()
+
+    @guarded()
+    def _work_on_blends(self) -> None:
+        if self._blender is not None:
+            self._blender.work(self._metadata().blends, computes=self._jobs().computes)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: a request is loaded as a whole, before the step that uses it is scheduled."""
@@ -328,6 +396,9 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         if not computes:
             self._save_ended()
         finished, failed = self.worker_side.take_results(computes=computes)
+        if self._blender is not None:
+            blended, not_blended = self._blender.take_results()
+            finished, failed = finished | blended, failed | not_blended
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     @guarded()
@@ -357,7 +428,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     @guarded()
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = self.worker_side.take_report() if self.worker_side is not None else None
-        return None if report is None else _WorkerMetadata(report)
+        blended = self._blender.take_reports() if self._blender is not None else None
+        return None if report is None and blended is None else _WorkerMetadata(report or RankReport(), blended)
 
     @guarded()
     def shutdown(self) -> None:
@@ -366,6 +438,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             self.scheduler_side.shutdown()
         if self.worker_side is not None:
             self.worker_side.shutdown()
+        if self._blender is not None:
+            self._blender.close()
         if self._bridge is not None:
             self._bridge.close()
 

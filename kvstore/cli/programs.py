@@ -25,6 +25,7 @@ BENCHMARKS = {
     "agent": ("agent_pause", "first token after an agent's pause: from memory, prefetched, from S3 (starts vLLM)"),
     "offloading": ("offloading", "chunks of vLLM's own offloading to and from a service and Redis"),
     "documents": ("documents", "hits of documents in the given and in the planned order"),
+    "blend": ("blend", "blending by ratio: right answers of a small model, and time (needs torch, transformers)"),
     "plan": ("node_plan", "what a node can load and save, from costs measured here"),
     "encryption": ("encryption", "sealing and opening encrypted records"),
     "restart": ("restart", "reopening a directory of a million records"),

@@ -75,6 +75,42 @@ CHECKPOINTS: dict[str, Checkpoint] = {
             "rope_theta": 10000.0,
         }
     ),
+    # as llama, with norms of queries and keys
+    "qwen3": Checkpoint(
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "rope_theta": 1e6,
+        }
+    ),
+    # as llama, with biases of queries, keys and values
+    "qwen2": Checkpoint(
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "rope_theta": 1e6,
+        }
+    ),
+    # as llama, by name
+    "mistral": Checkpoint(
+        {
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "rope_theta": 1e6,
+            "sliding_window": None,
+        }
+    ),
     # two groups of sliding windows and one of full attention
     "gemma3": Checkpoint(
         {

@@ -28,6 +28,7 @@ HOMES = {
             "connector/vllm/observability.py",
             "connector/plugin.py",
         ),
+        *("connector/vllm/blending.py", "connector/vllm/blend_layers.py"),
         *("connector/offloading/engine.py", "connector/offloading/tier.py"),
         *("connector/vllm/contract.py", "connector/vllm/inert.py"),  # only to look whether vLLM has what the others use
         *("kvstore/testing/engine/main.py", "kvstore/testing/engine/traffic.py"),
@@ -35,9 +36,10 @@ HOMES = {
     "sglang": ("connector/sglang/backend.py",),
     "cryptography": ("kvstore/format/encrypted.py", "benchmarks/"),
     **dict.fromkeys(("fastapi", "starlette", "uvicorn"), ("kvstore/service/admin/", "demo/")),
-    "transformers": ("kvstore/testing/checkpoints.py",),
+    "transformers": ("kvstore/testing/checkpoints.py", "benchmarks/blend_model.py"),
     "torch": (
         *("connector/vllm/connector.py", "connector/vllm/engine_facts.py", "connector/worker/", "connector/device/"),
+        *("connector/blend/", "connector/vllm/blend", "benchmarks/blend.py", "benchmarks/blend_model.py"),
         *("connector/sglang/", "connector/vllm/requests.py", "benchmarks/gpu/", "benchmarks/without_amx.py"),
         *("kvstore/testing/checkpoints.py", "kvstore/testing/engine/main.py", "kvstore/testing/engine/fork_server.py"),
     ),

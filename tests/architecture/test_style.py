@@ -19,6 +19,9 @@ FUNCTION_LINES_MAX = 70
 # `except Exception` stands where a piece of work ends that nobody else would end: it reports, it never hides.
 TOPS = {
     "connector/vllm/contract.py": "the import of a module of vLLM: what it raises is a reason to run uncached",
+    "connector/device/__init__.py": "Triton, the compiler that it calls, and a GPU: then the processor does their work",
+    "connector/blend/blender.py": "vLLM waits for each request that is blended, and for each audit",
+    "connector/vllm/blending.py": "a thread's top",
     "connector/guard.py": "the guard of the engines' calls",
     "connector/offloading/lookups.py": "a thread's top: an answer is due",
     "connector/offloading/tier.py": "a background task's top, and the look for what a vLLM that has changed may lack",

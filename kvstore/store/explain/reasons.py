@@ -24,6 +24,7 @@ REASONS = {
     "opted_out": Reason("the request asked not to be loaded", "see its kv_transfer_params"),
     "mode": Reason("this engine only saves", 'set "mode" to "both" in kv_connector_extra_config'),
     "audited": Reason("what was found is computed again to be compared, as audit_rate asks"),
+    "blended": Reason("its documents were blended, as it asked: its answer is approximate"),
     "cheaper_to_compute": Reason(
         "by this engine's measurements, computing took less time than fetching would have",
         "a quicker hot tier, or load_always in kv_connector_extra_config where fetching is always right",
@@ -72,6 +73,7 @@ REASONS = {
     "load_failed": Reason(
         "the fetched pages could not be loaded into the engine's blocks and were recomputed", "see the engine's log"
     ),
+    "not_blended": Reason("its documents could not be blended, and were computed", "see the engine's log"),
     # it is not stored
     "group_incomplete": Reason(
         "some of the records that this point needs are not stored",

@@ -96,6 +96,22 @@ def test_documents_in_the_planned_order(capsys: pytest.CaptureFixture[str]) -> N
     assert 0 < row["computed_planned"] < row["tokens"]
 
 
+def test_blending(capsys: pytest.CaptureFixture[str]) -> None:
+    """A row for each way to compute the trained model's questions: all right in full, and what blending computes."""
+    from benchmarks import blend  # needs torch and transformers
+
+    assert blend.main(["--prompts", "3", "--random", "", "--json"]) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert [(row["way"], row["ratio"]) for row in rows] == [
+        *(("full", None), ("reused", None), ("rotated", None)),
+        *(("blended", ratio) for ratio in (0.05, 0.15, 0.3, 1.0)),
+    ]
+    full, last = rows[0], rows[-1]
+    assert (full["right"], full["kl"], full["computed"], full["faster"]) == (1.0, 0.0, 1.0, 1.0)
+    assert (last["right"], last["computed"]) == (1.0, 1.0) and last["kl"] < 1e-4
+    assert all(row["prompts"] == 3 and row["tokens"] == 234 for row in rows)
+
+
 @pytest.mark.servers
 def test_redis(capsys: pytest.CaptureFixture[str]) -> None:
     """Our tier with one and two threads, redis-py and the service, put and get, for each size and number in flight."""

@@ -20,6 +20,7 @@ from kvstore.model.prompt_hint import Wishes
         ({"kvstore": {"load": False}}, RequestFlags(load=False)),
         ({"kvstore": {"save": False, "load": True}}, RequestFlags(save=False)),
         ({"kvstore": {"retention": "short"}}, RequestFlags(retention=Retention.SHORT)),
+        ({"kvstore": {"blend": {"documents": 5}}}, RequestFlags(blend={"documents": 5})),
         ({"kvstore": {"release": True}}, RequestFlags(wishes=Wishes(release=True))),
         (
             {"kvstore": {"retain_s": 60, "priority": 80, "prefetch": True, "demote": False, "session": "a"}},
@@ -38,7 +39,7 @@ def test_flags(parameters: dict[str, Any] | None, flags: RequestFlags) -> None:
     ("parameters", "complaint"),
     [
         ({"kvstore": {"laod": False}}, "kvstore.laod: unknown, did you mean 'load'"),
-        ({"kvstore": {"colour": 1}}, "known are demote, load, prefetch, "),
+        ({"kvstore": {"colour": 1}}, "known are blend, demote, load, prefetch, "),
         ({"kvstore": {"save": "no"}}, "kvstore.save: expected true or false, seen str"),
         ({"kvstore": {"retention": "long"}}, "kvstore.retention: expected one of normal, short, seen 'long'"),
         ({"kvstore": {"retention": ["short"]}}, "expected one of normal, short"),

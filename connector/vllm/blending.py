@@ -1,0 +1,122 @@
+"""Blending in an engine: finds the model on the rank, and makes both sides. Imported only where `blend` is on."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import torch
+import vllm
+
+from connector.blend.blender import Blender
+from connector.blend.consent import refuse_engine
+from connector.blend.documents import DocumentStore, describe_documents
+from connector.blend.requests import BlendRequests
+from connector.facts import EngineFacts
+from connector.settings import ConnectorSettings, cache_folder
+from connector.vllm.blend_layers import VllmLayers
+from connector.vllm.contract import release_of
+from connector.weights import find_weights_id
+from kvstore.api import Outcome, PageStore
+from kvstore.client import BlockingStore, PageDoor
+from kvstore.errors import Closed
+from kvstore.runtime.meters import Meters
+
+_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
+
+_RELEASE = (0, 32)
+"""The release whose modules were called outside of a forward."""
+_RUNNER = "vllm.v1.worker.cpu_model_runner"
+
+
+def open_blender(settings: ConnectorSettings, facts: EngineFacts, store: BlockingStore) -> Blender | str:
+    """The rank's side, or why this engine cannot blend. Call it from `register_kv_caches`."""
+    if release_of(vllm.__version__) != _RELEASE:
+        return f"vLLM {vllm.__version__}: blending was tested with {_RELEASE[0]}.{_RELEASE[1]}"
+    if (reason := refuse_engine(facts, settings)) is not None:
+        return reason
+    runner = _find_runner()
+    if runner is None or type(runner).__module__ != _RUNNER:
+        return f"model runner {type(runner).__module__}: blending was tested with {_RUNNER}"
+    try:
+        layers = VllmLayers(runner.get_model())
+    except AttributeError as error:
+        return f"the model is built in another way than is known: {error}"
+    if (reason := layers.refusal()) is not None:
+        return reason
+    group = facts.groups[0]
+    documents = _Documents(settings, facts, store)
+    return Blender(layers, documents, ratio=settings.blend_recompute_ratio, block_tokens=group.block_tokens)
+
+
+def open_requests(
+    settings: ConnectorSettings,
+    facts: EngineFacts,
+    store: BlockingStore,
+    meters: Meters,
+    *,
+    refusals: Iterable[str | None],
+) -> BlendRequests:
+    """The scheduler side.
+
+    Args:
+        refusals: Of the ranks; one refusal ends blending.
+    """
+
+    def report(outcome: Outcome) -> None:
+        async def send(store: PageStore) -> None:
+            store.report(outcome)
+
+        with suppress(Closed):
+            store.submit(send)
+
+    block_tokens = facts.scheduler_block_tokens
+    requests = BlendRequests(settings, block_tokens=block_tokens, report=report, meters=meters)
+    reason = next((one for one in refusals if one is not None), None)
+    if reason is not None:
+        requests.refuse(reason)
+    return requests
+
+
+class _Documents:
+    """The documents' store, once the engine's weights have an id: in minutes at the first start."""
+
+    def __init__(self, settings: ConnectorSettings, facts: EngineFacts, store: BlockingStore) -> None:
+        self._settings = settings
+        self._facts = facts
+        self._store = store
+        self._documents: DocumentStore | None = None
+        threading.Thread(target=self._open, name="kvstore-blend-weights", daemon=True).start()
+
+    def __call__(self) -> DocumentStore | None:
+        return self._documents
+
+    def _open(self) -> None:
+        try:
+            weights_id = self._settings.weights_id or find_weights_id(self._facts, cache_folder())
+            description = describe_documents(self._facts, weights_id)
+            dtype = getattr(torch, self._facts.compute_dtype)
+            timeout_s = self._settings.max_wait_ms / 1000
+            door = PageDoor(self._store, description, element_bytes=dtype.itemsize, timeout_s=timeout_s)
+            self._documents = DocumentStore(door, self._facts, dtype)
+        except Exception as error:  # noqa: BLE001 - a thread's top: an engine without documents must say why
+            _log.warning("kvstore: documents are computed and not stored: %s", error)
+
+
+def _find_runner() -> Any | None:
+    """The model runner that registers the cache.
+
+    vLLM 0.32 hands no model to connectors. Its model runner calls `register_kv_caches`, and has the model.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        runner: Any = frame.f_locals.get("self")
+        if callable(getattr(runner, "get_model", None)) and isinstance(getattr(runner, "model", None), torch.nn.Module):
+            return runner
+        frame = frame.f_back
+    return None

@@ -1,0 +1,238 @@
+"""Blending in live engines: its error at ratio 1, what it stores and says, its gate, and who never gets it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from kvstore.client import BlockingStore
+from kvstore.runtime.deadline import Deadline
+from kvstore.testing.checkpoints import write_checkpoint
+from kvstore.testing.engine import Answer, EngineProcess, EngineSpec, Request, seeded_prompt
+from tests.connector.support.service import DirectoryService
+
+pytestmark = pytest.mark.engine
+
+Start = Callable[[EngineSpec], EngineProcess]
+
+BLOCK = 128
+DOCUMENT = 200
+SALT = "blend:team"
+SCHEDULER = "llm.llm_engine.engine_core.engine_core.scheduler.connector"
+REQUESTS = 10_000 if os.environ.get("KVSTORE_TEST_FULL") == "1" else 120
+
+
+def prompt_of(
+    order: Sequence[int], question: int = 0, *, size: int = DOCUMENT
+) -> tuple[tuple[int, ...], list[list[int]]]:
+    """A prompt with these documents, and where they are in it."""
+    prompt, spans = [1, *seeded_prompt(7000, 20)], []
+    for document in order:
+        spans.append([len(prompt), len(prompt) + size])
+        prompt += seeded_prompt(7100 + document, size)
+    return (*prompt, *seeded_prompt(7200 + question, 30)), spans
+
+
+def blended(order: Sequence[int], question: int = 0, *, salt: str = SALT, size: int = DOCUMENT) -> Request:
+    prompt, spans = prompt_of(order, question, size=size)
+    wish = {"kvstore": {"blend": {"documents": spans}}}
+    return Request(prompt, max_tokens=2, cache_salt=salt, kv_transfer_params=wish)
+
+
+def computed(order: Sequence[int], question: int = 0, *, salt: str | None = None, size: int = DOCUMENT) -> Request:
+    return Request(prompt_of(order, question, size=size)[0], max_tokens=2, cache_salt=salt)
+
+
+def difference(one: Answer, other: Answer) -> float:
+    """The largest difference of a log probability of the first token, of those that both list."""
+    mine, theirs = one.logprobs[0], other.logprobs[0]
+    shared = mine.keys() & theirs.keys()
+    return max((abs(mine[token] - theirs[token]) for token in shared), default=float("inf"))
+
+
+def spec_of(checkpoint: Path, service: DirectoryService, **settings: Any) -> EngineSpec:
+    chosen = {"url": service.url, "blend": True, "blend_audit_rate": 0.0, **settings}
+    return EngineSpec(checkpoint=checkpoint, connector=chosen, max_model_len=4096)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Any:
+    with DirectoryService(tmp_path) as running:
+        yield running
+
+
+def explained(service: DirectoryService, reason: str) -> list[dict[str, Any]]:
+    """The latest requests with a reason, newest first."""
+    with BlockingStore(service.url) as store:
+        listed: Any = store.explain("", deadline=Deadline.after(5.0))
+        names = [one["request"] for one in listed["requests"] if one["reason"] == reason]
+        return [dict(store.explain(name, deadline=Deadline.after(5.0))) for name in names]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+def test_at_ratio_one_it_is_a_split(engine: Start, service: DirectoryService, work: Path, kind: str) -> None:
+    """With all tokens computed again the answer differs from a full computation by no more than a split prompt does."""
+    checkpoint = write_checkpoint(kind, work / "checkpoints")
+    orders = [(0, 1, 2), (2, 0, 1), (1, 2, 0)]
+    whole = engine(EngineSpec(checkpoint=checkpoint, max_model_len=4096))
+    full = [whole.generate([computed(order)])[0] for order in orders]
+    whole.stop()
+    cut = engine(EngineSpec(checkpoint=checkpoint, max_model_len=4096, max_num_batched_tokens=BLOCK))
+    split = [cut.generate([computed(order)])[0] for order in orders]
+    cut.stop()
+    blending = engine(spec_of(checkpoint, service, blend_recompute_ratio=1.0))
+    made = [blending.generate([blended(order)])[0] for order in orders]
+    assert [answer.num_cached_tokens for answer in made] == [512] * 3
+    by_split = max(difference(one, other) for one, other in zip(full, split, strict=True))
+    by_blending = max(difference(one, other) for one, other in zip(full, made, strict=True))
+    print(f"{kind}: split {by_split:.2g}, blended {by_blending:.2g}")
+    assert by_blending <= by_split + 1e-6
+    assert [answer.tokens for answer in made] == [answer.tokens for answer in full]
+    blending.stop()
+
+
+def test_documents_are_stored_once_and_explained(engine: Start, service: DirectoryService, llama: Path) -> None:
+    """A fresh engine reuses what another one stored, in another order; `explain` says how much was computed again.
+
+    The first one has its core in a process of its own, as in production.
+    """
+    first = engine(replace(spec_of(llama, service), multiprocess=True))
+    first.generate([blended((0, 1, 2))])
+    first.stop()
+    (told,) = explained(service, "blended")
+    assert told["detail"]["stored_documents"] == "0 of 3"
+    service.settle()
+    second = engine(spec_of(llama, service))
+    (answer,) = second.generate([blended((2, 0, 1))])
+    assert answer.num_cached_tokens == 512
+    told = explained(service, "blended")[0]
+    assert told["result"] == "hit" and told["resume_tokens"] == 512
+    assert told["detail"]["stored_documents"] == "3 of 3"
+    recomputed = int(told["detail"]["blended"].removesuffix(" of 512 tokens recomputed"))
+    assert 21 + 0.15 * 491 <= recomputed < 21 + 0.15 * 491 + 2
+    counters = second.connector_counters()
+    assert counters["connector_blended_tokens"] == 512
+    assert counters["connector_blend_recomputed_tokens"] == recomputed
+    second.stop()
+
+
+def test_many_at_once(engine: Start, service: DirectoryService, llama: Path) -> None:
+    """Requests that come together are blended one after the other, beside others that are computed."""
+    running = engine(spec_of(llama, service))
+    orders = [(0, 1, 2), (1, 2, 0), (2, 0, 1), (0, 2, 1)]
+    requests = [blended(order, number) for number, order in enumerate(orders)]
+    answers = running.generate([*requests, *(computed(order, 9) for order in orders)])
+    assert [answer.num_cached_tokens for answer in answers[:4]] == [512] * 4
+    assert running.connector_counters()["connector_blended_requests"] == 4
+    alone = [
+        running.generate([blended(order, number, salt=f"blend:{number}")])[0] for number, order in enumerate(orders)
+    ]
+    assert max(difference(one, other) for one, other in zip(answers[:4], alone, strict=True)) < 1e-3
+    running.stop()
+
+
+def test_bad_audits_turn_blending_off(engine: Start, service: DirectoryService, llama: Path) -> None:
+    """A model with random weights is far from what blending assumes: audits end it, and later requests are computed."""
+    running = engine(spec_of(llama, service, blend_audit_rate=1.0, blend_recompute_ratio=0.0))
+    for number in range(100):
+        running.generate([blended((number % 3, 3, 4), number, salt=f"blend:{number}")])  # vLLM's own cache has none
+        while running.evaluate(f"{SCHEDULER}.has_pending_push_work()"):
+            running.evaluate("llm.llm_engine.step() and None")
+        if running.connector_counters().get("connector_blend_turned_off"):
+            break
+    assert running.connector_counters()["connector_blend_turned_off"] == 1
+    assert "this engine does not blend: 8 audits found a mean difference of" in running.log_text()
+    told = explained(service, "blended")[0]
+    assert told["detail"]["audit_kl"] > 0.1
+    assert len(told["detail"]["audit_keys"].split()) == 4
+    (answer,) = running.generate([blended((5, 3, 4), salt="blend:later")])
+    assert answer.num_cached_tokens == 0
+    running.stop()
+
+
+@pytest.mark.parametrize(
+    ("kind", "runner", "reason"), [("gemma3", "v1", "sliding window"), ("llama", "v2", "model runner")]
+)
+def test_an_engine_that_cannot(
+    engine: Start, service: DirectoryService, work: Path, kind: str, runner: Literal["v1", "v2"], reason: str
+) -> None:
+    """It says why at its start, and computes what asks to be blended."""
+    checkpoint = write_checkpoint(kind, work / "checkpoints")
+    running = engine(replace(spec_of(checkpoint, service), runner=runner))
+    (answer,) = running.generate([blended((0, 1, 2))])
+    assert answer.num_cached_tokens == 0
+    assert f"this engine does not blend: {reason}" in running.log_text()
+    running.stop()
+
+
+def test_nothing_is_imported_without_it(engine: Start, service: DirectoryService, llama: Path) -> None:
+    """Without `blend = true` no module of blending is imported, and a wish is ignored and named in the log."""
+    running = engine(replace(spec_of(llama, service), connector={"url": service.url}))
+    (answer,) = running.generate([blended((0, 1, 2))])
+    assert answer.num_cached_tokens == 0
+    assert (
+        running.evaluate("[name for name in __import__('sys').modules if 'connector' in name and 'blend' in name]")
+        == []
+    )
+    assert "this engine's settings have no blend = true" in running.log_text()
+    running.stop()
+
+
+def test_who_did_not_ask_never_gets_it(engine: Start, service: DirectoryService, llama: Path) -> None:
+    """Random requests, with and without the salt and the wish, in two engines over one store: what was not asked for
+    with the salt equals a full computation, and blended requests save nothing under the name of a prefix.
+    """
+    orders = [(0, 1), (1, 0), (0, 2), (2, 1)]
+    plain = engine(EngineSpec(checkpoint=llama, max_model_len=4096))
+    right = {order: plain.generate([computed(order)])[0] for order in orders}
+    plain.stop()
+    # nothing is computed again but first tokens, so that a blended block shows
+    engines = [engine(spec_of(llama, service, blend_recompute_ratio=0.0)) for _ in range(2)]
+    random = np.random.default_rng(5)
+    wrong = 0
+    for number in range(REQUESTS):
+        running, order = engines[random.integers(2)], orders[random.integers(len(orders))]
+        kind = random.integers(4)
+        if kind == 0:
+            (answer,) = running.generate([blended(order)])
+            wrong += difference(answer, right[order]) > 0.1
+        elif kind == 1:  # the salt alone: it may get blended blocks of vLLM's own cache, and saves nothing
+            running.generate([computed(order, salt=SALT)])
+        else:
+            salt = None if kind == 2 else "team"
+            asked = computed(order, salt=salt)
+            if random.integers(2):  # a wish without the salt
+                asked = replace(asked, kv_transfer_params=blended(order).kv_transfer_params)
+            (answer,) = running.generate([asked])
+            assert difference(answer, right[order]) < 1e-3, f"request {number} of kind {kind}"
+        if random.integers(10) == 0:
+            assert running.reset_prefix_cache()
+    assert wrong > REQUESTS / 20, "blended answers must differ here, or this test finds nothing"
+    for running in engines:
+        running.stop()
+
+
+def test_nothing_blended_is_saved(engine: Start, service: DirectoryService, llama: Path) -> None:
+    """Neither pages of a blended request nor those of one with its salt, which gets blocks of vLLM's own cache."""
+    running = engine(spec_of(llama, service))
+    running.generate([blended((0, 1, 2))])
+    (answer,) = running.generate([computed((0, 1, 2), 5, salt=SALT)])
+    assert answer.num_cached_tokens == 512
+    running.generate([computed((0, 1, 2), 5, salt="blend:other")])
+    counters = running.connector_counters()
+    assert counters.get("connector_saved_bytes", 0) == 0
+    assert counters['connector_uncacheable_requests{reason="blended"}'] == 3
+    running.generate([computed((0, 1, 2), 5, salt="team")])
+    running.stop()
+    service.settle()
+    fresh = engine(spec_of(llama, service))
+    (salted,) = fresh.generate([computed((0, 1, 2), 5, salt=SALT)])
+    (saved,) = fresh.generate([computed((0, 1, 2), 5, salt="team")])
+    assert (salted.num_cached_tokens, saved.num_cached_tokens) == (0, 640)
+    fresh.stop()
