@@ -44,6 +44,7 @@ def _load_row(kit: Any, model: Any, compression: str, amounts: Amounts) -> Row:
         Node(folder, "service", memory_bytes=2 * model.num_bytes + _MEMORY_BYTES) as node,
         rank_on(kit, model, node.url, compression=compression) as rank,
     ):
+        rank.fill()
         rank.save()
         row = asyncio.run(
             measure(

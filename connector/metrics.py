@@ -57,6 +57,7 @@ COUNTERS = (
     Metric("staged_records", "Records staged for hits, by the tier that they were read from.", "tier"),
     Metric("uncacheable_requests", "Requests that are neither loaded nor saved, by reason.", "reason"),
     Metric("loaded_bytes", "Bytes written to KV blocks, on all ranks."),
+    Metric("loaded_in_place_bytes", "Those that a GPU copied from where they are in the service's memory."),
     Metric("failed_loads", "Hits that could not be loaded and are recomputed."),
     Metric("load_errors", "Loads that failed on a rank."),
     Metric("corrupt_records", "Records whose checksum failed at the engine."),

@@ -39,9 +39,10 @@ class ConnectorSettings:
         tls_key_file: Its key, if that is not in the same file.
         mode: `both`, `load` (read only), `save` (write only) or `off`.
         compression: How this engine stores what it saves, without loss. `planes` and `tiles` compress bfloat16 to about
-            .75 of its size: planes are decoded by a processor, tiles also by a GPU. `auto` is `planes`. Every engine
-            reads all, see `docs/vllm.md` for those of earlier releases. With `none` a page costs less processor time,
-            and takes more memory, Redis and network: for a fast GPU whose hits come from this node's memory.
+            .75 of its size: planes are decoded by a processor, tiles also by a GPU. With `none` a page costs less
+            processor time, and takes more memory, Redis and network. `auto` is `planes` on a processor, and `none` on a
+            GPU, which reads such pages where they are. Every engine reads all, see `docs/vllm.md` for those of earlier
+            releases.
         weights_id: Identifies the weights instead of a digest of their files. Engines with equal ids share pages, so
             an id that stays the same while weights change serves wrong output.
         weights_may_change: The weights are updated in place (reinforcement learning): a reset of the caches ends saves

@@ -22,7 +22,7 @@ from kvstore.model.namespace import NamespaceDescription
 from kvstore.model.outcome import Outcome
 from kvstore.model.page_blocks import PageBlocks
 from kvstore.model.prompt_hint import EndedPrompt
-from kvstore.runtime.arena import Arena
+from kvstore.runtime.arena import Arena, ArenaView
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
 
@@ -255,6 +255,10 @@ class PageStore(ABC):
         """
         return [LeasedRecord(self, lease, key) for key in keys]
 
+    def shared_memory(self) -> ArenaView | None:
+        """The memory that records of `load_many` will be in, as `LeasedRecord.memory`; `None`: none is known now."""
+        return None
+
     @abstractmethod
     async def save(
         self,
@@ -359,9 +363,22 @@ class LoadedRecord:
         """
         yield self._record
 
+    def check(self) -> None:
+        """Called in a block of `reading`: what was read of the record until now was its own.
+
+        Raises:
+            Unavailable: As at the end of the block.
+        """
+
 
 class LeasedRecord:
-    """A record of `PageStore.load_many`; this one is loaded with a call of its own."""
+    """A record of `PageStore.load_many`; this one is loaded with a call of its own.
+
+    Attributes:
+        memory: The memory, shared with the service, in which this record and others are; `None`: none.
+    """
+
+    memory: ArenaView | None = None
 
     def __init__(self, store: PageStore, lease: LeaseId, key: RecordKey) -> None:
         self._store = store

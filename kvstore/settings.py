@@ -162,11 +162,6 @@ def _tenth_of_ram() -> int:
     return usable_bytes() // 10  # of the container's limit where there is one: a tenth of the machine may be more
 
 
-def _quarter_of_processors() -> int:
-    # of what a record costs to receive, a third keeps Python's lock: more than four threads gain little (docs/redis.md)
-    return min(4, max(1, len(os.sched_getaffinity(0)) // 4))
-
-
 class Settings(BaseModel):
     """The settings of a service. Frozen; made with `load_settings`.
 
@@ -200,8 +195,8 @@ class Settings(BaseModel):
         hot_in_flight_bytes: Bytes on their way to or from `hot` at a time; further reads and writes wait within their
             deadline. At least 4 MiB. It limits the memory that a slow Redis can occupy on this node.
         io_threads: Threads that move bytes to and from `hot` and an S3 `cold`, each with an event loop and its share of
-            the connections; by default a quarter of the processors, 1 to 4. With 1 the service's own loop moves them.
-            More are faster while the link has room, and take processors from the engine for that time.
+            the connections. With 1 the service's own loop moves them. More take processors from the engine, and can be
+            faster where the link has room: with several servers, or S3 beside Redis.
         catalog_look_s: How often one of the services checks whether `hot` evicted records. If it did, the service
             compares the catalog with what is stored. Longer loads Redis less, but totals are corrected later.
         cold: `s3://bucket/prefix`, `file:///dir`, or `memory:` for none: then a restart loses everything.
@@ -271,7 +266,7 @@ class Settings(BaseModel):
     hot: Annotated[HotLocation, BeforeValidator(_hot)] = NoTier()
     hot_connections: Annotated[int, Field(ge=1, le=64)] = 4
     hot_in_flight_bytes: Annotated[Bytes, Field(ge=4 << 20)] = 256 << 20
-    io_threads: Annotated[int, Field(ge=1, le=8)] = Field(default_factory=_quarter_of_processors)
+    io_threads: Annotated[int, Field(ge=1, le=8)] = 1
     catalog_look_s: Seconds = 15.0
     cold: Annotated[ColdLocation, BeforeValidator(_cold)] = Field(
         default_factory=lambda: FileLocation(default_directory() / "records")

@@ -27,7 +27,6 @@ from kvstore.settings import Settings  # noqa: E402
 
 MADE_DEFAULTS = {
     "memory_bytes": "a tenth of the RAM",
-    "io_threads": "a quarter of the processors, 1 to 4",
     "cold": "`file://` and `kvstore/records` under `$XDG_CACHE_HOME`",
     "quotas": "none",
 }
@@ -82,7 +81,7 @@ ENGINE_CHANGE_WHEN = {
     "tls_certificate_file": "Set it when the service has `tls_client_ca_file`.",
     "tls_key_file": "Set it when key and certificate are in two files.",
     "mode": "Set `load` when this engine's pages are not worth storing, `save` when it only fills the store.",
-    "compression": "Set `none` when loads wait for processors and not for the link: fast GPUs, memory tier.",
+    "compression": "Set `none` when loads wait for decoding; on a GPU `planes` when storage is scarcer than time.",
     "weights_id": "Set it when digesting the weights delays the start, or when a registry names them.",
     "weights_may_change": "Set it when a trainer updates the weights of the running engine.",
     "weights_id_file": "Set it when a trainer updates the weights of the running engine.",

@@ -22,7 +22,7 @@ from connector.canonical.attention import AttentionPages, latent_pages
 from connector.canonical.recurrent import StatePages
 from connector.canonical.runs import LayerGeometry, PagePlan
 from connector.canonical.slices import HeadGrid
-from connector.device.base import PageGather
+from connector.device.base import PageGather, PageScatter
 from connector.device.gpu import StreamDevice
 
 __all__ = ["HYBRID", "NUM_BLOCKS", "NUM_LAYERS", "RECORDED", "Group", "Recorded", "run"]
@@ -175,7 +175,9 @@ def _copy(
     after = device.fence()
     with ThreadPoolExecutor(2) as threads:
         works = [
-            threads.submit(copier.scatter, page.runs, [targets[first:last]], page.target, first, after)
+            threads.submit(
+                copier.scatter_all, [PageScatter(page.runs, [targets[first:last]], page.target, first)], after
+            )
             for page in pages
             for first, last in ((0, 1), (1, len(targets)))
         ]

@@ -11,7 +11,7 @@ from benchmarks.gpu.kit import GB, Kit
 from connector.canonical.attention import AttentionPages
 from connector.canonical.runs import LayerGeometry
 from connector.canonical.slices import HeadGrid
-from connector.device.base import BlockCopier, Device, Fence, PageGather
+from connector.device.base import BlockCopier, Device, Fence, PageGather, PageScatter
 from connector.device.cpu import CpuDevice
 from connector.device.gpu import StreamDevice
 
@@ -122,7 +122,7 @@ class Pages:
 
         def share(index: int) -> None:
             for page, blocks in works[index::num_threads]:
-                self.copier.scatter(page.runs, [blocks], page.target, 0, after)
+                self.copier.scatter_all([PageScatter(page.runs, [blocks], page.target)], after)
 
         list(self._threads.map(share, range(num_threads)))
 

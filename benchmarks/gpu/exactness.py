@@ -42,15 +42,19 @@ class Case:
     runner: Literal["v1", "v2"] = "v1"
     multiprocess: bool = False
     graphs: bool = False
+    compression: str = "auto"
 
     def __str__(self) -> str:
-        words = [self.model, self.runner]
+        words = [self.model, self.runner, *([] if self.compression == "auto" else [self.compression])]
         return " ".join([*words, *(["processes"] if self.multiprocess else []), *(["graphs"] if self.graphs else [])])
 
 
 _CASES = (
     Case("llama"),
     Case("llama", graphs=True),
+    Case("llama", compression="none"),
+    Case("llama", compression="tiles"),
+    Case("qwen3next", compression="tiles"),
     Case("llama", runner="v2", multiprocess=True),
     Case("gemma3"),
     Case("gptoss"),
@@ -94,10 +98,19 @@ def _compare(kit: Kit, cases: Sequence[Case], node: Node) -> list[str]:
         for case in cases
     }
     ours = {  # an id of each case's own, so that none restores what another has saved
-        name: replace(spec, connector={"url": node.url, "weights_id": name, **_TAKE_EVERY_HIT})
-        for name, spec in plain.items()
+        str(case): replace(
+            plain[str(case)],
+            connector={
+                "url": node.url,
+                "weights_id": str(case),
+                "compression": case.compression,
+                **_TAKE_EVERY_HIT,
+            },
+        )
+        for case in cases
     }
     failures: dict[str, str] = {}
+    counters: dict[str, Mapping[str, float]] = {}
 
     def answers_of(what: str, specs: Mapping[str, EngineSpec], times: int) -> dict[str, list[Answer]]:
         """The last of some answers to all prompts, of each engine that answers."""
@@ -108,6 +121,8 @@ def _compare(kit: Kit, cases: Sequence[Case], node: Node) -> list[str]:
                 if (engine := ready.get(f"{what} {name}")) is not None:
                     with reported(kit, name, failures):
                         found[name] = [_ask(engine, prompts) for _ in range(times)][-1]
+                        if specs[name].connector:
+                            counters[name] = engine.connector_counters()
             node.settle()
         return found
 
@@ -125,6 +140,7 @@ def _compare(kit: Kit, cases: Sequence[Case], node: Node) -> list[str]:
             name,
             equal=is_equal,
             restored_tokens=hits,
+            in_place_bytes=counters.get(name, {}).get("connector_loaded_in_place_bytes", 0),
             differences=list(map(str, _differences(mine, own))),
             engines_differ=list(map(str, _differences(after_saving, own))),
         )

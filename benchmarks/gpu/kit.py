@@ -156,3 +156,9 @@ class InlineStreams:
             ) from error
 
     host_arena = host_memory
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Nothing: it is host memory that is read."""
+
+    def release(self, address: int) -> None:
+        """Nothing."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.gpu.kit import Kit
 from connector.canonical.runs import BlockRun
-from connector.device.base import Fence, PageGather, Ticket
+from connector.device.base import Fence, PageGather, PageScatter, SharedRecord, Ticket
 from connector.device.gpu import StreamCopier, StreamDevice
 from connector.device.streams import Event, Stream, Streams
 
@@ -178,14 +178,23 @@ class Engine:
         if not self.loads:
             return
         load = self.loads.pop(self.random.randrange(len(self.loads)))
-        self.arriving.copy_(self.split(load.content))
-        self.copier.scatter(self.runs, [load.blocks], self.arriving, 0, load.fence)
+        page = PageScatter(self.runs, [load.blocks], self.arriving)
+        if self.random.random() < 0.5:
+            self.arriving.copy_(self.split(load.content))
+        else:  # as from memory that the service reuses, at once when the page was checked
+            self.arriving.copy_(torch.frombuffer(bytearray(load.content), dtype=torch.uint8))
+            page = replace(page, source=SharedRecord((self.arriving,), self.page_bytes), check=self.overwrite)
+        self.copier.scatter_all([page], load.fence)
         self.arriving.fill_(0xEE)
         for index, block in enumerate(load.blocks):
             layers = np.frombuffer(load.content, np.uint8).reshape(NUM_LAYERS, PAGE_BLOCKS, self.block_bytes)
             self.content[block] = layers[:, index].tobytes()
             self.attend(block, f"a kernel on {block} after its load")
         self.num_loaded += 1
+
+    def overwrite(self) -> None:
+        """Reuse the memory of a page that is being loaded."""
+        self.arriving.fill_(0xEE)
 
     def idle_blocks(self, count: int) -> list[int]:
         """Blocks that are not being loaded, as vLLM gives them out: none twice, never the null block."""
@@ -249,6 +258,12 @@ class SleepyStreams:
 
     def host_arena(self, num_bytes: int) -> torch.Tensor:
         return self._kit.streams.host_arena(num_bytes)
+
+    def register(self, address: int, num_bytes: int) -> None:
+        self._kit.streams.register(address, num_bytes)
+
+    def release(self, address: int) -> None:
+        self._kit.streams.release(address)
 
 
 class SleepyStream:

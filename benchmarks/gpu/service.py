@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.gpu.ceilings import to_device_gb_s
 from benchmarks.gpu.kit import GB, Kit
+from connector.device.gpu import StreamDevice
 
 __all__ = ["Model", "Rank", "rank_on", "run"]
 
@@ -35,13 +36,14 @@ def run(kit: Kit) -> None:
         importlib.import_module(name)
     from benchmarks.node import Node, temporary_folder
 
-    for model, compression in product((_hybrid(kit), _llama(kit)), ("planes", "none")):
+    for model, compression in product((_hybrid(kit), _llama(kit)), ("planes", "tiles", "none")):
         kit.progress(f"{model.name}: {model.num_bytes / GB:.2f} GB in {model.num_tokens} tokens, {compression}")
         with (
             temporary_folder() as folder,
             Node(folder, "service", memory_bytes=2 * model.num_bytes + (256 << 20)) as node,
             rank_on(kit, model, node.url, compression=compression) as rank,
         ):
+            rank.fill()
             rank.save()
             rank.load()
 
@@ -213,10 +215,8 @@ class Rank:
             describe_namespace(facts, shape, "none"), deadline=self._deadline(_WAIT_S)
         )
 
-    def save(self) -> None:
-        """Fill the prompt's blocks with what activations look like, and save all its pages, in steps that fit."""
-        from connector.jobs import StepJobs
-
+    def fill(self) -> None:
+        """Fill the prompt's blocks with what activations look like, the same each time."""
         generator = torch.Generator(device=self._kit.device).manual_seed(1)
         for name, where in self._blocks("source"):
             view = self._views[name]
@@ -224,6 +224,11 @@ class Rank:
                 view[where].numel() * view.element_size() // 2, generator=generator, device=view.device
             ).to(torch.bfloat16)
             view[where] = noise.view(view.dtype).view(view[where].shape)
+
+    def save(self) -> None:
+        """Save all pages of the prompt, in steps that fit."""
+        from connector.jobs import StepJobs
+
         failed: set[int] = set()
         saver = self.side.saver
         assert saver is not None
@@ -281,6 +286,7 @@ class Rank:
     def load(self) -> None:
         """Load the prompt into other blocks some times, each beside nothing, and compare."""
         model, times = self._model, []
+        self._wait_registered()
         for number in range(_LOADS):
             times.append(self.load_once(self.prepare(f"request {number}")))
         self.check()
@@ -294,7 +300,22 @@ class Rank:
             gb_s=gb_s,
             ceiling_gb_s=ceiling_gb_s,
             share=gb_s / ceiling_gb_s,
+            in_place_share=self.side.meters.get("connector_loaded_in_place_bytes") / (_LOADS * model.num_bytes),
         )
+
+    def _wait_registered(self) -> None:
+        """Return when the GPU can read what has been saved, in place."""
+        from connector.jobs import StepJobs
+
+        self.side.begin_step(StepJobs())  # from the first step on it is registered
+        loader = self.side.loader
+        device = loader.device if loader is not None else None
+        end_s = time.perf_counter() + _WAIT_S
+        while isinstance(device, StreamDevice) and not device.registered.num_bytes and time.perf_counter() < end_s:
+            time.sleep(0.05)
+        time.sleep(0.1 if isinstance(device, StreamDevice) else 0.0)
+        if isinstance(device, StreamDevice):
+            device.registered.wait(_WAIT_S)
 
     def check(self) -> None:
         """Compare the blocks that the prompt was loaded to with those that it was saved from.

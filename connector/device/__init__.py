@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from typing import TYPE_CHECKING
+
 import torch
 
 from connector.device.base import Device
@@ -9,6 +12,11 @@ from connector.device.cpu import CpuDevice
 from connector.device.gpu import StreamDevice
 from connector.device.streams import CudaStreams
 from kvstore.errors import InvalidRequest
+
+if TYPE_CHECKING:  # it needs Triton
+    from connector.device.kernels import RecordKernels
+
+_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 __all__ = ["open_device"]
 
@@ -28,4 +36,15 @@ def open_device(where: torch.device, *, ring_bytes: int, page_bytes_max: int) ->
     if where.type != "cuda":
         raise InvalidRequest("caches on this device are not supported", device=str(where))
     streams = CudaStreams(where)
-    return StreamDevice(streams, ring_bytes=ring_bytes, page_bytes_max=page_bytes_max)
+    return StreamDevice(streams, ring_bytes=ring_bytes, page_bytes_max=page_bytes_max, kernels=_kernels(streams))
+
+
+def _kernels(streams: CudaStreams) -> type[RecordKernels] | None:
+    try:
+        from connector.device.kernels import record_kernels
+
+        return record_kernels(streams)
+    except Exception as error:  # noqa: BLE001 - of Triton, of the compiler that it calls, or of the GPU
+        reason = next(iter(str(error).splitlines()), "")
+        _log.warning("kvstore: the processor verifies records, not the GPU: %s: %s", type(error).__name__, reason)
+        return None

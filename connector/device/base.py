@@ -1,7 +1,7 @@
 """The contract of a device: gather blocks into host pages, scatter host pages into blocks.
 
 Both are asynchronous on a GPU. What the engine's thread calls (`gather_all`, `fence`) returns at once and only orders
-work. What a codec thread calls (`Ticket.wait`, `scatter`) may wait for the device.
+work. What a codec thread calls (`Ticket.wait`, `scatter_all`) may wait for the device.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 
 from connector.canonical.runs import BlockRun
 from connector.device.streams import Event
-from kvstore.errors import InternalError
+from kvstore.errors import CorruptRecord, InternalError
+from kvstore.runtime.arena import ArenaView
+
+if TYPE_CHECKING:  # the GPU kit runs with torch and numpy alone
+    from kvstore.codec.tiles import TilesHead
 
 Ticket: TypeAlias = Event
 """Done when a page has arrived in host memory: `wait` for it before reading a byte or reusing the memory."""
@@ -43,6 +47,66 @@ class PageGather:
     target: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class SharedRecord:
+    """A record in memory that the device shares with the service.
+
+    Attributes:
+        parts: Its payload, as `Device.shared` returns it.
+        decoded_bytes: Size of its page.
+        digest: XXH3-128 of a payload that is the page's canonical bytes, as records have it; `None`: it is verified.
+        tiles: The head of a payload that is encoded in tiles, which have sums of their own; `None`: it is not.
+    """
+
+    parts: tuple[torch.Tensor, ...]
+    decoded_bytes: int
+    digest: bytes | None = None
+    tiles: TilesHead | None = None
+
+
+class WrongSource(CorruptRecord):
+    """One of these pages does not have the digest, or its tiles the sums, that they should have."""
+
+
+def no_check() -> None:
+    return
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PageScatter:
+    """A page of which all or some blocks are scattered.
+
+    Attributes:
+        runs: The plan for one slice and the whole page.
+        block_ids: For each feed where to write, in token order; none of them is block 0.
+        source: The whole page: uint8 `[page bytes]`, contiguous, memory of the device's `host_memory`; or a record in
+            shared memory.
+        first_block: Index in the page of the block that goes to `block_ids[feed][0]`.
+        check: Called when the device has read `source` for the last time, and before a block is written. Where it
+            raises `KVStoreError`, no block is: so a source may be memory that the service reuses.
+    """
+
+    runs: Sequence[BlockRun]
+    block_ids: Sequence[Sequence[int]]
+    source: torch.Tensor | SharedRecord
+    first_block: int = 0
+    check: Callable[[], None] = no_check
+
+    @property
+    def shared(self) -> SharedRecord | None:
+        """The source, if it is a record in shared memory."""
+        return self.source if isinstance(self.source, SharedRecord) else None
+
+    @property
+    def page_bytes(self) -> int:
+        return self.source.decoded_bytes if isinstance(self.source, SharedRecord) else self.source.numel()
+
+    @property
+    def source_parts(self) -> tuple[torch.Tensor, ...]:
+        """uint8: together the source as it is in host memory."""
+        return self.source.parts if isinstance(self.source, SharedRecord) else (self.source,)
+
+
 class BlockCopier(Protocol):
     """Executes runs for the layers of one group, whose blocks are placed by one or more tables (feeds).
 
@@ -67,33 +131,41 @@ class BlockCopier(Protocol):
         """
         ...
 
-    def scatter(
-        self,
-        runs: Sequence[BlockRun],
-        block_ids: Sequence[Sequence[int]],
-        source: torch.Tensor,
-        first_block: int,
-        after: Fence,
-    ) -> None:
-        """Copy part of a page into blocks. Called on a codec thread, which may have to wait.
+    def scatter_all(self, pages: Sequence[PageScatter], after: Fence) -> None:
+        """Copy pages into blocks. Called on a codec thread, which may have to wait.
 
         Args:
-            runs: The plan for one slice and the whole page.
-            block_ids: For each feed where to write, in token order; none of them is block 0.
-            source: uint8 `[page bytes]`, contiguous memory of the device's `host_memory`, the whole page.
-            first_block: Index in the page of the block that goes to `block_ids[feed][0]`.
+            pages: Their sources together have at most `Device.batch_bytes`, or it is one page.
             after: Taken when the engine gave the blocks to this load.
 
-        When it returns, `source` may be reused, and a forward that starts afterwards reads the new content.
+        When it returns, the sources may be reused, and a forward that starts afterwards reads the new content.
 
         Raises:
             InternalError: A block does not exist or is the null block; nothing was written.
+            WrongSource: A page is damaged: it was not written, and others may not have been.
+            KVStoreError: Of a page's `check`: it was not written, and others may not have been.
         """
         ...
 
 
 class Device(Protocol):
-    """One rank's device: what its groups' copiers share."""
+    """One rank's device: what its groups' copiers share.
+
+    Attributes:
+        batch_bytes: Bytes of pages that are best scattered in one call; 0: each in a call of its own.
+        batches_at_once: Such calls that it needs at a time to be busy.
+    """
+
+    batch_bytes: int
+    batches_at_once: int
+
+    def verifies(self, num_bytes: int) -> bool:
+        """Whether it verifies the digest of a source of this size."""
+        ...
+
+    def decodes_tiles(self, decoded_bytes: int) -> bool:
+        """Whether it decodes sources that are encoded in tiles, for pages of this size."""
+        ...
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         """uint8 `[num_bytes]` on the host, fast for the device to copy to and from; content undefined.
@@ -107,6 +179,25 @@ class Device(Protocol):
 
     def fence(self) -> Fence:
         """The engine's work until now. Called on the engine's thread, which does not wait."""
+        ...
+
+    def adopt(self, view: ArenaView | None) -> None:
+        """Prepare to read memory that this process shares with the service, in the background; of two, the last one.
+        Called again and again: what has got memory since is prepared too. Cheap if nothing has. `None`: none is shared.
+
+        Never called while an engine captures graphs: CUDA refuses to register memory then, or ends the capture.
+        """
+        ...
+
+    def close(self) -> None:
+        """Prepare nothing more. Loads that run are not disturbed. Idempotent."""
+        ...
+
+    def shared(self, data: memoryview) -> tuple[torch.Tensor, ...] | None:
+        """uint8, together over `data`, read-only, as parts of a `SharedRecord`.
+
+        `None`: the device cannot read there, at least not yet.
+        """
         ...
 
     def copier(self, layers: Sequence[torch.Tensor], feeds: Sequence[int], element_bytes: int) -> BlockCopier:
@@ -158,7 +249,7 @@ def check_blocks(block_ids: Sequence[Sequence[int]], num_blocks: int, *, writes:
     """Raise `InternalError` unless all blocks exist and none that is written is the null block."""
     if writes and any(0 in ids for ids in block_ids):
         raise InternalError("blocks to write must not be the null block", block_ids=block_ids)
-    if not all(0 <= block_id < num_blocks for ids in block_ids for block_id in ids):
+    if any(ids and not 0 <= min(ids) <= max(ids) < num_blocks for ids in block_ids):
         raise InternalError("blocks to copy must exist", block_ids=block_ids, num_blocks=num_blocks)
 
 

@@ -19,8 +19,10 @@ import torch
 from numpy.typing import NDArray
 
 from connector.canonical.runs import BlockRun
-from connector.device.base import Fence, PageGather, RunsMemo, Ticket, check_blocks, storage_bytes
+from connector.device.base import Fence, PageGather, PageScatter, RunsMemo, Ticket, check_blocks, storage_bytes
 from connector.device.streams import DONE
+from kvstore.errors import InternalError
+from kvstore.runtime.arena import ArenaView
 
 Bytes = NDArray[np.uint8]
 
@@ -28,11 +30,29 @@ Bytes = NDArray[np.uint8]
 class CpuDevice:
     """`Device` whose cache is host memory: every copy is done when its call returns."""
 
+    batch_bytes = 0  # a page for each thread
+    batches_at_once = 1
+
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def fence(self) -> Fence:
         return DONE
+
+    def verifies(self, num_bytes: int) -> bool:
+        return False
+
+    def decodes_tiles(self, decoded_bytes: int) -> bool:
+        return False
+
+    def adopt(self, view: ArenaView | None) -> None:
+        """Nothing: a copy to blocks is the last read of its source, and no check could come between them."""
+
+    def close(self) -> None:
+        return
+
+    def shared(self, data: memoryview) -> tuple[torch.Tensor, ...] | None:
+        return None
 
     def copier(self, layers: Sequence[torch.Tensor], feeds: Sequence[int], element_bytes: int) -> CpuCopier:
         return CpuCopier(layers, feeds)
@@ -74,18 +94,16 @@ class CpuCopier:
                 np.copyto(place, blocks)
         return [DONE] * len(pages)
 
-    def scatter(
-        self,
-        runs: Sequence[BlockRun],
-        block_ids: Sequence[Sequence[int]],
-        source: torch.Tensor,
-        first_block: int,
-        after: Fence,
-    ) -> None:
-        check_blocks(block_ids, self._num_blocks, writes=True)
-        page: Any = source.numpy()
-        for blocks, place in self._copies(runs, block_ids, page, first_block):
-            np.copyto(blocks, place)
+    def scatter_all(self, pages: Sequence[PageScatter], after: Fence) -> None:
+        for page in pages:
+            check_blocks(page.block_ids, self._num_blocks, writes=True)
+        for page in pages:
+            page.check()
+            if not isinstance(page.source, torch.Tensor):
+                raise InternalError("this device reads no shared memory")
+            source: Any = page.source.numpy()
+            for blocks, place in self._copies(page.runs, page.block_ids, source, page.first_block):
+                np.copyto(blocks, place)
 
     def _copies(
         self, runs: Sequence[BlockRun], block_ids: Sequence[Sequence[int]], page: Bytes, first_block: int = 0

@@ -221,15 +221,16 @@ def gather_rows(cache: torch.Tensor, indexes: RowIndexes, target: torch.Tensor) 
 
 
 def scatter_rows(cache: torch.Tensor, indexes: RowIndexes, source: torch.Tensor) -> None:
-    """Copy rows of one page to the cache, both uint8."""
+    """Copy rows of whole pages, which are consecutive in `source`, to the cache; both uint8."""
     ids, base, stride, feed, pieces, order, places = indexes.on_device(cache.device)
     index = _cache_rows(ids, base, stride, feed, pieces)
-    rows = _as_rows(source, indexes.unit_bytes)
+    cache_rows, rows = _as_rows(cache, indexes.unit_bytes), _as_rows(source, indexes.unit_bytes)
     if order.numel():
         index = index.index_select(1, order)
     if places.numel():
-        rows = rows.index_select(0, places)
-    _as_rows(cache, indexes.unit_bytes).index_copy_(0, index.view(-1), rows)
+        num_pages, width = index.shape[0], cache_rows.shape[1]
+        rows = rows.view(num_pages, -1, width).index_select(1, places).view(-1, width)
+    cache_rows.index_copy_(0, index.view(-1), rows)
 
 
 def split_planes(source: torch.Tensor, num_pages: int, width: int, target: torch.Tensor) -> None:
@@ -239,11 +240,11 @@ def split_planes(source: torch.Tensor, num_pages: int, width: int, target: torch
         planes[:, plane].copy_(elements[:, :, width - 1 - plane])
 
 
-def join_planes(source: torch.Tensor, width: int, target: torch.Tensor) -> None:
-    """The inverse of `split_planes`, for one page."""
-    planes, elements = source.view(width, -1), target.view(-1, width)
+def join_planes(source: torch.Tensor, num_pages: int, width: int, target: torch.Tensor) -> None:
+    """The inverse of `split_planes`."""
+    planes, elements = source.view(num_pages, width, -1), target.view(num_pages, -1, width)
     for plane in range(width):
-        elements[:, width - 1 - plane].copy_(planes[plane])
+        elements[:, :, width - 1 - plane].copy_(planes[:, plane])
 
 
 def _cache_rows(

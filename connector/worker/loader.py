@@ -5,31 +5,37 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from connector.bridge import Bridge
-from connector.device.base import Fence
+from connector.device.base import Fence, PageScatter, SharedRecord, WrongSource
 from connector.jobs import LoadJob, LoadPiece
 from connector.worker.audit import Auditor, Scattered
 from connector.worker.groups import RankGroup
 from connector.worker.memory import RecordMemory, ScratchPages, view
 from kvstore.api import Deadline, LeasedRecord, LeaseId, LoadedRecord, PageStore
 from kvstore.client import trace_parent
-from kvstore.codec import CodecPool, decode_into
-from kvstore.errors import CorruptRecord, InternalError, KVStoreError, Unavailable
-from kvstore.format.record import verify_payload
+from kvstore.codec import RAW, TILES, CodecPool, decode_into
+from kvstore.codec.tiles import read_head
+from kvstore.errors import Closed, CorruptRecord, InternalError, KVStoreError, Unavailable
+from kvstore.format.record import Record, verify_payload
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.meters import Meters
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
+Result = TypeVar("Result")
 _IN_FLIGHT = 12
 _WATCH_S = 0.05
 _CEILING_S = 60.0
+_FOLLOW_S = 1.0
+_FAILURES_MAX = 8
 
 
 class Loader:
@@ -46,6 +52,9 @@ class Loader:
         stall_s: A load fails if the service owes records and none arrives for this long.
         meters: Counters.
         auditor: Reads loads back before they are reported, if their jobs say so.
+
+    Attributes:
+        device: What pages are copied to.
     """
 
     def __init__(
@@ -65,6 +74,7 @@ class Loader:
         self._pool = pool
         self._memory = memory
         self._scratch = scratch
+        self.device = scratch.device
         self._stall_s = stall_s
         self._meters = meters
         self._auditor = auditor
@@ -75,8 +85,33 @@ class Loader:
         self._failed: set[str] = set()
         self._to_read_back = deque[tuple[str, list[Scattered]]]()  # for the engine's thread, which orders what follows
         self._in_flight = asyncio.Semaphore(_IN_FLIGHT)  # of all loads together: records in flight are in memory
+        # more threads would only compete for the interpreter's lock
+        self._batches_in_flight = asyncio.Semaphore(self.device.batches_at_once)
         self.verify = True
         """Tests switch it off to show that verification is what stands between a flipped bit and wrong output."""
+        self._is_following = False
+        self._failures_in_place = 0
+
+    def follow_memory(self) -> None:
+        """Have the device prepare to read the service's memory, from now on. Called when the engine has begun to serve,
+        since it captures graphs before. Idempotent.
+        """
+        if self.device.batch_bytes and not self._is_following:
+            self._is_following = True
+            with suppress(KVStoreError):  # the engine is shutting down
+                self._bridge.submit(self._follow_memory)
+
+    async def _follow_memory(self, store: PageStore) -> None:
+        """Also what fills later, and the memory of a service that starts again. Runs until the store's loop ends."""
+        is_told = False
+        while True:
+            try:
+                self.device.adopt(store.shared_memory())
+            except Exception:  # noqa: BLE001 - a task's top: loads work without
+                if not is_told:
+                    _log.exception("kvstore: the GPU cannot read the service's memory")
+                is_told = True
+            await asyncio.sleep(_FOLLOW_S)
 
     def load(self, jobs: Sequence[LoadJob], after: Fence) -> None:
         """Start loading; returns at once. Called on the engine's thread.
@@ -176,54 +211,219 @@ class Loader:
         pieces = [piece for piece in job.pieces if piece.key.slice in self._groups[piece.key.group].held]
         load = _Load(LeaseId(job.lease), after, _Progress(), scattered)
         open_pieces = len(pieces)
-        turn = asyncio.Semaphore(_IN_FLIGHT)  # of this load: a long one does not queue before all others
+        # of this load: a long one does not queue before all others
+        turn, turn_in_place = asyncio.Semaphore(_IN_FLIGHT), asyncio.Semaphore(self.device.batches_at_once)
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(load.progress.watch(self._stall_s))
 
-            async def load_piece(piece: LoadPiece, record: LeasedRecord) -> None:
+            def ended(num_pieces: int) -> None:
                 nonlocal open_pieces
-                async with turn, self._in_flight:
-                    await self._load_record(store, load, piece, record)
-                open_pieces -= 1
+                open_pieces -= num_pieces
                 if open_pieces == 0:
                     watch.cancel()
+
+            async def load_piece(piece: LoadPiece, record: LeasedRecord) -> None:
+                async with turn, self._in_flight:
+                    await self._load_record(store, load, piece, record)
+                ended(1)
+
+            async def load_batch(batch: Sequence[_Leased]) -> None:
+                async with turn_in_place, self._batches_in_flight:
+                    others = await self._load_in_place(store, load, batch)
+                for each in others:
+                    group.create_task(load_piece(*each))
+                ended(len(batch) - len(others))
 
             with load.progress.call():
                 keys = [piece.key for piece in pieces]
                 records = await store.load_many(load.lease, keys, deadline=Deadline.after(_CEILING_S))
-            for piece, record in zip(pieces, records, strict=True):
-                group.create_task(load_piece(piece, record))
+            leased = [_Leased(*each) for each in zip(pieces, records, strict=True)]
+            # what is read back is compared with pages in host memory
+            shared = self._shared(leased) if scattered is None else []
+            for batch in self._batches(shared):
+                group.create_task(load_batch(batch))
+            for each in leased if not shared else [each for each in leased if each.record.memory is None]:
+                group.create_task(load_piece(*each))
             if not pieces:
                 watch.cancel()
 
-    async def _load_record(self, store: PageStore, load: _Load, piece: LoadPiece, record: LeasedRecord) -> None:
+    def _shared(self, leased: Sequence[_Leased]) -> Sequence[_Leased]:
+        """Those in memory that the device may be able to read."""
+        if not self.device.batch_bytes or self._failures_in_place >= _FAILURES_MAX:
+            return ()
+        return [each for each in leased if each.record.memory is not None]
+
+    def _batches(self, leased: Sequence[_Leased]) -> Iterator[Sequence[_Leased]]:
+        """Adjacent pieces of one shape: as many as the device takes at a time, and so few that each thread has some."""
+        sizes = [self._page_bytes(piece) for piece, _ in leased]
+        most_bytes = min(self.device.batch_bytes, sum(sizes) // self._pool.num_threads)
+        batch: list[_Leased] = []
+        batch_bytes = 0
+        for each, num_bytes in zip(leased, sizes, strict=True):
+            piece = each.piece
+            if batch and (
+                (piece.key.group, piece.span_blocks) != (batch[0].piece.key.group, batch[0].piece.span_blocks)
+                or batch_bytes + num_bytes > most_bytes
+            ):
+                yield batch
+                batch, batch_bytes = [], 0
+            batch.append(each)
+            batch_bytes += num_bytes
+        if batch:
+            yield batch
+
+    def _page_bytes(self, piece: LoadPiece) -> int:
+        return self._groups[piece.key.group].plan.decoded_bytes(piece.span_blocks)
+
+    async def _load_in_place(self, store: PageStore, load: _Load, batch: Sequence[_Leased]) -> Sequence[_Leased]:
+        """Load the records that the device reads where they are; returns the others, which must be decoded."""
         deadline = Deadline.after(_CEILING_S)
+        found = [(piece, await record.load(deadline=deadline)) for piece, record in batch]
+        # they take no memory of this process
+        others = await self._in_thread(store, load, found, 0, self._scatter_in_place)
+        return [batch[index] for index in others]
+
+    async def _load_record(self, store: PageStore, load: _Load, piece: LoadPiece, record: LeasedRecord) -> None:
         with load.progress.call():
-            loaded = await record.load(deadline=deadline, allocate=self._memory.take)
+            loaded = await record.load(deadline=Deadline.after(_CEILING_S), allocate=self._memory.take)
+        await self._in_thread(store, load, [(piece, loaded)], loaded.num_bytes, self._scatter_decoded)
+
+    async def _in_thread(
+        self,
+        store: PageStore,
+        load: _Load,
+        found: Sequence[_Found],
+        num_bytes: int,
+        work: Callable[[Sequence[_Found], _Load], Result],
+    ) -> Result:
+        """Run `work` on a codec thread, and report a damaged record to the store.
+
+        Args:
+            num_bytes: What it takes of the pool's budget.
+        """
+        deadline = Deadline.after(_CEILING_S)
         try:
             # a cancelled run returns only once its thread is done, so that nothing touches the blocks afterwards
-            await self._pool.run(loaded.num_bytes, lambda: self._scatter(loaded, piece, load), deadline=deadline)
-        except CorruptRecord as error:
+            return await self._pool.run(num_bytes, lambda: _without_frames(work, found, load), deadline=deadline)
+        except _DamagedPiece as damaged:
             self._meters.add("connector_corrupt_records")
             with load.progress.call():
-                await store.discard(piece.key, str(error), deadline=deadline)
+                await store.discard(damaged.piece.key, str(damaged), deadline=deadline)
             raise
 
-    def _scatter(self, loaded: LoadedRecord, piece: LoadPiece, load: _Load) -> None:
-        group = self._groups[piece.key.group]
-        expected = group.plan.decoded_bytes(piece.span_blocks)
+    def _scatter_in_place(self, found: Sequence[_Found], load: _Load) -> list[int]:
+        """Have the device read records where they are, and write their pages to blocks; returns which it cannot."""
+        pages, others = [], []
+        with ExitStack() as reading:  # until the device has read
+            for index, (piece, loaded) in enumerate(found):
+                page = self._page_in_place(piece, loaded, reading)
+                if page is None:
+                    others.append(index)
+                else:
+                    pages.append(page)
+            if pages:
+                try:
+                    self._groups[found[0][0].key.group].copier.scatter_all(pages, load.after)
+                except (Unavailable, Closed):
+                    raise
+                except Exception as error:  # noqa: BLE001 - what fails here may still work from host memory
+                    self._failed_in_place(error)
+                    return list(range(len(found)))
+                self._failures_in_place = 0
+        done_bytes = sum(page.page_bytes for page in pages)
+        self._meters.add("connector_loaded_bytes", done_bytes)
+        self._meters.add("connector_loaded_in_place_bytes", done_bytes)
+        return others
+
+    def _failed_in_place(self, error: Exception) -> None:
+        self._failures_in_place += 1
+        _log.warning(
+            "kvstore: the GPU %s, the processor verifies and copies these records: %s",
+            "found a damaged record" if isinstance(error, WrongSource) else "cannot read records where they are",
+            error,
+            exc_info=None if isinstance(error, KVStoreError) else error,
+        )
+        if self._failures_in_place == _FAILURES_MAX:
+            _log.warning("kvstore: that has failed %d times in a row: it is not tried again", _FAILURES_MAX)
+
+    def _page_in_place(self, piece: LoadPiece, loaded: LoadedRecord, reading: ExitStack) -> PageScatter | None:
+        """The page of a record that the device can read where it is; `None`: it must be decoded first."""
+        expected = self._page_bytes(piece)
+        with _blaming(piece):
+            record = reading.enter_context(loaded.reading())
+            chain, payload = record.header.codec_chain, record.payload
+            is_raw = chain == RAW and len(payload) == expected
+            if not is_raw and not (chain == TILES and self.device.decodes_tiles(expected)):
+                return None
+            parts = self.device.shared(payload)
+            if parts is None:
+                return None
+            digest = None
+            if is_raw:
+                digest = record.header.payload_checksum if self.device.verifies(len(payload)) else None
+                source = SharedRecord(parts, expected, digest=digest)
+            else:  # its tiles have sums of their own
+                source = SharedRecord(parts, expected, tiles=read_head(payload, expected))
+            self._check(record, piece, verify=is_raw and digest is None)
+        runs = self._groups[piece.key.group].plan.runs(piece.key.slice, piece.span_blocks)
+        return PageScatter(runs, piece.block_ids, source, piece.first_block, loaded.check)
+
+    def _scatter_decoded(self, found: Sequence[_Found], load: _Load) -> None:
+        """Decode a record, and write its page to blocks."""
+        [(piece, loaded)] = found
+        group, expected = self._groups[piece.key.group], self._page_bytes(piece)
         with self._scratch.page(expected) as page:
-            with loaded.reading() as record:
-                if self.verify:
-                    verify_payload(record)
-                if record.header.decoded_bytes != expected:
-                    raise CorruptRecord("page has the wrong size", expected=expected, seen=record.header.decoded_bytes)
+            with _blaming(piece), loaded.reading() as record:
+                self._check(record, piece)
                 decode_into(record.header.codec_chain, record.payload, view(page), plane_width=group.copier.plane_width)
             runs = group.plan.runs(piece.key.slice, piece.span_blocks)
-            group.copier.scatter(runs, piece.block_ids, page, piece.first_block, load.after)
+            group.copier.scatter_all([PageScatter(runs, piece.block_ids, page, piece.first_block)], load.after)
             if self._auditor is not None and load.scattered is not None:
                 load.scattered.append(self._auditor.scattered(piece, page))
         self._meters.add("connector_loaded_bytes", expected)
+
+    def _check(self, record: Record, piece: LoadPiece, *, verify: bool = True) -> None:
+        if self.verify and verify:
+            verify_payload(record)
+        expected = self._page_bytes(piece)
+        if record.header.decoded_bytes != expected:
+            raise CorruptRecord("page has the wrong size", expected=expected, seen=record.header.decoded_bytes)
+
+
+class _Leased(NamedTuple):
+    piece: LoadPiece
+    record: LeasedRecord
+
+
+_Found: TypeAlias = tuple[LoadPiece, LoadedRecord]
+
+
+class _DamagedPiece(CorruptRecord):
+    """A `CorruptRecord` that names the piece whose record it is."""
+
+    def __init__(self, piece: LoadPiece, error: CorruptRecord) -> None:
+        super().__init__(str(error))
+        self.piece = piece
+
+
+def _without_frames(work: Callable[[Sequence[_Found], _Load], Result], found: Sequence[_Found], load: _Load) -> Result:
+    """Run work; its error refers to no frames that would keep the service's memory registered."""
+    try:
+        return work(found, load)
+    except BaseException as error:
+        each: BaseException | None = error
+        while each is not None:
+            traceback.clear_frames(each.__traceback__)
+            each = each.__context__
+        raise
+
+
+@contextmanager
+def _blaming(piece: LoadPiece) -> Iterator[None]:
+    try:
+        yield
+    except CorruptRecord as error:
+        raise _DamagedPiece(piece, error) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,21 +57,21 @@ class RecordMemory:
 class ScratchPages:
     """Pages of host memory to decode into, one for each thread that decodes. Safe from any thread.
 
-    Args:
-        device: Makes a page if all are too small.
+    Attributes:
+        device: Reads the pages, and makes one if all are too small.
     """
 
     def __init__(self, device: Device, pages: Iterable[torch.Tensor]) -> None:
-        self._device = device
+        self.device = device
         self._free = deque(pages)
 
     @contextmanager
     def page(self, num_bytes: int) -> Iterator[torch.Tensor]:
         """uint8 `[num_bytes]`, content undefined, for the block alone."""
         # the most recently used one: it may still be in the processor's cache
-        page = self._free.pop() if self._free else self._device.host_memory(num_bytes)
+        page = self._free.pop() if self._free else self.device.host_memory(num_bytes)
         if page.numel() < num_bytes:
-            page = self._device.host_memory(num_bytes)
+            page = self.device.host_memory(num_bytes)
         try:
             yield page[:num_bytes]
         finally:

@@ -180,6 +180,8 @@ class WorkerSide:
         compute, in which no block of a load is. vLLM relies on the same: with a synchronous load in the step it calls
         `start_load_kv` here, for all of the step's loads.
         """
+        if self.loader is not None and self._settings.loads:
+            self.loader.follow_memory()
         if self._device is not None and jobs.loads:
             self._begun = (jobs, self._device.fence())
 
@@ -229,6 +231,8 @@ class WorkerSide:
         """Finish pending saves within a time limit, then stop. Idempotent."""
         if self.saver is not None:
             self.saver.finish(_DRAIN_S)
+        if self._device is not None:
+            self._device.close()
         if self._memory is not None:
             self._memory.close()
         if self._warmer is not None:

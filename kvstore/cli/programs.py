@@ -27,6 +27,7 @@ BENCHMARKS = {
     "documents": ("documents", "hits of documents in the given and in the planned order"),
     "blend": ("blend", "blending by ratio: right answers of a small model, and time (needs torch, transformers)"),
     "plan": ("node_plan", "what a node can load and save, from costs measured here"),
+    "io-threads": ("io_threads", "what part of a byte's cost keeps Python's lock, and what more io_threads can gain"),
     "encryption": ("encryption", "sealing and opening encrypted records"),
     "restart": ("restart", "reopening a directory of a million records"),
     "rounds": ("rounds", "how long an eviction run delays a service"),

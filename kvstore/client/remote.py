@@ -35,6 +35,7 @@ from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.model.page_blocks import PageBlocks
 from kvstore.model.prompt_hint import EndedPrompt
+from kvstore.runtime.arena import ArenaView
 from kvstore.runtime.deadline import Deadline
 from kvstore.wire import convert, messages
 from kvstore.wire.address import Address, TcpAddress, parse_address
@@ -164,6 +165,9 @@ class RemoteStore(PageStore):
         for start in range(0, len(keys), messages.LOCATE_MAX):
             records += await self._locate(lease, keys[start : start + messages.LOCATE_MAX], deadline)
         return records
+
+    def shared_memory(self) -> ArenaView | None:
+        return self._shared.view
 
     async def _locate(self, lease: LeaseId, keys: Sequence[RecordKey], deadline: Deadline) -> Sequence[LeasedRecord]:
         async with self._control(deadline) as connection:

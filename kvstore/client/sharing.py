@@ -150,6 +150,7 @@ class MappedRecord(LeasedRecord):
     def __init__(self, store: PageStore, lease: LeaseId, key: RecordKey, view: ArenaView, place: Place) -> None:
         super().__init__(store, lease, key)
         self._loaded = _MappedBytes(key, view, place)
+        self.memory = view
 
     async def load(self, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None) -> LoadedRecord:
         return self._loaded
@@ -171,8 +172,11 @@ class _MappedBytes(LoadedRecord):
             with record.data:  # which cannot be read after the block
                 yield record
         finally:
-            if not self._view.holds(self._place):
-                raise Unavailable("the record is no longer there: its lease has ended", key=self._key)
+            self.check()
+
+    def check(self) -> None:
+        if not self._view.holds(self._place):
+            raise Unavailable("the record is no longer there: its lease has ended", key=self._key)
 
 
 def read_plain(data: memoryview, key: RecordKey) -> Record:

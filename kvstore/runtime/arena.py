@@ -196,6 +196,26 @@ class ArenaView:
         except (OSError, ValueError) as error:
             raise Unavailable("shared memory cannot be mapped", error=error) from error
         self._bytes: Any = np.frombuffer(self._memory, np.uint8)
+        self._descriptor = os.dup(descriptor)
+        weakref.finalize(self, os.close, self._descriptor).atexit = False
+
+    @property
+    def memory(self) -> memoryview:
+        """All of it, read-only; mapped as long as this view or one of its parts is referred to."""
+        return memoryview(self._bytes)
+
+    def resident(self, start: int) -> tuple[int, int] | None:
+        """The first range at or behind `start` that has memory, which its owner or a reader has touched; `None`: there
+        is none. Who touches the rest first is charged for it.
+        """
+        try:
+            first = os.lseek(self._descriptor, start, os.SEEK_DATA)
+            stop = os.lseek(self._descriptor, first, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # there is a hole only
+                return None
+            raise
+        return first, min(stop, len(self._bytes))
 
     def at(self, place: Place) -> memoryview:
         """The bytes at a place, read-only. They may get another content at any time: call `holds` after reading them.

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from connector.canonical.attention import AttentionPages
 from connector.canonical.runs import BlockRun, LayerGeometry
 from connector.canonical.slices import HeadGrid
-from connector.device.base import BlockCopier, Fence, PageGather
+from connector.device.base import BlockCopier, Fence, PageGather, PageScatter
 from connector.device.streams import DONE
 from kvstore.errors import InternalError
 
@@ -188,7 +188,7 @@ class BlockCopierContract(ABC):
         """Scatter a canonical page."""
         source = split(page, copier.plane_width)
         kept = source.clone()
-        copier.scatter(runs, ids, source, first_block, self.fence())
+        copier.scatter_all([PageScatter(runs, ids, source, first_block)], self.fence())
         assert torch.equal(source, kept)
 
     def check_gather(self, layers: Sequence[torch.Tensor], runs: Sequence[BlockRun], ids: list[int], size: int) -> None:

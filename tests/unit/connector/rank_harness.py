@@ -166,9 +166,9 @@ class Rank:
             gather_all = staticmethod(inner.gather_all)
 
             @staticmethod
-            def scatter(*args: Any) -> None:
+            def scatter_all(*args: Any) -> None:
                 before()
-                inner.scatter(*args)
+                inner.scatter_all(*args)
 
         loader._groups = (replace(loader._groups[0], copier=Slow()),)
 

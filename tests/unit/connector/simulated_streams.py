@@ -16,6 +16,9 @@ import torch
 
 from benchmarks.gpu.order import BLOCK_BYTES, NUM_LAYERS, PAGE_BLOCKS, WrongBytes
 from benchmarks.gpu.order import Engine as AnyEngine
+from connector.device.base import PageScatter, SharedRecord, no_check
+from connector.device.lanes import Placement, PlannedPage
+from connector.device.rows import plan_rows
 from connector.device.streams import Event
 
 __all__ = ["PAGE_BYTES", "Engine", "SimulatedEvent", "SimulatedStreams", "WrongBytes"]
@@ -97,6 +100,12 @@ class SimulatedStreams:
 
     host_arena = host_memory
 
+    def register(self, address: int, num_bytes: int) -> None:
+        """Nothing: it is host memory that is read."""
+
+    def release(self, address: int) -> None:
+        """Nothing."""
+
     def run_one(self) -> bool:
         """Run the next piece of a stream that is not waiting; `False` when there is none."""
         with self.lock:
@@ -122,3 +131,11 @@ class Engine(AnyEngine):
     def __init__(self, seed: int, streams: SimulatedStreams | None = None, *, element_bytes: int = 2) -> None:
         self.streams = streams or SimulatedStreams(seed)
         super().__init__(seed, self.streams, self.streams.run_all, element_bytes=element_bytes)
+
+    def placement(
+        self, blocks: list[int], source: torch.Tensor, check: Callable[[], None] = no_check, after: Event | None = None
+    ) -> Placement:
+        """A canonical page on its way to blocks."""
+        page = PageScatter(self.runs, [blocks], SharedRecord((source,), source.numel()), check=check)
+        plans = plan_rows(self.copier.geometry, self.runs, source.numel())
+        return Placement([PlannedPage(self.copier, page, plans)], after or self.device.fence())

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from benchmarks.gpu.kit import InlineStreams
-from connector.device.base import PageGather
+from connector.device.base import PageGather, PageScatter
 from connector.device.gpu import StreamDevice
 from connector.device.host_memory import HostPages
 from connector.identity import CacheShape, describe_namespace, read_shape
@@ -87,7 +87,7 @@ class Engine:
     def scatter(self, pages: Sequence[torch.Tensor]) -> None:
         for index, page in zip(self.group.held, pages, strict=True):
             runs = self.group.plan.runs(index, len(self.table))
-            self.group.copier.scatter(runs, [self.table], page, 0, self.device.fence())
+            self.group.copier.scatter_all([PageScatter(runs, [self.table], page)], self.device.fence())
 
 
 def engine(layout: KVCacheLayout, block_tokens: int, kernel_tokens: int | None) -> Engine:
@@ -103,7 +103,7 @@ def engine(layout: KVCacheLayout, block_tokens: int, kernel_tokens: int | None) 
     shape = read_shape(facts)
     assert isinstance(shape, CacheShape), shape
     device = StreamDevice(InlineStreams(), ring_bytes=1 << 20, page_bytes_max=1 << 16, unit_bytes_min=1)
-    group = prove_group(shape.groups[0], shape.layout.groups[0], views, facts, device)
+    group = prove_group(shape.groups[0], shape.layout.groups[0], views, facts, device, compression="planes")
     table = list(range(num_blocks - 1, 1, -2))  # no two neighbours
     namespace = describe_namespace(facts, shape, "weights").id
     return Engine(views, shape, group, device, table, block_tokens, namespace)

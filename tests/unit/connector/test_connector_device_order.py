@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from connector.device.gpu import Placement
+from kvstore.errors import Unavailable
 from tests.unit.connector.simulated_streams import PAGE_BYTES, Engine, SimulatedEvent, SimulatedStreams, WrongBytes
 
 SEEDS = range(150)
@@ -63,8 +63,7 @@ def test_only_the_scatter_waits_for_the_fence() -> None:
     lane = engine.device.placer.lanes[-1]  # the one that the load will take
     with pytest.raises(AssertionError, match="waits for itself"):
         engine.finish_load()
-    assert engine.joined(engine.split(load.content)) == load.content
-    assert lane.arrived[:PAGE_BYTES].numpy().tobytes() == engine.split(load.content).numpy().tobytes()
+    assert lane.memory[:PAGE_BYTES].numpy().tobytes() == load.content
     assert [engine.seen(block) for block in load.blocks] == [engine.content[block] for block in load.blocks]
 
 
@@ -74,7 +73,7 @@ def test_after_an_error_nothing_is_written_later() -> None:
     """
     streams = SimulatedStreams(0)
     streams.eagerness = 0.0
-    engine, stream, written = Engine(0, streams), streams.all[-1], list[str]()
+    engine, stream = Engine(0, streams), streams.all[-1]
     order, num_orders = stream.run, 0
 
     def run(work: Callable[[], None]) -> None:
@@ -85,13 +84,33 @@ def test_after_an_error_nothing_is_written_later() -> None:
         order(work)
 
     stream.run = run  # type: ignore[method-assign]
-    source, fence = torch.zeros(64, dtype=torch.uint8), engine.device.fence()
-    pages = [Placement(lambda _, name=name: written.append(name), source, 1, fence) for name in ("first", "second")]  # type: ignore[misc]
+    content = torch.full((2, PAGE_BYTES), 7, dtype=torch.uint8)
+    pages = [engine.placement([1, 2], content[0]), engine.placement([3, 4], content[1])]
     with pytest.raises(torch.OutOfMemoryError):
         engine.device.placer.lanes[-1].load(pages)
-    assert written == ["first"]
+    written = [set(engine.seen(block)) for block in (1, 2, 3, 4)]
+    assert written[:2] == [{7}, {7}] and {7} not in written[2:]
     streams.run_all()
-    assert written == ["first"]
+    assert [set(engine.seen(block)) for block in (1, 2, 3, 4)] == written
+
+
+def test_a_page_whose_check_fails_is_not_written() -> None:
+    """Of two placements in one lane the one whose source has changed fails, and the other is placed."""
+    streams = SimulatedStreams(0)
+    streams.eagerness = 0.0
+    engine = Engine(0, streams)
+    before = [engine.seen(block) for block in (1, 2, 3, 4)]
+    content = torch.full((2, PAGE_BYTES), 7, dtype=torch.uint8)
+
+    def check() -> None:
+        assert [engine.seen(block) for block in (1, 2, 3, 4)] == before
+        raise Unavailable("reused")
+
+    reused, other = engine.placement([1, 2], content[0], check), engine.placement([3, 4], content[1])
+    engine.device.placer.lanes[-1].load([reused, other])
+    assert isinstance(reused.error, Unavailable) and other.error is None
+    assert [engine.seen(block) for block in (1, 2)] == before[:2]
+    assert [set(engine.seen(block)) for block in (3, 4)] == [{7}, {7}]
 
 
 def without_drain_order(streams: SimulatedStreams) -> None:

@@ -18,15 +18,15 @@ from benchmarks.gpu.kit import InlineStreams
 from connector.canonical.attention import AttentionPages
 from connector.canonical.runs import BlockRun, LayerGeometry
 from connector.canonical.slices import HeadGrid
-from connector.device import open_device
-from connector.device.base import PageGather
+from connector.device import gpu, open_device
+from connector.device.base import PageGather, PageScatter
 from connector.device.cpu import CpuDevice, LayerPlace, Strip, fold_runs
-from connector.device.gpu import Placement, Ring, StreamDevice
+from connector.device.gpu import Ring, StreamDevice
 from connector.device.rows import CacheGeometry, join_planes, plan_rows, split_planes
 from connector.device.streams import DONE, Event, Stream
 from connector.worker.side import num_codec_threads
 from kvstore.errors import InternalError, InvalidRequest
-from tests.unit.connector.simulated_streams import SimulatedEvent, SimulatedStreams
+from tests.unit.connector.simulated_streams import PAGE_BYTES, Engine, SimulatedEvent, SimulatedStreams
 from tests.unit.connector.support import eventually, make_facts
 
 LAYERS = [LayerPlace(0, 1000 * layer, 96, 0) for layer in range(5)]
@@ -155,9 +155,9 @@ def test_planes(num_pages: int, num_elements: int, width: int) -> None:
     split_planes(source, num_pages, width, target)
     for page, planes in zip(source.view(num_pages, -1), target.view(num_pages, -1), strict=True):
         assert planes.tolist() == [byte for plane in reversed(range(width)) for byte in page[plane::width].tolist()]
-        joined = torch.zeros_like(page)
-        join_planes(planes, width, joined)
-        assert torch.equal(joined, page)
+    joined = torch.zeros_like(source)
+    join_planes(target, num_pages, width, joined)
+    assert torch.equal(joined, source)
 
 
 def test_caches_of_inference_mode() -> None:
@@ -172,7 +172,7 @@ def test_caches_of_inference_mode() -> None:
     [ticket] = copier.gather_all([PageGather(runs, [[3, 5]], page)])
     assert ticket is not None
     ticket.wait()
-    copier.scatter(runs, [[2, 1]], page, 0, device.fence())
+    copier.scatter_all([PageScatter(runs, [[2, 1]], page)], device.fence())
     assert torch.equal(cache[:2, 2], cache[:2, 3])
     assert torch.equal(cache[:2, 1], cache[:2, 5])
 
@@ -188,9 +188,9 @@ def test_pages_that_do_not_fit_the_device() -> None:
     with pytest.raises(InternalError):
         copier.gather_all([PageGather(runs, [[1, 2, 3]], device.host_memory(2048))])
     with pytest.raises(InternalError):
-        copier.scatter(runs, [[1, 2]], device.host_memory(2048), 0, device.fence())
+        copier.scatter_all([PageScatter(runs, [[1, 2]], device.host_memory(2048))], device.fence())
     with pytest.raises(InternalError):
-        copier.scatter(runs, [[1, 2]], device.host_memory(2048), 1, device.fence())
+        copier.scatter_all([PageScatter(runs, [[1, 2]], device.host_memory(2048), 1)], device.fence())
     with pytest.raises(InvalidRequest):
         device.copier([memory[0], torch.zeros(9, 512, dtype=torch.uint8)], [0, 0], 1)
 
@@ -234,12 +234,12 @@ class Counted(InlineStreams):
 
 @pytest.mark.parametrize(("ring_mib", "page_mib"), [(256, 1), (256, 51), (308, 154), (2, 2)])
 def test_memory_that_is_taken_of_a_gpu(ring_mib: int, page_mib: int) -> None:
-    """As `docs/vllm.md` says: half of `pinned_bytes`, twice 32 MiB or the largest page, and four times what up to
-    four pages in 16 MiB need."""
+    """As `docs/vllm.md` says: half of `pinned_bytes`, twice 32 MiB or the largest page, and twice 64 pages, but
+    no more than 144 MiB unless two pages need that."""
     streams, mib = Counted(), 1 << 20
     device = StreamDevice(streams, ring_bytes=ring_mib * mib, page_bytes_max=page_mib * mib)
     assert device.device_bytes == streams.num_bytes
-    said = ring_mib + 2 * max(32, page_mib) + 4 * max(min(16, 4 * page_mib), page_mib)
+    said = ring_mib + 2 * max(32, page_mib) + 2 * max(min(144, 64 * page_mib), 2 * page_mib)
     assert streams.num_bytes <= said * mib
     if ring_mib >= 32:  # of a smaller ring it takes no more than it can use
         assert streams.num_bytes == said * mib
@@ -294,24 +294,25 @@ class HeldStream:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_one_thread_orders_what_waits(fails: bool) -> None:
-    """Two threads have the lanes. What ten others call with meanwhile is ordered up to four at a time: a lane has room
-    for four of the largest pages, and pages of two groups and several sizes are ordered together. Each thread returns
-    once its page is placed. Where copies fail, each thread has an error of its own. After that the lanes are free.
+def test_one_thread_orders_what_waits(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads have the lanes. What ten others call with meanwhile is ordered together, as far as a lane has room:
+    for four of the largest pages in planes, of two groups and several sizes. Each thread returns once its page is
+    placed. Where copies fail, each thread has an error of its own. After that the lanes are free.
     """
+    monkeypatch.setattr(gpu, "LANE_PAGES", 8)
     streams = HeldStreams()
     streams.fails = fails
     device = StreamDevice(streams, ring_bytes=512, page_bytes_max=512, unit_bytes_min=1)
     wide, narrow = torch.zeros(32, 512, dtype=torch.uint8), torch.zeros(32, 96, dtype=torch.uint8)
     copiers = [
-        (device.copier([layer], [0], 1), [BlockRun(0, 0, layer.shape[1], 0, layer.shape[1])])
+        (device.copier([layer], [0], 2), [BlockRun(0, 0, layer.shape[1], 0, layer.shape[1])])
         for layer in (wide, narrow)
     ]
     pages = [torch.full((96 if number % 3 == 0 else 512,), number, dtype=torch.uint8) for number in range(16)]
 
     def place(number: int) -> None:
         copier, runs = copiers[number % 3 == 0]
-        copier.scatter(runs, [[number]], pages[number], 0, device.fence())
+        copier.scatter_all([PageScatter(runs, [[number]], pages[number])], device.fence())
 
     with ThreadPoolExecutor(12) as threads:
         having = [threads.submit(place, number) for number in (1, 2)]
@@ -339,9 +340,12 @@ def test_a_page_behind_another_fence_waits_for_its_own_lane() -> None:
     streams = SimulatedStreams(0)
     streams.eagerness = 0.0
     done, open_ = SimulatedEvent(streams, happened=True), SimulatedEvent(streams)
-    source = torch.zeros(64, dtype=torch.uint8)
-    lane = StreamDevice(streams, ring_bytes=512, page_bytes_max=512).placer.lanes[0]
-    page, of_the_same_step, of_another = (Placement(lambda _: None, source, 1, after) for after in (open_, open_, done))
+    source = torch.zeros(PAGE_BYTES, dtype=torch.uint8)
+    engine = Engine(0, streams)
+    lane = engine.device.placer.lanes[0]
+    page, of_the_same_step, of_another = (
+        engine.placement([1, 2], source, after=after) for after in (open_, open_, done)
+    )
     assert lane.has_room([page], of_the_same_step)
     assert not lane.has_room([page], of_another)
     assert not lane.has_room([of_another], page)

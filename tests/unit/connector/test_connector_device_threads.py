@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from connector.canonical.runs import BlockRun
-from connector.device.base import PageGather
+from connector.device.base import PageGather, PageScatter
 from connector.device.gpu import StreamDevice
 from connector.device.streams import CudaStreams
 from kvstore.errors import InvalidRequest
@@ -152,7 +152,7 @@ def test_no_thread_touches_another_gpu(cuda: FakeCuda, monkeypatch: pytest.Monke
     for work in (
         ticket.is_done,  # the loop's thread
         ticket.wait,  # the one that waits for arrivals
-        lambda: copier.scatter(runs, [[5]], page, 0, fence),  # a codec thread
+        lambda: copier.scatter_all([PageScatter(runs, [[5]], page)], fence),  # a codec thread
     ):
         with ThreadPoolExecutor(1) as fresh:
             fresh.submit(work).result()

@@ -2,104 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from connector.jobs import AuditJob, LoadJob, LoadPiece, StepJobs
 from connector.worker import audit, loader
-from kvstore.api import Deadline, LeasedRecord, LeaseId
-from kvstore.client import connect
 from kvstore.format.header_v1 import HEADER_BYTES
-from kvstore.model.keys import RecordKey
 from kvstore.runtime.arena import Arena
-from kvstore.service.server import Server
-from kvstore.store.tiered import TieredStore
-from kvstore.tiers.memory import MemoryTier
-from kvstore.wire.address import parse_address
 from tests.unit.connector.device_contract import storage
 from tests.unit.connector.rank_harness import SOURCE, TARGET, Make, Rank, ranks_on
-from tests.unit.connector.support import BLOCK, MIB, LoopBridge, SteeredStore, eventually, soon
-
-ARENA_BYTES = 2 * MIB
-
-
-class SharingStore(SteeredStore):
-    """The client of a service; a load of many records is one call of it."""
-
-    async def load_many(
-        self, lease: LeaseId, keys: Sequence[RecordKey], *, deadline: Deadline
-    ) -> Sequence[LeasedRecord]:
-        await self._pass("load_many", deadline)
-        records: Sequence[LeasedRecord] = await self.inner.load_many(lease, keys, deadline=deadline)
-        return records
-
-
-class SharingBridge(LoopBridge):
-    """A loop with a service that shares its memory, and a client of it."""
-
-    memory: MemoryTier
-    behind: TieredStore
-    server: Server
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        super().__init__()
-
-    async def _make(self) -> SteeredStore:
-        self.memory = MemoryTier(ARENA_BYTES, arena=Arena.open(ARENA_BYTES))
-        self.behind = TieredStore(self.memory)
-        self.server = Server(self.behind)
-        url = f"unix:{self.folder / 's'}"
-        await self.server.listen([parse_address(url)])
-        client = connect(url)
-        await client.wait_ready(deadline=soon())
-        return SharingStore(client)
-
-    def close(self) -> None:
-        async def end_service(_: SteeredStore) -> None:
-            await self.server.aclose()
-            await self.behind.aclose()
-            await self.memory.aclose()
-
-        self.run(end_service)
-        super().close()
-
-    def overwrite(self) -> None:
-        """What a service does that considers its peer dead: free all records, and use all memory for others."""
-
-        async def use_all(_: SteeredStore) -> None:
-            self.behind.leases.release_all()
-            for key in [key async for key in _keys(self.memory)]:
-                self.memory.remove(key)
-            arena, taken = self.memory.arena, list[memoryview]()
-            assert arena is not None
-            while (buffer := arena.take(16_000)) is not None:
-                buffer[:] = b"\xff" * len(buffer)
-                taken.append(buffer)
-            assert len(taken) * (16 << 10) == ARENA_BYTES
-
-        self.run(use_all)
-
-    def record_bytes(self, key: RecordKey) -> Any:
-        """uint8 [bytes]: a record in the service's memory, for writing."""
-        held = self.memory.peek(key)
-        assert held is not None
-        array: Any = np.frombuffer(held.data, np.uint8)
-        address = array.__array_interface__["data"][0]
-        return np.ndarray(array.size, np.uint8, (ctypes.c_char * array.size).from_address(address))
-
-
-async def _keys(memory: MemoryTier) -> Any:
-    async for entry in memory.scan():
-        yield entry.key
+from tests.unit.connector.sharing_ranks import SharingBridge, load, pieces_of, use_streams
+from tests.unit.connector.support import BLOCK, eventually
 
 
 @pytest.fixture
@@ -116,20 +36,6 @@ def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SharingB
 def rank(bridge: SharingBridge) -> Iterator[Make]:
     with ranks_on(bridge) as make:
         yield make
-
-
-def pieces_of(rank: Rank) -> tuple[bytes, tuple[LoadPiece, ...]]:
-    (job,) = rank.load_job(rank.stage()).loads
-    assert job.pieces is not None
-    return job.lease, job.pieces
-
-
-def load(rank: Rank, lease: bytes, pieces: tuple[LoadPiece, ...]) -> bool:
-    """Load these pieces; whether that succeeded."""
-    rank.side.start_loads(StepJobs(loads=(LoadJob("r", lease, pieces),)))
-    finished, failed = rank.result()
-    assert finished == {"r"}
-    return not failed
 
 
 def test_a_load_is_one_request_and_receives_no_record(rank: Make, bridge: SharingBridge) -> None:
@@ -189,17 +95,30 @@ def test_memory_that_is_reused_while_it_is_read_reaches_no_block(
     assert target.meters.get("connector_corrupt_records") == 0
 
 
-def test_memory_that_is_reused_at_any_time_serves_no_wrong_byte(rank: Make, bridge: SharingBridge) -> None:
-    """Leases end and memory is reused at random times under loads: what is written is what was saved, load by load."""
-    source, target = rank(), rank(seed=2)
+@pytest.mark.parametrize("on_streams", [False, True])
+@pytest.mark.parametrize("num_loads", [60, pytest.param(100_000, marks=pytest.mark.full)])
+def test_memory_that_is_reused_at_any_time_serves_no_wrong_byte(
+    rank: Make, bridge: SharingBridge, monkeypatch: pytest.MonkeyPatch, num_loads: int, on_streams: bool
+) -> None:
+    """Leases end and memory is reused at random times under loads: what is written is what was saved, load by load.
+    Also where a device reads the records instead of a codec thread.
+    """
+    if on_streams:
+        use_streams(monkeypatch)
+    source, target = rank(compression="none"), rank(seed=2, compression="none")
     chance = random.Random(5)
     right = source.blocks(SOURCE)
     outcomes = {True: 0, False: 0}
-    for _ in range(60):
+    source.save()
+    target.side.begin_step(StepJobs())
+    began_s = time.monotonic()
+    assert load(target, *pieces_of(target))
+    load_s = time.monotonic() - began_s
+    for _ in range(num_loads):
         source.save()
         lease, pieces = pieces_of(target)
         old = target.blocks(TARGET).clone()
-        timer = threading.Timer(chance.random() * 0.004, bridge.overwrite)
+        timer = threading.Timer(chance.random() * 2 * load_s, bridge.overwrite)
         timer.start()
         loaded = load(target, lease, pieces)
         timer.join()
@@ -211,6 +130,7 @@ def test_memory_that_is_reused_at_any_time_serves_no_wrong_byte(rank: Make, brid
             layer.copy_(torch.randn_like(layer))
     assert min(outcomes.values()) > 0, outcomes
     assert target.meters.get("connector_corrupt_records") == 0
+    assert (target.meters.get("connector_loaded_in_place_bytes") > 0) == on_streams
 
 
 def test_without_the_stamp_wrong_bytes_would_be_written(

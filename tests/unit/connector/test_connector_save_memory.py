@@ -20,8 +20,8 @@ from kvstore.store.tiered import TieredStore
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address
 from tests.unit.connector.rank_harness import SOURCE, TARGET, Make, ranks_on
+from tests.unit.connector.sharing_ranks import SharingBridge, SharingStore
 from tests.unit.connector.support import MIB, SteeredStore, eventually, soon
-from tests.unit.connector.test_connector_places import SharingBridge, SharingStore
 
 RECORD_BYTES = 1000
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.kit import InlineStreams
-from connector.device import cpu, gpu
+from connector.device import cpu, gpu, lanes
 from connector.device.gpu import StreamDevice
 from connector.device.host_memory import HostPages
 from connector.worker.groups import check_round_trip, prove_group
@@ -39,9 +39,9 @@ def nothing(*_: Any) -> None:
     """A kernel that does nothing."""
 
 
-def swapped(source: torch.Tensor, width: int, target: torch.Tensor) -> None:
+def swapped(source: torch.Tensor, num_pages: int, width: int, target: torch.Tensor) -> None:
     """Planes joined the wrong way round."""
-    target.view(-1, width).copy_(source.view(width, -1).t())
+    target.view(num_pages, -1, width).copy_(source.view(num_pages, width, -1).transpose(1, 2))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_kernels_that_do_not_copy(rank: Make, monkeypatch: pytest.MonkeyPatch, n
     group = prove_group(one.shape.groups[0], one.shape.layout.groups[0], one.layers, one.facts, device)
     check_round_trip(group, one.layers, device, HOST, page_tokens=one.shape.layout.page_tokens)
     before = storage(one.layers[0])
-    monkeypatch.setattr(gpu, name, broken)
+    monkeypatch.setattr(gpu if hasattr(gpu, name) else lanes, name, broken)
     with pytest.raises(InvalidRequest, match="changes bytes"):
         check_round_trip(group, one.layers, device, HOST, page_tokens=one.shape.layout.page_tokens)
     assert torch.equal(storage(one.layers[0]), before)
@@ -65,10 +65,10 @@ def test_a_rank_that_fails_it_is_refused(rank: Make, monkeypatch: pytest.MonkeyP
     """A rank whose device does not copy takes no part: its refusal names the layer."""
     one = rank()
 
-    def scatter(*_: object) -> None:
+    def scatter_all(*_: object) -> None:
         return
 
-    monkeypatch.setattr(cpu.CpuCopier, "scatter", scatter)
+    monkeypatch.setattr(cpu.CpuCopier, "scatter_all", scatter_all)
     one.side.register(lambda _: one.layers)
     assert one.side.refusal is not None
     assert "changes bytes" in one.side.refusal

@@ -1,0 +1,136 @@
+"""What a GPU does with records itself: it verifies digests and decodes tiles. Imported where Triton works only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from xxhash import xxh3_128_digest
+
+from connector.device import tiles
+from connector.device.checksums import DigestCheck
+from connector.device.streams import Streams
+from kvstore.codec import TILES, encode
+from kvstore.codec.tiles import TilesHead, read_head
+from kvstore.errors import InvalidRequest
+
+_log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
+
+_DIGEST_SIZES = (4096, 4104, 5112, 5120, 6208, 40_960, 99_992)
+_TILES_BYTES = 100_000
+
+
+class RecordKernels:
+    """Verifies and decodes the records of one lane. A call's work is done before the next call.
+
+    Args:
+        streams: Of the device.
+        num_bytes: Most bytes of the records of one call.
+
+    Attributes:
+        device_bytes: Memory of the device that it has taken.
+    """
+
+    fits = DigestCheck.fits
+
+    def __init__(self, streams: Streams, num_bytes: int) -> None:
+        self._digests = DigestCheck(streams, num_bytes)
+        self._verdict = streams.device_memory(4).view(torch.int32)
+        self._read_back = streams.host_memory(4).view(torch.int32)
+        self.device_bytes = self._digests.device_bytes + 4
+
+    @torch.inference_mode()
+    def order(
+        self,
+        memory: torch.Tensor,
+        digests: Sequence[tuple[int, int, bytes]],
+        encoded: Sequence[tuple[slice, slice, TilesHead]],
+    ) -> None:
+        """Order the work on the current stream.
+
+        Args:
+            memory: uint8, on the device, where the records' payloads are when it is executed.
+            digests: Payloads to verify, as `DigestCheck.order` takes them.
+            encoded: For each payload in tiles where it is, where its page is written, and its head.
+        """
+        self._verdict.zero_()
+        if digests:
+            self._digests.order(memory, digests, self._verdict)
+        if encoded:
+            sources, targets, heads = zip(*encoded, strict=True)
+            tiles.decode_many(
+                [memory[source] for source in sources], [memory[target] for target in targets], heads, self._verdict
+            )
+        self._read_back.copy_(self._verdict, non_blocking=True)
+
+    @property
+    def num_wrong(self) -> int:
+        """Payloads and tiles of the last call that are damaged, once its work is done."""
+        return int(self._read_back)
+
+
+def record_kernels(streams: Streams) -> type[RecordKernels]:
+    """The kernels, compiled and tried on this device.
+
+    Raises:
+        Exception: Of Triton, of the compiler that it calls, or of the device.
+    """
+    _check_digests(streams)
+    _check_tiles(streams)
+    _log.info("kvstore: the GPU verifies records in the service's memory, and decodes tiles")
+    return RecordKernels
+
+
+def _check_digests(streams: Streams) -> None:
+    generator = torch.Generator().manual_seed(1)
+    content = torch.randint(0, 256, (sum(_DIGEST_SIZES),), dtype=torch.uint8, generator=generator)
+    payloads, start = [], 0
+    for size in _DIGEST_SIZES:
+        digest = xxh3_128_digest(content[start : start + size].numpy())
+        payloads += [(start, size, digest), (start, size, digest[:-1] + bytes([digest[-1] ^ 1]))]
+        start += size
+    for some, expected in ((payloads[::2], 0), (payloads, len(_DIGEST_SIZES))):
+        _, seen = _run(streams, content, some, [])
+        if seen != expected:
+            raise InvalidRequest("the GPU computes other checksums", expected=expected, seen=seen)
+
+
+def _check_tiles(streams: Streams) -> None:
+    generator = torch.Generator().manual_seed(1)
+    page = torch.randn(_TILES_BYTES // 2, generator=generator).to(torch.bfloat16).view(torch.uint8)
+    payload: Any = np.empty(_TILES_BYTES, np.uint8)
+    encoded = encode(TILES, memoryview(page.numpy()), memoryview(payload))
+    source = slice(0, encoded.payload_bytes)
+    target = slice(1 << 17, (1 << 17) + _TILES_BYTES)
+    head = read_head(memoryview(payload)[source], _TILES_BYTES)
+    content = torch.zeros(target.stop, dtype=torch.uint8)
+    content[source] = torch.from_numpy(payload[source])
+    memory, seen = _run(streams, content, [], [(source, target, head)])
+    if seen or not torch.equal(memory[target].cpu(), page):
+        raise InvalidRequest("the GPU decodes other pages", wrong_tiles=seen)
+    content[encoded.payload_bytes // 2] ^= 1
+    _, seen = _run(streams, content, [], [(source, target, head)])
+    if seen != 1:
+        raise InvalidRequest("the GPU finds no damage", expected=1, seen=seen)
+
+
+def _run(
+    streams: Streams,
+    content: torch.Tensor,
+    digests: Sequence[tuple[int, int, bytes]],
+    encoded: Sequence[tuple[slice, slice, TilesHead]],
+) -> tuple[torch.Tensor, int]:
+    """The device's memory afterwards, and how much was wrong."""
+    kernels, stream = RecordKernels(streams, 2 * content.numel()), streams.side()
+    memory = streams.device_memory(-(-content.numel() // 512) * 512)
+
+    def work() -> None:
+        memory[: content.numel()].copy_(content)
+        kernels.order(memory, digests, encoded)
+
+    stream.run(work)
+    stream.settle()
+    return memory, kernels.num_wrong

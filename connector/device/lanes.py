@@ -1,0 +1,364 @@
+"""Pages on their way from host memory to a GPU's blocks.
+
+There are a few lanes, each a stream with memory for pages. A thread that gets a lane orders the copies of its own pages
+and of those that wait and have room there, and waits once for all of them. Then it hands the lane to the next thread
+that waits. If each thread ordered the copies of its own pages, they would compete for the interpreter's lock at every
+call, and be the slower the more there are: on an H200 one thread placed 13.7 GB/s, and 16 placed 3.6 GB/s.
+
+A lane's stream copies the pages to the GPU, verifies them if they come from shared memory, and decodes them at once.
+When that is done their checks are made, if they have any. Then it waits for the fence that was recorded on the compute
+stream when the load's step began, and writes the pages' rows: kernels ordered before it may still read the blocks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from connector.device.base import Fence, PageScatter, WrongSource, no_check
+from connector.device.rows import RowIndexes, RowPlan, join_planes, pack_indexes, scatter_rows
+from connector.device.streams import Stream, Streams
+from kvstore.errors import InternalError, KVStoreError
+
+if TYPE_CHECKING:  # it needs Triton
+    from connector.device.kernels import RecordKernels
+
+_ALIGN_BYTES = 512
+
+
+class Cache(Protocol):
+    """The group that a page belongs to.
+
+    Attributes:
+        memory: uint8: the allocation that its layers are in.
+        plane_width: Bytes of the elements whose planes its pages are in host memory, unless they are canonical.
+    """
+
+    memory: torch.Tensor
+    plane_width: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PlannedPage:
+    """A page and its plans.
+
+    Attributes:
+        num_bytes: Of the page in its canonical form.
+        source_bytes: Of the form in which it arrives.
+    """
+
+    cache: Cache
+    page: PageScatter
+    plans: tuple[RowPlan, ...]
+    num_bytes: int = field(init=False)
+    source_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_bytes", self.page.page_bytes)
+        object.__setattr__(self, "source_bytes", sum(part.numel() for part in self.page.source_parts))
+
+    @property
+    def width(self) -> int:
+        """Bytes of the elements whose planes the source is; 1: it is none."""
+        return self.cache.plane_width if self.page.shared is None else 1
+
+    @property
+    def is_tiles(self) -> bool:
+        return self.page.shared is not None and self.page.shared.tiles is not None
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """Equal for pages that one operation decodes and writes, if they are adjacent."""
+        keys = tuple(plan.key for plan in self.plans)
+        return id(self.cache), self.is_tiles, self.width, self.page.first_block, len(self.page.block_ids[0]), keys
+
+    @property
+    def room_bytes(self) -> int:
+        """Room that it needs in a lane."""
+        is_canonical = self.width == 1 and not self.is_tiles
+        return _aligned(self.num_bytes) + (0 if is_canonical else _aligned(self.source_bytes))
+
+
+@dataclass(eq=False, slots=True)
+class Placement:
+    """Pages that a thread wants on the GPU.
+
+    Attributes:
+        told: Set when the pages are placed, when they failed, or when their thread gets `lane`.
+        lane: The lane that its thread now has.
+        error: Why they are not placed.
+    """
+
+    pages: Sequence[PlannedPage]
+    after: Fence
+    told: threading.Event = field(default_factory=threading.Event)
+    lane: Lane | None = None
+    error: KVStoreError | None = None
+
+    @property
+    def room_bytes(self) -> int:
+        return sum(page.room_bytes for page in self.pages)
+
+    def may_join(self, other: Placement) -> bool:
+        """Whether the others' pages would not have to wait for this one's fence."""
+        return self.after is other.after or (self.after.is_done() and other.after.is_done())
+
+
+class Placer:
+    """Gives a lane to one thread at a time, which orders the copies of other threads' pages too. The technique is
+    from Hendler, Incze, Shavit, Tzafrir, "Flat combining and the synchronization-parallelism tradeoff", SPAA 2010.
+
+    Attributes:
+        lanes: All of them.
+    """
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self.lanes = tuple(lanes)
+        for lane in lanes:
+            lane.ordering = lanes[0].ordering
+        self._lock = threading.Lock()
+        self._free = list(lanes)
+        self._waiting: deque[Placement] = deque()
+
+    @property
+    def num_free(self) -> int:
+        """Lanes that no thread has."""
+        return len(self._free)
+
+    @property
+    def num_waiting(self) -> int:
+        """Placements that no thread has ordered."""
+        return len(self._waiting)
+
+    def place(self, own: Placement) -> None:
+        """Return when the pages are placed.
+
+        Raises:
+            KVStoreError: Ordering the copies of a page failed that were ordered together with these: then none of
+                them is known to be placed.
+            Exception: The same where it is this thread that ordered them, or of a page's check.
+        """
+        with self._lock:
+            if self._free:  # then no page waits
+                own.lane = self._free.pop()
+            else:
+                self._waiting.append(own)
+        if own.lane is None:
+            own.told.wait()
+        if own.lane is not None:
+            self._place_with_others(own, own.lane)
+        error, own.error = own.error, None
+        if error is not None:
+            try:
+                # without the frames of its traceback: they refer to the pages, and these to the memory that they are in
+                raise error.with_traceback(None)
+            finally:
+                del error, own
+
+    def _place_with_others(self, own: Placement, lane: Lane) -> None:
+        batch = [own]
+        try:
+            with self._lock:
+                while self._waiting and lane.has_room(batch, self._waiting[0]):
+                    batch.append(self._waiting.popleft())
+            lane.load(batch)
+        except BaseException as error:
+            for placement in batch[1:]:  # of its own for each thread, and without the traceback, which holds memory
+                placement.error = InternalError("copies that were ordered together failed", error=repr(error))
+            raise
+        finally:
+            with self._lock:
+                next_one = self._waiting.popleft() if self._waiting else None
+                if next_one is not None:
+                    next_one.lane = lane
+                else:
+                    self._free.append(lane)
+            for placement in batch[1:]:
+                placement.told.set()
+            if next_one is not None:
+                next_one.told.set()
+
+
+class Lane:
+    """One stream, and the memory for pages on their way to the blocks.
+
+    Args:
+        streams: Of the device.
+        num_bytes: Room for pages.
+        kernels: Verify and decode records, if the device does.
+
+    Attributes:
+        ordering: Held by the thread that orders work. All lanes of a device have the same one: threads that order at
+            the same time would pass the interpreter's lock to and fro.
+        memory: uint8: pages in their canonical form, and behind them what they are decoded from.
+        device_bytes: Memory of the device that it has taken.
+    """
+
+    def __init__(self, streams: Streams, num_bytes: int, kernels: RecordKernels | None = None) -> None:
+        self._stream: Stream = streams.side()
+        self._host_memory = streams.host_memory
+        self._kernels = kernels
+        self.ordering = threading.Lock()
+        self.memory = streams.device_memory(num_bytes)
+        self.device_bytes = num_bytes + (kernels.device_bytes if kernels is not None else 0)
+
+    def has_room(self, taken: Sequence[Placement], one: Placement) -> bool:
+        """Whether pages fit behind others, and none of them has to wait for another's fence."""
+        room_bytes = sum(each.room_bytes for each in taken) + one.room_bytes
+        return room_bytes <= self.memory.numel() and one.may_join(taken[0])
+
+    def fitting(self, pages: Sequence[PlannedPage]) -> Iterator[Sequence[PlannedPage]]:
+        """The pages in as few parts as fit, in their order."""
+        part: list[PlannedPage] = []
+        for page in pages:
+            if part and sum(each.room_bytes for each in part) + page.room_bytes > self.memory.numel():
+                yield part
+                part = []
+            part.append(page)
+        yield part
+
+    def load(self, placements: Sequence[Placement]) -> None:
+        """Copy pages here and place each behind its fence; returns when all are placed. A placement whose check fails
+        has an `error`, and none of its pages is placed. After an error of this nothing is done later either: the blocks
+        may be given to others.
+        """
+        try:
+            with self.ordering:
+                stretches = list(self._stretches(placements))
+                for stretch in stretches:
+                    self._stream.run(partial(stretch.fetch, self.memory))
+                is_verified = self._verify(stretches)
+                for stretch in stretches:  # while the copies run
+                    stretch.pack(self._host_memory)
+            if is_verified or any(page.page.check is not no_check for each in placements for page in each.pages):
+                self._stream.settle()
+                is_wrong = is_verified and self._kernels is not None and self._kernels.num_wrong > 0
+                for placement in placements:
+                    placement.error = _error(placement, is_wrong=is_wrong)
+            with self.ordering:
+                for stretch in stretches:
+                    if stretch.placement.error is None:
+                        # only here: the copies run beside what the engine computes until then
+                        self._stream.wait(stretch.placement.after)
+                        self._stream.run(partial(stretch.write, self.memory))
+        finally:
+            self._stream.settle()
+
+    def _verify(self, stretches: Sequence[_Stretch]) -> bool:
+        """Order the verification of pages that the device verifies; False: there are none."""
+        digests, tiles = [], []
+        for stretch in stretches:
+            for page, target, source in stretch.placed():
+                shared = page.page.shared
+                if shared is not None and shared.tiles is not None:
+                    tiles.append((source, target, shared.tiles))
+                elif shared is not None and shared.digest is not None:
+                    digests.append((target.start, page.num_bytes, shared.digest))
+        if not digests and not tiles:
+            return False
+        if self._kernels is None:
+            raise InternalError("this device verifies no records")
+        self._stream.run(partial(self._kernels.order, self.memory, digests, tiles))
+        return True
+
+    def _stretches(self, placements: Sequence[Placement]) -> Iterator[_Stretch]:
+        start = 0
+        for placement in placements:
+            for _, alike in groupby(placement.pages, key=lambda page: page.alike):
+                stretch = _Stretch(placement, list(alike), start)
+                start = stretch.stop
+                yield stretch
+
+
+@dataclass(eq=False, slots=True)
+class _Stretch:
+    """Pages of one placement that are alike: adjacent in a lane, and behind them what they are decoded from.
+
+    Attributes:
+        start: Of the first, in the lane.
+        indexes: For each shape of piece where its rows are.
+    """
+
+    placement: Placement
+    pages: Sequence[PlannedPage]
+    start: int
+    indexes: list[RowIndexes] = field(default_factory=list)
+
+    @property
+    def canonical_stop(self) -> int:
+        return self.start + sum(page.num_bytes for page in self.pages)
+
+    @property
+    def stop(self) -> int:
+        return self.start + sum(page.room_bytes for page in self.pages)
+
+    def placed(self) -> Iterator[tuple[PlannedPage, slice, slice]]:
+        """Each page, where it is in the lane, and where its source arrives there."""
+        start, arrived = self.start, _aligned(self.canonical_stop)
+        for page in self.pages:
+            source_bytes = page.source_bytes
+            target = slice(start, start + page.num_bytes)
+            if page.is_tiles:
+                yield page, target, slice(arrived, arrived + source_bytes)
+                arrived = _aligned(arrived + source_bytes)
+            elif page.width > 1:
+                yield page, target, slice(arrived, arrived + source_bytes)
+                arrived += source_bytes
+            else:
+                yield page, target, target
+            start = target.stop
+
+    @torch.inference_mode()
+    def fetch(self, memory: torch.Tensor) -> None:
+        placed = list(self.placed())
+        sources = [part for page in self.pages for part in page.page.source_parts]
+        targets: list[torch.Tensor] = []
+        for page, _, source in placed:
+            targets += memory[source].split([part.numel() for part in page.page.source_parts])
+        # one call for all, which releases the interpreter's lock once
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+        if (width := self.pages[0].width) > 1:
+            arrived = memory[placed[0][2].start : placed[-1][2].stop]
+            join_planes(arrived, len(self.pages), width, memory[self.start : self.canonical_stop])
+
+    def pack(self, allocate: Callable[[int], torch.Tensor]) -> None:
+        first = self.pages[0].page
+        shapes = list(zip(*(page.plans for page in self.pages), strict=True))
+        self.indexes = [
+            pack_indexes(
+                plans,
+                [page.page.block_ids for page in self.pages],
+                first_block=first.first_block,
+                is_alone=len(shapes) == 1,
+                allocate=allocate,
+            )
+            for plans in shapes
+        ]
+
+    @torch.inference_mode()
+    def write(self, memory: torch.Tensor) -> None:
+        for index in self.indexes:
+            scatter_rows(self.pages[0].cache.memory, index, memory[self.start : self.canonical_stop])
+
+
+def _error(placement: Placement, *, is_wrong: bool) -> KVStoreError | None:
+    """Why a placement's pages must not be written, of its own for each thread."""
+    try:
+        for page in placement.pages:
+            page.page.check()  # first: memory that was reused says nothing about the record
+    except KVStoreError as error:
+        return error
+    if is_wrong and any(page.page.shared is not None for page in placement.pages):
+        return WrongSource("a record of these pages is damaged", pages=len(placement.pages))
+    return None
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES

@@ -1,0 +1,104 @@
+"""What a GPU does with records itself, in Triton's interpreter: digests equal xxhash's, and ranks load with it."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import random
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from xxhash import xxh3_128_digest
+
+from benchmarks.gpu.kit import InlineStreams
+from tests.unit.connector.rank_harness import SOURCE, TARGET, ranks_on
+from tests.unit.connector.sharing_ranks import SharingBridge, load_prepared, pieces_of, use_streams
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessPoolExecutor]:
+    """Triton decides when it is imported whether it interprets, and other tests import it too."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_interpret) as process:
+        yield process
+
+
+def _interpret() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def test_the_probe_finds_that_they_work(process: ProcessPoolExecutor) -> None:
+    """Digests of several sizes, right and wrong ones, and tiles, whole and damaged."""
+    assert process.submit(_probe).result() == "RecordKernels"
+
+
+def _probe() -> str:
+    from connector.device.kernels import record_kernels
+
+    found = record_kernels(InlineStreams())
+    return found.__name__ if found is not None else "none"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_digests_are_those_of_xxhash(process: ProcessPoolExecutor, seed: int) -> None:
+    """Payloads of any size that fits: all right ones are right, and each with one flipped bit is wrong."""
+    process.submit(_compare_digests, seed).result()
+
+
+def _compare_digests(seed: int) -> None:
+    from connector.device.kernels import RecordKernels
+
+    chance = random.Random(seed)
+    assert not any(map(RecordKernels.fits, (0, 248, 4088, 4100)))
+    sizes = [4096, 4104, 5120, 17_408, 17_416, *(8 * chance.randrange(512, 2500) for _ in range(5))]
+    memory = torch.frombuffer(bytearray(chance.randbytes(sum(sizes) + 512)), dtype=torch.uint8)
+    start = 8 * chance.randrange(64)
+    digests = []
+    for size in sizes:
+        assert RecordKernels.fits(size)
+        digests.append((start, size, xxh3_128_digest(memory[start : start + size].numpy())))
+        start += size
+    kernels = RecordKernels(InlineStreams(), memory.numel())
+    kernels.order(memory[: memory.numel() // 8 * 8], digests, [])
+    assert kernels.num_wrong == 0
+    for start, size, _ in digests[::2]:
+        memory[start + chance.randrange(size)] ^= 1 << chance.randrange(8)
+    kernels.order(memory[: memory.numel() // 8 * 8], digests, [])
+    assert kernels.num_wrong == len(digests[::2])
+
+
+@pytest.mark.parametrize("compression", ["none", "tiles"])
+def test_a_rank_loads_with_them(process: ProcessPoolExecutor, tmp_path: Path, compression: str) -> None:
+    """All records of a prompt are read where they are; a damaged one is found, and its load fails."""
+    process.submit(_load, tmp_path, compression).result()
+
+
+def _load(folder: Path, compression: str) -> None:
+    from connector.device.kernels import RecordKernels
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("kvstore.tiers.memory.ARENA_BYTES_MIN", 1)  # the records of these tests are small
+        use_streams(monkeypatch, kernels=RecordKernels)
+        bridge = SharingBridge(folder)
+        try:
+            with ranks_on(bridge) as make:
+                shape = {"element_bytes": 2, "channels": 64, "compression": compression}
+                with torch.inference_mode():  # as vLLM registers its caches; codec threads are not in it
+                    source, target = make(**shape), make(seed=2, **shape)
+                    source.save()
+                lease, pieces = pieces_of(target)
+                assert load_prepared(target, lease, pieces)
+                assert torch.equal(target.blocks(TARGET), source.blocks(SOURCE))
+                loaded = target.meters.get("connector_loaded_bytes")
+                assert target.meters.get("connector_loaded_in_place_bytes") == loaded > 0
+                bridge.record_bytes(pieces[2].key)[3000] ^= 4
+                assert not load_prepared(target, lease, pieces)
+                assert target.meters.get("connector_corrupt_records") == 1
+        finally:
+            bridge.close()
