@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -135,11 +136,12 @@ async def test_a_store_saves_and_stages_the_same_bytes(
     server: RedisServer, io_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What one store saved in Redis another one stages into its arena, with bytes on the store's loop or on others; the
-    timers of its stages are changed on the store's loop alone."""
-    reschedule, threads = asyncio.Timeout.reschedule, set()
+    timer of a stage is changed on the loop that it belongs to alone."""
+    reschedule = asyncio.Timeout.reschedule
+    threads: dict[asyncio.Timeout, set[threading.Thread]] = defaultdict(set)
 
     def reschedule_and_note(timer: asyncio.Timeout, when: float | None) -> None:
-        threads.add(threading.current_thread())
+        threads[timer].add(threading.current_thread())  # first when it is entered
         reschedule(timer, when)
 
     monkeypatch.setattr(asyncio.Timeout, "reschedule", reschedule_and_note)
@@ -159,7 +161,7 @@ async def test_a_store_saves_and_stages_the_same_bytes(
         for record in prompt.records():
             loaded = await store.load(staged.lease, record.key, deadline=soon())
             assert loaded.data == record.data
-    assert threads == {threading.main_thread()}
+    assert threads and all(len(those) == 1 for those in threads.values())
 
 
 async def test_a_store_ends_with_work_in_flight(server: RedisServer) -> None:
