@@ -17,7 +17,7 @@ import torch
 from connector.device.streams import DONE, CudaStreams, Event, Stream, Streams
 from kvstore.errors import InvalidRequest
 
-__all__ = ["GB", "WORD", "InlineStreams", "Kit"]
+__all__ = ["GB", "WORD", "InlineStream", "InlineStreams", "Kit"]
 
 GB = 1e9
 WORD = "GPU-KIT"
@@ -118,7 +118,9 @@ class Kit:
         return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator).to(self.device)
 
 
-class _InlineStream:
+class InlineStream:
+    """A stream whose work is done when it is ordered."""
+
     def run(self, work: Callable[[], None]) -> None:
         work()
 
@@ -139,10 +141,10 @@ class InlineStreams:
         self.device = torch.device("cpu")
 
     def compute(self) -> Stream:
-        return _InlineStream()
+        return InlineStream()
 
     def side(self) -> Stream:
-        return _InlineStream()
+        return InlineStream()
 
     def device_memory(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)

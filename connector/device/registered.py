@@ -142,8 +142,8 @@ class RegisteredMemory:
                     return
             self._to_drop.clear()
             while self._to_release:
-                address, _ = self._to_release.popleft()
-                self._streams.release(address)
+                self._streams.release(self._to_release[0][0])
+                self._to_release.popleft()  # no variable keeps it: then the memory would stay mapped
             goes_on = self._register_one()
             with self._changed:
                 self._to_do = goes_on or bool(self._to_drop or self._to_release)

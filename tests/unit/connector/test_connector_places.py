@@ -18,7 +18,7 @@ from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.runtime.arena import Arena
 from tests.unit.connector.device_contract import storage
 from tests.unit.connector.rank_harness import SOURCE, TARGET, Make, Rank, ranks_on
-from tests.unit.connector.sharing_ranks import SharingBridge, load, pieces_of, use_streams
+from tests.unit.connector.sharing_ranks import SharingBridge, load, load_prepared, pieces_of, use_streams
 from tests.unit.connector.support import BLOCK, eventually
 
 
@@ -133,11 +133,15 @@ def test_memory_that_is_reused_at_any_time_serves_no_wrong_byte(
     assert (target.meters.get("connector_loaded_in_place_bytes") > 0) == on_streams
 
 
+@pytest.mark.parametrize("on_streams", [False, True])
 def test_without_the_stamp_wrong_bytes_would_be_written(
-    rank: Make, bridge: SharingBridge, monkeypatch: pytest.MonkeyPatch
+    rank: Make, bridge: SharingBridge, monkeypatch: pytest.MonkeyPatch, on_streams: bool
 ) -> None:
     """The same with stamps that always match, and memory reused after its checksum was verified."""
-    source, target = rank(), rank(seed=2)
+    if on_streams:
+        use_streams(monkeypatch)
+    load_it = load_prepared if on_streams else load
+    source, target = rank(compression="none"), rank(seed=2, compression="none")
     source.save()
     lease, pieces = pieces_of(target)
     verify = loader.verify_payload
@@ -149,20 +153,26 @@ def test_without_the_stamp_wrong_bytes_would_be_written(
     monkeypatch.setattr(loader, "verify_payload", verified)
     monkeypatch.setattr("kvstore.runtime.arena.ArenaView.holds", lambda *_: True)
     before = [storage(layer) for layer in target.layers]
-    load(target, lease, pieces[:1])
+    load_it(target, lease, pieces[:1])
     assert not all(map(torch.equal, map(storage, target.layers), before))
 
 
+@pytest.mark.parametrize("on_streams", [False, True])
 @pytest.mark.parametrize("at", [HEADER_BYTES, HEADER_BYTES + 100, 100])
-def test_a_corrupt_byte_is_found_and_its_record_discarded(rank: Make, bridge: SharingBridge, at: int) -> None:
+def test_a_corrupt_byte_is_found_and_its_record_discarded(
+    rank: Make, bridge: SharingBridge, monkeypatch: pytest.MonkeyPatch, at: int, on_streams: bool
+) -> None:
     """A byte that changed in the service's memory, of payload or header: nothing is written, and no reader gets it."""
-    source, target = rank(), rank(seed=2)
+    if on_streams:
+        use_streams(monkeypatch)
+    load_it = load_prepared if on_streams else load
+    source, target = rank(compression="none"), rank(seed=2, compression="none")
     source.save()
     lease, pieces = pieces_of(target)
     bad = pieces[3].key
     bridge.record_bytes(bad)[at] ^= 1
     before = [storage(layer) for layer in target.layers]
-    assert not load(target, lease, pieces[3:4])
+    assert not load_it(target, lease, pieces[3:4])
     assert all(map(torch.equal, map(storage, target.layers), before))
     assert target.meters.get("connector_corrupt_records") == 1
     assert bad not in bridge.memory

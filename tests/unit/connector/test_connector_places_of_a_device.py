@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from benchmarks.gpu.kit import InlineStreams
+from benchmarks.gpu.kit import InlineStream, InlineStreams
 from connector.device.registered import RegisteredMemory
-from connector.device.streams import DONE, Event, Stream
+from connector.device.streams import Stream
 from connector.jobs import StepJobs
 from connector.worker import loader
 from kvstore.errors import InvalidRequest
@@ -44,18 +45,9 @@ class WatchedStreams(InlineStreams):
         return WatchedStream(self)
 
 
-class WatchedStream:
+class WatchedStream(InlineStream):
     def __init__(self, streams: WatchedStreams) -> None:
         self._streams = streams
-
-    def run(self, work: Callable[[], None]) -> None:
-        work()
-
-    def record(self) -> Event:
-        return DONE
-
-    def wait(self, event: Event) -> None:
-        return
 
     def settle(self) -> None:
         self._streams.before_settling()
@@ -160,41 +152,6 @@ def test_memory_that_is_reused_before_its_check_reaches_no_block(
         assert all(map(torch.equal, map(storage, target.layers), before))
     assert bridge.store.calls["discard"] == 0
     assert target.meters.get("connector_corrupt_records") == 0
-
-
-def test_without_the_check_wrong_bytes_would_be_written(
-    rank: Make, bridge: SharingBridge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Memory that is reused before it is read, with stamps that always match."""
-    source, target = rank(), rank(seed=2)
-    source.save()
-    lease, pieces = pieces_of(target)
-    verify = loader.verify_payload
-
-    def verified(*given: Any) -> None:
-        verify(*given)
-        bridge.overwrite()
-
-    monkeypatch.setattr(loader, "verify_payload", verified)
-    monkeypatch.setattr("kvstore.runtime.arena.ArenaView.holds", lambda *_: True)
-    before = [storage(layer) for layer in target.layers]
-    load_prepared(target, lease, pieces[:1])
-    assert not all(map(torch.equal, map(storage, target.layers), before))
-
-
-@pytest.mark.parametrize("at", [HEADER_BYTES, HEADER_BYTES + 100, 100])
-def test_a_corrupt_byte_is_found_and_its_record_discarded(rank: Make, bridge: SharingBridge, at: int) -> None:
-    """A byte of one record changed in the service's memory: nothing of it is written, and no reader gets it."""
-    source, target = rank(), rank(seed=2)
-    source.save()
-    lease, pieces = pieces_of(target)
-    bad = pieces[3].key
-    bridge.record_bytes(bad)[at] ^= 1
-    before = [storage(layer) for layer in target.layers]
-    assert not load_prepared(target, lease, pieces[3:4])
-    assert all(map(torch.equal, map(storage, target.layers), before))
-    assert target.meters.get("connector_corrupt_records") == 1
-    assert bad not in bridge.memory
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
@@ -314,9 +271,9 @@ class CountedStreams(InlineStreams):
         del self.registered[address]
 
 
-def memory_of(num_bytes: int) -> tuple[int, ArenaView]:
+def memory_of(num_bytes: int, name: str = "test") -> tuple[int, ArenaView]:
     """The descriptor of a memory file of which nothing has memory, and a view of it."""
-    descriptor = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, num_bytes)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     return descriptor, ArenaView(descriptor, num_bytes)
@@ -374,7 +331,7 @@ def test_nothing_is_shared_any_more() -> None:
     """The service's memory is released though no other is adopted, and after `close` nothing is registered."""
     streams = CountedStreams()
     registered = RegisteredMemory(streams, least_bytes=1, most_bytes=MIB)
-    file, view = memory_of(2 * MIB)
+    file, view = memory_of(2 * MIB, "ended-service")
     touch(file, 0, 2 * MIB)
     registered.adopt(view)
     assert registered.wait(10)
@@ -385,9 +342,16 @@ def test_nothing_is_shared_any_more() -> None:
         return not streams.registered
 
     eventually(is_released)
+    mapped = weakref.ref(view)
+    del view
+    gc.collect()
+    assert mapped() is None
+    assert not any("memfd:ended-service" in line for line in Path("/proc/self/maps").read_text().splitlines())
     registered.close()
-    registered.adopt(view)
-    assert registered.at(view.memory[:100]) is None
+    other, second = memory_of(MIB)
+    touch(other, 0, MIB)
+    registered.adopt(second)
+    assert registered.at(second.memory[:100]) is None
     assert not streams.registered
 
 
