@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,37 +65,46 @@ def find_weight_files(model_path: str, load_format: str = "auto") -> list[Path]:
     return files
 
 
-def digest_weights(files: Sequence[Path], cache_folder: Path) -> str:
+def digest_weights(files: Sequence[Path], cache_folder: Path, on_read: Callable[[], None] = lambda: None) -> str:
     """SHA-256 over names and contents of `files`, as hex.
 
     Reads all bytes once (about 1 GB/s per core, files in parallel). Digests of single files are cached in
     `cache_folder` by path, size, dates and inode, so that the next start reads nothing.
+
+    Args:
+        on_read: Called before the first file is read, if not all digests are cached.
     """
     cache = cache_folder / "weights.json"
     known = _read_cache(cache)
     # before reading: a file that is replaced during it must not be cached under the digest of its old content
     identities = [file_identity(file) for file in files]
-    with ThreadPoolExecutor(max_workers=4, thread_name_prefix="kvstore-weights") as pool:
-        digests = list(pool.map(lambda name, file: known.get(name) or _digest_file(file), identities, files))
-    _write_cache(cache, {**known, **dict(zip(identities, digests, strict=True))})
+    if not known.keys() >= set(identities):
+        on_read()
+        with ThreadPoolExecutor(max_workers=4, thread_name_prefix="kvstore-weights") as pool:
+            digests = pool.map(lambda name, file: known.get(name) or _digest_file(file), identities, files)
+            known |= dict(zip(identities, digests, strict=True))
+        _write_cache(cache, known)
     total = hashlib.sha256()
-    for file, digest in zip(files, digests, strict=True):
+    for file, identity in zip(files, identities, strict=True):
         name = file.name.encode()
-        total.update(len(name).to_bytes(4, "little") + name + bytes.fromhex(digest))
+        total.update(len(name).to_bytes(4, "little") + name + bytes.fromhex(known[identity]))
     return total.hexdigest()
 
 
-def find_weights_id(facts: ModelFacts, cache_folder: Path) -> str:
+def find_weights_id(facts: ModelFacts, cache_folder: Path, on_read: Callable[[], None] = lambda: None) -> str:
     """The id of an engine's weights, including a draft model's: a digest, which reads all of their bytes once.
+
+    Args:
+        on_read: Called before a file is read whose digest is not cached.
 
     Raises:
         InvalidRequest: They cannot be digested: the operator has to set `weights_id`.
         OSError: A file cannot be read.
     """
-    own = digest_weights(find_weight_files(facts.model_path, facts.load_format), cache_folder)
+    own = digest_weights(find_weight_files(facts.model_path, facts.load_format), cache_folder, on_read)
     if facts.draft_path is None:
         return own
-    draft = digest_weights(find_weight_files(facts.draft_path, facts.load_format), cache_folder)
+    draft = digest_weights(find_weight_files(facts.draft_path, facts.load_format), cache_folder, on_read)
     return hashlib.sha256(f"{own} with the draft model {draft}".encode()).hexdigest()
 
 

@@ -25,7 +25,7 @@ _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its han
 
 _OPEN_S, _OPEN_RETRY_S = 10.0, 0.5
 _DIGEST_S = 1.0
-"""A digest of the weights that was cached by an earlier start takes less. Computing one may take minutes."""
+"""Requests wait this long for a digest of weights that is being computed. That may take minutes."""
 
 
 class EngineNamespace:
@@ -71,8 +71,7 @@ class EngineNamespace:
 
     def _start(self, weights_id: str | None) -> Future[None]:
         binding = self._binding
-        # once the task has begun, both are written on the store's thread
-        self._digests_since_s = self._clock.monotonic_s() if weights_id is None else None
+        self._digests_since_s: float | None = None  # this and the next are written by the task
         self._is_failing = False
         return self._bridge.submit(lambda store: self._open(store, binding, weights_id))
 
@@ -90,6 +89,15 @@ class EngineNamespace:
         since_s = self._digests_since_s
         is_digesting = since_s is not None and self._clock.monotonic_s() - since_s > _DIGEST_S
         return self.refusal is None and not self._detached and not self._is_failing and not is_digesting
+
+    @property
+    def awaited(self) -> str:
+        """What a namespace that is not open waits for, as `kvstore explain` says it."""
+        if self._detached:
+            return "the id of new weights"
+        if self._digests_since_s is not None:
+            return "the weights are being hashed"
+        return "the service does not answer" if self._is_failing else "the namespace is being opened"
 
     def reset(self, *, is_empty: bool) -> None:
         """Detach from the weights, and attach to new ones if their id was written. Without an id there is no namespace.
@@ -145,11 +153,14 @@ class EngineNamespace:
             self._opened = binding, namespace
             self._on_open(namespace)
 
+    def _on_digest(self) -> None:
+        self._digests_since_s = self._digests_since_s or self._clock.monotonic_s()
+
     async def _find_namespace(self, store: PageStore, weights_id: str | None) -> NamespaceId:
         try:
             if weights_id is None:
                 weights_id = await asyncio.get_running_loop().run_in_executor(
-                    None, find_weights_id, self._facts, self._cache_folder
+                    None, find_weights_id, self._facts, self._cache_folder, self._on_digest
                 )
             self._digests_since_s = None
             description = describe_namespace(self._facts, self._shape, weights_id)

@@ -188,7 +188,7 @@ class SchedulerSide:
             self._may_wait_for_namespace = self._may_wait_for_namespace and may_wait
             if self._may_wait_for_namespace:
                 return None
-            self._outcomes.report(state, "not_ready")
+            self._outcomes.report(state, "not_ready", detail={"because": self.namespace.awaited})
             return 0
         return self.hits.poll(state, namespace, local_tokens)
 
@@ -203,7 +203,7 @@ class SchedulerSide:
         if state.chain is None:
             return "uncacheable", {"because": state.uncacheable or ""}
         if not self.is_ready and not self.namespace.is_expected:
-            return "not_ready", {}
+            return "not_ready", {"because": self.namespace.awaited}
         return None
 
     def on_allocated(self, request_id: str, tables: Sequence[Sequence[int]], external_tokens: int) -> None:

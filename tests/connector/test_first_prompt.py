@@ -56,12 +56,13 @@ def end_service(directory: Path) -> None:
         time.sleep(0.05)
 
 
-def reason(directory: Path) -> object:
-    """Why the latest request was resumed no further, by the service's reports; `None`: there is no report."""
+def reason(directory: Path) -> tuple[object, object]:
+    """Why the latest request was resumed no further and, where it waited for something, for what."""
     with BlockingStore(f"unix:{private_socket_path(directory)}") as store:
         listed = store.explain("", deadline=Deadline.after(30.0))
-        requests = cast(Sequence[Mapping[str, Any]], listed["requests"])
-        return requests[0]["reason"] if requests else None
+        (latest, *_) = cast(Sequence[Mapping[str, Any]], listed["requests"])
+        told = store.explain(latest["request"], deadline=Deadline.after(30.0))
+        return told["reason"], cast(Mapping[str, Any], told["detail"]).get("because")
 
 
 @pytest.mark.parametrize("num_engines", [2, pytest.param(5, marks=pytest.mark.full)])
@@ -84,8 +85,8 @@ def test_the_first_prompt_is_a_hit(
         for _ in range(num_engines):
             fresh = engine(spec)
             (answer,) = fresh.generate([Request(PROMPT)])
-            cached.append((answer.num_cached_tokens, reason(tmp_path / "kvstore")))
+            cached.append((answer.num_cached_tokens, *reason(tmp_path / "kvstore")))
             assert answer.tokens == expected.tokens
             fresh.stop()
             end_service(tmp_path / "kvstore")
-        assert cached == [(RESTORED, "")] * num_engines
+        assert cached == [(RESTORED, "", None)] * num_engines

@@ -126,7 +126,8 @@ def test_an_engine_that_is_not_ready(tmp_path: Path) -> None:
     with unready_harness(tmp_path, lookup_timeout_ms=50) as at:
         at.new("a", 170)
         assert at.ask("a") == 0
-        assert explained(at, "a")["reason"] == "not_ready"
+        told = explained(at, "a")
+        assert told["reason"] == "not_ready" and told["detail"] == {"because": "the namespace is being opened"}
 
 
 def test_a_slow_and_a_failing_lookup(tmp_path: Path) -> None:

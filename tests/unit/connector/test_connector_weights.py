@@ -55,6 +55,15 @@ def test_digest_is_frozen(tmp_path: Path, cache: Path) -> None:
     assert digest(folder(tmp_path / "model"), cache) == expected.hexdigest()
 
 
+def test_says_that_it_reads(tmp_path: Path, cache: Path) -> None:
+    """Once for files whose digests are not all known; then neither a file is read nor the cache written."""
+    files, said = find_weight_files(str(folder(tmp_path / "model"))), list[str]()
+    own = digest_weights(files, cache, lambda: said.append("one"))
+    written = (cache / "weights.json").stat()
+    assert digest_weights(files, cache, lambda: said.append("other")) == own and said == ["one"]
+    assert (cache / "weights.json").stat().st_mtime_ns == written.st_mtime_ns
+
+
 def test_place_and_order_of_files_do_not_matter(tmp_path: Path, cache: Path) -> None:
     """Two copies in different folders, written in different order, are the same weights."""
     one = folder(tmp_path / "one")
