@@ -170,11 +170,11 @@ class BlendRequests:
 
     def _on_audited(self, audit: BlendAudit) -> None:
         self._auditing.discard(audit.request_id)
+        told = self._outcomes.pop(audit.request_id, None)
         if audit.kl is None:
             self._meters.add("connector_blend_audits", outcome="given_up")
             return
         self._meters.add("connector_blend_audits", outcome="compared")
-        told = self._outcomes.pop(audit.request_id, None)
         if told is not None:
             detail = {
                 **told.detail,

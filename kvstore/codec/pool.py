@@ -96,6 +96,10 @@ class CodecPool:
             if not job.cancel():
                 await _ended(waiting)
             raise
+        finally:
+            # an exception of the work knows this frame, and these know the exception: what its frames hold, such as
+            # mappings of other processes' memory, would last until the cyclic collector runs
+            del job, waiting
 
     @property
     def usage(self) -> PoolUsage:

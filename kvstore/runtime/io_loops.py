@@ -129,15 +129,21 @@ class _Call(Generic[T]):
             self.gone.set_result(None)
 
     def result(self) -> T:
-        """At home, after the end.
+        """At home, after the end, once.
 
         Raises:
             Closed: The other loop was closed during the work.
         """
-        assert self._task is not None
-        if self._task.cancelled():
+        task, self._task = self._task, None
+        assert task is not None
+        if task.cancelled():
             raise Closed("the loop was closed during a call")
-        return self._task.result()
+        try:
+            return task.result()
+        finally:
+            # an exception knows this frame, and the task the exception: buffers that the frames of the work hold would
+            # last until the cyclic collector runs
+            del task
 
     def drop_result(self) -> None:
         """At home, after the end: the caller is cancelled, and does not learn of an exception."""

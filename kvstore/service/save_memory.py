@@ -48,8 +48,14 @@ class SaveMemory:
         self._view: ArenaView | None = view
 
     def check(self, place: Place) -> None:
-        """Raise what `copy` would raise now."""
-        self._open_view().at(place)
+        """Raise what `copy` would raise now.
+
+        A place that was never written is refused here: reading it would make memory, on this service's account.
+        """
+        view = self._open_view()
+        view.at(place)
+        if not view.holds(place):
+            raise _reused()
 
     def copy(self, place: Place, target: memoryview) -> None:
         """Copy what is at a place, on any thread. Other threads run during the copy: numpy releases the GIL.
@@ -63,7 +69,7 @@ class SaveMemory:
         view = self._open_view()
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(view.at(place), np.uint8))
         if not view.holds(place):
-            raise Unavailable("the record is no longer there: its memory was used again before the save was answered")
+            raise _reused()
 
     def _open_view(self) -> ArenaView:
         view = self._view
@@ -74,6 +80,10 @@ class SaveMemory:
     def close(self) -> None:
         """Drop the mapping, once no thread copies from it. Idempotent."""
         self._view = None
+
+
+def _reused() -> Unavailable:
+    return Unavailable("the record is no longer there: its memory was used again before the save was answered")
 
 
 class SaveMemories:

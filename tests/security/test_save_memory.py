@@ -175,6 +175,22 @@ async def test_other_places_and_other_memory(folder: Path) -> None:
         assert service.server.describe()["receive_bytes_used"] == 0
 
 
+async def test_places_that_were_never_written(folder: Path) -> None:
+    """They cost the service no memory: only the page with the stamp is read."""
+    async with service_at(f"unix:{folder / 's'}") as service:
+
+        def attack() -> None:
+            attacker = MemoryPeer(service.url, 64 * MIB)
+            for number in range(1, 6):
+                place = {"offset": _HEAD_BYTES + number * 10 * MIB, "num_bytes": 10 * MIB}
+                answer = attacker.ask(attacker.save(number + 1, **place))
+                assert answer["kind"] == "Unavailable" and "no longer there" in answer["message"]
+            assert os.fstat(attacker.descriptor).st_blocks * 512 < MIB
+            attacker.die()
+
+        await asyncio.to_thread(attack)
+
+
 async def test_the_size_of_the_memory_cannot_change(folder: Path) -> None:
     """Its client cannot shrink it under the service, which would fault; a hole that it makes reads as zeros."""
     async with service_at(f"unix:{folder / 's'}") as service:

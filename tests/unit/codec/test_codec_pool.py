@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from functools import partial
 
 import pytest
 
 from kvstore.codec import CodecPool
-from kvstore.errors import Closed, InvalidRequest, Unavailable
+from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
 
 
@@ -225,3 +227,42 @@ async def test_threads_that_may_not_be_nice_work_all_the_same(monkeypatch: pytes
     pool = CodecPool(num_threads=1, limit_bytes=100, niceness=7)
     assert await pool.run(1, lambda: 42, deadline=soon()) == 42
     pool.close()
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_what_failed_work_held_is_freed_at_once(is_cancelled: bool) -> None:
+    """Without the cyclic collector: work may hold a mapping of another process' memory."""
+
+    class Buffer:
+        pass
+
+    made: list[weakref.ref[Buffer]] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        buffer = Buffer()
+        made.append(weakref.ref(buffer))
+        begun.set()
+        assert go_on.wait(10)
+        raise CorruptRecord("damaged", buffers=len(made))
+
+    gc.disable()
+    pool = CodecPool(num_threads=1, limit_bytes=100)
+    try:
+        call = asyncio.create_task(pool.run(10, work, deadline=Deadline.after(10.0)))
+        await asyncio.to_thread(begun.wait, 10)
+        if is_cancelled:
+            call.cancel()
+            await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError if is_cancelled else CorruptRecord):
+            await call
+        del call
+        for _ in range(100):
+            if made[0]() is None:
+                break
+            await asyncio.sleep(0.01)
+        assert made[0]() is None
+    finally:
+        gc.enable()
+        pool.close()

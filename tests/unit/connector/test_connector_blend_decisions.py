@@ -282,6 +282,16 @@ def test_audits_come_at_their_rate() -> None:
     assert sum(audited) == 10
 
 
+def test_an_audit_that_is_given_up_leaves_nothing() -> None:
+    """What waited for its difference is dropped: else each would take memory for ever."""
+    side = Side()
+    side.ask("a", 100, [1, 40])
+    side.requests.on_allocated("a", [7, 8], 32)
+    side.requests.on_reports(BlendReports((BlendReport("a", 32, 5, 1, 1),), (BlendAudit("a", None),)))
+    side.requests.on_reports(BlendReports(audits=(BlendAudit("a", 0.7),)))
+    assert [told.detail.get("audit_kl") for told in side.told] == [None]
+
+
 def test_bad_audits_turn_blending_off(caplog: pytest.LogCaptureFixture) -> None:
     """Later requests are computed, and the log and a metric say why."""
     side = Side()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -123,3 +125,44 @@ async def test_callbacks_run_on_their_loop() -> None:
     closed.close()
     call_on(closed, note)
     assert len(seen) == 2
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_what_failed_work_held_is_freed_at_once(is_late: bool) -> None:
+    """Without the cyclic collector, also after a cancellation: buffers of records would last until it runs."""
+
+    class Buffer:
+        pass
+
+    made: list[weakref.ref[Buffer]] = []
+    begun = asyncio.Event()
+
+    async def work() -> None:
+        buffer = Buffer()
+        made.append(weakref.ref(buffer))
+        home.call_soon_threadsafe(begun.set)
+        if is_late:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                raise Unavailable("no answer", buffer=len(made))
+        raise Unavailable("no answer")
+
+    home = asyncio.get_running_loop()
+    gc.disable()
+    try:
+        async with open_io_loops(2) as (io_loop, _):
+            call = asyncio.create_task(io_loop.run(work))
+            await begun.wait()
+            if is_late:
+                call.cancel()
+            with pytest.raises(asyncio.CancelledError if is_late else Unavailable):
+                await call
+            del call
+            for _ in range(100):
+                if made[0]() is None:
+                    break
+                await asyncio.sleep(0.01)
+            assert made[0]() is None
+    finally:
+        gc.enable()
