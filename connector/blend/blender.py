@@ -1,4 +1,9 @@
-"""The rank's side: reads documents on a thread of its own, and blends on the engine's thread, one piece a step."""
+"""The rank's side: reads documents on a thread of its own, and blends on the engine's thread, one piece a step.
+
+The ranks of a tensor-parallel engine do the same pieces in the same steps, since the model's modules wait for all of
+them. What a rank alone knows is summed over all before anything follows from it: whether its documents were read, and
+whether a piece failed.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +14,29 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from math import sqrt
+from typing import Protocol, TypeVar
 
 import torch
 
 from connector.blend.choice import Span
 from connector.blend.documents import DocumentStore
 from connector.blend.jobs import BlendAudit, BlendJob, BlendReport, BlendReports
-from connector.blend.recompute import Document, LayeredModel, LayerStates, blend, compute_document, extend
+from connector.blend.recompute import (
+    Blended,
+    Document,
+    Exchange,
+    LayeredModel,
+    LayerStates,
+    blend,
+    compute_document,
+    exchanges_of_blend,
+    exchanges_of_extend,
+    extend,
+)
 from kvstore.errors import KVStoreError
+
+Made = TypeVar("Made")
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
@@ -26,8 +45,39 @@ _AUDIT_TOKENS = 256
 _WAIT_S = 0.005
 
 
+class RanksApart(BaseException):
+    """This rank can no longer do what the others do. Not an `Exception`: as with an error in vLLM's own forward the
+    engine must end, since the ranks would wait for each other or sum what does not belong together.
+    """
+
+
+class _Failed(Exception):
+    """A piece failed, on this rank or on another one: all of them raise this.
+
+    Args:
+        error: On this rank; `None`: on another one.
+    """
+
+    def __init__(self, error: Exception | None) -> None:
+        seen = "an error on another rank, whose log has it" if error is None else f"{type(error).__name__}: {error}"
+        super().__init__(seen)
+
+
 class EngineModel(LayeredModel, Protocol):
-    """The engine's model, which also writes into blocks."""
+    """The engine's model, which also writes into blocks.
+
+    Attributes:
+        num_exchanges: The exchanges with other ranks that this rank has come through.
+    """
+
+    num_exchanges: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share the model."""
+
+    def follow(self, exchanges: Sequence[Exchange]) -> None:
+        """Take part with zeros, where this rank has nothing to exchange."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The next token's logits behind tokens whose hidden states behind the last layer these are."""
@@ -46,17 +96,19 @@ class EngineModel(LayeredModel, Protocol):
 
 @dataclass(slots=True)
 class _Open:
-    """A request that is being blended."""
+    """A request that is being blended.
+
+    Attributes:
+        spans: Its documents, as far as they are blended.
+        reading: What this rank finds in the store.
+        documents: Once all ranks have read; those that a rank has not found are computed on all.
+    """
 
     job: BlendJob
     spans: list[Span]
+    reading: Future[list[Document | None]]
     documents: list[Document | None] = field(default_factory=list)
-    reading: Future[list[Document | None]] | None = None
     num_stored: int = 0
-
-    @property
-    def tokens(self) -> torch.Tensor:
-        return torch.tensor(self.job.tokens)
 
 
 @dataclass(slots=True)
@@ -106,21 +158,25 @@ class Blender:
             computes: The step has a forward. Else it waits a little for the store.
         """
         for job in jobs:
-            self._begin(job)
+            self._open.append(self._begin(job))
         if not self._open:
             self._go_on_with_audit()
             return
         current = self._open[0]  # in the order of their coming
-        assert current.reading is not None
-        if not current.reading.done():
-            if not computes:
-                self._answered.wait(_WAIT_S)
-            return
         try:
-            self._advance(current)
-        except Exception as error:  # noqa: BLE001 - vLLM waits for each of these requests, so each is reported
-            _log.exception("kvstore: a request could not be blended and is computed request=%s", current.job.request_id)
-            self._end(current, BlendReport(current.job.request_id, error=f"{type(error).__name__}: {error}"))
+            if current.documents or self._agree_on_documents(current, computes=computes):
+                self._advance(current)
+        except Exception as error:
+            failure = error if isinstance(error, _Failed) else _Failed(error)
+            if failure is not error and self._model.num_ranks > 1:
+                raise RanksApart("an error that the other ranks know nothing of") from error
+            _log.warning(
+                "kvstore: a request could not be blended and is computed request=%s: %s",
+                current.job.request_id,
+                failure,
+                exc_info=error.__cause__ or error,
+            )
+            self._end(current, BlendReport(current.job.request_id, error=str(failure)))
 
     def take_results(self) -> tuple[set[str], set[str]]:
         """Requests that ended since the last call, and those of them that failed."""
@@ -142,17 +198,16 @@ class Blender:
 
     # ---- a request
 
-    def _begin(self, job: BlendJob) -> None:
+    def _begin(self, job: BlendJob) -> _Open:
         spans = [span for span in job.spans if span.start < job.stop_tokens]
-        opened = _Open(job, spans)
-        self._open.append(opened)
         self._answered.clear()
         try:
-            opened.reading = self._thread.submit(self._read, job, spans)
+            reading = self._thread.submit(self._read, job, spans)
         except RuntimeError as error:  # the engine ends
-            self._end(opened, BlendReport(job.request_id, error=str(error)))
-        else:
-            opened.reading.add_done_callback(lambda _: self._answered.set())
+            reading = Future()
+            reading.set_exception(error)
+        reading.add_done_callback(lambda _: self._answered.set())
+        return _Open(job, spans, reading)
 
     def _read(self, job: BlendJob, spans: Sequence[Span]) -> list[Document | None]:
         """The documents that are stored. On the blender's thread."""
@@ -169,31 +224,71 @@ class Blender:
             found.append(document)
         return found
 
+    def _agree_on_documents(self, current: _Open, *, computes: bool) -> bool:
+        """Note the documents that all ranks have found. False: a rank still reads.
+
+        Raises:
+            _Failed: A rank cannot read.
+        """
+        reading = current.reading
+        if not computes and not reading.done():
+            self._answered.wait(_WAIT_S)
+        found: list[Document | None] = [None] * len(current.spans)
+        is_reading, error = not reading.done(), None
+        if not is_reading:
+            try:
+                found = reading.result()
+            except Exception as caught:  # noqa: BLE001 - the other ranks wait for this one's word
+                error = caught
+        still_reading, failed, *missing = self._sum_over_ranks(
+            [is_reading, error is not None, *(document is None for document in found)]
+        )
+        if failed:
+            raise _Failed(error) from error
+        if still_reading:
+            return False
+        current.documents = [None if lacks else document for lacks, document in zip(missing, found, strict=True)]
+        current.num_stored = missing.count(0)
+        return True
+
     def _advance(self, current: _Open) -> None:
-        if not current.documents:
-            assert current.reading is not None
-            current.documents = current.reading.result()
-            current.num_stored = sum(document is not None for document in current.documents)
-        job, tokens = current.job, current.tokens
+        job, model = current.job, self._model
         missing = next((at for at, document in enumerate(current.documents) if document is None), None)
         if missing is not None:
             span = current.spans[missing]
-            part = tokens[span.start : span.stop]
-            current.documents[missing] = document = compute_document(self._model, int(tokens[0]), part)
+            part = job.tokens[span.start : span.stop]
+            current.documents[missing] = document = self._together(
+                exchanges_of_blend(model.num_layers, 1 + span.num_tokens, (), 1.0),
+                lambda: compute_document(model, job.tokens[0], torch.tensor(part)),
+            )
             with suppress(RuntimeError):  # it ends
-                self._thread.submit(self._write, job.tokens[0], job.tokens[span.start : span.stop], document)
+                self._thread.submit(self._write, job.tokens[0], part, document)
             return
-        documents = [
-            _cut(span, document, job.stop_tokens)
-            for span, document in zip(current.spans, current.documents, strict=True)
+        spans = [Span(span.start, min(span.stop, job.stop_tokens)) for span in current.spans]
+        made, audit = self._together(
+            exchanges_of_blend(model.num_layers, job.stop_tokens, spans, self._ratio),
+            lambda: self._blend(job, spans, current.documents),
+        )
+        self._end(current, BlendReport(job.request_id, job.stop_tokens, len(made.rows), len(spans), current.num_stored))
+        if audit is not None:
+            self._audit = audit
+        elif job.is_audited:
+            self._audits.append(BlendAudit(job.request_id, None))
+
+    def _blend(
+        self, job: BlendJob, spans: Sequence[Span], documents: Sequence[Document | None]
+    ) -> tuple[Blended, _Audit | None]:
+        placed = [
+            (span, Document(document.states.rows(0, span.num_tokens), document.first_position))
+            for span, document in zip(spans, documents, strict=True)
             if document is not None
         ]
-        made = blend(self._model, tokens[: job.stop_tokens], documents, ratio=self._ratio)
+        made = blend(self._model, torch.tensor(job.tokens[: job.stop_tokens]), placed, ratio=self._ratio)
         self._model.write(made.states, job.start_tokens, job.stop_tokens, job.block_ids, self._block_tokens)
-        report = BlendReport(job.request_id, job.stop_tokens, len(made.rows), len(documents), current.num_stored)
-        self._end(current, report)
-        if job.is_audited:
-            self._begin_audit(job, made.states)
+        if not job.is_audited or self._audit is not None:  # each holds the keys and values of a prompt twice
+            return made, None
+        num_tokens = len(job.tokens)
+        return made, _Audit(job, _longer(made.states, num_tokens), _longer(made.states, num_tokens))
 
     def _write(self, first_token: int, tokens: Sequence[int], document: Document) -> None:
         store = self._store()
@@ -215,49 +310,80 @@ class Blender:
 
     # ---- audits
 
-    def _begin_audit(self, job: BlendJob, blended: LayerStates) -> None:
-        if self._audit is not None:  # each holds the keys and values of a prompt twice
-            self._audits.append(BlendAudit(job.request_id, None))
-            return
-        self._audit = _Audit(job, _longer(blended, len(job.tokens)), _longer(blended, len(job.tokens)))
-
     def _go_on_with_audit(self) -> None:
         audit = self._audit
         if audit is None:
             return
+        start, end = audit.done_tokens, len(audit.job.tokens)
+        stop = audit.done_tokens = min(end, start + _AUDIT_TOKENS)
+        layers = self._model.num_layers
+        exchanges = exchanges_of_extend(layers, stop - start, wants_hidden=stop == end)
+        if stop == end:
+            exchanges += exchanges_of_extend(layers, end - audit.job.stop_tokens, wants_hidden=True)
+            exchanges += [Exchange("logits")] * 2
         try:
-            tokens = torch.tensor(audit.job.tokens)
-            start = audit.done_tokens
-            stop = audit.done_tokens = min(len(tokens), start + _AUDIT_TOKENS)
-            exact = extend(self._model, audit.exact, tokens[start:stop], start, wants_hidden=stop == len(tokens))
-            if exact is None:
-                return
-            self._audit = None
-            self._audits.append(self._compare(audit, tokens, exact[-1:]))
-        except Exception as error:  # noqa: BLE001 - the engine keeps stepping until each audit is reported
-            _log.warning("kvstore: a blended request could not be audited: %s", error, exc_info=error)
+            compared = self._together(exchanges, lambda: self._extend(audit, start, stop))
+        except _Failed as failure:
+            _log.warning("kvstore: a blended request could not be audited: %s", failure, exc_info=failure.__cause__)
             self._audit = None
             self._audits.append(BlendAudit(audit.job.request_id, None))
+            return
+        if compared is not None:
+            kl, squares = compared
+            self._audit = None
+            self._audits.append(BlendAudit(audit.job.request_id, kl, *_differences(self._sum_over_ranks(squares))))
 
-    def _compare(self, audit: _Audit, tokens: torch.Tensor, exact: torch.Tensor) -> BlendAudit:
-        stop = audit.job.stop_tokens
-        hidden = extend(self._model, audit.blended, tokens[stop:], stop, wants_hidden=True)
-        assert hidden is not None
-        wanted, seen = (self._model.logits(one)[0].to(torch.float32).log_softmax(-1) for one in (exact, hidden[-1:]))
-        return BlendAudit(
-            audit.job.request_id,
-            max(0.0, float((wanted.exp() * (wanted - seen)).sum())),
-            _differences(audit.exact.keys, audit.blended.keys, stop),
-            _differences(audit.exact.values, audit.blended.values, stop),
-        )
+    def _extend(self, audit: _Audit, start: int, stop: int) -> tuple[float, list[float]] | None:
+        """Compute a part of an audit's prompt in full. Behind the last one: the difference of the next token's
+        distribution, and the sums of squares that `_differences` wants, of this rank's heads.
+        """
+        tokens = torch.tensor(audit.job.tokens)
+        is_last = stop == len(tokens)
+        exact = extend(self._model, audit.exact, tokens[start:stop], start, wants_hidden=is_last)
+        if exact is None:
+            return None
+        blended_tokens = audit.job.stop_tokens
+        blended = extend(self._model, audit.blended, tokens[blended_tokens:], blended_tokens, wants_hidden=True)
+        assert blended is not None
+        ends = exact[-1:], blended[-1:]
+        wanted, seen = (self._model.logits(one)[0].to(torch.float32).log_softmax(-1) for one in ends)
+        kl = max(0.0, float((wanted.exp() * (wanted - seen)).sum()))
+        return kl, _squares(audit.exact, audit.blended, blended_tokens)
 
+    # ---- ranks
 
-def _cut(span: Span, document: Document, stop: int) -> tuple[Span, Document]:
-    """A document up to the last block, if it ends behind that."""
-    if span.stop <= stop:
-        return span, document
-    states = document.states.rows(0, stop - span.start)
-    return Span(span.start, stop), Document(states, document.first_position)
+    def _together(self, exchanges: Sequence[Exchange], piece: Callable[[], Made]) -> Made:
+        """Do a piece of work on all ranks. One on which it fails takes part in the exchanges that are left, so that the
+        others come through theirs, and none of them uses what they made.
+
+        Args:
+            exchanges: All those of the piece, in order.
+            piece: May raise anything.
+
+        Raises:
+            _Failed: It failed on a rank.
+        """
+        error: Exception | None = None
+        before = self._model.num_exchanges
+        try:
+            made = piece()
+        except Exception as caught:  # noqa: BLE001 - vLLM waits for each of these requests, so each is reported
+            error = caught
+            left = exchanges[self._model.num_exchanges - before :]
+            self._or_apart(lambda: self._model.follow(left))
+        if any(self._sum_over_ranks([error is not None])):
+            raise _Failed(error) from error
+        return made
+
+    def _sum_over_ranks(self, numbers: Sequence[float]) -> list[float]:
+        part = torch.tensor(numbers, dtype=torch.float64)
+        return self._or_apart(lambda: self._model.sum_over_ranks(part)).tolist()
+
+    def _or_apart(self, exchange: Callable[[], Made]) -> Made:
+        try:
+            return exchange()
+        except Exception as error:
+            raise RanksApart("an exchange between ranks failed") from error
 
 
 def _longer(states: LayerStates, num_tokens: int) -> LayerStates:
@@ -269,10 +395,16 @@ def _longer(states: LayerStates, num_tokens: int) -> LayerStates:
     return LayerStates([longer(one) for one in states.keys], [longer(one) for one in states.values])
 
 
-def _differences(exact: Sequence[torch.Tensor], blended: Sequence[torch.Tensor], stop: int) -> tuple[float, ...]:
-    """By layer, the root of the mean square of the difference by that of the exact ones."""
-    found = []
-    for wanted, seen in zip(exact, blended, strict=True):
+def _squares(exact: LayerStates, blended: LayerStates, stop: int) -> list[float]:
+    """By layer, first of keys, then of values: the squares of the difference, summed, and those of the exact ones."""
+    found: list[float] = []
+    for wanted, seen in zip([*exact.keys, *exact.values], [*blended.keys, *blended.values], strict=True):
         one, other = wanted[:stop].to(torch.float32), seen[:stop].to(torch.float32)
-        found.append(float((one - other).norm() / one.norm().clamp_min(1e-30)))
-    return tuple(found)
+        found += [float((one - other).square().sum()), float(one.square().sum())]
+    return found
+
+
+def _differences(squares: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Of keys and of values by layer, the root of the mean square of the difference by that of the exact ones."""
+    found = tuple(sqrt(one / max(of, 1e-60)) for one, of in zip(squares[::2], squares[1::2], strict=True))
+    return found[: len(found) // 2], found[len(found) // 2 :]

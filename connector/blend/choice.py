@@ -40,6 +40,13 @@ def always_computed(num_tokens: int, spans: Sequence[Span]) -> torch.Tensor:
     return always
 
 
+def num_chosen(num_tokens: int, spans: Sequence[Span], ratio: float) -> int:
+    """How many tokens `choose_rows` chooses, of any differences."""
+    document_tokens = sum(span.num_tokens for span in spans)
+    firsts = sum(min(FIRST_TOKENS, span.num_tokens) for span in spans)
+    return num_tokens - document_tokens + max(firsts, math.ceil(ratio * document_tokens))
+
+
 def choose_rows(differences: torch.Tensor, spans: Sequence[Span], ratio: float) -> torch.Tensor:
     """The tokens to compute again, ascending.
 
@@ -50,9 +57,7 @@ def choose_rows(differences: torch.Tensor, spans: Sequence[Span], ratio: float) 
         ratio: Share of all tokens of documents. Their first tokens count, and are chosen even if the ratio allows less.
     """
     always = always_computed(len(differences), spans)
-    document_tokens = sum(span.num_tokens for span in spans)
-    outside = len(differences) - document_tokens
-    num_more = max(0, math.ceil(ratio * document_tokens) - (int(always.sum()) - outside))
+    num_more = num_chosen(len(differences), spans, ratio) - int(always.sum())
     ranked = differences.to(torch.float32).masked_fill(always, -1.0)
     # a stable order: equal differences are chosen by position, on every rank alike
     more = torch.argsort(ranked, descending=True, stable=True)[:num_more]

@@ -81,7 +81,7 @@ def refuse_engine(facts: EngineFacts, settings: ConnectorSettings) -> str | None
             facts.architecture not in ARCHITECTURES,
             f"architecture {facts.architecture}: blended are {', '.join(ARCHITECTURES)}",
         ),
-        (facts.num_ranks > 1, f"{facts.num_ranks} ranks: tensor and pipeline parallelism are not blended yet"),
+        (facts.pp_size > 1, f"{facts.pp_size} pipeline stages: a rank needs the layers of all to blend"),
         (facts.device != "cpu", f"device {facts.device}: blending was written for processors, and has run on no GPU"),
         (
             facts.quantization != "none",

@@ -10,8 +10,8 @@ import torch
 
 from connector.blend.recompute import Document, LayerStates
 from connector.facts import CellFacts, EngineFacts
-from connector.identity import describe_model
-from kvstore.client import PageDoor, describe_pages
+from connector.identity import CacheShape, GroupShape, describe_model, read_shape
+from kvstore.client import BlockingStore, PageDoor, describe_pages
 from kvstore.model.namespace import NamespaceDescription
 
 PAGE_TOKENS = 256
@@ -23,7 +23,8 @@ _FIRST_POSITION = 1
 def describe_documents(facts: EngineFacts, weights_id: str) -> NamespaceDescription:
     """The namespace of an engine's documents.
 
-    A prefix's namespace has no field `documents`, so none can be equal to one of these.
+    A prefix's namespace has no field `documents`, so none can be equal to one of these. Pages are divided into slices
+    of heads as prefixes' are, so engines of all tensor-parallel sizes share them.
     """
     content = facts.groups[0].content
     assert isinstance(content, CellFacts)
@@ -41,7 +42,14 @@ def describe_documents(facts: EngineFacts, weights_id: str) -> NamespaceDescript
             },
         },
         page_tokens=PAGE_TOKENS,
+        num_slices=_shape(facts).slices.num_slices,
     )
+
+
+def _shape(facts: EngineFacts) -> GroupShape:
+    shape = read_shape(facts)
+    assert isinstance(shape, CacheShape), shape  # of others nothing is cached
+    return shape.groups[0]
 
 
 def page_keys(first_token: int, tokens: Sequence[int]) -> list[bytes]:
@@ -58,41 +66,45 @@ def page_keys(first_token: int, tokens: Sequence[int]) -> list[bytes]:
 
 
 class DocumentStore:
-    """Reads and writes documents. For threads other than the engine's: it waits for the store.
+    """Reads and writes a rank's heads of documents. For threads other than the engine's: it waits for the store.
 
     Args:
-        door: To the documents' namespace.
-        facts: The engine's.
+        store: Stays the caller's.
+        facts: Of the rank.
+        weights_id: Of its model.
         dtype: Of keys and values.
+        timeout_s: The longest that a call takes.
     """
 
-    def __init__(self, door: PageDoor, facts: EngineFacts, dtype: torch.dtype) -> None:
+    def __init__(
+        self, store: BlockingStore, facts: EngineFacts, weights_id: str, dtype: torch.dtype, *, timeout_s: float
+    ) -> None:
         content = facts.groups[0].content
         assert isinstance(content, CellFacts)
-        self._door = door
+        held = _shape(facts).slices.slices_of(facts.tp_rank, facts.tp_size)
+        description = describe_documents(facts, weights_id)
+        self._door = PageDoor(store, description, slices=held, element_bytes=dtype.itemsize, timeout_s=timeout_s)
         self._dtype = dtype
         self._num_layers = len(facts.groups[0].layer_names)
         self._heads = content.rank_heads
+        self._slice_heads = content.rank_heads // len(held)
         self._sizes = content.head_size, content.head_size_v
 
     def read(self, first_token: int, tokens: Sequence[int]) -> Document | None:
-        """A document, or `None` if a page of it is not there.
+        """A document, or `None` if a page of it is not there, or lacks a slice of any rank.
 
         Raises:
             KVStoreError: The store does not answer.
         """
         states = self._empty(len(tokens))
         keys = page_keys(first_token, tokens)
-        pages = [
-            [torch.empty(one[start : start + PAGE_TOKENS].shape, dtype=self._dtype) for one in _parts(states)]
-            for start in range(0, len(tokens), PAGE_TOKENS)
-        ]
+        places = self._pages(states, len(tokens))
+        pages = [[torch.empty(place.shape, dtype=self._dtype) for place in page] for page in places]
         if self._door.read_into(keys, [[_view(piece) for piece in page] for page in pages]) < len(keys):
             return None
-        for index, page in enumerate(pages):
-            start = index * PAGE_TOKENS
-            for whole, piece in zip(_parts(states), page, strict=True):
-                whole[start : start + len(piece)] = piece
+        for page_places, page in zip(places, pages, strict=True):
+            for place, piece in zip(page_places, page, strict=True):
+                place.copy_(piece)
         return Document(states, _FIRST_POSITION)
 
     def write(self, first_token: int, tokens: Sequence[int], document: Document) -> None:
@@ -102,22 +114,21 @@ class DocumentStore:
             KVStoreError: The store does not answer, or refuses it.
         """
         keys = page_keys(first_token, tokens)
-        pages = [
-            [_view(one[start : start + PAGE_TOKENS].contiguous()) for one in _parts(document.states)]
-            for start in range(0, len(tokens), PAGE_TOKENS)
-        ]
+        pages = [[_view(part.contiguous()) for part in page] for page in self._pages(document.states, len(tokens))]
         self._door.write_from(keys, pages)
+
+    def _pages(self, states: LayerStates, num_tokens: int) -> list[list[torch.Tensor]]:
+        """The parts of each page, in order: of each slice of heads, of each layer keys, then values."""
+        layers = [part for pair in zip(states.keys, states.values, strict=True) for part in pair]
+        heads = [slice(first, first + self._slice_heads) for first in range(0, self._heads, self._slice_heads)]
+        rows = [slice(start, start + PAGE_TOKENS) for start in range(0, num_tokens, PAGE_TOKENS)]
+        return [[part[page, share] for share in heads for part in layers] for page in rows]
 
     def _empty(self, num_tokens: int) -> LayerStates:
         key_size, value_size = self._sizes
         keys = [torch.empty(num_tokens, self._heads, key_size, dtype=self._dtype) for _ in range(self._num_layers)]
         values = [torch.empty(num_tokens, self._heads, value_size, dtype=self._dtype) for _ in range(self._num_layers)]
         return LayerStates(keys, values)
-
-
-def _parts(states: LayerStates) -> list[torch.Tensor]:
-    """The order of a page's parts: of each layer keys, then values."""
-    return [part for pair in zip(states.keys, states.values, strict=True) for part in pair]
 
 
 def _view(tensor: torch.Tensor) -> memoryview:

@@ -1,4 +1,4 @@
-"""What the scheduler side orders of the rank that blends, and what that reports: plain values that pickle."""
+"""What the scheduler side orders of the ranks that blend, and what they report: plain values that pickle."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from connector.blend.choice import Span, always_computed, choose_rows
+from connector.blend.choice import Span, always_computed, choose_rows, num_chosen
 from connector.blend.rotation import Angles, rerotate
 
 FULL_LAYERS = 2
@@ -23,8 +23,25 @@ FULL_LAYERS = 2
 _ROWS_AT_ONCE = 256
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A sum over an engine's ranks, or a collection of what they have: each rank waits in it for all others.
+
+    Attributes:
+        kind: What is summed or collected: hidden states, differences of keys, or the logits of one token.
+        num_tokens: Of how many tokens; all ranks have as many.
+    """
+
+    kind: Literal["hidden", "differences", "logits"]
+    num_tokens: int = 1
+
+
 class LayeredModel(Protocol):
-    """A decoder whose layers can be called one by one. Tokens are rows of two-dimensional tensors."""
+    """A decoder whose layers can be called one by one. Tokens are rows of two-dimensional tensors.
+
+    Where ranks share the model, heads are those of this rank, and hidden states are the same on all: `embed` sums them
+    over the ranks once, and `finish` twice.
+    """
 
     @property
     def num_layers(self) -> int: ...
@@ -53,6 +70,9 @@ class LayeredModel(Protocol):
 
     def attention_scale(self, layer: int) -> float:
         """What the products of queries and keys are multiplied with."""
+
+    def sum_over_ranks(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' tensors, equal bit for bit on all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +171,9 @@ def blend(
         queries, keys, values = model.project(layer, hidden, positions[rows])
         is_last = layer == model.num_layers - 1
         if ratio is not None and documents and layer == min(FULL_LAYERS, model.num_layers - 1):
-            chosen = choose_rows(_differences(reused.keys[layer], keys), spans, ratio)
+            # over all heads, so that all ranks choose the same tokens, and those that one rank would
+            differences = model.sum_over_ranks(_differences(reused.keys[layer], keys))
+            chosen = choose_rows(differences, spans, ratio)
             rows, hidden, queries = chosen, hidden[chosen], queries[chosen]
         elif len(keys) < num_tokens:
             keys = reused.keys[layer].index_copy(0, rows, keys)
@@ -191,6 +213,24 @@ def extend(
             attended = model.attend(layer, queries, *seen)
             hidden = model.finish(layer, hidden, attended)
     return hidden if wants_hidden else None
+
+
+def exchanges_of_blend(num_layers: int, num_tokens: int, spans: Sequence[Span], ratio: float) -> list[Exchange]:
+    """What `blend` exchanges between ranks, in order, if it wants no hidden states."""
+    rows = num_tokens
+    found = [Exchange("hidden", rows)]
+    for layer in range(num_layers):
+        if spans and layer == min(FULL_LAYERS, num_layers - 1):
+            found.append(Exchange("differences", num_tokens))
+            rows = num_chosen(num_tokens, spans, ratio)
+        if layer < num_layers - 1:
+            found += [Exchange("hidden", rows)] * 2
+    return found
+
+
+def exchanges_of_extend(num_layers: int, num_tokens: int, *, wants_hidden: bool) -> list[Exchange]:
+    """What `extend` exchanges between ranks."""
+    return [Exchange("hidden", num_tokens)] * (1 + 2 * (num_layers if wants_hidden else num_layers - 1))
 
 
 def attend(

@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 from vllm import _custom_ops as ops
+from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
+from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
 from connector.blend.consent import refuse_rope
-from connector.blend.recompute import LayerStates
+from connector.blend.recompute import Exchange, LayerStates
 from connector.blend.rotation import Angles
 
 
@@ -24,8 +27,14 @@ class VllmLayers:
     vLLM's layers pass on two tensors, what a layer adds and the sum before it: their norms add the two without rounding
     the sum first. Here both stand side by side in one tensor of hidden states, [num_tokens, 2 * hidden_size].
 
+    The embedding and the row-parallel modules sum over the ranks of a tensor-parallel engine as the last thing that
+    they do. So if one raises, this rank has not entered its sum.
+
     Args:
         model: As the engine's model runner has it.
+
+    Attributes:
+        num_exchanges: The exchanges with other ranks that this rank has come through.
 
     Raises:
         AttributeError: It is built differently from the models that are known.
@@ -36,15 +45,22 @@ class VllmLayers:
         self._decoder = model.model
         self._layers = list(self._decoder.layers)
         for layer in self._layers:  # what is used later is missing now
-            _ = layer.input_layernorm, layer.post_attention_layernorm, layer.mlp
+            _ = layer.input_layernorm, layer.post_attention_layernorm, layer.mlp.down_proj
             attention = layer.self_attn
             _ = attention.qkv_proj, attention.o_proj, attention.rotary_emb, attention.attn.impl.do_kv_cache_update
             _ = attention.q_size, attention.kv_size, attention.head_dim, attention.scaling
+        self.num_exchanges = 0
+        self._ranks = get_tp_group()
 
     def refusal(self) -> str | None:
         """Why this model cannot be blended, or `None`."""
+        if type(self._decoder.embed_tokens) is not VocabParallelEmbedding:  # as of an engine with adapters
+            return f"embedding {type(self._decoder.embed_tokens).__name__}"
         for layer in self._layers:
             attention = layer.self_attn
+            for module in (attention.o_proj, layer.mlp.down_proj):
+                if type(module) is not RowParallelLinear:
+                    return f"linear layers {type(module).__name__}"
             if type(attention.attn.impl) is not CPUAttentionBackendImpl:
                 return f"attention backend {type(attention.attn.impl).__name__}"
             if getattr(attention.attn, "sliding_window", None) is not None:
@@ -68,6 +84,7 @@ class VllmLayers:
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         embedded = self._decoder.embed_tokens(tokens)
+        self.num_exchanges += 1
         return torch.cat((embedded, torch.zeros_like(embedded)), -1)
 
     def project(
@@ -89,12 +106,45 @@ class VllmLayers:
     def finish(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         module = self._layers[layer]
         found, _ = module.self_attn.o_proj(attended.reshape(len(hidden), -1))
+        self.num_exchanges += 1
         added, before = _halves(hidden)
         normed, residual = module.post_attention_layernorm(found, added + before)
-        return torch.cat((module.mlp(normed), residual), -1)
+        computed = module.mlp(normed)
+        self.num_exchanges += 1
+        return torch.cat((computed, residual), -1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.compute_logits(self._decoder.norm(*_halves(hidden))[0])
+        found = self._model.compute_logits(self._decoder.norm(*_halves(hidden))[0])
+        self.num_exchanges += 1
+        return found
+
+    @property
+    def num_ranks(self) -> int:
+        return int(self._ranks.world_size)
+
+    def sum_over_ranks(self, part: torch.Tensor) -> torch.Tensor:
+        if self.num_ranks > 1:
+            total, first, group = part.clone(), self._ranks.ranks[0], self._ranks.cpu_group
+            # summed on one rank and sent to the others: sums that each made itself might be rounded otherwise
+            torch.distributed.reduce(total, first, group=group)
+            torch.distributed.broadcast(total, first, group=group)
+            part = total
+        self.num_exchanges += 1
+        return part
+
+    def follow(self, exchanges: Sequence[Exchange]) -> None:
+        if self.num_ranks == 1:
+            return
+        weight = self._decoder.embed_tokens.weight
+        for exchange in exchanges:
+            if exchange.kind == "differences":
+                self.sum_over_ranks(torch.zeros(exchange.num_tokens))
+                continue
+            zeros = torch.zeros((exchange.num_tokens, weight.shape[1]), dtype=weight.dtype)
+            if exchange.kind == "hidden":
+                tensor_model_parallel_all_reduce(zeros)
+            else:
+                self._model.compute_logits(zeros)
 
     def angles(self, positions: torch.Tensor) -> Angles:
         rotary = self._layers[0].self_attn.rotary_emb

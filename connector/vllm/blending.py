@@ -15,7 +15,7 @@ import vllm
 
 from connector.blend.blender import Blender
 from connector.blend.consent import refuse_engine
-from connector.blend.documents import DocumentStore, describe_documents
+from connector.blend.documents import DocumentStore
 from connector.blend.requests import BlendRequests
 from connector.facts import EngineFacts
 from connector.settings import ConnectorSettings, cache_folder
@@ -23,7 +23,7 @@ from connector.vllm.blend_layers import VllmLayers
 from connector.vllm.contract import release_of
 from connector.weights import find_weights_id
 from kvstore.api import Outcome, PageStore
-from kvstore.client import BlockingStore, PageDoor
+from kvstore.client import BlockingStore
 from kvstore.errors import Closed
 from kvstore.runtime.meters import Meters
 
@@ -99,11 +99,9 @@ class _Documents:
     def _open(self) -> None:
         try:
             weights_id = self._settings.weights_id or find_weights_id(self._facts, cache_folder())
-            description = describe_documents(self._facts, weights_id)
             dtype = getattr(torch, self._facts.compute_dtype)
             timeout_s = self._settings.max_wait_ms / 1000
-            door = PageDoor(self._store, description, element_bytes=dtype.itemsize, timeout_s=timeout_s)
-            self._documents = DocumentStore(door, self._facts, dtype)
+            self._documents = DocumentStore(self._store, self._facts, weights_id, dtype, timeout_s=timeout_s)
         except Exception as error:  # noqa: BLE001 - a thread's top: an engine without documents must say why
             _log.warning("kvstore: documents are computed and not stored: %s", error)
 

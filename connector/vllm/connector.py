@@ -61,7 +61,7 @@ class _StepMetadata(KVConnectorMetadata):
 @dataclass
 class _WorkerMetadata(KVConnectorWorkerMetadata):
     report: RankReport
-    blended: BlendReports | None = None  # of engines of one rank
+    blended: BlendReports | None = None  # all ranks have the same ones
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> _WorkerMetadata:
         assert isinstance(other, _WorkerMetadata)
@@ -87,7 +87,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     # both sides of blending, where it is on
     _blends: BlendRequests | None = None
     _blender: Blender | None = None
-    _blend_refusal: str | None = None
+    _blend_refusal: str | None = "a rank has not registered its cache"
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -217,8 +217,9 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         if self.scheduler_side is None:
             return _StepMetadata()
-        blends = self._blends.take_jobs() if self._blends is not None else ()
-        metadata = _StepMetadata(self.scheduler_side.plan_step(read_step(scheduler_output)), blends)
+        jobs = self.scheduler_side.plan_step(read_step(scheduler_output))
+        # last: an error before it leaves them for the next step, and vLLM waits for each of these requests
+        metadata = _StepMetadata(jobs, self._blends.take_jobs() if self._blends is not None else ())
         if not metadata.jobs.computes:
             self.scheduler_side.wait_in_empty_step()
         return metadata
@@ -329,6 +330,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             from connector.vllm.blending import open_requests
 
             refusals = [proof.blend_refusal for proof in proofs.values()]
+            if len(proofs) < facts.num_ranks:  # one that takes no part would let the others wait
+                refusals.append(f"{facts.num_ranks - len(proofs)} ranks did not say whether they can")
             meters = self.scheduler_side.meters
             self._blends = open_requests(self._settings, facts, self._bridge, meters, refusals=refusals)
         self._publish_events(shape, facts.num_ranks)

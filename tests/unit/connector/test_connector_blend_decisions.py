@@ -79,7 +79,7 @@ def test_an_engine_that_may() -> None:
         ({"kind": SlidingWindow(64)}, {}, "sliding window"),
         ({"drafts": True}, {}, "drafts"),
         ({"architecture": "GptOssForCausalLM"}, {}, "architecture GptOssForCausalLM"),
-        ({"tp_size": 2}, {}, "2 ranks"),
+        ({"pp_size": 2}, {}, "2 pipeline stages"),
         ({"device": "cuda"}, {}, "device cuda"),
         ({"quantization": "fp8"}, {}, "quantization fp8"),
         ({"dtype": "fp8_e4m3", "cache_dtype": "fp8"}, {}, "cache type fp8"),

@@ -17,10 +17,10 @@ from connector.blend.blender import Blender
 from connector.blend.choice import Span
 from connector.blend.documents import PAGE_TOKENS, DocumentStore, describe_documents, page_keys
 from connector.blend.jobs import BlendAudit, BlendJob, BlendReport
-from connector.blend.recompute import LayerStates, blend, compute_document
+from connector.blend.recompute import Document, Exchange, LayerStates, blend, compute_document
 from connector.facts import CellFacts
 from connector.identity import describe_namespace
-from kvstore.client import BlockingStore, PageDoor
+from kvstore.client import BlockingStore
 from kvstore.testing.service_process import ServiceProcess
 from tests.unit.connector.support import make_facts, make_shape
 
@@ -38,6 +38,12 @@ class Written(TransformersLayers):
         super().__init__(model)
         self.blocks: dict[int, torch.Tensor] = {}
         self.fails = False
+        self.num_exchanges = 0
+
+    num_ranks = 1
+
+    def follow(self, exchanges: Sequence[Exchange]) -> None:
+        """There is no other rank."""
 
     def write(self, states: LayerStates, start: int, stop: int, block_ids: Sequence[int], block_tokens: int) -> None:
         if self.fails:
@@ -64,8 +70,7 @@ def store(tmp_path: Path) -> Iterator[BlockingStore]:
 
 @pytest.fixture
 def documents(store: BlockingStore) -> DocumentStore:
-    door = PageDoor(store, describe_documents(FACTS, "w"), element_bytes=4)
-    return DocumentStore(door, FACTS, torch.float32)
+    return DocumentStore(store, FACTS, "w", torch.float32, timeout_s=10.0)
 
 
 @pytest.fixture
@@ -133,6 +138,36 @@ def test_documents_come_back(documents: DocumentStore, model: Written) -> None:
                 assert torch.equal(one, other)
             assert documents.read(2, tokens) is None
             assert documents.read(1, [*tokens[:-1], tokens[-1] + 1]) is None
+
+
+def heads_of(states: LayerStates, rank: int) -> LayerStates:
+    """Those of one of two ranks."""
+    return LayerStates(*([one.chunk(2, 1)[rank] for one in part] for part in (states.keys, states.values)))
+
+
+def test_all_sizes_share_documents(store: BlockingStore, model: Written) -> None:
+    """What two ranks stored one rank reads, and the reverse; what one of two has stored nobody reads."""
+    tokens = np.random.default_rng(1).integers(0, 80, PAGE_TOKENS + 7).tolist()
+    halves = replace(FACTS, groups=(replace(GROUP, content=replace(CELLS, rank_heads=2)),), tp_size=2)
+    whole, *ranks = (
+        DocumentStore(store, facts, "w", torch.float32, timeout_s=10.0)
+        for facts in (FACTS, halves, replace(halves, tp_rank=1))
+    )
+    with torch.inference_mode():
+        for first in (1, 2):
+            made = compute_document(model, first, torch.tensor(tokens))
+            shares = [Document(heads_of(made.states, rank), 1) for rank in range(2)]
+            if first == 1:
+                for rank, share in zip(ranks, shares, strict=True):
+                    assert [one.read(first, tokens) for one in (whole, *ranks)] == [None] * 3
+                    rank.write(first, tokens, share)
+            else:
+                whole.write(first, tokens, made)
+            for reader, wanted in zip((whole, *ranks), (made, *shares), strict=True):
+                found = reader.read(first, tokens)
+                assert found is not None
+                assert all(map(torch.equal, found.states.keys, wanted.states.keys))
+                assert all(map(torch.equal, found.states.values, wanted.states.values))
 
 
 def test_names_of_pages() -> None:
