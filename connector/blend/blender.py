@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from connector.blend.choice import Span
-from connector.blend.documents import DocumentStore
+from connector.blend.documents import DocumentStore, document_root
 from connector.blend.jobs import BlendAudit, BlendJob, BlendReport, BlendReports
 from connector.blend.recompute import (
     Blended,
@@ -34,7 +34,7 @@ from connector.blend.recompute import (
     exchanges_of_extend,
     extend,
 )
-from kvstore.errors import KVStoreError
+from kvstore.errors import InternalError, KVStoreError
 
 Made = TypeVar("Made")
 
@@ -211,13 +211,13 @@ class Blender:
 
     def _read(self, job: BlendJob, spans: Sequence[Span]) -> list[Document | None]:
         """The documents that are stored. On the blender's thread."""
-        store = self._store()
+        store, root = self._store(), _root_of(job)
         found: list[Document | None] = []
         for span in spans:
             document = None
             if store is not None:
                 try:
-                    document = store.read(job.tokens[0], job.tokens[span.start : span.stop])
+                    document = store.read(root, job.tokens[span.start : span.stop])
                 except KVStoreError as error:
                     _log.warning("kvstore: a document cannot be read and is computed: %s", error)
                     store = None  # nor can the others: they would each wait as long
@@ -259,10 +259,10 @@ class Blender:
             part = job.tokens[span.start : span.stop]
             current.documents[missing] = document = self._together(
                 exchanges_of_blend(model.num_layers, 1 + span.num_tokens, (), 1.0),
-                lambda: compute_document(model, job.tokens[0], torch.tensor(part)),
+                lambda: _finite(compute_document(model, job.tokens[0], torch.tensor(part))),
             )
             with suppress(RuntimeError):  # it ends
-                self._thread.submit(self._write, job.tokens[0], part, document)
+                self._thread.submit(self._write, _root_of(job), part, document)
             return
         spans = [Span(span.start, min(span.stop, job.stop_tokens)) for span in current.spans]
         made, audit = self._together(
@@ -290,11 +290,11 @@ class Blender:
         num_tokens = len(job.tokens)
         return made, _Audit(job, _longer(made.states, num_tokens), _longer(made.states, num_tokens))
 
-    def _write(self, first_token: int, tokens: Sequence[int], document: Document) -> None:
+    def _write(self, root: bytes, tokens: Sequence[int], document: Document) -> None:
         store = self._store()
         try:
             if store is not None:
-                store.write(first_token, tokens, document)
+                store.write(root, tokens, document)
         except KVStoreError as error:
             _log.warning("kvstore: a document was computed and not stored: %s", error)
         except Exception:
@@ -347,8 +347,7 @@ class Blender:
         assert blended is not None
         ends = exact[-1:], blended[-1:]
         wanted, seen = (self._model.logits(one)[0].to(torch.float32).log_softmax(-1) for one in ends)
-        kl = max(0.0, float((wanted.exp() * (wanted - seen)).sum()))
-        return kl, _squares(audit.exact, audit.blended, blended_tokens)
+        return divergence(wanted, seen), _squares(audit.exact, audit.blended, blended_tokens)
 
     # ---- ranks
 
@@ -384,6 +383,28 @@ class Blender:
             return exchange()
         except Exception as error:
             raise RanksApart("an exchange between ranks failed") from error
+
+
+def _root_of(job: BlendJob) -> bytes:
+    return document_root(job.cache_salt, job.tokens[0])
+
+
+def _finite(document: Document) -> Document:
+    """The document.
+
+    Raises:
+        InternalError: It has values that are no numbers, as after an overflow, which would be stored for all others.
+    """
+    if not all(part.isfinite().all() for part in (*document.states.keys, *document.states.values)):
+        raise InternalError("a document has keys or values that are not finite")
+    return document
+
+
+def divergence(wanted: torch.Tensor, seen: torch.Tensor) -> float:
+    """The KL divergence of two rows of logarithms of probabilities, in nats. No number, if one of them has none."""
+    terms = torch.where(wanted.isneginf(), 0.0, wanted.exp() * (wanted - seen))
+    kl = float(terms.sum())
+    return 0.0 if kl < 0 else kl  # `max` would make 0 of no number, and the gate would stay open
 
 
 def _longer(states: LayerStates, num_tokens: int) -> LayerStates:

@@ -15,7 +15,7 @@ from kvstore.client import BlockingStore, PageDoor, describe_pages
 from kvstore.model.namespace import NamespaceDescription
 
 PAGE_TOKENS = 256
-_FORMAT = 1
+_FORMAT = 2
 _FIRST_POSITION = 1
 """A document is computed alone behind the prompt's first token, so its first token has this position."""
 
@@ -52,11 +52,22 @@ def _shape(facts: EngineFacts) -> GroupShape:
     return shape.groups[0]
 
 
-def page_keys(first_token: int, tokens: Sequence[int]) -> list[bytes]:
-    """The names of a document's pages, in order: each of all tokens up to its end, and of the first token of the prompt
-    behind which it was computed. Documents with the same beginning share its pages.
+def document_root(cache_salt: str, first_token: int) -> bytes:
+    """What the names of documents begin with: whose they are, and what they were computed behind.
+
+    Args:
+        cache_salt: Of the request. Requests with different ones share nothing, as in vLLM's own cache.
+        first_token: Of the prompt.
     """
-    digest = hashlib.sha256(array("q", [first_token]).tobytes())
+    salt = cache_salt.encode("utf-8", "surrogatepass")
+    return len(salt).to_bytes(8, "little") + salt + first_token.to_bytes(8, "little")
+
+
+def page_keys(root: bytes, tokens: Sequence[int]) -> list[bytes]:
+    """The names of a document's pages, in order: each of all tokens up to its end, and of `document_root`. Documents
+    with the same beginning share its pages.
+    """
+    digest = hashlib.sha256(root)
     keys = []
     for start in range(0, len(tokens), PAGE_TOKENS):
         page = tokens[start : start + PAGE_TOKENS]
@@ -90,14 +101,14 @@ class DocumentStore:
         self._slice_heads = content.rank_heads // len(held)
         self._sizes = content.head_size, content.head_size_v
 
-    def read(self, first_token: int, tokens: Sequence[int]) -> Document | None:
+    def read(self, root: bytes, tokens: Sequence[int]) -> Document | None:
         """A document, or `None` if a page of it is not there, or lacks a slice of any rank.
 
         Raises:
             KVStoreError: The store does not answer.
         """
         states = self._empty(len(tokens))
-        keys = page_keys(first_token, tokens)
+        keys = page_keys(root, tokens)
         places = self._pages(states, len(tokens))
         pages = [[torch.empty(place.shape, dtype=self._dtype) for place in page] for page in places]
         if self._door.read_into(keys, [[_view(piece) for piece in page] for page in pages]) < len(keys):
@@ -107,13 +118,13 @@ class DocumentStore:
                 place.copy_(piece)
         return Document(states, _FIRST_POSITION)
 
-    def write(self, first_token: int, tokens: Sequence[int], document: Document) -> None:
+    def write(self, root: bytes, tokens: Sequence[int], document: Document) -> None:
         """Store a document; a page that is stored stays as it is.
 
         Raises:
             KVStoreError: The store does not answer, or refuses it.
         """
-        keys = page_keys(first_token, tokens)
+        keys = page_keys(root, tokens)
         pages = [[_view(part.contiguous()) for part in page] for page in self._pages(document.states, len(tokens))]
         self._door.write_from(keys, pages)
 

@@ -14,6 +14,7 @@ class BlendJob:
     Attributes:
         request_id: vLLM's; reported as finished exactly once.
         tokens: Its prompt.
+        cache_salt: Its salt.
         spans: Its documents, ascending.
         block_ids: Its blocks, from the prompt's first token on.
         start_tokens: The first token whose block is written: vLLM has the blocks before it.
@@ -23,6 +24,7 @@ class BlendJob:
 
     request_id: str
     tokens: tuple[int, ...]
+    cache_salt: str
     spans: tuple[Span, ...]
     block_ids: tuple[int, ...]
     start_tokens: int

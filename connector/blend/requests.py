@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 
 from connector.blend.choice import Span
 from connector.blend.consent import read_spans
@@ -21,6 +22,7 @@ _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its han
 @dataclass(slots=True)
 class _Request:
     tokens: tuple[int, ...]
+    cache_salt: str
     spans: tuple[Span, ...]
     stop_tokens: int
     start_tokens: int = 0
@@ -83,7 +85,7 @@ class BlendRequests:
             else:
                 stop_tokens = min(spans[-1].stop, len(tokens) - 1) // self._block_tokens * self._block_tokens
                 if stop_tokens:
-                    self._requests[request_id] = _Request(tuple(tokens), spans, stop_tokens)
+                    self._requests[request_id] = _Request(tuple(tokens), str(cache_salt), spans, stop_tokens)
                     return None
                 reason = f"its documents end within the prompt's first block of {self._block_tokens} tokens"
         self._meters.add("connector_blend_refused")
@@ -119,6 +121,7 @@ class BlendRequests:
             BlendJob(
                 request_id,
                 request.tokens,
+                request.cache_salt,
                 request.spans,
                 tuple(block_ids[: request.stop_tokens // self._block_tokens]),
                 start_tokens,
@@ -178,7 +181,7 @@ class BlendRequests:
         if told is not None:
             detail = {
                 **told.detail,
-                "audit_kl": round(audit.kl, 6),
+                "audit_kl": round(audit.kl, 6) if isfinite(audit.kl) else str(audit.kl),  # JSON knows no others
                 "audit_keys": _shown(audit.key_differences),
                 "audit_values": _shown(audit.value_differences),
             }

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +15,9 @@ import torch
 
 from benchmarks.blend_model import FOLDER, TransformersLayers, load_layers
 from benchmarks.blend_task import NO_LABEL, draw
-from connector.blend.blender import Blender
+from connector.blend.blender import Blender, divergence
 from connector.blend.choice import Span
-from connector.blend.documents import PAGE_TOKENS, DocumentStore, describe_documents, page_keys
+from connector.blend.documents import PAGE_TOKENS, DocumentStore, describe_documents, document_root, page_keys
 from connector.blend.jobs import BlendAudit, BlendJob, BlendReport
 from connector.blend.recompute import Document, Exchange, LayerStates, blend, compute_document
 from connector.facts import CellFacts
@@ -25,6 +27,8 @@ from kvstore.testing.service_process import ServiceProcess
 from tests.unit.connector.support import make_facts, make_shape
 
 BLOCK = 16
+SALT = "blend:team"
+ROOT = document_root(SALT, 1)
 CELLS = CellFacts(rank_heads=4, total_heads=4, head_size=32, head_size_v=32, element_bytes=4, dtype="float32")
 PLAIN = make_facts(architecture="LlamaForCausalLM")
 GROUP = replace(PLAIN.groups[0], stages=(tuple(f"layer.{at}" for at in range(4)),), content=CELLS)
@@ -93,7 +97,7 @@ def job_of(seed: int, name: str, *, start: int = 0, is_audited: bool = False) ->
     spans = tuple(Span(1 + size * at, 1 + size * (at + 1)) for at in range(batch.num_documents))
     stop = spans[-1].stop // BLOCK * BLOCK
     tokens = tuple(int(token) for token in batch.tokens[0, : last + 1])
-    return BlendJob(name, tokens, spans, tuple(range(100, 100 + stop // BLOCK)), start, stop, is_audited)
+    return BlendJob(name, tokens, SALT, spans, tuple(range(100, 100 + stop // BLOCK)), start, stop, is_audited)
 
 
 def run(blender: Blender, *jobs: BlendJob) -> tuple[list[BlendReport], list[BlendAudit]]:
@@ -127,17 +131,17 @@ def test_documents_come_back(documents: DocumentStore, model: Written) -> None:
     with torch.inference_mode():
         for size in (5, PAGE_TOKENS, PAGE_TOKENS + 7):
             tokens = random.integers(0, 80, size).tolist()
-            assert documents.read(1, tokens) is None
+            assert documents.read(ROOT, tokens) is None
             made = compute_document(model, 1, torch.tensor(tokens))
-            documents.write(1, tokens, made)
-            found = documents.read(1, tokens)
+            documents.write(ROOT, tokens, made)
+            found = documents.read(ROOT, tokens)
             assert found is not None and found.first_position == made.first_position
             for one, other in zip(
                 [*made.states.keys, *made.states.values], [*found.states.keys, *found.states.values], strict=True
             ):
                 assert torch.equal(one, other)
-            assert documents.read(2, tokens) is None
-            assert documents.read(1, [*tokens[:-1], tokens[-1] + 1]) is None
+            assert documents.read(document_root(SALT, 2), tokens) is None
+            assert documents.read(ROOT, [*tokens[:-1], tokens[-1] + 1]) is None
 
 
 def heads_of(states: LayerStates, rank: int) -> LayerStates:
@@ -155,28 +159,62 @@ def test_all_sizes_share_documents(store: BlockingStore, model: Written) -> None
     )
     with torch.inference_mode():
         for first in (1, 2):
+            root = document_root(SALT, first)
             made = compute_document(model, first, torch.tensor(tokens))
             shares = [Document(heads_of(made.states, rank), 1) for rank in range(2)]
             if first == 1:
                 for rank, share in zip(ranks, shares, strict=True):
-                    assert [one.read(first, tokens) for one in (whole, *ranks)] == [None] * 3
-                    rank.write(first, tokens, share)
+                    assert [one.read(root, tokens) for one in (whole, *ranks)] == [None] * 3
+                    rank.write(root, tokens, share)
             else:
-                whole.write(first, tokens, made)
+                whole.write(root, tokens, made)
             for reader, wanted in zip((whole, *ranks), (made, *shares), strict=True):
-                found = reader.read(first, tokens)
+                found = reader.read(root, tokens)
                 assert found is not None
                 assert all(map(torch.equal, found.states.keys, wanted.states.keys))
                 assert all(map(torch.equal, found.states.values, wanted.states.values))
 
 
 def test_names_of_pages() -> None:
-    """By all tokens up to a page's end, and the first token: equal beginnings share pages."""
+    """By all tokens up to a page's end, the first token and the salt: equal beginnings share pages."""
     tokens = list(range(PAGE_TOKENS + 10))
-    one, other = page_keys(1, tokens), page_keys(1, [*tokens, 5])
+    one, other = page_keys(ROOT, tokens), page_keys(ROOT, [*tokens, 5])
     assert len(one) == 2 and one[0] == other[0] and one[1] != other[1]
-    assert page_keys(1, tokens[:PAGE_TOKENS]) == one[:1]
-    assert page_keys(2, tokens)[0] != one[0]
+    assert page_keys(ROOT, tokens[:PAGE_TOKENS]) == one[:1]
+    roots = [(SALT, 2), ("blend:other", 1), (SALT + "\1", 0), ("", 1)]
+    assert len({one[0], *(page_keys(document_root(*root), tokens)[0] for root in roots)}) == 5
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_document_with_no_numbers_is_not_stored(
+    documents: DocumentStore, model: Written, make: Callable[..., Blender], bad: float
+) -> None:
+    """An overflow in it: its request is computed, and nobody else ever gets it."""
+    job = job_of(1, "a")
+    project = model.project
+
+    def overflow(layer: int, *rest: Any) -> Any:
+        queries, keys, values = project(layer, *rest)
+        if layer == 1:
+            values[-1] = bad
+        return queries, keys, values
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "project", overflow)
+        (report,), _ = run(make(documents), job)
+    assert "not finite" in report.error and not model.blocks
+    (report,), _ = run(make(documents), replace(job, request_id="b"))
+    assert (report.error, report.stored_documents) == ("", 0)
+
+
+def test_a_difference_that_is_no_number_is_not_zero() -> None:
+    """Else the gate would never learn of it. Words that neither distribution allows are equal in both."""
+    row = torch.tensor([0.5, 0.5, 0.0]).log()
+    assert divergence(row, row) == 0.0
+    assert divergence(row, torch.tensor([0.25, 0.75, 0.0]).log()) == pytest.approx(0.1438, abs=1e-3)
+    assert divergence(row, torch.tensor([1.0, 0.0, 0.0]).log()) == float("inf")
+    assert isnan(divergence(row, row * float("nan")))
+    assert isnan(divergence(row * float("nan"), row))
 
 
 def test_the_namespace_is_no_prefixes() -> None:
@@ -210,7 +248,8 @@ def test_a_request_is_blended_and_its_documents_stored(
     assert torch.equal(first[job.block_ids[3]], wanted.states.keys[-1][3 * BLOCK : 4 * BLOCK])
     model.blocks.clear()
     deadline_s = time.monotonic() + 30
-    while documents.read(1, job.tokens[job.spans[-1].start : job.spans[-1].stop]) is None:  # stored in the background
+    last = job.tokens[job.spans[-1].start : job.spans[-1].stop]
+    while documents.read(ROOT, last) is None:  # it is stored in the background
         assert time.monotonic() < deadline_s
     (report,), _ = run(make(documents), replace(job, request_id="b"))
     assert report.stored_documents == 7

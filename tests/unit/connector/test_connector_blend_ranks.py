@@ -23,6 +23,7 @@ from kvstore.errors import Unavailable
 BLOCK = 16
 JOB = BlendJob(
     "a",
+    cache_salt="blend:team",
     tokens=tuple(torch.randint(0, 80, (90,), generator=torch.Generator().manual_seed(3)).tolist()),
     spans=(Span(2, 26), Span(27, 51), Span(51, 81)),
     block_ids=tuple(range(100, 105)),
