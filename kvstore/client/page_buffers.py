@@ -11,7 +11,7 @@ from kvstore.api import LoadedRecord
 from kvstore.codec import RAW, decode_into, encode
 from kvstore.errors import CorruptRecord, InvalidRequest
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
-from kvstore.format.record import Record, seal, verify_payload
+from kvstore.format.record import Record, RunningChecksum, copy_and_sum, seal, verify_payload
 from kvstore.runtime.buffers import fresh_buffer
 
 Pieces = Sequence[bytes | bytearray | memoryview]
@@ -73,14 +73,16 @@ def encode_page(header: HeaderV1, source: Views, guard: BufferGuard, target: mem
     if target is None:
         target = fresh_buffer(HEADER_BYTES + header.decoded_bytes)
     with guard.using():
-        if header.codec_chain == RAW or len(source) > 1:
-            joined = target[HEADER_BYTES:] if header.codec_chain == RAW else fresh_buffer(header.decoded_bytes)
+        if header.codec_chain == RAW:
+            checksum = RunningChecksum()
+            for piece, part in zip(source, _parts(target[HEADER_BYTES:], source), strict=True):
+                copy_and_sum(piece, part, checksum)
+            return seal(header, target, checksum.digest())
+        joined = source[0]
+        if len(source) > 1:
+            joined = fresh_buffer(header.decoded_bytes)
             for piece, part in zip(source, _parts(joined, source), strict=True):
                 decode_into(RAW, piece, part)  # a copy that holds no Python lock
-            if header.codec_chain == RAW:
-                return seal(header, target)
-        else:
-            joined = source[0]
         encoded = encode(header.codec_chain, joined, target[HEADER_BYTES:])
     return seal(replace(header, codec_chain=encoded.chain), target[: HEADER_BYTES + encoded.payload_bytes])
 

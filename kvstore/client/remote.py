@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -206,13 +206,13 @@ class RemoteStore(PageStore):
                     expected=f"at most {connection.welcome.max_payload_bytes} bytes",
                     seen=record.num_bytes,
                 )
-            async with deadline.scope("room for a save"):
-                grant = await connection.save_credit.take(min(record.num_bytes, connection.save_credit.limit_bytes))
+            credit = connection.save_credit
+            grant = await credit.take_until(deadline, "room for a save", min(record.num_bytes, credit.limit_bytes))
             where = self._save_memory.where(record) if connection.welcome.save_memory else {}
             kept = [record]
 
             def settle() -> None:
-                connection.save_credit.give_back(grant)
+                credit.give_back(grant)
                 kept.clear()  # until now the service may have read the record, whose memory was not used again
 
             answer, _ = await connection.request(
@@ -308,25 +308,21 @@ class RemoteStore(PageStore):
         if self._closed:
             raise Closed("the client is closed")
 
-    @asynccontextmanager
-    async def _control(self, deadline: Deadline) -> AsyncIterator[Connection]:
-        self._check_open()
-        connection = await self.pool.control(deadline)
-        async with self._watching():
-            yield connection
+    def _control(self, deadline: Deadline) -> AbstractAsyncContextManager[Connection]:
+        return self._watched(self.pool.control, deadline)
+
+    def _data(self, deadline: Deadline) -> AbstractAsyncContextManager[Connection]:
+        return self._watched(self.pool.data, deadline)
 
     @asynccontextmanager
-    async def _data(self, deadline: Deadline) -> AsyncIterator[Connection]:
-        self._check_open()
-        connection = await self.pool.data(deadline)
-        async with self._watching():
-            yield connection
-
-    @asynccontextmanager
-    async def _watching(self) -> AsyncIterator[None]:
+    async def _watched(
+        self, pick: Callable[[Deadline], Awaitable[Connection]], deadline: Deadline
+    ) -> AsyncIterator[Connection]:
         """Report silence to the pool; raise `Closed` from a call that ended because this client was closed."""
+        self._check_open()
+        connection = await pick(deadline)
         try:
-            yield
+            yield connection
         except Silent:
             self.pool.heard_nothing()
             raise

@@ -73,8 +73,7 @@ class CodecPool:
             raise Closed("the codec pool is closed")
         self._num_waiting += 1
         try:
-            async with deadline.scope("waiting for codec threads"):
-                grant = await self._budget.take(num_bytes)
+            grant = await self._budget.take_until(deadline, "waiting for codec threads", num_bytes)
         finally:
             self._num_waiting -= 1
         try:

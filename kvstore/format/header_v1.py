@@ -138,9 +138,11 @@ class HeaderV1:
             tag=tag,
         )
 
-    def with_payload(self, payload: bytes | bytearray | memoryview) -> HeaderV1:
-        """This header with the size and checksum of `payload`."""
-        return replace(self, payload_bytes=len(payload), payload_checksum=xxhash.xxh3_128_digest(payload))
+    def with_payload(self, payload: bytes | bytearray | memoryview, checksum: bytes | None = None) -> HeaderV1:
+        """This header with the size and checksum of `payload`; its `checksum` is computed unless it is given."""
+        if checksum is None:
+            checksum = xxhash.xxh3_128_digest(payload)
+        return replace(self, payload_bytes=len(payload), payload_checksum=checksum)
 
 
 def _intact_head(data: bytes | bytearray | memoryview) -> bytearray:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import xxhash
 
 from kvstore.errors import CorruptRecord
@@ -17,6 +18,8 @@ Buffer = bytes | bytearray | memoryview
 RunningChecksum = xxhash.xxh3_128
 """The checksum of a payload that arrives in pieces: `update` it with each, then `digest`. A piece that was just
 received is still in the processor's cache, where its checksum costs least."""
+_PIECE_BYTES = 256 << 10
+"""A piece of this size and its copy fit into the fast caches of one processor core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +29,12 @@ class Record:
     Attributes:
         header: The unpacked header; equals the start of `data`.
         data: Header and payload, contiguous bytes (`memoryview` of format "B"). Never written to once sealed.
+        is_verified: All of `data` was verified in memory that only this process can write to.
     """
 
     header: HeaderV1
     data: memoryview
+    is_verified: bool = field(default=False, compare=False)
 
     @property
     def key(self) -> RecordKey:
@@ -45,15 +50,31 @@ class Record:
         return self.data[HEADER_BYTES:]
 
 
-def seal(header: HeaderV1, data: bytearray | memoryview) -> Record:
+def copy_and_sum(source: memoryview, target: memoryview, checksum: RunningChecksum) -> None:
+    """Copy bytes, and add the copy to a checksum, piece by piece: each is summed while it is in the processor's cache.
+    Other threads run during the copy and during the sum: neither holds Python's lock.
+
+    Args:
+        source: Bytes, which others may write to: the checksum is that of the copy.
+        target: As many bytes, which only the caller may write to.
+        checksum: Is updated.
+    """
+    for start in range(0, len(target), _PIECE_BYTES):
+        piece = target[start : start + _PIECE_BYTES]
+        np.copyto(np.frombuffer(piece, np.uint8), np.frombuffer(source[start : start + _PIECE_BYTES], np.uint8))
+        checksum.update(piece)
+
+
+def seal(header: HeaderV1, data: bytearray | memoryview, checksum: bytes | None = None) -> Record:
     """Seal a payload that is already at `data[192:]`: writes the header with its size and checksum in front of it.
 
     Args:
-        header: All fields but payload size and checksum, which are computed here.
+        header: All fields but payload size and checksum.
         data: A writable buffer of 192 bytes and the payload, nothing more; the record takes it over.
+        checksum: The payload's, if it was computed while it was copied there; by default it is computed here.
     """
     view = memoryview(data).cast("B")
-    sealed = header.with_payload(view[HEADER_BYTES:])
+    sealed = header.with_payload(view[HEADER_BYTES:], checksum)
     view[:HEADER_BYTES] = sealed.pack()
     return Record(sealed, view.toreadonly())
 

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvstore.errors import InternalError, InvalidRequest
+from kvstore.runtime.deadline import Deadline
 
 _TIMES_FREE = 3
 
@@ -132,6 +133,17 @@ class ByteBudget:
                 self._waiters.remove(waiter)
                 self._wake()
             raise
+
+    async def take_until(self, deadline: Deadline, what: str, num_bytes: int, tenant: str = "") -> Grant:
+        """As `take`, until a deadline. What is free is granted without a timer, also after the deadline.
+
+        Raises:
+            Unavailable: There was no room until the deadline; the message begins with `what`.
+        """
+        if (grant := self.try_take(num_bytes, tenant)) is not None:
+            return grant
+        async with deadline.scope(what):
+            return await self.take(num_bytes, tenant)
 
     def give_back(self, grant: Grant) -> None:
         """Return a grant's bytes and wake the waiters that fit now."""

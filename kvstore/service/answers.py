@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from kvstore.api import Ack, LeaseId, PageStore, PrefixQuery, Progress, Retention
-from kvstore.errors import CorruptRecord, InternalError, InvalidRequest
-from kvstore.format.record import read_record
+from kvstore.errors import InternalError, InvalidRequest
+from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId
 from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
@@ -20,6 +20,8 @@ from kvstore.wire.messages import Reply, Request
 
 _OPENED_MAX = 4096
 """Namespaces whose tenants are remembered, the latest: more than a store keeps open."""
+_RETENTIONS = {one.value: one for one in Retention}
+"""A hint: a value that this release does not know must not cost the record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Answers:
     async def answer(
         self,
         request: Request,
-        payload: memoryview | None,
+        record: Record | None,
         deadline: Deadline,
         progress: Progress,
         *,
@@ -66,7 +68,7 @@ class Answers:
         """The reply to any request but `Load`.
 
         Args:
-            payload: A save's record.
+            record: Of a save; `None` for other requests.
             progress: Called with the bytes that a stage has received.
             tenant: The peer's tenant, which the session has verified.
             sees_all: Explanations may cover the requests of all tenants.
@@ -82,7 +84,7 @@ class Answers:
                 lookup = await self.store.lookup(query, deadline=deadline)
                 return await self._work.run(len(query.boundaries), convert.lookup_reply, request.id, lookup)
             case messages.Save():
-                return await self._save(request, payload, deadline, tenant)
+                return await self._save(request, record, deadline, tenant)
             case messages.Renew():
                 alive = await self.store.renew(LeaseId(request.lease), deadline=deadline)
                 return messages.Renewed(request.id, alive)
@@ -211,20 +213,17 @@ class Answers:
         if not self._is_of(tenant, namespace):  # an unknown namespace and another tenant's get one message
             raise NamespaceNotOpen("the namespace was not opened: call open_namespace first", namespace=namespace.hex())
 
-    async def _save(self, request: messages.Save, payload: memoryview | None, deadline: Deadline, tenant: str) -> Reply:
-        if payload is None:
-            raise CorruptRecord("a save carries no record")
+    async def _save(self, request: messages.Save, record: Record | None, deadline: Deadline, tenant: str) -> Reply:
+        if record is None:
+            raise InternalError("a save without its record")
         try:
             ack = Ack(request.ack)
         except ValueError as error:
             expected = [level.value for level in Ack]
             raise InvalidRequest("unknown level", field="save.ack", expected=expected, seen=request.ack) from error
-        record = read_record(payload)
         if record.header.key_id:
             raise InvalidRequest("records are saved plain: the service encrypts them", key_id=record.header.key_id)
         self._check_owner(tenant, record.key.namespace)
-        # a hint: a value that this release does not know must not cost the record
-        known = {one.value: one for one in Retention}
-        retention = known.get(request.retention, Retention.NORMAL)
+        retention = _RETENTIONS.get(request.retention, Retention.NORMAL)
         outcome = await self.store.save(record, ack=ack, retention=retention, deadline=deadline)
         return messages.Saved(request.id, outcome.value)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.errors import InternalError, InvalidRequest, Unavailable
+from kvstore.errors import CorruptRecord, InternalError, InvalidRequest, Unavailable
+from kvstore.format.record import Record, read_record
 from kvstore.runtime.budget import ByteBudget, Grant
 from kvstore.runtime.deadline import Deadline
 
@@ -16,14 +17,16 @@ class Receipt:
     Attributes:
         credit: A save's part of the connection's credit; `None`: the request has no payload.
         room: Its part of the service's budget; `None` when there was no room in time and its payload was dropped.
-        payload: The record, once it has arrived in full, or was copied. No other reference to it is kept, so that its
+        payload: The record's bytes, once they have arrived in full. No other reference to them is kept, so that their
             memory is free once the save is settled.
+        record: The record in it, or one that was copied. The same holds for references to it.
     """
 
     _incoming: Incoming
     credit: Grant | None = None
     room: Grant | None = None
     payload: memoryview | None = None
+    record: Record | None = None
 
     @property
     def dropped(self) -> bool:
@@ -44,16 +47,26 @@ class Receipt:
 
     async def take_room(self, num_bytes: int, deadline: Deadline) -> bool:
         """Wait for room in the service's budget until `deadline`. False: there was none."""
+        incoming = self._incoming
         try:
-            async with deadline.scope("room for a record"):
-                self.room = await self._incoming.budget.take(num_bytes, self._incoming.tenant)
+            self.room = await incoming.budget.take_until(deadline, "room for a record", num_bytes, incoming.tenant)
         except Unavailable:
             return False
         return True
 
+    def sent(self) -> Record:
+        """The record that was sent, not verified yet.
+
+        Raises:
+            CorruptRecord, UnsupportedFormat: As `read_record`; or none was sent.
+        """
+        if self.payload is None:
+            raise CorruptRecord("a save carries no record")
+        return read_record(self.payload)
+
     def settle(self) -> None:
         """Give back credit and room, and drop the payload. Idempotent."""
-        self.payload = None
+        self.payload = self.record = None
         self.give_up_room()
         if self.credit is not None:
             self._incoming.credit.give_back(self.credit)

@@ -8,11 +8,10 @@ import secrets
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
-
 from kvstore.codec import CodecPool
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.header_v1 import HEADER_BYTES
+from kvstore.format.record import Record, RunningChecksum, copy_and_sum, open_record
 from kvstore.runtime.arena import ArenaView, Place, memory_file
 from kvstore.runtime.budget import Shares
 from kvstore.runtime.deadline import Deadline
@@ -57,19 +56,24 @@ class SaveMemory:
         if not view.holds(place):
             raise _reused()
 
-    def copy(self, place: Place, target: memoryview) -> None:
-        """Copy what is at a place, on any thread. Other threads run during the copy: numpy releases the GIL.
+    def copy(self, place: Place, target: memoryview) -> Record:
+        """Copy the record at a place to `target`, which no client can write to, and verify it there. On any thread.
 
-        The copy may have mixed bytes, since a client may write at any time. So the copy must be verified.
+        A client may write at any time, so the copy may have mixed bytes, and its header too. Only the copy is verified.
 
         Raises:
             InvalidRequest: There is no such place in this memory.
             Unavailable: Its connection has ended, or the client has used the place for something else.
+            CorruptRecord, UnsupportedFormat: As `open_record`.
         """
         view = self._open_view()
-        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(view.at(place), np.uint8))
+        source, checksum = view.at(place), RunningChecksum()
+        target[:HEADER_BYTES] = source[:HEADER_BYTES]
+        copy_and_sum(source[HEADER_BYTES:], target[HEADER_BYTES:], checksum)
         if not view.holds(place):
             raise _reused()
+        copied = open_record(target, checksum=checksum.digest())
+        return Record(copied.header, copied.data, is_verified=True)
 
     def _open_view(self) -> ArenaView:
         view = self._view
@@ -132,8 +136,8 @@ class SaveMemories:
         *,
         tenant: str,
         deadline: Deadline,
-    ) -> memoryview:
-        """A copy of the record that a save names, which no client can change.
+    ) -> Record:
+        """A copy of the record that a save names, which no client can change, verified.
 
         Args:
             request: The save.
@@ -145,6 +149,7 @@ class SaveMemories:
         Raises:
             InvalidRequest: There is no such place, or no record of that size is accepted.
             Unavailable: There is no such memory, no room in time, or the record is no longer there.
+            CorruptRecord, UnsupportedFormat: As `open_record`.
 
         If cancelled, raises `CancelledError` only once no thread copies any more.
         """
@@ -166,10 +171,8 @@ class SaveMemories:
         if request.num_bytes <= INLINE_BYTES:
             await self._turns.begin(who_asks())
             asyncio.get_running_loop().call_soon(self._turns.end)  # in the next round
-            memory.copy(place, target)
-        else:
-            await self._threads.run(request.num_bytes, partial(memory.copy, place, target), deadline=deadline)
-        return target
+            return memory.copy(place, target)
+        return await self._threads.run(request.num_bytes, partial(memory.copy, place, target), deadline=deadline)
 
     def close(self, memory: SaveMemory) -> None:
         """The connection of this memory has ended. Idempotent."""

@@ -14,6 +14,7 @@ from functools import partial
 import kvstore
 from kvstore.api import LeaseId, Progress
 from kvstore.errors import Closed, InternalError, InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
+from kvstore.format.record import Record
 from kvstore.model.instance import EngineInstance
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.arena import Arena
@@ -117,6 +118,7 @@ class Session:
         self.engine: ConnectedEngine | None = None
         self.leases: set[LeaseId] = set()
         self._entry = entry
+        self._is_own_user = False
         self._answers = context.answers
         self._tracing = context.tracing
         self._authenticator = context.authenticator
@@ -332,6 +334,7 @@ class Session:
                 of_this_tenant=self._connections.used_by(grant.tenant or NO_TENANT),
             )
         self.grant, self.tenant = grant, grant.tenant or NO_TENANT
+        self._is_own_user = self._find_own_user()
         self._incoming.tenant = self.tenant
         self.client, self.role = plain_text(message.client, 128), plain_text(message.role, 16)
         if self._greeting is not None:
@@ -442,11 +445,11 @@ class Session:
                 if isinstance(request, messages.ShareSaveMemory):
                     await self._share_save_memory(request)
                     return
-                if isinstance(request, messages.Save) and request.memory:
-                    receipt.payload = await self._copied(request, receipt, deadline)
+                if isinstance(request, messages.Save):
+                    receipt.record = await self._received(request, receipt, deadline)
                 reply = await self._answers.answer(
                     request,
-                    receipt.payload,
+                    receipt.record,
                     deadline,
                     self._progress_of(request),
                     tenant=self.tenant,
@@ -491,8 +494,7 @@ class Session:
         own user without a tenant may."""
         return self._answers.store.arena if self._is_own_user else None
 
-    @property
-    def _is_own_user(self) -> bool:
+    def _find_own_user(self) -> bool:
         """Whether the peer is a process of the service's own user, on this node, without a tenant. It could read
         everything from the service's memory, so it may see everything here."""
         is_local = getattr(self.connection.extra("socket"), "family", None) == socket.AF_UNIX
@@ -519,8 +521,10 @@ class Session:
             os.close(descriptor)
         self._running.pop(request.id, None)
 
-    async def _copied(self, request: messages.Save, receipt: Receipt, deadline: Deadline) -> memoryview:
-        """A save's record, copied from its client's memory."""
+    async def _received(self, request: messages.Save, receipt: Receipt, deadline: Deadline) -> Record:
+        """A save's record: the one that was sent, or a copy from its client's memory."""
+        if not request.memory:
+            return receipt.sent()
         if self._shared_arena() is None:
             raise Unavailable("no memory for saves is shared on this connection")
         buffer = self._answers.store.buffer

@@ -103,8 +103,9 @@ class Saver:
         if retention in (Retention.RELEASED, Retention.RETAINED) and not self._follows(record.key.namespace):
             retention = Retention.NORMAL
         try:
-            async with deadline.scope("verifying a record"):
-                await verify_record(record)
+            if not record.is_verified:
+                async with deadline.scope("verifying a record"):
+                    await verify_record(record)
             self._check_open()
             outcome = self.keep(record, awaited, retention)
             is_wanted = awaited is not None or retention is Retention.RETAINED

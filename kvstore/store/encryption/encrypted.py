@@ -220,7 +220,8 @@ class EncryptedStore(PageStore):
         if key.key_id in self._states.get(tenant, _NO_STATE).wrong:
             return self._refused(tenant, "wrong_key")
         async with deadline.scope("encrypting a record"):
-            await verify_record(record)
+            if not record.is_verified:
+                await verify_record(record)
             target = self.inner.buffer(record.num_bytes + ENCRYPTION_BYTES)
             encrypted = await self._work(record.num_bytes, lambda: encrypt_record(record, key, target))
         self.meters.add("encrypted_records")

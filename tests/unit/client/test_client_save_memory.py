@@ -21,11 +21,12 @@ from kvstore.client import BlockingStore, ClientOptions, PageDoor, RemoteStore, 
 from kvstore.errors import CorruptRecord, KVStoreError, Unavailable
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.record import Record, open_record
-from kvstore.runtime.arena import Arena, Place
+from kvstore.runtime.arena import Arena, ArenaView, Place, memory_file
 from kvstore.runtime.deadline import Deadline
 from kvstore.service import save_memory
 from kvstore.service.limits import ServiceLimits
 from kvstore.service.save_memory import SaveMemory
+from kvstore.store import saving
 from kvstore.testing.attacked import AttackedService
 from kvstore.wire import messages
 from tests.unit.client.sharing_node import LARGE, SMALL, Node, node_at, soon
@@ -88,10 +89,10 @@ def copies_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Eve
     inner = SaveMemory.copy
     monkeypatch.setattr(save_memory, "INLINE_BYTES", 0)
 
-    def copy(self: SaveMemory, place: Place, target: memoryview) -> None:
+    def copy(self: SaveMemory, place: Place, target: memoryview) -> Record:
         waits.set()
         go_on.wait(20)
-        inner(self, place, target)
+        return inner(self, place, target)
 
     monkeypatch.setattr(SaveMemory, "copy", copy)
     try:
@@ -110,6 +111,39 @@ async def test_large_records_are_not_sent(tmp_path: Path) -> None:
         assert node.sent_bytes - before < 200 * len(RECORDS)
         assert await node.client.save(made(node, RECORDS[0]), deadline=soon()) is SaveOutcome.EXISTS
         assert all(stored(node, record) for record in RECORDS)
+
+
+async def test_each_record_is_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was copied was verified on the way, one that was sent is verified by the store."""
+    verified, inner = list[Record](), saving.verify_record
+
+    async def verify_record(record: Record) -> None:
+        verified.append(record)
+        await inner(record)
+
+    monkeypatch.setattr(saving, "verify_record", verify_record)
+    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
+        await until_shared(node)
+        await node.client.save(made(node, RECORDS[0]), deadline=soon())
+        await node.client.save(RECORDS[1], deadline=soon())
+        assert [record.key for record in verified] == [RECORDS[1].key]
+        assert stored(node, RECORDS[0]) and stored(node, RECORDS[1])
+
+
+def test_a_place_without_a_record() -> None:
+    """A client may name bytes that are no record, as few as a header has."""
+    descriptor = memory_file(MIB)
+    arena = Arena.over(descriptor, MIB)
+    memory = SaveMemory(ArenaView(descriptor, MIB), MIB, "")
+    for num_bytes in (HEADER_BYTES, HEADER_BYTES + 1, 300_000):
+        buffer = arena.take(num_bytes)
+        assert buffer is not None
+        place = arena.place(buffer)
+        assert place is not None
+        with pytest.raises(CorruptRecord):
+            memory.copy(place, memoryview(bytearray(num_bytes)))
+    memory.close()
+    arena.close()
 
 
 async def test_a_stored_record_is_a_copy(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.errors import InternalError, InvalidRequest
+from kvstore.errors import InternalError, InvalidRequest, Unavailable
 from kvstore.runtime.budget import ByteBudget, Grant, Shares
+from kvstore.runtime.deadline import Deadline
 
 
 async def waiting(budget: ByteBudget, *sizes: int, tenant: str = "") -> list[asyncio.Task[Grant]]:
@@ -32,6 +33,19 @@ def test_a_grant_is_a_receipt() -> None:
     assert budget.used_bytes == 0
     with pytest.raises(InvalidRequest):
         ByteBudget(0)
+
+
+async def test_a_wait_ends_at_its_deadline() -> None:
+    """What is free is granted at once; else until the deadline, and a wait that ends there leaves nothing granted."""
+    budget, late = ByteBudget(10), Deadline.after(-1)
+    first = await budget.take_until(late, "room", 8)
+    with pytest.raises(Unavailable, match="room did not end"):
+        await budget.take_until(Deadline.after(0.01), "room", 3)
+    asyncio.get_running_loop().call_later(0.01, budget.give_back, first)
+    second = await budget.take_until(Deadline.after(20), "room", 10)
+    assert (second.num_bytes, budget.used_bytes) == (10, 10)
+    with pytest.raises(InvalidRequest):
+        await budget.take_until(Deadline.after(20), "room", 11)
 
 
 async def test_waiters_are_served_in_order() -> None:
