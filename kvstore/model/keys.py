@@ -110,8 +110,9 @@ class PlainChain:
         if recall is None:
             hashes = self._hashes(data)
         else:
-            place = b"%d of %d in steps of %d\0" % (tokens, len(packed), step_tokens)
-            hashes = recall(hashlib.sha256(place + self._link + data).digest(), lambda: self._hashes(data))
+            key = hashlib.sha256(b"%d of %d in steps of %d\0" % (tokens, len(packed), step_tokens) + self._link)
+            key.update(data)
+            hashes = recall(key.digest(), lambda: self._hashes(data))
         self._link, self._tokens = hashes[-PREFIX_BYTES:], tokens + len(packed)
         ends = range((tokens // step_tokens + 1) * step_tokens, self._tokens + 1, step_tokens)
         prefixes = _PREFIX.iter_unpack(hashes[:-PREFIX_BYTES])

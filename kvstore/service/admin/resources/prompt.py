@@ -250,9 +250,12 @@ async def _entries(
     while start <= len(text):
         comma = text.find(b",", start + _PIECE_BYTES)
         end = len(text) if comma < 0 else comma
-        read = partial(long_list.read, text[start:end], field, len(entries))
+        piece = text[start:end]
+        read = partial(long_list.read, piece, field, len(entries))
         if long_list.recall is not None and comma >= 0:
-            entries.extend(long_list.recall(hashlib.sha256(salt + text[start:end]).digest(), read))
+            key = hashlib.sha256(salt)
+            key.update(piece)
+            entries.extend(long_list.recall(key.digest(), read))
         else:
             entries.extend(read())
         if len(entries) > room:
