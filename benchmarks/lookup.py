@@ -1,8 +1,9 @@
 """What a lookup costs: `python -m benchmarks.lookup`, on a real Redis that it starts and ends itself.
 
-The prompt of 131,072 tokens has 2,048 boundaries, 4 groups and 8 slices; Redis holds a million entries. Each figure is
-of the store's own `lookup`, from the query to the answer, of the catalog's question alone, and of a router's
-`POST /v1/query` to a service in the same process, from the request's first byte to the answer's last.
+The prompt of 131,072 tokens has 2,048 boundaries, 4 groups and 8 slices; Redis holds a million entries. Some
+figures are of the store's own `lookup`, from the query to the answer, and of the catalog's question alone. Others are
+of the `POST /v1/query` of a router in a process of its own, from the request's first byte to the answer's last: `query`
+asks about a new prompt, `query_next_turn` about one whose beginning was asked about the turn before.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import sys
 import time
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 
 import numpy as np
 import numpy.typing as npt
@@ -61,8 +64,10 @@ _DESCRIPTION = NamespaceDescription.from_fields({"model": "lookup", "layout": de
 _BOUNDARIES = 2048
 _SCALES = (1, 4, 16)
 _RECORD_BYTES = 3_000_000
-_OF_TOKENS = 16
-"""Prompts of token ids."""
+_OF_TOKENS = 64
+"""Prompts of token ids, those that routers ask about."""
+_TURN_TOKENS = 2048
+"""What a turn adds to a prompt."""
 _REALLY_ADDED = 2
 """Prompts that go through the catalog's own `add`; the others' equal entries are written as they stand."""
 
@@ -72,7 +77,7 @@ class Row:
     """One figure.
 
     Attributes:
-        what: `store_lookup`, `catalog_lookup`, `query`, `s3_rounds` or `entry`.
+        what: `store_lookup`, `catalog_lookup`, `query`, `query_next_turn`, `s3_rounds` or `entry`.
         tokens: Of the prompt.
         p50_ms: Median.
         p90_ms: Nine of ten are quicker.
@@ -183,7 +188,8 @@ async def _time_lookups(
                     )
                 )
         settings = load_settings({"hot": url, "admin_listen": "127.0.0.1:0"})
-        rows.append(await _time_queries(store, settings, num_prompts, repetitions))
+        for what in ("query", "query_next_turn"):
+            rows.append(await _time_queries(what, store, settings, num_prompts, repetitions))
     finally:
         await store.aclose()
         await recorder.aclose()
@@ -192,13 +198,15 @@ async def _time_lookups(
     return rows
 
 
-async def _time_queries(store: TieredStore, settings: Settings, num_prompts: int, repetitions: int) -> Row:
+async def _time_queries(what: str, store: TieredStore, settings: Settings, num_prompts: int, repetitions: int) -> Row:
     """Questions of one router, one after the other, over one connection to a service that an engine is connected to."""
+    prompts = [_tokens(turn % min(_OF_TOKENS, num_prompts)) for turn in range(repetitions + 3)]
+    questions = [(_question(token_ids), len(token_ids)) for token_ids in prompts]
+    if what == "query_next_turn":
+        before = [token_ids[:-_TURN_TOKENS] for token_ids in prompts]
+        asked_before = [(_question(token_ids), len(token_ids)) for token_ids in before]
+        questions = [question for pair in zip(asked_before, questions, strict=True) for question in pair]
     instance = EngineInstance("engine", ("lookup",), step_tokens=_LAYOUT.page_tokens, whole_prompts=True)
-    bodies = [
-        json.dumps({"model": "lookup", "token_ids": _tokens(turn % min(_OF_TOKENS, num_prompts)).tolist()}).encode()
-        for turn in range(repetitions + 3)
-    ]
     server = Server(store)
     with temporary_folder() as folder:
         address = UnixAddress(str(folder / "socket"))
@@ -208,13 +216,17 @@ async def _time_queries(store: TieredStore, settings: Settings, num_prompts: int
             await engine.open_namespace(_DESCRIPTION, deadline=_soon())
             async with admin_port(Administered(settings, None, store, server)) as port:
                 assert port is not None
-                times = await asyncio.to_thread(_ask, port.url.removeprefix("http://"), bodies)
+                address_of_port = port.url.removeprefix("http://")
+                with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as router:
+                    loop = asyncio.get_running_loop()
+                    times = await loop.run_in_executor(router, _ask, address_of_port, questions)
         finally:
             await engine.aclose()
             await server.aclose()
-    times = sorted(times[3:])
+    each = len(questions) // len(prompts)  # the last one counts
+    times = sorted(times[each - 1 :: each][3:])
     return Row(
-        "query",
+        what,
         tokens=_BOUNDARIES * _LAYOUT.page_tokens,
         boundaries=_BOUNDARIES,
         entries=num_prompts * _BOUNDARIES,
@@ -223,16 +235,20 @@ async def _time_queries(store: TieredStore, settings: Settings, num_prompts: int
     )
 
 
-def _ask(address: str, bodies: Sequence[bytes]) -> list[float]:
-    """Milliseconds of each question."""
+def _question(token_ids: npt.NDArray[np.uint32]) -> bytes:
+    return json.dumps({"model": "lookup", "token_ids": token_ids.tolist()}).encode()
+
+
+def _ask(address: str, questions: Sequence[tuple[bytes, int]]) -> list[float]:
+    """Milliseconds of each question, which is a body and the number of tokens that must be found."""
     times = []
     connection = http.client.HTTPConnection(address)
-    for body in bodies:
+    for body, num_tokens in questions:
         started_s = time.perf_counter()
         connection.request("POST", "/v1/query", body, {"Content-Type": "application/json"})
         answer = json.loads(connection.getresponse().read())
         times.append((time.perf_counter() - started_s) * 1000)
-        if (found := answer["default"]["engine"]["longest_matched"]) != _BOUNDARIES * _LAYOUT.page_tokens:
+        if (found := answer["default"]["engine"]["longest_matched"]) != num_tokens:
             raise RuntimeError(f"{found} tokens were found")
     connection.close()
     return times

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from struct import Struct
 from typing import NewType
@@ -52,6 +52,7 @@ LINK_TOKENS = 16
 """Tokens of a link of the chain: boundaries are multiples of it."""
 
 _LINK = Struct(f"{4 * LINK_TOKENS}s")
+_PREFIX = Struct(f"{PREFIX_BYTES}s")
 _ROOT = b"kvstore prefix v1\0"
 
 
@@ -87,21 +88,40 @@ class PlainChain:
         made._link, made._tokens, made._step_tokens = self._link, self._tokens, self._step_tokens
         return made
 
-    def extend(self, token_ids: Sequence[int]) -> list[Boundary]:
+    def extend(
+        self, token_ids: Sequence[int], recall: Callable[[bytes, Callable[[], bytes]], bytes] | None = None
+    ) -> list[Boundary]:
         """Append tokens and return their boundaries. Tokens after the last whole 16 are ignored, not kept.
+
+        Args:
+            recall: Takes a digest of all that a result depends on, and a function that computes it. It may return what
+                an earlier call with this digest computed.
 
         Raises:
             OverflowError: A token id does not fit 32 bits.
         """
-        packed = array("I", token_ids[: len(token_ids) // LINK_TOKENS * LINK_TOKENS])
+        words = token_ids[: len(token_ids) // LINK_TOKENS * LINK_TOKENS]
+        packed = words if isinstance(words, array) and words.typecode == "I" else array("I", words)
+        if not packed:
+            return []
         if sys.byteorder == "big":
             packed.byteswap()
-        found = []
-        link, tokens, step_tokens, sha256 = self._link, self._tokens, self._step_tokens, hashlib.sha256
-        for (words,) in _LINK.iter_unpack(packed.tobytes()):
-            link = sha256(link + words).digest()
-            tokens += LINK_TOKENS
-            if tokens % step_tokens == 0:
-                found.append(Boundary(tokens, PrefixHash(link)))
-        self._link, self._tokens = link, tokens
-        return found
+        data, tokens, step_tokens = packed.tobytes(), self._tokens, self._step_tokens
+        if recall is None:
+            hashes = self._hashes(data)
+        else:
+            key = hashlib.sha256(b"%d of %d in steps of %d\0" % (tokens, len(packed), step_tokens) + self._link)
+            key.update(data)
+            hashes = recall(key.digest(), lambda: self._hashes(data))
+        self._link, self._tokens = hashes[-PREFIX_BYTES:], tokens + len(packed)
+        ends = range((tokens // step_tokens + 1) * step_tokens, self._tokens + 1, step_tokens)
+        prefixes = _PREFIX.iter_unpack(hashes[:-PREFIX_BYTES])
+        return [Boundary(end, PrefixHash(prefix)) for end, (prefix,) in zip(ends, prefixes, strict=True)]
+
+    def _hashes(self, data: bytes) -> bytes:
+        """The hashes at the boundaries of the next tokens, and at their end."""
+        link, sha256 = self._link, hashlib.sha256
+        links = [link := sha256(link + words).digest() for (words,) in _LINK.iter_unpack(data)]
+        # all links are kept for a moment: a test for each one would take longer
+        first = (self._step_tokens - self._tokens % self._step_tokens) // LINK_TOKENS - 1
+        return b"".join([*links[first :: self._step_tokens // LINK_TOKENS], link])

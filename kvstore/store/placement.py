@@ -28,6 +28,8 @@ from kvstore.model.layout import Layout, cell_of
 
 UNKNOWN_BYTES = 4 << 20
 """Assumed for a record whose size no tier knows: encoded records aim at 2 to 4 MiB."""
+_CELLS_OF_ITEM = 16
+"""Cells that NumPy works on in the time of one probe."""
 _TABLE_BYTES_MAX = 256 << 20
 
 Probe = tuple[int, int]
@@ -65,8 +67,14 @@ class Presence:
 
     @property
     def num_cells(self) -> int:
-        """Boundaries times groups: the work that a pass over all of it takes."""
+        """Boundaries times groups: the items of a pass over all probes."""
         return len(self.query.boundaries) * len(self.layout.groups)
+
+    @property
+    def num_items(self) -> int:
+        """The items of a pass over what was found, as `LongWork` counts them: answers of the catalog are arrays."""
+        found = sum(len(one) for one in (self.memory, self.hot, self.cold) if not isinstance(one, PackedSlices))
+        return found + self.num_cells // _CELLS_OF_ITEM
 
     def key(self, probe: Probe, slice_: int) -> RecordKey:
         """The key of one slice."""
@@ -492,6 +500,8 @@ def groups_present(layout: Layout, num_boundaries: int, maps: Sequence[Mapping[P
 
 def group_bits(layout: Layout, num_boundaries: int, maps: Sequence[Mapping[Probe, int]]) -> npt.NDArray[Any]:
     """As `groups_present`: [boundaries], int64, or Python integers for more than 62 groups."""
+    if not any(maps):
+        return np.zeros(num_boundaries, dtype=_bits_type(layout))
     if not any(isinstance(one, PackedSlices) for one in maps):
         return _groups_in_dicts(layout, num_boundaries, maps)
     shape = EntryShape.of(layout)

@@ -180,7 +180,7 @@ class Promotion:
 
     async def _fetch_all(self, run: _StageRun, presence: Presence) -> None:
         """Plan, fetch, and plan again without what turned out to be missing, until all of a plan is here."""
-        bits = await self._work.run(presence.num_cells, presence.groups_present)
+        bits = await self._work.run(presence.num_items, presence.groups_present)
         await self._unpinning.done()  # a lease that ended a moment ago takes no memory
         for _ in range(_REPLANS_MAX):
             run.expect_nothing()

@@ -209,7 +209,7 @@ class TieredStore(PageStore):
         presence = await self._find(query, layout, _leave_time(deadline))
         if self._admission is not None and (lacking := self._admission.seen(presence)):
             self._saver.copy_to_cold(presence, lacking)
-        found = await self.work.run(presence.num_cells, self._answer, presence)
+        found = await self.work.run(presence.num_items, self._answer, presence)
         self.meters.add("lookups")
         self.meters.add("lookup_hits", found.resume_tokens > query.local_tokens)
         return found
@@ -217,7 +217,7 @@ class TieredStore(PageStore):
     async def probe(self, query: PrefixQuery, *, deadline: Deadline) -> Lookup:
         """As `lookup`, without side effects: nothing is counted, learnt or copied."""
         presence = await self._find(query, self._layout_for(query), _leave_time(deadline))
-        return await self.work.run(presence.num_cells, self._answer, presence)
+        return await self.work.run(presence.num_items, self._answer, presence)
 
     async def reaches(self, query: PrefixQuery, points: Sequence[ResumePoints], *, deadline: Deadline) -> list[Reach]:
         """How far lookups of a prompt by several engines would reach now, and how far memory alone. Without side
@@ -231,8 +231,8 @@ class TieredStore(PageStore):
         if self._is_retired(query.namespace):
             return [Reach(query.local_tokens, query.local_tokens) for _ in points]
         presence = await self._find(query, layout, _leave_time(deadline))
-        held = await self.work.run(2 * presence.num_cells, in_memory_and_in_all, presence)
-        return [await self.work.run(presence.num_cells, reach_of, presence, *held, one) for one in points]
+        held = await self.work.run(2 * presence.num_items, in_memory_and_in_all, presence)
+        return [await self.work.run(presence.num_items, reach_of, presence, *held, one) for one in points]
 
     async def reaches_by_blocks(
         self, namespace: NamespaceId, hashes: Sequence[bytes], steps_tokens: Sequence[int], *, deadline: Deadline

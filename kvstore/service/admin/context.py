@@ -28,6 +28,7 @@ from kvstore.service.admin.models import (
     shown_tenant,
 )
 from kvstore.service.admin.port import Administered
+from kvstore.service.admin.resources.known_pieces import KnownPieces
 from kvstore.service.authentication import Grant
 from kvstore.service.session import ConnectedEngine
 from kvstore.store.encryption.encrypted import EncryptedStore
@@ -61,6 +62,7 @@ class AdminContext:
         scans: Turns of requests that read many entries.
         prompts: Turns of plans and lookups, which do not wait for scans.
         queries: Turns of what routers ask, and of hints.
+        known_pieces: Of the prompts that routers asked about.
         document_uses: How often plans asked for documents.
         followers: How many responses follow the events, by token.
     """
@@ -73,6 +75,7 @@ class AdminContext:
     scans: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_SCANS_AT_ONCE))
     prompts: TenantTurns = field(default_factory=_prompt_turns)
     queries: TenantTurns = field(default_factory=_query_turns)
+    known_pieces: KnownPieces = field(default_factory=KnownPieces)
     document_uses: DocumentUses = field(default_factory=DocumentUses)
     followers: Counter[str] = field(default_factory=Counter)
 

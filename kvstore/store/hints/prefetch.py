@@ -115,7 +115,7 @@ class Prefetcher:
         deadline = Deadline.after(_RUN_S, self._clock)
         self._expire()
         presence = await self._find(query, layout, deadline)
-        resume_tokens = await self._work.run(presence.num_cells, presence.resume_tokens)
+        resume_tokens = await self._work.run(presence.num_items, presence.resume_tokens)
         cap_tokens = await self._work.run(presence.num_cells, self._affordable, presence, tenant)
         if cap_tokens < resume_tokens:
             presence = replace(presence, query=replace(query, cap_tokens=cap_tokens))

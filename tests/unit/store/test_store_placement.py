@@ -13,8 +13,10 @@ from kvstore.api import PrefixQuery
 from kvstore.catalog.entry import EntryShape
 from kvstore.errors import CorruptRecord, InvalidRequest
 from kvstore.model.coverage import longest_resumable, records_to_resume
+from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
 from kvstore.model.kinds import ChunkedLocal, FullAttention, Recurrent
 from kvstore.model.layout import GroupLayout, Layout, Span
+from kvstore.runtime.turns import PIECE
 from kvstore.store.limits import StoreLimits
 from kvstore.store.namespaces import check_header
 from kvstore.store.placement import (
@@ -22,6 +24,7 @@ from kvstore.store.placement import (
     Presence,
     Probe,
     ResumePoints,
+    SliceMap,
     affordable_resume,
     boundaries_beyond,
     boundaries_of,
@@ -241,6 +244,18 @@ def test_presence_and_counts_are_those_of_dictionaries(maps: list[dict[Probe, in
     for group in range(3):
         for indexes in (np.array(listed, dtype=np.intp) for listed in ([], [0, 2], range(BOUNDARIES))):
             assert count_first(LAYOUT, group, indexes, mixed) == count_first(LAYOUT, group, indexes, maps)
+
+
+def test_an_answer_of_the_catalog_is_less_work_than_records_one_by_one() -> None:
+    """A prompt of 2,048 boundaries and 4 groups is evaluated on the event loop if the catalog answered."""
+    layout = Layout(64, tuple(GroupLayout(FullAttention(), 8) for _ in range(4)))
+    boundaries = tuple(Boundary(64 * (1 + index), PrefixHash(bytes(32))) for index in range(2048))
+    query = PrefixQuery(NamespaceId(bytes(16)), boundaries, local_tokens=0, cap_tokens=64 * 2048, step_tokens=64)
+    array = PackedSlices(layout, np.ones((2048, EntryShape.of(layout).row_bytes), dtype=np.uint8))
+    held: SliceMap = {(0, 0): 1, (2047, 3): 3}
+    assert 2 * Presence(layout, query, hot=array).num_items <= PIECE
+    assert Presence(layout, query, held, array).num_items == Presence(layout, query, hot=array).num_items + len(held)
+    assert Presence(layout, query, hot=dict(array)).num_items > 4 * 2048 > PIECE
 
 
 @settings(deadline=None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from fastapi import APIRouter, Request
@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field
 
 from kvstore.api import PrefixQuery
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.model.keys import NamespaceId
+from kvstore.model.keys import Boundary, NamespaceId
 from kvstore.model.namespace import NamespaceNotOpen
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.access import Reader
@@ -58,7 +58,8 @@ async def query(context: Context, grant: Reader, request: Request) -> Matches | 
     """
     body = await read_json(request)
     async with context.queries.turn():
-        questions, is_list = await parse_questions(body, grant, Question, TOKEN_IDS, TOKENS_MAX)
+        recall = context.known_pieces.of(grant.tenant)
+        questions, is_list = await parse_questions(body, grant, Question, replace(TOKEN_IDS, recall=recall), TOKENS_MAX)
         for index, (question, _) in enumerate(questions):
             _refuse_adapter(question, (index,) if is_list else ())
         deadline = context.soon(ANSWER_S)
@@ -97,21 +98,26 @@ async def _answer(
         return _Target(engine.namespace, points)
 
     asked = engines_asked(context, grant, question, target_of)
-    reaches = await _reaches(context, {target for _, target in asked}, question, token_ids, deadline)
+    targets = {target for _, target in asked}
+    step_tokens = gcd(*(target.points.step_tokens for target in targets))
+    recall = context.known_pieces.of(grant.tenant)
+    hashed = await hash_prompt(token_ids, question.cache_salt, step_tokens, recall) if targets else []
+    reaches = await _reaches(context, targets, hashed, deadline)
     return matches_of(asked, reaches, question)
 
 
 async def _reaches(
-    context: AdminContext, targets: set[_Target], question: Question, token_ids: Sequence[int], deadline: Deadline
+    context: AdminContext, targets: set[_Target], hashed: Sequence[Boundary], deadline: Deadline
 ) -> dict[_Target, Reach]:
     """How far the prompt can be resumed; without namespaces that the store has closed, because they were not used for
     long. Their engines open them again at their next lookup.
 
+    Args:
+        hashed: The prompt's boundaries at every step of a target.
+
     Raises:
         Unavailable: The deadline of all questions has passed.
     """
-    step_tokens = gcd(*(target.points.step_tokens for target in targets))
-    hashed = await hash_prompt(token_ids, question.cache_salt, step_tokens) if targets else []
     of_namespace: dict[NamespaceId, list[ResumePoints]] = defaultdict(list)
     for target in targets:
         of_namespace[target.namespace].append(target.points)

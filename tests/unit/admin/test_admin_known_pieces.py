@@ -1,0 +1,148 @@
+"""Long prompts: pieces of their ids and hashes are read as at once, and kept for the next turn of a conversation."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from connector.prefix_hash import PrefixChain
+from kvstore.errors import InvalidRequest
+from kvstore.model.instance import EngineInstance
+from kvstore.model.keys import PlainChain
+from kvstore.service.admin.resources.known_pieces import KnownPieces
+from kvstore.service.admin.resources.prompt import TOKEN_IDS
+from kvstore.testing.prompts import ATTENTION, Prompt
+from tests.unit.admin.service_harness import open_service
+from tests.unit.admin.test_admin_query import engine
+
+PIECES = ["0", "7", "12", "150000", "4294967295", "4294967296", "18446744073709551617", "00", "01", "-1", "1.5", "1e3"]
+BETWEEN = [",", ", ", " ,\n", "\t", "", ",,", " "]
+
+
+def random_list(rng: random.Random) -> str:
+    """Mostly a list of JSON, with what must be refused here and there."""
+    is_hostile = rng.random() < 0.6
+    numbers = PIECES if is_hostile else PIECES[:5]
+    text = rng.choice(["", " ", "\r\n"])
+    for _ in range(rng.randrange(1, 12)):
+        text += rng.choice(numbers) if rng.random() < 0.3 else str(rng.randrange(1 << rng.randrange(1, 33)))
+        text += rng.choice(BETWEEN[:3]) if not is_hostile or rng.random() < 0.9 else rng.choice(BETWEEN)
+    text = text.rstrip(", \n") + rng.choice(["", " ", "\t"])
+    if rng.random() < 0.2:
+        at = rng.randrange(len(text) + 1)
+        text = text[:at] + rng.choice(["\x0b", "\x00", "x", "+", "é", ":", "/", " ", "0"]) + text[at:]
+    return text
+
+
+def test_a_piece_is_read_as_json_is() -> None:
+    """Of random and hostile texts: the numbers of the JSON parser; refused where it refuses, or one is no token id."""
+    rng, outcomes = random.Random(11), Counter[bool]()
+    for _ in range(20_000):
+        text = random_list(rng)
+        try:
+            expected = json.loads(f"[{text}]")
+        except ValueError:
+            expected = []
+        is_valid = bool(expected) and all(type(one) is int and 0 <= one < 1 << 32 for one in expected)
+        outcomes[is_valid] += 1
+        if is_valid:
+            assert TOKEN_IDS.read(text.encode(), "f", 0).tolist() == expected, text
+        else:
+            with pytest.raises(InvalidRequest):
+                TOKEN_IDS.read(text.encode(), "f", 0)
+    assert min(outcomes.values()) > 5000
+
+
+def test_a_chain_is_the_engines_however_it_is_cut() -> None:
+    """With and without hashes of earlier calls, at any distance of the boundaries."""
+    rng, known = random.Random(3), KnownPieces().of("red")
+    tokens = [rng.randrange(1 << 32) for _ in range(16 * 60)]
+    for number in range(200):
+        step, salt = 16 * rng.randrange(1, 9), rng.choice([None, "anna"])
+        engine_chain, chain, found = PrefixChain(step, salt), PlainChain(salt, step), []
+        engine_chain.extend(tokens)
+        start = 0
+        while start < len(tokens):
+            stop = start + 16 * rng.randrange(1, 13)
+            found += chain.extend(tokens[start:stop], known if number % 2 else None)
+            start = stop
+        assert found == engine_chain.boundaries
+        assert chain.tokens == len(tokens)
+
+
+def test_results_are_kept_for_their_tenant_alone_and_within_bounds() -> None:
+    pieces, computed = KnownPieces(room_bytes=6000, tenant_bytes=4000), Counter[tuple[str | None, bytes]]()
+
+    def ask(tenant: str | None, key: bytes) -> bytes:
+        def compute() -> bytes:
+            computed[tenant, key] += 1
+            return key * 700
+
+        return pieces.of(tenant)(key, compute)
+
+    for tenant in ("red", "blue", None):
+        assert ask(tenant, b"a") == ask(tenant, b"a") == b"a" * 700
+        assert computed[tenant, b"a"] == 1
+    for key in (b"b", b"c", b"a", b"d", b"f"):  # `a` is used in between, so `b` is the one that leaves
+        ask("red", key)
+        assert pieces.used_bytes <= 6000
+    assert (ask("red", b"a"), computed["red", b"a"]) == (b"a" * 700, 1)
+    ask("red", b"b")
+    assert computed["red", b"b"] == 2
+    with pytest.raises(InvalidRequest):
+        pieces.of("red")(b"e", lambda: TOKEN_IDS.read(b"x", "f", 0).tobytes())
+    assert ask("red", b"e") == b"e" * 700
+
+
+async def test_the_next_turn_is_answered_from_pieces_of_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turn after turn the answer is right, and only the new pieces are computed; those of another salt, of a token of
+    another tenant or of an operator are computed again."""
+    computed, known_to = Counter[bool](), KnownPieces.of
+
+    def counted(pieces: KnownPieces, tenant: str | None) -> Callable[[bytes, Callable[[], Any]], Any]:
+        def recall(key: bytes, compute: Callable[[], Any]) -> Any:
+            made: list[Any] = []
+            found = known_to(pieces, tenant)(key, lambda: made.append(compute()) or made[0])
+            computed[not made] += 1
+            return found
+
+        return recall
+
+    monkeypatch.setattr(KnownPieces, "of", counted)
+    rng, prompt = random.Random(4), Prompt(ATTENTION, "tokens", 64, tenant="red")
+    tokens = [rng.randrange(150_000) for _ in range(30_720)]
+    async with open_service(tmp_path) as made, AsyncExitStack() as stack:
+        await made.save_pages(prompt, PlainChain().extend(tokens[:24_000]))
+        one = EngineInstance("e", ("m",), step_tokens=16)
+        await stack.enter_async_context(engine(made, one, prompt, "red"))
+
+        async def ask(token: str, num_tokens: int, salt: str | None = None) -> tuple[int, int]:
+            """How many pieces were known, and how many were computed."""
+            before = Counter(computed)
+            client = await stack.enter_async_context(made.client(token))
+            body = {"model": "m", "token_ids": tokens[:num_tokens], "cache_salt": salt}
+            answer = await client.post("/v1/query", json=body)
+            assert answer.status_code == 200, answer.text
+            if token != "blue":
+                found = answer.json()["red"]["e"]["longest_matched"]
+                assert found == (min(num_tokens - 1, 24_000) // 64 * 64 if salt is None else 0)
+            return computed[True] - before[True], computed[False] - before[False]
+
+        assert await ask("red", 20_000) == (0, 5)  # three of the text, of 32 KiB; two of the hashes, of 8,192 tokens
+        assert await ask("red reader", 28_000) == (5, 3)
+        assert await ask("red", 28_000) == (8, 0)
+        assert await ask("red", 28_000, "anna") == (0, 8)
+        assert await ask("operator", 28_000) == (0, 8)
+        assert await ask("watcher", 28_000) == (8, 0)
+        known, new = await ask("blue", 28_000)
+        assert known == 0
+        assert new  # the text alone: no engine of its own is connected
