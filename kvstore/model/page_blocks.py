@@ -67,6 +67,11 @@ class PageBlocks:
         """The hash of one of its blocks."""
         return self.hashes[index * self.hash_bytes : (index + 1) * self.hash_bytes]
 
+    def all_hashes(self) -> list[bytes]:
+        """The hashes of its blocks in order."""
+        width = self.hash_bytes
+        return [self.hashes[start : start + width] for start in range(0, len(self.hashes), width)]
+
     @property
     def is_too_large(self) -> bool:
         """Whether it has more than a service publishes. No engine's pages are that large."""

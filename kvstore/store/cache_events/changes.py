@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvstore.model.media import Medium
 from kvstore.model.page_blocks import BlockGroup, PageBlocks
-from kvstore.store.cache_events.encoding import Event, event_bytes, event_hash, removed, stored
+from kvstore.store.cache_events.encoding import Event, event_bytes, event_hashes, removed, stored
 from kvstore.store.cache_events.pages import Page
 
 BATCH_BYTES = 64 << 10
@@ -32,8 +32,7 @@ class Holders:
     def add(self, blocks: PageBlocks, medium: Medium, group: int) -> list[int]:
         """Count a page that came; returns the indexes of its blocks that no page there had before."""
         counts, first = self._counts[blocks.model, medium, group], list[int]()
-        for index in range(blocks.num_blocks):
-            block = blocks.hash_at(index)
+        for index, block in enumerate(blocks.all_hashes()):
             before = counts.get(block, 0)
             counts[block] = before + 1
             if not before:
@@ -44,12 +43,13 @@ class Holders:
         """Count a page that left; returns its hashes, as events have them, that no page there has any more."""
         key = (blocks.model, medium, group)
         counts, last = self._counts[key], list[int | bytes]()
-        for index in range(blocks.num_blocks):
-            block = blocks.hash_at(index)
-            counts[block] -= 1
-            if not counts[block]:
+        for block, in_events in zip(blocks.all_hashes(), event_hashes(blocks), strict=True):
+            after = counts[block] - 1
+            if after:
+                counts[block] = after
+            else:
                 del counts[block]
-                last.append(event_hash(block))
+                last.append(in_events)
         if not counts:
             del self._counts[key]
         return last

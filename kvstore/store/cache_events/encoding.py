@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Mapping, Sequence
 from sys import byteorder
@@ -34,9 +35,11 @@ def encode_batch(time_s: float, events: Sequence[Event]) -> bytes:
     return packed
 
 
-def event_hash(data: bytes) -> int | bytes:
-    """A block's hash, as events have it."""
-    return int.from_bytes(data, "big") if len(data) == NUMBER_BYTES else data
+def event_hashes(blocks: PageBlocks) -> list[int | bytes]:
+    """The hashes of a page's blocks in order, as events have them."""
+    if blocks.hash_bytes == NUMBER_BYTES:
+        return list(struct.unpack(f">{blocks.num_blocks}Q", blocks.hashes))
+    return list(blocks.all_hashes())
 
 
 def event_bytes(event: Event) -> int:
@@ -54,14 +57,15 @@ def stored(blocks: PageBlocks, run: range, group: BlockGroup, medium: Medium) ->
         run: Which of the page's blocks.
     """
     size = blocks.block_tokens * _TOKEN_BYTES
-    parent = blocks.hash_at(run.start - 1) if run.start else blocks.parent
+    hashes = event_hashes(blocks)
+    parent = hashes[run.start - 1] if run.start else _parent(blocks)
     tokens = array("I", blocks.tokens[run.start * size : run.stop * size])
     if byteorder == "big":
         tokens.byteswap()
     event: dict[str, Any] = {
         "type": "BlockStored",
-        "block_hashes": [event_hash(blocks.hash_at(index)) for index in run],
-        "parent_block_hash": event_hash(parent) if parent else None,
+        "block_hashes": hashes[run.start : run.stop],
+        "parent_block_hash": parent,
         "token_ids": tokens.tolist(),
         "block_size": blocks.block_tokens,
         "lora_id": None,
@@ -73,6 +77,13 @@ def stored(blocks: PageBlocks, run: range, group: BlockGroup, medium: Medium) ->
     if group.window_tokens is not None:
         event["kv_cache_spec_sliding_window"] = group.window_tokens
     return {**event, "locality": medium.locality}
+
+
+def _parent(blocks: PageBlocks) -> int | bytes | None:
+    """The hash of the block before a page; `None`: it begins the prompt."""
+    if not blocks.parent:
+        return None
+    return int.from_bytes(blocks.parent, "big") if len(blocks.parent) == NUMBER_BYTES else blocks.parent
 
 
 def removed(hashes: Sequence[int | bytes], group: int, medium: Medium) -> Event:

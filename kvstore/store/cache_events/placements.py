@@ -23,15 +23,15 @@ from kvstore.store.cache_events.ends import Ends
 from kvstore.store.cache_events.pages import Page, Pages, Place
 from kvstore.tiers.memory import MemoryTier
 
-_ROUND_S = 0.1
-_TOMBSTONES_S = 0.25
-"""How often removals are read that other services made."""
+_ROUND_S = 0.2
+"""How long changes wait for others that are published with them. So often the catalog is read for removals that other
+services made."""
 _TOMBSTONES_READ = (64, 1024, TOMBSTONES_MAX)
 """How many of the latest are read: more if the fewer ones do not reach back to those of the last time."""
 _ROUND = 128
 """Boundaries that are looked up at a time."""
-_SWEPT = 64
-"""Boundaries that each round checks without a cause: a catalog that was lost leaves no tombstones."""
+_SWEPT = 128
+"""Boundaries that each round checks without a cause, if there is a catalog: one that was lost leaves no tombstones."""
 PAGES_MAX, BYTES_MAX = 131_072, 256 << 20
 """Pages on some medium that are known. Of more, some are taken back from subscribers, and forgotten."""
 _UNPLACED_MAX, _UNPLACED_BYTES_MAX = 16_384, 64 << 20
@@ -39,6 +39,8 @@ _UNPLACED_MAX, _UNPLACED_BYTES_MAX = 16_384, 64 << 20
 _HASHES_AT_ONCE = 512
 """Hashes that are looked up before other tasks of the loop get a turn."""
 _CALL_S = 5.0
+_BEHIND_S = 0.1
+"""Between two looks at whether the publisher is still behind."""
 
 
 class Publisher(Protocol):
@@ -109,13 +111,14 @@ class PlacementEvents:
         self._memory = memory
         self._memory_medium = memory_medium
         self._levels = levels if catalog is not None else {}
-        self._catalog = catalog
+        self._catalog = catalog if levels else None
         self._clock = clock
         self._pages: OrderedDict[Place, dict[int, Page]] = OrderedDict()
         self._placed, self._unplaced = Pages(PAGES_MAX, BYTES_MAX), Pages(_UNPLACED_MAX, _UNPLACED_BYTES_MAX)
         self._holders = Holders()
         self._ends = Ends()
         self._marked: dict[Place, None] = {}  # a set that keeps its order
+        self._is_marked = asyncio.Event()  # some were, since the last round
         self._seen: set[Tombstone] = set()
         self._newest_s = 0
         self._cleared: set[str] = set()
@@ -135,7 +138,7 @@ class PlacementEvents:
             pages[blocks.group] = page = Page(blocks, tenant, (1 << num_slices) - 1)
             self._unplaced.add(page)
             self._ends.add(page)
-        self._marked[place] = None
+        self._mark(place)
         self._forget_unplaced()
 
     def knows(self, namespace: NamespaceId) -> bool:
@@ -159,7 +162,12 @@ class PlacementEvents:
         """Note that a record was stored or removed somewhere. Called for every record: it must cost nothing."""
         place = (key.namespace, key.prefix)
         if place in self._pages:
-            self._marked[place] = None
+            self._mark(place)
+
+    def _mark(self, place: Place) -> None:
+        if not self._marked:
+            self._is_marked.set()
+        self._marked[place] = None
 
     async def aclose(self) -> None:
         """Stop, and close the publisher. Idempotent."""
@@ -167,13 +175,14 @@ class PlacementEvents:
         await asyncio.to_thread(self._publisher.close)
 
     async def _run(self) -> None:
-        next_look_s = 0.0
         while True:
+            if not self._marked and (self._catalog is None or not self._pages):  # memory marks each of its changes
+                self._is_marked.clear()
+                await self._is_marked.wait()
             await asyncio.sleep(_ROUND_S)
-            if self._catalog is not None and self._pages and self._clock.monotonic_s() >= next_look_s:
-                next_look_s = self._clock.monotonic_s() + _TOMBSTONES_S
+            if self._catalog is not None:
                 await self._read_tombstones(self._catalog)
-            self._sweep()
+                self._sweep()
             while self._marked and not self._publisher.is_behind:
                 await self._round()
 
@@ -239,11 +248,11 @@ class PlacementEvents:
             self._publisher.publish(topic, events)
             await asyncio.sleep(0)
             while self._publisher.is_behind:
-                await asyncio.sleep(_ROUND_S)
+                await asyncio.sleep(_BEHIND_S)
 
     async def _look_up(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash]) -> EntryTable | None:
         """The catalog's entries; `None`: it does not answer, and what it said before counts."""
-        if self._catalog is None or not self._levels:
+        if self._catalog is None:
             return None
         try:
             return await self._catalog.lookup(namespace, prefixes, deadline=self._deadline())

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import queue
+import socket
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
+from math import ceil
 
 import zmq
 
@@ -33,9 +36,11 @@ _REQUESTS_WAITING = 16
 SILENT_S = 30
 """A peer that reads nothing for this long is cut off, and what waits for it is dropped."""
 _TURN_S, _REPLAY_TURN_S = 0.05, 0.002
-"""How long a request for a replay may wait, and the next part of one that runs."""
+"""How long the next part of a replay may wait, whose peer has read nothing, and of one whose peer reads."""
 AGAIN_S = 5.0
 """After so long without a batch, the last one is sent again."""
+_WAKES = 4_096
+"""Bytes that are read at a time from those that wake the thread."""
 _CLOSE_S = 2.0
 _END = (-1).to_bytes(8, "big", signed=True)
 
@@ -87,6 +92,8 @@ class EventPublisher:
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        self._waker, self._woken = socket.socketpair()  # its closed end refuses bytes, so `publish` may come too late
+        self._waker.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="kvstore-events", daemon=True)
         self._thread.start()
 
@@ -101,11 +108,20 @@ class EventPublisher:
         batch = encode_batch(self._clock.wall_ms() / 1000, events)
         self._put_bytes += len(batch)
         self._waiting.put((topic.encode(), batch))
+        self._wake()
 
     def close(self) -> None:
         """Send what waits, for two seconds at most, and close the sockets. Idempotent."""
         self._waiting.put(None)
+        self._wake()
         self._thread.join(_CLOSE_S)
+        if not self._thread.is_alive():
+            self._waker.close()
+            self._woken.close()
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # full: the thread is to wake anyway; closed: there is none
+            self._waker.send(b"\0")
 
     def _socket(self, kind: int, most: int) -> zmq.Socket[bytes]:
         """A socket on which peers cannot leave much: neither what they send nor what they do not read."""
@@ -116,11 +132,17 @@ class EventPublisher:
         return socket
 
     def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._woken.fileno(), zmq.POLLIN)
+        if self._replays is not None:
+            poller.register(self._replays, zmq.POLLIN)
         try:
             is_replaying = False
             while True:
+                if self._waiting.empty():
+                    self._sleep(poller, is_replaying=is_replaying)
                 try:
-                    batch = self._waiting.get(timeout=_REPLAY_TURN_S if is_replaying else _TURN_S)
+                    batch = self._waiting.get_nowait()
                 except queue.Empty:
                     self._send_again()
                 else:
@@ -134,6 +156,21 @@ class EventPublisher:
             _log.exception("cache events are no longer published: restart the service")
         finally:
             self._context.destroy(linger=int(_CLOSE_S * 500))
+
+    def _sleep(self, poller: zmq.Poller, *, is_replaying: bool) -> None:
+        """Return when there is a batch or a request for a replay, or when the next part of one or a repetition is due.
+
+        Args:
+            is_replaying: Whether the peer of a replay has read something in the last turn.
+        """
+        until_s: float | None = None
+        if self._kept:
+            until_s = max(0.0, self._sent_s + AGAIN_S - self._clock.monotonic_s())
+        if self._running:
+            until_s = _REPLAY_TURN_S if is_replaying else _TURN_S
+        ready = poller.poll(None if until_s is None else ceil(until_s * 1000))
+        if any(one == self._woken.fileno() for one, _ in ready):
+            self._woken.recv(_WAKES)
 
     def _send(self, topic: bytes, batch: bytes) -> None:
         self._taken_bytes += len(batch)

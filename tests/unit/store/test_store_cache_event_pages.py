@@ -33,8 +33,10 @@ class Memory:
 
     def __init__(self) -> None:
         self.at: dict[NamespaceId, dict[PrefixHash, dict[int, int]]] = {RED: {}, BLUE: {}}
+        self.num_looks = 0
 
     def boundaries(self, namespace: NamespaceId) -> dict[PrefixHash, dict[int, int]]:
+        self.num_looks += 1
         return self.at[namespace]
 
 
@@ -158,6 +160,20 @@ async def test_a_page_whose_blocks_are_known_publishes_nothing(service: Service)
     assert len(service.published.batches) == num_batches
     service.drop(same)
     await service.until(lambda: not service.blocks)
+
+
+async def test_pages_that_do_not_change_are_not_looked_at(service: Service) -> None:
+    """A service with memory alone knows of each change: it reads only the pages that have changed."""
+    pages = [page(f"p{number}", [number]) for number in range(50)]
+    for one in pages:
+        service.save(one)
+    await service.until(lambda: len(service.blocks) == 50)
+    looks = service.memory.num_looks
+    await asyncio.sleep(0.5)
+    assert service.memory.num_looks == looks
+    service.drop(pages[7])
+    await service.until(lambda: len(service.blocks) == 49)
+    assert service.memory.num_looks == looks + 1
 
 
 async def test_groups_of_a_page_count_on_their_own(service: Service) -> None:

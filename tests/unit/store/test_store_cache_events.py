@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,6 +131,34 @@ def test_an_address_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     for fields in (("nowhere",), (f"ipc://{tmp_path}/e", "nowhere")):
         with pytest.raises(InvalidRequest, match="events_"):
             EventPublisher(*fields)
+
+
+def turns_of(thread: threading.Thread) -> int:
+    """How often a thread has gone to sleep so far."""
+    status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+    return int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+
+@pytest.mark.parametrize("num_batches", [0, 3])
+def test_a_publisher_with_nothing_to_do_sleeps(publisher: EventPublisher, num_batches: int) -> None:
+    """Before its first message, and after messages and a replay: nothing wakes it, and it does not compute."""
+    (thread,) = (one for one in threading.enumerate() if one.name == "kvstore-events")
+    for number in range(num_batches):
+        publisher.publish("kv@node:a@m", batch_of(number))
+    time.sleep(0.5)  # until they were sent
+    before, before_s = turns_of(thread), time.process_time()
+    time.sleep(1.0)
+    assert turns_of(thread) - before <= 2
+    assert time.process_time() - before_s < 0.5
+    publisher.publish("kv@node:a@m", batch_of(9))
+    time.sleep(0.2)
+    assert turns_of(thread) > before
+
+
+def test_a_publisher_that_is_closed_sends_nothing(publisher: EventPublisher) -> None:
+    publisher.close()
+    publisher.publish("kv@node:a@m", batch_of(0))
+    publisher.close()
 
 
 def test_the_last_message_is_sent_again(addresses: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
