@@ -43,10 +43,9 @@ from kvstore.wire.address import Address, TcpAddress, parse_address
 Value = TypeVar("Value")
 _PROMPTS_KEPT = 256
 """Prompts that wait to be reported: long ones have some 100 KB."""
-_NAMES_GATHERED_S = 0.05
-"""Names of pages that come within this time share one ping, which costs more processor time than they do."""
-_NAMES_RELY_S = 1.0
-"""For so long the names that follow are sent without another ping, and without a timer that wakes the engine."""
+_NAMES_GATHERED_S = 0.2
+"""Names of pages that come within this time share one ping and one wake of the service, which cost more processor time
+than they do."""
 _NAMESPACES_MAX = 64
 """The namespaces that were used last, up to this number, are opened again on a new connection."""
 
@@ -66,7 +65,7 @@ class RemoteStore(PageStore):
         self._save_memory = SaveMemory(options)
         self._stall_s = options.first_stall_timeout_s or options.stall_timeout_s
         self._reports = Reports(self._control, options.dead_after_s)
-        self._names = Reports(self._control, options.dead_after_s, gather_s=_NAMES_GATHERED_S, relies_s=_NAMES_RELY_S)
+        self._names = Reports(self._control, options.dead_after_s, gather_s=_NAMES_GATHERED_S)
         self._prompts = Reports(self._control, options.dead_after_s, kept=_PROMPTS_KEPT)
         self._closed = False
 

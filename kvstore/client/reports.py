@@ -41,14 +41,13 @@ class Reports:
 
     Reports have no answers. So each batch is sent once, after the service has answered a ping on the same connection:
     no report goes to a service that is frozen or gone, and none is sent twice. Reports that a service received are lost
-    when it dies. With `relies_s` more may be lost: it is for names of pages, which a service that dies forgets anyway.
+    when it dies.
 
     Args:
         control: Lends the control connection; raises as `RemoteStore`'s calls do.
         patience_s: A ping that is not answered for this long has failed.
         kept: Reports that wait for the service; of more, the oldest are dropped.
         gather_s: How long a report waits for others that are sent after the same ping.
-        relies_s: For how long an answered ping counts: reports are sent at once, also to a service that has just died.
         clock: For the age of reports.
     """
 
@@ -60,14 +59,11 @@ class Reports:
         *,
         kept: int = KEPT,
         gather_s: float = 0.0,
-        relies_s: float = 0.0,
     ) -> None:
         self._control = control
         self._patience_s = patience_s
         self._kept = kept
         self._gather_s = gather_s
-        self._relies_s = relies_s
-        self._pinged: tuple[Connection, float] | None = None  # which answered the last ping, and when that was sent
         self._clock = clock
         self._waiting: deque[tuple[float, Report]] = deque()  # with the time of `add`, the oldest first
         self._num_dropped = 0
@@ -82,9 +78,7 @@ class Reports:
         """Have a report sent as soon as the service answers. Returns at once and never fails; on the loop's thread."""
         self._waiting.append((self._clock.monotonic_s(), report))
         self._forget_some()
-        if len(self._waiting) == 1 and (connection := self._reliable()) is not None:
-            self._post(connection, 1)
-        elif self._sending is None or self._sending.done():
+        if self._sending is None or self._sending.done():
             with suppress(Closed):
                 self._sending = self._tasks.spawn(self._send_later(), "send", is_shared=True)
 
@@ -104,9 +98,7 @@ class Reports:
         try:
             while self._waiting:
                 async with self._control(deadline) as connection:
-                    sent_s = self._clock.monotonic_s()
                     await connection.ping(deadline)
-                    self._pinged = (connection, sent_s) if self._relies_s else None
                     if connection.open:
                         self._post(connection, _TOGETHER)
         finally:
@@ -118,7 +110,6 @@ class Reports:
         if connection is not None and connection.open:
             self._post(connection, len(self._waiting))
         self._waiting.clear()
-        self._pinged = None
 
     async def _send_later(self) -> None:
         while self._waiting:
@@ -129,17 +120,6 @@ class Reports:
                 return
             except KVStoreError:
                 await asyncio.sleep(_PAUSE_S)
-
-    def _reliable(self) -> Connection | None:
-        """The connection, if its service has answered a short time ago and has read all since."""
-        if self._pinged is None:
-            return None
-        connection, sent_s = self._pinged
-        is_late = self._clock.monotonic_s() - sent_s >= self._relies_s
-        if is_late or not connection.open or connection.frames.unsent_bytes:
-            self._pinged = None  # which would keep a connection that is gone
-            return None
-        return connection
 
     def _post(self, connection: Connection, most: int) -> None:
         self._forget_some()
