@@ -99,7 +99,7 @@ class PlanClient:
         fixed_last: int = 0,
         keep_duplicates: bool = False,
         cache_salt: str | None = None,
-        within_ms: int = 3,
+        within_ms: int = 1,
         compare: bool = False,
     ) -> Plan:
         """Plan a prompt. If the service does not answer, the prompt is returned as it was given, with the reason in

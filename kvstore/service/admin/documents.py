@@ -17,7 +17,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
 
 from kvstore.model.keys import LINK_TOKENS, Boundary, NamespaceId, PlainChain, PrefixHash
 from kvstore.model.layout import Layout
@@ -83,8 +83,9 @@ class OrderSearch:
 
     Args:
         layout: The model's groups.
-        ask: What is stored; called once for each round, and for each `ASKED_AT_ONCE` boundaries of the usual and the
-            given order as long as they are stored.
+        ask: What is stored; called once for the usual and the given order together, then once for each round. Of a
+            long prompt each order is asked about by itself, `ASKED_AT_ONCE` boundaries at a time, as long as they are
+            stored.
         within_s: No round begins later than this after those orders. A round takes some half a millisecond.
         clock: Limits the rounds.
     """
@@ -123,17 +124,26 @@ class OrderSearch:
         """
         root = _Beginning((), PlainChain(cache_salt, self._page_tokens), head)
         await self._hash_all(root)
-        probe = root
-        for index in given:  # if its first page is not stored, nothing of it is
-            probe = _with(probe, index, documents[index])
-            self._hash_page(probe)
-            if probe.asked:
+        # one question costs more than the boundaries of a prompt of usual length
+        num_tokens = len(head) + sum(map(len, documents))
+        is_asked_at_once = num_tokens // self._page_tokens <= ASKED_AT_ONCE // 2
+        lead = [root]
+        for index in given:
+            lead.append(_with(lead[-1], index, documents[index]))
+            if is_asked_at_once:
+                await self._hash_all(lead[-1])
+                continue
+            self._hash_page(lead[-1])
+            if lead[-1].asked:  # if its first page is not stored, nothing of it is
                 break
-        path = await self._follow(root, documents, usual, also=[probe])
-        self._update(probe, root)
-        if probe.is_open and probe.asked:
-            known = {one.documents for one in path}
-            path += [one for one in await self._follow(root, documents, given) if one.documents not in known]
+        path = await self._follow(root, documents, usual, also=lead[1:])
+        for parent, one in pairwise(lead):
+            self._update(one, parent)
+        more = lead[1:] if is_asked_at_once else []
+        if not is_asked_at_once and lead[-1].is_open and lead[-1].asked:
+            more = await self._follow(root, documents, given)
+        known = {one.documents for one in path}
+        path += [one for one in more if one.documents not in known]
         best = await self._continue([root, *path], documents, usual)
         chosen = set(best.documents)
         return Order((*best.documents, *(index for index in usual if index not in chosen)), best.resume_tokens)

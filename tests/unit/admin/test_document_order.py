@@ -124,13 +124,29 @@ async def test_a_search_is_bounded_however_much_is_stored() -> None:
         array("I"), pieces, usual=range(64), given=range(63, -1, -1), cache_salt=None
     )
     assert found.resume_tokens == 64 * 20 // 16 * 16
-    assert len(stored.asked) <= 2
-    stored.asked.clear()
+    assert len(stored.asked) == 1  # about both orders
     none = Stored(layout)
     await OrderSearch(layout, none.ask, within_s=60.0).run(
         array("I"), pieces, usual=range(64), given=range(64), cache_salt=None
     )
     assert sum(none.asked) <= 64 * 20 // 16 + documents.ROUNDS_MAX * (documents.TRIED + documents.BEAM * 2)
+
+
+@pytest.mark.parametrize("asked_at_once", [8, 1024])
+async def test_orders_of_long_prompts_are_asked_about_in_pieces(
+    asked_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only as far as they are stored. What is found is the same."""
+    monkeypatch.setattr(documents, "ASKED_AT_ONCE", asked_at_once)
+    layout, pieces = Layout(16, ATTENTION), [array("I", [index] * 20) for index in range(64)]
+    stored = Stored(layout)
+    stored.save(joined(array("I"), pieces, range(12)))
+    found = await OrderSearch(layout, stored.ask, within_s=0.0).run(
+        array("I"), pieces, usual=range(63, -1, -1), given=range(64), cache_salt=None
+    )
+    assert found.documents[:12] == tuple(range(12)) and found.resume_tokens == 12 * 20
+    assert max(stored.asked) <= max(2 * asked_at_once, 4 * 80)
+    assert sum(stored.asked) < (100 if asked_at_once == 8 else 300)
 
 
 async def test_a_search_ends_in_time() -> None:

@@ -69,7 +69,7 @@ class PromptOfDocuments(Prompt):
     fixed_last: Count = Field(default=0, description="how many documents at the end stay where they are")
     keep_duplicates: bool = Field(default=False, description="equal documents are sent as often as they are given")
     within_ms: Count = Field(
-        default=3,
+        default=1,
         le=_WITHIN_MS_MAX,
         description="no round of the search begins later than this after the usual and the given order were looked up",
     )
