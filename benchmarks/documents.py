@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--each", type=count, default=14, help="documents of a query (default 14)")
     parser.add_argument("--tokens", type=count, default=500, help="of a document, on average (default 500)")
     parser.add_argument("--page", type=count, default=256, help="tokens of a page (default 256)")
-    parser.add_argument("--within-ms", type=count, default=1, help="as in the request (default 1)")
+    parser.add_argument("--within-ms", type=count, default=4, help="as in the request (default 4)")
     parser.add_argument("--exponents", type=_exponents, default=(1.0, 1.2), help="of Zipf's law, like 1.0,1.2")
     title = "tokens to compute, documents as they are given and in the planned order"
     return run_rows(parser, arguments, lambda chosen, say: uvloop.run(_measure(chosen, say)), title, _COLUMNS)

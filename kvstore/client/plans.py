@@ -99,7 +99,7 @@ class PlanClient:
         fixed_last: int = 0,
         keep_duplicates: bool = False,
         cache_salt: str | None = None,
-        within_ms: int = 1,
+        within_ms: int = 4,
         compare: bool = False,
     ) -> Plan:
         """Plan a prompt. If the service does not answer, the prompt is returned as it was given, with the reason in
@@ -114,7 +114,7 @@ class PlanClient:
             fixed_last: How many at the end stay where they are.
             keep_duplicates: Equal documents are sent as often as they are given.
             cache_salt: The request's `cache_salt`.
-            within_ms: No round of the search begins later than this after the usual and the given order were looked up.
+            within_ms: No round of the search begins later than this after it began.
             compare: Also find the hit of the order that was given.
 
         Raises:

@@ -86,7 +86,7 @@ class OrderSearch:
         ask: What is stored; called once for the usual and the given order together, then once for each round. Of a
             long prompt each order is asked about by itself, `ASKED_AT_ONCE` boundaries at a time, as long as they are
             stored.
-        within_s: No round begins later than this after those orders. A round takes some half a millisecond.
+        within_s: No round begins later than this after the search began. A round takes some half a millisecond.
         clock: Limits the rounds.
     """
 
@@ -122,6 +122,7 @@ class OrderSearch:
             given: The same in the order of the caller.
             cache_salt: Of the prompt.
         """
+        until_s = self._clock.monotonic_s() + self._within_s
         root = _Beginning((), PlainChain(cache_salt, self._page_tokens), head)
         await self._hash_all(root)
         # one question costs more than the boundaries of a prompt of usual length
@@ -144,7 +145,7 @@ class OrderSearch:
             more = await self._follow(root, documents, given)
         known = {one.documents for one in path}
         path += [one for one in more if one.documents not in known]
-        best = await self._continue([root, *path], documents, usual)
+        best = await self._continue([root, *path], documents, usual, until_s)
         chosen = set(best.documents)
         return Order((*best.documents, *(index for index in usual if index not in chosen)), best.resume_tokens)
 
@@ -174,9 +175,9 @@ class OrderSearch:
         return path[1:]
 
     async def _continue(
-        self, path: Sequence[_Beginning], documents: Sequence[array[int]], usual: Sequence[int]
+        self, path: Sequence[_Beginning], documents: Sequence[array[int]], usual: Sequence[int], until_s: float
     ) -> _Beginning:
-        """The best of some beginnings and of those that continue them."""
+        """The best of some beginnings and of those that continue them. No round begins after `until_s`."""
         rank = {index: place for place, index in enumerate(usual)}
         seen = {one.documents for one in path}
         queue: list[tuple[int, int, int, int, _Beginning]] = []
@@ -190,7 +191,6 @@ class OrderSearch:
         for one in path:
             push(one)
         best = max(path, key=_worth)
-        until_s = self._clock.monotonic_s() + self._within_s
         for _ in range(ROUNDS_MAX):
             is_whole = len(best.documents) == len(documents) and best.is_open
             if is_whole or not queue or self._clock.monotonic_s() > until_s:

@@ -69,9 +69,9 @@ class PromptOfDocuments(Prompt):
     fixed_last: Count = Field(default=0, description="how many documents at the end stay where they are")
     keep_duplicates: bool = Field(default=False, description="equal documents are sent as often as they are given")
     within_ms: Count = Field(
-        default=1,
+        default=4,
         le=_WITHIN_MS_MAX,
-        description="no round of the search begins later than this after the usual and the given order were looked up",
+        description="no round of the search begins later than this after the search began",
     )
     compare: bool = Field(default=False, description="also report the hit of the order that was given")
 
