@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -41,6 +42,8 @@ from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen, desc
 from kvstore.runtime.background import gather_all
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
+
+_log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 _IN_FLIGHT, _IN_FLIGHT_BYTES = 12, 256 << 20
@@ -323,9 +326,10 @@ class PageDoor:
                 try:
                     if not await self._stage(call, rest, 0):
                         break
-                except Unavailable:
+                except Unavailable as error:
                     if not done:
                         raise
+                    _log.debug("of %d pages %d were read: %s", len(prefixes), done, error)
                     break
                 continue
             stop = done + num_pages
@@ -353,7 +357,8 @@ class PageDoor:
 
         try:
             records = await call.store.load_many(lease, [key for key, _, _ in wanted], deadline=call.deadline)
-        except (Unavailable, NamespaceNotOpen):  # the lease has ended
+        except (Unavailable, NamespaceNotOpen) as error:  # the lease has ended
+            _log.debug("pages that were staged were not read: %s", error)
             return 0
         was_read = await gather_all(read_one(record, *one) for record, one in zip(records, wanted, strict=True))
         first_lost = was_read.index(False) if False in was_read else len(was_read)
@@ -371,7 +376,8 @@ class PageDoor:
             return False
         except (Closed, InvalidRequest):
             raise
-        except (KVStoreError, CallEnded):
+        except (KVStoreError, CallEnded) as error:
+            _log.debug("a page that the store has was not read: %s", error)
             return False
         return True
 

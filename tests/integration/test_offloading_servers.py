@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import random
 import secrets
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -153,8 +154,30 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
             yield place
 
 
+@pytest.fixture
+def client_said() -> Iterator[Callable[[], str]]:
+    """The last lines of the clients' logs, which say why a page was not read."""
+    lines: deque[str] = deque(maxlen=20)
+
+    class Last(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler, loggers = Last(), [logging.getLogger(name) for name in ("kvstore.client", "vllm.kvstore")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.DEBUG)
+    yield lambda: "; ".join(lines)
+    for logger, level in zip(loggers, before, strict=True):
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
 @pytest.mark.parametrize("num_damaged", [120, pytest.param(100_000, marks=pytest.mark.full)])
-def test_no_damaged_chunk_is_loaded(config: Any, place: Place, num_damaged: int, tell: Callable[[str], None]) -> None:
+def test_no_damaged_chunk_is_loaded(
+    config: Any, place: Place, num_damaged: int, tell: Callable[[str], None], client_said: Callable[[], str]
+) -> None:
     """Chunks are stored, most of their records are damaged in the tier, and the service starts with an empty memory:
     vLLM loads each other chunk, and none of the damaged ones."""
     seed = secrets.randbits(32)
@@ -184,7 +207,8 @@ def test_no_damaged_chunk_is_loaded(config: Any, place: Place, num_damaged: int,
             for number, prompt in enumerate(prompts):
                 loaded = load_chunks(engine, f"r{number}", prompt)
                 assert not victims.intersection(loaded)
-                assert loaded == {key for key in prompt if key not in victims}, (number, num_changed, misses_of(engine))
+                said = f"prompt {number} after {num_changed}: {misses_of(engine)}; {client_said()}"
+                assert loaded == {key for key in prompt if key not in victims}, said
                 num_loaded += len(loaded)
             num_changed += len(victims)
     assert num_loaded > 0
