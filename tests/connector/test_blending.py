@@ -119,6 +119,8 @@ def test_documents_are_stored_once_and_explained(engine: Start, service: Directo
     counters = second.connector_counters()
     assert counters["connector_blended_tokens"] == 512
     assert counters["connector_blend_recomputed_tokens"] == recomputed
+    second.generate([blended((2, 0, 1), salt="blend:other")])
+    assert explained(service, "blended")[0]["detail"]["stored_documents"] == "0 of 3"  # they belong to the salt
     second.stop()
 
 
