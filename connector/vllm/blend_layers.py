@@ -54,7 +54,7 @@ class VllmLayers:
 
     def refusal(self) -> str | None:
         """Why this model cannot be blended, or `None`."""
-        if type(self._decoder.embed_tokens) is not VocabParallelEmbedding:  # as of an engine with adapters
+        if type(self._decoder.embed_tokens) is not VocabParallelEmbedding:
             return f"embedding {type(self._decoder.embed_tokens).__name__}"
         for layer in self._layers:
             attention = layer.self_attn

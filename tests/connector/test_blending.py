@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -158,15 +158,30 @@ def test_bad_audits_turn_blending_off(engine: Start, service: DirectoryService, 
     running.stop()
 
 
+ADAPTERS: Mapping[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["qkv_proj"]}
+"""The other modules stay as they are."""
+
+
 @pytest.mark.parametrize(
-    ("kind", "runner", "reason"), [("gemma3", "v1", "sliding window"), ("llama", "v2", "model runner")]
+    ("kind", "runner", "arguments", "reason"),
+    [
+        ("gemma3", "v1", {}, "sliding window"),
+        ("llama", "v2", {}, "model runner"),
+        ("llama", "v1", ADAPTERS, "adapters"),
+    ],
 )
 def test_an_engine_that_cannot(
-    engine: Start, service: DirectoryService, work: Path, kind: str, runner: Literal["v1", "v2"], reason: str
+    engine: Start,
+    service: DirectoryService,
+    work: Path,
+    kind: str,
+    runner: Literal["v1", "v2"],
+    arguments: Mapping[str, Any],
+    reason: str,
 ) -> None:
     """It says why at its start, and computes what asks to be blended."""
     checkpoint = write_checkpoint(kind, work / "checkpoints")
-    running = engine(replace(spec_of(checkpoint, service), runner=runner))
+    running = engine(replace(spec_of(checkpoint, service), runner=runner, arguments=arguments))
     (answer,) = running.generate([blended((0, 1, 2))])
     assert answer.num_cached_tokens == 0
     assert f"this engine does not blend: {reason}" in running.log_text()
