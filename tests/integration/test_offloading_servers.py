@@ -127,8 +127,10 @@ def ended(place: Place) -> Iterator[Place]:
 
 @pytest.fixture(params=["directory", "redis", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    # all chunks that are stored at once may wait for the slower tier
-    flags = {"memory_bytes": "512MiB", "write_back_bytes": "512MiB"}
+    # All chunks that are stored at once may wait for the slower tier. By default a tier that a busy machine keeps from
+    # answering for 400 ms is given up, which is a miss of a good chunk.
+    patient = {"stall_timeout_ms": "5000", "fetch_timeout_ms": "30000"}
+    flags = {"memory_bytes": "512MiB", "write_back_bytes": "512MiB", **patient}
     if request.param == "directory":
         with ended(DirectoryPlace(DirectoryService(tmp_path, flags))) as place:
             yield place
