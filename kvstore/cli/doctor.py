@@ -29,8 +29,9 @@ _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILED: "bold
 
 
 class EngineName(Enum):
-    """Engines that have another door than our vLLM connector."""
+    """Engines that can be checked, by the door that they use."""
 
+    VLLM = "vllm"
     OFFLOADING = "offloading"
     SGLANG = "sglang"
 
@@ -53,7 +54,10 @@ def doctor(  # noqa: PLR0917 - typer makes flags of them
     ] = None,
     engine: Annotated[
         EngineName | None,
-        typer.Option(help="Also check the engine in this Python: vLLM's own offloading, or SGLang. Default: neither."),
+        typer.Option(
+            help="Also check the engine in this Python: the GPU of vLLM with our connector, vLLM's own offloading, or "
+            "SGLang. Default: none."
+        ),
     ] = None,
     timeout_s: Annotated[
         float, typer.Option("--timeout", min=0.1, max=600, help="Seconds for each subject; they run in parallel.")

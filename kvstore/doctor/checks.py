@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from kvstore.client.remote import EMBEDDED
 from kvstore.doctor.check import Check, Criterion, Finding, single
 from kvstore.doctor.directory import DIRECTORY_NAMES, directory_check
-from kvstore.doctor.engines import engine_check
+from kvstore.doctor.engines import DOORS, engine_check
+from kvstore.doctor.gpu import gpu_check
 from kvstore.doctor.machine import machine_check
 from kvstore.doctor.namespaces import namespaces_check
 from kvstore.doctor.redis import REDIS_NAMES, redis_check
@@ -26,7 +27,7 @@ def checks_of(store: StoreInUse, address: ServiceAddress, engine: str | None = N
     Args:
         store: The store to examine, with the settings of the service, or of this shell.
         address: Where the service is.
-        engine: The door of an engine to check too, of `kvstore.doctor.engines.DOORS`.
+        engine: An engine to check too: `vllm`, or one of `kvstore.doctor.engines.DOORS`.
 
     Raises:
         InvalidRequest: The url is not an address.
@@ -36,7 +37,7 @@ def checks_of(store: StoreInUse, address: ServiceAddress, engine: str | None = N
     is_here = is_ours or not isinstance(parse_address(address.url), TcpAddress)
     checks = [
         versions_check(settings),
-        *([engine_check(engine)] if engine is not None else []),
+        *([] if engine is None else [engine_check(engine) if engine in DOORS else gpu_check()]),
         service_check(address),
         single(judge_store(store)),
         machine_check(settings, is_here=is_here),

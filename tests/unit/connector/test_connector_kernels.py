@@ -15,6 +15,7 @@ import torch
 from xxhash import xxh3_128_digest
 
 from benchmarks.gpu.kit import InlineStreams
+from kvstore.errors import InvalidRequest
 from tests.unit.connector.rank_harness import SOURCE, TARGET, ranks_on
 from tests.unit.connector.sharing_ranks import SharingBridge, load_prepared, pieces_of, use_streams
 
@@ -43,6 +44,27 @@ def _probe() -> str:
 
     found = record_kernels(InlineStreams())
     return found.__name__ if found is not None else "none"
+
+
+def test_each_way_is_tried(process: ProcessPoolExecutor) -> None:
+    """What `kvstore doctor` shows: memory that may only be read is registered, and a way that fails says why."""
+    assert process.submit(_problems, False).result() == {"pinned": "", "in_place": "", "kernels": ""}
+    assert process.submit(_problems, True).result() == {
+        "pinned": "",
+        "in_place": "InvalidRequest: the GPU cannot read memory of the service",
+        "kernels": "",
+    }
+
+
+class _Refusing(InlineStreams):
+    def register(self, address: int, num_bytes: int) -> None:
+        raise InvalidRequest("the GPU cannot read memory of the service")
+
+
+def _problems(refuses: bool) -> dict[str, str]:
+    from connector.device.paths import try_paths
+
+    return {path.name: path.problem for path in try_paths(_Refusing() if refuses else InlineStreams())}
 
 
 @pytest.mark.parametrize("seed", range(3))

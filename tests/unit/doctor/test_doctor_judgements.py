@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from connector.vllm.contract import TESTED_RELEASES
 from kvstore.doctor.check import Finding, Verdict, run_checks
 from kvstore.doctor.directory import DirectoryFacts, judge_access, judge_medium, judge_space, medium_of
 from kvstore.doctor.engines import DOORS, engine_check, judge_engine, judge_interface, judge_offloading_room
+from kvstore.doctor.gpu import gpu_check, judge_gpu
 from kvstore.doctor.machine import MachineFacts, judge_clock, judge_memlock, judge_memory, judge_shared_memory
 from kvstore.doctor.namespaces import differences, judge_namespaces
 from kvstore.doctor.redis import REDIS_NAMES, judge_redis, judge_refusal
@@ -93,6 +95,29 @@ def test_the_engine_of_this_environment_is_examined() -> None:
     found = {one.name: one for one in run_checks([engine_check("offloading")], timeout_s=20)}
     assert set(found) == {"engine.release", "engine.interface", "engine.shared_memory"}
     check(found["engine.interface"], OK)
+
+
+def test_gpus() -> None:
+    """What an engine does without costs speed; without pinned memory it is not cached."""
+    check(judge_gpu(None, {}), SKIPPED, "no GPU")
+    check(judge_gpu("a GPU", {"pinned": "", "in_place": "", "kernels": ""}), OK, "a GPU")
+    check(judge_gpu("a GPU", {"pinned": "no room", "kernels": "no gcc"}), FAILED, "no room", "memlock")
+    found = judge_gpu("a GPU", {"pinned": "", "in_place": "refused", "kernels": "no compiler"})
+    check(found, WARNING, "copied in host memory first: refused", "memlock")
+    check(found, WARNING, "processors verify records and decode tiles: no compiler", "gcc")
+
+
+def test_the_gpu_of_this_environment_is_examined() -> None:
+    """The connector is run by this Python, from another folder than its own too."""
+    (found,) = run_checks([gpu_check()], timeout_s=120)
+    assert found.name == "engine.gpu"
+    assert found.verdict is (OK if torch.cuda.is_available() else SKIPPED), found
+
+
+def test_a_gpu_that_is_examined_for_too_long() -> None:
+    """The process ends with the check, which says how to give it more time."""
+    (found,) = run_checks([gpu_check()], timeout_s=0.1)
+    check(found, FAILED, "", "--timeout 60")
 
 
 def test_versions() -> None:
