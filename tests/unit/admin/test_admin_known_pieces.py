@@ -164,3 +164,6 @@ async def test_the_next_turn_is_answered_from_pieces_of_the_last_one(
         known, new = await ask("blue", 28_000)
         assert known == 0
         assert new  # the text alone: no engine of its own is connected
+        metrics = (await (await stack.enter_async_context(made.client("watcher"))).get("/metrics")).text
+        shown = int(metrics.partition("\nkvstore_known_pieces_bytes ")[2].split()[0])
+        assert 4 * 4 * 28_000 < shown < 8 * 4 * 28_000  # four lists of ids, and three of hashes
