@@ -96,6 +96,7 @@ OWN_GAUGES = {
     "requests_running": "requests of engines that are being answered",
     "receive_bytes_used": "bytes of saves being received",
     "receive_bytes_limit": "limit of receive_bytes_used",
+    "known_pieces_bytes": "token ids and hashes of long prompts that are kept for the next questions of routers",
     "tenant_maximum_bytes": "bytes of the cold tier beyond which a tenant's own records are evicted first",
     "tenant_used_bytes": "bytes of the cold tier that a tenant with a quota uses",
     "tier_healthy": "1 while the tier answers",
@@ -161,7 +162,8 @@ def render(
     Args:
         meters: A snapshot of the store's meters.
         tiers: The state of each tier; empty when it is not known now.
-        service: The data port's description of itself, as `Server.describe` returns it.
+        service: The data port's description of itself, as `Server.describe` returns it, and `known_pieces_bytes` of the
+            administration.
         quotas: As `StoreOperations.quotas` returns them.
         backlog: As `StoreOperations.backlog` returns it.
     """
@@ -219,7 +221,7 @@ def _own(tiers: Iterable[TierState], service: Mapping[str, object]) -> Samples:
     samples: Samples = defaultdict(list)
     samples["info"].append((f'{{release="{service["release"]}"}}', 1))
     samples["uptime_seconds"].append(("", _number(service["uptime_s"])))
-    for name in ("sessions", "requests_running", "receive_bytes_used", "receive_bytes_limit"):
+    for name in ("sessions", "requests_running", "receive_bytes_used", "receive_bytes_limit", "known_pieces_bytes"):
         samples[name].append(("", _number(service[name])))
     for tier in tiers:
         label = f'{{tier="{tier.name}"}}'

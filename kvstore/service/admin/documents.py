@@ -343,7 +343,7 @@ class DocumentUses:
         before = counts.of.get(place, 0.0) / counts.one
         digests = [hashlib.blake2b(one, digest_size=16, key=place).digest() for one in documents]
         shares = [counts.of.get(digest, 0.0) / counts.one / (before + 1.0) for digest in digests]
-        for digest in (*digests, place):
+        for digest in dict.fromkeys((*digests, place)):  # a document that is sent twice was asked for once
             counts.of[digest] = counts.of.get(digest, 0.0) + counts.one
             counts.of.move_to_end(digest)
         while len(counts.of) > self._documents_max:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,7 +30,7 @@ _TOMBSTONES_READ = (64, 1024, TOMBSTONES_MAX)
 """How many of the latest are read: more if the fewer ones do not reach back to those of the last time."""
 _ROUND = 128
 """Boundaries that are looked up at a time."""
-_SWEPT = 128
+SWEPT = 128
 """Boundaries that each round checks without a cause, if there is a catalog: one that was lost leaves no tombstones."""
 PAGES_MAX, BYTES_MAX = 131_072, 256 << 20
 """Pages on some medium that are known. Of more, some are taken back from subscribers, and forgotten."""
@@ -38,7 +38,8 @@ _UNPLACED_MAX, _UNPLACED_BYTES_MAX = 16_384, 64 << 20
 """Pages on no medium that are known."""
 _HASHES_AT_ONCE = 512
 """Hashes that are looked up before other tasks of the loop get a turn."""
-_CALL_S = 5.0
+_CALL_S = 1.0
+"""The catalog has this time to answer, and changes of memory wait for it. What it does not answer is asked again."""
 _BEHIND_S = 0.1
 """Between two looks at whether the publisher is still behind."""
 
@@ -119,7 +120,9 @@ class PlacementEvents:
         self._ends = Ends()
         self._marked: dict[Place, None] = {}  # a set that keeps its order
         self._is_marked = asyncio.Event()  # some were, since the last round
-        self._seen: set[Tombstone] = set()
+        self._unanswered: dict[Place, None] = {}  # marked again once the catalog answers
+        self._is_answering = False
+        self._seen = Counter[Tombstone]()  # two removals of a boundary in one second are equal
         self._newest_s = 0
         self._cleared: set[str] = set()
         self._background = Background("cache events")
@@ -181,34 +184,40 @@ class PlacementEvents:
                 await self._is_marked.wait()
             await asyncio.sleep(_ROUND_S)
             if self._catalog is not None:
-                await self._read_tombstones(self._catalog)
+                self._is_answering = await self._read_tombstones(self._catalog)
+            if self._is_answering:
+                self._marked |= self._unanswered
+                self._unanswered.clear()
                 self._sweep()
             while self._marked and not self._publisher.is_behind:
                 await self._round()
 
-    async def _read_tombstones(self, catalog: Catalog) -> None:
-        """Mark what any service has removed from a shared level since the last call."""
+    async def _read_tombstones(self, catalog: Catalog) -> bool:
+        """Mark what any service has removed from a shared level since the last call. False: the catalog does not
+        answer."""
         found: list[Tombstone] = []
         for limit in _TOMBSTONES_READ:
             try:
                 found = await catalog.tombstones(limit=limit, deadline=self._deadline())
             except (Unavailable, Closed, CorruptRecord):
-                return
+                return False
             # those of one second are in no order across the catalog's slots
             if len(found) < limit or found[-1].at_s < self._newest_s:
                 break
-        if len(found) == TOMBSTONES_MAX and self._seen.isdisjoint(found):  # some were dropped before they were read
+        counts = Counter(found)
+        if len(found) == TOMBSTONES_MAX and counts.keys().isdisjoint(self._seen):  # some were dropped before
             self._marked.update(dict.fromkeys(self._pages))
-        for tombstone in found:
+        for tombstone, count in counts.items():
             place = (tombstone.namespace, tombstone.prefix)
-            if place in self._pages and tombstone not in self._seen:
+            if place in self._pages and count > self._seen[tombstone]:
                 self._marked[place] = None
-        self._seen = set(found)
+        self._seen = counts
         self._newest_s = max((tombstone.at_s for tombstone in found), default=0)
+        return True
 
     def _sweep(self) -> None:
         """Mark the boundaries that were checked longest ago."""
-        for _ in range(min(_SWEPT, len(self._pages))):
+        for _ in range(min(SWEPT, len(self._pages))):
             place, pages = self._pages.popitem(last=False)
             self._pages[place] = pages
             self._marked[place] = None
@@ -251,13 +260,21 @@ class PlacementEvents:
                 await asyncio.sleep(_BEHIND_S)
 
     async def _look_up(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash]) -> EntryTable | None:
-        """The catalog's entries; `None`: it does not answer, and what it said before counts."""
+        """The catalog's entries; `None`: it does not answer, and what it said before counts. Then it is not asked again
+        in this pass, since changes of memory must not wait for one answer after the other.
+        """
         if self._catalog is None:
             return None
-        try:
-            return await self._catalog.lookup(namespace, prefixes, deadline=self._deadline())
-        except (Unavailable, Closed, InvalidRequest, CorruptRecord):
-            return None
+        if self._is_answering:
+            try:
+                return await self._catalog.lookup(namespace, prefixes, deadline=self._deadline())
+            except (InvalidRequest, CorruptRecord):  # of this namespace alone
+                return None
+            except (Unavailable, Closed):
+                self._is_answering = False
+        places = ((namespace, prefix) for prefix in prefixes)
+        self._unanswered |= dict.fromkeys(place for place in places if place in self._pages)
+        return None
 
     def _compare(self, place: Place, table: EntryTable | None, index: int, changes: Changes) -> None:
         namespace, prefix = place
@@ -295,6 +312,7 @@ class PlacementEvents:
         if not pages:
             del self._pages[page.place]
             self._marked.pop(page.place, None)
+            self._unanswered.pop(page.place, None)
         (self._placed if page.media else self._unplaced).remove(page)
         self._ends.remove(page)
         if changes is not None:

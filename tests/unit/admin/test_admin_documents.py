@@ -104,7 +104,7 @@ def test_metrics_are_text_that_prometheus_reads() -> None:
         'corrupt_records{reason="a "quoted" one"}': 1.0,
     }
     service = {"release": "1", "uptime_s": 1.25, "sessions": 2, "requests_running": 0}
-    service |= {"receive_bytes_used": 0, "receive_bytes_limit": 5}
+    service |= {"receive_bytes_used": 0, "receive_bytes_limit": 5, "known_pieces_bytes": 7}
     text = render(meters, [], service)
     assert "# TYPE kvstore_served_records_total counter" in text
     assert 'kvstore_served_records_total{tier="redis"} 2\nkvstore_served_records_total{tier="s3"} 1.5\n' in text

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -78,7 +80,7 @@ def test_a_chain_is_the_engines_however_it_is_cut() -> None:
 
 
 def test_results_are_kept_for_their_tenant_alone_and_within_bounds() -> None:
-    pieces, computed = KnownPieces(room_bytes=6000, tenant_bytes=4000), Counter[tuple[str | None, bytes]]()
+    pieces, computed = KnownPieces(room_bytes=6200, tenant_bytes=4200), Counter[tuple[str | None, bytes]]()
 
     def ask(tenant: str | None, key: bytes) -> bytes:
         def compute() -> bytes:
@@ -92,13 +94,29 @@ def test_results_are_kept_for_their_tenant_alone_and_within_bounds() -> None:
         assert computed[tenant, b"a"] == 1
     for key in (b"b", b"c", b"a", b"d", b"f"):  # `a` is used in between, so `b` is the one that leaves
         ask("red", key)
-        assert pieces.used_bytes <= 6000
+        assert pieces.used_bytes <= 6200
     assert (ask("red", b"a"), computed["red", b"a"]) == (b"a" * 700, 1)
     ask("red", b"b")
     assert computed["red", b"b"] == 2
     with pytest.raises(InvalidRequest):
         pieces.of("red")(b"e", lambda: TOKEN_IDS.read(b"x", "f", 0).tobytes())
     assert ask("red", b"e") == b"e" * 700
+
+
+@pytest.mark.parametrize("num_ids", [1, 100, 4_000])
+@pytest.mark.parametrize("make", [lambda ids: ids, array.tobytes], ids=["ids", "hashes"])
+def test_what_is_counted_is_what_is_taken(num_ids: int, make: Callable[[array[int]], Any]) -> None:
+    """Also of small pieces, which a body makes with spaces, and of arrays, which have room to grow."""
+    ids = array("I", range(num_ids)).tobytes()
+    tracemalloc.start()
+    try:
+        before, pieces = tracemalloc.get_traced_memory()[0], KnownPieces()
+        for number in range(6_000):  # the dictionaries have just grown
+            pieces.of("red")(number.to_bytes(32, "big"), lambda: make(array("I", ids)))
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert 0.95 < pieces.used_bytes / taken < 1.3
 
 
 async def test_the_next_turn_is_answered_from_pieces_of_the_last_one(
@@ -146,3 +164,6 @@ async def test_the_next_turn_is_answered_from_pieces_of_the_last_one(
         known, new = await ask("blue", 28_000)
         assert known == 0
         assert new  # the text alone: no engine of its own is connected
+        metrics = (await (await stack.enter_async_context(made.client("watcher"))).get("/metrics")).text
+        shown = int(metrics.partition("\nkvstore_known_pieces_bytes ")[2].split()[0])
+        assert 4 * 4 * 28_000 < shown < 8 * 4 * 28_000  # four lists of ids, and three of hashes

@@ -15,6 +15,7 @@ from kvstore.model.keys import PlainChain, RecordKey
 from kvstore.service.admin.resources.prompt import TOKEN_IDS, split_objects, split_token_ids
 from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.testing.keys import tenant_key, write_keys
+from kvstore.testing.loop_held import LoopHeld
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from tests.unit.admin.service_harness import open_service
 
@@ -141,6 +142,52 @@ async def test_invalid_token_ids_are_refused(text: str, match: str) -> None:
     """The message names the mistake, and nothing else is read instead."""
     with pytest.raises(InvalidRequest, match=match):
         await split_token_ids(text.encode(), MAX)
+
+
+def text_with_a_list() -> bytes:
+    """JSON in UTF-16 with an empty list, and with a text whose bytes look like a long one."""
+    inside = b' "token_ids":[' + b"1," * 40_000 + b"1 ] "
+    return '{"token_ids":[],"cache_salt":"'.encode("utf-16-le") + inside + '"}'.encode("utf-16-le")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        text_with_a_list(),
+        json.dumps({"token_ids": [1]}).encode("utf-16"),
+        json.dumps({"token_ids": LONG}).encode("utf-8-sig"),
+        b'[{"token_ids":[\x0b]},' + json.dumps({"token_ids": LONG}).encode() + b"]",
+        b'{"token_ids":[1],"cache_salt":"\xff"}',
+    ],
+    ids=["a text with a list", "UTF-16", "a byte order mark", "another space", "no UTF-8"],
+)
+async def test_what_is_no_json_in_utf_8_is_refused(body: bytes) -> None:
+    """Another parser would see other ids, or none."""
+    with pytest.raises(InvalidRequest, match=r"not JSON|whole numbers"):
+        await split_objects(body, MAX, TOKEN_IDS)
+
+
+@pytest.mark.parametrize(
+    ("body", "match"),
+    [
+        (b'"token_ids":[]' * 290_000, "too much"),
+        (b"[%s]" % b",".join([b'{"token_ids":[]}'] * 3_800 + [b'{"token_ids":[%s1]}' % (b"1," * 40_000)]), ""),
+        (b'"token_ids" ' * 320_000, "must be JSON with lists"),
+        (b'{"token_ids":[%s]}' % (b"1" * (4 << 20)), "32 bits"),
+    ],
+    ids=["lists and nothing else", "lists in objects", "names", "digits"],
+)
+async def test_a_strange_body_does_not_hold_the_loop(body: bytes, match: str) -> None:
+    """However many lists it has, and however long an entry is: other requests, and the engines, wait for some ms."""
+    held = LoopHeld()
+    async with held.watching():
+        if match:
+            with pytest.raises(InvalidRequest, match=match):
+                await split_objects(body, 50_000, TOKEN_IDS)
+        else:
+            _, lists = await split_objects(body, 50_000, TOKEN_IDS)
+            assert lists is not None and len(lists) == 3_801 and len(lists[-1]) == 40_001
+    assert held.longest_s < 0.12, held.longest_s
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,7 @@ WRONG: list[tuple[object, str]] = [
     ([{"model": "m", "token_ids": [1]}] * 65, "at most 64 prompts"),
     ([1], "JSON object"),
     ("[", "not JSON"),
+    ("\ufeff[]", "not JSON"),
     ([{"model": "m", "token_ids": LONG}, {"model": "m"}], "given once"),
     ([{"model": "m", "token_ids": LONG, "x": {"token_ids": []}}], "given once"),
     (json.dumps({"model": "m", "token_ids": LONG}).replace("29999]", "29999,]"), "list of whole"),
@@ -222,6 +223,9 @@ async def test_wrong_bodies(tmp_path: Path) -> None:
             answer = await client.post("/v1/query", content=text, headers={"content-type": "application/json"})
             assert answer.status_code == 422, why
             assert why in answer.text
+            utf_16 = text.encode("utf-16")
+            answer = await client.post("/v1/query", content=utf_16, headers={"content-type": "application/json"})
+            assert (answer.status_code, answer.json()["field"]) == (422, "body")
         assert (await client.post("/v1/query", content="{}")).json()["detail"] == "the body is not sent as JSON"
 
 

@@ -15,7 +15,7 @@ from kvstore.model.kinds import FullAttention, Recurrent, SlidingWindow
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.runtime.clock import SystemClock
 from kvstore.service.admin import documents
-from kvstore.service.admin.documents import DocumentUses, OrderSearch
+from kvstore.service.admin.documents import DocumentUses, OrderSearch, expected_uses
 
 ATTENTION = (GroupLayout(FullAttention(), 1),)
 LAYOUTS = {
@@ -185,6 +185,14 @@ def test_uses_are_counted_for_each_namespace_and_salt() -> None:
     assert shares[2] == 0.0
     for other in (("blue", place, None), ("red", NamespaceId(b"m" * 16), None), ("red", place, "")):
         assert uses.note(*other, [common])[1] == [0.0]
+
+
+def test_a_document_that_is_sent_twice_was_asked_for_once() -> None:
+    """So no more requests begin with it than there are."""
+    uses, twice = DocumentUses(), [array("I", [1, 2])] * 2
+    for _ in range(10):
+        _, shares = uses.note("red", NamespaceId(b"n" * 16), None, twice)
+        assert max(expected_uses(shares, 1000)) == 1000.0 and max(shares) < 1.0
 
 
 def test_what_was_asked_for_long_ago_counts_less() -> None:

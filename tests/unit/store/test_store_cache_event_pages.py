@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import cast
+from typing import TypeVar, cast
 
 import pytest
 
-from kvstore.errors import InvalidRequest
+from kvstore.catalog.base import Addition, Catalog, LeaveReason, Removal
+from kvstore.catalog.entry import Level
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.model.media import MEDIA
 from kvstore.model.page_blocks import BlockGroup, PageBlocks
-from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.clock import SYSTEM_CLOCK, SystemClock
+from kvstore.runtime.deadline import Deadline
 from kvstore.store.cache_events.encoding import Event, encode_batch
 from kvstore.store.cache_events.pages import Page, Pages
 from kvstore.store.cache_events.placements import PlacementEvents, Topics
+from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.event_subscriber import Entry, apply
 from kvstore.testing.loop_held import LoopHeld
 from kvstore.testing.prompts import ATTENTION, HYBRID
@@ -26,6 +31,8 @@ from kvstore.tiers.memory import MemoryTier
 
 RED, BLUE = NamespaceId(b"r" * 16), NamespaceId(b"b" * 16)
 NODE = "kv@node:here@m"
+
+T = TypeVar("T")
 
 
 class Memory:
@@ -57,18 +64,35 @@ class Published:
         pass
 
 
-class Service:
-    """The events of a service that has only memory."""
+class Ask:
+    """A connection to a catalog that hangs, or fails."""
 
     def __init__(self) -> None:
+        self.hangs = self.fails = False
+        self.num_failed = 0
+
+    async def __call__(self, what: str, work: Callable[[], T], deadline: Deadline) -> T:
+        if self.hangs:
+            async with deadline.scope(what):
+                await asyncio.Event().wait()
+        if self.fails and what == "lookup":
+            self.num_failed += 1
+            raise Unavailable("no connection")
+        return work()
+
+
+class Service:
+    """The events of a service that has only memory, or memory and a catalog of Redis."""
+
+    def __init__(self, catalog: Catalog | None = None) -> None:
         self.memory, self.published = Memory(), Published()
         self.events = PlacementEvents(
             self.published,
             Topics(("node:here",), "pool:kvstore"),
             memory=cast(MemoryTier, self.memory),
             memory_medium=MEDIA["memory"],
-            levels={},
-            catalog=None,
+            levels={} if catalog is None else {Level.HOT: MEDIA["redis"]},
+            catalog=catalog,
             clock=SYSTEM_CLOCK,
         )
 
@@ -98,8 +122,8 @@ async def service() -> AsyncIterator[Service]:
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[Service]:
-    service = Service()
+async def running(catalog: Catalog | None = None) -> AsyncIterator[Service]:
+    service = Service(catalog)
     service.events.start()
     try:
         yield service
@@ -174,6 +198,76 @@ async def test_pages_that_do_not_change_are_not_looked_at(service: Service) -> N
     service.drop(pages[7])
     await service.until(lambda: len(service.blocks) == 49)
     assert service.memory.num_looks == looks + 1
+
+
+class Stopped(SystemClock):
+    """A clock on which all happens in one second."""
+
+    def wall_ms(self) -> int:
+        return 1_700_000_000_000
+
+
+async def catalogs(ask: Ask) -> tuple[Catalog, Catalog]:
+    """That of the service, and that of another service that shares it."""
+    books = CatalogBooks()
+    for catalog in (found := (DictCatalog(books, ask=ask), DictCatalog(books, clock=Stopped()))):
+        for namespace in (RED, BLUE):
+            await catalog.register(namespace, ATTENTION, "", deadline=Deadline.after(60))
+    return found
+
+
+async def test_changes_of_memory_hardly_wait_for_a_catalog_that_hangs() -> None:
+    """However many namespaces have changed. When it answers again, what changed in Redis meanwhile is published."""
+    ask = Ask()
+    catalog, other = await catalogs(ask)
+    red, blue, gone = page("red", [1]), page("blue", [2], namespace=BLUE), page("gone", [3])
+    key = RecordKey(RED, red.boundary.prefix, 0, 0)
+    async with running(catalog) as service:
+        for one in (red, blue, gone):
+            service.save(one)
+        await service.until(lambda: service.blocks == {1, 2, 3})
+        ask.hangs = True
+        await other.add([Addition(key, Level.HOT, 10, 64)], deadline=Deadline.after(60))
+        service.events.changed(key)
+        for one in (red, blue):
+            service.drop(one)
+        started_s = time.monotonic()
+        await service.until(lambda: service.blocks == {3})
+        assert time.monotonic() - started_s < 4.0  # a second, on a machine that does nothing else
+        ask.hangs = False
+        await service.until(lambda: service.blocks == {1, 3})
+
+
+async def test_what_the_catalog_did_not_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A removal by another service is published, although the catalog failed when its tombstone had been read."""
+    monkeypatch.setattr("kvstore.store.cache_events.placements.SWEPT", 0)
+    ask, one, key = Ask(), page("one", [1]), RecordKey(RED, page("one", [1]).boundary.prefix, 0, 0)
+    catalog, other = await catalogs(ask)
+    await other.add([Addition(key, Level.HOT, 10, 64)], deadline=Deadline.after(60))
+    async with running(catalog) as service:
+        service.events.name(one, 1, "red")
+        await service.until(lambda: service.blocks == {1})
+        ask.fails = True
+        await other.remove([Removal(key, Level.HOT, 10, LeaveReason.EVICTED)], deadline=Deadline.after(60))
+        await service.until(lambda: ask.num_failed > 0)
+        await asyncio.sleep(0.5)  # some rounds
+        ask.fails = False
+        await service.until(lambda: not service.blocks)
+
+
+async def test_a_page_that_another_service_removes_twice_in_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stored in between. Tombstones have seconds, so both are equal."""
+    monkeypatch.setattr("kvstore.store.cache_events.placements.SWEPT", 0)
+    one, key = page("one", [1]), RecordKey(RED, page("one", [1]).boundary.prefix, 0, 0)
+    catalog, other = await catalogs(Ask())
+    async with running(catalog) as service:
+        service.events.name(one, 1, "red")
+        for _ in range(3):
+            await other.add([Addition(key, Level.HOT, 10, 64)], deadline=Deadline.after(60))
+            service.events.changed(key)
+            await service.until(lambda: service.blocks == {1})
+            await other.remove([Removal(key, Level.HOT, 10, LeaveReason.EVICTED)], deadline=Deadline.after(60))
+            await service.until(lambda: not service.blocks)
 
 
 async def test_groups_of_a_page_count_on_their_own(service: Service) -> None:

@@ -4,6 +4,7 @@ begins as the last one's.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +17,7 @@ _TENANT_BYTES = 32 << 20
 """Some 50 prompts of 131,072 tokens, at 4 bytes a token and 32 a boundary."""
 _PIECES_MAX = 16_384
 _KEEPING_BYTES = 300
-"""What a map takes for an entry."""
+"""What a map takes for an entry, its key included."""
 
 Piece: TypeAlias = "bytes | array[int]"
 P = TypeVar("P", bytes, "array[int]")
@@ -62,5 +63,5 @@ class KnownPieces:
 def _recall(kept: BoundedMap[bytes, Piece], key: bytes, compute: Callable[[], P]) -> P:
     found = kept.entries.get(key)
     value: P = compute() if found is None else found  # type: ignore[assignment]  # of the kind that this key is for
-    kept.put(key, value, _KEEPING_BYTES + memoryview(value).nbytes)  # again: what was used last is dropped last
+    kept.put(key, value, _KEEPING_BYTES + sys.getsizeof(value))  # again: what was used last is dropped last
     return value

@@ -34,7 +34,9 @@ TOKENS_MAX = 262_144
 ANSWER_S = 10.0
 """What is asked of the store for one request must be answered within this time, counted from its turn."""
 _WHOLE_NUMBER = re.compile(rb"[ \t\r\n]*(0|[1-9][0-9]*)[ \t\r\n]*")
-_IN_LISTS = b"0123456789, \t\r\n"
+_SPACES = b" \t\r\n"
+"""Those of JSON."""
+_IN_LISTS = b"0123456789," + _SPACES
 _TOKEN_ID_MAX = (1 << 32) - 1
 _PIECE_BYTES = 32 << 10
 _PLAIN_BYTES_MAX = 64 << 10
@@ -204,13 +206,16 @@ async def split_lists(body: bytes, ids_max: int, long_list: LongList[Entries]) -
     if len(body) <= long_list.plain_bytes_max:
         return _parsed(body), None
     places: list[tuple[int, int]] = []
-    rest, at = [], 0
+    rest, rest_bytes, at = [], 0, 0
     while (found := long_list.find(body, at)) is not None:
         stop = body.find(b"]", found.end())
         if stop < 0:
             raise InvalidRequest("the body is not JSON", field="body", expected="JSON", seen="a list without its end")
         places.append((found.end(), stop))
         rest.append(body[at : found.end()])
+        rest_bytes += len(rest[-1])
+        if rest_bytes > _PLAIN_BYTES_MAX:  # now: a body may have hundreds of thousands of empty lists
+            raise _too_much_besides(long_list.name)
         at = stop
     if not places and len(body) <= _PLAIN_BYTES_MAX:
         return _parsed(body), None
@@ -222,22 +227,17 @@ async def split_lists(body: bytes, ids_max: int, long_list: LongList[Entries]) -
             seen=body[:_SEEN_BYTES_MAX].decode(errors="replace"),
         )
     rest.append(body[at:])
-    if sum(map(len, rest)) > _PLAIN_BYTES_MAX:
-        raise InvalidRequest(
-            f"the body has too much besides its lists of {long_list.name}",
-            field="body",
-            expected=f"at most {_PLAIN_BYTES_MAX} bytes",
-            seen=f"{sum(map(len, rest))} bytes",
-        )
     others = b"".join(rest)
+    if len(others) > _PLAIN_BYTES_MAX:
+        raise _too_much_besides(long_list.name)
     value = _parsed(others)
     salt = hashlib.sha256(others).digest()
-    is_list = isinstance(value, list)
+    is_list, room = isinstance(value, list), ids_max
     lists: list[Entries] = []
     for number, (start, stop) in enumerate(places):
         field = f"body.{number}.{long_list.name}" if is_list else f"body.{long_list.name}"
-        room = ids_max - sum(map(len, lists))
         lists.append(await _entries(body[start:stop], long_list, field, room=room, ids_max=ids_max, salt=salt))
+        room -= len(lists[-1])
     return value, lists
 
 
@@ -245,7 +245,7 @@ async def _entries(
     text: bytes, long_list: LongList[Entries], field: str, *, room: int, ids_max: int, salt: bytes
 ) -> Entries:
     entries, start = long_list.make(), 0
-    if not text.strip():
+    if not text.strip(_SPACES):
         return entries
     while start <= len(text):
         comma = text.find(b",", start + _PIECE_BYTES)
@@ -328,8 +328,14 @@ def _plain_ids(ids: object) -> array[int] | None:
 
 
 def _parsed(body: bytes) -> Any:
+    """The value of a JSON text in UTF-8. Python's parser would take UTF-16 too, in which a list that is found in the
+    bytes may be a part of a text.
+
+    Raises:
+        InvalidRequest: It is none.
+    """
     try:
-        return json.loads(body, object_pairs_hook=_with_each_field_once)
+        return json.loads(body.decode(), object_pairs_hook=_with_each_field_once)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest("the body is not JSON", field="body", expected="JSON", seen=not_json(error)) from error
 
@@ -355,6 +361,15 @@ def _as_object(value: Any) -> dict[str, Any]:
             "the body must be a JSON object", field="body", expected="a JSON object", seen=json.dumps(value)[:100]
         )
     return value
+
+
+def _too_much_besides(name: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"the body has too much besides its lists of {name}",
+        field="body",
+        expected=f"at most {_PLAIN_BYTES_MAX} bytes",
+        seen="more",
+    )
 
 
 def _not_once(name: str, num_lists: int, num_objects: int) -> InvalidRequest:

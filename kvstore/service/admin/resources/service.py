@@ -122,7 +122,7 @@ async def metrics(context: Context, grant: Operator) -> _MetricsText:
     with suppress(Unavailable):  # the counters are reported without them
         states = await context.tier_states(_ANSWER_S)
     operations = context.operations
-    own = context.service.server.describe()
+    own = {**context.service.server.describe(), "known_pieces_bytes": context.known_pieces.used_bytes}
     return _MetricsText(render(operations.meters.snapshot(), states, own, operations.quotas(), operations.backlog()))
 
 
