@@ -19,6 +19,7 @@ from connector.blend.choice import Span
 from connector.blend.jobs import BlendJob, BlendReports
 from connector.blend.recompute import Document, Exchange, LayerStates
 from kvstore.errors import Unavailable
+from kvstore.runtime.deadline import Deadline
 
 BLOCK = 16
 JOB = BlendJob(
@@ -140,16 +141,26 @@ class Shelf:
     written: list[tuple[tuple[int, ...], Document]] = field(default_factory=list)
     error: Exception | None = None
     slow_s: float = 0.0
+    timeout_s: float = WAIT_S
+    num_reads: int = 0
 
-    def read(self, first_token: int, tokens: Sequence[int]) -> Document | None:
-        time.sleep(self.slow_s)
+    def read(self, root: bytes, tokens: Sequence[int], deadline: Deadline) -> Document | None:
+        self.num_reads += 1
+        self._wait(deadline)
         if self.error is not None:
             raise self.error
         return self.documents.get(tuple(tokens))
 
-    def write(self, first_token: int, tokens: Sequence[int], document: Document) -> None:
+    def write(self, root: bytes, tokens: Sequence[int], document: Document, deadline: Deadline) -> None:
+        self._wait(deadline)
         self.documents[tuple(tokens)] = document
         self.written.append((tuple(tokens), document))
+
+    def _wait(self, deadline: Deadline) -> None:
+        """As a slow store: never past the deadline."""
+        time.sleep(min(self.slow_s, deadline.remaining_s))
+        if deadline.expired:
+            raise Unavailable("too late")
 
 
 @dataclass
@@ -160,10 +171,15 @@ class Engine:
     shelves: list[Shelf]
     blenders: list[Blender]
 
-    def run(self, job: BlendJob) -> BlendReports:
-        """Step all ranks until a job and its audit are reported: by all in the same step, and alike but for texts."""
+    def run(self, *jobs: BlendJob, ended: Sequence[str] = ()) -> BlendReports:
+        """Step all ranks until jobs and their audits are reported: by all in the same step, and alike but for texts.
+
+        Args:
+            jobs: That come in the first step.
+            ended: Those of them that end in the second one.
+        """
         with ThreadPoolExecutor(len(self.ranks)) as threads:
-            told = [one.result() for one in [threads.submit(_step, each, job) for each in self.blenders]]
+            told = [one.result() for one in [threads.submit(_step, each, jobs, ended) for each in self.blenders]]
         assert len({num_steps for _, _, num_steps in told}) == 1
         failed, reports, _ = told[0]
         for also_failed, others, _ in told[1:]:
@@ -181,21 +197,21 @@ class Engine:
             time.sleep(0.01)
 
 
-def _step(blender: Blender, job: BlendJob) -> tuple[set[str], BlendReports, int]:
+def _step(blender: Blender, jobs: Sequence[BlendJob], ended: Sequence[str]) -> tuple[set[str], BlendReports, int]:
     finished: set[str] = set()
     not_blended: set[str] = set()
     reports, num_steps = BlendReports(), 0
-    jobs: tuple[BlendJob, ...] = (job,)
+    names, audited = {job.request_id for job in jobs}, {job.request_id for job in jobs if job.is_audited}
     with torch.inference_mode():
-        while not finished or (job.is_audited and not not_blended and not reports.audits):
-            blender.work(jobs, computes=False)
-            jobs, num_steps = (), num_steps + 1
+        while finished < names or len(reports.audits) < len(audited - not_blended):
+            blender.work(jobs if num_steps == 0 else (), ended=ended if num_steps == 1 else (), computes=False)
+            num_steps += 1
             done, failed = blender.take_results()
             finished |= done
             not_blended |= failed
             if (new := blender.take_reports()) is not None:
                 reports = BlendReports(reports.blended + new.blended, reports.audits + new.audits)
-    assert finished == {job.request_id}
+    assert finished == names
     return not_blended, reports, num_steps
 
 
@@ -290,6 +306,55 @@ def test_a_document_that_a_rank_lacks_is_computed_on_all(engine_of: Callable[[in
     slow.error = None
     assert engine.run(job).blended[0].stored_documents == 3
     assert all(torch.equal(engine.ranks[0].blocks[block], right[block]) for block in right)
+
+
+def test_a_request_that_has_ended_is_given_up_on_all(engine_of: Callable[[int], Engine]) -> None:
+    """Those behind it are not held up, and nobody reads its documents; also one that has been begun."""
+    engine = engine_of(2)
+    jobs = [replace(JOB, request_id=name, is_audited=False) for name in "abcd"]
+    reports = engine.run(*jobs, ended=("a", "c", "unknown"))
+    assert {report.request_id: report.error for report in reports.blended} == {
+        "a": "it has ended", "b": "", "c": "it has ended", "d": ""
+    }  # fmt: skip
+    for shelf in engine.shelves:
+        assert shelf.num_reads == 3 * len(JOB.spans)
+
+
+def test_a_slow_store_is_waited_for_once(engine_of: Callable[[int], Engine]) -> None:
+    """Not for each document anew. What was read by then is used."""
+    engine = engine_of(2)
+    job = replace(JOB, is_audited=False)
+    engine.run(job)
+    engine.settle()
+    slow = engine.shelves[1]
+    slow.timeout_s, slow.slow_s = 0.5, 0.35
+    assert engine.run(job).blended[0].stored_documents == 1
+    slow.slow_s = 10.0
+    begun_s = time.monotonic()
+    assert engine.run(job).blended[0].stored_documents == 0
+    assert time.monotonic() - begun_s < 3 * slow.timeout_s
+
+
+def test_documents_wait_for_a_slow_store_in_memory_for_a_time(engine_of: Callable[[int], Engine]) -> None:
+    """Those that were not stored by then are dropped: else a store that is always slow would fill the memory."""
+    engine = engine_of(1)
+    (shelf,) = engine.shelves
+    shelf.timeout_s, shelf.slow_s = 0.3, 0.29
+    engine.run(replace(JOB, is_audited=False))
+    time.sleep(3 * shelf.timeout_s)
+    assert len(shelf.written) < len(JOB.spans)
+
+
+def test_documents_of_few_requests_are_in_memory(engine_of: Callable[[int], Engine]) -> None:
+    """Many that wait are read when their turn comes."""
+    engine = engine_of(1)
+    (blender,), (shelf,) = engine.blenders, engine.shelves
+    jobs = [replace(JOB, request_id=str(number), is_audited=False) for number in range(5)]
+    with torch.inference_mode():
+        blender.work(jobs, computes=True)
+    time.sleep(0.2)
+    assert shelf.num_reads == 2 * len(JOB.spans)
+    blender.work((), ended=[job.request_id for job in jobs], computes=True)
 
 
 def test_a_rank_that_cannot_exchange_ends_its_engine(engine_of: Callable[[int], Engine]) -> None:
