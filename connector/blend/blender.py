@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,8 +28,9 @@ from connector.blend.recompute import (
     Exchange,
     LayeredModel,
     LayerStates,
-    blend,
-    compute_document,
+    behind,
+    blend_by_layer,
+    document_of,
     exchanges_of_blend,
     exchanges_of_extend,
     extend,
@@ -105,6 +106,8 @@ class _Open:
         spans: Its documents, as far as they are blended.
         reading: What this rank finds in the store; `None`: too many others come before it.
         documents: Once all ranks have read; those that a rank has not found are computed on all.
+        layers: What is computed now, a document or the prompt, behind its first layers; `None`: neither was begun.
+        exchanges: Of the layers that are left.
     """
 
     job: BlendJob
@@ -112,6 +115,8 @@ class _Open:
     reading: Future[list[Document | None]] | None = None
     documents: list[Document | None] = field(default_factory=list)
     num_stored: int = 0
+    layers: Iterator[Blended | None] | None = None
+    exchanges: list[list[Exchange]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -151,15 +156,24 @@ class Blender:
         store: Its documents; `None` while the namespace is not open, or cannot be: then documents are computed alone.
         ratio: Share of documents' tokens that are computed again.
         block_tokens: Tokens of a block.
+        step_tokens: Tokens that the engine computes in a step. A longer document or prompt takes several steps, each
+            with some of the layers.
     """
 
     def __init__(
-        self, model: EngineModel, store: Callable[[], DocumentStore | None], *, ratio: float, block_tokens: int
+        self,
+        model: EngineModel,
+        store: Callable[[], DocumentStore | None],
+        *,
+        ratio: float,
+        block_tokens: int,
+        step_tokens: int,
     ) -> None:
         self._model = model
         self._store = store
         self._ratio = ratio
         self._block_tokens = block_tokens
+        self._step_tokens = step_tokens
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvstore-blend")
         self._open = deque[_Open]()
         self._audit: _Audit | None = None
@@ -171,8 +185,8 @@ class Blender:
     # ---- steps
 
     def work(self, jobs: Sequence[BlendJob], *, ended: Sequence[str] = (), computes: bool) -> None:
-        """Begin new jobs, and do one piece of what is ready: compute a document alone, blend a request, or a part of
-        an audit.
+        """Begin new jobs, and do one piece of what is ready: layers of a document alone or of a prompt, or a part of an
+        audit.
 
         Args:
             jobs: Of this step.
@@ -286,10 +300,16 @@ class Blender:
         if missing is not None:
             span = current.spans[missing]
             part = job.tokens[span.start : span.stop]
-            current.documents[missing] = document = self._together(
+            document = self._next_layers(
+                current,
                 exchanges_of_blend(model.num_layers, 1 + span.num_tokens, (), 1.0),
-                lambda: _finite(compute_document(model, job.tokens[0], torch.tensor(part))),
+                1 + span.num_tokens,
+                lambda: blend_by_layer(model, behind(job.tokens[0], torch.tensor(part)), (), ratio=1.0),
+                lambda made: _finite(document_of(made)),
             )
+            if document is None:
+                return
+            current.documents[missing] = document
             if (store := self._store()) is not None:
                 # from now on, so that a slow store lets few documents wait in memory
                 deadline = Deadline.after(store.timeout_s)
@@ -297,29 +317,66 @@ class Blender:
                     self._thread.submit(self._write, store, _root_of(job), part, document, deadline)
             return
         spans = [Span(span.start, min(span.stop, job.stop_tokens)) for span in current.spans]
-        made, audit = self._together(
+        done = self._next_layers(
+            current,
             exchanges_of_blend(model.num_layers, job.stop_tokens, spans, self._ratio),
+            job.stop_tokens,
             lambda: self._blend(job, spans, current.documents),
+            lambda made: (made, self._write_blocks(job, made)),
         )
+        if done is None:
+            return
+        made, audit = done
         self._end(current, BlendReport(job.request_id, job.stop_tokens, len(made.rows), len(spans), current.num_stored))
         if audit is not None:
             self._audit = audit
         elif job.is_audited:
             self._audits.append(BlendAudit(job.request_id, None))
 
+    def _next_layers(
+        self,
+        current: _Open,
+        exchanges: list[list[Exchange]],
+        num_tokens: int,
+        begin: Callable[[], Iterator[Blended | None]],
+        end: Callable[[Blended], Made],
+    ) -> Made | None:
+        """Compute as many layers of a document or a prompt as take about as long as a step of the engine, at least one.
+
+        Args:
+            current: The request.
+            exchanges: Of all layers.
+            num_tokens: Of the document or prompt.
+            begin: Begins them.
+            end: What is done behind the last layer, whose result is returned; `None`: it was not the last one.
+        """
+        if not current.exchanges:
+            current.layers, current.exchanges = None, exchanges
+        count = max(1, len(exchanges) * self._step_tokens // num_tokens)
+        now, current.exchanges = current.exchanges[:count], current.exchanges[count:]
+
+        def compute() -> Made | None:
+            current.layers = layers = current.layers or begin()
+            *_, made = islice(layers, count)
+            return None if made is None else end(made)
+
+        return self._together([one for layer in now for one in layer], compute)
+
     def _blend(
         self, job: BlendJob, spans: Sequence[Span], documents: Sequence[Document | None]
-    ) -> tuple[Blended, _Audit | None]:
+    ) -> Iterator[Blended | None]:
         placed = [
             (span, Document(document.states.rows(0, span.num_tokens), document.first_position))
             for span, document in zip(spans, documents, strict=True)
             if document is not None
         ]
-        made = blend(self._model, torch.tensor(job.tokens[: job.stop_tokens]), placed, ratio=self._ratio)
+        return blend_by_layer(self._model, torch.tensor(job.tokens[: job.stop_tokens]), placed, ratio=self._ratio)
+
+    def _write_blocks(self, job: BlendJob, made: Blended) -> _Audit | None:
         self._model.write(made.states, job.start_tokens, job.stop_tokens, job.block_ids, self._block_tokens)
         if not job.is_audited or self._audit is not None:  # each holds the keys and values of a prompt twice
-            return made, None
-        return made, _Audit.of(job, made.states)
+            return None
+        return _Audit.of(job, made.states)
 
     def _write(
         self, store: DocumentStore, root: bytes, tokens: Sequence[int], document: Document, deadline: Deadline

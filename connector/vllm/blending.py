@@ -55,7 +55,13 @@ def open_blender(settings: ConnectorSettings, facts: EngineFacts, store: Blockin
         return reason
     group = facts.groups[0]
     documents = _Documents(settings, facts, store)
-    return Blender(layers, documents, ratio=settings.blend_recompute_ratio, block_tokens=group.block_tokens)
+    return Blender(
+        layers,
+        documents,
+        ratio=settings.blend_recompute_ratio,
+        block_tokens=group.block_tokens,
+        step_tokens=facts.step_tokens,
+    )
 
 
 def open_requests(

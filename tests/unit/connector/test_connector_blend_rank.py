@@ -83,7 +83,7 @@ def make(model: Written) -> Iterator[Callable[..., Blender]]:
     made: list[Blender] = []
 
     def blender(documents: DocumentStore | None, ratio: float = 0.3) -> Blender:
-        made.append(Blender(model, lambda: documents, ratio=ratio, block_tokens=BLOCK))
+        made.append(Blender(model, lambda: documents, ratio=ratio, block_tokens=BLOCK, step_tokens=4096))
         return made[-1]
 
     yield blender

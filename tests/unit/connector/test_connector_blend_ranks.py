@@ -22,6 +22,8 @@ from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
 
 BLOCK = 16
+STEP = 45
+"""Tokens that the engine computes in a step: the prompt's four layers take two of them."""
 JOB = BlendJob(
     "a",
     cache_salt="blend:team",
@@ -170,6 +172,7 @@ class Engine:
     ranks: list[Rank]
     shelves: list[Shelf]
     blenders: list[Blender]
+    num_steps: int = 0
 
     def run(self, *jobs: BlendJob, ended: Sequence[str] = ()) -> BlendReports:
         """Step all ranks until jobs and their audits are reported: by all in the same step, and alike but for texts.
@@ -180,7 +183,7 @@ class Engine:
         """
         with ThreadPoolExecutor(len(self.ranks)) as threads:
             told = [one.result() for one in [threads.submit(_step, each, jobs, ended) for each in self.blenders]]
-        assert len({num_steps for _, _, num_steps in told}) == 1
+        (self.num_steps,) = {num_steps for _, _, num_steps in told}
         failed, reports, _ = told[0]
         for also_failed, others, _ in told[1:]:
             assert also_failed == failed and others.audits == reports.audits
@@ -221,16 +224,16 @@ def one_thread() -> None:
 
 
 @pytest.fixture
-def engine_of() -> Iterator[Callable[[int], Engine]]:
+def engine_of() -> Iterator[Callable[..., Engine]]:
     made: list[Blender] = []
     model = load_layers(FOLDER).model
 
-    def engine(num_ranks: int) -> Engine:
+    def engine(num_ranks: int, step_tokens: int = STEP) -> Engine:
         meeting = Meeting(num_ranks)
         ranks = [Rank(model, rank, meeting) for rank in range(num_ranks)]
         shelves = [Shelf() for _ in ranks]
         blenders = [
-            Blender(rank, lambda shelf=shelf: shelf, ratio=0.3, block_tokens=BLOCK)  # type: ignore[misc]
+            Blender(rank, lambda shelf=shelf: shelf, ratio=0.3, block_tokens=BLOCK, step_tokens=step_tokens)  # type: ignore[misc]
             for rank, shelf in zip(ranks, shelves, strict=True)
         ]
         made.extend(blenders)
@@ -241,7 +244,7 @@ def engine_of() -> Iterator[Callable[[int], Engine]]:
         one.close()
 
 
-def test_two_ranks_do_what_one_does(engine_of: Callable[[int], Engine]) -> None:
+def test_two_ranks_do_what_one_does(engine_of: Callable[..., Engine]) -> None:
     """The same tokens are computed again, the same heads written, and the audit finds the same."""
     one, two = engine_of(1), engine_of(2)
     (alone,), (shared,) = one.run(JOB).audits, two.run(JOB).audits
@@ -254,8 +257,22 @@ def test_two_ranks_do_what_one_does(engine_of: Callable[[int], Engine]) -> None:
         assert torch.allclose(halves, values, atol=1e-4)
 
 
+def test_a_long_prompt_takes_several_steps(engine_of: Callable[..., Engine]) -> None:
+    """Each with some of its layers, so that other requests wait no longer than for the engine's own steps. What is
+    written is the same.
+    """
+    whole, split = engine_of(2, 1000), engine_of(2, 10)
+    for engine in (whole, split):
+        engine.run(replace(JOB, is_audited=False))
+    num_layers = whole.ranks[0].num_layers
+    assert split.num_steps - whole.num_steps == (len(JOB.spans) + 1) * (num_layers - 1)
+    for one, other in zip(whole.ranks, split.ranks, strict=True):
+        assert one.blocks.keys() == other.blocks.keys()
+        assert all(torch.equal(one.blocks[block], other.blocks[block]) for block in one.blocks)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_fails_anywhere(engine_of: Callable[[int], Engine], rank: int) -> None:
+def test_a_rank_that_fails_anywhere(engine_of: Callable[..., Engine], rank: int) -> None:
     """Wherever one fails, both report it in the same step, nothing that they made is stored, and the next request is
     blended.
     """
@@ -286,7 +303,7 @@ def test_a_rank_that_fails_anywhere(engine_of: Callable[[int], Engine], rank: in
             assert all(map(torch.equal, document.states.keys, wanted[tokens].states.keys))
 
 
-def test_a_document_that_a_rank_lacks_is_computed_on_all(engine_of: Callable[[int], Engine]) -> None:
+def test_a_document_that_a_rank_lacks_is_computed_on_all(engine_of: Callable[..., Engine]) -> None:
     """Also one whose store does not answer; a rank that reads slowly is waited for."""
     engine = engine_of(2)
     job = replace(JOB, is_audited=False)
@@ -308,7 +325,7 @@ def test_a_document_that_a_rank_lacks_is_computed_on_all(engine_of: Callable[[in
     assert all(torch.equal(engine.ranks[0].blocks[block], right[block]) for block in right)
 
 
-def test_a_request_that_has_ended_is_given_up_on_all(engine_of: Callable[[int], Engine]) -> None:
+def test_a_request_that_has_ended_is_given_up_on_all(engine_of: Callable[..., Engine]) -> None:
     """Those behind it are not held up, and nobody reads its documents; also one that has been begun."""
     engine = engine_of(2)
     jobs = [replace(JOB, request_id=name, is_audited=False) for name in "abcd"]
@@ -320,7 +337,7 @@ def test_a_request_that_has_ended_is_given_up_on_all(engine_of: Callable[[int], 
         assert shelf.num_reads == 3 * len(JOB.spans)
 
 
-def test_a_slow_store_is_waited_for_once(engine_of: Callable[[int], Engine]) -> None:
+def test_a_slow_store_is_waited_for_once(engine_of: Callable[..., Engine]) -> None:
     """Not for each document anew. What was read by then is used."""
     engine = engine_of(2)
     job = replace(JOB, is_audited=False)
@@ -335,7 +352,7 @@ def test_a_slow_store_is_waited_for_once(engine_of: Callable[[int], Engine]) -> 
     assert time.monotonic() - begun_s < 3 * slow.timeout_s
 
 
-def test_documents_wait_for_a_slow_store_in_memory_for_a_time(engine_of: Callable[[int], Engine]) -> None:
+def test_documents_wait_for_a_slow_store_in_memory_for_a_time(engine_of: Callable[..., Engine]) -> None:
     """Those that were not stored by then are dropped: else a store that is always slow would fill the memory."""
     engine = engine_of(1)
     (shelf,) = engine.shelves
@@ -345,7 +362,7 @@ def test_documents_wait_for_a_slow_store_in_memory_for_a_time(engine_of: Callabl
     assert len(shelf.written) < len(JOB.spans)
 
 
-def test_documents_of_few_requests_are_in_memory(engine_of: Callable[[int], Engine]) -> None:
+def test_documents_of_few_requests_are_in_memory(engine_of: Callable[..., Engine]) -> None:
     """Many that wait are read when their turn comes."""
     engine = engine_of(1)
     (blender,), (shelf,) = engine.blenders, engine.shelves
@@ -357,7 +374,7 @@ def test_documents_of_few_requests_are_in_memory(engine_of: Callable[[int], Engi
     blender.work((), ended=[job.request_id for job in jobs], computes=True)
 
 
-def test_a_rank_that_cannot_exchange_ends_its_engine(engine_of: Callable[[int], Engine]) -> None:
+def test_a_rank_that_cannot_exchange_ends_its_engine(engine_of: Callable[..., Engine]) -> None:
     """It is no `Exception`, which a hook's guard would catch: the rank's next forward would sum what is not its own."""
     engine = engine_of(2)
     engine.ranks[1].sum_over_ranks = lambda part: 1 / 0  # type: ignore[assignment]
