@@ -155,6 +155,11 @@ class BlendRequests:
         """Whether an idle engine must keep stepping: audits go on in its steps."""
         return bool(self._auditing)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the ranks blend or audit in the engine's steps."""
+        return bool(self._ordered or self._auditing)
+
     def on_reports(self, reports: BlendReports) -> None:
         """Note what the rank reports."""
         for report in reports.blended:

@@ -218,7 +218,10 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         if self.scheduler_side is None:
             return _StepMetadata()
-        jobs = self.scheduler_side.plan_step(read_step(scheduler_output))
+        step = read_step(scheduler_output)
+        if self._blends is not None and self._blends.is_busy:
+            step = replace(step, is_shared=True)
+        jobs = self.scheduler_side.plan_step(step)
         # last: an error before it leaves them for the next step, and vLLM waits for each of these requests
         metadata = _StepMetadata(jobs)
         if self._blends is not None:
