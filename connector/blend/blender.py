@@ -8,12 +8,12 @@ whether a piece failed.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from math import sqrt
 from typing import Protocol, TypeVar
 
@@ -28,12 +28,14 @@ from connector.blend.recompute import (
     Exchange,
     LayeredModel,
     LayerStates,
-    blend,
-    compute_document,
+    behind,
+    blend_by_layer,
+    document_of,
     exchanges_of_blend,
     exchanges_of_extend,
     extend,
 )
+from kvstore.api import Deadline
 from kvstore.errors import InternalError, KVStoreError
 
 Made = TypeVar("Made")
@@ -42,6 +44,8 @@ _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its han
 
 _AUDIT_TOKENS = 256
 """Tokens of an audit that are computed in a step, so that other requests wait little for it."""
+_READ_AHEAD = 2
+"""Requests whose documents are read, the one that is blended among them: documents take memory until then."""
 _WAIT_S = 0.005
 
 
@@ -94,31 +98,54 @@ class EngineModel(LayeredModel, Protocol):
         """
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Open:
     """A request that is being blended.
 
     Attributes:
         spans: Its documents, as far as they are blended.
-        reading: What this rank finds in the store.
+        reading: What this rank finds in the store; `None`: too many others come before it.
         documents: Once all ranks have read; those that a rank has not found are computed on all.
+        layers: What is computed now, a document or the prompt, behind its first layers; `None`: neither was begun.
+        exchanges: Of the layers that are left.
     """
 
     job: BlendJob
     spans: list[Span]
-    reading: Future[list[Document | None]]
+    reading: Future[list[Document | None]] | None = None
     documents: list[Document | None] = field(default_factory=list)
     num_stored: int = 0
+    layers: Iterator[Blended | None] | None = None
+    exchanges: list[list[Exchange]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Audit:
-    """A prompt that is computed in full, some tokens a step."""
+    """A blended prompt that is also computed in full, some tokens a step.
+
+    Attributes:
+        exact: Keys and values of the prompt, computed in full.
+        blended: The same as blended, and behind that as computed over it.
+        left: What is not computed yet, in order: which of the two, from which token, up to which.
+        ends: Of both, once computed, the logarithms of the next token's probabilities.
+        is_due: It continues before the next request is blended. Else a busy engine would never finish it.
+    """
 
     job: BlendJob
-    blended: LayerStates
     exact: LayerStates
-    done_tokens: int = 0
+    blended: LayerStates
+    left: deque[tuple[LayerStates, int, int]] = field(default_factory=deque)
+    ends: list[torch.Tensor] = field(default_factory=list)
+    is_due: bool = False
+
+    @classmethod
+    def of(cls, job: BlendJob, states: LayerStates) -> _Audit:
+        """The audit of a prompt, of whose blended tokens these are the keys and values."""
+        end = len(job.tokens)
+        audit = cls(job, _longer(states, end), _longer(states, end))
+        for part, first in ((audit.exact, 0), (audit.blended, job.stop_tokens)):
+            audit.left += [(part, at, min(end, at + _AUDIT_TOKENS)) for at in range(first, end, _AUDIT_TOKENS)]
+        return audit
 
 
 class Blender:
@@ -129,17 +156,25 @@ class Blender:
         store: Its documents; `None` while the namespace is not open, or cannot be: then documents are computed alone.
         ratio: Share of documents' tokens that are computed again.
         block_tokens: Tokens of a block.
+        step_tokens: Tokens that the engine computes in a step. A longer document or prompt takes several steps, each
+            with some of the layers.
     """
 
     def __init__(
-        self, model: EngineModel, store: Callable[[], DocumentStore | None], *, ratio: float, block_tokens: int
+        self,
+        model: EngineModel,
+        store: Callable[[], DocumentStore | None],
+        *,
+        ratio: float,
+        block_tokens: int,
+        step_tokens: int,
     ) -> None:
         self._model = model
         self._store = store
         self._ratio = ratio
         self._block_tokens = block_tokens
+        self._step_tokens = step_tokens
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvstore-blend")
-        self._answered = threading.Event()
         self._open = deque[_Open]()
         self._audit: _Audit | None = None
         self._finished: set[str] = set()
@@ -149,27 +184,30 @@ class Blender:
 
     # ---- steps
 
-    def work(self, jobs: Sequence[BlendJob], *, computes: bool) -> None:
-        """Begin new jobs, and do one piece of what is ready: compute a document alone, blend a request, or a part of
-        an audit.
+    def work(self, jobs: Sequence[BlendJob], *, ended: Sequence[str] = (), computes: bool) -> None:
+        """Begin new jobs, and do one piece of what is ready: layers of a document alone or of a prompt, or a part of an
+        audit.
 
         Args:
             jobs: Of this step.
+            ended: Requests that have ended before they were blended.
             computes: The step has a forward. Else it waits a little for the store.
         """
-        for job in jobs:
-            self._open.append(self._begin(job))
-        if not self._open:
+        self._open += [_Open(job, [span for span in job.spans if span.start < job.stop_tokens]) for job in jobs]
+        self._drop(ended)
+        for opened in islice(self._open, _READ_AHEAD):
+            self._begin(opened)
+        if not self._open or (self._audit is not None and self._audit.is_due):
             self._go_on_with_audit()
             return
         current = self._open[0]  # in the order of their coming
         try:
-            if current.documents or self._agree_on_documents(current, computes=computes):
+            if current.documents or self._agree_on_documents(current, waits=not computes and self._audit is None):
                 self._advance(current)
-        except Exception as error:
-            failure = error if isinstance(error, _Failed) else _Failed(error)
-            if failure is not error and self._model.num_ranks > 1:
-                raise RanksApart("an error that the other ranks know nothing of") from error
+            else:
+                self._go_on_with_audit()
+        except Exception as error:  # noqa: BLE001 - vLLM waits for each of these requests, so each is reported
+            failure = self._known_to_all(error)
             _log.warning(
                 "kvstore: a request could not be blended and is computed request=%s: %s",
                 current.job.request_id,
@@ -198,41 +236,46 @@ class Blender:
 
     # ---- a request
 
-    def _begin(self, job: BlendJob) -> _Open:
-        spans = [span for span in job.spans if span.start < job.stop_tokens]
-        self._answered.clear()
+    def _drop(self, ended: Sequence[str]) -> None:
+        """Give up requests that wait. vLLM keeps their blocks until they are reported."""
+        for opened in [one for one in self._open if one.job.request_id in ended]:
+            if opened.reading is not None:
+                opened.reading.cancel()
+            self._end(opened, BlendReport(opened.job.request_id, error="it has ended"))
+
+    def _begin(self, opened: _Open) -> None:
+        """Begin to read a request's documents, unless that was begun before."""
+        if opened.reading is not None:
+            return
         try:
-            reading = self._thread.submit(self._read, job, spans)
+            opened.reading = self._thread.submit(self._read, opened.job, opened.spans)
         except RuntimeError as error:  # the engine ends
-            reading = Future()
-            reading.set_exception(error)
-        reading.add_done_callback(lambda _: self._answered.set())
-        return _Open(job, spans, reading)
+            opened.reading = Future()
+            opened.reading.set_exception(error)
 
     def _read(self, job: BlendJob, spans: Sequence[Span]) -> list[Document | None]:
         """The documents that are stored. On the blender's thread."""
         store, root = self._store(), _root_of(job)
         found: list[Document | None] = []
-        for span in spans:
-            document = None
-            if store is not None:
-                try:
-                    document = store.read(root, job.tokens[span.start : span.stop])
-                except KVStoreError as error:
-                    _log.warning("kvstore: a document cannot be read and is computed: %s", error)
-                    store = None  # nor can the others: they would each wait as long
-            found.append(document)
-        return found
+        if store is not None:
+            deadline = Deadline.after(store.timeout_s)  # of all of them: computing them takes no longer for waiting
+            try:
+                for span in spans:
+                    found.append(store.read(root, job.tokens[span.start : span.stop], deadline))
+            except KVStoreError as error:
+                _log.warning("kvstore: a document cannot be read and is computed: %s", error)
+        return found + [None] * (len(spans) - len(found))  # nor can those behind one that cannot be read
 
-    def _agree_on_documents(self, current: _Open, *, computes: bool) -> bool:
+    def _agree_on_documents(self, current: _Open, *, waits: bool) -> bool:
         """Note the documents that all ranks have found. False: a rank still reads.
 
         Raises:
             _Failed: A rank cannot read.
         """
         reading = current.reading
-        if not computes and not reading.done():
-            self._answered.wait(_WAIT_S)
+        assert reading is not None
+        if waits:
+            wait((reading,), _WAIT_S)
         found: list[Document | None] = [None] * len(current.spans)
         is_reading, error = not reading.done(), None
         if not is_reading:
@@ -257,44 +300,89 @@ class Blender:
         if missing is not None:
             span = current.spans[missing]
             part = job.tokens[span.start : span.stop]
-            current.documents[missing] = document = self._together(
+            document = self._next_layers(
+                current,
                 exchanges_of_blend(model.num_layers, 1 + span.num_tokens, (), 1.0),
-                lambda: _finite(compute_document(model, job.tokens[0], torch.tensor(part))),
+                1 + span.num_tokens,
+                lambda: blend_by_layer(model, behind(job.tokens[0], torch.tensor(part)), (), ratio=1.0),
+                lambda made: _finite(document_of(made)),
             )
-            with suppress(RuntimeError):  # it ends
-                self._thread.submit(self._write, _root_of(job), part, document)
+            if document is None:
+                return
+            current.documents[missing] = document
+            if (store := self._store()) is not None:
+                # from now on, so that a slow store lets few documents wait in memory
+                deadline = Deadline.after(store.timeout_s)
+                with suppress(RuntimeError):  # the engine ends
+                    self._thread.submit(self._write, store, _root_of(job), part, document, deadline)
             return
         spans = [Span(span.start, min(span.stop, job.stop_tokens)) for span in current.spans]
-        made, audit = self._together(
+        done = self._next_layers(
+            current,
             exchanges_of_blend(model.num_layers, job.stop_tokens, spans, self._ratio),
+            job.stop_tokens,
             lambda: self._blend(job, spans, current.documents),
+            lambda made: (made, self._write_blocks(job, made)),
         )
+        if done is None:
+            return
+        made, audit = done
         self._end(current, BlendReport(job.request_id, job.stop_tokens, len(made.rows), len(spans), current.num_stored))
         if audit is not None:
             self._audit = audit
         elif job.is_audited:
             self._audits.append(BlendAudit(job.request_id, None))
 
+    def _next_layers(
+        self,
+        current: _Open,
+        exchanges: list[list[Exchange]],
+        num_tokens: int,
+        begin: Callable[[], Iterator[Blended | None]],
+        end: Callable[[Blended], Made],
+    ) -> Made | None:
+        """Compute as many layers of a document or a prompt as take about as long as a step of the engine, at least one.
+
+        Args:
+            current: The request.
+            exchanges: Of all layers.
+            num_tokens: Of the document or prompt.
+            begin: Begins them.
+            end: What is done behind the last layer, whose result is returned; `None`: it was not the last one.
+        """
+        if not current.exchanges:
+            current.layers, current.exchanges = None, exchanges
+        count = max(1, len(exchanges) * self._step_tokens // num_tokens)
+        now, current.exchanges = current.exchanges[:count], current.exchanges[count:]
+
+        def compute() -> Made | None:
+            current.layers = layers = current.layers or begin()
+            *_, made = islice(layers, count)
+            return None if made is None else end(made)
+
+        return self._together([one for layer in now for one in layer], compute)
+
     def _blend(
         self, job: BlendJob, spans: Sequence[Span], documents: Sequence[Document | None]
-    ) -> tuple[Blended, _Audit | None]:
+    ) -> Iterator[Blended | None]:
         placed = [
             (span, Document(document.states.rows(0, span.num_tokens), document.first_position))
             for span, document in zip(spans, documents, strict=True)
             if document is not None
         ]
-        made = blend(self._model, torch.tensor(job.tokens[: job.stop_tokens]), placed, ratio=self._ratio)
+        return blend_by_layer(self._model, torch.tensor(job.tokens[: job.stop_tokens]), placed, ratio=self._ratio)
+
+    def _write_blocks(self, job: BlendJob, made: Blended) -> _Audit | None:
         self._model.write(made.states, job.start_tokens, job.stop_tokens, job.block_ids, self._block_tokens)
         if not job.is_audited or self._audit is not None:  # each holds the keys and values of a prompt twice
-            return made, None
-        num_tokens = len(job.tokens)
-        return made, _Audit(job, _longer(made.states, num_tokens), _longer(made.states, num_tokens))
+            return None
+        return _Audit.of(job, made.states)
 
-    def _write(self, root: bytes, tokens: Sequence[int], document: Document) -> None:
-        store = self._store()
+    def _write(
+        self, store: DocumentStore, root: bytes, tokens: Sequence[int], document: Document, deadline: Deadline
+    ) -> None:
         try:
-            if store is not None:
-                store.write(root, tokens, document)
+            store.write(root, tokens, document, deadline)
         except KVStoreError as error:
             _log.warning("kvstore: a document was computed and not stored: %s", error)
         except Exception:
@@ -303,6 +391,8 @@ class Blender:
 
     def _end(self, current: _Open, report: BlendReport) -> None:
         self._open.remove(current)
+        if self._audit is not None:
+            self._audit.is_due = True
         self._finished.add(report.request_id)
         if report.error:
             self._failed.add(report.request_id)
@@ -314,40 +404,37 @@ class Blender:
         audit = self._audit
         if audit is None:
             return
-        start, end = audit.done_tokens, len(audit.job.tokens)
-        stop = audit.done_tokens = min(end, start + _AUDIT_TOKENS)
-        layers = self._model.num_layers
-        exchanges = exchanges_of_extend(layers, stop - start, wants_hidden=stop == end)
-        if stop == end:
-            exchanges += exchanges_of_extend(layers, end - audit.job.stop_tokens, wants_hidden=True)
-            exchanges += [Exchange("logits")] * 2
+        audit.is_due = False
+        states, start, stop = audit.left.popleft()
+        is_end = stop == len(audit.job.tokens)
+        exchanges = exchanges_of_extend(self._model.num_layers, stop - start, wants_hidden=is_end)
+        if is_end:
+            exchanges.append(Exchange("logits"))
         try:
-            compared = self._together(exchanges, lambda: self._extend(audit, start, stop))
-        except _Failed as failure:
-            _log.warning("kvstore: a blended request could not be audited: %s", failure, exc_info=failure.__cause__)
-            self._audit = None
-            self._audits.append(BlendAudit(audit.job.request_id, None))
-            return
-        if compared is not None:
+            compared = self._together(exchanges, lambda: self._extend(audit, states, start, stop))
+            if compared is None:
+                return
             kl, squares = compared
-            self._audit = None
-            self._audits.append(BlendAudit(audit.job.request_id, kl, *_differences(self._sum_over_ranks(squares))))
+            report = BlendAudit(audit.job.request_id, kl, *_differences(self._sum_over_ranks(squares)))
+        except Exception as error:  # noqa: BLE001 - and for each audit
+            failure = self._known_to_all(error)
+            _log.warning("kvstore: a blended request could not be audited: %s", failure, exc_info=failure.__cause__)
+            report = BlendAudit(audit.job.request_id, None)
+        self._audit = None
+        self._audits.append(report)
 
-    def _extend(self, audit: _Audit, start: int, stop: int) -> tuple[float, list[float]] | None:
-        """Compute a part of an audit's prompt in full. Behind the last one: the difference of the next token's
-        distribution, and the sums of squares that `_differences` wants, of this rank's heads.
+    def _extend(self, audit: _Audit, states: LayerStates, start: int, stop: int) -> tuple[float, list[float]] | None:
+        """Compute a part of an audit. Behind the last one: the difference of the next token's distribution, and the
+        sums of squares that `_differences` wants, of this rank's heads.
         """
-        tokens = torch.tensor(audit.job.tokens)
-        is_last = stop == len(tokens)
-        exact = extend(self._model, audit.exact, tokens[start:stop], start, wants_hidden=is_last)
-        if exact is None:
+        tokens = torch.tensor(audit.job.tokens[start:stop])
+        hidden = extend(self._model, states, tokens, start, wants_hidden=stop == len(audit.job.tokens))
+        if hidden is not None:
+            audit.ends.append(self._model.logits(hidden[-1:])[0].to(torch.float32).log_softmax(-1))
+        if audit.left:
             return None
-        blended_tokens = audit.job.stop_tokens
-        blended = extend(self._model, audit.blended, tokens[blended_tokens:], blended_tokens, wants_hidden=True)
-        assert blended is not None
-        ends = exact[-1:], blended[-1:]
-        wanted, seen = (self._model.logits(one)[0].to(torch.float32).log_softmax(-1) for one in ends)
-        return divergence(wanted, seen), _squares(audit.exact, audit.blended, blended_tokens)
+        wanted, seen = audit.ends
+        return divergence(wanted, seen), _squares(audit.exact, audit.blended, audit.job.stop_tokens)
 
     # ---- ranks
 
@@ -373,6 +460,20 @@ class Blender:
         if any(self._sum_over_ranks([error is not None])):
             raise _Failed(error) from error
         return made
+
+    def _known_to_all(self, error: Exception) -> _Failed:
+        """An error, as one that all ranks have.
+
+        Raises:
+            RanksApart: The others do not have it.
+        """
+        if isinstance(error, _Failed):
+            return error
+        if self._model.num_ranks > 1:
+            raise RanksApart("an error that the other ranks know nothing of") from error
+        failure = _Failed(error)
+        failure.__cause__ = error
+        return failure
 
     def _sum_over_ranks(self, numbers: Sequence[float]) -> list[float]:
         part = torch.tensor(numbers, dtype=torch.float64)

@@ -11,6 +11,7 @@ import torch
 from connector.blend.recompute import Document, LayerStates
 from connector.facts import CellFacts, EngineFacts
 from connector.identity import CacheShape, GroupShape, describe_model, read_shape
+from kvstore.api import Deadline
 from kvstore.client import BlockingStore, PageDoor, describe_pages
 from kvstore.model.namespace import NamespaceDescription
 
@@ -84,7 +85,10 @@ class DocumentStore:
         facts: Of the rank.
         weights_id: Of its model.
         dtype: Of keys and values.
-        timeout_s: The longest that a call takes.
+        timeout_s: The longest that reading the documents of a prompt takes, or storing one.
+
+    Attributes:
+        timeout_s: As given.
     """
 
     def __init__(
@@ -95,38 +99,40 @@ class DocumentStore:
         held = _shape(facts).slices.slices_of(facts.tp_rank, facts.tp_size)
         description = describe_documents(facts, weights_id)
         self._door = PageDoor(store, description, slices=held, element_bytes=dtype.itemsize, timeout_s=timeout_s)
+        self.timeout_s = timeout_s
         self._dtype = dtype
         self._num_layers = len(facts.groups[0].layer_names)
         self._heads = content.rank_heads
         self._slice_heads = content.rank_heads // len(held)
         self._sizes = content.head_size, content.head_size_v
 
-    def read(self, root: bytes, tokens: Sequence[int]) -> Document | None:
+    def read(self, root: bytes, tokens: Sequence[int], deadline: Deadline) -> Document | None:
         """A document, or `None` if a page of it is not there, or lacks a slice of any rank.
 
         Raises:
-            KVStoreError: The store does not answer.
+            KVStoreError: The store does not answer, or it is too late.
         """
         states = self._empty(len(tokens))
         keys = page_keys(root, tokens)
         places = self._pages(states, len(tokens))
         pages = [[torch.empty(place.shape, dtype=self._dtype) for place in page] for page in places]
-        if self._door.read_into(keys, [[_view(piece) for piece in page] for page in pages]) < len(keys):
+        views = [[_view(piece) for piece in page] for page in pages]
+        if self._door.read_into(keys, views, timeout_s=deadline.remaining_s) < len(keys):
             return None
         for page_places, page in zip(places, pages, strict=True):
             for place, piece in zip(page_places, page, strict=True):
                 place.copy_(piece)
         return Document(states, _FIRST_POSITION)
 
-    def write(self, root: bytes, tokens: Sequence[int], document: Document) -> None:
+    def write(self, root: bytes, tokens: Sequence[int], document: Document, deadline: Deadline) -> None:
         """Store a document; a page that is stored stays as it is.
 
         Raises:
-            KVStoreError: The store does not answer, or refuses it.
+            KVStoreError: The store does not answer, or refuses it, or it is too late.
         """
         keys = page_keys(root, tokens)
         pages = [[_view(part.contiguous()) for part in page] for page in self._pages(document.states, len(tokens))]
-        self._door.write_from(keys, pages)
+        self._door.write_from(keys, pages, timeout_s=deadline.remaining_s)
 
     def _pages(self, states: LayerStates, num_tokens: int) -> list[list[torch.Tensor]]:
         """The parts of each page, in order: of each slice of heads, of each layer keys, then values."""

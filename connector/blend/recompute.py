@@ -7,7 +7,7 @@ in the other layers too; for the rest the document's own keys and values are use
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -130,9 +130,17 @@ def compute_document(model: LayeredModel, first_token: int, tokens: torch.Tensor
         first_token: Of the prompt.
         tokens: Of the document: [num_tokens].
     """
-    whole = torch.cat((torch.tensor([first_token], dtype=tokens.dtype), tokens))
-    states = blend(model, whole, (), ratio=1.0).states
-    return Document(states.rows(1, len(whole)), 1)
+    return document_of(blend(model, behind(first_token, tokens), (), ratio=1.0))
+
+
+def behind(first_token: int, tokens: torch.Tensor) -> torch.Tensor:
+    """A document's tokens, and before them the first one of a prompt."""
+    return torch.cat((torch.tensor([first_token], dtype=tokens.dtype), tokens))
+
+
+def document_of(made: Blended) -> Document:
+    """The document of which, with `behind`, all tokens were computed."""
+    return Document(made.states.rows(1, len(made.rows)), 1)
 
 
 def blend(
@@ -144,7 +152,24 @@ def blend(
     rotates: bool = True,
     wants_hidden: bool = False,
 ) -> Blended:
-    """Keys and values of a prompt, of which documents were computed before.
+    """`blend_by_layer`, all layers at once."""
+    layers = blend_by_layer(model, tokens, documents, ratio=ratio, rotates=rotates, wants_hidden=wants_hidden)
+    *_, made = layers
+    assert made is not None
+    return made
+
+
+def blend_by_layer(
+    model: LayeredModel,
+    tokens: torch.Tensor,
+    documents: Sequence[tuple[Span, Document]],
+    *,
+    ratio: float | None,
+    rotates: bool = True,
+    wants_hidden: bool = False,
+) -> Iterator[Blended | None]:
+    """Keys and values of a prompt, of which documents were computed before: yields behind each layer, `None` until the
+    last one.
 
     Args:
         model: Its layers.
@@ -186,7 +211,7 @@ def blend(
             else:
                 attended = attend(queries, keys, values, rows, scale=model.attention_scale(layer))
             hidden = model.finish(layer, hidden, attended)
-    return Blended(states, rows, hidden if wants_hidden else None)
+        yield Blended(states, rows, hidden if wants_hidden else None) if is_last else None
 
 
 def extend(
@@ -215,16 +240,17 @@ def extend(
     return hidden if wants_hidden else None
 
 
-def exchanges_of_blend(num_layers: int, num_tokens: int, spans: Sequence[Span], ratio: float) -> list[Exchange]:
-    """What `blend` exchanges between ranks, in order, if it wants no hidden states."""
+def exchanges_of_blend(num_layers: int, num_tokens: int, spans: Sequence[Span], ratio: float) -> list[list[Exchange]]:
+    """What `blend_by_layer` exchanges between ranks in each layer, in order, if it wants no hidden states."""
     rows = num_tokens
-    found = [Exchange("hidden", rows)]
-    for layer in range(num_layers):
+    found: list[list[Exchange]] = [[] for _ in range(num_layers)]
+    found[0].append(Exchange("hidden", rows))
+    for layer, exchanges in enumerate(found):
         if spans and layer == min(FULL_LAYERS, num_layers - 1):
-            found.append(Exchange("differences", num_tokens))
+            exchanges.append(Exchange("differences", num_tokens))
             rows = num_chosen(num_tokens, spans, ratio)
         if layer < num_layers - 1:
-            found += [Exchange("hidden", rows)] * 2
+            exchanges.extend([Exchange("hidden", rows)] * 2)
     return found
 
 

@@ -53,6 +53,8 @@ class BlendRequests:
         self.refusal = ""
         self._requests: dict[str, _Request] = {}
         self._jobs: list[BlendJob] = []
+        self._ordered: set[str] = set()
+        self._ended: list[str] = []
         self._outcomes: dict[str, Outcome] = {}
         self._to_audit = 0.0
         self._auditing: set[str] = set()
@@ -117,6 +119,7 @@ class BlendRequests:
             self._to_audit -= 1.0
             self._auditing.add(request_id)
         request.start_tokens = start_tokens
+        self._ordered.add(request_id)
         self._jobs.append(
             BlendJob(
                 request_id,
@@ -136,14 +139,26 @@ class BlendRequests:
         jobs, self._jobs = tuple(self._jobs), []
         return jobs
 
+    def take_ended(self) -> tuple[str, ...]:
+        """Requests that have ended since the last call, and that the ranks need not blend any more."""
+        ended, self._ended = tuple(self._ended), []
+        return ended
+
     def on_finished(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._requests.pop(request_id, None)
+        if request_id in self._ordered:
+            self._ended.append(request_id)
 
     @property
     def has_open_audits(self) -> bool:
         """Whether an idle engine must keep stepping: audits go on in its steps."""
         return bool(self._auditing)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the ranks blend or audit in the engine's steps."""
+        return bool(self._ordered or self._auditing)
 
     def on_reports(self, reports: BlendReports) -> None:
         """Note what the rank reports."""
@@ -153,11 +168,12 @@ class BlendRequests:
             self._on_audited(audit)
 
     def _on_blended(self, report: BlendReport) -> None:
+        self._ordered.discard(report.request_id)
         request = self._requests.get(report.request_id)
         if report.error:
             self._auditing.discard(report.request_id)
-            self._meters.add("connector_blend_failed")
-            if request is not None:
+            if request is not None:  # else it has ended, and is not computed either
+                self._meters.add("connector_blend_failed")
                 request.has_failed = True
                 self._tell(report.request_id, request, 0, "not_blended", {"because": report.error})
             return

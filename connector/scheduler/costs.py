@@ -223,17 +223,21 @@ class Stopwatch:
         """Whether results of a step that computes are still to come."""
         return self._steps.is_computing
 
-    def on_step_planned(self, computed_tokens: Mapping[str, int], final_tokens: Mapping[str, int]) -> None:
-        """Note the start of a step that takes each request from its computed to its final tokens."""
+    def on_step_planned(
+        self, computed_tokens: Mapping[str, int], final_tokens: Mapping[str, int], *, is_shared: bool
+    ) -> None:
+        """Note the start of a step that takes each request from its computed to its final tokens. A shared one may do
+        other work too, and is not timed.
+        """
         chunks, prefill_tokens = [], 0
         for request_id, stop in final_tokens.items():
             start = computed_tokens.get(request_id, stop)
             if start < self._prompt_tokens_of(request_id):
                 prefill_tokens += stop - start
             chunks.append((start, stop))
-        if chunks:
+        if chunks or is_shared:
             self._loads.clear()
-        self._steps.planned(chunks, prefill_tokens, now_s=self._clock.monotonic_s())
+        self._steps.planned(chunks, 0 if is_shared else prefill_tokens, now_s=self._clock.monotonic_s())
 
     def on_step_reported(self) -> None:
         """Note that vLLM has a step's results."""

@@ -51,6 +51,7 @@ class StepFacts:
         offers: The recurrent states that this step's forward writes.
         preempted: Requests that lost their blocks.
         computed_tokens: Tokens that were computed before this step.
+        is_shared: The step may do other work than computing them, so how long it takes tells nothing of that.
     """
 
     final_tokens: Mapping[str, int]
@@ -58,3 +59,4 @@ class StepFacts:
     offers: Mapping[str, Sequence[StateOffer]] = field(default_factory=dict)
     preempted: Sequence[str] = ()
     computed_tokens: Mapping[str, int] = field(default_factory=dict)
+    is_shared: bool = False

@@ -288,7 +288,7 @@ class SchedulerSide:
 
     def plan_step(self, step: StepFacts) -> StepJobs:
         """The jobs of one step, from what the engine computes in it."""
-        self._stopwatch.on_step_planned(step.computed_tokens, step.final_tokens)
+        self._stopwatch.on_step_planned(step.computed_tokens, step.final_tokens, is_shared=step.is_shared)
         self._watchdog.on_step()
         for request_id in step.preempted:
             if (preempted := self.requests.get(request_id)) is not None:

@@ -43,6 +43,8 @@ def open_blender(settings: ConnectorSettings, facts: EngineFacts, store: Blockin
     runner = _find_runner()
     if runner is None or type(runner).__module__ != _RUNNER:
         return f"model runner {type(runner).__module__}: blending was tested with {_RUNNER}"
+    if (connector := runner.vllm_config.kv_transfer_config.kv_connector) != "KVStoreConnector":
+        return f"{connector}: a connector beside this one would store blended blocks as exact ones"
     if runner.vllm_config.lora_config is not None:
         return "adapters: modules that may apply one would apply the last request's to documents"
     try:
@@ -53,7 +55,13 @@ def open_blender(settings: ConnectorSettings, facts: EngineFacts, store: Blockin
         return reason
     group = facts.groups[0]
     documents = _Documents(settings, facts, store)
-    return Blender(layers, documents, ratio=settings.blend_recompute_ratio, block_tokens=group.block_tokens)
+    return Blender(
+        layers,
+        documents,
+        ratio=settings.blend_recompute_ratio,
+        block_tokens=group.block_tokens,
+        step_tokens=facts.step_tokens,
+    )
 
 
 def open_requests(

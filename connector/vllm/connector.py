@@ -56,6 +56,7 @@ _ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAP
 class _StepMetadata(KVConnectorMetadata):
     jobs: StepJobs = field(default_factory=StepJobs)
     blends: tuple[BlendJob, ...] = ()
+    blends_ended: tuple[str, ...] = ()
 
 
 @dataclass
@@ -217,9 +218,14 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         if self.scheduler_side is None:
             return _StepMetadata()
-        jobs = self.scheduler_side.plan_step(read_step(scheduler_output))
+        step = read_step(scheduler_output)
+        if self._blends is not None and self._blends.is_busy:
+            step = replace(step, is_shared=True)
+        jobs = self.scheduler_side.plan_step(step)
         # last: an error before it leaves them for the next step, and vLLM waits for each of these requests
-        metadata = _StepMetadata(jobs, self._blends.take_jobs() if self._blends is not None else ())
+        metadata = _StepMetadata(jobs)
+        if self._blends is not None:
+            metadata.blends, metadata.blends_ended = self._blends.take_jobs(), self._blends.take_ended()
         if not metadata.jobs.computes:
             self.scheduler_side.wait_in_empty_step()
         return metadata
@@ -379,7 +385,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     @guarded()
     def _work_on_blends(self) -> None:
         if self._blender is not None:
-            self._blender.work(self._metadata().blends, computes=self._jobs().computes)
+            metadata = self._metadata()
+            self._blender.work(metadata.blends, ended=metadata.blends_ended, computes=metadata.jobs.computes)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: a request is loaded as a whole, before the step that uses it is scheduled."""

@@ -15,6 +15,7 @@ from kvstore.client import BlockingStore
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.checkpoints import write_checkpoint
 from kvstore.testing.engine import Answer, EngineProcess, EngineSpec, Request, seeded_prompt
+from kvstore.testing.engine.spec import TrafficRequest
 from tests.connector.support.service import DirectoryService
 
 pytestmark = pytest.mark.engine
@@ -139,6 +140,25 @@ def test_many_at_once(engine: Start, service: DirectoryService, llama: Path) -> 
     running.stop()
 
 
+def test_requests_that_have_gone_are_not_blended(engine: Start, service: DirectoryService, llama: Path) -> None:
+    """A client that gives up while it waits for others holds nobody up, and its blocks are free at once."""
+    running = engine(spec_of(llama, service))
+    asked = [blended(order, number) for number, order in enumerate([(0, 1, 2), (1, 2, 0), (2, 0, 1), (0, 2, 1)])]
+    requests = [
+        TrafficRequest(one.prompt, max_tokens=2, cache_salt=one.cache_salt, kv_transfer_params=one.kv_transfer_params)
+        for one in asked
+    ]
+    requests[1:3] = [replace(one, abort_state="loading") for one in requests[1:3]]
+    report = running.traffic(requests, in_flight=4)
+    assert set(report.aborted.values()) == {"loading"} and len(report.aborted) == 2
+    assert all(answer.num_cached_tokens == 512 for answer in (report.answers[0], report.answers[3]) if answer)
+    counters = running.connector_counters()
+    assert counters["connector_blended_requests"] == 2
+    assert counters.get("connector_blend_failed", 0) == 0
+    assert running.reset_prefix_cache(), "no block is held"
+    running.stop()
+
+
 def test_bad_audits_turn_blending_off(engine: Start, service: DirectoryService, llama: Path) -> None:
     """A model with random weights is far from what blending assumes: audits end it, and later requests are computed."""
     running = engine(spec_of(llama, service, blend_audit_rate=1.0, blend_recompute_ratio=0.0))
@@ -185,6 +205,21 @@ def test_an_engine_that_cannot(
     (answer,) = running.generate([blended((0, 1, 2))])
     assert answer.num_cached_tokens == 0
     assert f"this engine does not blend: {reason}" in running.log_text()
+    running.stop()
+
+
+def test_no_other_connector_stores_what_is_blended(engine: Start, service: DirectoryService, llama: Path) -> None:
+    """Under `MultiConnector` each connector sees all requests' blocks: one that knows nothing of blending would store
+    them under the names of exact prefixes, and give them to engines that do not blend.
+    """
+    common = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    ours = {"kv_connector": "KVStoreConnector", "kv_connector_module_path": "connector", **common}
+    both = [{**ours, "kv_connector_extra_config": {"url": service.url, "blend": blend}} for blend in (True, False)]
+    transfer = {"kv_connector": "MultiConnector", **common, "kv_connector_extra_config": {"connectors": both}}
+    running = engine(EngineSpec(checkpoint=llama, kv_transfer=transfer, max_model_len=4096))
+    (answer,) = running.generate([blended((0, 1, 2))])
+    assert answer.num_cached_tokens == 0
+    assert "this engine does not blend: MultiConnector" in running.log_text()
     running.stop()
 
 

@@ -199,6 +199,8 @@ class TrafficRequest:
         abort_state: Abort it when it is seen in this state: `queued`, `asking`, `staging`, `loading`, `prefilling`,
             `decoding`, or `any`; `None`: let it finish. One that finishes before is answered.
         abort_after_steps: How many steps it may be seen there before.
+        cache_salt: As of `Request`.
+        kv_transfer_params: As of `Request`.
     """
 
     prompt: tuple[int, ...]
@@ -206,6 +208,8 @@ class TrafficRequest:
     logprobs: int | None = 5
     abort_state: str | None = None
     abort_after_steps: int = 0
+    cache_salt: str | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,15 +45,20 @@ def run_traffic(
         while waiting and len(running) < in_flight:
             index = waiting.popleft()
             asked = requests[index]
+            told = asked["kv_transfer_params"]
             params = SamplingParams(
                 temperature=0.0,
                 max_tokens=asked["max_tokens"],
                 logprobs=asked["logprobs"],
                 detokenize=False,
                 ignore_eos=True,
+                extra_args=None if told is None else {"kv_transfer_params": told},
             )
             name = f"{index}"
-            own = engine.add_request(name, {"prompt_token_ids": asked["prompt"]}, params)
+            prompt = {"prompt_token_ids": asked["prompt"]}
+            if asked["cache_salt"] is not None:
+                prompt["cache_salt"] = asked["cache_salt"]
+            own = engine.add_request(name, prompt, params)
             running[name] = _Running(index, own, asked["abort_state"], asked["abort_after_steps"])
         if stop_after_aborts and not waiting and all(request.abort_state is None for request in running.values()):
             break

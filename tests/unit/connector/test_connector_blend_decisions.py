@@ -272,6 +272,22 @@ def test_a_request_that_fails_is_computed() -> None:
     assert (side.told[0].reason, side.told[0].detail) == ("not_blended", {"because": "no memory"})
 
 
+def test_a_request_that_ends_is_given_up() -> None:
+    """If the ranks have it and have not reported it. It counts as no failure, since it is not computed."""
+    side = Side(blend_audit_rate=0.0)
+    for name in ("ordered", "asked", "blended"):
+        side.ask(name, 100, [1, 40])
+    for name in ("ordered", "blended"):
+        side.requests.on_allocated(name, [7, 8], 32)
+    side.requests.on_reports(BlendReports((BlendReport("blended", 32, 5, 1, 1),)))
+    for name in ("ordered", "asked", "blended"):
+        side.requests.on_finished(name)
+    assert [side.requests.take_ended() for _ in range(2)] == [("ordered",), ()]
+    side.requests.on_reports(BlendReports((BlendReport("ordered", error="it has ended"),)))
+    assert side.meters.get("connector_blend_failed") == 0
+    assert [told.reason for told in side.told] == ["blended"]
+
+
 def test_audits_come_at_their_rate() -> None:
     side = Side(blend_audit_rate=0.25)
     audited = []

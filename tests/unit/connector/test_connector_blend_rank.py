@@ -23,8 +23,9 @@ from connector.blend.recompute import Document, Exchange, LayerStates, blend, co
 from connector.facts import CellFacts
 from connector.identity import describe_namespace
 from kvstore.client import BlockingStore
+from kvstore.errors import Unavailable
 from kvstore.testing.service_process import ServiceProcess
-from tests.unit.connector.support import make_facts, make_shape
+from tests.unit.connector.support import make_facts, make_shape, soon
 
 BLOCK = 16
 SALT = "blend:team"
@@ -82,7 +83,7 @@ def make(model: Written) -> Iterator[Callable[..., Blender]]:
     made: list[Blender] = []
 
     def blender(documents: DocumentStore | None, ratio: float = 0.3) -> Blender:
-        made.append(Blender(model, lambda: documents, ratio=ratio, block_tokens=BLOCK))
+        made.append(Blender(model, lambda: documents, ratio=ratio, block_tokens=BLOCK, step_tokens=4096))
         return made[-1]
 
     yield blender
@@ -131,17 +132,19 @@ def test_documents_come_back(documents: DocumentStore, model: Written) -> None:
     with torch.inference_mode():
         for size in (5, PAGE_TOKENS, PAGE_TOKENS + 7):
             tokens = random.integers(0, 80, size).tolist()
-            assert documents.read(ROOT, tokens) is None
+            assert documents.read(ROOT, tokens, soon()) is None
             made = compute_document(model, 1, torch.tensor(tokens))
-            documents.write(ROOT, tokens, made)
-            found = documents.read(ROOT, tokens)
+            documents.write(ROOT, tokens, made, soon())
+            found = documents.read(ROOT, tokens, soon())
             assert found is not None and found.first_position == made.first_position
             for one, other in zip(
                 [*made.states.keys, *made.states.values], [*found.states.keys, *found.states.values], strict=True
             ):
                 assert torch.equal(one, other)
-            assert documents.read(document_root(SALT, 2), tokens) is None
-            assert documents.read(ROOT, [*tokens[:-1], tokens[-1] + 1]) is None
+            with pytest.raises(Unavailable):
+                documents.read(ROOT, tokens, soon(0.0))
+            assert documents.read(document_root(SALT, 2), tokens, soon()) is None
+            assert documents.read(ROOT, [*tokens[:-1], tokens[-1] + 1], soon()) is None
 
 
 def heads_of(states: LayerStates, rank: int) -> LayerStates:
@@ -164,12 +167,12 @@ def test_all_sizes_share_documents(store: BlockingStore, model: Written) -> None
             shares = [Document(heads_of(made.states, rank), 1) for rank in range(2)]
             if first == 1:
                 for rank, share in zip(ranks, shares, strict=True):
-                    assert [one.read(root, tokens) for one in (whole, *ranks)] == [None] * 3
-                    rank.write(root, tokens, share)
+                    assert [one.read(root, tokens, soon()) for one in (whole, *ranks)] == [None] * 3
+                    rank.write(root, tokens, share, soon())
             else:
-                whole.write(root, tokens, made)
+                whole.write(root, tokens, made, soon())
             for reader, wanted in zip((whole, *ranks), (made, *shares), strict=True):
-                found = reader.read(root, tokens)
+                found = reader.read(root, tokens, soon())
                 assert found is not None
                 assert all(map(torch.equal, found.states.keys, wanted.states.keys))
                 assert all(map(torch.equal, found.states.values, wanted.states.values))
@@ -249,7 +252,7 @@ def test_a_request_is_blended_and_its_documents_stored(
     model.blocks.clear()
     deadline_s = time.monotonic() + 30
     last = job.tokens[job.spans[-1].start : job.spans[-1].stop]
-    while documents.read(ROOT, last) is None:  # it is stored in the background
+    while documents.read(ROOT, last, soon()) is None:  # it is stored in the background
         assert time.monotonic() < deadline_s
     (report,), _ = run(make(documents), replace(job, request_id="b"))
     assert report.stored_documents == 7
@@ -300,3 +303,38 @@ def test_one_audit_at_a_time(make: Callable[..., Blender]) -> None:
     jobs = [job_of(seed, str(seed), is_audited=True) for seed in range(3)]
     _, audits = run(make(None), *jobs)
     assert sorted(audit.kl is None for audit in audits) == [False, True, True]
+
+
+def test_audits_go_on_between_requests(make: Callable[..., Blender]) -> None:
+    """Else an engine that always has requests to blend would judge none of them, and never turn blending off."""
+    blender = make(None)
+    jobs = [job_of(seed, str(seed), is_audited=seed == 0) for seed in range(8)]
+    num_blended = 0
+    with torch.inference_mode():
+        blender.work(jobs, computes=True)
+        while (reports := blender.take_reports()) is None or not reports.audits:
+            num_blended += len(reports.blended) if reports is not None else 0
+            assert num_blended < len(jobs)
+            blender.work((), computes=True)
+    assert reports.audits[0].kl is not None
+
+
+def test_parts_of_an_audit_are_small(
+    make: Callable[..., Blender], model: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of what follows the documents: other requests wait for each part."""
+    job = job_of(0, "a", is_audited=True)
+    long = replace(job, tokens=job.tokens + job.tokens * 4)
+    sizes: list[int] = []
+    embed = model.embed
+    blender = make(None)
+    with torch.inference_mode():
+        blender.work((long,), computes=True)
+        while blender.take_reports() is None:
+            blender.work((), computes=True)
+        monkeypatch.setattr(model, "embed", lambda tokens: sizes.append(len(tokens)) or embed(tokens))
+        while (reports := blender.take_reports()) is None:
+            blender.work((), computes=True)
+    assert reports.audits[0].kl is not None
+    assert sum(sizes) == 2 * len(long.tokens) - long.stop_tokens
+    assert max(sizes) <= 256

@@ -19,8 +19,11 @@ from connector.blend.choice import Span
 from connector.blend.jobs import BlendJob, BlendReports
 from connector.blend.recompute import Document, Exchange, LayerStates
 from kvstore.errors import Unavailable
+from kvstore.runtime.deadline import Deadline
 
 BLOCK = 16
+STEP = 45
+"""Tokens that the engine computes in a step: the prompt's four layers take two of them."""
 JOB = BlendJob(
     "a",
     cache_salt="blend:team",
@@ -140,16 +143,26 @@ class Shelf:
     written: list[tuple[tuple[int, ...], Document]] = field(default_factory=list)
     error: Exception | None = None
     slow_s: float = 0.0
+    timeout_s: float = WAIT_S
+    num_reads: int = 0
 
-    def read(self, first_token: int, tokens: Sequence[int]) -> Document | None:
-        time.sleep(self.slow_s)
+    def read(self, root: bytes, tokens: Sequence[int], deadline: Deadline) -> Document | None:
+        self.num_reads += 1
+        self._wait(deadline)
         if self.error is not None:
             raise self.error
         return self.documents.get(tuple(tokens))
 
-    def write(self, first_token: int, tokens: Sequence[int], document: Document) -> None:
+    def write(self, root: bytes, tokens: Sequence[int], document: Document, deadline: Deadline) -> None:
+        self._wait(deadline)
         self.documents[tuple(tokens)] = document
         self.written.append((tuple(tokens), document))
+
+    def _wait(self, deadline: Deadline) -> None:
+        """As a slow store: never past the deadline."""
+        time.sleep(min(self.slow_s, deadline.remaining_s))
+        if deadline.expired:
+            raise Unavailable("too late")
 
 
 @dataclass
@@ -159,12 +172,18 @@ class Engine:
     ranks: list[Rank]
     shelves: list[Shelf]
     blenders: list[Blender]
+    num_steps: int = 0
 
-    def run(self, job: BlendJob) -> BlendReports:
-        """Step all ranks until a job and its audit are reported: by all in the same step, and alike but for texts."""
+    def run(self, *jobs: BlendJob, ended: Sequence[str] = ()) -> BlendReports:
+        """Step all ranks until jobs and their audits are reported: by all in the same step, and alike but for texts.
+
+        Args:
+            jobs: That come in the first step.
+            ended: Those of them that end in the second one.
+        """
         with ThreadPoolExecutor(len(self.ranks)) as threads:
-            told = [one.result() for one in [threads.submit(_step, each, job) for each in self.blenders]]
-        assert len({num_steps for _, _, num_steps in told}) == 1
+            told = [one.result() for one in [threads.submit(_step, each, jobs, ended) for each in self.blenders]]
+        (self.num_steps,) = {num_steps for _, _, num_steps in told}
         failed, reports, _ = told[0]
         for also_failed, others, _ in told[1:]:
             assert also_failed == failed and others.audits == reports.audits
@@ -181,21 +200,21 @@ class Engine:
             time.sleep(0.01)
 
 
-def _step(blender: Blender, job: BlendJob) -> tuple[set[str], BlendReports, int]:
+def _step(blender: Blender, jobs: Sequence[BlendJob], ended: Sequence[str]) -> tuple[set[str], BlendReports, int]:
     finished: set[str] = set()
     not_blended: set[str] = set()
     reports, num_steps = BlendReports(), 0
-    jobs: tuple[BlendJob, ...] = (job,)
+    names, audited = {job.request_id for job in jobs}, {job.request_id for job in jobs if job.is_audited}
     with torch.inference_mode():
-        while not finished or (job.is_audited and not not_blended and not reports.audits):
-            blender.work(jobs, computes=False)
-            jobs, num_steps = (), num_steps + 1
+        while finished < names or len(reports.audits) < len(audited - not_blended):
+            blender.work(jobs if num_steps == 0 else (), ended=ended if num_steps == 1 else (), computes=False)
+            num_steps += 1
             done, failed = blender.take_results()
             finished |= done
             not_blended |= failed
             if (new := blender.take_reports()) is not None:
                 reports = BlendReports(reports.blended + new.blended, reports.audits + new.audits)
-    assert finished == {job.request_id}
+    assert finished == names
     return not_blended, reports, num_steps
 
 
@@ -205,16 +224,16 @@ def one_thread() -> None:
 
 
 @pytest.fixture
-def engine_of() -> Iterator[Callable[[int], Engine]]:
+def engine_of() -> Iterator[Callable[..., Engine]]:
     made: list[Blender] = []
     model = load_layers(FOLDER).model
 
-    def engine(num_ranks: int) -> Engine:
+    def engine(num_ranks: int, step_tokens: int = STEP) -> Engine:
         meeting = Meeting(num_ranks)
         ranks = [Rank(model, rank, meeting) for rank in range(num_ranks)]
         shelves = [Shelf() for _ in ranks]
         blenders = [
-            Blender(rank, lambda shelf=shelf: shelf, ratio=0.3, block_tokens=BLOCK)  # type: ignore[misc]
+            Blender(rank, lambda shelf=shelf: shelf, ratio=0.3, block_tokens=BLOCK, step_tokens=step_tokens)  # type: ignore[misc]
             for rank, shelf in zip(ranks, shelves, strict=True)
         ]
         made.extend(blenders)
@@ -225,7 +244,7 @@ def engine_of() -> Iterator[Callable[[int], Engine]]:
         one.close()
 
 
-def test_two_ranks_do_what_one_does(engine_of: Callable[[int], Engine]) -> None:
+def test_two_ranks_do_what_one_does(engine_of: Callable[..., Engine]) -> None:
     """The same tokens are computed again, the same heads written, and the audit finds the same."""
     one, two = engine_of(1), engine_of(2)
     (alone,), (shared,) = one.run(JOB).audits, two.run(JOB).audits
@@ -238,8 +257,22 @@ def test_two_ranks_do_what_one_does(engine_of: Callable[[int], Engine]) -> None:
         assert torch.allclose(halves, values, atol=1e-4)
 
 
+def test_a_long_prompt_takes_several_steps(engine_of: Callable[..., Engine]) -> None:
+    """Each with some of its layers, so that other requests wait no longer than for the engine's own steps. What is
+    written is the same.
+    """
+    whole, split = engine_of(2, 1000), engine_of(2, 10)
+    for engine in (whole, split):
+        engine.run(replace(JOB, is_audited=False))
+    num_layers = whole.ranks[0].num_layers
+    assert split.num_steps - whole.num_steps == (len(JOB.spans) + 1) * (num_layers - 1)
+    for one, other in zip(whole.ranks, split.ranks, strict=True):
+        assert one.blocks.keys() == other.blocks.keys()
+        assert all(torch.equal(one.blocks[block], other.blocks[block]) for block in one.blocks)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_fails_anywhere(engine_of: Callable[[int], Engine], rank: int) -> None:
+def test_a_rank_that_fails_anywhere(engine_of: Callable[..., Engine], rank: int) -> None:
     """Wherever one fails, both report it in the same step, nothing that they made is stored, and the next request is
     blended.
     """
@@ -270,7 +303,7 @@ def test_a_rank_that_fails_anywhere(engine_of: Callable[[int], Engine], rank: in
             assert all(map(torch.equal, document.states.keys, wanted[tokens].states.keys))
 
 
-def test_a_document_that_a_rank_lacks_is_computed_on_all(engine_of: Callable[[int], Engine]) -> None:
+def test_a_document_that_a_rank_lacks_is_computed_on_all(engine_of: Callable[..., Engine]) -> None:
     """Also one whose store does not answer; a rank that reads slowly is waited for."""
     engine = engine_of(2)
     job = replace(JOB, is_audited=False)
@@ -292,7 +325,56 @@ def test_a_document_that_a_rank_lacks_is_computed_on_all(engine_of: Callable[[in
     assert all(torch.equal(engine.ranks[0].blocks[block], right[block]) for block in right)
 
 
-def test_a_rank_that_cannot_exchange_ends_its_engine(engine_of: Callable[[int], Engine]) -> None:
+def test_a_request_that_has_ended_is_given_up_on_all(engine_of: Callable[..., Engine]) -> None:
+    """Those behind it are not held up, and nobody reads its documents; also one that has been begun."""
+    engine = engine_of(2)
+    jobs = [replace(JOB, request_id=name, is_audited=False) for name in "abcd"]
+    reports = engine.run(*jobs, ended=("a", "c", "unknown"))
+    assert {report.request_id: report.error for report in reports.blended} == {
+        "a": "it has ended", "b": "", "c": "it has ended", "d": ""
+    }  # fmt: skip
+    for shelf in engine.shelves:
+        assert shelf.num_reads == 3 * len(JOB.spans)
+
+
+def test_a_slow_store_is_waited_for_once(engine_of: Callable[..., Engine]) -> None:
+    """Not for each document anew. What was read by then is used."""
+    engine = engine_of(2)
+    job = replace(JOB, is_audited=False)
+    engine.run(job)
+    engine.settle()
+    slow = engine.shelves[1]
+    slow.timeout_s, slow.slow_s = 0.5, 0.35
+    assert engine.run(job).blended[0].stored_documents == 1
+    slow.slow_s = 10.0
+    begun_s = time.monotonic()
+    assert engine.run(job).blended[0].stored_documents == 0
+    assert time.monotonic() - begun_s < 3 * slow.timeout_s
+
+
+def test_documents_wait_for_a_slow_store_in_memory_for_a_time(engine_of: Callable[..., Engine]) -> None:
+    """Those that were not stored by then are dropped: else a store that is always slow would fill the memory."""
+    engine = engine_of(1)
+    (shelf,) = engine.shelves
+    shelf.timeout_s, shelf.slow_s = 0.3, 0.29
+    engine.run(replace(JOB, is_audited=False))
+    time.sleep(3 * shelf.timeout_s)
+    assert len(shelf.written) < len(JOB.spans)
+
+
+def test_documents_of_few_requests_are_in_memory(engine_of: Callable[..., Engine]) -> None:
+    """Many that wait are read when their turn comes."""
+    engine = engine_of(1)
+    (blender,), (shelf,) = engine.blenders, engine.shelves
+    jobs = [replace(JOB, request_id=str(number), is_audited=False) for number in range(5)]
+    with torch.inference_mode():
+        blender.work(jobs, computes=True)
+    time.sleep(0.2)
+    assert shelf.num_reads == 2 * len(JOB.spans)
+    blender.work((), ended=[job.request_id for job in jobs], computes=True)
+
+
+def test_a_rank_that_cannot_exchange_ends_its_engine(engine_of: Callable[..., Engine]) -> None:
     """It is no `Exception`, which a hook's guard would catch: the rank's next forward would sum what is not its own."""
     engine = engine_of(2)
     engine.ranks[1].sum_over_ranks = lambda part: 1 / 0  # type: ignore[assignment]

@@ -60,6 +60,15 @@ class TestSteps:
         at.side.on_step_reported()
         assert at.side.costs.prefill.seconds(0, 1500) == before
 
+    def test_steps_that_also_blend_tell_nothing(self, at: SchedulerHarness) -> None:
+        """Else computing would seem slow, and other requests would wait for pages that are quicker to compute."""
+        at.new("a", 2000, flags=RequestFlags(save=False))
+        for turn in range(5):
+            computed, final = {"a": 300 * turn}, {"a": 300 * turn + 300}
+            at.side.plan_step(StepFacts(final, {}, computed_tokens=computed, is_shared=True))
+            at.side.on_step_reported()
+        assert at.side.costs.prefill.seconds(0, 1500) is None
+
 
 class TestNeverSlow:
     @pytest.fixture
