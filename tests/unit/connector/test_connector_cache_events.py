@@ -145,7 +145,7 @@ def test_tiers_of_one_name_are_one_medium(made: SchedulerHarness) -> None:
 
 def test_an_operator_names_tiers(made: SchedulerHarness) -> None:
     """For routers that know more names; what is gone is gone from every medium, under the same names."""
-    media = parse_media("redis=SHARED_STORAGE, s3=OBJECT_STORE", field="event_media")
+    media = parse_media("redis=SHARED_STORAGE, s3=OBJECT_STORE")
     made.side.publish_events(CacheEvents(made.shape, num_ranks=1, media=media))
     come(made, "r", PAGE)
     for tier in ("redis", "s3"):
