@@ -31,7 +31,7 @@ from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.namespace import NamespaceDescription, describe_layout
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.servers import redis_server
-from kvstore.testing.service_process import free_tcp_url
+from kvstore.testing.servers.ports import free_address
 
 __all__ = ["main"]
 
@@ -129,7 +129,7 @@ def _exponents(text: str) -> tuple[float, ...]:
 async def _measure(chosen: argparse.Namespace, say: Callable[[str], None]) -> list[Row]:
     rows = []
     with temporary_folder() as folder, redis_server() as redis:
-        address = free_tcp_url().removeprefix("tcp://")
+        address = free_address()
         with Node(folder, "plan", hot=redis.url, admin_listen=address) as node:
             store = connect(node.url)
             try:

@@ -23,7 +23,6 @@ from kvstore.testing.servers import (
     redis_tls_server,
     valkey_server,
 )
-from kvstore.testing.servers.redis_group import ask
 from kvstore.testing.tier_contract import LastingTierContract, RawMedium
 from tests.contract.redis_media import RedisMedium, raw_cluster, raw_sentinel
 
@@ -95,7 +94,7 @@ def cluster_failover(cluster: RedisCluster) -> FailOver:
         wait_until(
             lambda: (
                 len(cluster.primaries()) == 3
-                and all(b"cluster_state:ok" in ask(server, "CLUSTER", "INFO") for server in living)
+                and all(b"cluster_state:ok" in server.ask("CLUSTER", "INFO") for server in living)
             )
         )
 

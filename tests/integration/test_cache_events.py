@@ -31,7 +31,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.event_subscriber import EventSubscriber
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer
-from kvstore.testing.service_process import free_tcp_url
+from kvstore.testing.servers.ports import free_address
 from kvstore.wire.address import parse_address
 from tests.integration.bounded_store import soon
 
@@ -170,7 +170,7 @@ async def test_a_subscriber_that_stops_reading(tmp_path: Path) -> None:
     """While it reads nothing, thousands of pages are saved and evicted, and more batches are sent than wait for it. It
     goes on reading, finds the gap, asks for a replay, and has what the memory has, for each name of the node.
     """
-    urls = [free_tcp_url(), free_tcp_url()]
+    urls = [f"tcp://{free_address()}" for _ in range(2)]
     names = [f"node:{number}" for number in range(32)]  # each gets its own copy of a batch
     settings = publishing(
         tmp_path,

@@ -151,11 +151,7 @@ def directory(folder: Path, **more: object) -> Settings:
 
 @pytest.fixture
 def redis(shared_redis: RedisServer) -> RedisServer:
-    async def flush() -> None:
-        async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
-            await client.flushall()
-
-    asyncio.run(flush())
+    shared_redis.flush()
     return shared_redis
 
 

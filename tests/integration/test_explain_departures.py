@@ -108,12 +108,7 @@ def ask_and(at: Engine, proxy: FaultyProxy, request_id: str, act: Callable[[], A
 def test_gone(tmp_path: Path) -> None:
     """Redis is emptied between the catalog's answer and the fetch, the catalog with it: nobody can say more."""
     with far_redis(tmp_path, stall_timeout_ms=60_000, fetch_timeout_ms=60_000) as (at, redis, proxy):
-
-        def empty() -> None:
-            with Redis(host=redis.host, port=redis.port) as client:
-                client.flushall()
-
-        assert ask_and(at, proxy, "a", empty) == 0
+        assert ask_and(at, proxy, "a", redis.flush) == 0
         told = at.explain("a")
         assert (told["result"], told["reason"]) == ("miss", "gone")
         assert "no longer stored" in told["why"]

@@ -85,8 +85,7 @@ def said(start: QuickStart, *verb: str) -> str:
 
 async def test_a_first_hour(shared_rgw: CephRgw, tmp_path: Path) -> None:
     """In this order: doctor, a full cold tier, misses for four reasons, a frozen Redis."""
-    bounds = ("--cold-bytes", str(COLD_BYTES), "--retention-policy", "lru")
-    with quick_start(shared_rgw, tmp_path, *bounds) as start:
+    with quick_start(shared_rgw, tmp_path, cold_bytes=str(COLD_BYTES), retention_policy="lru") as start:
         async with (
             aclosing(connect(start.listen)) as engine,
             httpx.AsyncClient(base_url=f"http://{start.admin}", timeout=60) as admin,

@@ -31,6 +31,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.testing.checkpoints import write_checkpoint
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import DAMAGE
+from kvstore.testing.serve import Service, bare_environment
 from kvstore.testing.servers import CephRgw, RedisServer, redis_server
 from kvstore.testing.servers.ports import free_ports
 from tests.connector.support.hicache import HostPool, hicache
@@ -45,7 +46,7 @@ from tests.connector.support.offloading import (
     offloading,
     window,
 )
-from tests.connector.support.service import DirectoryService, Service
+from tests.connector.support.service import DirectoryService
 from tests.fuzz.inputs import mutated
 
 pytestmark = pytest.mark.servers
@@ -145,14 +146,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         rgw: CephRgw = request.getfixturevalue("shared_rgw")
         bucket = f"chunks-{secrets.token_hex(4)}"
         rgw.create_bucket(bucket)
-        environment = {
-            "AWS_ENDPOINT_URL_S3": rgw.endpoint_url,
-            "AWS_ACCESS_KEY_ID": rgw.access_key,
-            "AWS_SECRET_ACCESS_KEY": rgw.secret_key,
-            "AWS_DEFAULT_REGION": rgw.region,
-        }
         flags |= {"hot": "memory:", "cold": f"s3://{bucket}/p"}
-        with ended(S3Place(Service(tmp_path, flags, environment=environment), rgw, bucket)) as place:
+        with ended(S3Place(Service(tmp_path, flags, environment=rgw.environment), rgw, bucket)) as place:
             yield place
 
 
@@ -391,11 +386,10 @@ class Node:
 
     def command(self, *arguments: str) -> Any:
         """A verb of ours as the operator, as JSON."""
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("KVSTORE_", "AWS_"))}
         settings = {"KVSTORE_ADMIN_LISTEN": self.admin, "KVSTORE_LISTEN": self.service.url}
         done = subprocess.run(
             [sys.executable, "-m", "kvstore.cli", *arguments, "--json", "--token-file", str(self.token_file("*"))],
-            env={**own, **settings},
+            env={**bare_environment(), **settings},
             capture_output=True,
             text=True,
             timeout=300,

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from redis.asyncio import Redis
 
 from kvstore.api import Ack, SaveOutcome
 from kvstore.catalog.entry import Level
@@ -87,8 +86,7 @@ class Fleet:
 async def fleet(
     shared_redis: RedisServer, shared_rgw: CephRgw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Fleet]:
-    async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
-        await client.flushall()
+    shared_redis.flush()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", shared_rgw.access_key)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", shared_rgw.secret_key)
     bucket = f"migration-{secrets.token_hex(4)}"
