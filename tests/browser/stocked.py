@@ -4,6 +4,8 @@ evicted and corrupt records. Only the clock of its history is not real.
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import soon
+
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,7 +20,7 @@ from kvstore.runtime.events import EventKind
 from kvstore.service.history import Watcher
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
-from tests.unit.admin.service_harness import ServiceHarness, ended, open_service, soon
+from tests.unit.admin.service_harness import ServiceHarness, ended, open_service
 
 STEPS = 40
 """Of a minute each."""

@@ -5,6 +5,8 @@ Half-way through the contract the sentinels' primary, and one of the cluster's, 
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import eventually
+
 import asyncio
 import time
 from collections.abc import Callable, Iterator
@@ -45,13 +47,6 @@ class FailOver:
             self._kill()
 
 
-def wait_until(ready: Callable[[], bool], within_s: float = 30) -> None:
-    give_up_s = time.monotonic() + within_s
-    while not ready():
-        assert time.monotonic() < give_up_s, f"not within {within_s} s"
-        time.sleep(0.05)
-
-
 @pytest.fixture(scope="module")
 def valkey() -> Iterator[RedisServer]:
     with valkey_server() as server:
@@ -75,7 +70,7 @@ def sentinel_failover(sentinel: RedisSentinel) -> FailOver:
     def kill() -> None:
         old = sentinel.primary()
         old.kill9()
-        wait_until(lambda: sentinel.primary() is not old and sentinel.primary() in sentinel.primaries())
+        eventually(lambda: sentinel.primary() is not old and sentinel.primary() in sentinel.primaries())
 
     return FailOver(kill)
 
@@ -91,7 +86,7 @@ def cluster_failover(cluster: RedisCluster) -> FailOver:
     def kill() -> None:
         cluster.primary_of(0).kill9()
         living = [server for server in cluster.servers if server.process.running]
-        wait_until(
+        eventually(
             lambda: (
                 len(cluster.primaries()) == 3
                 and all(b"cluster_state:ok" in server.ask("CLUSTER", "INFO") for server in living)

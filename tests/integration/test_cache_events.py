@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import soon
+
 import asyncio
 import os
 import struct
@@ -33,7 +35,6 @@ from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer
 from kvstore.testing.servers.ports import free_address
 from kvstore.wire.address import parse_address
-from tests.integration.bounded_store import soon
 
 pytestmark = pytest.mark.servers
 

@@ -17,12 +17,13 @@ import httpx
 import pytest
 import yaml
 
-from kvstore.api import Ack, Deadline, Outcome
+from kvstore.api import Ack, Outcome
 from kvstore.client import connect
 from kvstore.client.remote import RemoteStore
 from kvstore.model.namespace import NamespaceDescription, describe_layout
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import CephRgw
+from kvstore.testing.waiting import soon
 from tests.deployment.files import DEPLOY
 from tests.integration.quick_start import QuickStart, quick_start
 
@@ -30,10 +31,6 @@ pytestmark = [pytest.mark.servers, pytest.mark.full]
 
 COLD_BYTES = 200_000
 LAYOUT = describe_layout(ATTENTION)
-
-
-def soon() -> Deadline:
-    return Deadline.after(60.0)
 
 
 def description(dtype: str) -> NamespaceDescription:

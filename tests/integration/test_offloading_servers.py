@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import random
 import secrets
 import subprocess
@@ -27,13 +26,13 @@ from kvstore.client import BlockingStore
 from kvstore.client.pages import name_of_page
 from kvstore.format.names import format_name
 from kvstore.model.keys import RecordKey
-from kvstore.runtime.deadline import Deadline
 from kvstore.testing.checkpoints import write_checkpoint
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import DAMAGE
 from kvstore.testing.serve import Service, bare_environment
 from kvstore.testing.servers import CephRgw, RedisServer, redis_server
 from kvstore.testing.servers.ports import free_ports
+from kvstore.testing.waiting import soon
 from tests.connector.support.hicache import HostPool, hicache
 from tests.connector.support.offloading import (
     Offloader,
@@ -533,7 +532,3 @@ def use_as_connector(node: Node, ends_s: float, done: Counter[str]) -> None:
                 store.release(staged.lease)
             done["connector read"] += len(staged.keys)
             number += 1
-
-
-def soon() -> Deadline:
-    return Deadline.after(30)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import soon
+
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -31,10 +33,6 @@ Counts = dict[NamespaceId, tuple[int, int]]
 
 WITHIN_S = 60.0
 """What docs/catalog.md promises."""
-
-
-def soon() -> Deadline:
-    return Deadline.after(20.0)
 
 
 def settings_for(server: RedisServer, folder: Path, look_s: float) -> Settings:

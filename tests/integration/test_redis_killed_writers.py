@@ -3,6 +3,8 @@ leaves nothing that stays."""
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import soon
+
 import asyncio
 import random
 import subprocess
@@ -36,10 +38,6 @@ ORPHAN_S = 600
 EVICTABLE_S_MIN = 24 * 3600
 ALIVE = 1_000_000
 NUM_KILLS = 12
-
-
-def soon() -> Deadline:
-    return Deadline.after(20)
 
 
 @pytest.fixture(scope="module")

@@ -24,17 +24,13 @@ from kvstore.compose import open_catalog, open_store, open_tier
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
-from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.settings import Settings, load_settings
 from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.servers import CephRgw, RedisServer, redis_server
+from kvstore.testing.waiting import soon
 
 pytestmark = pytest.mark.servers
-
-
-def soon() -> Deadline:
-    return Deadline.after(20.0)
 
 
 def settings_for(redis: RedisServer, cold: Path | str) -> Settings:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import soon
+
 import asyncio
 import os
 from collections.abc import AsyncIterator
@@ -28,10 +30,6 @@ pytestmark = pytest.mark.servers
 
 PROMPT = Prompt(HYBRID, "replaced", 192, payload_bytes=50_000)
 VICTIM = PROMPT.record(128)
-
-
-def soon() -> Deadline:
-    return Deadline.after(20.0)
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import soon
+
 import asyncio
 import gc
 import warnings
@@ -26,10 +28,6 @@ from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
 
 pytestmark = pytest.mark.servers
-
-
-def soon() -> Deadline:
-    return Deadline.after(30.0)
 
 
 @pytest.fixture

@@ -25,7 +25,8 @@ from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import Prompt
 from kvstore.testing.servers import CephRgw, RedisServer
-from tests.integration.bounded_store import check_whole, entries_of, soon, write
+from kvstore.testing.waiting import soon
+from tests.integration.bounded_store import check_whole, entries_of, write
 
 pytestmark = pytest.mark.servers
 

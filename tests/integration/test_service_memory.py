@@ -10,20 +10,16 @@ import pytest
 
 from kvstore.api import Ack, SaveOutcome
 from kvstore.client import RemoteStore, connect
-from kvstore.runtime.deadline import Deadline
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.serve import Service
 from kvstore.testing.servers import redis_server
+from kvstore.testing.waiting import soon
 
 pytestmark = pytest.mark.servers
 
 MIB = 1 << 20
 BEYOND_BYTES = 256 * MIB
 PAGES_AT_ONCE = 8
-
-
-def soon() -> Deadline:
-    return Deadline.after(60)
 
 
 def prompt_of(number: int, num_tokens: int = 512) -> Prompt:

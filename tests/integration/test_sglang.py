@@ -6,6 +6,8 @@ failure injector are the real ones; else a stand-in of the same interface.
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import eventually
+
 import json
 import random
 import re
@@ -333,7 +335,7 @@ def test_what_is_reported_can_be_read_whatever_is_lost(
                 service.stop()
                 service.start()
                 here = source.slots(0)
-                wait_until(lambda: writer.batch_set_v1(["x"], here) == [True] and reader.batch_exists(["x"]) == 1)  # noqa: B023
+                eventually(lambda: writer.batch_set_v1(["x"], here) == [True] and reader.batch_exists(["x"]) == 1)  # noqa: B023
             asked = transfer(sglang, "mamba", keys[-1:], last=True)
             found = reader.batch_exists_v2(keys, [asked])
             run = next((at for at, key in enumerate(keys) if key not in ground["kv"]), num_pages)
@@ -350,13 +352,6 @@ def test_what_is_reported_can_be_read_whatever_is_lost(
                 assert reader.batch_get_v2([got])["mamba"] == [True]
                 assert holds(target_state, [0], state, [count - 1])
     assert reported > 100 and lost > 1000 and missed <= expected // 10
-
-
-def wait_until(condition: Callable[[], bool], patience_s: float = 30.0) -> None:
-    ends_s = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < ends_s
-        time.sleep(0.05)
 
 
 # damage and outages

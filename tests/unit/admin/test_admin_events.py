@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import soon
+
 import asyncio
 import json
 from collections.abc import AsyncIterator
@@ -15,7 +17,7 @@ import pytest
 from kvstore.api import Outcome
 from kvstore.eviction.holdings import Quota
 from kvstore.runtime.events import EventKind
-from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of, soon
+from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
 
 
 @pytest.fixture

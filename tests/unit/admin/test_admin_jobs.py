@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import soon
+
 import asyncio
 import hashlib
 import logging
@@ -20,7 +22,7 @@ from kvstore.model.keys import PlainChain
 from kvstore.service.admin.jobs.deletions import descendants
 from kvstore.testing.keys import write_keys
 from kvstore.testing.prompts import ATTENTION, Prompt
-from tests.unit.admin.service_harness import ServiceHarness, ended, open_service, prompt_of, soon
+from tests.unit.admin.service_harness import ServiceHarness, ended, open_service, prompt_of
 
 
 @pytest.fixture

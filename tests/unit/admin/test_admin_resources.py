@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import soon
+
 import asyncio
 import json
 from collections.abc import AsyncIterator
@@ -18,7 +20,7 @@ from kvstore.errors import Unavailable
 from kvstore.model.namespace import NamespaceDescription, describe_layout
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.servers.ports import free_address
-from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of, soon
+from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
 
 
 @pytest.fixture

@@ -28,7 +28,8 @@ from kvstore.settings import Settings
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers.ports import free_address
 from kvstore.testing.servers.redis_tls import make_certificate
-from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of, soon
+from kvstore.testing.waiting import soon
+from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
 
 Run = Callable[..., Coroutine[Any, Any, tuple[int, str, str]]]
 

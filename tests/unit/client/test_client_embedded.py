@@ -21,6 +21,7 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.serve import private_service_pids
+from kvstore.testing.waiting import soon
 from kvstore.wire.address import UNIX_PATH_BYTES_MAX
 
 PROMPT = Prompt(ATTENTION, "embedded", 128)
@@ -36,10 +37,6 @@ store.wait_ready(deadline=Deadline.after(30))
 print(store.status(deadline=Deadline.after(5))["service"]["pid"], flush=True)
 time.sleep(60)
 """
-
-
-def soon() -> Deadline:
-    return Deadline.after(20)
 
 
 @pytest.fixture

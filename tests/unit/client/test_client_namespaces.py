@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import soon
+
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -25,10 +27,6 @@ from kvstore.wire.address import parse_address
 from kvstore.wire.messages import error_of
 
 OPEN_MAX = 3
-
-
-def soon() -> Deadline:
-    return Deadline.after(60)
 
 
 class Clock:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import eventually, soon
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,18 +20,7 @@ from connector.worker.side import WorkerSide
 from kvstore.api import PrefixQuery, Staged
 from kvstore.model.layout import span_ending_at
 from tests.unit.connector.device_contract import Cache
-from tests.unit.connector.support import (
-    BLOCK,
-    MIB,
-    PAGE,
-    WEIGHTS,
-    LoopBridge,
-    eventually,
-    make_facts,
-    make_shape,
-    soon,
-    tokens_of,
-)
+from tests.unit.connector.support import BLOCK, MIB, PAGE, WEIGHTS, LoopBridge, make_facts, make_shape, tokens_of
 
 HEADS = 4
 NUM_BLOCKS = 32

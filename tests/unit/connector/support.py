@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import eventually, soon
+
 import asyncio
 import threading
 import time
@@ -44,19 +46,6 @@ MIB = 1 << 20
 BLOCK = 16
 PAGE = 64
 WEIGHTS = "weights of the tests"
-
-
-def soon(seconds: float = 10.0) -> Deadline:
-    return Deadline.after(seconds)
-
-
-def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
-    """Wait for a condition to become true, and return its value."""
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.001)
-    return value
 
 
 class ManualClock:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import eventually, soon
+
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.faults import FaultyTier
 from kvstore.tiers.memory import MemoryTier
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import MIB, WEIGHTS, SteeredStore, eventually, records_of, soon, tokens_of
+from tests.unit.connector.support import MIB, WEIGHTS, SteeredStore, records_of, tokens_of
 
 
 @pytest.fixture

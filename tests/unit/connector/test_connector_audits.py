@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import eventually
+
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from connector.scheduler.audits import is_sampled
 from connector.scheduler.facts import StepFacts
 from kvstore.model.keys import PrefixHash
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import ManualClock, eventually
+from tests.unit.connector.support import ManualClock
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import eventually
+
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from kvstore.api import Staged
 from kvstore.model.keys import RecordKey
 from kvstore.model.media import MEDIA, parse_media
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import BLOCK, PAGE, WEIGHTS, ManualClock, eventually, tokens_of
+from tests.unit.connector.support import BLOCK, PAGE, WEIGHTS, ManualClock, tokens_of
 from tests.unit.connector.test_connector_group_saves import FULL, STATES, SavesHarness
 
 HASH = BLOCK // 2

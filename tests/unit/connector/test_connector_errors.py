@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import eventually
+
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +19,6 @@ from connector.vllm.connector import KVStoreConnector
 from connector.worker.memory import RecordMemory
 from tests.unit.connector.rank_harness import SOURCE, Make, Rank
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import eventually
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import eventually, soon
+
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import BLOCK, ManualClock, eventually, soon, tokens_of
+from tests.unit.connector.support import BLOCK, ManualClock, tokens_of
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import eventually
+
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ from connector.prefix_hash import PrefixChain
 from kvstore.client import trace_parent
 from kvstore.errors import Unavailable
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import BLOCK, SteeredStore, eventually
+from tests.unit.connector.support import BLOCK, SteeredStore
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import eventually
+
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +17,7 @@ from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.runtime.meters import Meters
 from kvstore.store.explain.reasons import REASONS
 from kvstore.testing.prompts import HYBRID, Prompt
-from tests.unit.connector.support import LoopBridge, ManualClock, bridge_to_memory, eventually
+from tests.unit.connector.support import LoopBridge, ManualClock, bridge_to_memory
 
 PROMPT = Prompt(HYBRID, "a", 256)
 

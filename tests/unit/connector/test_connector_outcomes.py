@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import eventually, soon
+
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from kvstore.model.layout import GroupLayout, Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.testing.prompts import ATTENTION, WINDOWED
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness, unready_harness
-from tests.unit.connector.support import eventually, soon, tokens_of
+from tests.unit.connector.support import tokens_of
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import eventually
+
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ from connector.jobs import RankReport, StepJobs
 from connector.scheduler.facts import PromptFacts, StateOffer, StepFacts
 from kvstore.errors import InternalError, InvalidRequest, Unavailable, UnsupportedFormat
 from tests.unit.connector.scheduler_harness import BLOCK_BYTES, SchedulerHarness, harness, unready_harness
-from tests.unit.connector.support import FULL, PAGE, STATES, WINDOW, eventually
+from tests.unit.connector.support import FULL, PAGE, STATES, WINDOW
 
 PAGE_BYTES = BLOCK_BYTES * 4
 

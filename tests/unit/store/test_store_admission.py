@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import soon, until
+
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from store_harness import LIMITS, MIB, slow_tier, soon, stage, until
+from store_harness import LIMITS, MIB, slow_tier, stage
 
 from kvstore.api import Ack, Retention, SaveOutcome
 from kvstore.catalog.coordination import SoleOwnership

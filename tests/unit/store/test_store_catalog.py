@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import soon
+
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from store_harness import slow_tier, soon
+from store_harness import slow_tier
 
 from kvstore.api import Ack, SaveOutcome
 from kvstore.catalog.base import Addition, LeaveReason, Leaving, Removal

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import soon
+
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from store_harness import slow_tier, soon
+from store_harness import slow_tier
 
 from kvstore.api import Ack, Outcome
 from kvstore.catalog.base import LeaveReason, Leaving, Removal

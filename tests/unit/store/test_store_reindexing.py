@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from kvstore.testing.waiting import soon
+
 import hashlib
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
-from store_harness import fill, slow_tier, soon
+from store_harness import fill, slow_tier
 
 from kvstore.catalog.base import Addition
 from kvstore.catalog.entry import Level
