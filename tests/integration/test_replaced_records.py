@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.virtual_time import ShiftedClock
+
 from kvstore.testing.waiting import soon
 
 import asyncio
@@ -125,15 +127,6 @@ async def test_a_put_gets_past_an_empty_value(payload_bytes: int, client: Redis,
         await tier.aclose()
 
 
-class Later:
-    """Two seconds later than now: what was used in this very second is left alone."""
-
-    def monotonic_s(self) -> float:
-        return SYSTEM_CLOCK.monotonic_s()
-
-    def wall_ms(self) -> int:
-        return SYSTEM_CLOCK.wall_ms() + 2000
-
 
 @pytest.mark.parametrize("by", ["larger", "smaller", "in stripes", "nothing"])
 async def test_a_reindex_sets_bytes_right(by: str, client: Redis, shared_redis: RedisServer) -> None:
@@ -144,7 +137,7 @@ async def test_a_reindex_sets_bytes_right(by: str, client: Redis, shared_redis: 
     if by == "larger":
         await client.delete(format_name(PROMPT.key(128, 0, 1)))
     async with open_catalog(settings) as catalog, open_tier(settings.hot, settings) as tier:
-        report = await reindex_level(catalog, tier, Level.HOT, clock=Later())
+        report = await reindex_level(catalog, tier, Level.HOT, clock=ShiftedClock(date_ahead_s=2.0))
         totals = (await catalog.totals(deadline=soon()))[PROMPT.namespace].levels[Level.HOT]
         sizes = [entry.num_bytes async for entry in tier.scan()]
     assert (totals.num_records, totals.num_bytes) == (len(sizes), sum(sizes))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from kvstore.testing.waiting import eventually, soon
-
 import asyncio
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -46,19 +43,6 @@ MIB = 1 << 20
 BLOCK = 16
 PAGE = 64
 WEIGHTS = "weights of the tests"
-
-
-class ManualClock:
-    """Time that a test moves."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-    def wall_ms(self) -> int:
-        return 1_700_000_000_000
 
 
 class SteeredStore(PageStore):

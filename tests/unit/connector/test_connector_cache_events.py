@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from kvstore.testing.waiting import eventually
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +13,11 @@ from connector.scheduler.facts import StateOffer
 from kvstore.api import Staged
 from kvstore.model.keys import RecordKey
 from kvstore.model.media import MEDIA, parse_media
+from kvstore.testing.waiting import eventually
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import BLOCK, PAGE, WEIGHTS, ManualClock, tokens_of
+from tests.unit.connector.support import BLOCK, PAGE, WEIGHTS, tokens_of
 from tests.unit.connector.test_connector_group_saves import FULL, STATES, SavesHarness
+from tests.virtual_time import ManualClock
 
 HASH = BLOCK // 2
 

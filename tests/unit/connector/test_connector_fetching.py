@@ -24,7 +24,8 @@ from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import BLOCK, ManualClock, tokens_of
+from tests.unit.connector.support import BLOCK, tokens_of
+from tests.virtual_time import ManualClock
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from kvstore.testing.waiting import eventually
-
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +15,9 @@ from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.runtime.meters import Meters
 from kvstore.store.explain.reasons import REASONS
 from kvstore.testing.prompts import HYBRID, Prompt
-from tests.unit.connector.support import LoopBridge, ManualClock, bridge_to_memory
+from kvstore.testing.waiting import eventually
+from tests.unit.connector.support import LoopBridge, bridge_to_memory
+from tests.virtual_time import ManualClock
 
 PROMPT = Prompt(HYBRID, "a", 256)
 
