@@ -59,12 +59,6 @@ def spec_of(checkpoint: Path, service: DirectoryService, **settings: Any) -> Eng
     return EngineSpec(checkpoint=checkpoint, connector=chosen, max_model_len=4096)
 
 
-@pytest.fixture
-def service(tmp_path: Path) -> Any:
-    with DirectoryService(tmp_path) as running:
-        yield running
-
-
 def explained(service: DirectoryService, reason: str) -> list[dict[str, Any]]:
     """The latest requests with a reason, newest first."""
     with BlockingStore(service.url) as store:

@@ -5,10 +5,7 @@ Half-way through the contract the sentinels' primary, and one of the cluster's, 
 
 from __future__ import annotations
 
-from kvstore.testing.waiting import eventually
-
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -20,12 +17,10 @@ from kvstore.testing.servers import (
     RedisSentinel,
     RedisServer,
     TlsRedis,
-    redis_cluster,
-    redis_sentinel,
-    redis_tls_server,
     valkey_server,
 )
 from kvstore.testing.tier_contract import LastingTierContract, RawMedium
+from kvstore.testing.waiting import eventually
 from tests.contract.redis_media import RedisMedium, raw_cluster, raw_sentinel
 
 pytestmark = pytest.mark.servers
@@ -54,18 +49,6 @@ def valkey() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(scope="module")
-def tls() -> Iterator[TlsRedis]:
-    with redis_tls_server() as tls:
-        yield tls
-
-
-@pytest.fixture(scope="module")
-def sentinel() -> Iterator[RedisSentinel]:
-    with redis_sentinel() as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
 def sentinel_failover(sentinel: RedisSentinel) -> FailOver:
     def kill() -> None:
         old = sentinel.primary()
@@ -73,12 +56,6 @@ def sentinel_failover(sentinel: RedisSentinel) -> FailOver:
         eventually(lambda: sentinel.primary() is not old and sentinel.primary() in sentinel.primaries())
 
     return FailOver(kill)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RedisCluster]:
-    with redis_cluster() as group:
-        yield group
 
 
 @pytest.fixture(scope="module")

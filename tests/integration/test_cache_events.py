@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from kvstore.testing.waiting import soon
-
 import asyncio
 import os
 import struct
@@ -34,6 +32,7 @@ from kvstore.testing.event_subscriber import EventSubscriber
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer
 from kvstore.testing.servers.ports import free_address
+from kvstore.testing.waiting import soon
 from kvstore.wire.address import parse_address
 
 pytestmark = pytest.mark.servers
@@ -119,14 +118,6 @@ def subscriber(tmp_path: Path) -> Iterator[EventSubscriber]:
 async def on_redis(server: RedisServer, folder: Path, **settings: object) -> AsyncIterator[TieredStore]:
     async with open_store(publishing(folder, hot=server.url, cold="memory:", **settings)) as store:
         yield store
-
-
-@pytest.fixture
-async def client(shared_redis: RedisServer) -> AsyncIterator[Redis]:
-    client = Redis(host=shared_redis.host, port=shared_redis.port)
-    await client.flushall()
-    yield client
-    await client.aclose()
 
 
 async def test_what_one_engine_saves_every_subscriber_knows(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from kvstore.testing.waiting import eventually
-
 import json
 import re
 import threading
@@ -24,6 +22,7 @@ from kvstore.format.names import format_name
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.checkpoints import write_checkpoint
+from kvstore.testing.waiting import eventually
 from tests.connector.support.offloading import (
     Offloader,
     OffloaderMaker,
@@ -43,12 +42,6 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return engine_config(write_checkpoint("llama", tmp_path_factory.mktemp("checkpoint")))
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[DirectoryService]:
-    with DirectoryService(tmp_path) as running:
-        yield running
 
 
 @pytest.fixture

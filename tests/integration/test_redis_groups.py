@@ -21,7 +21,7 @@ from kvstore.runtime.meters import Meters
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import make_key, make_record
-from kvstore.testing.servers import RedisCluster, RedisSentinel, RedisServer, redis_cluster, redis_sentinel
+from kvstore.testing.servers import RedisCluster, RedisSentinel, RedisServer, redis_sentinel
 from kvstore.testing.servers.redis_group import RedisGroup
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.locations import parse_redis
@@ -35,20 +35,8 @@ pytestmark = pytest.mark.servers
 
 
 @pytest.fixture(scope="module")
-def sentinel() -> Iterator[RedisSentinel]:
-    with redis_sentinel() as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
 def sentinel_tls() -> Iterator[RedisSentinel]:
     with redis_sentinel(tls=True) as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RedisCluster]:
-    with redis_cluster() as group:
         yield group
 
 

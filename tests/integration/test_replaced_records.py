@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from tests.virtual_time import ShiftedClock
-
-from kvstore.testing.waiting import soon
-
 import asyncio
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -19,26 +14,19 @@ from kvstore.catalog.entry import Level
 from kvstore.compose import open_catalog, open_store, open_tier
 from kvstore.format.names import format_name
 from kvstore.format.record import Record
-from kvstore.runtime.clock import SYSTEM_CLOCK
-from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings, load_settings
 from kvstore.store.upkeep.reindexing import reindex_level
 from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.redis import RedisTier
+from tests.virtual_time import ShiftedClock
 
 pytestmark = pytest.mark.servers
 
 PROMPT = Prompt(HYBRID, "replaced", 192, payload_bytes=50_000)
 VICTIM = PROMPT.record(128)
-
-
-@pytest.fixture
-async def client(shared_redis: RedisServer) -> AsyncIterator[Redis]:
-    async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
-        await client.flushall()
-        yield client
 
 
 def of_size(payload_bytes: int) -> Record:
@@ -125,7 +113,6 @@ async def test_a_put_gets_past_an_empty_value(payload_bytes: int, client: Redis,
         assert found is not None and found.data == record.data
     finally:
         await tier.aclose()
-
 
 
 @pytest.mark.parametrize("by", ["larger", "smaller", "in stripes", "nothing"])

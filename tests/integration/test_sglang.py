@@ -6,8 +6,6 @@ failure injector are the real ones; else a stand-in of the same interface.
 
 from __future__ import annotations
 
-from kvstore.testing.waiting import eventually
-
 import json
 import random
 import re
@@ -25,6 +23,7 @@ from kvstore.client import BlockingStore
 from kvstore.client.pages import name_of_page
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
+from kvstore.testing.waiting import eventually
 from tests.connector.support.hicache import ROOT, HostPool, StatePool, find_sglang, hicache
 from tests.connector.support.service import DirectoryService
 
@@ -41,12 +40,6 @@ def arguments() -> SimpleNamespace:
 def sglang(arguments: SimpleNamespace) -> Iterator[SimpleNamespace]:
     with hicache(arguments) as modules:
         yield modules
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[DirectoryService]:
-    with DirectoryService(tmp_path) as running:
-        yield running
 
 
 Make = Callable[..., Any]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from kvstore.testing.waiting import soon
-
 import asyncio
 import json
 from collections.abc import AsyncIterator
@@ -17,13 +15,8 @@ import pytest
 from kvstore.api import Outcome
 from kvstore.eviction.holdings import Quota
 from kvstore.runtime.events import EventKind
+from kvstore.testing.waiting import soon
 from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
-
-
-@pytest.fixture
-async def made(tmp_path: Path) -> AsyncIterator[ServiceHarness]:
-    async with open_service(tmp_path) as opened:
-        yield opened
 
 
 @asynccontextmanager

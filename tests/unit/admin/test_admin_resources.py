@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from kvstore.testing.waiting import soon
-
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,13 +17,8 @@ from kvstore.errors import Unavailable
 from kvstore.model.namespace import NamespaceDescription, describe_layout
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.servers.ports import free_address
+from kvstore.testing.waiting import soon
 from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
-
-
-@pytest.fixture
-async def made(tmp_path: Path) -> AsyncIterator[ServiceHarness]:
-    async with open_service(tmp_path) as opened:
-        yield opened
 
 
 async def test_a_namespace_is_described_in_full(made: ServiceHarness) -> None:
