@@ -8,12 +8,11 @@ import statistics
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from rich.console import Console
 from rich.table import Table
@@ -24,7 +23,7 @@ from kvstore.testing.checkpoints import VOCABULARY, write_checkpoint
 from kvstore.testing.engine import Answer, EngineProcess, EngineSpec, Request, seeded_prompt, start_engine
 from kvstore.testing.program import Say
 from kvstore.testing.servers import ceph_rgw
-from kvstore.testing.servers.ports import free_ports
+from kvstore.testing.servers.ports import free_address
 
 __all__ = ["main"]
 
@@ -82,12 +81,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
 
     def measure(say: Say) -> Figures:
+        admin = free_address()
         checkpoint = write_checkpoint(chosen.model, WORK / "checkpoints")
         with (
             temporary_folder() as folder,
-            _cold(chosen.place, folder, say) as cold,
+            _cold(chosen.place, folder, say) as (cold, environment),
             Node(
-                folder, "node", cold=cold, memory_bytes=_MEMORY_BYTES, admin_listen=f"127.0.0.1:{free_ports(1)[0]}"
+                folder,
+                "node",
+                cold=cold,
+                memory_bytes=_MEMORY_BYTES,
+                environment=environment,
+                admin_listen=admin,
             ) as node,
         ):
             figures = Figures(chosen.place, chosen.prompt_tokens)
@@ -99,31 +104,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             say(f"starting an engine of {chosen.model}")
             with start_engine(spec, work=WORK, name="bench-agent") as engine:
-                _Pause(node, engine, figures, say).run(chosen.repetitions)
+                _Pause(node, f"http://{admin}", engine, figures, say).run(chosen.repetitions)
             return figures
 
     return run_benchmark(measure, report, quiet=chosen.json)
 
 
 @contextmanager
-def _cold(place: str, folder: Path, say: Say) -> Iterator[str]:
-    """The setting of a cold tier that is there."""
+def _cold(place: str, folder: Path, say: Say) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """The setting of a cold tier that is there, and the environment that its service needs."""
     if place == "directory":
-        yield f"file://{folder}/cold"
+        yield f"file://{folder}/cold", {}
         return
     say("starting an S3 server")
     with ceph_rgw() as server:
         server.create_bucket(_BUCKET)
-        keys = {"AWS_ACCESS_KEY_ID": server.access_key, "AWS_SECRET_ACCESS_KEY": server.secret_key}
-        with patch.dict("os.environ", keys):
-            yield f"s3://{_BUCKET}/pause?endpoint_url={server.endpoint_url}&region={server.region}"
+        yield f"s3://{_BUCKET}/pause", server.environment
 
 
 class _Pause:
     """One engine, one service, one session."""
 
-    def __init__(self, node: Node, engine: EngineProcess, figures: Figures, say: Say) -> None:
+    def __init__(self, node: Node, admin_url: str, engine: EngineProcess, figures: Figures, say: Say) -> None:
         self._node = node
+        self._admin_url = admin_url
         self._engine = engine
         self._figures = figures
         self._say = say
@@ -135,7 +139,7 @@ class _Pause:
         self._say(f"a turn of {figures.history_tokens:,} tokens is computed and saved")
         turn = Request(self._history, _MAX_TOKENS, kv_transfer_params={"kvstore": {"session": _SESSION}})
         self._engine.generate([turn], timeout_s=_ANSWER_S)
-        self._node.settle()
+        self._node.wait_idle()
         reach = self._in_memory()
         self._next_turn(0)  # not counted: what is compiled or opened at the first hit
         for number in range(1, repetitions + 1):
@@ -193,9 +197,8 @@ class _Pause:
         return max((int(one["CPU"]) for one in answer.get("default", {}).values()), default=0)
 
     def _ask(self, route: str, **body: object) -> Any:
-        assert self._node.admin_url is not None
         request = urllib.request.Request(
-            f"{self._node.admin_url}/v1/{route}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"{self._admin_url}/v1/{route}", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=30.0) as answer:
             return json.load(answer)

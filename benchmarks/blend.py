@@ -27,8 +27,8 @@ from benchmarks.blend_model import FOLDER, TransformersLayers, load_layers
 from benchmarks.blend_task import NO_LABEL, draw
 from benchmarks.node import temporary_folder
 from benchmarks.program import Column, count, run_rows
-from connector.blend.choice import Span
 from connector.blend.recompute import Document, blend, compute_document
+from kvstore.model.layout import Span
 from kvstore.testing.checkpoints import write_checkpoint
 
 __all__ = ["main"]

@@ -29,9 +29,9 @@ from kvstore.model.keys import LINK_TOKENS, Boundary, PlainChain, RecordKey
 from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.namespace import NamespaceDescription, describe_layout
-from kvstore.runtime.deadline import Deadline
 from kvstore.testing.servers import redis_server
-from kvstore.testing.service_process import free_tcp_url
+from kvstore.testing.servers.ports import free_address
+from kvstore.testing.waiting import soon
 
 __all__ = ["main"]
 
@@ -129,7 +129,7 @@ def _exponents(text: str) -> tuple[float, ...]:
 async def _measure(chosen: argparse.Namespace, say: Callable[[str], None]) -> list[Row]:
     rows = []
     with temporary_folder() as folder, redis_server() as redis:
-        address = free_tcp_url().removeprefix("tcp://")
+        address = free_address()
         with Node(folder, "plan", hot=redis.url, admin_listen=address) as node:
             store = connect(node.url)
             try:
@@ -173,7 +173,7 @@ async def _run(store: RemoteStore, node: Node, url: str | None, exponent: float,
     layout = Layout(chosen.page, (GroupLayout(FullAttention(), 2),))
     name = f"exponent {exponent}, {'given' if url is None else 'planned'}"
     description = NamespaceDescription.from_fields({"model": name, "layout": describe_layout(layout)})
-    namespace = await store.open_namespace(description, deadline=_soon())
+    namespace = await store.open_namespace(description, deadline=soon())
     client = PlanClient(url, namespace.hex(), timeout_s=10.0) if url is not None else None
     run = _Run()
     for query in _queries(exponent, chosen):
@@ -193,7 +193,7 @@ async def _run(store: RemoteStore, node: Node, url: str | None, exponent: float,
         boundaries = PlainChain().extend(token_ids)
         cap_tokens = (len(token_ids) - 1) // LINK_TOKENS * LINK_TOKENS  # the last token is always computed
         asked = PrefixQuery(namespace, tuple(boundaries), 0, cap_tokens, LINK_TOKENS)
-        resume_tokens = (await store.lookup(asked, deadline=_soon())).resume_tokens
+        resume_tokens = (await store.lookup(asked, deadline=soon())).resume_tokens
         if promised not in (None, resume_tokens):
             raise RuntimeError(f"the plan expected {promised} tokens, the store restores {resume_tokens}")
         run.tokens += len(token_ids)
@@ -219,7 +219,7 @@ async def _save(store: RemoteStore, description: NamespaceDescription, boundarie
                 records.append(seal(header, bytearray(HEADER_BYTES + _PAYLOAD_BYTES)))
     for start in range(0, len(records), _SAVED_AT_ONCE):
         part = records[start : start + _SAVED_AT_ONCE]
-        await asyncio.gather(*(store.save(record, deadline=_soon()) for record in part))
+        await asyncio.gather(*(store.save(record, deadline=soon()) for record in part))
 
 
 def _queries(exponent: float, chosen: argparse.Namespace) -> list[_Query]:
@@ -235,10 +235,6 @@ def _queries(exponent: float, chosen: argparse.Namespace) -> list[_Query]:
         question = numbers.integers(0, 128_000, _QUESTION_TOKENS).tolist()
         made.append(_Query(system, [documents[index] for index in numbers.permutation(drawn)], question))
     return made
-
-
-def _soon() -> Deadline:
-    return Deadline.after(60.0)
 
 
 if __name__ == "__main__":

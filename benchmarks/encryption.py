@@ -24,6 +24,8 @@ from kvstore.testing.records import make_record
 
 __all__ = ["main", "measure"]
 
+_NUM_NAMES = 8192
+
 
 def measure(payload_bytes: int, repetitions: int) -> dict[str, float]:
     """GB/s of payload, by what is done with it."""
@@ -50,16 +52,16 @@ def measure(payload_bytes: int, repetitions: int) -> dict[str, float]:
     return {name: payload_bytes / seconds / 1e9 for name, seconds in best.items()}
 
 
-def name_rate(num_names: int = 8192) -> float:
+def name_rate() -> float:
     """Names keyed in a second, none seen before."""
-    prefixes, best_s = [PrefixHash(secrets.token_bytes(32)) for _ in range(num_names)], float("inf")
+    prefixes, best_s = [PrefixHash(secrets.token_bytes(32)) for _ in range(_NUM_NAMES)], float("inf")
     for _ in range(10):
         key = TenantKey(1, secrets.token_bytes(32), "tenant")
         began = time.perf_counter()
         for prefix in prefixes:
             key.name_of(prefix)
         best_s = min(best_s, time.perf_counter() - began)
-    return num_names / best_s
+    return _NUM_NAMES / best_s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -52,6 +52,7 @@ from kvstore.settings import Settings, load_settings
 from kvstore.store.recorder import Recorder
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.servers import redis_server
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.redis import RedisTier
@@ -114,10 +115,10 @@ async def _measure(num_entries: int, repetitions: int) -> list[Row]:
         client = Redis(host=server.host, port=server.port)
         try:
             catalog = RedisCatalog(client)
-            await catalog.register(_DESCRIPTION.id, _LAYOUT, "", deadline=_soon())
+            await catalog.register(_DESCRIPTION.id, _LAYOUT, "", deadline=soon())
             num_prompts = max(*_SCALES, -(-num_entries // _BOUNDARIES))
             rows = [await _fill(client, catalog, num_prompts)]
-            await catalog.set_complete(True, deadline=_soon())
+            await catalog.set_complete(True, deadline=soon())
             rows += await _time_lookups(client, catalog, server.url, num_prompts, repetitions)
         finally:
             await client.aclose()
@@ -130,7 +131,7 @@ async def _fill(client: Redis, catalog: RedisCatalog, num_prompts: int) -> Row:
     empty_bytes = (await client.info("memory"))["used_memory"]
     for number in range(_REALLY_ADDED):
         for boundary in _prompt(number, 1).boundaries:
-            await catalog.add(_additions(boundary.prefix, boundary.tokens), deadline=_soon())
+            await catalog.add(_additions(boundary.prefix, boundary.tokens), deadline=soon())
     shape, now_s = EntryShape.of(_LAYOUT), SYSTEM_CLOCK.wall_ms() // 1000
     for number in range(_REALLY_ADDED, num_prompts):
         values = {
@@ -155,7 +156,7 @@ async def _time_lookups(
     store = TieredStore(memory, hot, recorder=recorder, instruments=Instruments(meters=meters))
     rows = []
     try:
-        await store.open_namespace(_DESCRIPTION, deadline=_soon())
+        await store.open_namespace(_DESCRIPTION, deadline=soon())
         for scale in _SCALES:
             for what in ("store_lookup", "catalog_lookup"):
                 times, trips = [], 0
@@ -165,12 +166,12 @@ async def _time_lookups(
                     before = await _commands(client)
                     started_s = time.perf_counter()
                     if what == "store_lookup":
-                        found = await store.lookup(query, deadline=_soon())
+                        found = await store.lookup(query, deadline=soon())
                         seconds = time.perf_counter() - started_s
                         if found.resume_tokens != query.cap_tokens:
                             raise RuntimeError(f"{found.resume_tokens} tokens were found of {query.cap_tokens}")
                     else:
-                        await catalog.lookup(_DESCRIPTION.id, prefixes, deadline=_soon())
+                        await catalog.lookup(_DESCRIPTION.id, prefixes, deadline=soon())
                         seconds = time.perf_counter() - started_s
                     if turn >= 3:  # the first ones connect, and ask whether the catalog is complete
                         times.append(seconds * 1000)
@@ -213,7 +214,7 @@ async def _time_queries(what: str, store: TieredStore, settings: Settings, num_p
         await server.listen([address])
         engine = connect(str(address), options=ClientOptions(instance=instance))
         try:
-            await engine.open_namespace(_DESCRIPTION, deadline=_soon())
+            await engine.open_namespace(_DESCRIPTION, deadline=soon())
             async with admin_port(Administered(settings, None, store, server)) as port:
                 assert port is not None
                 address_of_port = port.url.removeprefix("http://")
@@ -273,8 +274,8 @@ async def _count_rounds() -> Row:
         cuts = [cuts[0]] * 4 if number % 2 else cuts
         cold = _Heads(lambda key, cuts=cuts: index_of[key.prefix] < cuts[key.group])  # type: ignore[misc]
         store = TieredStore(memory, None, cold)
-        await store.open_namespace(_DESCRIPTION, deadline=_soon())
-        found = await store.lookup(query, deadline=_soon())
+        await store.open_namespace(_DESCRIPTION, deadline=soon())
+        found = await store.lookup(query, deadline=soon())
         if found.resume_tokens > min(cuts) * _LAYOUT.page_tokens:
             raise RuntimeError("more was found than there is")
         worst = max(worst, cold.rounds)
@@ -378,10 +379,6 @@ def _table(rows: Sequence[Row]) -> Table:
         values = asdict(row)
         table.add_row(*(f"{v:,}" if isinstance(v := values[name], int) else str(v or "") for name in names))
     return table
-
-
-def _soon() -> Deadline:
-    return Deadline.after(60.0)
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ def _rows(name: str, node: Node, peer: Peer, amounts: Amounts, say: Say, *, rest
 
     def forget() -> None:
         if restarts:
-            node.settle()
+            node.wait_idle()
             node.stop()
             node.start()
 

@@ -195,7 +195,7 @@ def _ask(engine: EngineProcess, node: Node | None, seed: int, chosen: argparse.N
         raise RuntimeError(f"{answer.num_cached_tokens} tokens were not computed: the prompt was known")
     figures.prefill_tokens_s.append(chosen.prompt_tokens / answer.ttft_s)
     figures.decode_s.append((answer.total_s - answer.ttft_s) / (chosen.tokens - 1))
-    figures.settle_s.append(node.settle() if node is not None else 0.0)
+    figures.settle_s.append(node.wait_idle() if node is not None else 0.0)
 
 
 def report(

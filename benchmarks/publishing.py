@@ -253,7 +253,9 @@ def _compare(load: _Load, num_records: int, *, publishes: bool) -> _Pair:
 
 def _start(folder: Path, name: str, address: str | None, load: _Load, stack: ExitStack) -> _Side:
     memory_bytes = _MEMORY_RECORDS * load.size_bytes
-    node = Node(folder, name, memory_bytes=max(memory_bytes, 1 << 20), events_endpoint=address)
+    node = Node(folder, name, memory_bytes=max(memory_bytes, 1 << 20))
+    if address is not None:
+        node.process.command += ["--events-endpoint", address]
     stack.callback(node.stop)
     node.start()
     slices = load.slices if address is not None else 0

@@ -203,7 +203,7 @@ class _Bench:
             with start_engine(spec, work=WORK, name="bench-save") as engine:
                 engine.generate([_warm_up(0)], timeout_s=_ANSWER_S)
                 engine.generate([self.request], timeout_s=_ANSWER_S)
-                node.settle()
+                node.wait_idle()
 
     def compute(self) -> Answer:
         """Returns the answer from the engine's own cache."""

@@ -23,12 +23,12 @@ from kvstore.api import Ack, SaveOutcome
 from kvstore.catalog.entry import Level
 from kvstore.compose import open_catalog, open_store
 from kvstore.format.names import format_name
-from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.sizes import parse_bytes
 from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.servers import ceph_rgw, redis_server
+from kvstore.testing.waiting import soon
 
 __all__ = ["main"]
 
@@ -232,13 +232,13 @@ async def _run(settings: Settings, prompts: Sequence[Prompt]) -> _Run:
     namespace = prompts[0].namespace
     num_bytes = refused = peak_bytes = 0
     async with open_store(settings) as store:
-        await store.open_namespace(prompts[0].description, deadline=_soon())
+        await store.open_namespace(prompts[0].description, deadline=soon())
         async with open_catalog(settings) as catalog:
 
             async def watch() -> None:
                 nonlocal peak_bytes
                 while True:
-                    totals = await catalog.totals(deadline=_soon())
+                    totals = await catalog.totals(deadline=soon())
                     told = totals[namespace].levels[Level.COLD].num_bytes if namespace in totals else 0
                     peak_bytes = max(peak_bytes, told, await _medium_bytes(store))
                     await asyncio.sleep(_LOOK_S)
@@ -250,10 +250,10 @@ async def _run(settings: Settings, prompts: Sequence[Prompt]) -> _Run:
                 before_cpu_s = cpu_s_with_children()
                 num_bytes += sum(record.num_bytes for record in records)
                 started_s = time.perf_counter()
-                await store.lookup(prompt.query(), deadline=_soon())
+                await store.lookup(prompt.query(), deadline=soon())
                 for start in range(0, len(records), _AT_ONCE):
                     part = records[start : start + _AT_ONCE]
-                    saves = (store.save(record, ack=Ack.COLD, deadline=_soon()) for record in part)
+                    saves = (store.save(record, ack=Ack.COLD, deadline=soon()) for record in part)
                     outcomes = await asyncio.gather(*saves)
                     refused += sum(outcome not in (SaveOutcome.STORED, SaveOutcome.EXISTS) for outcome in outcomes)
                 seconds += time.perf_counter() - started_s
@@ -264,13 +264,9 @@ async def _run(settings: Settings, prompts: Sequence[Prompt]) -> _Run:
 
 async def _medium_bytes(store: TieredStore) -> int:
     """What a directory says it holds, blocks and inodes counted; S3 does not know."""
-    tiers = (await store.status(deadline=_soon()))["tiers"]
+    tiers = (await store.status(deadline=soon()))["tiers"]
     assert isinstance(tiers, dict)
     return int(tiers.get("filesystem", {}).get("used_bytes") or 0)
-
-
-def _soon() -> Deadline:
-    return Deadline.after(60.0)
 
 
 if __name__ == "__main__":

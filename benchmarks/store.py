@@ -119,7 +119,7 @@ def _service(amounts: Amounts, say: Say) -> list[Row]:
         temporary_folder() as folder,
         tcp_peer(folder) as peer,
         redis_server() as server,
-        Node(folder, "service", hot=server.url, memory_bytes=memory_bytes, stall_timeout_ms=_STALL_MS) as node,
+        Node(folder, "service", hot=server.url, memory_bytes=memory_bytes, stall_timeout_ms=str(_STALL_MS)) as node,
         Node(folder, "writer", hot=server.url, memory_bytes=_WRITER_BYTES) as other,
     ):
 

@@ -19,7 +19,7 @@ from kvstore.api import Ack, LeasedRecord, PageStore, Retention, SaveOutcome
 from kvstore.format.names import format_name
 from kvstore.format.record import MAX_RECORD_BYTES, Record, open_record
 from kvstore.model.keys import RecordKey
-from kvstore.runtime.deadline import Deadline
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import PutOutcome, Tier
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ __all__ = [
 
 SAVE_MEMORY_BYTES = 64 << 20
 """As an engine's ranks have."""
-_DEADLINE_S = 30.0
 _BUCKET = "kvstore-benchmark"
 
 
@@ -111,23 +110,23 @@ class Service(Store):
         self._store = store
 
     async def put(self, record: Record) -> None:
-        outcome = await self._store.save(_made_there(self._store, record), deadline=_soon())
+        outcome = await self._store.save(_made_there(self._store, record), deadline=soon())
         if outcome is not SaveOutcome.STORED:
             raise RuntimeError(f"the service did not store a record: {outcome.value}")
 
     async def get_all(self, batch: Batch, targets: Sequence[memoryview], in_flight: int) -> list[memoryview]:
-        staged = await self._store.stage(batch.query, deadline=_soon())
+        staged = await self._store.stage(batch.query, deadline=soon())
         lease = staged.lease
         if lease is None or len(staged.keys) != len(batch.records):
             seen = f"{len(staged.keys)} records of {len(batch.records)}"
             raise RuntimeError(f"the service staged {seen}: {staged.cut or 'no reason given'}")
         keys = [record.key for record in batch.records]
-        records = await self._store.load_many(lease, keys, deadline=_soon())
+        records = await self._store.load_many(lease, keys, deadline=soon())
         received: dict[bytes, memoryview] = {}
 
         def load(key: RecordKey, leased: LeasedRecord, target: memoryview) -> Callable[[], Awaitable[None]]:
             async def call() -> None:
-                loaded = await leased.load(deadline=_soon(), allocate=_into(target))
+                loaded = await leased.load(deadline=soon(), allocate=_into(target))
                 with loaded.reading() as record:
                     received[key.prefix] = _copied(record.data, target)
 
@@ -165,14 +164,14 @@ class ServiceOverTier(Service):
         await _save_hot(self._writer, record)
 
     async def prepared(self, batch: Batch) -> None:
-        give_up = _soon()
-        while (await self._store.lookup(batch.query, deadline=_soon())).resume_tokens < batch.query.cap_tokens:
+        give_up = soon()
+        while (await self._store.lookup(batch.query, deadline=soon())).resume_tokens < batch.query.cap_tokens:
             if give_up.expired:
                 raise RuntimeError("the service does not find records that another one saved")
             await asyncio.sleep(0.01)
 
     async def occupy(self, record: Record) -> None:
-        await self._store.save(record, retention=Retention.SHORT, deadline=_soon())
+        await self._store.save(record, retention=Retention.SHORT, deadline=soon())
 
     def num_connections(self, size_bytes: int, in_flight: int) -> int:
         return self._tier.num_connections(size_bytes, in_flight)
@@ -194,7 +193,7 @@ def _made_there(store: PageStore, record: Record) -> Record:
 
 
 async def _save_hot(store: PageStore, record: Record) -> None:
-    outcome = await store.save(_made_there(store, record), ack=Ack.HOT, deadline=_soon())
+    outcome = await store.save(_made_there(store, record), ack=Ack.HOT, deadline=soon())
     if outcome is not SaveOutcome.STORED:
         raise RuntimeError(f"the service did not store a record: {outcome.value}")
 
@@ -225,7 +224,7 @@ class TierStore(Store):
         return min(self._num_connections_max, in_flight * -(-size_bytes // self._part_bytes))
 
     async def put(self, record: Record) -> None:
-        outcome = await self._tier.put(record, deadline=_soon())
+        outcome = await self._tier.put(record, deadline=soon())
         if outcome is not PutOutcome.STORED:
             raise RuntimeError(f"{self.name} did not store a record: {outcome.value}")
 
@@ -234,7 +233,7 @@ class TierStore(Store):
 
         def get(record: Record, target: memoryview) -> Callable[[], Awaitable[None]]:
             async def call() -> None:
-                stored = await self._tier.get(record.key, deadline=_soon(), allocate=_into(target))
+                stored = await self._tier.get(record.key, deadline=soon(), allocate=_into(target))
                 if stored is None:
                     raise RuntimeError(f"{self.name} lost a record")
                 received[record.key.prefix] = stored.data
@@ -246,7 +245,7 @@ class TierStore(Store):
 
     async def forget(self, batch: Batch) -> None:
         for record in batch.records:
-            await self._tier.delete(record.key, deadline=_soon())
+            await self._tier.delete(record.key, deadline=soon())
 
 
 class RedisPy(Store):
@@ -386,7 +385,3 @@ def _copied(source: memoryview, target: memoryview) -> memoryview:
 
 def _into(target: memoryview) -> Callable[[int], memoryview]:
     return lambda num_bytes: target[:num_bytes]
-
-
-def _soon() -> Deadline:
-    return Deadline.after(_DEADLINE_S)

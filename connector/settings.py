@@ -237,7 +237,7 @@ class ConnectorSettings:
                 raise InvalidRequest("expected a share from 0 to 1", field=field, seen=getattr(self, field))
         if not self.blend_kl_max > 0:
             raise InvalidRequest("expected a positive number", field="blend_kl_max", seen=self.blend_kl_max)
-        parse_media(self.event_media, field="event_media")
+        parse_media(self.event_media)
         if self.name_blocks not in _BLOCK_NAMES:
             choices = ", ".join(_BLOCK_NAMES)
             raise InvalidRequest(f"name_blocks must be one of {choices}", field="name_blocks", seen=self.name_blocks)

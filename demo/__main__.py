@@ -62,7 +62,7 @@ def run(backends: str, models: Sequence[str], prompt_tokens: int | None, work: P
         backend.restart()
         rows += _restore("r", backend, references, work, say)
         say("emptying Redis, and a fresh service: only S3 is left")
-        backend.flush_hot()
+        backend.redis.flush()
         backend.restart()
         return rows + _restore("d", backend, references, work, say)
 
@@ -71,7 +71,7 @@ def _save_and_restore(backend: Backend, references: References, work: Path, say:
     for reference in references.values():
         _run("b", backend, reference.prompt, work, say)
     say("(b) waiting until all pages have reached every tier")
-    backend.wait_saved()
+    backend.service.settle()
     return _restore("c", backend, references, work, say)
 
 
@@ -87,7 +87,7 @@ def _run(name: str, backend: Backend, prompt: Prompt, work: Path, say: Say) -> R
         prompt,
         connector=backend.connector,
         environment=backend.environment,
-        counters=backend.counters,
+        counters=backend.service.counters,
         work=work,
         say=say,
     )

@@ -9,7 +9,6 @@ import re
 import shutil
 import tomllib
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -108,7 +107,7 @@ def _parsed(parse: Any, value: object) -> Any:
 
 
 def _media(value: str) -> str:
-    _parsed(partial(parse_media, field="event_media"), value)
+    _parsed(parse_media, value)
     return value
 
 

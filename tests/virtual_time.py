@@ -14,6 +14,8 @@ from concurrent.futures import Executor
 from contextvars import Context, copy_context
 from typing import Any
 
+from kvstore.runtime.clock import SYSTEM_CLOCK
+
 EPOCH_MS = 1_700_000_000_000
 _STEPS_MAX = 3_000_000
 """Turns of the loop in one simulation; the largest ones take a tenth of it."""
@@ -112,6 +114,20 @@ class VirtualClock:
 
     def wall_ms(self) -> int:
         return EPOCH_MS + int(self._loop.time() * 1000)
+
+
+class ShiftedClock:
+    """The system's clock, and its calendar, each ahead by as much as a test wants, in seconds."""
+
+    def __init__(self, *, ahead_s: float = 0.0, date_ahead_s: float = 0.0) -> None:
+        self.ahead_s = ahead_s
+        self.date_ahead_s = date_ahead_s
+
+    def monotonic_s(self) -> float:
+        return SYSTEM_CLOCK.monotonic_s() + self.ahead_s
+
+    def wall_ms(self) -> int:
+        return SYSTEM_CLOCK.wall_ms() + round(self.date_ahead_s * 1000)
 
 
 class ManualClock:

@@ -123,7 +123,7 @@ def _compare(kit: Kit, cases: Sequence[Case], node: Node) -> list[str]:
                         found[name] = [_ask(engine, prompts) for _ in range(times)][-1]
                         if specs[name].connector:
                             counters[name] = engine.connector_counters()
-            node.settle()
+            node.wait_idle()
         return found
 
     # one kind of engine after the other: vLLM times kernels at the first start and keeps its choice on disk, and two

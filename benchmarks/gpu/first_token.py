@@ -160,7 +160,7 @@ def _time(kit: Kit, model: Timed, engine: EngineProcess, node: Node) -> None:
     for seed in range(3):
         asked = Request(seeded_prompt(1000 + seed, model.prompt_tokens), max_tokens=2)
         times["computed"].append(engine.generate([asked], timeout_s=ANSWER_S)[0].ttft_s)
-        save_s = node.settle()
+        save_s = node.wait_idle()
         _forget(engine)
         loaded = engine.connector_counters().get("connector_loaded_bytes", 0)
         engine.evaluate(_TAKE_MARKS)

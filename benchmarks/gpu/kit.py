@@ -93,10 +93,10 @@ class Kit:
         if self.is_gpu:
             torch.cuda._sleep(int(microseconds * 1500))  # in cycles, of some 1.5 GHz
 
-    def seconds(self, work: Callable[[], object], *, repetitions: int | None = None) -> float:
+    def seconds(self, work: Callable[[], object]) -> float:
         """The median time of `work` and all that it ordered; it runs once before."""
         times = []
-        for _ in range(1 + (repetitions or self.sized(5, 1))):
+        for _ in range(1 + self.sized(5, 1)):
             self.settle()
             started_s = time.perf_counter()
             work()

@@ -19,7 +19,6 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from connector.blend.choice import Span
 from connector.blend.documents import DocumentStore, document_root
 from connector.blend.jobs import BlendAudit, BlendJob, BlendReport, BlendReports
 from connector.blend.recompute import (
@@ -37,6 +36,7 @@ from connector.blend.recompute import (
 )
 from kvstore.api import Deadline
 from kvstore.errors import InternalError, KVStoreError
+from kvstore.model.layout import Span
 
 Made = TypeVar("Made")
 

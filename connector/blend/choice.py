@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from kvstore.model.layout import Span
+
 FIRST_TOKENS = 2
 """Of each document: a document that is computed alone attends to its first tokens instead of to what stands before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The tokens of one document in a prompt.
-
-    Attributes:
-        start: Its first token, counted from the prompt's first one.
-        stop: Behind its last token.
-    """
-
-    start: int
-    stop: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.stop - self.start
 
 
 def always_computed(num_tokens: int, spans: Sequence[Span]) -> torch.Tensor:
     """The tokens that are computed at any ratio: [num_tokens], bool.
 
     These are all tokens outside of documents, for which nothing is stored, and the first tokens of each document.
+
+    Args:
+        spans: The documents, by their tokens in the prompt.
     """
     always = torch.ones(num_tokens, dtype=torch.bool)
     for span in spans:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from connector.blend.choice import Span
 from connector.facts import CellFacts, EngineFacts
 from connector.settings import ConnectorSettings
 from kvstore.errors import InvalidRequest
 from kvstore.model.kinds import FullAttention, Latent
+from kvstore.model.layout import Span
 
 SALT = "blend:"
 """How the `cache_salt` of a request begins that may get blended blocks: vLLM's own cache is separated by the salt."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from connector.blend.choice import Span
+from kvstore.model.layout import Span
 
 
 @dataclass(frozen=True, slots=True)

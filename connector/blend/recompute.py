@@ -14,8 +14,9 @@ from typing import Literal, Protocol
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from connector.blend.choice import Span, always_computed, choose_rows, num_chosen
+from connector.blend.choice import always_computed, choose_rows, num_chosen
 from connector.blend.rotation import Angles, rerotate
+from kvstore.model.layout import Span
 
 FULL_LAYERS = 2
 """Layers that are computed for all tokens. Keys and values of the layer behind them are fresh for all tokens too."""

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 
-from connector.blend.choice import Span
 from connector.blend.consent import read_spans
 from connector.blend.gate import Gate
 from connector.blend.jobs import BlendAudit, BlendJob, BlendReport, BlendReports
 from connector.settings import ConnectorSettings
 from kvstore.api import Outcome
 from kvstore.errors import InvalidRequest
+from kvstore.model.layout import Span
 from kvstore.runtime.meters import Meters
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from connector.device.base import Fence, PageGather, PageScatter, RunsMemo, Ticket, check_blocks, storage_bytes
+from connector.device.host_memory import aligned
 from connector.device.lanes import Lane, Placement, Placer, PlannedPage
 from connector.device.registered import RegisteredMemory
 from connector.device.rows import (
@@ -48,7 +49,6 @@ LANE_PAGES = 64
 interpreter takes more than a millisecond to order them, however many they are, and the link two to copy them."""
 _NUM_LANES = 2
 """While the pages of one are copied, those of the other are placed."""
-_ALIGN_BYTES = 512
 _TILES_ALIGN_BYTES = 16
 """Of pages that are decoded from tiles, which are adjacent."""
 _UNIT_BYTES_MIN = 64
@@ -89,13 +89,13 @@ class StreamDevice:
     ) -> None:
         self._streams = streams
         self.unit_bytes_min = unit_bytes_min
-        batch_bytes = _aligned(max(page_bytes_max, min(_BATCH_BYTES, ring_bytes)))
+        batch_bytes = aligned(max(page_bytes_max, min(_BATCH_BYTES, ring_bytes)))
         # one extra batch, since a slot that does not fit at the ring's end leaves up to its size unused there
-        self._ring = Ring(_aligned(ring_bytes) + batch_bytes)
+        self._ring = Ring(aligned(ring_bytes) + batch_bytes)
         self._slots = streams.device_memory(self._ring.num_bytes)
         self._split = streams.device_memory(batch_bytes)
         self._drain = streams.side()
-        page_bytes = _aligned(page_bytes_max)
+        page_bytes = aligned(page_bytes_max)
         lane_bytes = max(2 * page_bytes, min(_LANE_BYTES, LANE_PAGES * page_bytes))
         self.batch_bytes = lane_bytes
         self.registered = RegisteredMemory(streams)
@@ -290,7 +290,7 @@ class Ring:
 
     def fill(self, start: int, num_bytes: int, until: Event) -> None:
         """Mark the stretch that `take` returned last as used until the event is done."""
-        self._slots.append((start, _aligned(start + num_bytes), until))
+        self._slots.append((start, aligned(start + num_bytes), until))
 
 
 @torch.inference_mode()
@@ -307,7 +307,3 @@ def _drain(slot: torch.Tensor, split: torch.Tensor, targets: Sequence[torch.Tens
         slot = split
     for target, page in zip(targets, slot.split(targets[0].numel()), strict=True):
         target.copy_(page, non_blocking=True)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES

@@ -25,7 +25,12 @@ from kvstore.runtime.arena import FreeRanges
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
-PAGE_ALIGN_BYTES = 512
+_ALIGN_BYTES = 512
+
+
+def aligned(num_bytes: int) -> int:
+    """The bytes up to where the next page may begin."""
+    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 class HostPages:
@@ -47,7 +52,7 @@ class HostPages:
 
     def take(self, num_bytes: int) -> torch.Tensor | None:
         """uint8 `[num_bytes]`, content undefined; `None`: the limit is reached, or no free range is large enough."""
-        needed = max(1, -(-num_bytes // PAGE_ALIGN_BYTES)) * PAGE_ALIGN_BYTES
+        needed = aligned(max(1, num_bytes))
         with self._lock:
             if self.used_bytes + num_bytes > self._limit_bytes:
                 return None

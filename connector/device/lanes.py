@@ -23,14 +23,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from connector.device.base import Fence, PageScatter, WrongSource, no_check
+from connector.device.host_memory import aligned
 from connector.device.rows import RowIndexes, RowPlan, join_planes, pack_indexes, scatter_rows
 from connector.device.streams import Stream, Streams
 from kvstore.errors import InternalError, KVStoreError
 
 if TYPE_CHECKING:  # it needs Triton
     from connector.device.kernels import RecordKernels
-
-_ALIGN_BYTES = 512
 
 
 class Cache(Protocol):
@@ -83,7 +82,7 @@ class PlannedPage:
     def room_bytes(self) -> int:
         """Room that it needs in a lane."""
         is_canonical = self.width == 1 and not self.is_tiles
-        return _aligned(self.num_bytes) + (0 if is_canonical else _aligned(self.source_bytes))
+        return aligned(self.num_bytes) + (0 if is_canonical else aligned(self.source_bytes))
 
 
 @dataclass(eq=False, slots=True)
@@ -301,13 +300,13 @@ class _Stretch:
 
     def placed(self) -> Iterator[tuple[PlannedPage, slice, slice]]:
         """Each page, where it is in the lane, and where its source arrives there."""
-        start, arrived = self.start, _aligned(self.canonical_stop)
+        start, arrived = self.start, aligned(self.canonical_stop)
         for page in self.pages:
             source_bytes = page.source_bytes
             target = slice(start, start + page.num_bytes)
             if page.is_tiles:
                 yield page, target, slice(arrived, arrived + source_bytes)
-                arrived = _aligned(arrived + source_bytes)
+                arrived = aligned(arrived + source_bytes)
             elif page.width > 1:
                 yield page, target, slice(arrived, arrived + source_bytes)
                 arrived += source_bytes
@@ -358,7 +357,3 @@ def _error(placement: Placement, *, is_wrong: bool) -> KVStoreError | None:
     if is_wrong and any(page.page.shared is not None for page in placement.pages):
         return WrongSource("a record of these pages is damaged", pages=len(placement.pages))
     return None
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES

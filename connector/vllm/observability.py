@@ -119,7 +119,7 @@ class ObservabilityHooks:
         is_publishing = events is not None and events.enable_kv_cache_events
         if not (is_publishing or names_pages) or self.scheduler_side is None:
             return
-        media = parse_media(self._settings.event_media, field="event_media")
+        media = parse_media(self._settings.event_media)
         self._cache_events = CacheEvents(shape, num_ranks=num_ranks, media=media, names_pages=names_pages)
         self._hash_tokens = hash_block_tokens(self._vllm_config, self._kv_cache_config)
         self.scheduler_side.publish_events(self._cache_events)

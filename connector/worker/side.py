@@ -10,7 +10,7 @@ from connector.bridge import Bridge
 from connector.device import open_device
 from connector.device.base import Device, Fence
 from connector.device.cpu import CpuDevice
-from connector.device.host_memory import PAGE_ALIGN_BYTES, HostPages
+from connector.device.host_memory import HostPages, aligned
 from connector.facts import EngineFacts
 from connector.host_memory import host_memory_budget, page_bytes
 from connector.identity import CacheShape
@@ -107,9 +107,9 @@ class WorkerSide:
         )
         # All of it at once: memory that is pinned later stalls the engine's thread and the device. Saves get some pages
         # more, since threads may still read pages whose jobs are done.
-        saved_bytes = _aligned(max(budget.pinned_bytes if gathers else 0, checked_bytes) + scratch_bytes)
-        memory = device.host_memory(saved_bytes + _aligned(budget.audit_bytes) + scratch_bytes)
-        saved, audited, decoded = memory.split([saved_bytes, _aligned(budget.audit_bytes), scratch_bytes])
+        saved_bytes = aligned(max(budget.pinned_bytes if gathers else 0, checked_bytes) + scratch_bytes)
+        memory = device.host_memory(saved_bytes + aligned(budget.audit_bytes) + scratch_bytes)
+        saved, audited, decoded = memory.split([saved_bytes, aligned(budget.audit_bytes), scratch_bytes])
         self.groups = tuple(
             prove_group(
                 group,
@@ -255,7 +255,3 @@ def num_codec_threads(facts: EngineFacts, page_bytes: int, num_cores: int) -> in
         cores, room = num_cores // (2 * facts.machine_ranks), _SCRATCH_BYTES_OF_GPU // (2 * page_bytes)
         most = max(most, min(_MAX_CODEC_THREADS_OF_GPU, cores, room))
     return max(1, min(most, num_cores))
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES

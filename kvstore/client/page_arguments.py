@@ -96,22 +96,21 @@ def check_element_bytes(element_bytes: int | None) -> None:
         check_whole("element_bytes", element_bytes, 1, _ELEMENT_BYTES_MAX)
 
 
-def check_seconds(field: str, seconds: float, *, may_be_over: bool = False) -> None:
+def check_timeout(timeout_s: float, *, may_be_over: bool = False) -> None:
     """Check a time to wait.
 
     Args:
-        field: Its name.
-        seconds: The time.
+        timeout_s: The time.
         may_be_over: It may be zero or less: what is left of a time that is over.
 
     Raises:
         InvalidRequest: It is no number, not finite, or too long.
     """
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
     # written so that it refuses nan, which no comparison is true for
-    if not is_number or not (seconds <= _SECONDS_MAX and (may_be_over or seconds > 0)) or seconds < -_SECONDS_MAX:
+    if not is_number or not (timeout_s <= _SECONDS_MAX and (may_be_over or timeout_s > 0)) or timeout_s < -_SECONDS_MAX:
         expected = f"{'at most' if may_be_over else 'a number above 0, at most'} {_SECONDS_MAX}"
-        raise wrong(field, "this is no time in seconds to wait", expected, seconds)
+        raise wrong("timeout_s", "this is no time in seconds to wait", expected, timeout_s)
 
 
 def check_keys(keys: Sequence[PageKey], page_tokens: int, after: PageKey | None = None) -> None:

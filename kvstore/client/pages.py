@@ -24,7 +24,7 @@ from kvstore.client.page_arguments import (
     check_fields,
     check_keys,
     check_report,
-    check_seconds,
+    check_timeout,
     checked_pages,
     checked_slices,
     layout_of,
@@ -110,7 +110,7 @@ class PageDoor:
         if pool is not None and not isinstance(pool, CodecPool):
             raise wrong("pool", "a door needs threads for codecs", "a CodecPool, or None", pool)
         check_element_bytes(element_bytes)
-        check_seconds("timeout_s", timeout_s)
+        check_timeout(timeout_s)
         self._store = store
         self._description = description
         self._layout = layout_of(description)
@@ -263,7 +263,7 @@ class PageDoor:
 
     def _call(self, work: Callable[[_Call], Coroutine[Any, Any, Value]], timeout_s: float | None = None) -> Value:
         if timeout_s is not None:
-            check_seconds("timeout_s", timeout_s, may_be_over=True)
+            check_timeout(timeout_s, may_be_over=True)
         if self._closed:
             raise Closed("the door is closed")
         deadline, guard = Deadline.after(self._timeout_s if timeout_s is None else timeout_s), BufferGuard()

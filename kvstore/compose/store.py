@@ -340,7 +340,7 @@ def _cache_events(
         from kvstore.store.cache_events.publisher import EventPublisher
     except ImportError as error:
         raise missing_package("events", "events_endpoint", error.name) from error
-    media = parse_media(settings.event_media, field="event_media")
+    media = parse_media(settings.event_media)
     names = tuple(name.strip() for name in settings.events_node.split(",") if name.strip())
     tiers = {Level.HOT: hot, Level.COLD: cold}
     # in microseconds: fewer messages are sent, so that a later start has larger numbers

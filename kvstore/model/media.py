@@ -51,14 +51,13 @@ def medium_of(tier: str, media: Mapping[str, Medium] = MEDIA) -> Medium:
         raise InvalidRequest(f"a tier has no name for cache events: {fix}", tier=tier) from None
 
 
-def parse_media(text: str, *, field: str) -> Mapping[str, Medium]:
+def parse_media(text: str) -> Mapping[str, Medium]:
     """`MEDIA` with the names that an operator gives to some tiers: `redis=SHARED_STORAGE,s3=OBJECT_STORE`.
 
     Localities stay: a router that asks for them must not take a shared pool for a node's own memory.
 
     Args:
-        text: Empty for none.
-        field: The setting, for errors.
+        text: The setting `event_media`; empty for none.
 
     Raises:
         InvalidRequest: An unknown tier, a tier that is named twice, or a name of other characters than letters, digits,
@@ -69,6 +68,6 @@ def parse_media(text: str, *, field: str) -> Mapping[str, Medium]:
         tier, _, name = (word.strip() for word in part.partition("="))
         if tier not in MEDIA or tier in named or not _NAME.fullmatch(name):
             expected = f"tier=name, separated by commas, with tiers of {', '.join(MEDIA)}"
-            raise InvalidRequest(f"expected {expected}", field=field, seen=part.strip())
+            raise InvalidRequest(f"expected {expected}", field="event_media", seen=part.strip())
         named[tier] = Medium(name, MEDIA[tier].locality)
     return {**MEDIA, **named}

@@ -149,13 +149,11 @@ class Watcher:
         events: Events,
         *,
         credentials: Credentials | None = None,
-        step_s: float = STEP_S,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._store = store
         self._history = history
         self._events = events
-        self._step_s = step_s
         self._clock = clock
         self._background = Background("watcher")
         self._before: Mapping[str, float] = store.meters.snapshot()
@@ -171,7 +169,7 @@ class Watcher:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(self._step_s)
+            await asyncio.sleep(STEP_S)
             await self.step()
 
     async def step(self) -> None:

@@ -101,7 +101,7 @@ class Presence:
 
     def groups_present(self) -> npt.NDArray[Any]:
         """[boundaries]: for each a bit per group all of whose slices are in some tier."""
-        return group_bits(self.layout, len(self.query.boundaries), (self.memory, self.hot, self.cold))
+        return groups_present(self.layout, len(self.query.boundaries), (self.memory, self.hot, self.cold))
 
     def resume_tokens(self, bits: Numbers | None = None) -> int:
         """The longest resume point that looks usable, or the local tokens.
@@ -109,7 +109,7 @@ class Presence:
         Args:
             bits: `groups_present`, where the caller has it.
         """
-        return resume_of(self.layout, self.query, self.groups_present() if bits is None else bits, tokens=self.tokens)
+        return resume_of(self.layout, self.query, self.tokens, self.groups_present() if bits is None else bits)
 
     def note_size(self, group: int, num_bytes: int) -> None:
         """Remember the size of one record; zero means that the tier did not know it."""
@@ -147,7 +147,7 @@ class ResumePoints:
 
 def in_memory_and_in_all(presence: Presence) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """For each boundary a bit per group that is whole in memory, and the same of all tiers together."""
-    in_memory = group_bits(presence.layout, len(presence.query.boundaries), (presence.memory,))
+    in_memory = groups_present(presence.layout, len(presence.query.boundaries), (presence.memory,))
     return in_memory, presence.groups_present()
 
 
@@ -180,24 +180,17 @@ def tokens_of(query: PrefixQuery) -> npt.NDArray[np.int64]:
     return np.fromiter((boundary.tokens for boundary in query.boundaries), np.int64, len(query.boundaries))
 
 
-def resume_of(
-    layout: Layout,
-    query: PrefixQuery,
-    bits: Numbers,
-    cap_tokens: int | None = None,
-    *,
-    tokens: npt.NDArray[np.int64] | None = None,
-) -> int:
+def resume_of(layout: Layout, query: PrefixQuery, tokens: Numbers, bits: Numbers, cap_tokens: int | None = None) -> int:
     """The longest resume point of a query that the present groups serve, or the local tokens.
 
     Args:
+        tokens: Where each boundary is, as `tokens_of` returns it.
         bits: For each boundary a bit per group that is present.
         cap_tokens: No resume point is beyond this; `None`: as the query says.
-        tokens: `tokens_of` the query, where the caller has it.
     """
     return longest_resumable(
         layout,
-        tokens_of(query) if tokens is None else tokens,
+        tokens,
         bits,
         local_tokens=query.local_tokens,
         cap_tokens=query.cap_tokens if cap_tokens is None else cap_tokens,
@@ -323,7 +316,7 @@ def last_of_each(probes: Sequence[Probe], limit: int) -> list[Probe]:
 def affordable_resume(
     layout: Layout,
     query: PrefixQuery,
-    groups_present: Numbers,
+    bits: Numbers,
     *,
     group_bytes: Sequence[int],
     budget_bytes: int,
@@ -334,6 +327,7 @@ def affordable_resume(
     never returns one that does not.
 
     Args:
+        bits: For each boundary a bit per group that is present.
         group_bytes: For each group the bytes of one of its records, all slices together.
     """
     tokens = tokens_of(query)
@@ -341,19 +335,17 @@ def affordable_resume(
     def fits(resume_tokens: int) -> bool:
         if resume_tokens <= query.local_tokens:
             return True
-        needed = ends_to_resume(
-            layout, tokens, groups_present, resume_tokens=resume_tokens, local_tokens=query.local_tokens
-        )
+        needed = ends_to_resume(layout, tokens, bits, resume_tokens=resume_tokens, local_tokens=query.local_tokens)
         return sum(len(ends) * group_bytes[group] for group, ends in enumerate(needed)) <= budget_bytes
 
-    best = resume_of(layout, query, groups_present, tokens=tokens)
+    best = resume_of(layout, query, tokens, bits)
     if fits(best):
         return best
     low, high = query.local_tokens // query.step_tokens, best // query.step_tokens  # `low` fits, `high` does not
     found = query.local_tokens
     while high - low > 1:
         middle = (low + high) // 2
-        resume_tokens = resume_of(layout, query, groups_present, middle * query.step_tokens, tokens=tokens)
+        resume_tokens = resume_of(layout, query, tokens, bits, middle * query.step_tokens)
         if fits(resume_tokens):
             low, found = middle, max(found, resume_tokens)
         else:
@@ -362,7 +354,7 @@ def affordable_resume(
 
 
 def offers_of(
-    presence: Presence, resume_tokens: int, names: Sequence[str], bits: npt.NDArray[Any] | None = None
+    presence: Presence, resume_tokens: int, names: Sequence[str], bits: npt.NDArray[Any]
 ) -> tuple[Offer, ...]:
     """What each tier can restore: the resume points that memory alone, memory and the hot tier, and all tiers together
     serve, ascending. Each record counts for the first tier that has it, with the mean of the known sizes of its group.
@@ -370,7 +362,7 @@ def offers_of(
     Args:
         resume_tokens: The longest resume point of all tiers together.
         names: Names of the memory, the hot and the cold tier.
-        bits: `presence.groups_present()`, where the caller has it.
+        bits: `presence.groups_present()`.
     """
     query = presence.query
     if resume_tokens <= query.local_tokens:
@@ -385,10 +377,10 @@ def offers_of(
         some = places[: index + 1]
         reached = resume_tokens
         if index == used[-1]:
-            present = presence.groups_present() if bits is None else bits
+            present = bits
         else:
-            present = group_bits(presence.layout, len(query.boundaries), some)
-            reached = resume_of(presence.layout, query, present, resume_tokens, tokens=presence.tokens)
+            present = groups_present(presence.layout, len(query.boundaries), some)
+            reached = resume_of(presence.layout, query, presence.tokens, present, resume_tokens)
         if reached > (offers[-1].resume_tokens if offers else query.local_tokens):
             offers.append(Offer(reached, _tier_bytes(presence, present, reached, places=some, names=names)))
         if reached == resume_tokens:
@@ -492,14 +484,10 @@ def boundaries_beyond(found: Mapping[Probe, int], other: Mapping[Probe, int]) ->
     return {probe[0] for probe, bits in found.items() if bits & ~other.get(probe, 0)}
 
 
-def groups_present(layout: Layout, num_boundaries: int, maps: Sequence[Mapping[Probe, int]]) -> list[int]:
-    """For each boundary a bit per group all of whose slices are in one or other of `maps`."""
-    present: list[int] = group_bits(layout, num_boundaries, maps).tolist()
-    return present
-
-
-def group_bits(layout: Layout, num_boundaries: int, maps: Sequence[Mapping[Probe, int]]) -> npt.NDArray[Any]:
-    """As `groups_present`: [boundaries], int64, or Python integers for more than 62 groups."""
+def groups_present(layout: Layout, num_boundaries: int, maps: Sequence[Mapping[Probe, int]]) -> npt.NDArray[Any]:
+    """For each boundary a bit per group all of whose slices are in one or other of `maps`: [boundaries], int64, or
+    Python integers for more than 62 groups.
+    """
     if not any(maps):
         return np.zeros(num_boundaries, dtype=_bits_type(layout))
     if not any(isinstance(one, PackedSlices) for one in maps):

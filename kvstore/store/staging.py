@@ -27,7 +27,7 @@ from kvstore.store.context import StoreContext
 from kvstore.store.leases import Unpinning
 from kvstore.store.lookup import AbsentKeys
 from kvstore.store.namespaces import check_header
-from kvstore.store.placement import UNKNOWN_BYTES, Presence, Probe, affordable_resume, resume_of
+from kvstore.store.placement import UNKNOWN_BYTES, Presence, Probe, affordable_resume, groups_present, resume_of
 from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES, MemoryTier, Pin
 
@@ -440,19 +440,16 @@ class _StageRun:
 
     def _usable(self) -> tuple[int, dict[RecordKey, Pin]]:
         """The longest resume point, and what it needs in the order of the boundaries."""
-        bits = [0] * len(self.query.boundaries)
         index_of = {boundary.prefix: index for index, boundary in enumerate(self.query.boundaries)}
         held: dict[Probe, int] = {}
         for key in self.pins:
             probe = (index_of[key.prefix], key.group)
             held[probe] = held.get(probe, 0) | 1 << key.slice
-        for (index, group), slices in held.items():
-            if slices == (1 << self.layout.groups[group].num_slices) - 1:
-                bits[index] |= 1 << group
-        resume_tokens = resume_of(self.layout, self.query, bits)
+        tokens = [boundary.tokens for boundary in self.query.boundaries]
+        bits = groups_present(self.layout, len(tokens), (held,))
+        resume_tokens = resume_of(self.layout, self.query, tokens, bits)
         kept: dict[RecordKey, Pin] = {}
         if resume_tokens > self.query.local_tokens:
-            tokens = [boundary.tokens for boundary in self.query.boundaries]
             prefixes = {boundary.tokens: boundary.prefix for boundary in self.query.boundaries}
             for needed in records_to_resume(
                 self.layout, tokens, bits, resume_tokens=resume_tokens, local_tokens=self.query.local_tokens

@@ -6,9 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
-import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,27 +15,27 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import kvstore
 from kvstore.api import PrefixQuery
 from kvstore.client import ClientOptions, RemoteStore, connect
 from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.limits import ServiceLimits
 from kvstore.testing.prompts import ATTENTION, Prompt
-from kvstore.testing.servers.process import ServerProcess
+from kvstore.testing.serve import ROOT, Service
+from kvstore.testing.servers.ports import free_address
 
 HEALTHY = "healthy"
 """The tenant, and the token, of the healthy client of a service with tenants."""
 
-_ROOT = Path(kvstore.__file__).resolve().parent.parent
 _START_S = 60.0
 _WAIT_S = 20.0
 """A lookup that is not answered within this time counts with it."""
 _PAUSE_S = 0.005
 _LOOK_S = 0.02
+_CALM_S = 0.3
+"""The client begins this long before the attack."""
 _SETTLE_S = 20.0
 _MIB = 1 << 20
-_RESIDENT = re.compile(r"VmRSS:\s+(\d+) kB")
 
 
 @dataclass(frozen=True)
@@ -91,8 +89,8 @@ class Seen:
         assert self.after_bytes <= self.before_bytes + self.memory_bytes + 100 * _MIB, str(self)
 
 
-class AttackedService:
-    """`kvstore serve` in a process of its own; a context manager that leaves nothing running.
+class AttackedService(Service):
+    """`kvstore serve` beside an attack.
 
     Args:
         folder: Short, for its socket, its log, its directory.
@@ -105,7 +103,7 @@ class AttackedService:
 
     Attributes:
         admin: `host:port` of the administration interface.
-        url: Where it listens.
+        token: The healthy client's.
     """
 
     def __init__(
@@ -121,37 +119,17 @@ class AttackedService:
     ) -> None:
         self.folder = folder
         self.memory_bytes = memory_bytes
-        self.url = listen or f"unix:{folder / 's'}"
-        self.admin = f"127.0.0.1:{_free_port()}"
+        self.admin = free_address()
         self.token = HEALTHY if tokens else ""
-        env = {key: value for key, value in os.environ.items() if not key.startswith("KVSTORE_")}
-        env |= {"PYTHONPATH": str(_ROOT), "XDG_CACHE_HOME": str(folder), "KVSTORE_ADMIN_LISTEN": self.admin}
-        env |= {"KVSTORE_LISTEN": self.url, "KVSTORE_MEMORY_BYTES": str(memory_bytes)}
-        env |= {"KVSTORE_HOT": hot or "memory:", "KVSTORE_COLD": f"file://{folder / 'records'}"}
+        flags = {"listen": listen or f"unix:{folder / 's'}", "admin_listen": self.admin, "hot": hot or "memory:"}
+        flags |= {"cold": f"file://{folder / 'records'}", "memory_bytes": str(memory_bytes), **(settings or {})}
         if tokens:
             file = folder / "credentials.toml"
             file.touch(mode=0o600)
             given = {HEALTHY: HEALTHY, **tokens}
             file.write_text("".join(_credential(token, given[token], (scopes or {}).get(token)) for token in given))
-            env["KVSTORE_CREDENTIALS_FILE"] = str(file)
-        env |= {f"KVSTORE_{name.upper()}": value for name, value in (settings or {}).items()}
-        command = [sys.executable, "-m", "kvstore.cli", "serve"]
-        self.process = ServerProcess(command, folder / "service.log", env)
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    @property
-    def resident_bytes(self) -> int:
-        """Memory that the process has resident now, shared memory included."""
-        found = _RESIDENT.search(Path(f"/proc/{self.pid}/status").read_text())
-        assert found is not None
-        return int(found[1]) << 10
-
-    def log_tail(self) -> str:
-        """The last 2,000 characters that the service wrote."""
-        return self.process.log_tail()
+            flags["credentials_file"] = str(file)
+        super().__init__(folder, flags)
 
     def client(self, token: str | None = None) -> RemoteStore:
         """A client; the caller closes it. `None`: with the healthy client's token."""
@@ -175,24 +153,21 @@ class AttackedService:
         finally:
             await client.aclose()
 
-    def __enter__(self) -> AttackedService:
+    def start(self) -> None:
+        """Return at once; see `ready`."""
         self.process.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.process.stop(_START_S)
 
 
-async def beside(
-    service: AttackedService, attack: Callable[[], Awaitable[object]], *, at_least_s: float = 1.0, calm_s: float = 0.3
-) -> Seen:
+async def beside(service: AttackedService, attack: Callable[[], Awaitable[object]], *, at_least_s: float = 1.0) -> Seen:
     """Run an attack while a healthy client looks prompts up, one lookup after the other, in a process of its own.
 
     Args:
         service: A running service.
         attack: Called once, in this process; it may take as long as it wants.
         at_least_s: The client runs for this long, also if the attack has ended.
-        calm_s: The client begins this long before the attack.
 
     Raises:
         AssertionError: The client was refused, or the service has ended.
@@ -204,14 +179,14 @@ async def beside(
             [sys.executable, "-m", "kvstore.testing.attacked", service.url, service.token],
             stdout=subprocess.PIPE,
             stderr=errors,
-            cwd=_ROOT,
-            env={**os.environ, "PYTHONPATH": str(_ROOT)},
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
     assert client.stdout is not None
     try:
         line = await asyncio.to_thread(client.stdout.readline)
         assert b"ready" in line, log.read_text(errors="replace")[-2000:]
-        await asyncio.sleep(calm_s)
+        await asyncio.sleep(_CALM_S)
         before_bytes = during_bytes = service.resident_bytes
         attacking = asyncio.ensure_future(attack())
         ends_s = time.monotonic() + at_least_s
@@ -277,13 +252,6 @@ def _credential(token: str, tenant: str, scopes: tuple[str, ...] | None) -> str:
     digest = hashlib.sha256(token.encode()).hexdigest()
     given = f"scopes = {json.dumps(list(scopes))}\n" if scopes else ""
     return f'[[credential]]\ntenant = "{tenant}"\ntoken_sha256 = "{digest}"\n{given}'
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

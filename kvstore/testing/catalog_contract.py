@@ -16,16 +16,12 @@ from kvstore.errors import Closed, InvalidRequest
 from kvstore.model.keys import PrefixHash, RecordKey
 from kvstore.model.kinds import FullAttention, Recurrent
 from kvstore.model.layout import GroupLayout, Layout
-from kvstore.runtime.deadline import Deadline
 from kvstore.testing.prompts import Prompt, describe
+from kvstore.testing.waiting import soon
 
 _LAYOUT = Layout(64, (GroupLayout(FullAttention(), 8), GroupLayout(FullAttention(), 3), GroupLayout(Recurrent(), 11)))
 _PROMPT = Prompt(_LAYOUT, "a", 64 * 1024, step_tokens=64, model="catalog")
 _NAMESPACE = _PROMPT.namespace
-
-
-def _soon() -> Deadline:
-    return Deadline.after(20.0)
 
 
 def _added(
@@ -53,22 +49,22 @@ class CatalogContract:
     async def test_what_was_added_is_found(self, catalog: Catalog) -> None:
         """An entry has the slices, the bytes per group, the position and the parent that were reported."""
         await _open(catalog)
-        assert await catalog.add(_whole(128), deadline=_soon()) == [True] * 22
-        entry = await catalog.get(_NAMESPACE, _prefix(128), deadline=_soon())
+        assert await catalog.add(_whole(128), deadline=soon()) == [True] * 22
+        entry = await catalog.get(_NAMESPACE, _prefix(128), deadline=soon())
         assert entry is not None
         assert (entry.tokens, entry.parent, entry.hits) == (128, _prefix(64), 0)
         assert entry.slices == ((0xFF, 0x7, 0x7FF), (0, 0, 0))
         assert entry.group_bytes[Level.HOT] == (8000, 3003, 11 * 1002)
         assert entry.num_records(Level.HOT) == 22 and entry.num_records(Level.COLD) == 0
         assert sorted(entry.keys(Level.HOT)) == sorted(one.key for one in _whole(128))
-        assert await catalog.get(_NAMESPACE, _prefix(64), deadline=_soon()) is None
+        assert await catalog.get(_NAMESPACE, _prefix(64), deadline=soon()) is None
 
     async def test_a_lookup_is_in_order_and_of_any_length(self, catalog: Catalog) -> None:
         """Rows come as asked for, absent ones are empty, and one group's mean size is exact."""
         await _open(catalog)
-        await catalog.add([_added(64, 0, 3), _added(64, 2, 10, num_bytes=50), _added(64 * 900, 1, 2)], deadline=_soon())
+        await catalog.add([_added(64, 0, 3), _added(64, 2, 10, num_bytes=50), _added(64 * 900, 1, 2)], deadline=soon())
         tokens = list(range(64, 64 * 1025, 64))
-        table = await catalog.lookup(_NAMESPACE, [_prefix(at) for at in tokens], deadline=_soon())
+        table = await catalog.lookup(_NAMESPACE, [_prefix(at) for at in tokens], deadline=soon())
         assert [at for at, there in zip(tokens, table.present(), strict=True) if there] == [64, 64 * 900]
         assert table.rows(Level.HOT)[0].tolist() == [8, 0, 0, 4]
         assert table.rows(Level.HOT)[899].tolist() == [0, 4, 0, 0]
@@ -78,19 +74,19 @@ class CatalogContract:
     async def test_what_is_told_twice_counts_once(self, catalog: Catalog, other: Catalog) -> None:
         """Two services report the same record, at once and again: it counts once, and the first size stays."""
         await _open(catalog, other)
-        calls = [one.add([_added(64, num_bytes=size)], deadline=_soon()) for one, size in ((catalog, 7), (other, 7))]
+        calls = [one.add([_added(64, num_bytes=size)], deadline=soon()) for one, size in ((catalog, 7), (other, 7))]
         await asyncio.gather(*calls)
-        await catalog.add([_added(64, num_bytes=9), _added(64, num_bytes=9)], deadline=_soon())
+        await catalog.add([_added(64, num_bytes=9), _added(64, num_bytes=9)], deadline=soon())
         assert await _levels(catalog) == (1, LevelTotals(1, 1, 7), LevelTotals())
 
     async def test_levels_are_apart(self, catalog: Catalog) -> None:
         """One entry has both levels, and the records of one may be removed without the other."""
         await _open(catalog)
-        await catalog.add([*_whole(64), *_whole(64, Level.COLD, 2000)], deadline=_soon())
+        await catalog.add([*_whole(64), *_whole(64, Level.COLD, 2000)], deadline=soon())
         hot, cold = LevelTotals(1, 22, 22_025), LevelTotals(1, 22, 44_025)
         assert await _levels(catalog) == (1, hot, cold)
         await catalog.remove(
-            [Removal(one.key, Level.HOT, one.num_bytes, LeaveReason.LOST) for one in _whole(64)], deadline=_soon()
+            [Removal(one.key, Level.HOT, one.num_bytes, LeaveReason.LOST) for one in _whole(64)], deadline=soon()
         )
         assert await _levels(catalog) == (1, LevelTotals(), cold)
         assert await _start(catalog, 64, Level.HOT) is None
@@ -98,33 +94,33 @@ class CatalogContract:
     async def test_a_removal_of_unknown_size_leaves_no_rest(self, catalog: Catalog) -> None:
         """An unknown size counts as the mean; the last record has the rest, and the entry is removed with it."""
         await _open(catalog)
-        await catalog.add([_added(64, 1, s, num_bytes=n) for s, n in ((0, 10), (1, 11), (2, 13))], deadline=_soon())
+        await catalog.add([_added(64, 1, s, num_bytes=n) for s, n in ((0, 10), (1, 11), (2, 13))], deadline=soon())
         for slice_, left in ((0, 23), (2, 12), (1, 0), (1, 0)):
             removal = Removal(_PROMPT.key(64, 1, slice_), Level.HOT, None, LeaveReason.CORRUPT)
-            await catalog.remove([removal], deadline=_soon())
+            await catalog.remove([removal], deadline=soon())
             assert (await _levels(catalog))[1].num_bytes == left
         assert await _levels(catalog) == (0, LevelTotals(), LevelTotals())
-        assert await catalog.get(_NAMESPACE, _prefix(64), deadline=_soon()) is None
+        assert await catalog.get(_NAMESPACE, _prefix(64), deadline=soon()) is None
 
     async def test_a_boundary_leaves_in_two_steps(self, catalog: Catalog, other: Catalog) -> None:
         """While it leaves, lookups see nothing there, additions are refused, and another service may finish. Then its
         bytes are subtracted from the totals, and its tombstone has the reason.
         """
         await _open(catalog, other)
-        await catalog.add([*_whole(64, Level.COLD), *_whole(128, Level.COLD)], deadline=_soon())
+        await catalog.add([*_whole(64, Level.COLD), *_whole(128, Level.COLD)], deadline=soon())
         entry = await _start(catalog, 64, Level.COLD)
         assert entry is not None and len(entry.keys(Level.COLD)) == 22 and entry.leaving == {Level.COLD}
-        table = await catalog.lookup(_NAMESPACE, [_prefix(64)], deadline=_soon())
+        table = await catalog.lookup(_NAMESPACE, [_prefix(64)], deadline=soon())
         assert not table.rows(Level.COLD).any()
         told = [_added(64, level=Level.COLD), _added(64, level=Level.HOT)]
-        assert await other.add(told, deadline=_soon()) == [False, True]
+        assert await other.add(told, deadline=soon()) == [False, True]
         again = await _start(other, 64, Level.COLD, unless_used_since_s=0)
         assert again is not None and again.keys(Level.COLD) == entry.keys(Level.COLD)
         gone = [(entry, LeaveReason.QUOTA)]
-        assert await other.finish_leaving(gone, Level.COLD, deadline=_soon()) == 22_025
-        assert await catalog.finish_leaving(gone, Level.COLD, deadline=_soon()) == 0
+        assert await other.finish_leaving(gone, Level.COLD, deadline=soon()) == 22_025
+        assert await catalog.finish_leaving(gone, Level.COLD, deadline=soon()) == 0
         assert await _levels(catalog) == (2, LevelTotals(1, 1, 1000), LevelTotals(1, 22, 22_025))
-        (tombstone,) = await catalog.tombstones(limit=10, deadline=_soon())
+        (tombstone,) = await catalog.tombstones(limit=10, deadline=soon())
         assert (tombstone.prefix, tombstone.reason, tombstone.num_bytes) == (_prefix(64), LeaveReason.QUOTA, 22_025)
         assert (tombstone.group, tombstone.slice, tombstone.level) == (None, None, Level.COLD)
 
@@ -135,53 +131,53 @@ class CatalogContract:
         await _open(catalog)
         prompt, alone = [64, 128, 192, 256], [64 * 20, 64 * 30]
         for tokens in (*prompt, alone[0]):
-            await catalog.add(_whole(tokens, Level.COLD), deadline=_soon())
-        await catalog.pin(_NAMESPACE, [_prefix(128)], 4_000_000_000, deadline=_soon())
+            await catalog.add(_whole(tokens, Level.COLD), deadline=soon())
+        await catalog.pin(_NAMESPACE, [_prefix(128)], 4_000_000_000, deadline=soon())
         order = [256, *alone, 192, 128, 64]
         below = [order.index(tokens - 64) if tokens - 64 in prompt else None for tokens in order]
         leaving = [
             Leaving(_NAMESPACE, _prefix(tokens), below=place) for tokens, place in zip(order, below, strict=True)
         ]
-        hidden = await catalog.start_leaving(leaving, Level.COLD, deadline=_soon())
+        hidden = await catalog.start_leaving(leaving, Level.COLD, deadline=soon())
         assert [entry.tokens if entry is not None else None for entry in hidden] == [256, 1280, None, 192, None, None]
         assert all(entry.leaving == {Level.COLD} for entry in hidden if entry is not None)
         gone = [(entry, LeaveReason.EVICTED) for entry in hidden if entry is not None]
-        assert await catalog.finish_leaving(gone, Level.COLD, deadline=_soon()) == 3 * 22_025
-        assert await catalog.finish_leaving(gone, Level.COLD, deadline=_soon()) == 0
-        assert await catalog.finish_leaving([], Level.COLD, deadline=_soon()) == 0
+        assert await catalog.finish_leaving(gone, Level.COLD, deadline=soon()) == 3 * 22_025
+        assert await catalog.finish_leaving(gone, Level.COLD, deadline=soon()) == 0
+        assert await catalog.finish_leaving([], Level.COLD, deadline=soon()) == 0
         assert await _levels(catalog) == (2, LevelTotals(), LevelTotals(2, 44, 2 * 22_025))
-        assert len(await catalog.tombstones(limit=10, deadline=_soon())) == 3
+        assert len(await catalog.tombstones(limit=10, deadline=soon())) == 3
 
     async def test_who_stops_leaving_is_seen_again(self, catalog: Catalog) -> None:
         """Nothing was deleted after all."""
         await _open(catalog)
-        await catalog.add([_added(64)], deadline=_soon())
+        await catalog.add([_added(64)], deadline=soon())
         await _start(catalog, 64, Level.HOT)
-        await catalog.stop_leaving(_NAMESPACE, _prefix(64), Level.HOT, deadline=_soon())
-        table = await catalog.lookup(_NAMESPACE, [_prefix(64)], deadline=_soon())
+        await catalog.stop_leaving(_NAMESPACE, _prefix(64), Level.HOT, deadline=soon())
+        table = await catalog.lookup(_NAMESPACE, [_prefix(64)], deadline=soon())
         assert table.rows(Level.HOT).any()
-        assert await catalog.add([_added(64, 0, 1)], deadline=_soon()) == [True]
+        assert await catalog.add([_added(64, 0, 1)], deadline=soon()) == [True]
 
     async def test_pins_and_use_protect(self, catalog: Catalog) -> None:
         """A boundary stays if it was used after the given time, and while it is pinned."""
         await _open(catalog)
-        await catalog.add([_added(64)], deadline=_soon())
+        await catalog.add([_added(64)], deadline=soon())
         assert await _start(catalog, 64, Level.HOT, unless_used_since_s=1) is None
-        assert await catalog.pin(_NAMESPACE, [_prefix(64), _prefix(128)], 4_000_000_000, deadline=_soon()) == 1
+        assert await catalog.pin(_NAMESPACE, [_prefix(64), _prefix(128)], 4_000_000_000, deadline=soon()) == 1
         assert await _start(catalog, 64, Level.HOT) is None
-        entry = await catalog.get(_NAMESPACE, _prefix(64), deadline=_soon())
+        entry = await catalog.get(_NAMESPACE, _prefix(64), deadline=soon())
         assert entry is not None and entry.pinned_until_s == 4_000_000_000
-        await catalog.pin(_NAMESPACE, [_prefix(64)], 0, deadline=_soon())
+        await catalog.pin(_NAMESPACE, [_prefix(64)], 0, deadline=soon())
         assert await _start(catalog, 64, Level.HOT) is not None
 
     async def test_use_counts_and_fills_in(self, catalog: Catalog) -> None:
         """Hits add up; position and parent, unknown after a reindex, are learnt; absent boundaries are ignored."""
         await _open(catalog)
-        await catalog.add([Addition(_PROMPT.key(128), Level.COLD, 10, 0)], deadline=_soon())
+        await catalog.add([Addition(_PROMPT.key(128), Level.COLD, 10, 0)], deadline=soon())
         uses = [Use(_prefix(128), 2, 128, _prefix(64)), Use(_prefix(640), 1, 640, None)]
-        await catalog.use(_NAMESPACE, uses, deadline=_soon())
-        await catalog.use(_NAMESPACE, [Use(_prefix(128), 3, 999, _prefix(640))], deadline=_soon())
-        entry = await catalog.get(_NAMESPACE, _prefix(128), deadline=_soon())
+        await catalog.use(_NAMESPACE, uses, deadline=soon())
+        await catalog.use(_NAMESPACE, [Use(_prefix(128), 3, 999, _prefix(640))], deadline=soon())
+        entry = await catalog.get(_NAMESPACE, _prefix(128), deadline=soon())
         assert entry is not None and (entry.hits, entry.tokens, entry.parent) == (5, 128, _prefix(64))
         assert entry.last_use_s >= entry.first_use_s > 1_700_000_000
         assert await _levels(catalog) == (1, LevelTotals(), LevelTotals(1, 1, 10))
@@ -199,10 +195,10 @@ class CatalogContract:
             size = 100 + group + slice_
             if numbers.random() < 0.6:
                 return asyncio.ensure_future(
-                    one.add([_added(tokens, group, slice_, level=level, num_bytes=size)], deadline=_soon())
+                    one.add([_added(tokens, group, slice_, level=level, num_bytes=size)], deadline=soon())
                 )
             removal = Removal(key, level, size, LeaveReason.EVICTED)
-            return asyncio.ensure_future(one.remove([removal], deadline=_soon()))
+            return asyncio.ensure_future(one.remove([removal], deadline=soon()))
 
         for _ in range(30):
             await asyncio.gather(*(change(numbers.choice([catalog, other])) for _ in range(40)))
@@ -226,15 +222,15 @@ class CatalogContract:
         """Piece by piece with a cursor: all entries of the namespace as a lookup tells them, none of another one."""
         await _open(catalog)
         second = describe(_LAYOUT, "another", tenant="t")
-        await catalog.register(second.id, _LAYOUT, "t", deadline=_soon())
-        await catalog.add([Addition(RecordKey(second.id, _prefix(64), 0, 0), Level.COLD, 5, 64)], deadline=_soon())
+        await catalog.register(second.id, _LAYOUT, "t", deadline=soon())
+        await catalog.add([Addition(RecordKey(second.id, _prefix(64), 0, 0), Level.COLD, 5, 64)], deadline=soon())
         added = [_added(64 * i, i % 3, level=Level(i % 2), num_bytes=70_000 + i) for i in range(1, 100)]
-        await catalog.add(added, deadline=_soon())
-        await catalog.use(_NAMESPACE, [Use(one.key.prefix, one.tokens // 64) for one in added], deadline=_soon())
+        await catalog.add(added, deadline=soon())
+        await catalog.use(_NAMESPACE, [Use(one.key.prefix, one.tokens // 64) for one in added], deadline=soon())
         seen: dict[PrefixHash, tuple[int, ...]] = {}
         cursor: str | None = ""
         while cursor is not None:
-            step = await catalog.step(_NAMESPACE, cursor, count=7, deadline=_soon())
+            step = await catalog.step(_NAMESPACE, cursor, count=7, deadline=soon())
             numbers = (step.table.numbers(at).tolist() for at in (TOKENS_AT, HITS_AT))
             sizes = (step.table.level_bytes(level).tolist() for level in Level)
             seen.update(zip(step.prefixes, zip(*numbers, *sizes, strict=True), strict=True))
@@ -243,35 +239,35 @@ class CatalogContract:
             one.key.prefix: (one.tokens, one.tokens // 64, *(one.num_bytes * (one.level is level) for level in Level))
             for one in added
         }
-        table = await catalog.lookup(_NAMESPACE, [_prefix(64 * i) for i in range(1, 100)], deadline=_soon())
+        table = await catalog.lookup(_NAMESPACE, [_prefix(64 * i) for i in range(1, 100)], deadline=soon())
         assert [i for i, is_it in enumerate(table.has_parent(_prefix(64 * 7)), 1) if is_it] == [8]
         for wrong in ("x", "00", "1.7.0", "9" * 90):
             with pytest.raises(InvalidRequest, match="start again"):
-                await catalog.step(_NAMESPACE, wrong, count=7, deadline=_soon())
+                await catalog.step(_NAMESPACE, wrong, count=7, deadline=soon())
 
     async def test_iteration_sees_every_entry_once(self, catalog: Catalog) -> None:
         """More entries than one batch, and none of another namespace."""
         await _open(catalog)
         second = describe(_LAYOUT, "another", tenant="t")
-        await catalog.register(second.id, _LAYOUT, "t", deadline=_soon())
-        await catalog.add([_added(64 * i) for i in range(1, 1500)], deadline=_soon())
+        await catalog.register(second.id, _LAYOUT, "t", deadline=soon())
+        await catalog.add([_added(64 * i) for i in range(1, 1500)], deadline=soon())
         foreign = RecordKey(second.id, _prefix(64), 0, 0)
-        await catalog.add([Addition(foreign, Level.COLD, 5, 64)], deadline=_soon())
+        await catalog.add([Addition(foreign, Level.COLD, 5, 64)], deadline=soon())
         seen = [entry.prefix async for entry in catalog.iterate(_NAMESPACE)]
         assert sorted(set(seen)) == sorted(_prefix(64 * i) for i in range(1, 1500))
         assert [entry.prefix async for entry in catalog.iterate(second.id)] == [_prefix(64)]
-        totals = await catalog.totals(deadline=_soon())
+        totals = await catalog.totals(deadline=soon())
         assert (totals[second.id].tenant, totals[second.id].levels[Level.COLD].num_bytes) == ("t", 5)
         assert totals[_NAMESPACE].tenant == ""
 
     async def test_tombstones_are_the_last_ones(self, catalog: Catalog) -> None:
         """Tombstones of single records have group and slice, the latest first."""
         await _open(catalog)
-        await catalog.add(_whole(64), deadline=_soon())
+        await catalog.add(_whole(64), deadline=soon())
         for slice_ in range(3):
             removal = Removal(_PROMPT.key(64, 0, slice_), Level.HOT, 1000, LeaveReason.CORRUPT)
-            await catalog.remove([removal], deadline=_soon())
-        told = await catalog.tombstones(limit=2, deadline=_soon())
+            await catalog.remove([removal], deadline=soon())
+        told = await catalog.tombstones(limit=2, deadline=soon())
         assert [(one.group, one.slice, one.num_bytes, one.reason) for one in told] == [
             (0, 2, 1000, LeaveReason.CORRUPT),
             (0, 1, 1000, LeaveReason.CORRUPT),
@@ -280,43 +276,43 @@ class CatalogContract:
     async def test_completeness_and_clearing(self, catalog: Catalog, other: Catalog) -> None:
         """A new catalog does not claim to know everything; a cleared one neither, and it holds nothing."""
         await _open(catalog, other)
-        assert not await catalog.is_complete(deadline=_soon())
-        await catalog.set_complete(True, deadline=_soon())
-        assert await other.is_complete(deadline=_soon())
-        await catalog.add([*_whole(64), *_whole(128, Level.COLD)], deadline=_soon())
-        await other.clear(deadline=_soon())
-        assert not await catalog.is_complete(deadline=_soon())
+        assert not await catalog.is_complete(deadline=soon())
+        await catalog.set_complete(True, deadline=soon())
+        assert await other.is_complete(deadline=soon())
+        await catalog.add([*_whole(64), *_whole(128, Level.COLD)], deadline=soon())
+        await other.clear(deadline=soon())
+        assert not await catalog.is_complete(deadline=soon())
         assert await _levels(catalog) == (0, LevelTotals(), LevelTotals())
         assert [entry async for entry in catalog.iterate(_NAMESPACE)] == []
-        await catalog.add([_added(64)], deadline=_soon())
+        await catalog.add([_added(64)], deadline=soon())
         assert await _levels(catalog) == (1, LevelTotals(1, 1, 1000), LevelTotals())
 
     async def test_bad_calls_are_refused_by_name(self, catalog: Catalog) -> None:
         """A namespace that was not registered, a slice that the layout lacks, a call after the end."""
         with pytest.raises(InvalidRequest, match="register"):
-            await catalog.add([_added(64)], deadline=_soon())
+            await catalog.add([_added(64)], deadline=soon())
         await _open(catalog)
         with pytest.raises(InvalidRequest, match="no such slice"):
-            await catalog.add([_added(64, 1, 3)], deadline=_soon())
+            await catalog.add([_added(64, 1, 3)], deadline=soon())
         await catalog.aclose()
         await catalog.aclose()
         with pytest.raises(Closed):
-            await catalog.totals(deadline=_soon())
+            await catalog.totals(deadline=soon())
 
 
 async def _open(*catalogs: Catalog) -> None:
     for catalog in catalogs:
-        await catalog.register(_NAMESPACE, _LAYOUT, "", deadline=_soon())
+        await catalog.register(_NAMESPACE, _LAYOUT, "", deadline=soon())
 
 
 async def _start(
     catalog: Catalog, tokens: int, level: Level, *, unless_used_since_s: int = 0xFFFFFFFF
 ) -> BoundaryEntry | None:
     leaving = Leaving(_NAMESPACE, _prefix(tokens), unless_used_since_s)
-    (entry,) = await catalog.start_leaving([leaving], level, deadline=_soon())
+    (entry,) = await catalog.start_leaving([leaving], level, deadline=soon())
     return entry
 
 
 async def _levels(catalog: Catalog) -> tuple[int, LevelTotals, LevelTotals]:
-    totals = (await catalog.totals(deadline=_soon()))[_NAMESPACE]
+    totals = (await catalog.totals(deadline=soon()))[_NAMESPACE]
     return (totals.num_boundaries, totals.levels[Level.HOT], totals.levels[Level.COLD])

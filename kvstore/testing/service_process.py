@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,16 +18,9 @@ from kvstore.api import PageStore
 from kvstore.service.main import serve
 from kvstore.service.server import Server
 from kvstore.testing.dict_store import DictStore
-from kvstore.wire.address import TcpAddress, parse_address
+from kvstore.wire.address import parse_address
 
 _START_S = 60.0
-
-
-def free_tcp_url() -> str:
-    """A free address of the loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(TcpAddress("127.0.0.1", probe.getsockname()[1]))
 
 
 class ServiceProcess:

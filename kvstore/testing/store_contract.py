@@ -25,18 +25,8 @@ from kvstore.model.kinds import RecordKind
 from kvstore.model.layout import Layout, Span
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
-from kvstore.testing.store_node import (
-    LAYOUTS,
-    LEASE_S,
-    StoreNode,
-    cancel_after,
-    look_up,
-    save_all,
-    save_one,
-    soon,
-    stage_all,
-    until,
-)
+from kvstore.testing.store_node import LAYOUTS, LEASE_S, StoreNode, cancel_after, look_up, save_all, save_one, stage_all
+from kvstore.testing.waiting import soon, until
 
 _RENEW_S = 0.05
 

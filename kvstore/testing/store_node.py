@@ -14,6 +14,7 @@ from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
+from kvstore.testing.waiting import soon
 
 T = TypeVar("T")
 
@@ -25,11 +26,6 @@ LAYOUTS = [
     pytest.param(WINDOWED, id="window"),
     pytest.param(HYBRID, id="hybrid"),
 ]
-
-
-def soon() -> Deadline:
-    """Time enough for any call, also on a busy machine."""
-    return Deadline.after(10.0)
 
 
 @dataclass
@@ -83,10 +79,3 @@ async def cancel_after(turns: int, call: Awaitable[T]) -> T | None:
         return await task
     except asyncio.CancelledError:
         return None
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait until something is so; fail after five seconds."""
-    async with asyncio.timeout(5.0):
-        while not condition():
-            await asyncio.sleep(0.005)

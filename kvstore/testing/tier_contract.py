@@ -20,15 +20,11 @@ from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.records import DAMAGE, NAMESPACE, flipped, make_key, make_record
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import Entry, PutOutcome, Tier
 
 LARGE_BYTES = 9 << 20
 OTHER_NAMESPACE = NamespaceId(bytes(range(16)))
-
-
-def soon() -> Deadline:
-    """Generous: only a hang reaches it."""
-    return Deadline.after(30)
 
 
 class RawMedium(ABC):

@@ -13,12 +13,13 @@ from redis.asyncio import Redis
 
 from kvstore.api import Outcome
 from kvstore.catalog.base import Use
-from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.events import EventKind
 from kvstore.service.history import Watcher
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
-from tests.unit.admin.service_harness import ServiceHarness, ended, open_service, soon
+from kvstore.testing.waiting import soon
+from tests.unit.admin.service_harness import ServiceHarness, ended, open_service
+from tests.virtual_time import ShiftedClock
 
 STEPS = 40
 """Of a minute each."""
@@ -26,19 +27,6 @@ STEPS = 40
 RED = Prompt(HYBRID, "a", 64 * 5 + 16, tenant="red", model="small", payload_bytes=60_000)
 BLUE = Prompt(ATTENTION, "b", 64 * 3, tenant="blue", model="other", payload_bytes=90_000)
 BRANCH = Prompt(HYBRID, "c", 64 * 3, tenant="red", model="small", payload_bytes=60_000)
-
-
-class HourAgo:
-    """A clock that began an hour ago and is moved by hand."""
-
-    def __init__(self) -> None:
-        self.ahead_ms = -STEPS * 60_000
-
-    def monotonic_s(self) -> float:
-        return SYSTEM_CLOCK.monotonic_s()
-
-    def wall_ms(self) -> int:
-        return SYSTEM_CLOCK.wall_ms() + self.ahead_ms
 
 
 @asynccontextmanager
@@ -49,13 +37,13 @@ async def stocked(folder: Path, redis: RedisServer) -> AsyncIterator[ServiceHarn
     hot = f"redis://{redis.host}:{redis.port}"
     async with open_service(folder, with_tokens=False, hot=hot, cold_bytes="256MiB", quotas="red=1MiB:8MiB") as made:
         await made.port.watcher.aclose()
-        clock = HourAgo()
+        clock = ShiftedClock(date_ahead_s=-60.0 * STEPS)
         watcher = Watcher(made.store, made.service.history, made.store.events, clock=clock)
         for prompt in (RED, BLUE, BRANCH):
             await made.save(prompt)
         for number in range(STEPS):
             await use(made, number)
-            clock.ahead_ms += 60_000
+            clock.date_ahead_s += 60
             await watcher.step()
         await made.settle()
         uses = [Use(RED.boundary(tokens).prefix, 400 // tokens) for tokens in range(64, 321, 64)]

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing.checkpoints import write_checkpoint
-from kvstore.testing.engine import Answer, EngineProcess, EngineSpec, Request, seeded_prompt, start_engine
+from kvstore.testing.engine import Answer, EngineProcess, EngineSpec, seeded_prompt, start_engine
 from kvstore.testing.engine.forked import warm_starts
+from tests.connector.support.runs import ask_each
+from tests.connector.support.service import DirectoryService
 
 LENGTHS = (2500, 1300, 2560)
 """One that ends inside a block, one inside the first page's half, one at a block."""
@@ -46,6 +48,13 @@ def prompts() -> list[tuple[int, ...]]:
 
 
 @pytest.fixture
+def service(tmp_path: Path) -> Iterator[DirectoryService]:
+    """A service over a directory."""
+    with DirectoryService(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
 def engine(work: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., EngineProcess]]:
     """Start engines that end with the test."""
     with ExitStack() as stack:
@@ -72,8 +81,3 @@ def references(llama: Path, prompts: list[tuple[int, ...]], work: Path) -> Calla
         return known[form]
 
     return reference
-
-
-def ask_each(engine: EngineProcess, prompts: list[tuple[int, ...]]) -> list[Answer]:
-    """Answer prompts one after the other."""
-    return [engine.generate([Request(prompt)])[0] for prompt in prompts]

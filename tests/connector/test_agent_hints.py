@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from kvstore.testing.engine import EngineProcess, EngineSpec, Request, seeded_prompt
-from kvstore.testing.service_process import free_tcp_url
+from kvstore.testing.servers.ports import free_address
 from tests.connector.support.service import DirectoryService
 from tests.connector.test_router_query import PATIENCE_S, PATIENT, forget_own_cache
 
@@ -44,7 +44,7 @@ def test_an_agents_pause(
     """The last turn names its session. Its history leaves memory and is prefetched; the next turn resumes as far as
     from memory, with the same tokens; and each step can be seen.
     """
-    address = free_tcp_url().removeprefix("tcp://")
+    address = free_address()
     url = f"http://{address}"
     history = seeded_prompt(900, HISTORY_TOKENS)
     turn = Request((*history, *seeded_prompt(901, 40)), kv_transfer_params={"kvstore": {"save": False}})

@@ -29,25 +29,23 @@ SCHEDULER = "llm.llm_engine.engine_core.engine_core.scheduler.connector"
 REQUESTS = 10_000 if os.environ.get("KVSTORE_TEST_FULL") == "1" else 120
 
 
-def prompt_of(
-    order: Sequence[int], question: int = 0, *, size: int = DOCUMENT
-) -> tuple[tuple[int, ...], list[list[int]]]:
+def prompt_of(order: Sequence[int], question: int = 0) -> tuple[tuple[int, ...], list[list[int]]]:
     """A prompt with these documents, and where they are in it."""
     prompt, spans = [1, *seeded_prompt(7000, 20)], []
     for document in order:
-        spans.append([len(prompt), len(prompt) + size])
-        prompt += seeded_prompt(7100 + document, size)
+        spans.append([len(prompt), len(prompt) + DOCUMENT])
+        prompt += seeded_prompt(7100 + document, DOCUMENT)
     return (*prompt, *seeded_prompt(7200 + question, 30)), spans
 
 
-def blended(order: Sequence[int], question: int = 0, *, salt: str = SALT, size: int = DOCUMENT) -> Request:
-    prompt, spans = prompt_of(order, question, size=size)
+def blended(order: Sequence[int], question: int = 0, *, salt: str = SALT) -> Request:
+    prompt, spans = prompt_of(order, question)
     wish = {"kvstore": {"blend": {"documents": spans}}}
     return Request(prompt, max_tokens=2, cache_salt=salt, kv_transfer_params=wish)
 
 
-def computed(order: Sequence[int], question: int = 0, *, salt: str | None = None, size: int = DOCUMENT) -> Request:
-    return Request(prompt_of(order, question, size=size)[0], max_tokens=2, cache_salt=salt)
+def computed(order: Sequence[int], question: int = 0, *, salt: str | None = None) -> Request:
+    return Request(prompt_of(order, question)[0], max_tokens=2, cache_salt=salt)
 
 
 def difference(one: Answer, other: Answer) -> float:
@@ -60,12 +58,6 @@ def difference(one: Answer, other: Answer) -> float:
 def spec_of(checkpoint: Path, service: DirectoryService, **settings: Any) -> EngineSpec:
     chosen = {"url": service.url, "blend": True, "blend_audit_rate": 0.0, **settings}
     return EngineSpec(checkpoint=checkpoint, connector=chosen, max_model_len=4096)
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Any:
-    with DirectoryService(tmp_path) as running:
-        yield running
 
 
 def explained(service: DirectoryService, reason: str) -> list[dict[str, Any]]:

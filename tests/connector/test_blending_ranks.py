@@ -25,12 +25,6 @@ NOISE = 1e-3
 ORDERS = [(0, 1, 2), (2, 0, 1)]
 
 
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[DirectoryService]:
-    with DirectoryService(tmp_path) as running:
-        yield running
-
-
 def on_ranks(spec: EngineSpec, size: int) -> EngineSpec:
     """The engine with so many ranks, each on a core of its own, also where there is one."""
     return replace(

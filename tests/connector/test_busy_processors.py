@@ -62,7 +62,7 @@ def test_what_was_answered_is_saved(multiprocess: bool, llama: Path, work: Path,
             answered_s.append(time.monotonic())
         ends_s = time.monotonic()
         saving.stop()
-        losses = store.status()["recent"]["losses"]
+        losses = store.service.status()["recent"]["losses"]
     store.forget()
     restoring = engine(spec)
     wait_for_engine(store.url)

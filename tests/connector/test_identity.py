@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from kvstore.testing.engine import Answer, EngineFailed, EngineProcess, EngineSpec, Request, seeded_prompt
+from kvstore.testing.serve import Service
 from tests.connector.support.identity import copy_checkpoint, write_adapter, write_embeddings
 from tests.connector.support.runs import start_together
-from tests.connector.support.service import Service
 from tests.connector.support.stores import PATIENT
 
 pytestmark = pytest.mark.engine

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvstore.testing.engine import Answer, EngineProcess, EngineSpec
-from tests.connector.conftest import RESTORED, ask_each
+from tests.connector.conftest import RESTORED
+from tests.connector.support.runs import ask_each
 from tests.connector.support.service import DirectoryService
 
 pytestmark = pytest.mark.engine

@@ -15,8 +15,8 @@ import pytest
 from kvstore.client import BlockingStore
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.engine import Answer, EngineFailed, EngineProcess, EngineSpec, Request, seeded_prompt
-from tests.connector.conftest import ask_each
 from tests.connector.support.releases import IS_SUITES_OWN
+from tests.connector.support.runs import ask_each
 from tests.connector.support.service import DirectoryService
 
 pytestmark = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,12 +21,6 @@ NUM_GENERATED = 8
 STAGES = 2
 NOISE = 1e-3
 """Largest difference of a log probability between ranks that sum in another order."""
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[DirectoryService]:
-    with DirectoryService(tmp_path) as running:
-        yield running
 
 
 def spec(model: str, work: Path, service: DirectoryService, ranks: int = 1) -> EngineSpec:

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.client import PlanClient
 from kvstore.testing.engine import EngineProcess, EngineSpec, Request, seeded_prompt
-from kvstore.testing.service_process import free_tcp_url
+from kvstore.testing.servers.ports import free_address
 from tests.connector.support.runs import ask_each, forget_own_cache
 from tests.connector.support.service import DirectoryService
 from tests.connector.support.stores import PATIENT, wait_for_engine
@@ -33,7 +33,7 @@ def test_a_planned_prompt_is_answered_as_from_the_own_cache(
     resumes the same prompt from its own cache.
     """
     first = (*SYSTEM, *(token for one in DOCUMENTS[:3] for token in one), *QUESTIONS[0])
-    address = free_tcp_url().removeprefix("tcp://")
+    address = free_address()
     with DirectoryService(tmp_path, {"admin_listen": address}) as service:
         running = engine(EngineSpec(checkpoint=llama, connector={"url": service.url, **PATIENT}))
         wait_for_engine(service.url)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvstore.testing.engine import EngineProcess, EngineSpec, Request, seeded_prompt
-from kvstore.testing.service_process import free_tcp_url
+from kvstore.testing.servers.ports import free_address
 from tests.connector.support.service import DirectoryService
 
 pytestmark = pytest.mark.engine
@@ -60,7 +60,7 @@ def test_an_engine_gets_what_was_said(
     """Prompts that begin as stored ones do: the tokens are those that the engine then resumes, from memory, and after a
     restart of the service from its directory, where the engine has described itself again.
     """
-    address = free_tcp_url().removeprefix("tcp://")
+    address = free_address()
     url = f"http://{address}"
     prompts = [seeded_prompt(700 + number, length) for number, length in enumerate(LENGTHS)]
     numbers = np.random.default_rng(7)

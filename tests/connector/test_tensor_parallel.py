@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,12 +22,6 @@ NUM_GENERATED = 8
 RESTORED = {"llama": 1280, "gemma3": 1280, "qwen3next": 1280, "deepseek": 1296}
 NOISE = 1e-3
 """Largest difference of a log probability between ranks that sum in another order (seen: some 1e-5)."""
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[DirectoryService]:
-    with DirectoryService(tmp_path) as running:
-        yield running
 
 
 def spec(model: str, work: Path, service: DirectoryService, size: int) -> EngineSpec:

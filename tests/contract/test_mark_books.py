@@ -12,16 +12,12 @@ from kvstore.catalog.coordination import LocalMarkBook, MarkBook
 from kvstore.catalog.redis import coordination as redis_coordination
 from kvstore.catalog.redis.coordination import RedisMarkBook
 from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, NamespaceId
-from kvstore.runtime.deadline import Deadline
 from kvstore.testing.servers import RedisCluster, RedisServer
+from kvstore.testing.waiting import soon
 from kvstore.tiers.locations import RedisLocation, parse_hot
 from kvstore.tiers.redis import open_control
 
 ONE, OTHER = NamespaceId(b"a" * NAMESPACE_BYTES), NamespaceId(b"b" * NAMESPACE_BYTES)
-
-
-def soon() -> Deadline:
-    return Deadline.after(60.0)
 
 
 def prefix(number: int) -> bytes:

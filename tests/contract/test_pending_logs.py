@@ -20,6 +20,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.testing.dict_pending import DictPendingLog, PendingBooks
 from kvstore.testing.records import make_key
 from kvstore.testing.servers import RedisServer, redis_server
+from kvstore.testing.waiting import soon
 from tests.virtual_time import ManualClock
 
 pytest_plugins = ["kvstore.testing.fixtures"]
@@ -29,10 +30,6 @@ pytestmark = pytest.mark.servers
 LEASE_S = 0.3
 
 Make = Callable[[], Awaitable[PendingLog]]
-
-
-def soon() -> Deadline:
-    return Deadline.after(10.0)
 
 
 def entries(*numbers: int) -> list[PendingEntry]:

@@ -15,15 +15,11 @@ from redis.backoff import NoBackoff
 from kvstore.catalog.coordination import JOBS, OPERATOR_RULES, FileTextStore, TextStore, TextStoreKind
 from kvstore.catalog.redis.coordination import RedisTextStore
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.runtime.deadline import Deadline
 from kvstore.testing.servers import RedisCluster, RedisServer
 from kvstore.testing.servers.ports import free_ports
+from kvstore.testing.waiting import soon
 from kvstore.tiers.locations import RedisLocation, parse_hot
 from kvstore.tiers.redis import open_control
-
-
-def soon() -> Deadline:
-    return Deadline.after(60.0)
 
 
 @pytest.fixture(params=[OPERATOR_RULES, JOBS], ids=lambda kind: kind.name)

@@ -12,7 +12,8 @@ from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.instruments import Instruments
 from kvstore.testing.records import flipped, make_record
-from kvstore.testing.tier_contract import LastingTierContract, RawMedium, TierContract, soon
+from kvstore.testing.tier_contract import LastingTierContract, RawMedium, TierContract
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import Tier
 from kvstore.tiers.filesystem import FilesystemTier
 from kvstore.tiers.guarded import GuardedTier

@@ -15,7 +15,8 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.io_loops import open_io_loops
 from kvstore.testing.records import flipped, make_key, make_record
 from kvstore.testing.servers import RedisServer
-from kvstore.testing.tier_contract import LARGE_BYTES, LastingTierContract, RawMedium, soon
+from kvstore.testing.tier_contract import LARGE_BYTES, LastingTierContract, RawMedium
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.redis.node import Node
 from kvstore.tiers.redis.reading import PART_BYTES, STRIPE_BYTES, Reading, stripe_names, stripe_ranges

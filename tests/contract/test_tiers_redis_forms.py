@@ -6,7 +6,6 @@ Half-way through the contract the sentinels' primary, and one of the cluster's, 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -18,13 +17,10 @@ from kvstore.testing.servers import (
     RedisSentinel,
     RedisServer,
     TlsRedis,
-    redis_cluster,
-    redis_sentinel,
-    redis_tls_server,
     valkey_server,
 )
-from kvstore.testing.servers.redis_group import ask
 from kvstore.testing.tier_contract import LastingTierContract, RawMedium
+from kvstore.testing.waiting import eventually
 from tests.contract.redis_media import RedisMedium, raw_cluster, raw_sentinel
 
 pytestmark = pytest.mark.servers
@@ -46,13 +42,6 @@ class FailOver:
             self._kill()
 
 
-def wait_until(ready: Callable[[], bool], within_s: float = 30) -> None:
-    give_up_s = time.monotonic() + within_s
-    while not ready():
-        assert time.monotonic() < give_up_s, f"not within {within_s} s"
-        time.sleep(0.05)
-
-
 @pytest.fixture(scope="module")
 def valkey() -> Iterator[RedisServer]:
     with valkey_server() as server:
@@ -60,31 +49,13 @@ def valkey() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(scope="module")
-def tls() -> Iterator[TlsRedis]:
-    with redis_tls_server() as tls:
-        yield tls
-
-
-@pytest.fixture(scope="module")
-def sentinel() -> Iterator[RedisSentinel]:
-    with redis_sentinel() as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
 def sentinel_failover(sentinel: RedisSentinel) -> FailOver:
     def kill() -> None:
         old = sentinel.primary()
         old.kill9()
-        wait_until(lambda: sentinel.primary() is not old and sentinel.primary() in sentinel.primaries())
+        eventually(lambda: sentinel.primary() is not old and sentinel.primary() in sentinel.primaries())
 
     return FailOver(kill)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RedisCluster]:
-    with redis_cluster() as group:
-        yield group
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +63,10 @@ def cluster_failover(cluster: RedisCluster) -> FailOver:
     def kill() -> None:
         cluster.primary_of(0).kill9()
         living = [server for server in cluster.servers if server.process.running]
-        wait_until(
+        eventually(
             lambda: (
                 len(cluster.primaries()) == 3
-                and all(b"cluster_state:ok" in ask(server, "CLUSTER", "INFO") for server in living)
+                and all(b"cluster_state:ok" in server.ask("CLUSTER", "INFO") for server in living)
             )
         )
 

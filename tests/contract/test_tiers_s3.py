@@ -13,7 +13,8 @@ from kvstore.model.keys import RecordKey
 from kvstore.runtime.io_loops import IoLoop, open_io_loops
 from kvstore.testing.records import flipped, make_record
 from kvstore.testing.servers import CephRgw
-from kvstore.testing.tier_contract import LastingTierContract, RawMedium, soon
+from kvstore.testing.tier_contract import LastingTierContract, RawMedium
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import Tier
 from kvstore.tiers.s3 import S3Tier
 from kvstore.tiers.verify import open_off_loop

@@ -21,10 +21,10 @@ import pytest
 
 from kvstore.api import Ack, SaveOutcome
 from kvstore.client import RemoteStore, connect
-from kvstore.runtime.deadline import Deadline
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import CephRgw, RedisServer, valkey_server
 from kvstore.testing.servers.ports import free_ports
+from kvstore.testing.waiting import soon
 from tests.deployment.containers import Container
 from tests.deployment.files import (
     DEPLOY,
@@ -43,10 +43,6 @@ pytestmark = pytest.mark.servers
 SERVICES = ("kvstore-a", "kvstore-b")
 PROMPT = Prompt(ATTENTION, "deployment", 256, payload_bytes=300_000)
 """Four pages of two slices."""
-
-
-def soon() -> Deadline:
-    return Deadline.after(60.0)
 
 
 class Stack:

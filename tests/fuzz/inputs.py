@@ -54,10 +54,10 @@ def bounded_memory(limit_bytes: int) -> Iterator[None]:
     assert peak < limit_bytes, f"{peak:,} bytes were held"
 
 
-def mutated(data: bytes, choose: random.Random, times: int = 3) -> bytes:
+def mutated(data: bytes, choose: random.Random) -> bytes:
     """Some of what happens to bytes: flipped bits, lost, doubled, moved and foreign stretches, another length."""
     changed = bytearray(data)
-    for _ in range(choose.randint(1, times)):
+    for _ in range(choose.randint(1, 3)):
         at = choose.randrange(len(changed) + 1)
         stretch = changed[at : at + choose.choice((1, 2, 4, 16, 100))]
         match choose.randrange(7):

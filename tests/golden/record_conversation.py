@@ -32,10 +32,10 @@ from kvstore.client.connection import Connection
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.record import read_record
 from kvstore.runtime.arena import Arena, Place
-from kvstore.runtime.deadline import Deadline
 from kvstore.service.server import Server
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.waiting import soon
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import convert, messages
 from kvstore.wire.address import TcpAddress, UnixAddress, parse_address
@@ -44,10 +44,6 @@ from kvstore.wire.frames import pack_head
 TOKEN = "golden token"
 PROMPT = Prompt(ATTENTION, "golden", 128, payload_bytes=200)
 _PREFIX = struct.Struct("<4sIQ")
-
-
-def soon() -> Deadline:
-    return Deadline.after(30.0)
 
 
 class Recorder:

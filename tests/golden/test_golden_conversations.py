@@ -26,9 +26,9 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.record import read_record
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.runtime.arena import Arena, ArenaView, memory_file
-from kvstore.runtime.deadline import Deadline
 from kvstore.service.server import Server
 from kvstore.store.tiered import TieredStore
+from kvstore.testing.waiting import soon
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import convert, messages
 from kvstore.wire.address import TcpAddress, parse_address
@@ -108,10 +108,6 @@ async def read_frame(reader: asyncio.StreamReader, connection: int) -> Frame:
     prefix = await reader.readexactly(_PREFIX.size)
     _, head_bytes, payload_bytes = _PREFIX.unpack(prefix)
     return Frame.of(connection, prefix + await reader.readexactly(head_bytes + payload_bytes))
-
-
-def soon() -> Deadline:
-    return Deadline.after(60.0)
 
 
 def same_shape(old: Any, new: Any, where: str) -> None:

@@ -10,20 +10,15 @@ from kvstore.api import Ack, SaveOutcome
 from kvstore.catalog.base import Catalog
 from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.model.keys import NamespaceId, PrefixHash
-from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import Prompt
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import Tier
 
-__all__ = ["check_whole", "directory_settings", "entries_of", "settled", "soon", "write"]
+__all__ = ["check_whole", "directory_settings", "entries_of", "settled", "write"]
 
 _AT_ONCE = 8
-
-
-def soon() -> Deadline:
-    """Time enough for any call, also on a busy machine."""
-    return Deadline.after(60.0)
 
 
 def directory_settings(path: object, **settings: object) -> Settings:

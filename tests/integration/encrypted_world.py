@@ -13,20 +13,16 @@ from redis import Redis
 
 from kvstore.api import Ack, SaveOutcome, Staged
 from kvstore.compose import open_served_store
-from kvstore.runtime.deadline import Deadline
 from kvstore.settings import load_settings
 from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.servers import CephRgw, RedisServer
+from kvstore.testing.waiting import soon
 
 RED = Prompt(HYBRID, "red's prompt", 64 * 4 + 16, tenant="red", payload_bytes=3000)
 BLUE = Prompt(ATTENTION, "blue's prompt", 64 * 3, tenant="blue", payload_bytes=3000)
 KEYS = [("red", 1, 1), ("blue", 1, 2)]
-
-
-def soon() -> Deadline:
-    return Deadline.after(60.0)
 
 
 @dataclass

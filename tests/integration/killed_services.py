@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.serve import bare_environment
 from kvstore.testing.servers import CephRgw, RedisServer
 from tests.integration.forked_service import ForkedService
 
@@ -41,14 +41,7 @@ def service(folder: Path, name: str, redis: RedisServer, rgw: CephRgw, bucket: s
         "io-threads": str(io_threads),
     }
     arguments = [part for flag, value in flags.items() for part in (f"--{flag}", value)]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("KVSTORE_", "AWS_"))}
-    environment |= {
-        "AWS_ENDPOINT_URL_S3": rgw.endpoint_url,
-        "AWS_ACCESS_KEY_ID": rgw.access_key,
-        "AWS_SECRET_ACCESS_KEY": rgw.secret_key,
-        "AWS_DEFAULT_REGION": rgw.region,
-    }
-    return ForkedService(arguments, folder / f"{name}.log", environment)
+    return ForkedService(arguments, folder / f"{name}.log", {**bare_environment(), **rgw.environment})
 
 
 @dataclass

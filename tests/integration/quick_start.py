@@ -7,14 +7,14 @@ import os
 import secrets
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore.testing.serve import Service
 from kvstore.testing.servers import CephRgw, RedisServer, redis_server
-from kvstore.testing.servers.ports import free_ports
+from kvstore.testing.servers.ports import free_address
 
 __all__ = ["PASSWORD", "QuickStart", "quick_start"]
 
@@ -54,27 +54,13 @@ class QuickStart:
 
 
 @contextmanager
-def quick_start(rgw: CephRgw, folder: Path, *more: str) -> Iterator[QuickStart]:
-    """A service that is ready, with further flags; ended afterwards."""
+def quick_start(rgw: CephRgw, folder: Path, **more: str) -> Iterator[QuickStart]:
+    """A service that answers, with further flags; ended afterwards."""
     bucket = f"tools-{secrets.token_hex(4)}"
     rgw.create_bucket(bucket)
     with redis_server(password=PASSWORD, arguments=("--maxmemory", "300mb")) as redis:
         hot = f"redis://:{PASSWORD}@{redis.host}:{redis.port}/0"
-        admin, listen = f"127.0.0.1:{free_ports(1)[0]}", f"unix:{folder}/s"
-        flags = ["--listen", listen, "--hot", hot, "--cold", f"s3://{bucket}/pages", "--memory-bytes", "16MiB"]
-        environment = {
-            **os.environ,
-            "AWS_ENDPOINT_URL_S3": rgw.endpoint_url,
-            "AWS_REGION": rgw.region,
-            "AWS_ACCESS_KEY_ID": rgw.access_key,
-            "AWS_SECRET_ACCESS_KEY": rgw.secret_key,
-        }
-        command = [*COMMAND, "serve", *flags, "--admin-listen", admin, *more]
-        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as service:
-            try:
-                assert service.stderr is not None
-                assert any("ready:" in line for line in service.stderr)
-                threading.Thread(target=service.stderr.read, daemon=True).start()
-                yield QuickStart(redis, rgw, bucket, hot, listen, admin, folder)
-            finally:
-                service.kill()
+        admin, listen = free_address(), f"unix:{folder}/s"
+        flags = {"listen": listen, "admin_listen": admin, "hot": hot, "cold": f"s3://{bucket}/pages", **more}
+        with Service(folder, {"memory_bytes": "16MiB", **flags}, environment=rgw.environment):
+            yield QuickStart(redis, rgw, bucket, hot, listen, admin, folder)

@@ -12,7 +12,8 @@ from kvstore.api import Ack
 from kvstore.catalog.entry import Level
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer
-from tests.unit.admin.service_harness import ServiceHarness, open_service, soon
+from kvstore.testing.waiting import soon
+from tests.unit.admin.service_harness import ServiceHarness, open_service
 
 
 @pytest.mark.servers

@@ -11,7 +11,8 @@ from kvstore.compose import open_store
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
-from tests.unit.admin.service_harness import open_service, soon
+from kvstore.testing.waiting import soon
+from tests.unit.admin.service_harness import open_service
 
 
 @pytest.mark.servers

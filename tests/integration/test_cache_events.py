@@ -31,9 +31,9 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.event_subscriber import EventSubscriber
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer
-from kvstore.testing.service_process import free_tcp_url
+from kvstore.testing.servers.ports import free_address
+from kvstore.testing.waiting import soon
 from kvstore.wire.address import parse_address
-from tests.integration.bounded_store import soon
 
 pytestmark = pytest.mark.servers
 
@@ -120,14 +120,6 @@ async def on_redis(server: RedisServer, folder: Path, **settings: object) -> Asy
         yield store
 
 
-@pytest.fixture
-async def client(shared_redis: RedisServer) -> AsyncIterator[Redis]:
-    client = Redis(host=shared_redis.host, port=shared_redis.port)
-    await client.flushall()
-    yield client
-    await client.aclose()
-
-
 async def test_what_one_engine_saves_every_subscriber_knows(
     shared_redis: RedisServer, client: Redis, tmp_path: Path, subscriber: EventSubscriber
 ) -> None:
@@ -170,7 +162,7 @@ async def test_a_subscriber_that_stops_reading(tmp_path: Path) -> None:
     """While it reads nothing, thousands of pages are saved and evicted, and more batches are sent than wait for it. It
     goes on reading, finds the gap, asks for a replay, and has what the memory has, for each name of the node.
     """
-    urls = [free_tcp_url(), free_tcp_url()]
+    urls = [f"tcp://{free_address()}" for _ in range(2)]
     names = [f"node:{number}" for number in range(32)]  # each gets its own copy of a batch
     settings = publishing(
         tmp_path,

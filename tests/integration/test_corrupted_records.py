@@ -14,11 +14,11 @@ import redis.asyncio
 from kvstore.format.names import format_name
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
-from kvstore.runtime.deadline import Deadline
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import DAMAGE
 from kvstore.testing.servers import CephRgw, RedisServer
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import Tier
 from kvstore.tiers.filesystem import FilesystemTier
 from kvstore.tiers.memory import MemoryTier
@@ -155,10 +155,6 @@ def damage(record: Record, choose: random.Random, others: list[Record]) -> bytes
             kind = choose.choice([name for name in DAMAGE if len(data) > 800 or name != "payload bit"])
             changed = DAMAGE[kind](data, bytes(other.data))
     return changed
-
-
-def soon() -> Deadline:
-    return Deadline.after(60.0)
 
 
 async def in_parallel(calls: object) -> list[object]:

@@ -26,7 +26,7 @@ from kvstore.model.namespace import NamespaceDescription, describe_layout
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import load_settings
 from kvstore.testing.servers import CephRgw, RedisServer, redis_server
-from kvstore.testing.servers.ports import free_ports
+from kvstore.testing.servers.ports import free_address
 from tests.integration.small_disk import run_on_disk
 
 pytestmark = pytest.mark.servers
@@ -71,7 +71,7 @@ def stack(shared_rgw: CephRgw, tmp_path_factory: pytest.TempPathFactory) -> Iter
             "KVSTORE_HOT": f"redis://:{ENCODED}@{redis.host}:{redis.port}/0",
             "KVSTORE_COLD": f"s3://{bucket}/pages?endpoint_url={shared_rgw.endpoint_url}&region={shared_rgw.region}",
             "KVSTORE_MEMORY_BYTES": "16MiB",
-            "KVSTORE_ADMIN_LISTEN": f"127.0.0.1:{free_ports(1)[0]}",
+            "KVSTORE_ADMIN_LISTEN": free_address(),
             "AWS_ACCESS_KEY_ID": shared_rgw.access_key,
             "AWS_SECRET_ACCESS_KEY": shared_rgw.secret_key,
         }
@@ -95,8 +95,7 @@ def healthy(stack: Stack) -> Iterator[Stack]:
     """The stack, mended again afterwards."""
     yield stack
     stack.redis.thaw()
-    with Redis(host=stack.redis.host, port=stack.redis.port, password=PASSWORD) as client:
-        client.flushall()
+    stack.redis.flush()
     stack.configure(**HEALTHY, appendonly="no")
     stack.s3.delete_bucket_lifecycle(Bucket=stack.bucket)
     stack.s3.delete_bucket_policy(Bucket=stack.bucket)

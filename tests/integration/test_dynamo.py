@@ -184,7 +184,7 @@ def test_credit_of_each_medium(indexer: DynamoIndexer, addresses: Addresses, pub
     tell = told(indexer, addresses, publisher)
     seen = {name: tell(*page(medium)) for name, medium in MEDIA.items()}
     assert seen == {"memory": (0, 64, 64), "filesystem": (0, 0, 64), "redis": NOTHING, "s3": NOTHING}
-    renamed = parse_media("memory=HOST,redis=SHARED", field="event_media")
+    renamed = parse_media("memory=HOST,redis=SHARED")
     assert tell(*page(renamed["memory"])) == tell(*page(renamed["redis"])) == NOTHING
     assert tell(*page(MEDIA["memory"], group=BlockGroup(1, "sliding_window", 32))) == NOTHING
     assert tell({**page(MEDIA["memory"])[0], "token_ids": []}) == NOTHING

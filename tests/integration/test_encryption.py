@@ -27,6 +27,7 @@ from kvstore.service.server import Server
 from kvstore.settings import load_settings
 from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.testing.keys import tenant_key, write_keys
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import PutOutcome
 from kvstore.wire.address import parse_address
 from tests.integration.encrypted_world import (
@@ -40,7 +41,6 @@ from tests.integration.encrypted_world import (
     fleet_place,
     opened,
     save,
-    soon,
     stage,
 )
 

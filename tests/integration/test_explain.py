@@ -32,18 +32,15 @@ from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
+from kvstore.testing.waiting import eventually, soon
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address
-from tests.unit.connector.support import WEIGHTS, LoopBridge, eventually, make_facts, make_shape, records_of, tokens_of
+from tests.unit.connector.support import WEIGHTS, LoopBridge, make_facts, make_shape, records_of, tokens_of
 
 pytestmark = pytest.mark.servers
 
 TOKENS = 200
 """Three pages of 64 and what is left, of which 192 can be resumed."""
-
-
-def soon() -> Deadline:
-    return Deadline.after(20.0)
 
 
 class StoreBridge(LoopBridge):
@@ -151,11 +148,7 @@ def directory(folder: Path, **more: object) -> Settings:
 
 @pytest.fixture
 def redis(shared_redis: RedisServer) -> RedisServer:
-    async def flush() -> None:
-        async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
-            await client.flushall()
-
-    asyncio.run(flush())
+    shared_redis.flush()
     return shared_redis
 
 

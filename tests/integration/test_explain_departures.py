@@ -14,8 +14,9 @@ from connector.scheduler.facts import PromptFacts
 from kvstore.store.retention import owner
 from kvstore.testing.faulty_proxy import FaultyProxy
 from kvstore.testing.servers import RedisServer, redis_server
-from tests.integration.test_explain import TOKENS, Engine, directory, engine, on_redis, soon
-from tests.unit.connector.support import eventually, tokens_of
+from kvstore.testing.waiting import eventually, soon
+from tests.integration.test_explain import TOKENS, Engine, directory, engine, on_redis
+from tests.unit.connector.support import tokens_of
 
 pytestmark = pytest.mark.servers
 
@@ -108,12 +109,7 @@ def ask_and(at: Engine, proxy: FaultyProxy, request_id: str, act: Callable[[], A
 def test_gone(tmp_path: Path) -> None:
     """Redis is emptied between the catalog's answer and the fetch, the catalog with it: nobody can say more."""
     with far_redis(tmp_path, stall_timeout_ms=60_000, fetch_timeout_ms=60_000) as (at, redis, proxy):
-
-        def empty() -> None:
-            with Redis(host=redis.host, port=redis.port) as client:
-                client.flushall()
-
-        assert ask_and(at, proxy, "a", empty) == 0
+        assert ask_and(at, proxy, "a", redis.flush) == 0
         told = at.explain("a")
         assert (told["result"], told["reason"]) == ("miss", "gone")
         assert "no longer stored" in told["why"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.api import Ack, Deadline, Outcome
+from kvstore.api import Ack, Outcome
 from kvstore.client import connect
 from kvstore.client.remote import RemoteStore
 from kvstore.compose import open_store
@@ -22,15 +22,12 @@ from kvstore.service.authentication import Credentials
 from kvstore.service.server import Server
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import HYBRID, Prompt
+from kvstore.testing.waiting import soon
 from kvstore.wire.address import parse_address
 
 PROMPT = Prompt(HYBRID, "a", 256)
 MIB = 1 << 20
 TOKENS = {"red": "a" * 32, "blue": "b" * 32}
-
-
-def soon() -> Deadline:
-    return Deadline.after(20.0)
 
 
 class Service:

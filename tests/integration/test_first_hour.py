@@ -17,12 +17,13 @@ import httpx
 import pytest
 import yaml
 
-from kvstore.api import Ack, Deadline, Outcome
+from kvstore.api import Ack, Outcome
 from kvstore.client import connect
 from kvstore.client.remote import RemoteStore
 from kvstore.model.namespace import NamespaceDescription, describe_layout
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import CephRgw
+from kvstore.testing.waiting import soon
 from tests.deployment.files import DEPLOY
 from tests.integration.quick_start import QuickStart, quick_start
 
@@ -30,10 +31,6 @@ pytestmark = [pytest.mark.servers, pytest.mark.full]
 
 COLD_BYTES = 200_000
 LAYOUT = describe_layout(ATTENTION)
-
-
-def soon() -> Deadline:
-    return Deadline.after(60.0)
 
 
 def description(dtype: str) -> NamespaceDescription:
@@ -85,8 +82,7 @@ def said(start: QuickStart, *verb: str) -> str:
 
 async def test_a_first_hour(shared_rgw: CephRgw, tmp_path: Path) -> None:
     """In this order: doctor, a full cold tier, misses for four reasons, a frozen Redis."""
-    bounds = ("--cold-bytes", str(COLD_BYTES), "--retention-policy", "lru")
-    with quick_start(shared_rgw, tmp_path, *bounds) as start:
+    with quick_start(shared_rgw, tmp_path, cold_bytes=str(COLD_BYTES), retention_policy="lru") as start:
         async with (
             aclosing(connect(start.listen)) as engine,
             httpx.AsyncClient(base_url=f"http://{start.admin}", timeout=60) as admin,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import NAMESPACE
 from kvstore.testing.servers import RedisServer
-from tests.integration.bounded_store import soon
+from kvstore.testing.waiting import soon, until
 from tests.unit.store.retention_harness import BOUNDARY_BYTES, LAYOUT, RetainedTier, open_retained
 
 pytestmark = pytest.mark.servers
@@ -89,12 +88,6 @@ async def test_what_one_node_retains_or_releases(tmp_path: Path, clients: list[R
         assert held == ({"kept": 9, "released": 0} if hears else {"kept": 0, "released": 9})
         assert sum(await world.held(middle)) < 9
         await retention.aclose()
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not is_so():
-            await asyncio.sleep(0.02)
 
 
 async def test_memory_is_each_nodes_own(tmp_path: Path, shared_redis: RedisServer, clients: list[Redis]) -> None:

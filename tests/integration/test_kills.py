@@ -18,9 +18,9 @@ from kvstore.catalog.pending import PendingTotals
 from kvstore.catalog.redis.pending import RedisPendingLog
 from kvstore.client import connect
 from kvstore.compose import open_catalog
-from kvstore.runtime.deadline import Deadline
 from kvstore.settings import load_settings
 from kvstore.testing.servers import CephRgw, RedisServer, redis_server
+from kvstore.testing.waiting import soon
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.s3 import S3Tier
 from tests.integration.killed_services import PENDING_LEASE_S, Node, Promises, places, prompt_named, service
@@ -28,10 +28,6 @@ from tests.integration.killed_services import PENDING_LEASE_S, Node, Promises, p
 pytestmark = pytest.mark.servers
 
 _FINISHED_S = 90.0
-
-
-def soon() -> Deadline:
-    return Deadline.after(30.0)
 
 
 @pytest.fixture

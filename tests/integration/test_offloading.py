@@ -22,6 +22,7 @@ from kvstore.format.names import format_name
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.checkpoints import write_checkpoint
+from kvstore.testing.waiting import eventually
 from tests.connector.support.offloading import (
     Offloader,
     OffloaderMaker,
@@ -41,12 +42,6 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return engine_config(write_checkpoint("llama", tmp_path_factory.mktemp("checkpoint")))
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[DirectoryService]:
-    with DirectoryService(tmp_path) as running:
-        yield running
 
 
 @pytest.fixture
@@ -248,7 +243,7 @@ def test_a_load_that_fails_in_part_names_what_it_has(make: OffloaderMaker, servi
     context = reader.begin("r", keys=keys)
     assert reader.poll(context, keys) is None
     reader.step()
-    wait_for(lambda: all(reader.tier.lookup(key, context) is LookupResult.HIT for key in keys))
+    eventually(lambda: all(reader.tier.lookup(key, context) is LookupResult.HIT for key in keys))
     lose(reader, service, keys[3])
     assert reader.find(context, keys) == 3
     (result,) = reader.results
@@ -268,7 +263,7 @@ def test_behind_a_lost_chunk_of_a_window_others_are_loaded(make: OffloaderMaker,
     context = reader.begin("r", keys=keys)
     reader.poll(context, keys)
     reader.step()
-    wait_for(lambda: all(reader.tier.lookup(key, context) is LookupResult.HIT for key in keys))
+    eventually(lambda: all(reader.tier.lookup(key, context) is LookupResult.HIT for key in keys))
     lose(reader, service, keys[1])
     reader.poll(context, keys)
     reader.step()
@@ -302,7 +297,7 @@ def test_a_reset_while_jobs_run_leaves_no_slot_in_use(make: OffloaderMaker, serv
     reading = engine.begin("r", keys=keys)
     engine.poll(reading, keys)
     engine.step()
-    wait_for(lambda: all(engine.tier.lookup(key, reading) is LookupResult.HIT for key in keys))
+    eventually(lambda: all(engine.tier.lookup(key, reading) is LookupResult.HIT for key in keys))
     engine.poll(reading, keys)
     size = engine.tier.block_size_bytes
     writing = engine.begin("w")
@@ -429,7 +424,7 @@ def test_a_killed_service_costs_chunks_and_no_job(make: OffloaderMaker, service:
         engine.poll(context, keys)
     engine.step()
     every = [(context, key) for context, keys in zip(reading, prompts, strict=True) for key in keys]
-    wait_for(lambda: all(engine.tier.lookup(key, context) is LookupResult.HIT for context, key in every))
+    eventually(lambda: all(engine.tier.lookup(key, context) is LookupResult.HIT for context, key in every))
     for context, keys in zip(reading, prompts, strict=True):
         engine.poll(context, keys)  # fifty loads
     for number in range(50):  # fifty stores
@@ -504,10 +499,3 @@ def test_the_documented_configuration_makes_it(make: OffloaderMaker) -> None:
     keys = chain("a", 2)
     stored(make(**names), keys)
     assert restored(make(), keys) == 2
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    ends_s = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < ends_s, "it does not happen"
-        time.sleep(0.002)

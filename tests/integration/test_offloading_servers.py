@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import random
 import secrets
 import subprocess
@@ -27,12 +26,13 @@ from kvstore.client import BlockingStore
 from kvstore.client.pages import name_of_page
 from kvstore.format.names import format_name
 from kvstore.model.keys import RecordKey
-from kvstore.runtime.deadline import Deadline
 from kvstore.testing.checkpoints import write_checkpoint
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import DAMAGE
+from kvstore.testing.serve import Service, bare_environment
 from kvstore.testing.servers import CephRgw, RedisServer, redis_server
 from kvstore.testing.servers.ports import free_ports
+from kvstore.testing.waiting import soon
 from tests.connector.support.hicache import HostPool, hicache
 from tests.connector.support.offloading import (
     Offloader,
@@ -45,7 +45,7 @@ from tests.connector.support.offloading import (
     offloading,
     window,
 )
-from tests.connector.support.service import DirectoryService, Service
+from tests.connector.support.service import DirectoryService
 from tests.fuzz.inputs import mutated
 
 pytestmark = pytest.mark.servers
@@ -145,14 +145,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         rgw: CephRgw = request.getfixturevalue("shared_rgw")
         bucket = f"chunks-{secrets.token_hex(4)}"
         rgw.create_bucket(bucket)
-        environment = {
-            "AWS_ENDPOINT_URL_S3": rgw.endpoint_url,
-            "AWS_ACCESS_KEY_ID": rgw.access_key,
-            "AWS_SECRET_ACCESS_KEY": rgw.secret_key,
-            "AWS_DEFAULT_REGION": rgw.region,
-        }
         flags |= {"hot": "memory:", "cold": f"s3://{bucket}/p"}
-        with ended(S3Place(Service(tmp_path, flags, environment=environment), rgw, bucket)) as place:
+        with ended(S3Place(Service(tmp_path, flags, environment=rgw.environment), rgw, bucket)) as place:
             yield place
 
 
@@ -391,11 +385,10 @@ class Node:
 
     def command(self, *arguments: str) -> Any:
         """A verb of ours as the operator, as JSON."""
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("KVSTORE_", "AWS_"))}
         settings = {"KVSTORE_ADMIN_LISTEN": self.admin, "KVSTORE_LISTEN": self.service.url}
         done = subprocess.run(
             [sys.executable, "-m", "kvstore.cli", *arguments, "--json", "--token-file", str(self.token_file("*"))],
-            env={**own, **settings},
+            env={**bare_environment(), **settings},
             capture_output=True,
             text=True,
             timeout=300,
@@ -539,7 +532,3 @@ def use_as_connector(node: Node, ends_s: float, done: Counter[str]) -> None:
                 store.release(staged.lease)
             done["connector read"] += len(staged.keys)
             number += 1
-
-
-def soon() -> Deadline:
-    return Deadline.after(30)

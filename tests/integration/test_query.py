@@ -9,14 +9,14 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from redis.asyncio import Redis
 
 from kvstore.client import ClientOptions, connect
 from kvstore.model.instance import EngineInstance
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
 from kvstore.testing.servers import CephRgw, RedisServer
+from kvstore.testing.waiting import soon
 from tests.integration.test_cache_events import named
-from tests.unit.admin.service_harness import open_service, soon
+from tests.unit.admin.service_harness import open_service
 from tests.unit.admin.stored_prompts import ask_as_engine, stored_prompts
 
 QUESTIONS = 1000
@@ -35,8 +35,7 @@ async def test_a_thousand_prompts_are_hit_as_their_answers_say(
     """Records with holes in memory, Redis and S3, of three models: for each random prompt the answer has the tokens and
     the media of the hit that the engine then gets.
     """
-    async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
-        await client.flushall()
+    shared_redis.flush()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", shared_rgw.access_key)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", shared_rgw.secret_key)
     bucket = "query"
@@ -76,8 +75,7 @@ async def test_a_thousand_prompts_are_hit_as_their_answers_say(
 async def test_a_router_asks_by_the_hashes_of_events(tmp_path: Path, shared_redis: RedisServer) -> None:
     """An engine saves a prompt and names its pages. By their hashes a router learns that memory has them, then Redis
     alone, then nothing; a service that shares the Redis and was told no name finds nothing."""
-    async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
-        await client.flushall()
+    shared_redis.flush()
     prompt, instance = Prompt(ATTENTION, "asked", 192), EngineInstance("e", ("m",), step_tokens=16, names_blocks=True)
     told = [int.from_bytes(prompt.boundary(end).prefix[:8], "big") for end in range(16, 193, 16)]
     options = ClientOptions(instance=instance)
@@ -115,6 +113,5 @@ async def test_a_router_asks_by_the_hashes_of_events(tmp_path: Path, shared_redi
         assert (await engine.lookup(prompt.query(), deadline=soon())).resume_tokens == 192
         assert await tokens(1) == (0, 0)
         assert (await engines[1][1].lookup(prompt.query(), deadline=soon())).resume_tokens == 192
-        async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
-            await client.flushall()
+        shared_redis.flush()
         assert await tokens(0) == (0, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,12 +17,12 @@ from kvstore.catalog.redis.catalog import RedisCatalog
 from kvstore.catalog.redis.reconcile import Reconciler, Sample, Sampler, ServerCounters, format_counters
 from kvstore.compose import open_catalog, open_store, open_tier
 from kvstore.model.keys import NamespaceId
-from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.servers import RedisServer, redis_server
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import PutOutcome
 
 pytestmark = pytest.mark.servers
@@ -31,10 +31,6 @@ Counts = dict[NamespaceId, tuple[int, int]]
 
 WITHIN_S = 60.0
 """What docs/catalog.md promises."""
-
-
-def soon() -> Deadline:
-    return Deadline.after(20.0)
 
 
 def settings_for(server: RedisServer, folder: Path, look_s: float) -> Settings:
@@ -125,13 +121,6 @@ async def test_a_redis_that_was_replaced_while_nobody_looked(shared_redis: Redis
         await catalog.set_complete(True, deadline=soon())
         await Reconciler(catalog, Meters()).check()
         assert await catalog.is_complete(deadline=soon())
-
-
-@pytest.fixture
-async def client(shared_redis: RedisServer) -> AsyncIterator[Redis]:
-    async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
-        await client.flushall()
-        yield client
 
 
 @pytest.mark.parametrize("share", [1.0, 0.1])

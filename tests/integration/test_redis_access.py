@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from kvstore.runtime.meters import Meters
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import make_key, make_record
-from kvstore.testing.servers import RedisServer, TlsRedis, redis_server, redis_tls_server, valkey_server
+from kvstore.testing.servers import RedisServer, TlsRedis, redis_server, valkey_server
 from kvstore.testing.servers.redis_tls import TLS_PASSWORD
 from kvstore.tiers.base import PutOutcome, Severity
 from kvstore.tiers.locations import parse_redis
@@ -27,12 +26,6 @@ from kvstore.tiers.redis import RedisTier, open_control
 from kvstore.tiers.redis.examine import examine_redis
 
 pytestmark = pytest.mark.servers
-
-
-@pytest.fixture(scope="module")
-def tls() -> Iterator[TlsRedis]:
-    with redis_tls_server() as tls:
-        yield tls
 
 
 async def refused(url: str) -> str:

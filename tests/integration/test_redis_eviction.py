@@ -6,17 +6,13 @@ import pytest
 import redis
 
 from kvstore.format.names import format_name
-from kvstore.runtime.deadline import Deadline
 from kvstore.testing.records import make_record
 from kvstore.testing.servers import redis_server
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.redis import RedisTier
 
 pytestmark = pytest.mark.servers
-
-
-def soon() -> Deadline:
-    return Deadline.after(20.0)
 
 
 @pytest.mark.parametrize("policy", ["volatile-lru", "volatile-lfu", "volatile-ttl", "volatile-random"])

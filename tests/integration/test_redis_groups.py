@@ -21,8 +21,8 @@ from kvstore.runtime.meters import Meters
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import make_key, make_record
-from kvstore.testing.servers import RedisCluster, RedisSentinel, RedisServer, redis_cluster, redis_sentinel
-from kvstore.testing.servers.redis_group import RedisGroup, ask
+from kvstore.testing.servers import RedisCluster, RedisSentinel, RedisServer, redis_sentinel
+from kvstore.testing.servers.redis_group import RedisGroup
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.locations import parse_redis
 from kvstore.tiers.redis import RedisTier, open_control
@@ -35,20 +35,8 @@ pytestmark = pytest.mark.servers
 
 
 @pytest.fixture(scope="module")
-def sentinel() -> Iterator[RedisSentinel]:
-    with redis_sentinel() as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
 def sentinel_tls() -> Iterator[RedisSentinel]:
     with redis_sentinel(tls=True) as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RedisCluster]:
-    with redis_cluster() as group:
         yield group
 
 
@@ -89,7 +77,7 @@ async def kill_under_traffic(tier: RedisTier, group: RedisGroup, victim: RedisSe
     count = scripts.register_script("return redis.call('INCR', KEYS[1])")
     assert [await count(keys=[name]) for name in names] == [1] * 10
     for server in group.primaries():
-        ask(server, "WAIT", 1, 2000)  # they are on a replica too
+        server.ask("WAIT", 1, 2000)  # they are on a replica too
     traffic = Traffic(tier)
     loops = [asyncio.ensure_future(traffic.run(first)) for first in range(3_000_000, 7_000_000, 1_000_000)]
     give_up = Deadline.after(20)
@@ -149,21 +137,21 @@ async def test_sentinels_primary_is_changed_by_hand(tier: RedisTier, sentinel: R
         await scripts.set("before", 1)
         await change_primary(tier, sentinel, old)
         await scripts.set("after", 1)
-        assert ask(sentinel.primary(), "EXISTS", "after") == 1
+        assert sentinel.primary().ask("EXISTS", "after") == 1
 
 
 async def change_primary(tier: RedisTier, sentinel: RedisSentinel, old: RedisServer) -> None:
-    ask(sentinel.sentinels[0], "SENTINEL", "FAILOVER", "main")
+    sentinel.sentinels[0].ask("SENTINEL", "FAILOVER", "main")
     give_up = Deadline.after(20)
     while sentinel.primary() is old:
         assert not give_up.expired
         await asyncio.sleep(0.05)
-    assert ask(old, "ROLE")[0] == b"master"  # it does not know yet, and takes writes that it will throw away
+    assert old.ask("ROLE")[0] == b"master"  # it does not know yet, and takes writes that it will throw away
     await asyncio.sleep(2)
     new = sentinel.primary()
     for number in range(10, 20):
         assert await tier.put(make_record(number), deadline=Deadline.after(2)) is PutOutcome.STORED
-        assert ask(new, "EXISTS", format_name(make_key(number))) == 1
+        assert new.ask("EXISTS", format_name(make_key(number))) == 1
     assert await tier.get(make_key(1), deadline=Deadline.after(2)) is not None
 
 
@@ -226,23 +214,23 @@ async def test_a_slot_moves(tier: RedisTier, cluster: RedisCluster) -> None:
     slot = slot_of(format_name(make_key(1)))
     source = cluster.primary_of(slot)
     target = next(server for server in cluster.primaries() if server is not source)
-    source_id, target_id = (ask(server, "CLUSTER", "MYID").decode() for server in (source, target))
+    source_id, target_id = (server.ask("CLUSTER", "MYID").decode() for server in (source, target))
     moved, stays, new, large = (
         make_record(make_key(1, group=group), 2000 if group < 3 else LARGE_BYTES) for group in range(4)
     )
     halved = [make_record(make_key(1, group=group), LARGE_BYTES) for group in (4, 5)]
     for record in (moved, stays, *halved):
         assert await tier.put(record, deadline=Deadline.after(5)) is PutOutcome.STORED
-    ask(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", source_id)
-    ask(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", target_id)
+    target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", source_id)
+    source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", target_id)
     values = [[format_name(record.key), *stripe_names(record.header)] for record in halved]
     first, rest = [values[0][0], values[0][2], *values[1][1:]], [*values[0][1::2], values[1][0]]
     for name in (format_name(moved.key), *first):
-        ask(source, "MIGRATE", "127.0.0.1", target.port, name, 0, 5000)
+        source.ask("MIGRATE", "127.0.0.1", target.port, name, 0, 5000)
     for record in (new, large):
         assert await tier.put(record, deadline=Deadline.after(5)) is PutOutcome.STORED
         with pytest.raises(AskError):  # the source does not have it
-            ask(source, "EXISTS", format_name(record.key))
+            source.ask("EXISTS", format_name(record.key))
     records = (moved, stays, new, large, *halved)
     for has_moved in (False, True):
         sizes = await tier.head([record.key for record in records], deadline=Deadline.after(5))
@@ -252,9 +240,9 @@ async def test_a_slot_moves(tier: RedisTier, cluster: RedisCluster) -> None:
             assert stored is not None and stored.data == record.data
         if not has_moved:
             for name in (format_name(stays.key), *rest):
-                ask(source, "MIGRATE", "127.0.0.1", target.port, name, 0, 5000)
+                source.ask("MIGRATE", "127.0.0.1", target.port, name, 0, 5000)
             for server in (target, source, *cluster.primaries()):  # from now on: MOVED
-                ask(server, "CLUSTER", "SETSLOT", slot, "NODE", target_id)
+                server.ask("CLUSTER", "SETSLOT", slot, "NODE", target_id)
     for record in records:
         assert await tier.delete(record.key, deadline=Deadline.after(5))
 
@@ -344,11 +332,11 @@ async def test_servers_and_sentinels_that_ask_for_a_login() -> None:
     """One user and password for both with `sentinel_login=same`; without it sentinels say what is missing."""
     with redis_sentinel() as group:
         for server in group.servers:
-            ask(server, "CONFIG", "SET", "masterauth", "hunter2")
-            ask(server, "CONFIG", "SET", "requirepass", "hunter2")
+            server.ask("CONFIG", "SET", "masterauth", "hunter2")
+            server.ask("CONFIG", "SET", "requirepass", "hunter2")
         for sentinel in group.sentinels:
-            ask(sentinel, "SENTINEL", "SET", "main", "auth-pass", "hunter2")
-            ask(sentinel, "ACL", "SETUSER", "default", ">hunter2", "on", "resetpass", ">hunter2")
+            sentinel.ask("SENTINEL", "SET", "main", "auth-pass", "hunter2")
+            sentinel.ask("ACL", "SETUSER", "default", ">hunter2", "on", "resetpass", ">hunter2")
         url = group.url.replace("://", "://:hunter2@")
         without = RedisTier(url)
         with pytest.raises(Unavailable, match=r"sentinel_login=same"):

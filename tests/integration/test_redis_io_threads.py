@@ -14,20 +14,16 @@ import redis.asyncio
 from kvstore.api import Ack, SaveOutcome
 from kvstore.compose import open_store
 from kvstore.errors import Closed, Unavailable
-from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.io_loops import open_io_loops
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import make_record
 from kvstore.testing.servers import RedisServer, redis_server
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.redis import RedisTier
 
 pytestmark = pytest.mark.servers
-
-
-def soon(seconds: float = 20.0) -> Deadline:
-    return Deadline.after(seconds)
 
 
 @pytest.fixture

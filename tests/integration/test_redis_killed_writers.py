@@ -19,7 +19,8 @@ from kvstore.format.names import format_name
 from kvstore.format.record import Record
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.records import flipped, make_key, make_record
-from kvstore.testing.servers import RedisCluster, RedisServer, redis_cluster, redis_server
+from kvstore.testing.servers import RedisCluster, RedisServer, redis_server
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis.connection import Connection
@@ -38,20 +39,10 @@ ALIVE = 1_000_000
 NUM_KILLS = 12
 
 
-def soon() -> Deadline:
-    return Deadline.after(20)
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[RedisServer]:
     with redis_server() as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RedisCluster]:
-    with redis_cluster() as group:
-        yield group
 
 
 @pytest.fixture

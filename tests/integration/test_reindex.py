@@ -24,17 +24,13 @@ from kvstore.compose import open_catalog, open_store, open_tier
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
-from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.settings import Settings, load_settings
 from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.servers import CephRgw, RedisServer, redis_server
+from kvstore.testing.waiting import soon
 
 pytestmark = pytest.mark.servers
-
-
-def soon() -> Deadline:
-    return Deadline.after(20.0)
 
 
 def settings_for(redis: RedisServer, cold: Path | str) -> Settings:
@@ -123,12 +119,8 @@ def test_what_redis_forgot_is_found_again(
     prompts = [Prompt(HYBRID, name, 300) for name in "abc"]
     settings, namespace = settings_for(shared_redis, cold), prompts[0].namespace
 
-    async def flush() -> None:
-        async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
-            await client.flushall()
-
     async def before() -> NamespaceTotals:
-        await flush()
+        shared_redis.flush()
         await _save(settings, prompts)
         totals = await _totals(settings, namespace)
         for level in Level:
@@ -152,7 +144,7 @@ def test_what_redis_forgot_is_found_again(
     totals = asyncio.run(before())
     hits = asyncio.run(looked_up())
     assert hits == [288, 288, 288]
-    asyncio.run(flush())
+    shared_redis.flush()
     assert asyncio.run(looked_up()) == hits
     assert not asyncio.run(is_complete())
     assert _reindex(shared_redis, cold, tmp_path / "state", monkeypatch) == 0
@@ -198,8 +190,8 @@ def test_a_killed_reindex_goes_on(
     num_records = sum(len(prompt.records()) for prompt in prompts)
 
     async def prepare() -> None:
+        shared_redis.flush()
         async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
-            await client.flushall()
             await _save(settings, prompts)
             for pattern in ("c1/*", "c1t/*"):
                 await client.delete(*[name async for name in client.scan_iter(match=pattern)])
@@ -242,9 +234,7 @@ def test_what_is_not_there_is_taken_off(
     settings = settings_for(shared_redis, tmp_path)
 
     async def damage() -> None:
-        client = Redis(host=shared_redis.host, port=shared_redis.port)
-        await client.flushall()
-        await client.aclose()
+        shared_redis.flush()
         await _save(settings, [prompt])
         async with open_tier(settings.hot, settings) as tier:
             for record in prompt.records()[3:9]:
@@ -262,13 +252,11 @@ async def test_what_redis_evicted_is_seen(shared_redis: RedisServer, tmp_path: P
     """Redis let some records go by itself: one look at the boundary sets bits and bytes right, exactly."""
     prompt = Prompt(HYBRID, "evicted", 300, model="third")
     settings = settings_for(shared_redis, tmp_path)
-    client = Redis(host=shared_redis.host, port=shared_redis.port)
-    await client.flushall()
+    shared_redis.flush()
     await _save(settings, [prompt])
     async with open_tier(settings.hot, settings) as tier:
         for record in prompt.records()[::3]:
             assert await tier.delete(record.key, deadline=soon())
-    await client.aclose()
     async with open_catalog(settings) as catalog:
         await _look(catalog, prompt)
     told = (await _totals(settings, prompt.namespace)).levels[Level.HOT]

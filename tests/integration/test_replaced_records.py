@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -15,30 +14,19 @@ from kvstore.catalog.entry import Level
 from kvstore.compose import open_catalog, open_store, open_tier
 from kvstore.format.names import format_name
 from kvstore.format.record import Record
-from kvstore.runtime.clock import SYSTEM_CLOCK
-from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings, load_settings
 from kvstore.store.upkeep.reindexing import reindex_level
 from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.redis import RedisTier
+from tests.virtual_time import ShiftedClock
 
 pytestmark = pytest.mark.servers
 
 PROMPT = Prompt(HYBRID, "replaced", 192, payload_bytes=50_000)
 VICTIM = PROMPT.record(128)
-
-
-def soon() -> Deadline:
-    return Deadline.after(20.0)
-
-
-@pytest.fixture
-async def client(shared_redis: RedisServer) -> AsyncIterator[Redis]:
-    async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
-        await client.flushall()
-        yield client
 
 
 def of_size(payload_bytes: int) -> Record:
@@ -127,16 +115,6 @@ async def test_a_put_gets_past_an_empty_value(payload_bytes: int, client: Redis,
         await tier.aclose()
 
 
-class Later:
-    """Two seconds later than now: what was used in this very second is left alone."""
-
-    def monotonic_s(self) -> float:
-        return SYSTEM_CLOCK.monotonic_s()
-
-    def wall_ms(self) -> int:
-        return SYSTEM_CLOCK.wall_ms() + 2000
-
-
 @pytest.mark.parametrize("by", ["larger", "smaller", "in stripes", "nothing"])
 async def test_a_reindex_sets_bytes_right(by: str, client: Redis, shared_redis: RedisServer) -> None:
     """Totals equal a count again, also where a group lost one slice and another one was replaced."""
@@ -146,7 +124,7 @@ async def test_a_reindex_sets_bytes_right(by: str, client: Redis, shared_redis: 
     if by == "larger":
         await client.delete(format_name(PROMPT.key(128, 0, 1)))
     async with open_catalog(settings) as catalog, open_tier(settings.hot, settings) as tier:
-        report = await reindex_level(catalog, tier, Level.HOT, clock=Later())
+        report = await reindex_level(catalog, tier, Level.HOT, clock=ShiftedClock(date_ahead_s=2.0))
         totals = (await catalog.totals(deadline=soon()))[PROMPT.namespace].levels[Level.HOT]
         sizes = [entry.num_bytes async for entry in tier.scan()]
     assert (totals.num_records, totals.num_bytes) == (len(sizes), sum(sizes))

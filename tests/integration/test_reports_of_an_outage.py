@@ -26,16 +26,13 @@ from kvstore.client.remote import RemoteStore
 from kvstore.client.reports import KEPT, KEPT_S, Reports
 from kvstore.errors import Unavailable
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.waiting import soon
 from tests.virtual_time import ManualClock
 
 PROMPT = Prompt(ATTENTION, "outage", 256)
 HEALS_S = 30.0
 QUICK = ClientOptions(dead_after_s=0.3, hello_timeout_s=0.3)
 """Gives up a frozen connection while the test looks on."""
-
-
-def soon() -> Deadline:
-    return Deadline.after(20.0)
 
 
 def loss(request: str, tokens: int = 64, num_records: int = 4) -> Outcome:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import warnings
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,25 +18,13 @@ from kvstore.compose import open_catalog, open_store, open_tier
 from kvstore.errors import Unavailable
 from kvstore.format.record import Record
 from kvstore.model.keys import PrefixHash
-from kvstore.runtime.deadline import Deadline
 from kvstore.settings import load_settings
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
+from kvstore.testing.waiting import soon
 
 pytestmark = pytest.mark.servers
-
-
-def soon() -> Deadline:
-    return Deadline.after(30.0)
-
-
-@pytest.fixture
-async def client(shared_redis: RedisServer) -> AsyncIterator[Redis]:
-    client = Redis(host=shared_redis.host, port=shared_redis.port)
-    await client.flushall()
-    yield client
-    await client.aclose()
 
 
 async def test_a_lease_has_one_owner_and_ends_by_itself(client: Redis) -> None:

@@ -24,7 +24,8 @@ from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.servers import CephRgw, RedisServer
-from tests.integration.bounded_store import directory_settings, soon
+from kvstore.testing.waiting import soon
+from tests.integration.bounded_store import directory_settings
 
 TRACE = Path(__file__).parents[1] / "traces" / "conversation-cut.jsonl.gz"
 LAYOUT = Layout(16, (GroupLayout(FullAttention(), 1),))

@@ -14,7 +14,8 @@ from kvstore.model.keys import PrefixHash
 from kvstore.settings import Settings
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import HYBRID, Prompt
-from tests.integration.bounded_store import check_whole, directory_settings, entries_of, settled, soon, write
+from kvstore.testing.waiting import soon
+from tests.integration.bounded_store import check_whole, directory_settings, entries_of, settled, write
 
 PAYLOAD_BYTES = 20_000
 PROMPT_BYTES = 25 * 20_992

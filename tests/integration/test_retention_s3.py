@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 
 import pytest
-from redis.asyncio import Redis
 
 from kvstore.api import Ack, SaveOutcome
 from kvstore.catalog.base import Catalog
@@ -26,7 +25,8 @@ from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import Prompt
 from kvstore.testing.servers import CephRgw, RedisServer
-from tests.integration.bounded_store import check_whole, entries_of, soon, write
+from kvstore.testing.waiting import soon
+from tests.integration.bounded_store import check_whole, entries_of, write
 
 pytestmark = pytest.mark.servers
 
@@ -58,12 +58,9 @@ def prompt_named(name: str, tenant: str = "") -> Prompt:
 
 
 @pytest.fixture
-async def place(
-    shared_redis: RedisServer, shared_rgw: CephRgw, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, str | int]:
+def place(shared_redis: RedisServer, shared_rgw: CephRgw, monkeypatch: pytest.MonkeyPatch) -> dict[str, str | int]:
     """Settings of an empty Redis and an empty bucket."""
-    async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
-        await client.flushall()
+    shared_redis.flush()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", shared_rgw.access_key)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", shared_rgw.secret_key)
     bucket = f"retention-{secrets.token_hex(4)}"

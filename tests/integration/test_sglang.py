@@ -23,6 +23,7 @@ from kvstore.client import BlockingStore
 from kvstore.client.pages import name_of_page
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
+from kvstore.testing.waiting import eventually
 from tests.connector.support.hicache import ROOT, HostPool, StatePool, find_sglang, hicache
 from tests.connector.support.service import DirectoryService
 
@@ -39,12 +40,6 @@ def arguments() -> SimpleNamespace:
 def sglang(arguments: SimpleNamespace) -> Iterator[SimpleNamespace]:
     with hicache(arguments) as modules:
         yield modules
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[DirectoryService]:
-    with DirectoryService(tmp_path) as running:
-        yield running
 
 
 Make = Callable[..., Any]
@@ -333,7 +328,7 @@ def test_what_is_reported_can_be_read_whatever_is_lost(
                 service.stop()
                 service.start()
                 here = source.slots(0)
-                wait_until(lambda: writer.batch_set_v1(["x"], here) == [True] and reader.batch_exists(["x"]) == 1)  # noqa: B023
+                eventually(lambda: writer.batch_set_v1(["x"], here) == [True] and reader.batch_exists(["x"]) == 1)  # noqa: B023
             asked = transfer(sglang, "mamba", keys[-1:], last=True)
             found = reader.batch_exists_v2(keys, [asked])
             run = next((at for at, key in enumerate(keys) if key not in ground["kv"]), num_pages)
@@ -350,13 +345,6 @@ def test_what_is_reported_can_be_read_whatever_is_lost(
                 assert reader.batch_get_v2([got])["mamba"] == [True]
                 assert holds(target_state, [0], state, [count - 1])
     assert reported > 100 and lost > 1000 and missed <= expected // 10
-
-
-def wait_until(condition: Callable[[], bool], patience_s: float = 30.0) -> None:
-    ends_s = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < ends_s
-        time.sleep(0.05)
 
 
 # damage and outages

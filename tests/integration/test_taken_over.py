@@ -22,7 +22,7 @@ from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer, redis_server
-from kvstore.testing.store_node import soon
+from kvstore.testing.waiting import soon
 from kvstore.tiers import guarded
 
 pytestmark = pytest.mark.servers

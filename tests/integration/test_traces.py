@@ -22,22 +22,18 @@ from kvstore.client.connection import ClientOptions, Connection
 from kvstore.client.remote import RemoteStore
 from kvstore.compose import open_store
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.service.server import Server
 from kvstore.service.tracing import OtelTracing, open_tracing
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import CephRgw, redis_server
+from kvstore.testing.waiting import soon
 from kvstore.wire import messages
 from kvstore.wire.address import parse_address
 
 PROMPT = Prompt(ATTENTION, "traced", 128)
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-
-
-def soon() -> Deadline:
-    return Deadline.after(60.0)
 
 
 class Spans:

@@ -23,11 +23,11 @@ from kvstore.errors import Unavailable, UnsupportedFormat
 from kvstore.format.manifest import STORE_VERSION, STORE_VERSION_PLACE
 from kvstore.format.names import manifest_name
 from kvstore.model.keys import RecordKey
-from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings, load_settings
 from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.testing.keys import tenant_key, write_keys
 from kvstore.testing.prompts import HYBRID, Prompt
+from kvstore.testing.waiting import soon
 from migrations.copying import Progress
 from migrations.journal import place
 from migrations.steps import KeyStep, Verdict
@@ -35,10 +35,6 @@ from migrations.steps import KeyStep, Verdict
 PROMPT = Prompt(HYBRID, "prompt", 64 * 4, tenant="red", payload_bytes=2000)
 OTHER = replace(PROMPT, name="other", tenant="blue")
 NUM = len(PROMPT.records())
-
-
-def soon() -> Deadline:
-    return Deadline.after(60.0)
 
 
 def store_version(version: int) -> bytes:

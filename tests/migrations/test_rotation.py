@@ -17,18 +17,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from redis.asyncio import Redis
 
 from kvstore.api import Ack, SaveOutcome
 from kvstore.catalog.entry import Level
 from kvstore.compose import open_catalog, open_served_store, open_tier
 from kvstore.model.keys import RecordKey
-from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings, load_settings
 from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.testing.keys import tenant_key, write_keys
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import CephRgw, RedisServer
+from kvstore.testing.waiting import soon
 from migrations.journal import num_sheets
 
 pytestmark = pytest.mark.servers
@@ -36,10 +35,6 @@ pytestmark = pytest.mark.servers
 BEFORE, AFTER = [("red", 1, 1)], [("red", 2, 2), ("red", 1, 1)]
 BLUE = [("blue", 5, 5)]
 SAVES_AT_ONCE = 16
-
-
-def soon() -> Deadline:
-    return Deadline.after(60.0)
 
 
 @dataclass
@@ -87,8 +82,7 @@ class Fleet:
 async def fleet(
     shared_redis: RedisServer, shared_rgw: CephRgw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Fleet]:
-    async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
-        await client.flushall()
+    shared_redis.flush()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", shared_rgw.access_key)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", shared_rgw.secret_key)
     bucket = f"migration-{secrets.token_hex(4)}"

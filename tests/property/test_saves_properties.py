@@ -27,7 +27,8 @@ from kvstore.model.keys import NamespaceId
 from kvstore.model.kinds import SlidingWindow
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
-from tests.unit.connector.support import BLOCK, FULL, STATES, WINDOW, ManualClock, make_facts, make_shape, tokens_of
+from tests.unit.connector.support import BLOCK, FULL, STATES, WINDOW, make_facts, make_shape, tokens_of
+from tests.virtual_time import ManualClock
 
 NAMESPACE = NamespaceId(bytes(16))
 NUM_BLOCKS = 90

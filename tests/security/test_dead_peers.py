@@ -39,7 +39,7 @@ def service(request: pytest.FixtureRequest, folder: Path) -> Iterator[AttackedSe
         settings = {"tls_certificate_file": str(certificate), "tls_key_file": str(key)}
     listen = None if request.param == "unix" else f"{request.param}://127.0.0.1:{port}"
     made = AttackedService(folder, listen=listen, memory_bytes=MEMORY_BYTES, tokens={"x": "x"}, settings=settings)
-    made.process.command = [sys.executable, "-c", _WITHOUT_COLLECTOR, "serve"]
+    made.process.command = [sys.executable, "-c", _WITHOUT_COLLECTOR, *made.process.command[3:]]
     with made:
         yield made
 

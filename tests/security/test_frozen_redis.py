@@ -20,7 +20,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer, redis_server
-from kvstore.testing.store_node import soon
+from kvstore.testing.waiting import soon
 from tests.unit.admin.service_harness import open_service, prompt_of
 
 pytestmark = pytest.mark.servers

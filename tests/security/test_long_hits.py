@@ -14,13 +14,13 @@ from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.record import Record, seal
 from kvstore.model.kinds import FullAttention, Recurrent, SlidingWindow
 from kvstore.model.layout import GroupLayout, Layout
-from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.pauses import collector_paused
 from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.loop_held import LoopHeld
 from kvstore.testing.prompts import Prompt
+from kvstore.testing.waiting import soon
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import convert, messages
 from kvstore.wire.address import parse_address
@@ -32,10 +32,6 @@ MIXED = Layout(
     64,
     (GroupLayout(FullAttention(), 8), GroupLayout(SlidingWindow(1000), 4), GroupLayout(Recurrent(), 3)),
 )
-
-
-def soon() -> Deadline:
-    return Deadline.after(120)
 
 
 def small_records(prompt: Prompt) -> list[Record]:

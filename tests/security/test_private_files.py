@@ -14,14 +14,10 @@ import pytest
 
 from kvstore.compose import open_store
 from kvstore.eviction.holdings import Quota
-from kvstore.runtime.deadline import Deadline
 from kvstore.service.logs import ServiceFormatter
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import ATTENTION, Prompt
-
-
-def soon() -> Deadline:
-    return Deadline.after(60)
+from kvstore.testing.waiting import soon
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from kvstore.api import SaveOutcome
 from kvstore.catalog.coordination import OPERATOR_RULES, FileTextStore
 from kvstore.eviction.holdings import Quota
 from kvstore.format.names import format_name
-from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.store.limits import StoreLimits
 from kvstore.store.retention import RetentionParts
@@ -22,6 +21,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import make_record
 from kvstore.testing.servers import RedisServer
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import Tier
 from kvstore.tiers.filesystem import FilesystemTier
 from kvstore.tiers.memory import MemoryTier
@@ -30,10 +30,6 @@ from kvstore.tiers.redis import RedisTier
 RECORD_BYTES = 200_000
 QUOTA_BYTES = 2 << 20
 BUDGET_BYTES = 8 << 20
-
-
-def soon() -> Deadline:
-    return Deadline.after(30)
 
 
 def folder_bytes(folder: Path) -> int:

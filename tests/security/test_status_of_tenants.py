@@ -11,19 +11,15 @@ from kvstore.api import Outcome
 from kvstore.cli.status import page_of
 from kvstore.cli.status_problems import problems_of
 from kvstore.client import ClientOptions, RemoteStore, connect
-from kvstore.runtime.deadline import Deadline
 from kvstore.service.authentication import Credentials
 from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.waiting import soon
 from kvstore.tiers.filesystem import FilesystemTier
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address
-
-
-def soon() -> Deadline:
-    return Deadline.after(30)
 
 
 async def told(client: RemoteStore) -> Mapping[str, object]:

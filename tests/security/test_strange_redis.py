@@ -24,7 +24,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisServer, redis_server
-from kvstore.testing.store_node import soon
+from kvstore.testing.waiting import soon
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis.examine import parse_info
 from tests.security.strange_redis import strange_redis

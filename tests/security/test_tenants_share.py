@@ -11,13 +11,13 @@ import pytest
 
 from kvstore.client import ClientOptions, RemoteStore, connect
 from kvstore.errors import Unavailable
-from kvstore.runtime.deadline import Deadline
 from kvstore.service.authentication import Credentials, Grant
 from kvstore.service.limits import ServiceLimits
 from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt, describe
+from kvstore.testing.waiting import soon
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import convert, messages
 from kvstore.wire.address import UnixAddress, parse_address
@@ -26,10 +26,6 @@ from kvstore.wire.messages import encode
 
 GREEDY, MODEST = "greedy", "modest"
 STAGE_BYTES = 3 << 20
-
-
-def soon() -> Deadline:
-    return Deadline.after(30)
 
 
 def prompt_of(tenant: str, name: str, num_tokens: int = 256) -> Prompt:

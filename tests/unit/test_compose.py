@@ -11,14 +11,10 @@ import pytest
 from kvstore.compose import open_store
 from kvstore.compose.store import store_limits
 from kvstore.errors import Closed, InvalidRequest, Unavailable
-from kvstore.runtime.deadline import Deadline
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers.ports import free_ports
-
-
-def soon() -> Deadline:
-    return Deadline.after(10.0)
+from kvstore.testing.waiting import soon
 
 
 async def test_an_embedded_store_survives_its_process(tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ from typing import IO, Any
 from kvstore.testing.engine.forked import ForkedEngine, start_warm
 from kvstore.testing.engine.spec import Answer, EngineSpec, Request, TrafficReport, TrafficRequest, engine_environment
 
+_READY_S = 180.0
+"""A start takes 8 to 25 s on a quiet machine."""
+_ANSWER_S = 60.0
 _END_S = 20.0
 
 
@@ -125,30 +128,30 @@ class EngineProcess:
         self._ask({"op": "traffic", "arguments": arguments})
         return TrafficReport.from_json(self._next("traffic", timeout_s)["traffic"])
 
-    def census(self, *, timeout_s: float = 60.0) -> dict[str, Any]:
+    def census(self) -> dict[str, Any]:
         """What an in-process engine holds now: blocks, requests, threads, descriptors."""
         self._ask({"op": "census"})
-        return dict(self._next("census", timeout_s)["census"])
+        return dict(self._next("census", _ANSWER_S)["census"])
 
-    def metrics(self, *, timeout_s: float = 60.0) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The engine's counters and gauges by name, as it would show them to Prometheus."""
         self._ask({"op": "metrics"})
-        return dict(self._next("metrics", timeout_s)["metrics"])
+        return dict(self._next("metrics", _ANSWER_S)["metrics"])
 
-    def connector_counters(self, *, timeout_s: float = 60.0) -> dict[str, float]:
+    def connector_counters(self) -> dict[str, float]:
         """Counters of our connector's two sides together; empty unless the engine is in-process with our connector."""
         self._ask({"op": "connector_counters"})
-        return dict(self._next("counters", timeout_s)["counters"])
+        return dict(self._next("counters", _ANSWER_S)["counters"])
 
-    def reset_prefix_cache(self, *, timeout_s: float = 60.0) -> bool:
+    def reset_prefix_cache(self) -> bool:
         """Forget what the engine itself has cached; the connector's store is not touched."""
         self._ask({"op": "reset_prefix_cache"})
-        return bool(self._next("reset", timeout_s)["done"])
+        return bool(self._next("reset", _ANSWER_S)["done"])
 
-    def evaluate(self, expression: str, *, timeout_s: float = 60.0) -> Any:
+    def evaluate(self, expression: str) -> Any:
         """Evaluate a Python expression in the engine's process, where `llm` is defined."""
         self._ask({"op": "evaluate", "expression": expression})
-        return self._next("value", timeout_s)["value"]
+        return self._next("value", _ANSWER_S)["value"]
 
     def log_text(self) -> str:
         """What this engine wrote."""
@@ -219,16 +222,13 @@ def _as_json(spec: EngineSpec) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def start_engine(
-    spec: EngineSpec, *, work: Path, name: str = "engine", ready_s: float = 180.0
-) -> Iterator[EngineProcess]:
+def start_engine(spec: EngineSpec, *, work: Path, name: str = "engine") -> Iterator[EngineProcess]:
     """Run an engine for the length of the block. Start it from the main thread: its life is tied to that thread.
 
     Args:
         spec: The engine.
         work: Folder for logs and for what vLLM compiles; keep it between runs.
         name: For the log's name.
-        ready_s: How long it may take to start: 8-25 s on a quiet machine.
 
     Raises:
         EngineFailed: It did not start.
@@ -238,7 +238,7 @@ def start_engine(
     log = logs / f"{name}-{os.getpid()}-{time.monotonic_ns()}.log"
     engine = EngineProcess(spec, log, work)
     try:
-        engine.wait_ready(ready_s)
+        engine.wait_ready(_READY_S)
         yield engine
         engine.stop()
     finally:

@@ -20,6 +20,8 @@ from kvstore.testing.engine.spec import EngineSpec, Request, engine_environment
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.process import ServerFailed, ServerProcess
 
+_READY_S = 300.0
+"""A start takes 30 s on a quiet machine."""
 _END_S = 30.0
 _SAMPLE = re.compile(r"(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -199,9 +201,7 @@ def _arguments(spec: EngineSpec) -> list[str]:
 
 
 @contextlib.contextmanager
-def start_api_servers(
-    specs: Mapping[str, EngineSpec], *, work: Path, ready_s: float = 300.0
-) -> Iterator[list[ApiServer]]:
+def start_api_servers(specs: Mapping[str, EngineSpec], *, work: Path) -> Iterator[list[ApiServer]]:
     """Run servers for the length of the block, started together: most of a start is one thread's work.
 
     Start them from the main thread: their lives are tied to that thread.
@@ -209,7 +209,6 @@ def start_api_servers(
     Args:
         specs: Their engines, by a name for the log.
         work: Folder for logs and for what vLLM compiles; keep it between runs.
-        ready_s: How long they may take to start: 30 s on a quiet machine.
 
     Raises:
         ServerFailed: One did not start.
@@ -224,12 +223,12 @@ def start_api_servers(
             server.start()
             servers.append(server)
         for server in servers:
-            server.wait_ready(ready_s)
+            server.wait_ready(_READY_S)
         yield servers
 
 
 @contextlib.contextmanager
-def start_api_server(spec: EngineSpec, *, work: Path, name: str = "api", ready_s: float = 300.0) -> Iterator[ApiServer]:
+def start_api_server(spec: EngineSpec, *, work: Path, name: str = "api") -> Iterator[ApiServer]:
     """Run one server for the length of the block; see `start_api_servers`."""
-    with start_api_servers({name: spec}, work=work, ready_s=ready_s) as (server,):
+    with start_api_servers({name: spec}, work=work) as (server,):
         yield server

@@ -195,7 +195,6 @@ class TrafficRequest:
     Attributes:
         prompt: Token ids.
         max_tokens: Tokens to generate.
-        logprobs: How many of the most likely tokens to report at each position.
         abort_state: Abort it when it is seen in this state: `queued`, `asking`, `staging`, `loading`, `prefilling`,
             `decoding`, or `any`; `None`: let it finish. One that finishes before is answered.
         abort_after_steps: How many steps it may be seen there before.
@@ -205,7 +204,6 @@ class TrafficRequest:
 
     prompt: tuple[int, ...]
     max_tokens: int = 16
-    logprobs: int | None = 5
     abort_state: str | None = None
     abort_after_steps: int = 0
     cache_salt: str | None = None

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 _IDLE_STEPS_MAX = 20_000
+_LOGPROBS = 5
+"""How many of the most likely tokens are reported at each position."""
 
 
 def run_traffic(
@@ -49,7 +51,7 @@ def run_traffic(
             params = SamplingParams(
                 temperature=0.0,
                 max_tokens=asked["max_tokens"],
-                logprobs=asked["logprobs"],
+                logprobs=_LOGPROBS,
                 detokenize=False,
                 ignore_eos=True,
                 extra_args=None if told is None else {"kv_transfer_params": told},

@@ -54,6 +54,17 @@ class CephRgw:
         """Access key and secret key."""
         return self.access_key, self.secret_key
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process needs to reach the gateway as an S3."""
+        return {
+            "AWS_ENDPOINT_URL_S3": self.endpoint_url,
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_REGION": self.region,
+            "AWS_DEFAULT_REGION": self.region,
+        }
+
     def location(self, bucket: str, prefix: str = "") -> S3Location:
         """Where a bucket is, for a tier."""
         return S3Location(bucket, prefix, self.endpoint_url, self.region)

@@ -15,3 +15,8 @@ def free_ports(count: int) -> list[int]:
             probe.bind(("127.0.0.1", 0))
             ports.append(int(probe.getsockname()[1]))
         return ports
+
+
+def free_address() -> str:
+    """The loopback address with such a port, `host:port`."""
+    return f"127.0.0.1:{free_ports(1)[0]}"

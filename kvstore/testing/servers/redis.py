@@ -11,6 +11,7 @@ import ssl
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvstore.testing.servers.install import CannotInstall, find_or_install
 from kvstore.testing.servers.ports import free_ports
@@ -74,6 +75,26 @@ class RedisServer:
 
     def thaw(self) -> None:
         self.process.thaw()
+
+    def ask(self, *command: str | int, timeout_s: float = 2.0) -> Any:
+        """The answer to one command, by a general client.
+
+        Raises:
+            redis.exceptions.RedisError: It does not answer, or refuses.
+        """
+        from redis import Redis
+
+        options: dict[str, Any] = {"password": self.password}
+        if self.certificate is not None:
+            cert, key = map(str, self.certificate)
+            options |= {"ssl": True, "ssl_ca_certs": cert, "ssl_certfile": cert, "ssl_keyfile": key}
+        with Redis(host=self.host, port=self.port, socket_timeout=timeout_s, protocol=2, **options) as client:
+            client.response_callbacks.clear()
+            return client.execute_command(*command)
+
+    def flush(self) -> None:
+        """Empty it; errors as `ask`."""
+        self.ask("FLUSHALL", timeout_s=_READY_S)
 
     def _answers(self) -> bool:
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:

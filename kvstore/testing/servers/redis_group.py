@@ -44,7 +44,7 @@ class RedisGroup(ABC):
     def flush(self) -> None:
         """Empty every primary."""
         for server in self.primaries():
-            ask(server, "FLUSHALL")
+            server.flush()
 
     def settle(self) -> None:
         """Wait until every server runs and each primary has all its replicas in step.
@@ -76,7 +76,7 @@ class RedisSentinel(RedisGroup):
 
     def primary(self) -> RedisServer:
         """The one that a majority of sentinels names."""
-        ports = [int(ask(one, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", _SERVICE)[1]) for one in self.sentinels]
+        ports = [int(one.ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", _SERVICE)[1]) for one in self.sentinels]
         port = max(set(ports), key=ports.count)
         return next(server for server in self.servers if server.port == port)
 
@@ -86,10 +86,10 @@ class RedisSentinel(RedisGroup):
             return False
         # sentinels know each other and the replicas: only then can they fail over
         for sentinel in self.sentinels:
-            facts = _pairs(ask(sentinel, "SENTINEL", "MASTER", _SERVICE))
+            facts = _pairs(sentinel.ask("SENTINEL", "MASTER", _SERVICE))
             if int(facts["num-other-sentinels"]) < len(self.sentinels) - 1 or facts["flags"] != "master":
                 return False
-            replicas = [_pairs(one) for one in ask(sentinel, "SENTINEL", "REPLICAS", _SERVICE)]
+            replicas = [_pairs(one) for one in sentinel.ask("SENTINEL", "REPLICAS", _SERVICE)]
             if sum(one["flags"] == "slave" for one in replicas) < len(self.servers) - 1:
                 return False
         return True
@@ -103,21 +103,19 @@ class RedisCluster(RedisGroup):
 
     def primary_of(self, slot: int) -> RedisServer:
         """The primary that serves a hash slot, as another living node says."""
-        for item in ask(self.primaries()[0], "CLUSTER", "SLOTS"):
+        for item in self.primaries()[0].ask("CLUSTER", "SLOTS"):
             if item[0] <= slot <= item[1]:
                 return next(server for server in self.servers if server.port == item[2][1])
         raise ServerFailed(f"no node serves slot {slot}")
 
     def _is_settled(self) -> bool:
-        states = [ask(server, "CLUSTER", "INFO") for server in self.servers]
+        states = [server.ask("CLUSTER", "INFO") for server in self.servers]
         if not all(b"cluster_state:ok" in state for state in states):
             return False
         primaries = self.primaries()
         if len(primaries) != 3 or not all(_replicas_in_step(primary) for primary in primaries):
             return False
-        views = [
-            sorted((item[0], item[1], item[2][1]) for item in ask(one, "CLUSTER", "SLOTS")) for one in self.servers
-        ]
+        views = [sorted((item[0], item[1], item[2][1]) for item in one.ask("CLUSTER", "SLOTS")) for one in self.servers]
         return all(view == views[0] for view in views)
 
 
@@ -163,23 +161,6 @@ def redis_cluster() -> Iterator[RedisCluster]:
 
     with _running(make, lambda group: group.servers, _join) as group:
         yield group
-
-
-def ask(server: RedisServer, *command: str | int) -> Any:
-    """The answer of one server to one command, by a general client.
-
-    Raises:
-        redis.exceptions.RedisError: It does not answer, or refuses.
-    """
-    from redis import Redis
-
-    options: dict[str, Any] = {}
-    if server.certificate is not None:
-        cert, key = map(str, server.certificate)
-        options = {"ssl": True, "ssl_ca_certs": cert, "ssl_certfile": cert, "ssl_keyfile": key}
-    with Redis(host=server.host, port=server.port, socket_timeout=2, protocol=2, **options) as client:
-        client.response_callbacks.clear()
-        return client.execute_command(*command)
 
 
 def _server(folder: Path, port: int, options: Sequence[str], certificate: Certificate | None = None) -> RedisServer:
@@ -261,13 +242,13 @@ def _role(server: RedisServer) -> str:
     if not server.process.running:
         return ""
     try:
-        return str(ask(server, "ROLE")[0].decode())
+        return str(server.ask("ROLE")[0].decode())
     except RedisError:
         return ""
 
 
 def _replicas_in_step(primary: RedisServer) -> list[bytes]:
-    lines = ask(primary, "INFO", "replication").splitlines()
+    lines = primary.ask("INFO", "replication").splitlines()
     return [line for line in lines if line.startswith(b"slave") and b"state=online" in line]
 
 

@@ -26,14 +26,16 @@ ControlClient = Redis | RedisCluster
 """A client of the primary, or of all nodes of a cluster; replies are `bytes`. Its errors are redis-py's
 (`redis.exceptions.RedisError`); its users translate them."""
 
+_CONNECT_S = 2.0
+"""For a connection attempt. Commands have no limit: run each within its deadline's scope."""
+_CONNECTIONS_MAX = 32
+"""Per node in a cluster. Further commands fail with `ConnectionError`."""
 _WATCH_S = 0.5
 _SENTINEL_S = 0.5
 
 
 @asynccontextmanager
-async def open_control(
-    location: RedisLocation, *, timeout_s: float = 2.0, connections_max: int = 32, refuses_newer: bool = False
-) -> AsyncIterator[ControlClient]:
+async def open_control(location: RedisLocation, *, refuses_newer: bool = False) -> AsyncIterator[ControlClient]:
     """A client of the Redis at `location`, in any mode, closed at the end of the block.
 
     It connects at the first command, and recovers by itself from lost connections, failovers and moved slots. In a
@@ -41,27 +43,25 @@ async def open_control(
 
     Args:
         location: Where, and how to log in.
-        timeout_s: Limit for a connection attempt. Commands have none: run each within its deadline's scope.
-        connections_max: Size of the pool (per node in a cluster). Further commands fail with `ConnectionError`.
         refuses_newer: Read the store's version on each new connection, before other commands, and refuse a server that
             a newer release has taken over, with `ConnectionError`. Without effect in a cluster, where only one node has
             the version.
     """
-    options = _options(location, timeout_s)
+    options = _options(location)
     async with AsyncExitStack() as stack:
         if location.mode == "cluster":
             nodes = [ClusterNode(host, port) for host, port in location.addresses]
-            cluster = RedisCluster(startup_nodes=nodes, max_connections=connections_max, retry=_retry(3), **options)
+            cluster = RedisCluster(startup_nodes=nodes, max_connections=_CONNECTIONS_MAX, retry=_retry(3), **options)
             stack.push_async_callback(_close, cluster)
             yield cluster
             return
-        options |= {"db": location.database, "retry": _retry(1), "max_connections": connections_max}
+        options |= {"db": location.database, "retry": _retry(1), "max_connections": _CONNECTIONS_MAX}
         if refuses_newer:
             options["redis_connect_func"] = _greet
         if location.mode == "sentinel":
             assert location.service is not None
             login = {} if location.sentinel_login else {"username": None, "password": None}
-            sentinel_options = _options(location, timeout_s) | login | {"socket_timeout": _SENTINEL_S}
+            sentinel_options = _options(location) | login | {"socket_timeout": _SENTINEL_S}
             addresses = [tuple(address) for address in location.addresses]
             sentinel = Sentinel(addresses, sentinel_kwargs=sentinel_options, **options)  # type: ignore[no-untyped-call]
             for one in sentinel.sentinels:
@@ -105,14 +105,14 @@ async def _greet(connection: AbstractConnection) -> None:
         raise ConnectionError(str(error)) from error
 
 
-def _options(location: RedisLocation, timeout_s: float) -> dict[str, Any]:
+def _options(location: RedisLocation) -> dict[str, Any]:
     options: dict[str, Any] = {
         "username": location.username,
         "password": location.password,
         # With a limit, redis-py sends with `asyncio.wait_for`, which before Python 3.12 may ignore a cancellation, so
         # that a service would not stop.
         "socket_timeout": None,
-        "socket_connect_timeout": timeout_s,
+        "socket_connect_timeout": _CONNECT_S,
         "protocol": 2,
     }
     if location.tls:

@@ -15,6 +15,7 @@ from kvstore.testing.engine.spec import TrafficRequest
 __all__ = ["SOAKS", "Difference", "Soak", "compare", "errors_in", "make_traffic"]
 
 _SEED = 20_26
+_ABORT_SHARE = 0.12
 _ABORT_STATES = ("any", "any", "any", "asking", "staging", "loading", "prefilling", "decoding")
 
 
@@ -74,7 +75,7 @@ SOAKS = {  # pages of every model, more than fit by far
 }
 
 
-def make_traffic(soak: Soak, num_requests: int, *, abort_share: float = 0.12) -> list[TrafficRequest]:
+def make_traffic(soak: Soak, num_requests: int) -> list[TrafficRequest]:
     """Requests that share documents up to a block's end or not, go on differently, or repeat; always the same ones."""
     numbers = np.random.default_rng(_SEED)
     low, high = soak.prompt_tokens
@@ -94,7 +95,7 @@ def make_traffic(soak: Soak, num_requests: int, *, abort_share: float = 0.12) ->
                 whole = len(prompt) // soak.block_tokens * soak.block_tokens
                 prompt = prompt[: max(low, whole - int(numbers.integers(1, 8)))]
         request = TrafficRequest(prompt, int(numbers.integers(8, 41)))
-        if numbers.random() < abort_share:
+        if numbers.random() < _ABORT_SHARE:
             state = _ABORT_STATES[int(numbers.integers(0, len(_ABORT_STATES)))]
             request = replace(request, abort_state=state, abort_after_steps=int(numbers.integers(0, 6)))
         requests.append(request)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from kvstore.testing.engine import EngineSpec, start_engine
 from kvstore.testing.faulty_proxy import FaultyProxy
+from kvstore.testing.serve import Service
 from kvstore.testing.servers import CephRgw, RedisServer, ceph_rgw, redis_server
 from kvstore.testing.servers.install import find_or_install
-from tests.connector.support.service import Service
 from tests.connector.support.traffic import OLD_TOKENS, Prompts
 
 __all__ = ["Stack", "can_mount", "open_stack"]
@@ -75,12 +75,7 @@ class Stack:
         flags["cold"] = f"s3://{_BUCKET}/"
         if place != "s3":
             flags["hot"] = self.redis.url
-        environment = {
-            "AWS_ENDPOINT_URL_S3": self.proxy.endpoint_url,
-            "AWS_ACCESS_KEY_ID": self.rgw.access_key,
-            "AWS_SECRET_ACCESS_KEY": self.rgw.secret_key,
-            "AWS_DEFAULT_REGION": self.rgw.region,
-        }
+        environment = {**self.rgw.environment, "AWS_ENDPOINT_URL_S3": self.proxy.endpoint_url}
         if place == "clock":
             self.set_clock("+0")
             environment |= self._own_clock()
@@ -135,7 +130,7 @@ class Stack:
         """Ask it, and return when its records are in all tiers."""
         (answer,) = self.prompts.ask([prompt])
         assert self.prompts.is_right(prompt, answer)
-        self.service.settle(_PATIENCE_S)
+        self.service.settle()
         return self.is_whole_hit(answer.num_cached_tokens)
 
     def is_whole_hit(self, num_cached_tokens: int) -> bool:

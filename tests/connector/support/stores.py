@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import signal
-import socket
-import struct
-import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvstore.client import BlockingStore, ClientOptions
-from kvstore.client.embedded import private_socket_path
 from kvstore.errors import KVStoreError
 from kvstore.runtime.deadline import Deadline
+from kvstore.testing.serve import PrivateService, RunningService, Service
 from kvstore.testing.servers import CephRgw, RedisServer
-from kvstore.testing.servers.process import ServerProcess
 
 __all__ = ["PATIENT", "EmbeddedStore", "SharedStore", "TestedStore", "shared_store", "wait_for_engine"]
 
@@ -39,11 +33,13 @@ class TestedStore(ABC):
     """A store for engines, whose memory can be emptied.
 
     Attributes:
+        service: The store's.
         connector: Extra config of the connector.
         environment: For the engines.
     """
 
     __test__ = False  # pytest: no class of tests
+    service: RunningService
     connector: Mapping[str, Any]
     environment: Mapping[str, str]
 
@@ -51,39 +47,19 @@ class TestedStore(ABC):
     def forget(self) -> None:
         """End the service when all is written, so that what comes next reads from the slower tiers."""
 
-    @abstractmethod
-    def socket_path(self) -> Path:
-        """The service's socket."""
-
     @property
     def url(self) -> str:
         """Where the service listens."""
-        return f"unix:{self.socket_path()}"
-
-    def settle(self) -> None:
-        """Return when every saved record has reached the slower tiers."""
-        _wait(lambda: not any(queue["records"] for queue in self.status()["write_back"].values()), "records are stuck")
+        return self.service.url
 
     def num_served_from(self, tier: str) -> float:
         """Records that a tier has given since the service was started."""
-        return self.status()["counters"].get(f'served_records{{tier="{tier}"}}', 0.0)
+        return self.service.counters().get(f'served_records{{tier="{tier}"}}', 0.0)
 
     def num_corrupt(self) -> float:
         """Records that did not pass verification since the service was started."""
-        counters = self.status()["counters"]
+        counters = self.service.counters()
         return sum(number for name, number in counters.items() if name.startswith("corrupt_records"))
-
-    def status(self) -> Mapping[str, Any]:
-        """What the service says of itself; waits until it answers."""
-        ends_s = time.monotonic() + _PATIENCE_S
-        with BlockingStore(self.url, options=ClientOptions(num_data_connections=1)) as store:
-            while True:
-                try:
-                    return store.status(deadline=Deadline.after(5.0))
-                except KVStoreError:
-                    if time.monotonic() > ends_s:
-                        raise
-                    time.sleep(0.05)
 
 
 class EmbeddedStore(TestedStore):
@@ -95,19 +71,12 @@ class EmbeddedStore(TestedStore):
 
     def __init__(self, folder: Path) -> None:
         self.directory = folder / "kvstore"
+        self.service: PrivateService = PrivateService(self.directory)
         self.connector = {"url": "embedded:", "memory_bytes": "256MiB", "disk_bytes": "1GiB", **PATIENT}
         self.environment = {"XDG_CACHE_HOME": str(folder), **_PATIENT_SERVICE}
 
-    def socket_path(self) -> Path:
-        return private_socket_path(self.directory)
-
     def forget(self) -> None:
-        """It ends by itself some seconds after its last client left; here it is told to."""
-        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError), socket.socket(socket.AF_UNIX) as probe:
-            probe.connect(str(self.socket_path()))
-            pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            os.kill(pid, signal.SIGTERM)
-            _wait(lambda: not _runs(pid), "the private service does not end")
+        self.service.end()
 
 
 class SharedStore(TestedStore):
@@ -115,50 +84,24 @@ class SharedStore(TestedStore):
 
     def __init__(self, folder: Path, redis: RedisServer, rgw: CephRgw) -> None:
         self._redis = redis
-        self._socket = folder / "kvstore.sock"
-        self.connector = {"url": f"unix:{self._socket}", **PATIENT}
-        self.environment = {}
         bucket = f"exactness-{secrets.token_hex(6)}"  # the gateway is shared: nothing of another test may be found
         rgw.create_bucket(bucket)
-        command = [sys.executable, "-m", "kvstore.cli", "serve", "--listen", f"unix:{self._socket}"]
-        command += ["--hot", redis.url, "--cold", f"s3://{bucket}/pages", "--memory-bytes", "512MiB"]
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("KVSTORE_", "AWS_"))}
-        env |= {
-            "AWS_ENDPOINT_URL_S3": rgw.endpoint_url,
-            "AWS_ACCESS_KEY_ID": rgw.access_key,
-            "AWS_SECRET_ACCESS_KEY": rgw.secret_key,
-            "AWS_REGION": rgw.region,
-            "XDG_CACHE_HOME": str(folder),
-            **_PATIENT_SERVICE,
-        }
-        self._service = ServerProcess(command, folder / "service.log", env)
-
-    def socket_path(self) -> Path:
-        return self._socket
-
-    def start(self) -> None:
-        self._service.start()
-        self._service.wait_ready(lambda: _accepts(self._socket), _PATIENCE_S)
+        flags = {"hot": redis.url, "cold": f"s3://{bucket}/pages", "memory_bytes": "512MiB"}
+        self.service: Service = Service(folder, flags, environment={**rgw.environment, **_PATIENT_SERVICE})
+        self.connector = {"url": self.service.url, **PATIENT}
+        self.environment = {}
 
     def forget(self) -> None:
-        self.settle()
-        self.stop()
-        self.start()
+        self.service.settle()
+        self.service.stop()
+        self.service.start()
 
     def forget_hot(self) -> None:
         """Empty Redis and the service's memory: from now on pages come from S3."""
-        self.settle()
-        self.stop()
-        self.empty_redis()
-        self.start()
-
-    def empty_redis(self) -> None:
-        with socket.create_connection((self._redis.host, self._redis.port), timeout=10.0) as connection:
-            connection.sendall(b"FLUSHALL\r\n")
-            assert connection.recv(64).startswith(b"+OK")
-
-    def stop(self) -> None:
-        self._service.stop(timeout_s=_PATIENCE_S)
+        self.service.settle()
+        self.service.stop()
+        self._redis.flush()
+        self.service.start()
 
 
 def wait_for_engine(url: str, *, ranks: int = 1) -> None:
@@ -177,37 +120,17 @@ def wait_for_engine(url: str, *, ranks: int = 1) -> None:
                 seen = seen + 1 if connected else 0
             return seen >= 5
 
-        _wait(is_there, "the engine does not connect")
+        ends_s = time.monotonic() + _PATIENCE_S
+        while not is_there():
+            if time.monotonic() > ends_s:
+                raise TimeoutError(f"the engine does not connect within {_PATIENCE_S} s")
+            time.sleep(0.05)
 
 
 @contextlib.contextmanager
 def shared_store(folder: Path, redis: RedisServer, rgw: CephRgw) -> Iterator[SharedStore]:
     """Run a service over an empty Redis and an empty bucket for the length of the block."""
+    redis.flush()  # it is shared
     store = SharedStore(folder, redis, rgw)
-    store.empty_redis()  # it is shared as well
-    try:
-        store.start()
+    with store.service:
         yield store
-    finally:
-        store.stop()
-
-
-def _runs(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
-def _accepts(path: Path) -> bool:
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-        probe.connect(str(path))
-        return True
-    return False
-
-
-def _wait(condition: Callable[[], bool], otherwise: str) -> None:
-    ends_s = time.monotonic() + _PATIENCE_S
-    while not condition():
-        if time.monotonic() > ends_s:
-            raise TimeoutError(f"{otherwise} after {_PATIENCE_S} s")
-        time.sleep(0.05)

@@ -18,7 +18,6 @@ from kvstore.compose import open_served_store
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.record import seal
 from kvstore.model.keys import Boundary, RecordKey
-from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.port import Administered, AdminPort, admin_port
 from kvstore.service.authentication import CredentialsFile
 from kvstore.service.server import Server
@@ -27,9 +26,10 @@ from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.store.recorder import Recorder
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.waiting import soon
 from kvstore.wire.address import parse_address
 
-__all__ = ["TOKENS", "ServiceHarness", "ended", "open_service", "prompt_of", "soon", "write_credentials"]
+__all__ = ["TOKENS", "ServiceHarness", "ended", "open_service", "prompt_of", "write_credentials"]
 
 TOKENS = {
     "operator": ("*", "read, admin"),
@@ -40,10 +40,6 @@ TOKENS = {
     "blue engine": ("blue", "save"),
 }
 """By name: tenant and scopes. The token of a name is `<name> token`."""
-
-
-def soon() -> Deadline:
-    return Deadline.after(60.0)
 
 
 def write_credentials(path: Path, tokens: Mapping[str, tuple[str, str]] = TOKENS) -> Path:

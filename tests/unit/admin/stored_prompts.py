@@ -18,7 +18,8 @@ from kvstore.model.instance import EngineInstance
 from kvstore.model.keys import RecordKey
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import Prompt
-from tests.unit.admin.service_harness import ServiceHarness, soon
+from kvstore.testing.waiting import soon
+from tests.unit.admin.service_harness import ServiceHarness
 
 __all__ = ["EngineHit", "StoredPrompts", "ask_as_engine", "stored_prompts"]
 

@@ -15,13 +15,8 @@ import pytest
 from kvstore.api import Outcome
 from kvstore.eviction.holdings import Quota
 from kvstore.runtime.events import EventKind
-from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of, soon
-
-
-@pytest.fixture
-async def made(tmp_path: Path) -> AsyncIterator[ServiceHarness]:
-    async with open_service(tmp_path) as opened:
-        yield opened
+from kvstore.testing.waiting import soon
+from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
 
 
 @asynccontextmanager

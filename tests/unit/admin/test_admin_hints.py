@@ -15,7 +15,8 @@ from kvstore.model.prompt_hint import EndedPrompt, Wishes, ends_of_pages
 from kvstore.store.hints.prefetch import Prefetcher
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
-from tests.unit.admin.service_harness import ServiceHarness, open_service, soon
+from kvstore.testing.waiting import soon
+from tests.unit.admin.service_harness import ServiceHarness, open_service
 from tests.unit.admin.test_admin_query import TOKENS, chain, engine, instance
 
 

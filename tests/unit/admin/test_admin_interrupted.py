@@ -22,22 +22,10 @@ from kvstore.errors import Unavailable
 from kvstore.service.admin.jobs.job import Job, JobKeeper, JobKind, JobProgress, JobState
 from kvstore.testing.servers.ports import free_ports
 from tests.unit.admin.service_harness import ended, open_service, prompt_of
+from tests.virtual_time import ManualClock
 
 START_S = 60
 HOME = "here unix:/s"
-
-
-class HandClock:
-    """Time that stands still."""
-
-    def __init__(self) -> None:
-        self.now_s = 1_700_000_000
-
-    def monotonic_s(self) -> float:
-        return 0.0
-
-    def wall_ms(self) -> int:
-        return 1000 * self.now_s
 
 
 class SharedJobs(FileTextStore):
@@ -152,7 +140,7 @@ async def test_jobs_of_ended_services_are_found(tmp_path: Path) -> None:
     """In a shared book: jobs of the same place count as interrupted at once, those of another place after a minute
     without an update, running ones never. After a week they are forgotten.
     """
-    clock = HandClock()
+    clock = ManualClock(1_700_000_000)
     book = SharedJobs(tmp_path, JOBS)
     here, there = JobKeeper(book, HOME, clock), JobKeeper(book, "there unix:/s", clock)
     mine, theirs = job_of(1, tenant="red"), job_of(2)
@@ -175,7 +163,7 @@ async def test_a_finished_job_removes_interrupted_ones_with_the_same_aim(tmp_pat
     """A finished job removes interrupted ones with the same aim, but not those of another tier or tenant. A failed job
     removes none.
     """
-    keeper = JobKeeper(FileTextStore(tmp_path, JOBS), HOME, HandClock())
+    keeper = JobKeeper(FileTextStore(tmp_path, JOBS), HOME, ManualClock(1_700_000_000))
     kept = [job_of(2, JobKind.DRAIN, tier="hot"), job_of(3, JobKind.DRAIN, tenant="red", tier="cold")]
     for job in (job_of(1, JobKind.DRAIN, tier="cold"), *kept):
         await keeper.write(job)

@@ -20,7 +20,8 @@ from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.listing import STEP_ENTRIES
 from kvstore.testing.prompts import Prompt
-from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of, soon
+from kvstore.testing.waiting import soon
+from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
 
 MANY = 5000
 

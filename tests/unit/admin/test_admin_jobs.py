@@ -7,7 +7,6 @@ import hashlib
 import logging
 import random
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +19,8 @@ from kvstore.model.keys import PlainChain
 from kvstore.service.admin.jobs.deletions import descendants
 from kvstore.testing.keys import write_keys
 from kvstore.testing.prompts import ATTENTION, Prompt
-from tests.unit.admin.service_harness import ServiceHarness, ended, open_service, prompt_of, soon
-
-
-@pytest.fixture
-async def made(tmp_path: Path) -> AsyncIterator[ServiceHarness]:
-    async with open_service(tmp_path) as opened:
-        yield opened
+from kvstore.testing.waiting import soon
+from tests.unit.admin.service_harness import ServiceHarness, ended, open_service, prompt_of
 
 
 async def held(made: ServiceHarness, prompt: Prompt) -> int:

@@ -20,8 +20,9 @@ from kvstore.client import connect
 from kvstore.errors import Unavailable
 from kvstore.service.history import Watcher
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.waiting import soon
 from tests.deployment.test_monitoring import METRIC, expressions
-from tests.unit.admin.service_harness import open_service, prompt_of, soon
+from tests.unit.admin.service_harness import open_service, prompt_of
 
 COLD, QUOTA = 400 << 10, 20 << 10
 

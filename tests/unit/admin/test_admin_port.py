@@ -16,8 +16,9 @@ from kvstore.service.admin.access import is_own_user, user_in_table
 from kvstore.service.admin.port import Administered, admin_port, check_admin_listen
 from kvstore.service.authentication import Credentials, FailureLimit
 from kvstore.settings import load_settings
+from kvstore.testing.waiting import soon
 from kvstore.wire.address import TcpAddress
-from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of, soon
+from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
 from tests.virtual_time import ManualClock
 
 

@@ -20,8 +20,9 @@ from kvstore.model.keys import NamespaceId
 from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.testing.keys import write_keys
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
+from kvstore.testing.waiting import soon
 from kvstore.wire import convert
-from tests.unit.admin.service_harness import ServiceHarness, open_service, soon
+from tests.unit.admin.service_harness import ServiceHarness, open_service
 from tests.unit.admin.stored_prompts import ask_as_engine, stored_prompts
 
 TOKENS = list(range(1000, 1000 + 64 * 5 + 20))

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing.prompts import ATTENTION, Prompt
-from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of, soon
+from kvstore.testing.waiting import soon
+from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +16,9 @@ from kvstore.cli.main import main
 from kvstore.errors import Unavailable
 from kvstore.model.namespace import NamespaceDescription, describe_layout
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
-from kvstore.testing.servers.ports import free_ports
-from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of, soon
-
-
-@pytest.fixture
-async def made(tmp_path: Path) -> AsyncIterator[ServiceHarness]:
-    async with open_service(tmp_path) as opened:
-        yield opened
+from kvstore.testing.servers.ports import free_address
+from kvstore.testing.waiting import soon
+from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
 
 
 async def test_a_namespace_is_described_in_full(made: ServiceHarness) -> None:
@@ -253,7 +247,7 @@ async def test_readiness_names_the_tier(tmp_path: Path) -> None:
     """Without Redis the service is alive and not ready; it names the tier and nothing more. Metrics and tiers agree,
     and a list is answered with 503.
     """
-    hot = f"redis://127.0.0.1:{free_ports(1)[0]}"
+    hot = f"redis://{free_address()}"
     async with open_service(tmp_path, hot=hot, drain_timeout_s=0) as made, made.client() as client:
         assert (await client.get("/livez")).status_code == 200
         answer = await client.get("/readyz")

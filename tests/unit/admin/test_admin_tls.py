@@ -16,10 +16,11 @@ from kvstore.doctor.service import examine_admin
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.redis_tls import make_certificate
+from kvstore.testing.waiting import soon
 from kvstore.wire.address import TcpAddress
 from kvstore.wire.tls import ClientTls
 from tests.deployment.files import manifests
-from tests.unit.admin.service_harness import ServiceHarness, open_service, soon
+from tests.unit.admin.service_harness import ServiceHarness, open_service
 
 Certificate = tuple[Path, Path]
 BEARER = {"Authorization": "Bearer operator token"}

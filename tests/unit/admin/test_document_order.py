@@ -13,9 +13,9 @@ from kvstore.model.coverage import longest_resumable
 from kvstore.model.keys import Boundary, NamespaceId, PlainChain, PrefixHash
 from kvstore.model.kinds import FullAttention, Recurrent, SlidingWindow
 from kvstore.model.layout import GroupLayout, Layout
-from kvstore.runtime.clock import SystemClock
 from kvstore.service.admin import documents
 from kvstore.service.admin.documents import DocumentUses, OrderSearch, expected_uses
+from tests.virtual_time import ManualClock
 
 ATTENTION = (GroupLayout(FullAttention(), 1),)
 LAYOUTS = {
@@ -152,14 +152,8 @@ async def test_orders_of_long_prompts_are_asked_about_in_pieces(
 async def test_a_search_ends_in_time() -> None:
     """Counted from its start: what was found until then is the answer, and no further round begins."""
 
-    class Clock(SystemClock):
-        now_s = 0.0
-
-        def monotonic_s(self) -> float:
-            return self.now_s
-
     layout, pieces = Layout(16, ATTENTION), [array("I", [index] * 20) for index in range(4)]
-    stored, clock = Stored(layout), Clock()
+    stored, clock = Stored(layout), ManualClock(0.0)
     stored.save(joined(array("I"), pieces, [3, 2, 1, 0]))
 
     async def ask(boundaries: Sequence[Boundary]) -> Sequence[int]:

@@ -11,14 +11,10 @@ from kvstore.catalog.base import Addition
 from kvstore.catalog.entry import Level
 from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.errors import Unavailable
-from kvstore.runtime.deadline import Deadline
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.waiting import soon
 
 PROMPT = Prompt(ATTENTION, "a", 256)
-
-
-def soon() -> Deadline:
-    return Deadline.after(10.0)
 
 
 async def keeper_with(path: Path, *tokens: int) -> SqliteCatalog:

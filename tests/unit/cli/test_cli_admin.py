@@ -26,9 +26,10 @@ from kvstore.service.admin.jobs.job import Job
 from kvstore.service.authentication import Grant
 from kvstore.settings import Settings
 from kvstore.testing.prompts import ATTENTION, Prompt
-from kvstore.testing.servers.ports import free_ports
+from kvstore.testing.servers.ports import free_address
 from kvstore.testing.servers.redis_tls import make_certificate
-from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of, soon
+from kvstore.testing.waiting import soon
+from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
 
 Run = Callable[..., Coroutine[Any, Any, tuple[int, str, str]]]
 
@@ -272,7 +273,7 @@ async def test_a_token_that_is_refused_is_told(
     monkeypatch.setenv("KVSTORE_TOKEN_FILE", str(path))
     code, _, err = await run("gc")
     assert code == 1 and "lacks the scope admin" in err and "another token" in err
-    code, _, err = await run("ls", "--admin-url", f"http://127.0.0.1:{free_ports(1)[0]}")
+    code, _, err = await run("ls", "--admin-url", f"http://{free_address()}")
     assert code == 1 and "kvstore serve" in err and "--admin-url" in err
 
     async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from kvstore.api import Deadline
 from kvstore.client import ClientOptions, RemoteStore, connect
 from kvstore.runtime.arena import Arena
 from kvstore.service.limits import ServiceLimits
@@ -14,15 +13,12 @@ from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.waiting import soon
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address
 
 LARGE = Prompt(ATTENTION, "shared", 256, payload_bytes=200_000)
 SMALL = replace(LARGE, payload_bytes=1000)
-
-
-def soon() -> Deadline:
-    return Deadline.after(10)
 
 
 class Node:

@@ -20,12 +20,9 @@ from kvstore.client import BlockingStore
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.service_process import ServiceProcess
+from kvstore.testing.waiting import soon
 
 PROMPT = Prompt(ATTENTION, "blocking", 256, payload_bytes=100_000)
-
-
-def soon() -> Deadline:
-    return Deadline.after(10)
 
 
 @pytest.fixture

@@ -21,14 +21,11 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.dict_store import DictStore
 from kvstore.testing.faults import FaultyTier
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.waiting import soon, until
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import messages
 
 PROMPT = Prompt(ATTENTION, "calls", 256, payload_bytes=2 << 20)
-
-
-def soon() -> Deadline:
-    return Deadline.after(10)
 
 
 class Node:
@@ -67,12 +64,6 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
     for client in node.clients:
         await client.aclose()
     await server.aclose()
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_records_are_received_into_the_callers_buffer(node: Node) -> None:

@@ -20,6 +20,8 @@ from kvstore.compose import open_tier
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.serve import private_service_pids
+from kvstore.testing.waiting import soon
 from kvstore.wire.address import UNIX_PATH_BYTES_MAX
 
 PROMPT = Prompt(ATTENTION, "embedded", 128)
@@ -37,10 +39,6 @@ time.sleep(60)
 """
 
 
-def soon() -> Deadline:
-    return Deadline.after(20)
-
-
 @pytest.fixture
 def options(tmp_path: Path) -> Iterator[EmbeddedOptions]:
     options = EmbeddedOptions(tmp_path / "e", memory_bytes=32 << 20, disk_bytes=64 << 20, idle_exit_s=IDLE_S)
@@ -51,29 +49,15 @@ def options(tmp_path: Path) -> Iterator[EmbeddedOptions]:
 def gone(directory: Path, seconds: float) -> None:
     """Wait until no service serves the directory: its own processes name it on their command lines."""
     ends_s = time.monotonic() + seconds
-    while services(directory):
+    while private_service_pids(directory):
         assert time.monotonic() < ends_s
         time.sleep(0.02)
-
-
-def services(directory: Path) -> list[int]:
-    """Pids of the services of a directory that run."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                command = (entry / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if b"kvstore.service" in command and os.fsencode(directory) in command:
-                found.append(int(entry.name))
-    return found
 
 
 def wait_for_services(directory: Path, pids: list[int]) -> None:
     """Exactly these are left once the process that started the service has ended, which is when it is ready."""
     ends_s = time.monotonic() + 2
-    while services(directory) != pids:
+    while private_service_pids(directory) != pids:
         assert time.monotonic() < ends_s
         time.sleep(0.01)
 
@@ -100,7 +84,7 @@ def test_racing_clients_start_one_service_that_ends_after_the_last_is_killed(opt
         wait_for_services(options.directory, list(pids))
         clients[0].kill()
         time.sleep(2 * IDLE_S)
-        assert services(options.directory) == list(pids)  # two clients are left
+        assert private_service_pids(options.directory) == list(pids)  # two clients are left
     finally:
         for client in clients:
             client.kill()

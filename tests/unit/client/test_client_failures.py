@@ -14,7 +14,8 @@ from kvstore.api import Deadline, LeaseId, SaveOutcome, Staged
 from kvstore.client import ClientOptions, ClientTls, RemoteStore, connect
 from kvstore.errors import Unavailable
 from kvstore.testing.prompts import ATTENTION, Prompt
-from kvstore.testing.service_process import ServiceProcess, free_tcp_url
+from kvstore.testing.servers.ports import free_address
+from kvstore.testing.service_process import ServiceProcess
 
 PROMPT = Prompt(ATTENTION, "failures", 256, payload_bytes=1 << 20)
 CALL_S = 0.3
@@ -26,7 +27,7 @@ HEALS_S = 20.0
 
 @pytest.fixture(params=["unix", "tcp"])
 def service(request: pytest.FixtureRequest, tmp_path: Path) -> ServiceProcess:
-    return ServiceProcess(f"unix:{tmp_path / 's'}" if request.param == "unix" else free_tcp_url())
+    return ServiceProcess(f"unix:{tmp_path / 's'}" if request.param == "unix" else f"tcp://{free_address()}")
 
 
 @pytest.fixture

@@ -14,40 +14,24 @@ from kvstore.client import BlockingStore, PageDoor, RemoteStore, connect, descri
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId
 from kvstore.model.namespace import NamespaceDescription
-from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.instruments import Instruments
 from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.waiting import soon
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address
 from kvstore.wire.messages import error_of
+from tests.virtual_time import ShiftedClock
 
 OPEN_MAX = 3
-
-
-def soon() -> Deadline:
-    return Deadline.after(60)
-
-
-class Clock:
-    """Runs as the system's does, and leaps on demand."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-
-    def monotonic_s(self) -> float:
-        return SYSTEM_CLOCK.monotonic_s() + self.ahead_s
-
-    def wall_ms(self) -> int:
-        return SYSTEM_CLOCK.wall_ms()
 
 
 class Store(TieredStore):
     """Notes what is opened."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: ShiftedClock) -> None:
         limits = replace(StoreLimits(), stage_bytes=1 << 20, namespaces_max=OPEN_MAX)
         super().__init__(MemoryTier(2 << 20), limits=limits, instruments=Instruments(clock=clock))
         self.num_opened = 0
@@ -59,7 +43,7 @@ class Store(TieredStore):
 
 class Node:
     def __init__(self) -> None:
-        self.clock = Clock()
+        self.clock = ShiftedClock()
         self.store = Store(self.clock)
         self.server = Server(self.store)
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.api import Deadline, Outcome, PageStore
+from kvstore.api import Outcome, PageStore
 from kvstore.client import BlockingStore, PageDoor, describe_pages
 from kvstore.client.pages import name_of_page
 from kvstore.codec import CodecPool
@@ -20,6 +20,7 @@ from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.model.coverage import usable_lengths
 from kvstore.model.keys import Boundary
 from kvstore.testing.service_process import ServiceProcess
+from kvstore.testing.waiting import soon
 
 DESCRIPTION = describe_pages({"weights_id": "w", "model": "m"}, page_tokens=64)
 
@@ -153,7 +154,7 @@ def test_an_outage_and_its_end(service: ServiceProcess, store: BlockingStore) ->
 def test_a_report_says_how_far_pages_reach(store: BlockingStore) -> None:
     """What a query found and the key that it missed, as of a request; nothing before the namespace is open."""
     door, sent = PageDoor(store, DESCRIPTION), list[Outcome]()
-    store.run(lambda one: _listen(one, sent), deadline=_soon())
+    store.run(lambda one: _listen(one, sent), deadline=soon())
     keys: list[str | bytes] = ["a", b"\x01", "c"]
     door.report("early", keys, 1, reason="nothing_stored")
     namespace = door.open()
@@ -161,7 +162,7 @@ def test_a_report_says_how_far_pages_reach(store: BlockingStore) -> None:
     door.report("whole", keys, 3, reason="nothing_stored")
     door.report("slow", keys, 0, reason="lookup_timeout", detail={"waited_ms": 100})
     door.report("nothing wanted", [], 0, reason="nothing_stored")
-    store.run(lambda one: _listen(one, sent), deadline=_soon())  # behind them
+    store.run(lambda one: _listen(one, sent), deadline=soon())  # behind them
     part, whole, slow = sent
     assert (part.namespace, part.prompt_tokens, part.local_tokens, part.resume_tokens) == (namespace, 320, 128, 192)
     assert part.stop == Boundary(256, name_of_page(b"\x01")) and part.detail == {"page_key": "01"}
@@ -197,14 +198,10 @@ def test_many_threads_at_once(store: BlockingStore) -> None:
     for thread in threads:
         thread.join(60)
     assert wrong == []
-    status = store.run(lambda one: one.status(deadline=_soon()), deadline=_soon())
+    status = store.run(lambda one: one.status(deadline=soon()), deadline=soon())
     assert status["leases"] == 0  # each was read to its end
     for door in doors:
         door.close()
-
-
-def _soon() -> Deadline:
-    return Deadline.after(10)
 
 
 @given(

@@ -17,7 +17,7 @@ from kvstore.client import PlanClient
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import PlainChain
 from kvstore.testing.prompts import ATTENTION, Prompt
-from kvstore.testing.service_process import free_tcp_url
+from kvstore.testing.servers.ports import free_address
 from tests.unit.admin.service_harness import open_service
 
 SYSTEM, FOLLOWING = "the system prompt", "the question"
@@ -151,7 +151,7 @@ def something_else(text: bytes, seen: list[int], paths: list[str] | None = None)
 def test_without_an_answer_the_prompt_is_as_given() -> None:
     """No service, or something else at its address: the caller sends what it had, and reads why it is not planned."""
     pieces = [[1, 2], [3], [1, 2]]
-    nobody = free_tcp_url().replace("tcp", "http")
+    nobody = f"http://{free_address()}"
     with something_else(b"<html>", []) as other:
         for url in (nobody, other):
             with PlanClient(url, "0" * 32) as client:

@@ -28,8 +28,9 @@ from kvstore.service.limits import ServiceLimits
 from kvstore.service.save_memory import SaveMemory
 from kvstore.store import saving
 from kvstore.testing.attacked import AttackedService
+from kvstore.testing.waiting import soon
 from kvstore.wire import messages
-from tests.unit.client.sharing_node import LARGE, SMALL, Node, node_at, soon
+from tests.unit.client.sharing_node import LARGE, SMALL, Node, node_at
 
 MIB = 1 << 20
 MEMORY_BYTES = 16 * MIB

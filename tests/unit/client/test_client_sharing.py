@@ -25,9 +25,10 @@ from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.record import open_record, verify_payload
 from kvstore.runtime.arena import Arena, Place
 from kvstore.testing.prompts import Prompt
+from kvstore.testing.waiting import soon
 from kvstore.wire import convert, messages
 from kvstore.wire.frames import pack_head
-from tests.unit.client.sharing_node import LARGE, SMALL, Node, node_at, soon
+from tests.unit.client.sharing_node import LARGE, SMALL, Node, node_at
 
 
 def test_a_service_that_answers_byte_by_byte(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from kvstore.codec import CodecPool
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.pauses import collector_paused
+from kvstore.testing.waiting import soon
 
 
 class Gate:
@@ -41,10 +42,6 @@ def pool() -> Iterator[CodecPool]:
     pool.close()
     assert pool.usage.used_bytes == 0
     assert pool.usage.num_waiting == 0
-
-
-def soon() -> Deadline:
-    return Deadline.after(10)
 
 
 async def test_more_than_the_whole_budget_is_refused(pool: CodecPool) -> None:

@@ -1,8 +1,9 @@
-"""Ranks beside a store in memory, for the tests of the worker's side."""
+"""Both sides of the connector beside a store in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,7 @@ from tests.unit.connector.support import LoopBridge, bridge_to_memory
 
 if TYPE_CHECKING:
     from tests.unit.connector.rank_harness import Make
+    from tests.unit.connector.scheduler_harness import SchedulerHarness
 
 
 @pytest.fixture
@@ -25,3 +27,12 @@ def rank(bridge: LoopBridge) -> Iterator[Make]:
 
     with ranks_on(bridge) as make:
         yield make
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> Iterator[SchedulerHarness]:
+    """A scheduler side."""
+    from tests.unit.connector.scheduler_harness import harness
+
+    with harness(tmp_path) as made:
+        yield made

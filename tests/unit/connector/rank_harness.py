@@ -17,19 +17,9 @@ from connector.settings import ConnectorSettings
 from connector.worker.side import WorkerSide
 from kvstore.api import PrefixQuery, Staged
 from kvstore.model.layout import span_ending_at
+from kvstore.testing.waiting import eventually, soon
 from tests.unit.connector.device_contract import Cache
-from tests.unit.connector.support import (
-    BLOCK,
-    MIB,
-    PAGE,
-    WEIGHTS,
-    LoopBridge,
-    eventually,
-    make_facts,
-    make_shape,
-    soon,
-    tokens_of,
-)
+from tests.unit.connector.support import BLOCK, MIB, PAGE, WEIGHTS, LoopBridge, make_facts, make_shape, tokens_of
 
 HEADS = 4
 NUM_BLOCKS = 32
@@ -193,3 +183,11 @@ def ranks_on(bridge: LoopBridge) -> Iterator[Make]:
         assert one.side._save_threads is not None
         assert one.side._save_threads.used_bytes == 0
         assert (pool := one.side._pool) is None or pool.usage.used_bytes == 0
+
+
+def fill(rank: Rank) -> Rank:
+    """Content as activations have it, so that the codec finds something to compress."""
+    generator = torch.Generator().manual_seed(3)
+    for layer in rank.layers:
+        layer.copy_(torch.randn(layer.shape, generator=generator))
+    return rank

@@ -15,17 +15,16 @@ from connector.scheduler.side import SchedulerSide
 from connector.settings import ConnectorSettings
 from kvstore.format.record import Record
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.testing.waiting import eventually, soon
 from tests.unit.connector.support import (
     BLOCK,
     WEIGHTS,
     LoopBridge,
     SteeredStore,
     bridge_to_memory,
-    eventually,
     make_facts,
     make_shape,
     records_of,
-    soon,
     tokens_of,
 )
 

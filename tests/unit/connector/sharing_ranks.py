@@ -21,10 +21,11 @@ from kvstore.model.keys import RecordKey
 from kvstore.runtime.arena import Arena, ArenaView
 from kvstore.service.server import Server
 from kvstore.store.tiered import TieredStore
+from kvstore.testing.waiting import eventually, soon
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address
 from tests.unit.connector.rank_harness import Rank
-from tests.unit.connector.support import MIB, LoopBridge, SteeredStore, eventually, soon
+from tests.unit.connector.support import MIB, LoopBridge, SteeredStore
 
 ARENA_BYTES = 2 * MIB
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -44,32 +43,6 @@ MIB = 1 << 20
 BLOCK = 16
 PAGE = 64
 WEIGHTS = "weights of the tests"
-
-
-def soon(seconds: float = 10.0) -> Deadline:
-    return Deadline.after(seconds)
-
-
-def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
-    """Wait for a condition to become true, and return its value."""
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.001)
-    return value
-
-
-class ManualClock:
-    """Time that a test moves."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-    def wall_ms(self) -> int:
-        return 1_700_000_000_000
 
 
 class SteeredStore(PageStore):

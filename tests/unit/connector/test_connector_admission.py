@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,15 +21,10 @@ from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.faults import FaultyTier
+from kvstore.testing.waiting import eventually, soon
 from kvstore.tiers.memory import MemoryTier
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import MIB, WEIGHTS, SteeredStore, eventually, records_of, soon, tokens_of
-
-
-@pytest.fixture
-def at(tmp_path: Path) -> Iterator[SchedulerHarness]:
-    with harness(tmp_path) as made:
-        yield made
+from tests.unit.connector.support import MIB, WEIGHTS, SteeredStore, records_of, tokens_of
 
 
 def misses(at: SchedulerHarness, reason: str) -> float:

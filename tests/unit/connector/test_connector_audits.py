@@ -11,8 +11,9 @@ from connector.jobs import AuditJob, RankReport
 from connector.scheduler.audits import is_sampled
 from connector.scheduler.facts import StepFacts
 from kvstore.model.keys import PrefixHash
+from kvstore.testing.waiting import eventually
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import ManualClock, eventually
+from tests.virtual_time import ManualClock
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.blend.choice import FIRST_TOKENS, Span, always_computed, choose_rows
+from connector.blend.choice import FIRST_TOKENS, always_computed, choose_rows
 from connector.blend.consent import ROPES, may_hold_blended, read_spans, refuse_engine, refuse_rope
 from connector.blend.gate import Gate
 from connector.blend.jobs import BlendAudit, BlendReport, BlendReports
@@ -21,6 +21,7 @@ from connector.settings import ConnectorSettings
 from kvstore.api import Outcome
 from kvstore.errors import InvalidRequest
 from kvstore.model.kinds import Latent, Recurrent, SlidingWindow
+from kvstore.model.layout import Span
 from kvstore.runtime.meters import Meters
 from tests.unit.connector.support import make_facts
 

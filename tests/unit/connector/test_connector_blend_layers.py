@@ -8,9 +8,9 @@ import torch
 
 from benchmarks.blend_model import FOLDER, TransformersLayers, load_layers
 from benchmarks.blend_task import NO_LABEL, draw
-from connector.blend.choice import Span
 from connector.blend.recompute import Document, LayerStates, blend, compute_document, extend
 from connector.blend.rotation import Angles, rerotate
+from kvstore.model.layout import Span
 
 
 @pytest.fixture(autouse=True)

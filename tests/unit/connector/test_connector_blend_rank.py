@@ -16,7 +16,6 @@ import torch
 from benchmarks.blend_model import FOLDER, TransformersLayers, load_layers
 from benchmarks.blend_task import NO_LABEL, draw
 from connector.blend.blender import Blender, divergence
-from connector.blend.choice import Span
 from connector.blend.documents import PAGE_TOKENS, DocumentStore, describe_documents, document_root, page_keys
 from connector.blend.jobs import BlendAudit, BlendJob, BlendReport
 from connector.blend.recompute import Document, Exchange, LayerStates, blend, compute_document
@@ -24,8 +23,10 @@ from connector.facts import CellFacts
 from connector.identity import describe_namespace
 from kvstore.client import BlockingStore
 from kvstore.errors import Unavailable
+from kvstore.model.layout import Span
 from kvstore.testing.service_process import ServiceProcess
-from tests.unit.connector.support import make_facts, make_shape, soon
+from kvstore.testing.waiting import soon
+from tests.unit.connector.support import make_facts, make_shape
 
 BLOCK = 16
 SALT = "blend:team"

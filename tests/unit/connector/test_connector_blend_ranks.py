@@ -15,10 +15,10 @@ from torch.nn.functional import linear
 
 from benchmarks.blend_model import FOLDER, TransformersLayers, load_layers
 from connector.blend.blender import Blender, RanksApart
-from connector.blend.choice import Span
 from connector.blend.jobs import BlendJob, BlendReports
 from connector.blend.recompute import Document, Exchange, LayerStates
 from kvstore.errors import Unavailable
+from kvstore.model.layout import Span
 from kvstore.runtime.deadline import Deadline
 
 BLOCK = 16

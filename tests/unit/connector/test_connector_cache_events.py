@@ -13,9 +13,11 @@ from connector.scheduler.facts import StateOffer
 from kvstore.api import Staged
 from kvstore.model.keys import RecordKey
 from kvstore.model.media import MEDIA, parse_media
+from kvstore.testing.waiting import eventually
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import BLOCK, PAGE, WEIGHTS, ManualClock, eventually, tokens_of
+from tests.unit.connector.support import BLOCK, PAGE, WEIGHTS, tokens_of
 from tests.unit.connector.test_connector_group_saves import FULL, STATES, SavesHarness
+from tests.virtual_time import ManualClock
 
 HASH = BLOCK // 2
 
@@ -145,7 +147,7 @@ def test_tiers_of_one_name_are_one_medium(made: SchedulerHarness) -> None:
 
 def test_an_operator_names_tiers(made: SchedulerHarness) -> None:
     """For routers that know more names; what is gone is gone from every medium, under the same names."""
-    media = parse_media("redis=SHARED_STORAGE, s3=OBJECT_STORE", field="event_media")
+    media = parse_media("redis=SHARED_STORAGE, s3=OBJECT_STORE")
     made.side.publish_events(CacheEvents(made.shape, num_ranks=1, media=media))
     come(made, "r", PAGE)
     for tier in ("redis", "s3"):

@@ -14,7 +14,7 @@ from connector.device.gpu import StreamDevice
 from connector.identity import describe_namespace
 from kvstore.codec import CHAINS, PLANES2, PLANES4, RAW, TILES
 from kvstore.format.record import Record
-from tests.unit.connector.rank_harness import NUM_BLOCKS, SOURCE, TARGET, Make, Rank
+from tests.unit.connector.rank_harness import NUM_BLOCKS, SOURCE, TARGET, Make, fill
 from tests.unit.connector.support import WEIGHTS, LoopBridge, make_facts, make_shape
 
 ALL = tuple(range(NUM_BLOCKS))
@@ -32,14 +32,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if request.param == "streams":
         monkeypatch.setattr("connector.worker.side.open_device", open_device)
     return str(request.param)
-
-
-def fill(rank: Rank) -> Rank:
-    """Content as activations have it, so that the codec finds something to compress."""
-    generator = torch.Generator().manual_seed(3)
-    for layer in rank.layers:
-        layer.copy_(torch.randn(layer.shape, generator=generator))
-    return rank
 
 
 def test_releases_that_do_not_know_tiles_miss_them_on_a_gpu() -> None:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from connector.request_parameters import RequestFlags
 from connector.scheduler.costs import StepClock
 from connector.scheduler.facts import StepFacts
-from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-
-
-@pytest.fixture
-def at(tmp_path: Path) -> Iterator[SchedulerHarness]:
-    with harness(tmp_path) as made:
-        yield made
+from tests.unit.connector.scheduler_harness import SchedulerHarness
 
 
 class TestSteps:

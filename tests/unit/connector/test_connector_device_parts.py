@@ -26,8 +26,9 @@ from connector.device.rows import CacheGeometry, join_planes, plan_rows, split_p
 from connector.device.streams import DONE, Event, Stream
 from connector.worker.side import num_codec_threads
 from kvstore.errors import InternalError, InvalidRequest
+from kvstore.testing.waiting import eventually
 from tests.unit.connector.simulated_streams import PAGE_BYTES, Engine, SimulatedEvent, SimulatedStreams
-from tests.unit.connector.support import eventually, make_facts
+from tests.unit.connector.support import make_facts
 
 LAYERS = [LayerPlace(0, 1000 * layer, 96, 0) for layer in range(5)]
 

@@ -18,7 +18,7 @@ from connector.jobs import StepJobs
 from connector.vllm.connector import KVStoreConnector
 from kvstore.codec import PLANES2, PLANES4
 from tests.unit.connector.device_contract import LAYOUTS
-from tests.unit.connector.rank_harness import NUM_BLOCKS, SOURCE, TARGET, Make, Rank
+from tests.unit.connector.rank_harness import NUM_BLOCKS, SOURCE, TARGET, Make, fill
 from tests.unit.connector.simulated_streams import SimulatedEvent, SimulatedStreams
 from tests.unit.connector.support import BLOCK, LoopBridge
 
@@ -37,14 +37,6 @@ def use_streams(monkeypatch: pytest.MonkeyPatch) -> UseStreams:
         monkeypatch.setattr("connector.worker.side.open_device", open_device)
 
     return use
-
-
-def fill(rank: Rank) -> Rank:
-    """Content as activations have it, so that the codec finds something to compress."""
-    generator = torch.Generator().manual_seed(3)
-    for layer in rank.layers:
-        layer.copy_(torch.randn(layer.shape, generator=generator))
-    return rank
 
 
 def payloads(bridge: LoopBridge) -> dict[Any, tuple[int, bytes]]:

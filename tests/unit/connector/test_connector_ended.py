@@ -8,8 +8,9 @@ import pytest
 
 from connector.request_parameters import RequestFlags
 from kvstore.model.prompt_hint import EndedPrompt, Wishes
+from kvstore.testing.waiting import eventually
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import SteeredStore, eventually
+from tests.unit.connector.support import SteeredStore
 
 
 def listen(made: SchedulerHarness, patch: pytest.MonkeyPatch) -> list[EndedPrompt]:

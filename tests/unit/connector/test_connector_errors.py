@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -15,15 +14,9 @@ from connector.jobs import AuditJob, LoadPiece, StepJobs
 from connector.scheduler.facts import StepFacts
 from connector.vllm.connector import KVStoreConnector
 from connector.worker.memory import RecordMemory
+from kvstore.testing.waiting import eventually
 from tests.unit.connector.rank_harness import SOURCE, Make, Rank
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import eventually
-
-
-@pytest.fixture
-def at(tmp_path: Path) -> Iterator[SchedulerHarness]:
-    with harness(tmp_path) as made:
-        yield made
 
 
 def raising(*_: object, **__: object) -> None:

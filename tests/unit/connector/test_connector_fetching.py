@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,14 +21,10 @@ from kvstore.api import Staged
 from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
+from kvstore.testing.waiting import eventually, soon
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import BLOCK, ManualClock, eventually, soon, tokens_of
-
-
-@pytest.fixture
-def at(tmp_path: Path) -> Iterator[SchedulerHarness]:
-    with harness(tmp_path) as made:
-        yield made
+from tests.unit.connector.support import BLOCK, tokens_of
+from tests.virtual_time import ManualClock
 
 
 def test_abort_while_staging(at: SchedulerHarness) -> None:

@@ -19,7 +19,8 @@ from connector.scheduler.save_jobs import SaveJobs
 from connector.scheduler.saves import RunningRequest, Saves
 from kvstore.model.keys import Boundary, NamespaceId
 from kvstore.runtime.instruments import Instruments
-from tests.unit.connector.support import BLOCK, CELLS, FULL, STATES, WINDOW, ManualClock, make_facts, tokens_of
+from tests.unit.connector.support import BLOCK, CELLS, FULL, STATES, WINDOW, make_facts, tokens_of
+from tests.virtual_time import ManualClock
 
 NAMESPACE = NamespaceId(bytes(16))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,9 @@ import pytest
 from connector.prefix_hash import PrefixChain
 from kvstore.client import trace_parent
 from kvstore.errors import Unavailable
+from kvstore.testing.waiting import eventually
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import BLOCK, SteeredStore, eventually
-
-
-@pytest.fixture
-def at(tmp_path: Path) -> Iterator[SchedulerHarness]:
-    with harness(tmp_path) as made:
-        yield made
+from tests.unit.connector.support import BLOCK, SteeredStore
 
 
 def test_hit_path(at: SchedulerHarness) -> None:

@@ -14,8 +14,9 @@ import connector.scheduler.namespace
 from connector.request_parameters import Handoff
 from connector.scheduler.facts import StateOffer
 from kvstore.errors import Unavailable
+from kvstore.testing.waiting import eventually
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness, unready_harness
-from tests.unit.connector.support import BLOCK, WEIGHTS, bridge_to_memory, eventually
+from tests.unit.connector.support import BLOCK, WEIGHTS, bridge_to_memory
 from tests.unit.connector.test_connector_group_saves import FULL, STATES, SavesHarness
 
 TIMEOUT_MS = 60

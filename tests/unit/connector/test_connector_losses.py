@@ -15,7 +15,9 @@ from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.runtime.meters import Meters
 from kvstore.store.explain.reasons import REASONS
 from kvstore.testing.prompts import HYBRID, Prompt
-from tests.unit.connector.support import LoopBridge, ManualClock, bridge_to_memory, eventually
+from kvstore.testing.waiting import eventually
+from tests.unit.connector.support import LoopBridge, bridge_to_memory
+from tests.virtual_time import ManualClock
 
 PROMPT = Prompt(HYBRID, "a", 256)
 

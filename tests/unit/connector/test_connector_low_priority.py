@@ -15,6 +15,7 @@ import pytest
 from connector.worker.low_priority import LowPriorityPool
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
+from kvstore.testing.waiting import soon
 
 JOB_BYTES = 100
 
@@ -31,10 +32,6 @@ def threads() -> Iterator[LowPriorityPool]:
 def niceness() -> int:
     """Of the calling thread."""
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-
-def soon() -> Deadline:
-    return Deadline.after(60)
 
 
 Result = TypeVar("Result")

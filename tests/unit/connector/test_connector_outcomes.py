@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,9 @@ from kvstore.model.kinds import FullAttention, Recurrent, SlidingWindow
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.testing.prompts import ATTENTION, WINDOWED
+from kvstore.testing.waiting import eventually, soon
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness, unready_harness
-from tests.unit.connector.support import eventually, soon, tokens_of
-
-
-@pytest.fixture
-def at(tmp_path: Path) -> Iterator[SchedulerHarness]:
-    with harness(tmp_path) as made:
-        yield made
+from tests.unit.connector.support import tokens_of
 
 
 def explained(at: SchedulerHarness, request_id: str) -> Mapping[str, Any]:

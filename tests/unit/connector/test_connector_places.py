@@ -16,10 +16,11 @@ from connector.jobs import AuditJob, LoadJob, LoadPiece, StepJobs
 from connector.worker import audit, loader
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.runtime.arena import Arena
+from kvstore.testing.waiting import eventually
 from tests.unit.connector.device_contract import storage
 from tests.unit.connector.rank_harness import SOURCE, TARGET, Make, Rank, ranks_on
 from tests.unit.connector.sharing_ranks import SharingBridge, load, load_prepared, pieces_of, use_streams
-from tests.unit.connector.support import BLOCK, eventually
+from tests.unit.connector.support import BLOCK
 
 
 @pytest.fixture

@@ -24,10 +24,11 @@ from connector.worker import loader
 from kvstore.errors import InvalidRequest
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.runtime.arena import ArenaView
+from kvstore.testing.waiting import eventually
 from tests.unit.connector.device_contract import storage
 from tests.unit.connector.rank_harness import SOURCE, TARGET, Make, Rank, ranks_on
 from tests.unit.connector.sharing_ranks import SharingBridge, load_prepared, pieces_of, use_streams
-from tests.unit.connector.support import MIB, eventually
+from tests.unit.connector.support import MIB
 
 
 class WatchedStreams(InlineStreams):

@@ -17,13 +17,10 @@ from kvstore.api import LeaseId
 from kvstore.errors import Unavailable
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.record import Record
+from kvstore.testing.waiting import eventually
 from tests.unit.connector.device_contract import storage
 from tests.unit.connector.rank_harness import SOURCE, TARGET, Make, Rank
-from tests.unit.connector.support import (
-    LoopBridge,
-    SteeredStore,
-    eventually,
-)
+from tests.unit.connector.support import LoopBridge, SteeredStore
 
 
 def flipped(record: Record) -> Record:

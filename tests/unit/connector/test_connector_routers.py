@@ -31,7 +31,7 @@ def on_the_wire(tier: str, names: str) -> dict[str, Any]:
     event = PageEvent(
         group=0,
         hashes=(b"one", b"two"),
-        medium=parse_media(names, field="event_media")[tier],
+        medium=parse_media(names)[tier],
         tokens=tuple(range(2 * BLOCK)),
         block_tokens=BLOCK,
     )
@@ -132,7 +132,7 @@ def test_a_table_that_says_nothing_is_refused(text: str) -> None:
 
 
 def test_names_change_and_localities_do_not() -> None:
-    assert parse_media("", field="event_media") == MEDIA
-    named = parse_media(" s3 = OBJECT_STORE ,memory=HOST", field="event_media")
+    assert parse_media("") == MEDIA
+    named = parse_media(" s3 = OBJECT_STORE ,memory=HOST")
     assert (named["s3"].name, named["memory"].name, named["redis"]) == ("OBJECT_STORE", "HOST", MEDIA["redis"])
     assert all(named[tier].locality == MEDIA[tier].locality for tier in MEDIA)

@@ -17,11 +17,12 @@ from kvstore.errors import Unavailable
 from kvstore.runtime.arena import Arena
 from kvstore.service.server import Server
 from kvstore.store.tiered import TieredStore
+from kvstore.testing.waiting import eventually, soon
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address
 from tests.unit.connector.rank_harness import SOURCE, TARGET, Make, ranks_on
 from tests.unit.connector.sharing_ranks import SharingBridge, SharingStore
-from tests.unit.connector.support import MIB, SteeredStore, eventually, soon
+from tests.unit.connector.support import MIB, SteeredStore
 
 RECORD_BYTES = 1000
 

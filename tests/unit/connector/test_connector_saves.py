@@ -12,16 +12,11 @@ from connector.facts import GroupFacts
 from connector.jobs import RankReport, StepJobs
 from connector.scheduler.facts import PromptFacts, StateOffer, StepFacts
 from kvstore.errors import InternalError, InvalidRequest, Unavailable, UnsupportedFormat
+from kvstore.testing.waiting import eventually
 from tests.unit.connector.scheduler_harness import BLOCK_BYTES, SchedulerHarness, harness, unready_harness
-from tests.unit.connector.support import FULL, PAGE, STATES, WINDOW, eventually
+from tests.unit.connector.support import FULL, PAGE, STATES, WINDOW
 
 PAGE_BYTES = BLOCK_BYTES * 4
-
-
-@pytest.fixture
-def at(tmp_path: Path) -> Iterator[SchedulerHarness]:
-    with harness(tmp_path) as made:
-        yield made
 
 
 def stops(jobs: StepJobs) -> list[int]:

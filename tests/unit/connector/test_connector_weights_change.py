@@ -10,8 +10,9 @@ import pytest
 
 from connector.identity import describe_namespace
 from kvstore.model.keys import NamespaceId
+from kvstore.testing.waiting import eventually
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import WEIGHTS, eventually
+from tests.unit.connector.support import WEIGHTS
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from kvstore.codec import decode_into, encode, max_payload_bytes
 from kvstore.errors import Unavailable
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.record import Record, seal
+from kvstore.testing.waiting import eventually
 from tests.unit.connector.rank_harness import SOURCE, TARGET, Make, Rank
-from tests.unit.connector.support import LoopBridge, eventually
+from tests.unit.connector.support import LoopBridge
 
 
 def audit_of(rank: Rank) -> StepJobs:

@@ -5,19 +5,7 @@ from __future__ import annotations
 import threading
 
 from kvstore.runtime.events import EventKind, Events
-
-
-class SetClock:
-    """A clock that stands where it was put."""
-
-    def __init__(self) -> None:
-        self.at_ms = 1_000
-
-    def monotonic_s(self) -> float:
-        return self.at_ms / 1000
-
-    def wall_ms(self) -> int:
-        return self.at_ms
+from tests.virtual_time import ManualClock
 
 
 def test_no_kind_pushes_out_another() -> None:
@@ -35,10 +23,10 @@ def test_numbers_grow_whatever_the_clock_does() -> None:
     """Several in a millisecond, and a clock that goes back: each number is larger than the last one. A reader with a
     larger number, from an earlier process, gets all events.
     """
-    clock = SetClock()
+    clock = ManualClock(1.0)
     events = Events(clock)
     for at_ms in (1_000, 1_000, 500, 2_000):
-        clock.at_ms = at_ms
+        clock.now_s = at_ms / 1000
         events.add(EventKind.ADMIN, str(at_ms))
     assert [event.number for event in events.after(0)] == [1_000, 1_001, 1_002, 2_000]
     assert [event.text for event in events.after(1_001)] == ["500", "2000"]

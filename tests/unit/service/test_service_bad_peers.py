@@ -22,6 +22,7 @@ from kvstore.service.listener import Listener
 from kvstore.service.server import Server
 from kvstore.testing.dict_store import DictStore
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.waiting import until
 from kvstore.wire import messages
 from kvstore.wire.address import UnixAddress, parse_address
 from kvstore.wire.frames import pack_head
@@ -300,9 +301,3 @@ async def test_unix_sockets_are_their_users_alone(tmp_path: Path) -> None:
     listener = await Listener.open(UnixAddress(str(deep)), lambda _: asyncio.Protocol(), unauthenticated)
     assert deep.parent.stat().st_mode & 0o777 == 0o700
     await listener.aclose()
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.01)

@@ -23,6 +23,7 @@ from kvstore.service.limits import ServiceLimits, Stall
 from kvstore.service.server import Server
 from kvstore.testing.dict_store import DictStore
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.waiting import soon
 from kvstore.wire import convert, messages
 from kvstore.wire.address import UnixAddress, parse_address
 from kvstore.wire.frames import pack_head
@@ -30,10 +31,6 @@ from kvstore.wire.messages import encode
 
 PAYLOAD_BYTES = 200_000
 RECEIVE_BYTES = 1 << 20
-
-
-def soon() -> Deadline:
-    return Deadline.after(20)
 
 
 class SlowStore(DictStore):

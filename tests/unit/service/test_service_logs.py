@@ -15,7 +15,6 @@ import pytest
 from kvstore.client import connect
 from kvstore.client.connection import ClientOptions, Connection
 from kvstore.errors import InternalError, InvalidRequest, Unavailable
-from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.tracing import NO_REQUEST, RequestContext, request_context
 from kvstore.service.authentication import Credentials
 from kvstore.service.logs import ServiceFormatter, shape_logs
@@ -25,15 +24,12 @@ from kvstore.settings import load_settings
 from kvstore.store.tiered import TieredStore
 from kvstore.store.upkeep.operations import StoreOperations
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.waiting import soon
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address
 from tests.unit.admin.service_harness import open_service, prompt_of
 
 PROMPT = Prompt(ATTENTION, "a", 128, tenant="red")
-
-
-def soon() -> Deadline:
-    return Deadline.after(60.0)
 
 
 class Lines(logging.Handler):

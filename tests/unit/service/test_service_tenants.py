@@ -19,6 +19,7 @@ from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.waiting import soon
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address
 
@@ -30,10 +31,6 @@ def sha256(token: str) -> str:
 
 
 CREDENTIALS = Credentials({sha256("red token"): "red", sha256("red, next token"): "red", sha256("blue token"): "blue"})
-
-
-def soon() -> Deadline:
-    return Deadline.after(5.0)
 
 
 @pytest.fixture(params=["unix", "tcp"])

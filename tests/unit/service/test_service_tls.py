@@ -22,6 +22,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.redis_tls import make_certificate
+from kvstore.testing.waiting import soon
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import TcpAddress, parse_address
 from kvstore.wire.tls import ServerTls
@@ -31,10 +32,6 @@ PROMPT = Prompt(ATTENTION, "a", 128, payload_bytes=3 << 20)
 
 Certificate = tuple[Path, Path]
 Connect = Callable[[ClientTls], RemoteStore]
-
-
-def soon() -> Deadline:
-    return Deadline.after(20.0)
 
 
 @pytest.fixture(scope="module")

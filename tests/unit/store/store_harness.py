@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from kvstore.api import Staged
-from kvstore.runtime.deadline import Deadline
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.faults import FaultyTier
 from kvstore.testing.prompts import Prompt
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import Tier
 from kvstore.tiers.memory import MemoryTier
 
 MIB = 1 << 20
 LIMITS = replace(StoreLimits(), stage_bytes=12 * MIB, backoff_s_min=0.01, backoff_s_max=0.05, drain_timeout_s=0.2)
-
-
-def soon(seconds: float = 10.0) -> Deadline:
-    return Deadline.after(seconds)
 
 
 def slow_tier(name: str) -> FaultyTier:
@@ -53,9 +48,3 @@ async def fill(tier: FaultyTier, prompt: Prompt, *, tokens: list[int] | None = N
 
 async def stage(store: TieredStore, prompt: Prompt, **query: int) -> Staged:
     return await store.stage(prompt.query(**query), deadline=soon())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5.0):
-        while not condition():
-            await asyncio.sleep(0.002)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from store_harness import LIMITS, MIB, slow_tier, soon, stage, until
+from store_harness import LIMITS, MIB, slow_tier, stage
 
 from kvstore.api import Ack, Retention, SaveOutcome
 from kvstore.catalog.coordination import SoleOwnership
@@ -28,24 +28,13 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.dict_pending import DictOwnership, DictPendingLog, LeaseBooks, PendingBooks
 from kvstore.testing.faults import FaultyTier
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
+from kvstore.testing.waiting import soon, until
 from kvstore.tiers.memory import MemoryTier
+from tests.virtual_time import ManualClock
 
 pytestmark = pytest.mark.virtual_time
 
 LEASE_S = 0.06
-
-
-class Clock:
-    """Its time is the test's."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-    def wall_ms(self) -> int:
-        return round(1000 * self.now_s)
 
 
 class AdmissionSetup:
@@ -271,14 +260,14 @@ async def test_generated_tokens_are_brought_with_the_next_turn(world: AdmissionS
 
 
 class TestTheRule:
-    def admission(self, clock: Clock, rule: str = "all") -> ColdAdmission:
+    def admission(self, clock: ManualClock, rule: str = "all") -> ColdAdmission:
         return ColdAdmission(rule, Instruments(clock=clock))
 
     async def test_services_follow_the_owner(self) -> None:
         """Whoever holds the namespace says the rule; when it dies the other one says its own, and without any word
         each follows its own setting.
         """
-        clock, books = Clock(), LeaseBooks()
+        clock, books = ManualClock(), LeaseBooks()
         namespace, lease = NamespaceId(bytes(16)), {NamespaceId(bytes(16)): "retention/cold/00"}
         owner, other = self.admission(clock, "second_sight"), self.admission(clock)
         holds = [DictOwnership(books, lease_s=10.0, clock=clock) for _ in range(2)]
@@ -308,7 +297,7 @@ class TestTheRule:
                 self.num_asked += 1
                 raise Unavailable("nobody answers")
 
-        clock, ownership = Clock(), Silent()
+        clock, ownership = ManualClock(), Silent()
         admission = self.admission(clock)
         for _ in range(40):
             if ownership.num_asked == 0:
@@ -320,7 +309,7 @@ class TestTheRule:
 
     async def test_an_unknown_word_is_not_followed(self) -> None:
         """An owner of another version may announce a rule that this one does not have, or none."""
-        clock, books, namespace = Clock(), LeaseBooks(), NamespaceId(bytes(16))
+        clock, books, namespace = ManualClock(), LeaseBooks(), NamespaceId(bytes(16))
         admission = self.admission(clock, "second_sight")
         for word in ("on_third_sight", "by_size", ""):
             books.held["lease"] = "the owner", clock.now_s + 60, word
@@ -339,7 +328,7 @@ class TestTheRule:
         """Much is seen once, some twice: what is seen once would push out the rest. While there is room all is let in;
         a fixed rule holds always.
         """
-        admission = self.admission(Clock())
+        admission = self.admission(ManualClock())
         choice = PolicyChoice(candidates_of("lru", setting), admission)
         for number in range(2000):
             name = f"often {number // 4 % 30}" if number % 4 == 0 else f"once {number}"
@@ -358,7 +347,7 @@ class TestBounds:
     def test_what_is_remembered_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Names of the last boundaries are kept, older ones forgotten; sightings take four bytes each."""
         monkeypatch.setattr(cold_admission, "_NAMES_MAX", 100)
-        admission = ColdAdmission("second_sight", Instruments(clock=Clock()))
+        admission = ColdAdmission("second_sight", Instruments(clock=ManualClock()))
         for number in range(40):
             for record in Prompt(ATTENTION, f"prompt {number}", 320).records():
                 assert not admission.takes(record)
@@ -374,7 +363,7 @@ class TestBounds:
 
     def test_tenants_do_not_see_each_others_prompts(self) -> None:
         """The same prompt in another namespace is a first sight there."""
-        admission = ColdAdmission("second_sight", Instruments(clock=Clock()))
+        admission = ColdAdmission("second_sight", Instruments(clock=ManualClock()))
         one, other = Prompt(ATTENTION, "a", 320, tenant="one"), Prompt(ATTENTION, "a", 320, tenant="other")
         for prompt in (one, other):
             assert admission.seen(Presence(ATTENTION, prompt.query())) == []

@@ -10,13 +10,10 @@ from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.testing.records import make_key
+from kvstore.testing.waiting import soon
 from tests.virtual_time import ManualClock
 
 KEY, OTHER = make_key(1), make_key(2)
-
-
-def soon() -> Deadline:
-    return Deadline.after(10.0)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from store_harness import slow_tier, soon
+from store_harness import slow_tier
 
 from kvstore.api import Ack, SaveOutcome
 from kvstore.catalog.base import Addition, LeaveReason, Leaving, Removal
@@ -29,22 +29,12 @@ from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.dict_pending import DictPendingLog, PendingBooks
 from kvstore.testing.faults import FaultyTier
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.memory import MemoryTier
+from tests.virtual_time import ShiftedClock
 
 T = TypeVar("T")
-
-
-class SkippingClock:
-    """The system's clock, which a test can set ahead."""
-
-    ahead_s = 0.0
-
-    def monotonic_s(self) -> float:
-        return SYSTEM_CLOCK.monotonic_s() + self.ahead_s
-
-    def wall_ms(self) -> int:
-        return SYSTEM_CLOCK.wall_ms()
 
 
 @dataclass
@@ -57,7 +47,7 @@ class CataloguedStore:
     cold: FaultyTier
     memory: MemoryTier
     store: TieredStore
-    clock: SkippingClock
+    clock: ShiftedClock
 
     async def save(self, prompt: Prompt) -> None:
         await self.store.open_namespace(prompt.description, deadline=soon())
@@ -73,7 +63,7 @@ class CataloguedStore:
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[CataloguedStore]:
-    clock = SkippingClock()
+    clock = ShiftedClock()
     instruments = Instruments(clock)
     catalog = SqliteCatalog(tmp_path / "catalog.db")
     recorder = Recorder(catalog, instruments)
@@ -434,7 +424,7 @@ async def test_changes_that_are_left_at_the_end_mark_it_incomplete() -> None:
     not called complete after them.
     """
     books = CatalogBooks(complete=True)
-    instruments = Instruments(SkippingClock())
+    instruments = Instruments(ShiftedClock())
 
     async def full(what: str, work: Callable[[], T], deadline: Deadline) -> T:
         if what in ("add", "remove"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
-from store_harness import LIMITS, MIB, slow_tier, soon, stage, until
+from store_harness import LIMITS, MIB, slow_tier, stage
 
 from kvstore.api import Ack, Retention, SaveOutcome
 from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals
@@ -24,6 +24,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.faults import FaultyTier
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer
+from kvstore.testing.waiting import soon, until
 from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.memory import MemoryTier
 

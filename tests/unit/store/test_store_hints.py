@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from retention_harness import BOUNDARY_BYTES, LAYOUT, OTHER, open_retained
-from store_harness import MIB, fill, opened, slow_tier, soon, stage, until
+from store_harness import MIB, fill, opened, slow_tier, stage
 
 from kvstore.api import PrefixQuery
 from kvstore.catalog.coordination import LocalMarkBook
@@ -24,6 +24,7 @@ from kvstore.store.retention.policy_choice import PolicyChoice
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.records import NAMESPACE
+from kvstore.testing.waiting import soon, until
 
 
 def ended(prompt: Prompt, request: str = "r1", **wishes: object) -> EndedPrompt:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from store_harness import MIB, fill, opened, slow_tier, soon, stage
+from store_harness import MIB, fill, opened, slow_tier, stage
 
 from kvstore.api import SaveOutcome
 from kvstore.catalog.entry import EntryTable
@@ -19,6 +19,7 @@ from kvstore.store.lookup import CatalogLookup
 from kvstore.store.placement import Presence
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.waiting import soon
 from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.memory import MemoryTier
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from store_harness import LIMITS, MIB, slow_tier, soon, until
+from store_harness import LIMITS, MIB, slow_tier
 
 from kvstore.format.manifest import pack_manifest
 from kvstore.runtime.instruments import Instruments
@@ -14,6 +14,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.faults import FaultyTier
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
+from kvstore.testing.waiting import soon, until
 from kvstore.tiers.memory import MemoryTier
 
 pytestmark = pytest.mark.virtual_time

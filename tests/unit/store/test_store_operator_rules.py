@@ -15,15 +15,11 @@ from kvstore.compose import open_store
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.eviction.holdings import Quota
 from kvstore.model.namespace import NamespaceDescription
-from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.settings import load_settings
 from kvstore.store.retention.operator_rules import OperatorRules
 from kvstore.testing.prompts import ATTENTION, Prompt, describe
-
-
-def soon() -> Deadline:
-    return Deadline.after(60.0)
+from kvstore.testing.waiting import soon
 
 
 def rules_of(folder: Path, quotas: Mapping[str, Quota] | None = None) -> OperatorRules:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Self, TypeVar
 
 import pytest
-from store_harness import LIMITS, MIB, slow_tier, soon, until
+from store_harness import LIMITS, MIB, slow_tier
 
 from kvstore.errors import Unavailable
 from kvstore.runtime.background import Background
@@ -20,6 +20,7 @@ from kvstore.store.limits import StoreLimits
 from kvstore.store.write_back.pending_writes import EntryResult, PendingWrites
 from kvstore.testing.dict_pending import DictPendingLog, PendingBooks
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.waiting import soon, until
 from kvstore.tiers.memory import MemoryTier
 
 pytestmark = pytest.mark.virtual_time

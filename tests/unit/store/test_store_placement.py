@@ -240,7 +240,7 @@ def test_an_array_is_a_map(slices: dict[Probe, int]) -> None:
 def test_presence_and_counts_are_those_of_dictionaries(maps: list[dict[Probe, int]], as_array: list[bool]) -> None:
     """Any mix of dictionaries and arrays gives the answers of dictionaries alone."""
     mixed = [packed(one) if array else one for one, array in zip(maps, as_array, strict=True)]
-    assert groups_present(LAYOUT, BOUNDARIES, mixed) == groups_present(LAYOUT, BOUNDARIES, maps)
+    assert np.array_equal(groups_present(LAYOUT, BOUNDARIES, mixed), groups_present(LAYOUT, BOUNDARIES, maps))
     for group in range(3):
         for indexes in (np.array(listed, dtype=np.intp) for listed in ([], [0, 2], range(BOUNDARIES))):
             assert count_first(LAYOUT, group, indexes, mixed) == count_first(LAYOUT, group, indexes, maps)

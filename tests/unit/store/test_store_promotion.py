@@ -6,13 +6,14 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from store_harness import LIMITS, fill, opened, slow_tier, soon, stage, until
+from store_harness import LIMITS, fill, opened, slow_tier, stage
 
 from kvstore.api import Staged
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.record import seal
 from kvstore.model.layout import Span
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
+from kvstore.testing.waiting import soon, until
 
 pytestmark = pytest.mark.virtual_time
 

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from store_harness import slow_tier, soon
+from store_harness import slow_tier
 
 from kvstore.api import Ack, Outcome
 from kvstore.catalog.base import LeaveReason, Leaving, Removal
 from kvstore.catalog.entry import Level
 from kvstore.cli.status_problems import LATE
 from kvstore.errors import Unavailable
-from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.store.explain.reasons import LEFT, REASONS
@@ -23,7 +22,9 @@ from kvstore.store.recorder import CataloguedTier, Recorder
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.prompts import ATTENTION, Prompt, describe
+from kvstore.testing.waiting import soon
 from kvstore.tiers.memory import MemoryTier
+from tests.virtual_time import ShiftedClock
 
 T = TypeVar("T")
 PROMPT = Prompt(ATTENTION, "a", 64)
@@ -62,24 +63,12 @@ def test_every_word_of_the_connector_is_known() -> None:
     assert told - {"nothing_staged"} <= set(REASONS)
 
 
-class Clock:
-    """The system's clock, ahead by as much as a test wants."""
-
-    ahead_s = 0
-
-    def monotonic_s(self) -> float:
-        return SYSTEM_CLOCK.monotonic_s() + self.ahead_s
-
-    def wall_ms(self) -> int:
-        return SYSTEM_CLOCK.wall_ms() + 1000 * self.ahead_s
-
-
 class ExplainedStore:
     """A store over a tier `redis`, whose server has the catalog too, and a tier `s3`."""
 
     def __init__(self) -> None:
         self.redis, self.s3 = slow_tier("redis"), slow_tier("s3")
-        self.clock = Clock()
+        self.clock = ShiftedClock()
         instruments = Instruments(self.clock)
         self.catalog = DictCatalog(CatalogBooks(complete=True), clock=self.clock, ask=self._ask)
         self.recorder = Recorder(self.catalog, instruments)
@@ -108,6 +97,7 @@ class ExplainedStore:
         """The explanation of a request that comes now and needs the prompt's page."""
         stop = PROMPT.boundary(64)
         self.clock.ahead_s += 60
+        self.clock.date_ahead_s += 60
         self.store.report(Outcome("r", PROMPT.namespace, 64, 64, 0, 0, reason, {}, stop, groups))
         return await self.again()
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import time
 import tracemalloc
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
-from store_harness import fill, slow_tier, soon
+from store_harness import fill, slow_tier
 
 from kvstore.catalog.base import Addition
 from kvstore.catalog.entry import Level
@@ -24,23 +23,12 @@ from kvstore.store.upkeep.reindexing import ReindexReport, reindex_level
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.faults import FaultyTier
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import Entry, Tier
 from kvstore.tiers.memory import MemoryTier
+from tests.virtual_time import ShiftedClock
 
 PROMPT = Prompt(ATTENTION, "a", 640)
-
-
-class Skewed:
-    """A clock that differs from this machine's."""
-
-    def __init__(self, ahead_s: int) -> None:
-        self.ahead_s = ahead_s
-
-    def monotonic_s(self) -> float:
-        return time.monotonic()
-
-    def wall_ms(self) -> int:
-        return int(time.time() * 1000) + self.ahead_s * 1000
 
 
 async def reindex(books: CatalogBooks, tier: Tier, *manifests: Tier) -> ReindexReport:
@@ -81,7 +69,7 @@ class Busy(FaultyTier):
 
     def __init__(self, books: CatalogBooks, ahead_s: int) -> None:
         super().__init__(MemoryTier(16 << 20, name="redis"))
-        self._catalog = DictCatalog(books, clock=Skewed(ahead_s))
+        self._catalog = DictCatalog(books, clock=ShiftedClock(date_ahead_s=ahead_s))
 
     async def tell(self, records: Sequence[Record]) -> None:
         await self._catalog.register(PROMPT.namespace, PROMPT.layout, "", deadline=soon())

@@ -11,19 +11,15 @@ import pytest
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.names import format_name
 from kvstore.model.keys import NamespaceId
-from kvstore.runtime.deadline import Deadline
 from kvstore.store.upkeep.verification import ByteRate, Findings, count_records, verify_tier
 from kvstore.testing.faults import FaultyTier
 from kvstore.testing.records import NAMESPACE, make_key, make_record
+from kvstore.testing.waiting import soon
 from kvstore.tiers.filesystem import FilesystemTier
 from kvstore.tiers.memory import MemoryTier
 
 NUM_RECORDS = 40
 OTHER = NamespaceId(bytes(range(16)))
-
-
-def soon() -> Deadline:
-    return Deadline.after(30)
 
 
 async def filled_directory(root: Path) -> FilesystemTier:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from store_harness import LIMITS, MIB, opened, slow_tier, soon, stage, until
+from store_harness import LIMITS, MIB, opened, slow_tier, stage
 
 from kvstore.api import Ack, Retention, SaveOutcome
 from kvstore.catalog.entry import Level
@@ -15,6 +15,7 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.manifest import parse_manifest
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
+from kvstore.testing.waiting import soon, until
 from kvstore.tiers.filesystem import FilesystemTier
 from kvstore.tiers.memory import MemoryTier
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.format.names import format_name, pack_key, unpack_key
-from kvstore.runtime.deadline import Deadline
 from kvstore.testing.records import make_key, make_record
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import PutOutcome, TierUsage
 from kvstore.tiers.filesystem import FilesystemTier, index
 from kvstore.tiers.filesystem.files import RecordFiles
@@ -22,10 +22,6 @@ from kvstore.tiers.filesystem.index import ENTRY_BYTES, IndexLog, cost_bytes, re
 PAYLOAD_BYTES = 5000
 COST = cost_bytes(make_record(0, PAYLOAD_BYTES).num_bytes)
 BOOT, OTHER_BOOT = b"b" * 16, b"o" * 16
-
-
-def soon() -> Deadline:
-    return Deadline.after(30)
 
 
 async def open_tier(root: Path, num_records: int = 100) -> FilesystemTier:

@@ -14,6 +14,7 @@ from kvstore.errors import KVStoreError, Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.testing.records import make_key, make_record
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.locations import S3Location
 from kvstore.tiers.s3 import S3Tier
@@ -24,11 +25,6 @@ from kvstore.tiers.s3.pacing import Pace, RetryBudget, backoff_s, next_window
 RECORD = make_record(1, 100_000)
 
 Script = Callable[[int, asyncio.StreamReader, asyncio.StreamWriter], AsyncIterator[bytes]]
-
-
-def soon() -> Deadline:
-    """Made when a test needs it: the suite runs longer than any deadline."""
-    return Deadline.after(30)
 
 
 class Endpoint:

@@ -16,6 +16,7 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.names import format_name
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.records import make_key, make_record
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.filesystem import FilesystemTier
 from kvstore.tiers.filesystem.files import RecordFiles
@@ -23,10 +24,6 @@ from kvstore.tiers.filesystem.index import cost_bytes
 
 PAYLOAD_BYTES = 10_000
 COST = cost_bytes(make_record(0, PAYLOAD_BYTES).num_bytes)
-
-
-def soon() -> Deadline:
-    return Deadline.after(30)
 
 
 async def open_tier(root: Path, num_records: int = 100, **options: object) -> FilesystemTier:

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from kvstore.catalog.entry import EntryShape, Level
-from kvstore.model.coverage import longest_resumable
+from kvstore.model.coverage import Numbers, longest_resumable
 from kvstore.model.keys import LINK_TOKENS, Boundary
 from kvstore.model.layout import Layout
 from kvstore.runtime.deadline import Deadline
@@ -21,7 +21,7 @@ from kvstore.service.admin.models import namespace_id
 from kvstore.service.admin.problems import refusals
 from kvstore.service.admin.resources.prompt import ANSWER_S, Prompt, hash_prompt, parse_prompt, read_json
 from kvstore.store.encryption.key_ring import Generation
-from kvstore.store.placement import PackedSlices, SliceMap, groups_present
+from kvstore.store.placement import PackedSlices, SliceMap, boundaries_of, groups_present
 
 router = APIRouter(tags=["lookup"])
 
@@ -125,8 +125,8 @@ async def _read_stored(
     hot, cold = await _read(namespace, named, deadline)
     for generation in generations[1:]:
         others = await _named(boundaries, generation)
-        has_some = {*_indexes(hot), *_indexes(cold)}
-        has_more = {index for held in await _read(namespace, others, deadline) for index in _indexes(held)}
+        has_some = boundaries_of(hot) | boundaries_of(cold)
+        has_more = {index for held in await _read(namespace, others, deadline) for index in boundaries_of(held)}
         if chosen := has_more - has_some:
             named = [others[index] if index in chosen else boundary for index, boundary in enumerate(named)]
             hot, cold = await _read(namespace, named, deadline)
@@ -162,7 +162,7 @@ async def _found(
 ) -> PromptFound:
     tiers_at: dict[int, list[str]] = {}
     for name, held in maps.items():
-        for index in _indexes(held):
+        for index in boundaries_of(held):
             tiers_at.setdefault(index, []).append(name)
     bits = groups_present(layout, len(boundaries), list(maps.values()))
     everything = (1 << len(layout.groups)) - 1
@@ -171,7 +171,7 @@ async def _found(
     groups = []
     for group, one in enumerate(layout.groups):
         await asyncio.sleep(0)
-        alone = [mask >> group & 1 for mask in bits[:reach]]
+        alone = bits[:reach] >> group & 1
         resume = _resumable(Layout(layout.page_tokens, (one,)), tokens[:reach], alone)
         lacks = None if one.is_state else _next_index(resume, layout.page_tokens, len(boundaries))
         next_tokens, missing = None, []
@@ -198,22 +198,14 @@ async def _found(
                 tokens=tokens[index],
                 prefix=boundaries[index].prefix.hex(),
                 tiers=tiers_at[index],
-                is_whole=bits[index] == everything,
+                is_whole=bool(bits[index] == everything),
             )
             for index in sorted(tiers_at)[:_LISTED_MAX]
         ],
     )
 
 
-def _indexes(held: SliceMap) -> list[int]:
-    """Indexes of boundaries that have a slice, ascending."""
-    if isinstance(held, PackedSlices):
-        found: list[int] = np.flatnonzero(held.rows.any(axis=1)).tolist()
-        return found
-    return sorted({index for index, _ in held})
-
-
-def _resumable(layout: Layout, tokens: Sequence[int], bits: Sequence[int]) -> int:
+def _resumable(layout: Layout, tokens: Sequence[int], bits: Numbers) -> int:
     cap = tokens[-1] if tokens else 0
     return longest_resumable(layout, tokens, bits, local_tokens=0, cap_tokens=cap, step_tokens=LINK_TOKENS)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.model.keys import NamespaceId
+from kvstore.model.namespace import NamespaceNotOpen
+from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.context import AdminContext
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, shown_tenant
 from kvstore.service.admin.problems import Refused
@@ -65,7 +68,9 @@ Matches = dict[str, dict[str, InstanceMatch]]
 
 
 Question = TypeVar("Question", bound=Asked)
-Target = TypeVar("Target", bound=Hashable)
+Points = TypeVar("Points", bound=Hashable)
+"""Where an engine resumes. Engines that agree in it and in their namespace have one answer: the pair is their target.
+"""
 
 
 def body_of(model: type[Asked]) -> dict[str, object]:
@@ -110,25 +115,65 @@ async def parse_questions(
 
 
 def engines_asked(
-    context: AdminContext, grant: Grant, question: Asked, target_of: Callable[[ConnectedEngine], Target]
-) -> list[tuple[ConnectedEngine, Target]]:
-    """The engines that a question is about and that the token may see, each with what its answer depends on, of each
-    tenant for at most `_TARGETS_MAX` different ones.
+    context: AdminContext, grant: Grant, question: Asked, points_of: Callable[[ConnectedEngine], Points]
+) -> list[tuple[ConnectedEngine, tuple[NamespaceId, Points]]]:
+    """The engines that a question is about and that the token may see, each with its target, of each tenant for at most
+    `_TARGETS_MAX` different ones.
     """
-    asked: list[tuple[ConnectedEngine, Target]] = []
-    targets: dict[str, set[Target]] = defaultdict(set)  # by tenant
+    asked: list[tuple[ConnectedEngine, tuple[NamespaceId, Points]]] = []
+    targets: dict[str, set[tuple[NamespaceId, Points]]] = defaultdict(set)  # by tenant
     for engine in context.engines(grant, plain_text(question.model), question.tenant_id):
         if question.instance_id not in (None, engine.instance.name):
             continue
-        target, others = target_of(engine), targets[engine.tenant]
+        target, others = (engine.namespace, points_of(engine)), targets[engine.tenant]
         if target in others or len(others) < _TARGETS_MAX:
             others.add(target)
             asked.append((engine, target))
     return asked
 
 
+async def reaches_of(
+    context: AdminContext,
+    targets: Iterable[tuple[NamespaceId, Points]],
+    work_of: Callable[[NamespaceId, Sequence[Points]], Callable[[Deadline], Coroutine[Any, Any, list[Reach] | None]]],
+    deadline: Deadline,
+) -> tuple[dict[tuple[NamespaceId, Points], Reach], set[NamespaceId]]:
+    """How far the engines of each target would resume; without namespaces that the store has closed, because they were
+    not used for long. Their engines open them again at their next lookup.
+
+    Args:
+        work_of: For a namespace and points in it, what asks the store on its loop; its answer has a reach for each
+            point, or is `None`: nothing can be said of this namespace.
+
+    Returns:
+        The reaches, and the namespaces of which nothing can be said.
+
+    Raises:
+        Unavailable: The deadline of all questions has passed.
+    """
+    of_namespace: dict[NamespaceId, list[Points]] = defaultdict(list)
+    for namespace, points in targets:
+        of_namespace[namespace].append(points)
+    reaches, unknown = dict[tuple[NamespaceId, Points], Reach](), set[NamespaceId]()
+    for namespace, some in of_namespace.items():
+        work = work_of(namespace, some)
+        if deadline.expired:  # not passed on: a call that is cut short would make engines' lookups avoid the catalog
+            raise Unavailable("the answer takes too long: ask about fewer prompts or engines at a time")
+        try:
+            found = await context.data_loop.call(work)
+        except NamespaceNotOpen:
+            continue
+        if found is None:
+            unknown.add(namespace)
+        else:
+            reaches |= {(namespace, points): reach for points, reach in zip(some, found, strict=True)}
+    return reaches, unknown
+
+
 def matches_of(
-    asked: Sequence[tuple[ConnectedEngine, Target]], reaches: Mapping[Target, Reach], question: Asked
+    asked: Sequence[tuple[ConnectedEngine, tuple[NamespaceId, Points]]],
+    reaches: Mapping[tuple[NamespaceId, Points], Reach],
+    question: Asked,
 ) -> Matches:
     """The answer to a question. Engines of targets without a reach are left out."""
     ranks: dict[tuple[str, str], list[tuple[ConnectedEngine, Reach]]] = defaultdict(list)

@@ -220,7 +220,8 @@ async def _plan(context: AdminContext, namespace: Namespace, pieces: _Pieces, is
         named, held = await read_slices(context, namespace, boundaries, deadline)
         if not named:  # the tenant has no key
             return [0] * len(boundaries)
-        return groups_present(layout, len(named), list(held.values()))
+        present: list[int] = groups_present(layout, len(named), list(held.values())).tolist()
+        return present
 
     order = pieces.order
     usual, shares = context.document_uses.note(
@@ -282,7 +283,7 @@ class _StoredPrompt:
             named, held = await read_slices(self._context, self._namespace, piece, deadline)
             maps, masks = list(held.values()), [0] * len(named)
             for number, name in enumerate(held, 1):
-                masks = groups_present(layout, len(named), maps[:number])
+                masks = groups_present(layout, len(named), maps[:number]).tolist()
                 bits.setdefault(name, []).extend(masks)
             self._boundaries += named
             ends = (mask for one, mask in zip(named, masks, strict=True) if one.tokens % layout.page_tokens == 0)

@@ -5,18 +5,17 @@ Request and answer have the shape of the indexer API that Mooncake proposed (RFC
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from math import gcd
+from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field
 
 from kvstore.api import PrefixQuery
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.errors import InvalidRequest
 from kvstore.model.keys import Boundary, NamespaceId
-from kvstore.model.namespace import NamespaceNotOpen
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.access import Reader
 from kvstore.service.admin.context import AdminContext, Context
@@ -30,6 +29,7 @@ from kvstore.service.admin.resources.matches import (
     engines_asked,
     matches_of,
     parse_questions,
+    reaches_of,
 )
 from kvstore.service.admin.resources.prompt import ANSWER_S, TOKEN_IDS, TOKENS_MAX, hash_prompt, read_json
 from kvstore.service.authentication import Grant
@@ -77,14 +77,6 @@ def _refuse_adapter(question: Question, where: Sequence[int]) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """What the reach of a prompt depends on; engines that agree in it have one answer."""
-
-    namespace: NamespaceId
-    points: ResumePoints
-
-
 async def _answer(
     context: AdminContext,
     grant: Grant,
@@ -92,51 +84,23 @@ async def _answer(
     token_ids: Sequence[int],
     deadline: Deadline,
 ) -> Matches:
-    def target_of(engine: ConnectedEngine) -> _Target:
-        instance = engine.instance
-        points = ResumePoints(instance.step_tokens, instance.cap_tokens(len(token_ids)))
-        return _Target(engine.namespace, points)
+    def points_of(engine: ConnectedEngine) -> ResumePoints:
+        return ResumePoints(engine.instance.step_tokens, engine.instance.cap_tokens(len(token_ids)))
 
-    asked = engines_asked(context, grant, question, target_of)
+    asked = engines_asked(context, grant, question, points_of)
     targets = {target for _, target in asked}
-    step_tokens = gcd(*(target.points.step_tokens for target in targets))
-    recall = context.known_pieces.of(grant.tenant)
-    hashed = await hash_prompt(token_ids, question.cache_salt, step_tokens, recall) if targets else []
-    reaches = await _reaches(context, targets, hashed, deadline)
-    return matches_of(asked, reaches, question)
+    recall, hashed = context.known_pieces.of(grant.tenant), list[Boundary]()
+    if targets:
+        step_tokens = gcd(*(points.step_tokens for _, points in targets))
+        hashed = await hash_prompt(token_ids, question.cache_salt, step_tokens, recall)
 
-
-async def _reaches(
-    context: AdminContext, targets: set[_Target], hashed: Sequence[Boundary], deadline: Deadline
-) -> dict[_Target, Reach]:
-    """How far the prompt can be resumed; without namespaces that the store has closed, because they were not used for
-    long. Their engines open them again at their next lookup.
-
-    Args:
-        hashed: The prompt's boundaries at every step of a target.
-
-    Raises:
-        Unavailable: The deadline of all questions has passed.
-    """
-    of_namespace: dict[NamespaceId, list[ResumePoints]] = defaultdict(list)
-    for target in targets:
-        of_namespace[target.namespace].append(target.points)
-    store, reaches = context.service.store, dict[_Target, Reach]()
-    for namespace, points in of_namespace.items():
+    def work_of(
+        namespace: NamespaceId, points: Sequence[ResumePoints]
+    ) -> Callable[[Deadline], Coroutine[Any, Any, list[Reach]]]:
         step_tokens = gcd(*(one.step_tokens for one in points))
         boundaries = tuple(boundary for boundary in hashed if boundary.tokens % step_tokens == 0)
         prompt = PrefixQuery(namespace, boundaries, 0, max(one.cap_tokens for one in points), step_tokens)
+        return lambda soon: context.service.store.reaches(prompt, points, deadline=soon)
 
-        async def reach(
-            soon: Deadline, prompt: PrefixQuery = prompt, points: Sequence[ResumePoints] = points
-        ) -> list[Reach]:
-            return await store.reaches(prompt, points, deadline=soon)
-
-        if deadline.expired:  # not passed on: a call that is cut short would make engines' lookups avoid the catalog
-            raise Unavailable("the answer takes too long: ask about fewer prompts or engines at a time")
-        try:
-            found = await context.data_loop.call(reach)
-        except NamespaceNotOpen:
-            continue
-        reaches |= {_Target(namespace, one): far for one, far in zip(points, found, strict=True)}
-    return reaches
+    reaches, _ = await reaches_of(context, targets, work_of, deadline)
+    return matches_of(asked, reaches, question)

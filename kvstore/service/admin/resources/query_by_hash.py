@@ -10,17 +10,14 @@ import binascii
 import json
 import re
 from base64 import b64decode
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.errors import InvalidRequest
 from kvstore.model.keys import LINK_TOKENS, NamespaceId
-from kvstore.model.namespace import NamespaceNotOpen
 from kvstore.model.page_blocks import NUMBER_BYTES
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.access import Reader
@@ -34,6 +31,7 @@ from kvstore.service.admin.resources.matches import (
     engines_asked,
     matches_of,
     parse_questions,
+    reaches_of,
 )
 from kvstore.service.admin.resources.prompt import ANSWER_S, TOKENS_MAX, LongList, read_json
 from kvstore.service.authentication import Grant
@@ -150,69 +148,30 @@ async def query_by_hash(context: Context, grant: Reader, request: Request) -> Ma
     return answers if is_list else answers[0]
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """What the reach of a prompt depends on; engines that agree in it have one answer."""
-
-    namespace: NamespaceId
-    step_tokens: int
-
-
 async def _answer(
     context: AdminContext, grant: Grant, question: HashQuestion, hashes: Sequence[bytes], deadline: Deadline
 ) -> Matches:
-    asked = engines_asked(
-        context, grant, question, lambda engine: _Target(engine.namespace, engine.instance.step_tokens)
-    )
+    asked = engines_asked(context, grant, question, lambda engine: engine.instance.step_tokens)
+    targets = {target for _, target in asked}
     naming = {engine.namespace for engine, _ in asked if engine.instance.names_blocks}
-    reaches = await _reaches(context, {target for _, target in asked}, naming, hashes, deadline)
-    if asked and reaches is None:
+    store = context.service.store
+
+    def work_of(
+        namespace: NamespaceId, steps: Sequence[int]
+    ) -> Callable[[Deadline], Coroutine[Any, Any, list[Reach] | None]]:
+        async def work(soon: Deadline) -> list[Reach] | None:
+            if namespace not in naming and not store.knows_blocks(namespace):
+                return None
+            return await store.reaches_by_blocks(namespace, hashes, steps, deadline=soon)
+
+        return work
+
+    reaches, unknown = await reaches_of(context, targets, work_of, deadline)
+    if asked and unknown == {namespace for namespace, _ in targets}:
         raise Refused(
             409,
             "no engine of this model names its pages' blocks",
             field="name_blocks",
             expected='"name_blocks": "hashes" in the `kv_connector_extra_config` of the engines',
         )
-    return matches_of(asked, reaches or {}, question)
-
-
-async def _reaches(
-    context: AdminContext,
-    targets: set[_Target],
-    naming: set[NamespaceId],
-    hashes: Sequence[bytes],
-    deadline: Deadline,
-) -> dict[_Target, Reach] | None:
-    """How far the blocks can be resumed, without namespaces that the store has closed and those in which no engine
-    names blocks; `None`: there are only such.
-
-    Args:
-        naming: Namespaces of engines that say that they name blocks.
-
-    Raises:
-        Unavailable: The deadline of all questions has passed.
-    """
-    of_namespace: dict[NamespaceId, list[int]] = defaultdict(list)
-    for target in targets:
-        of_namespace[target.namespace].append(target.step_tokens)
-    store, reaches, is_known = context.service.store, dict[_Target, Reach](), False
-    for namespace, steps in of_namespace.items():
-
-        async def reach(
-            soon: Deadline, namespace: NamespaceId = namespace, steps: Sequence[int] = steps
-        ) -> list[Reach] | None:
-            if namespace not in naming and not store.knows_blocks(namespace):
-                return None
-            return await store.reaches_by_blocks(namespace, hashes, steps, deadline=soon)
-
-        if deadline.expired:  # not passed on: a call that is cut short would make engines' lookups avoid the catalog
-            raise Unavailable("the answer takes too long: ask about fewer prompts or engines at a time")
-        try:
-            found = await context.data_loop.call(reach)
-        except NamespaceNotOpen:
-            is_known = True
-            continue
-        if found is not None:
-            is_known = True
-            reaches |= {_Target(namespace, step): far for step, far in zip(steps, found, strict=True)}
-    return reaches if is_known else None
+    return matches_of(asked, reaches, question)

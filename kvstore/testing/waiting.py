@@ -1,0 +1,45 @@
+"""How long tests and benchmarks wait: for calls, and for what happens by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvstore.runtime.deadline import Deadline
+
+T = TypeVar("T")
+
+_PATIENCE_S = 60.0
+"""Time enough for anything, also on a busy machine."""
+
+
+def soon(seconds: float = _PATIENCE_S) -> Deadline:
+    """The deadline of a call that is to succeed."""
+    return Deadline.after(seconds)
+
+
+def eventually(condition: Callable[[], T], seconds: float = _PATIENCE_S) -> T:
+    """Wait for a condition to become true, and return its value.
+
+    Raises:
+        AssertionError: It has not in time.
+    """
+    ends_s, pause_s = time.monotonic() + seconds, 0.001
+    while not (value := condition()):
+        assert time.monotonic() < ends_s, f"it did not happen within {seconds} s"
+        time.sleep(pause_s)
+        pause_s = min(0.05, 1.2 * pause_s)
+    return value
+
+
+async def until(condition: Callable[[], object], seconds: float = _PATIENCE_S) -> None:
+    """Wait for a condition to become true, on the event loop.
+
+    Raises:
+        TimeoutError: It has not in time.
+    """
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.002)
