@@ -23,8 +23,9 @@ pytestmark = pytest.mark.engine
 
 REQUESTS, IN_FLIGHT, WARM_UP = 300, 32, 60
 RESETS = range(150, 5000, 300)
-POOLS = {"codec": 8, "uvloop": 72, "arrivals": 1, "arena-warmer": 2}
-"""Threads that come when there is work for them, by the start of their names, and how many there may be."""
+POOLS = {"codec": 8, "kvstore-client": 2 * 33, "arrivals": 1, "arena-warmer": 2}
+"""Threads that come when there is work for them, by the start of their names, and how many there may be. Each of the
+two clients has its loop's thread, and a pool that hashes prompts: at most 32, as Python's executors have."""
 
 MODELS = ["llama", *(pytest.param(model, marks=pytest.mark.full) for model in ("gemma3", "qwen3next"))]
 """A soak takes minutes: one model in `make test`, all in `make test-full`."""
