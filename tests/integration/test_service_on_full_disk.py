@@ -34,6 +34,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.settings import load_settings
 from kvstore.store.upkeep import reindexing
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.waiting import soon
 
 reindexing._REST_S = 0.5
 
