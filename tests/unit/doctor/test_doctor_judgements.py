@@ -13,7 +13,7 @@ from connector.vllm.contract import TESTED_RELEASES
 from kvstore.doctor.check import Finding, Verdict, run_checks
 from kvstore.doctor.directory import DirectoryFacts, judge_access, judge_medium, judge_space, medium_of
 from kvstore.doctor.engines import DOORS, engine_check, judge_engine, judge_interface, judge_offloading_room
-from kvstore.doctor.gpu import gpu_check, judge_gpu
+from kvstore.doctor.gpu import gpu_check, judge_failure, judge_gpu
 from kvstore.doctor.machine import MachineFacts, judge_clock, judge_memlock, judge_memory, judge_shared_memory
 from kvstore.doctor.namespaces import differences, judge_namespaces
 from kvstore.doctor.redis import REDIS_NAMES, judge_redis, judge_refusal
@@ -115,9 +115,16 @@ def test_the_gpu_of_this_environment_is_examined() -> None:
 
 
 def test_a_gpu_that_is_examined_for_too_long() -> None:
-    """The process ends with the check, which says how to give it more time."""
+    """The process ends with the check, which says how to give it more time, and fails nothing."""
     (found,) = run_checks([gpu_check()], timeout_s=0.1)
-    check(found, FAILED, "", "--timeout 60")
+    check(found, WARNING, "not tried in time", "--timeout 60")
+
+
+def test_a_gpu_that_cannot_be_examined() -> None:
+    """Without torch this is not the engine's Python; any other error is shown by its last line."""
+    check(judge_failure("Traceback\nModuleNotFoundError: No module named 'torch'\n"), SKIPPED, "not installed")
+    check(judge_failure("Traceback\nRuntimeError: CUDA driver\n"), FAILED, "CUDA driver", "python -m connector.device")
+    check(judge_failure(""), FAILED, "no word")
 
 
 def test_versions() -> None:
