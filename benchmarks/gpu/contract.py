@@ -158,7 +158,9 @@ def _copy(
 ) -> bool:
     """Gather all slices, compare each with the reference, and scatter them, each in two parts."""
     page_bytes = group.plan.decoded_bytes(len(sources))
-    device = StreamDevice(kit.streams, ring_bytes=len(group.slices) * page_bytes, page_bytes_max=page_bytes)
+    device = StreamDevice(
+        kit.streams, ring_bytes=len(group.slices) * page_bytes, page_bytes_max=page_bytes, kernels=kit.kernels
+    )
     copier = device.copier(group.layers, [0] * len(group.layers), group.layout.element_bytes)
     host = device.host_memory(len(group.slices) * page_bytes).split(page_bytes)
     pages = [

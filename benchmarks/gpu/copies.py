@@ -80,7 +80,7 @@ class Pages:
         plan = AttentionPages(grid=HeadGrid(num_heads, num_heads), first_slice=0, layers=[geometry] * num_layers)
         self.num_bytes = num_spans * num_heads * self.page_bytes
         self.device: Device = device or StreamDevice(
-            kit.streams, ring_bytes=self.num_bytes, page_bytes_max=self.page_bytes
+            kit.streams, ring_bytes=self.num_bytes, page_bytes_max=self.page_bytes, kernels=kit.kernels
         )
         self.copier: BlockCopier = self.device.copier(self.layers, [0] * num_layers, 2)
         # an engine that has run for a while hands out its blocks in no order

@@ -8,14 +8,18 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from connector.device.streams import DONE, CudaStreams, Event, Stream, Streams
 from kvstore.errors import InvalidRequest
+
+if TYPE_CHECKING:  # it needs Triton
+    from connector.device.kernels import DeviceKernels
 
 __all__ = ["GB", "WORD", "InlineStream", "InlineStreams", "Kit"]
 
@@ -44,6 +48,18 @@ class Kit:
     @property
     def device(self) -> torch.device:
         return self.streams.device
+
+    @cached_property
+    def kernels(self) -> type[DeviceKernels] | None:
+        """What an engine lets the GPU do itself; `None` on host memory, and where a package for it is missing."""
+        if not self.is_gpu:
+            return None
+        try:
+            from connector.device.kernels import device_kernels
+        except ImportError as missing:
+            self.progress(f"without kernels: {missing}")
+            return None
+        return device_kernels(self.streams)
 
     def sized(self, gpu: Value, host: Value) -> Value:
         """The size for a GPU, or a small one."""
@@ -158,6 +174,9 @@ class InlineStreams:
             ) from error
 
     host_arena = host_memory
+
+    def copy_in(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        torch._foreach_copy_(list(targets), list(sources))
 
     def register(self, address: int, num_bytes: int) -> None:
         """Nothing: it is host memory that is read."""

@@ -9,10 +9,11 @@ streams sleep at random before each piece of work, also with the fence left out:
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from connector.canonical.runs import BlockRun
 from connector.device.base import Fence, PageGather, PageScatter, SharedRecord, Ticket
 from connector.device.gpu import StreamCopier, StreamDevice
 from connector.device.streams import Event, Stream, Streams
+
+if TYPE_CHECKING:  # it needs Triton
+    from connector.device.kernels import DeviceKernels
 
 __all__ = ["BLOCK_BYTES", "NUM_BLOCKS", "NUM_LAYERS", "PAGE_BLOCKS", "Engine", "SleepyStreams", "WrongBytes", "run"]
 
@@ -79,6 +83,7 @@ class Engine:
         *,
         element_bytes: int = 2,
         block_bytes: int = BLOCK_BYTES,
+        kernels: type[DeviceKernels] | None = None,
     ) -> None:
         self.computing = streams.compute()
         self.random = random.Random(f"engine {seed}")
@@ -87,7 +92,7 @@ class Engine:
         self.page_bytes = NUM_LAYERS * PAGE_BLOCKS * block_bytes
         self.memory = torch.zeros((NUM_LAYERS, NUM_BLOCKS, block_bytes), dtype=torch.uint8, device=streams.device)
         self.device = StreamDevice(
-            streams, ring_bytes=2 * self.page_bytes, page_bytes_max=self.page_bytes, unit_bytes_min=1
+            streams, ring_bytes=2 * self.page_bytes, page_bytes_max=self.page_bytes, unit_bytes_min=1, kernels=kernels
         )
         self.copier: StreamCopier = self.device.copier(list(self.memory), [0] * NUM_LAYERS, element_bytes)
         self.width = self.copier.plane_width
@@ -259,6 +264,9 @@ class SleepyStreams:
     def host_arena(self, num_bytes: int) -> torch.Tensor:
         return self._kit.streams.host_arena(num_bytes)
 
+    def copy_in(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        self._kit.streams.copy_in(targets, sources)
+
     def register(self, address: int, num_bytes: int) -> None:
         self._kit.streams.register(address, num_bytes)
 
@@ -329,5 +337,9 @@ def run(kit: Kit) -> None:
 @contextmanager
 def _engine(kit: Kit, seed: int) -> Iterator[tuple[Engine, SleepyStreams]]:
     streams = SleepyStreams(kit, seed)
-    yield Engine(seed, streams, kit.settle, element_bytes=(1, 2, 4)[seed % 3], block_bytes=4096), streams
+    element_bytes = (1, 2, 4)[seed % 3]
+    yield (
+        Engine(seed, streams, kit.settle, element_bytes=element_bytes, block_bytes=4096, kernels=kit.kernels),
+        streams,
+    )
     kit.settle()

@@ -14,7 +14,7 @@ from connector.device.streams import CudaStreams
 from kvstore.errors import InvalidRequest
 
 if TYPE_CHECKING:  # it needs Triton
-    from connector.device.kernels import RecordKernels
+    from connector.device.kernels import DeviceKernels
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
@@ -39,11 +39,11 @@ def open_device(where: torch.device, *, ring_bytes: int, page_bytes_max: int) ->
     return StreamDevice(streams, ring_bytes=ring_bytes, page_bytes_max=page_bytes_max, kernels=_kernels(streams))
 
 
-def _kernels(streams: CudaStreams) -> type[RecordKernels] | None:
+def _kernels(streams: CudaStreams) -> type[DeviceKernels] | None:
     try:
-        from connector.device.kernels import record_kernels
+        from connector.device.kernels import device_kernels
 
-        return record_kernels(streams)
+        return device_kernels(streams)
     except Exception as error:  # noqa: BLE001 - of Triton, of the compiler that it calls, or of the GPU
         reason = next(iter(str(error).splitlines()), "")
         _log.warning("kvstore: the processor verifies records, not the GPU: %s: %s", type(error).__name__, reason)

@@ -31,6 +31,7 @@ from connector.device.rows import (
     gather_rows,
     pack_indexes,
     plan_rows,
+    scatter_rows,
     split_planes,
 )
 from connector.device.streams import Event, Streams
@@ -38,7 +39,7 @@ from kvstore.errors import InternalError, InvalidRequest
 from kvstore.runtime.arena import ArenaView
 
 if TYPE_CHECKING:  # it needs Triton
-    from connector.device.kernels import RecordKernels
+    from connector.device.kernels import DeviceKernels
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
@@ -65,7 +66,7 @@ class StreamDevice:
         page_bytes_max: Size of the largest page.
         unit_bytes_min: A layout whose rows are smaller is refused: their indexes would take more than an eighth of a
             page's bytes on the GPU and on the way there, and copies of single rows are slow.
-        kernels: Verify and decode records on this device, if it can.
+        kernels: What this device does itself, if it can: verify and decode records, copy rows.
 
     Attributes:
         device_bytes: GPU memory that it has taken.
@@ -85,7 +86,7 @@ class StreamDevice:
         ring_bytes: int,
         page_bytes_max: int,
         unit_bytes_min: int = _UNIT_BYTES_MIN,
-        kernels: type[RecordKernels] | None = None,
+        kernels: type[DeviceKernels] | None = None,
     ) -> None:
         self._streams = streams
         self.unit_bytes_min = unit_bytes_min
@@ -99,7 +100,7 @@ class StreamDevice:
         lane_bytes = max(2 * page_bytes, min(_LANE_BYTES, LANE_PAGES * page_bytes))
         self.batch_bytes = lane_bytes
         self.registered = RegisteredMemory(streams)
-        self._kernels = kernels
+        self.kernels = kernels
         self.placer = Placer(
             [Lane(streams, lane_bytes, kernels(streams, lane_bytes) if kernels else None) for _ in range(_NUM_LANES)]
         )
@@ -161,10 +162,10 @@ class StreamDevice:
     batches_at_once = _NUM_LANES
 
     def verifies(self, num_bytes: int) -> bool:
-        return self._kernels is not None and self._kernels.fits(num_bytes)
+        return self.kernels is not None and self.kernels.fits(num_bytes)
 
     def decodes_tiles(self, decoded_bytes: int) -> bool:
-        return self._kernels is not None and decoded_bytes % _TILES_ALIGN_BYTES == 0
+        return self.kernels is not None and decoded_bytes % _TILES_ALIGN_BYTES == 0
 
     def adopt(self, view: ArenaView | None) -> None:
         self.registered.adopt(view)
@@ -247,9 +248,22 @@ class StreamCopier:
             )
             for plans in shapes
         ]
-        return self._device.gather(
-            partial(_gather, self.memory, indexes), [page.target for page, _ in batch], self.plane_width
-        )
+        return self._device.gather(partial(self._gather, indexes), [page.target for page, _ in batch], self.plane_width)
+
+    @torch.inference_mode()
+    def _gather(self, indexes: Sequence[RowIndexes], slot: torch.Tensor) -> None:
+        for index in indexes:
+            if (kernels := self._device.kernels) is not None and kernels.copies(index.unit_bytes):
+                kernels.copy_rows(self.memory, index, slot, to_cache=False)
+            else:
+                gather_rows(self.memory, index, slot)
+
+    def scatter(self, indexes: RowIndexes, pages: torch.Tensor) -> None:
+        """As `Cache` in `lanes.py` has it."""
+        if (kernels := self._device.kernels) is not None and kernels.copies(indexes.unit_bytes):
+            kernels.copy_rows(self.memory, indexes, pages, to_cache=True)
+        else:
+            scatter_rows(self.memory, indexes, pages)
 
     def scatter_all(self, pages: Sequence[PageScatter], after: Fence) -> None:
         planned = []
@@ -291,12 +305,6 @@ class Ring:
     def fill(self, start: int, num_bytes: int, until: Event) -> None:
         """Mark the stretch that `take` returned last as used until the event is done."""
         self._slots.append((start, aligned(start + num_bytes), until))
-
-
-@torch.inference_mode()
-def _gather(cache: torch.Tensor, indexes: Sequence[RowIndexes], slot: torch.Tensor) -> None:
-    for index in indexes:
-        gather_rows(cache, index, slot)
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""What a GPU does with records itself: it verifies digests and decodes tiles. Imported where Triton works only."""
+"""What a GPU does itself: it verifies digests, decodes tiles and copies rows. Imported where Triton works only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from xxhash import xxh3_128_digest
 
-from connector.device import tiles
+from connector.canonical.runs import BlockRun
+from connector.device import row_kernels, tiles
 from connector.device.checksums import DigestCheck
+from connector.device.rows import CacheGeometry, pack_indexes, plan_rows, scatter_rows
 from connector.device.streams import Streams
 from kvstore.codec import TILES, encode
 from kvstore.codec.tiles import TilesHead, read_head
@@ -21,10 +23,11 @@ _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its han
 
 _DIGEST_SIZES = (4096, 4104, 5112, 5120, 6208, 40_960, 99_992)
 _TILES_BYTES = 100_000
+_ROW_PAGE_BYTES = 864
 
 
-class RecordKernels:
-    """Verifies and decodes the records of one lane. A call's work is done before the next call.
+class DeviceKernels:
+    """Verifies and decodes the records of one lane. A call's work is done before the next call. Copies rows, for any.
 
     Args:
         streams: Of the device.
@@ -35,6 +38,8 @@ class RecordKernels:
     """
 
     fits = DigestCheck.fits
+    copies = staticmethod(row_kernels.copies)
+    copy_rows = staticmethod(row_kernels.copy_rows)
 
     def __init__(self, streams: Streams, num_bytes: int) -> None:
         self._digests = DigestCheck(streams, num_bytes)
@@ -72,7 +77,7 @@ class RecordKernels:
         return int(self._read_back)
 
 
-def record_kernels(streams: Streams) -> type[RecordKernels]:
+def device_kernels(streams: Streams) -> type[DeviceKernels]:
     """The kernels, compiled and tried on this device.
 
     Raises:
@@ -80,8 +85,9 @@ def record_kernels(streams: Streams) -> type[RecordKernels]:
     """
     _check_digests(streams)
     _check_tiles(streams)
-    _log.info("kvstore: the GPU verifies records in the service's memory, and decodes tiles")
-    return RecordKernels
+    _check_rows(streams)
+    _log.info("kvstore: the GPU verifies records in the service's memory, decodes tiles and copies rows by kernels")
+    return DeviceKernels
 
 
 def _check_digests(streams: Streams) -> None:
@@ -117,6 +123,35 @@ def _check_tiles(streams: Streams) -> None:
         raise InvalidRequest("the GPU finds no damage", expected=1, seen=seen)
 
 
+def _check_rows(streams: Streams) -> None:
+    """Two pages of two runs in three blocks, whose pieces lie apart, to the cache and back."""
+    geometry = CacheGeometry((0, 4096), (1024, 1024), (0, 1))
+    runs = [BlockRun(0, 64, 72, 0, 144, 2, 200, 72), BlockRun(1, 8, 144, 432, 144)]
+    plans = plan_rows(geometry, runs, _ROW_PAGE_BYTES)
+    generator = torch.Generator().manual_seed(1)
+    pages = torch.randint(0, 256, (2 * _ROW_PAGE_BYTES,), dtype=torch.uint8, generator=generator)
+    ids = [[[2, 0, 3], [1, 3, 0]], [[1, 4, 5], [5, 2, 4]]]
+    indexes = [pack_indexes([plan] * 2, ids, is_alone=len(plans) == 1, allocate=streams.host_memory) for plan in plans]
+    caches = [streams.device_memory(1 << 14) for _ in range(2)]
+    placed, read = streams.device_memory(pages.numel()), streams.device_memory(pages.numel())
+    stream = streams.side()
+
+    @torch.inference_mode()
+    def work() -> None:
+        placed.copy_(pages)
+        for cache in caches:
+            cache.zero_()
+        for index in indexes:
+            scatter_rows(caches[0], index, placed)
+            row_kernels.copy_rows(caches[1], index, placed, to_cache=True)
+            row_kernels.copy_rows(caches[1], index, read, to_cache=False)
+
+    stream.run(work)
+    stream.settle()
+    if not torch.equal(*caches) or not torch.equal(read, placed):
+        raise InvalidRequest("the GPU copies other rows", row_bytes=plans[0].unit_bytes)
+
+
 def _run(
     streams: Streams,
     content: torch.Tensor,
@@ -124,7 +159,7 @@ def _run(
     encoded: Sequence[tuple[slice, slice, TilesHead]],
 ) -> tuple[torch.Tensor, int]:
     """The device's memory afterwards, and how much was wrong."""
-    kernels, stream = RecordKernels(streams, 2 * content.numel()), streams.side()
+    kernels, stream = DeviceKernels(streams, 2 * content.numel()), streams.side()
     memory = streams.device_memory(-(-content.numel() // 512) * 512)
 
     def work() -> None:

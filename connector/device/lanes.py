@@ -18,30 +18,36 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
 from connector.device.base import Fence, PageScatter, WrongSource, no_check
 from connector.device.host_memory import aligned
-from connector.device.rows import RowIndexes, RowPlan, join_planes, pack_indexes, scatter_rows
+from connector.device.rows import RowIndexes, RowPlan, join_planes, pack_indexes
 from connector.device.streams import Stream, Streams
 from kvstore.errors import InternalError, KVStoreError
 
 if TYPE_CHECKING:  # it needs Triton
-    from connector.device.kernels import RecordKernels
+    from connector.device.kernels import DeviceKernels
+
+
+CopyIn: TypeAlias = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+"""`Streams.copy_in`."""
 
 
 class Cache(Protocol):
     """The group that a page belongs to.
 
     Attributes:
-        memory: uint8: the allocation that its layers are in.
         plane_width: Bytes of the elements whose planes its pages are in host memory, unless they are canonical.
     """
 
-    memory: torch.Tensor
     plane_width: int
+
+    def scatter(self, indexes: RowIndexes, pages: torch.Tensor) -> None:
+        """Order the copy of pages, which are consecutive there, to the cache on the current stream."""
+        ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -200,9 +206,10 @@ class Lane:
         device_bytes: Memory of the device that it has taken.
     """
 
-    def __init__(self, streams: Streams, num_bytes: int, kernels: RecordKernels | None = None) -> None:
+    def __init__(self, streams: Streams, num_bytes: int, kernels: DeviceKernels | None = None) -> None:
         self._stream: Stream = streams.side()
         self._host_memory = streams.host_memory
+        self._copy_in = streams.copy_in
         self._kernels = kernels
         self.ordering = threading.Lock()
         self.memory = streams.device_memory(num_bytes)
@@ -232,7 +239,7 @@ class Lane:
             with self.ordering:
                 stretches = list(self._stretches(placements))
                 for stretch in stretches:
-                    self._stream.run(partial(stretch.fetch, self.memory))
+                    self._stream.run(partial(stretch.fetch, self.memory, self._copy_in))
                 is_verified = self._verify(stretches)
                 for stretch in stretches:  # while the copies run
                     stretch.pack(self._host_memory)
@@ -315,14 +322,13 @@ class _Stretch:
             start = target.stop
 
     @torch.inference_mode()
-    def fetch(self, memory: torch.Tensor) -> None:
+    def fetch(self, memory: torch.Tensor, copy_in: CopyIn) -> None:
         placed = list(self.placed())
         sources = [part for page in self.pages for part in page.page.source_parts]
         targets: list[torch.Tensor] = []
         for page, _, source in placed:
             targets += memory[source].split([part.numel() for part in page.page.source_parts])
-        # one call for all, which releases the interpreter's lock once
-        torch._foreach_copy_(targets, sources, non_blocking=True)
+        copy_in(targets, sources)
         if (width := self.pages[0].width) > 1:
             arrived = memory[placed[0][2].start : placed[-1][2].stop]
             join_planes(arrived, len(self.pages), width, memory[self.start : self.canonical_stop])
@@ -344,7 +350,7 @@ class _Stretch:
     @torch.inference_mode()
     def write(self, memory: torch.Tensor) -> None:
         for index in self.indexes:
-            scatter_rows(self.pages[0].cache.memory, index, memory[self.start : self.canonical_stop])
+            self.pages[0].cache.scatter(index, memory[self.start : self.canonical_stop])
 
 
 def _error(placement: Placement, *, is_wrong: bool) -> KVStoreError | None:

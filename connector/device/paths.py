@@ -66,6 +66,6 @@ def _register(streams: Streams) -> None:
 
 
 def _compile(streams: Streams) -> None:
-    from connector.device.kernels import record_kernels  # it needs Triton
+    from connector.device.kernels import device_kernels  # it needs Triton
 
-    record_kernels(streams)
+    device_kernels(streams)

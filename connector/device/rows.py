@@ -52,7 +52,7 @@ class RowPlan:
         feed: `[runs]`: the table that places its blocks.
         pieces: `[pieces]`: rows from a run's first piece to each.
         places: `[runs, blocks, pieces]`: the row in the page.
-        order: `[runs * blocks * pieces]`: indices in the flat `places` by ascending place; `None` when they ascend.
+        is_in_order: Whether the flat `places` ascend.
         key: Equal for plans that differ only in `base`: such pages share one copy.
     """
 
@@ -64,7 +64,7 @@ class RowPlan:
     feed: Ints
     pieces: Ints
     places: Ints
-    order: Ints | None
+    is_in_order: bool
     key: bytes
 
 
@@ -127,7 +127,6 @@ def _plan_shape(
     blocks = page_stride[:, None] * np.arange(num_blocks)
     places = page_base[:, None, None] + blocks[:, :, None] + page_pieces
     flat = places.reshape(-1)
-    in_order = bool(np.all(flat[1:] > flat[:-1]))
     stride = np.array([geometry.strides[run.layer] // unit for run in runs])
     feed = np.array([geometry.feeds[run.layer] for run in runs])
     return RowPlan(
@@ -139,7 +138,7 @@ def _plan_shape(
         feed=feed,
         pieces=pieces,
         places=places,
-        order=None if in_order else np.argsort(flat),
+        is_in_order=bool(np.all(flat[1:] > flat[:-1])),
         key=_digest(np.array([unit, page_rows]), places, stride, feed, pieces),
     )
 
@@ -156,20 +155,42 @@ class RowIndexes:
     """Where the rows of some pages with equal plans are, for one upload to the device.
 
     Attributes:
-        host: int64, in memory that the device reads later; must not change any more.
+        table: int64, in memory that the device reads later; must not change any more. First `HEAD_FIELDS`, see `_head`,
+            then the parts.
         shapes: Shapes of its parts: ids `[pages, feeds, blocks]`, base `[pages, runs]`, stride and feed `[runs]`,
-            pieces `[pieces]`, order (empty: they are in order) and places (empty: all of the page) `[rows]`.
+            pieces `[pieces]`, and places `[rows]` in a page (empty: the rows are all of the page, in its order).
         unit_bytes: Bytes of a row.
+        page_rows: Rows that are copied of each page.
     """
 
-    host: torch.Tensor
+    table: torch.Tensor
     shapes: tuple[tuple[int, ...], ...]
     unit_bytes: int
+    page_rows: int
 
-    def on_device(self, device: torch.device) -> list[torch.Tensor]:
-        """The parts on the device."""
-        parts = self.host.to(device, non_blocking=True).split([int(np.prod(shape)) for shape in self.shapes])
+    @property
+    def num_pages(self) -> int:
+        return self.shapes[0][0]
+
+    def parts_on_device(self, device: torch.device) -> list[torch.Tensor]:
+        sizes = [HEAD_FIELDS, *(math.prod(shape) for shape in self.shapes)]
+        _, *parts = self.table.to(device, non_blocking=True).split(sizes)
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+HEAD_FIELDS = 12
+
+
+def _head(plan: RowPlan, page_rows: int, shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    """What `row_kernels` reads first: rows of a page that are copied and that it has, runs, blocks, pieces, feeds, and
+    where each part begins in the table; 0: it is empty.
+    """
+    (_, num_feeds, num_blocks), (_, num_runs), (num_pieces,) = shapes[0], shapes[1], shapes[4]
+    begins, start = [], HEAD_FIELDS
+    for shape in shapes:
+        begins.append(start if math.prod(shape) else 0)
+        start += math.prod(shape)
+    return [page_rows, plan.page_rows, num_runs, num_blocks, num_pieces, num_feeds, *begins]
 
 
 def pack_indexes(
@@ -191,27 +212,25 @@ def pack_indexes(
     """
     plan = plans[0]
     ids: NDArray[np.int64] = np.asarray(block_ids, dtype=np.int64)
-    nothing = np.empty(0, np.int64)
-    order, places = nothing, nothing
-    if is_alone and ids.shape[2] == plan.num_blocks:
-        order = nothing if plan.order is None else plan.order
-    else:
-        places = plan.places[:, first_block : first_block + ids.shape[2]].reshape(-1)
+    num_blocks = ids.shape[2]
+    places = np.empty(0, np.int64)
+    if not (is_alone and num_blocks == plan.num_blocks and plan.is_in_order):
+        places = plan.places[:, first_block : first_block + num_blocks].reshape(-1)
     base = np.stack([each.base for each in plans])
-    parts = (ids, base, plan.stride, plan.feed, plan.pieces, order, places)
-    host = allocate(8 * sum(part.size for part in parts)).view(torch.int64)
-    packed: Any = host.numpy()
-    np.concatenate([part.reshape(-1) for part in parts], out=packed)
-    return RowIndexes(host, tuple(part.shape for part in parts), plan.unit_bytes)
+    parts = (ids, base, plan.stride, plan.feed, plan.pieces, places)
+    shapes = tuple(part.shape for part in parts)
+    page_rows = plan.base.size * num_blocks * plan.pieces.size
+    table = allocate(8 * (HEAD_FIELDS + sum(part.size for part in parts))).view(torch.int64)
+    packed: Any = table.numpy()
+    np.concatenate([_head(plan, page_rows, shapes), *(part.reshape(-1) for part in parts)], out=packed)
+    return RowIndexes(table, shapes, plan.unit_bytes, page_rows)
 
 
 def gather_rows(cache: torch.Tensor, indexes: RowIndexes, target: torch.Tensor) -> None:
     """Copy rows of the cache to whole pages, which are consecutive in `target`; both uint8."""
-    ids, base, stride, feed, pieces, order, places = indexes.on_device(cache.device)
-    index = _cache_rows(ids, base, stride, feed, pieces)
+    *parts, places = indexes.parts_on_device(cache.device)
+    index = _cache_rows(*parts)
     cache_rows, page_rows = _as_rows(cache, indexes.unit_bytes), _as_rows(target, indexes.unit_bytes)
-    if order.numel():
-        index = index.index_select(1, order)
     if not places.numel():
         torch.index_select(cache_rows, 0, index.view(-1), out=page_rows)
         return
@@ -222,11 +241,9 @@ def gather_rows(cache: torch.Tensor, indexes: RowIndexes, target: torch.Tensor) 
 
 def scatter_rows(cache: torch.Tensor, indexes: RowIndexes, source: torch.Tensor) -> None:
     """Copy rows of whole pages, which are consecutive in `source`, to the cache; both uint8."""
-    ids, base, stride, feed, pieces, order, places = indexes.on_device(cache.device)
-    index = _cache_rows(ids, base, stride, feed, pieces)
+    *parts, places = indexes.parts_on_device(cache.device)
+    index = _cache_rows(*parts)
     cache_rows, rows = _as_rows(cache, indexes.unit_bytes), _as_rows(source, indexes.unit_bytes)
-    if order.numel():
-        index = index.index_select(1, order)
     if places.numel():
         num_pages, width = index.shape[0], cache_rows.shape[1]
         rows = rows.view(num_pages, -1, width).index_select(1, places).view(-1, width)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -99,6 +99,9 @@ class SimulatedStreams:
         return torch.full((num_bytes,), 0xAA, dtype=torch.uint8)
 
     host_arena = host_memory
+
+    def copy_in(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        torch._foreach_copy_(list(targets), list(sources))
 
     def register(self, address: int, num_bytes: int) -> None:
         """Nothing: it is host memory that is read."""

@@ -123,7 +123,9 @@ class FakeCuda:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
     monkeypatch.setattr("connector.device.streams._thread", threading.local())  # what earlier tests' devices left
-    monkeypatch.setattr("connector.device.streams.torch", SimpleNamespace(cuda=fake, device=torch.device))
+    stand_in = SimpleNamespace(cuda=fake, device=torch.device, _foreach_copy_=torch._foreach_copy_)
+    monkeypatch.setattr("connector.device.streams.torch", stand_in)
+    monkeypatch.setattr("connector.device.streams._batching_runtime", lambda: None)
     return fake
 
 

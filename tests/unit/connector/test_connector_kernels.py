@@ -14,7 +14,8 @@ import pytest
 import torch
 from xxhash import xxh3_128_digest
 
-from benchmarks.gpu.kit import InlineStreams
+from benchmarks.gpu import contract
+from benchmarks.gpu.kit import InlineStreams, Kit
 from kvstore.errors import InvalidRequest
 from tests.unit.connector.rank_harness import SOURCE, TARGET, ranks_on
 from tests.unit.connector.sharing_ranks import SharingBridge, load_prepared, pieces_of, use_streams
@@ -36,13 +37,13 @@ def _interpret() -> None:
 
 def test_the_probe_finds_that_they_work(process: ProcessPoolExecutor) -> None:
     """Digests of several sizes, right and wrong ones, and tiles, whole and damaged."""
-    assert process.submit(_probe).result() == "RecordKernels"
+    assert process.submit(_probe).result() == "DeviceKernels"
 
 
 def _probe() -> str:
-    from connector.device.kernels import record_kernels
+    from connector.device.kernels import device_kernels
 
-    found = record_kernels(InlineStreams())
+    found = device_kernels(InlineStreams())
     return found.__name__ if found is not None else "none"
 
 
@@ -74,25 +75,40 @@ def test_digests_are_those_of_xxhash(process: ProcessPoolExecutor, seed: int) ->
 
 
 def _compare_digests(seed: int) -> None:
-    from connector.device.kernels import RecordKernels
+    from connector.device.kernels import DeviceKernels
 
     chance = random.Random(seed)
-    assert not any(map(RecordKernels.fits, (0, 248, 4088, 4100)))
+    assert not any(map(DeviceKernels.fits, (0, 248, 4088, 4100)))
     sizes = [4096, 4104, 5120, 17_408, 17_416, *(8 * chance.randrange(512, 2500) for _ in range(5))]
     memory = torch.frombuffer(bytearray(chance.randbytes(sum(sizes) + 512)), dtype=torch.uint8)
     start = 8 * chance.randrange(64)
     digests = []
     for size in sizes:
-        assert RecordKernels.fits(size)
+        assert DeviceKernels.fits(size)
         digests.append((start, size, xxh3_128_digest(memory[start : start + size].numpy())))
         start += size
-    kernels = RecordKernels(InlineStreams(), memory.numel())
+    kernels = DeviceKernels(InlineStreams(), memory.numel())
     kernels.order(memory[: memory.numel() // 8 * 8], digests, [])
     assert kernels.num_wrong == 0
     for start, size, _ in digests[::2]:
         memory[start + chance.randrange(size)] ^= 1 << chance.randrange(8)
     kernels.order(memory[: memory.numel() // 8 * 8], digests, [])
     assert kernels.num_wrong == len(digests[::2])
+
+
+def test_rows_are_copied_in_every_layout(process: ProcessPoolExecutor) -> None:
+    """Pages are exactly their tokens, and no other byte of the cache changes."""
+    assert process.submit(_wrong_layouts).result() == []
+
+
+def _wrong_layouts() -> list[str]:
+    from connector.device.kernels import DeviceKernels
+
+    kit = Kit("contract")
+    kit.__dict__["kernels"] = DeviceKernels
+    shared = [layout for layout in contract.RECORDED if layout.name in contract.HYBRID]
+    layouts = [[layout] for layout in contract.RECORDED if layout not in shared] + [shared]
+    return [some[0].name for seed, some in enumerate(layouts) if not contract.check(kit, some, seed)]
 
 
 @pytest.mark.parametrize("compression", ["none", "tiles"])
@@ -102,11 +118,11 @@ def test_a_rank_loads_with_them(process: ProcessPoolExecutor, tmp_path: Path, co
 
 
 def _load(folder: Path, compression: str) -> None:
-    from connector.device.kernels import RecordKernels
+    from connector.device.kernels import DeviceKernels
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("kvstore.tiers.memory.ARENA_BYTES_MIN", 1)  # the records of these tests are small
-        use_streams(monkeypatch, kernels=RecordKernels)
+        use_streams(monkeypatch, kernels=DeviceKernels)
         bridge = SharingBridge(folder)
         try:
             with ranks_on(bridge) as make:

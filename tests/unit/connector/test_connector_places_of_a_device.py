@@ -72,6 +72,10 @@ class Kernels:
     def fits(_: int) -> bool:
         return True
 
+    @staticmethod
+    def copies(_: int) -> bool:
+        return False
+
     def order(self, _: torch.Tensor, digests: Sequence[tuple[int, int, bytes]], encoded: Sequence[object]) -> None:
         assert not encoded
         self.seen.extend(digest for _, _, digest in digests)
