@@ -376,9 +376,11 @@ class LeasedRecord:
 
     Attributes:
         memory: The memory, shared with the service, in which this record and others are; `None`: none.
+        num_bytes: Of a record there; 0: it is not there.
     """
 
     memory: ArenaView | None = None
+    num_bytes = 0
 
     def __init__(self, store: PageStore, lease: LeaseId, key: RecordKey) -> None:
         self._store = store

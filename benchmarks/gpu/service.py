@@ -27,7 +27,7 @@ NEEDED = ("msgpack", "pydantic", "rich", "typer", "uvloop", "xxhash", "zstandard
 """What the service is made with."""
 
 _WAIT_S = 60.0
-_LOADS = 3
+_LOADS = 7
 
 
 def run(kit: Kit) -> None:
@@ -304,18 +304,18 @@ class Rank:
         )
 
     def _wait_registered(self) -> None:
-        """Return when the GPU can read what has been saved, in place."""
+        """Return when the GPU can read all that has been saved, in place."""
         from connector.jobs import StepJobs
 
-        self.side.begin_step(StepJobs())  # from the first step on it is registered
+        async def shared_memory(store: Any) -> Any:
+            return store.shared_memory()
+
+        self.side.begin_step(StepJobs())  # from the first step on it is registered, as the service touches it
         loader = self.side.loader
-        device = loader.device if loader is not None else None
-        end_s = time.perf_counter() + _WAIT_S
-        while isinstance(device, StreamDevice) and not device.registered.num_bytes and time.perf_counter() < end_s:
-            time.sleep(0.05)
-        time.sleep(0.1 if isinstance(device, StreamDevice) else 0.0)
-        if isinstance(device, StreamDevice):
-            device.registered.wait(_WAIT_S)
+        if loader is not None and isinstance(loader.device, StreamDevice):
+            loader.device.adopt(self._bridge.submit(shared_memory).result(_WAIT_S))
+            if not loader.device.registered.wait(_WAIT_S):
+                raise AssertionError("the service's memory is not registered in time")
 
     def check(self) -> None:
         """Compare the blocks that the prompt was loaded to with those that it was saved from.

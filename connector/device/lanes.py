@@ -57,6 +57,9 @@ class PlannedPage:
     Attributes:
         num_bytes: Of the page in its canonical form.
         source_bytes: Of the form in which it arrives.
+        width: Bytes of the elements whose planes the source is; 1: it is none.
+        is_tiles: Whether the source is encoded in tiles.
+        room_bytes: Room that it needs in a lane.
     """
 
     cache: Cache
@@ -64,31 +67,30 @@ class PlannedPage:
     plans: tuple[RowPlan, ...]
     num_bytes: int = field(init=False)
     source_bytes: int = field(init=False)
+    width: int = field(init=False)
+    is_tiles: bool = field(init=False)
+    room_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_bytes", self.page.page_bytes)
-        object.__setattr__(self, "source_bytes", sum(part.numel() for part in self.page.source_parts))
-
-    @property
-    def width(self) -> int:
-        """Bytes of the elements whose planes the source is; 1: it is none."""
-        return self.cache.plane_width if self.page.shared is None else 1
-
-    @property
-    def is_tiles(self) -> bool:
-        return self.page.shared is not None and self.page.shared.tiles is not None
+        shared, parts = self.page.shared, self.page.source_parts
+        num_bytes, source_bytes = self.page.page_bytes, sum([part.numel() for part in parts])
+        width, is_tiles = (self.cache.plane_width, False) if shared is None else (1, shared.tiles is not None)
+        is_canonical = width == 1 and not is_tiles
+        known = {
+            "num_bytes": num_bytes,
+            "source_bytes": source_bytes,
+            "width": width,
+            "is_tiles": is_tiles,
+            "room_bytes": aligned(num_bytes) + (0 if is_canonical else aligned(source_bytes)),
+        }
+        for name, value in known.items():
+            object.__setattr__(self, name, value)
 
     @property
     def alike(self) -> tuple[object, ...]:
         """Equal for pages that one operation decodes and writes, if they are adjacent."""
         keys = tuple(plan.key for plan in self.plans)
         return id(self.cache), self.is_tiles, self.width, self.page.first_block, len(self.page.block_ids[0]), keys
-
-    @property
-    def room_bytes(self) -> int:
-        """Room that it needs in a lane."""
-        is_canonical = self.width == 1 and not self.is_tiles
-        return aligned(self.num_bytes) + (0 if is_canonical else aligned(self.source_bytes))
 
 
 @dataclass(eq=False, slots=True)
@@ -223,11 +225,13 @@ class Lane:
     def fitting(self, pages: Sequence[PlannedPage]) -> Iterator[Sequence[PlannedPage]]:
         """The pages in as few parts as fit, in their order."""
         part: list[PlannedPage] = []
+        room_bytes = self.memory.numel()
         for page in pages:
-            if part and sum(each.room_bytes for each in part) + page.room_bytes > self.memory.numel():
+            if part and page.room_bytes > room_bytes:
                 yield part
-                part = []
+                part, room_bytes = [], self.memory.numel()
             part.append(page)
+            room_bytes -= page.room_bytes
         yield part
 
     def load(self, placements: Sequence[Placement]) -> None:

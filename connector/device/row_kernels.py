@@ -1,7 +1,7 @@
 """`gather_rows` and `scatter_rows` of `rows.py` as one kernel, which computes where each row is and copies it.
 
-The tensor operations in `rows.py` take some ten launches for the same: on an H200 half a millisecond of the interpreter,
-in which the link could have copied 25 MB.
+The tensor operations in `rows.py` take some ten launches for the same. On an H200 that is half a millisecond of the
+interpreter, in which the link could have copied 25 MB.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ class CudaStreams:
 def _batching_runtime() -> Any:
     """`cuda.bindings.runtime`, which torch brings, if it and the driver copy many pieces in one call; else `None`."""
     try:
-        from cuda.bindings import runtime
+        from cuda.bindings import runtime  # type: ignore[import-not-found, unused-ignore]
 
         error, driver = runtime.cudaDriverGetVersion()
         if not int(error) and min(driver, runtime.CUDART_VERSION) >= _BATCHING_VERSION:

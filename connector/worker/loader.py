@@ -32,6 +32,7 @@ _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its han
 
 Result = TypeVar("Result")
 _IN_FLIGHT = 12
+_FIRST_PIECES = 32
 _WATCH_S = 0.05
 _CEILING_S = 60.0
 _FOLLOW_S = 1.0
@@ -90,6 +91,7 @@ class Loader:
         self.verify = True
         """Tests switch it off to show that verification is what stands between a flipped bit and wrong output."""
         self._is_following = False
+        self._page_sizes: dict[tuple[int, int], int] = {}
         self._failures_in_place = 0
 
     def follow_memory(self) -> None:
@@ -211,6 +213,7 @@ class Loader:
         pieces = [piece for piece in job.pieces if piece.key.slice in self._groups[piece.key.group].held]
         load = _Load(LeaseId(job.lease), after, _Progress(), scattered)
         open_pieces = len(pieces)
+        total_bytes = sum(map(self._page_bytes, pieces))
         # of this load: a long one does not queue before all others
         turn, turn_in_place = asyncio.Semaphore(_IN_FLIGHT), asyncio.Semaphore(self.device.batches_at_once)
         async with asyncio.TaskGroup() as group:
@@ -234,16 +237,18 @@ class Loader:
                     group.create_task(load_piece(*each))
                 ended(len(batch) - len(others))
 
-            with load.progress.call():
-                keys = [piece.key for piece in pieces]
-                records = await store.load_many(load.lease, keys, deadline=Deadline.after(_CEILING_S))
-            leased = [_Leased(*each) for each in zip(pieces, records, strict=True)]
-            # what is read back is compared with pages in host memory
-            shared = self._shared(leased) if scattered is None else []
-            for batch in self._batches(shared):
-                group.create_task(load_batch(batch))
-            for each in leased if not shared else [each for each in leased if each.record.memory is None]:
-                group.create_task(load_piece(*each))
+            # the first ones by themselves, so that they are copied while the service finds the others
+            for some in filter(None, (pieces[:_FIRST_PIECES], pieces[_FIRST_PIECES:])):
+                with load.progress.call():
+                    keys = [piece.key for piece in some]
+                    records = await store.load_many(load.lease, keys, deadline=Deadline.after(_CEILING_S))
+                leased = [_Leased(*each) for each in zip(some, records, strict=True)]
+                # what is read back is compared with pages in host memory
+                shared = self._shared(leased) if scattered is None else []
+                for batch in self._batches(shared, most_bytes=total_bytes // self._pool.num_threads):
+                    group.create_task(load_batch(batch))
+                for each in leased if not shared else [each for each in leased if each.record.memory is None]:
+                    group.create_task(load_piece(*each))
             if not pieces:
                 watch.cancel()
 
@@ -253,27 +258,36 @@ class Loader:
             return ()
         return [each for each in leased if each.record.memory is not None]
 
-    def _batches(self, leased: Sequence[_Leased]) -> Iterator[Sequence[_Leased]]:
-        """Adjacent pieces of one shape: as many as the device takes at a time, and so few that each thread has some."""
-        sizes = [self._page_bytes(piece) for piece, _ in leased]
-        most_bytes = min(self.device.batch_bytes, sum(sizes) // self._pool.num_threads)
+    def _batches(self, leased: Sequence[_Leased], *, most_bytes: int) -> Iterator[Sequence[_Leased]]:
+        """Adjacent pieces of one shape, as many as the device takes at a time and as `most_bytes` allows. At first they
+        are fewer, so that the link has work soon.
+        """
+        limit_bytes = min(self.device.batch_bytes, most_bytes)
+        most_bytes = limit_bytes // 4
         batch: list[_Leased] = []
         batch_bytes = 0
-        for each, num_bytes in zip(leased, sizes, strict=True):
-            piece = each.piece
+        for each in leased:
+            piece, num_bytes = each.piece, self._page_bytes(each.piece)
+            if each.record.num_bytes < num_bytes:  # an encoded record is beside its page
+                num_bytes += each.record.num_bytes
             if batch and (
                 (piece.key.group, piece.span_blocks) != (batch[0].piece.key.group, batch[0].piece.span_blocks)
                 or batch_bytes + num_bytes > most_bytes
             ):
                 yield batch
                 batch, batch_bytes = [], 0
+                most_bytes = min(limit_bytes, 2 * most_bytes)
             batch.append(each)
             batch_bytes += num_bytes
         if batch:
             yield batch
 
     def _page_bytes(self, piece: LoadPiece) -> int:
-        return self._groups[piece.key.group].plan.decoded_bytes(piece.span_blocks)
+        shape = piece.key.group, piece.span_blocks
+        known = self._page_sizes.get(shape)
+        if known is None:  # a load asks some thousand times
+            known = self._page_sizes[shape] = self._groups[shape[0]].plan.decoded_bytes(shape[1])
+        return known
 
     async def _load_in_place(self, store: PageStore, load: _Load, batch: Sequence[_Leased]) -> Sequence[_Leased]:
         """Load the records that the device reads where they are; returns the others, which must be decoded."""

@@ -151,6 +151,7 @@ class MappedRecord(LeasedRecord):
         super().__init__(store, lease, key)
         self._loaded = _MappedBytes(key, view, place)
         self.memory = view
+        self.num_bytes = place.num_bytes
 
     async def load(self, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None) -> LoadedRecord:
         return self._loaded
