@@ -31,7 +31,13 @@ _MOST_BYTES = 256 << 20
 """Registered in one call, which holds a lock of the driver: some tens of milliseconds."""
 _LEAST_BYTES = 16 << 20
 """Shorter ranges wait until they have grown."""
+_HOLE_BYTES = 1 << 20
+"""Untouched memory between two ranges that is registered with them: a record rarely ends at the end of its memory."""
 RETRY_S = 60.0
+
+_mapped: dict[int, memoryview] = {}
+"""What is registered, by its address. It stays mapped until it is released, and to the end of the process if it never
+is: if something else were mapped there, CUDA would refuse it, in whatever call touches it next."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -82,9 +88,10 @@ class RegisteredMemory:
         self._changed = threading.Condition()
         self._now = _Registered()
         self._to_drop: deque[_Registered] = deque()
-        self._to_release: deque[tuple[int, memoryview]] = deque()
+        self._to_release: deque[int] = deque()  # addresses
         self._to_do = False
         self._refused_s = 0.0
+        self._num_adopted = 0
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
@@ -106,9 +113,9 @@ class RegisteredMemory:
                 self._to_drop.append(self._now)
                 self._now = _Registered() if view is None else _Registered(view, _address_of(view.memory))
                 self._refused_s = 0.0
+                self._num_adopted += 1
             is_refused = bool(self._refused_s) and time.monotonic() < self._refused_s + RETRY_S
-            has_more = view is not None and next(self._unregistered(view, self._now), None) is not None
-            if not self._to_drop and not self._to_release and (is_refused or not has_more):
+            if (view is None or is_refused) and not self._to_drop and not self._to_release:
                 return
             self._to_do = True
             if self._thread is None:
@@ -122,7 +129,7 @@ class RegisteredMemory:
             return self._changed.wait_for(lambda: not self._to_do, timeout_s)
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Register no more. What is registered stays so until the process ends. Idempotent."""
+        """Register no more, and release what no load refers to. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -139,54 +146,59 @@ class RegisteredMemory:
             with self._changed:
                 self._changed.wait_for(lambda: self._to_do or self._is_closed)
                 if self._is_closed:
-                    return
+                    self._now = _Registered()
             self._to_drop.clear()
             while self._to_release:
-                self._streams.release(self._to_release[0][0])
-                self._to_release.popleft()  # no variable keeps it: then the memory would stay mapped
-            goes_on = self._register_one()
+                address = self._to_release.popleft()
+                self._streams.release(address)
+                del _mapped[address]
+            if self._is_closed:
+                return
+            num_adopted = self._num_adopted
+            self._register(self._now)
             with self._changed:
-                self._to_do = goes_on or bool(self._to_drop or self._to_release)
+                self._to_do = self._num_adopted > num_adopted or bool(self._to_drop or self._to_release)
                 self._changed.notify_all()
 
-    def _register_one(self) -> bool:
-        """Register one more piece; False: there is nothing to register, or it cannot be."""
-        now = self._now
-        if now.view is None:
-            return False
+    def _register(self, now: _Registered) -> None:
+        """Register what has memory, until another memory is adopted."""
+        view = now.view
+        if view is None or (self._refused_s and time.monotonic() < self._refused_s + RETRY_S):
+            return
         try:
-            found = next(self._unregistered(now.view, now), None)
-            if found is None:
-                return self._now is not now
-            start, num_bytes = found
-            piece = self._piece(now.view.memory, now.address + start, num_bytes)
+            for start, num_bytes in self._unregistered(view, now):
+                piece = self._piece(view.memory, now.address + start, num_bytes)
+                if not self._add(view, start, piece):  # the service has started again
+                    return
         except (InvalidRequest, OSError) as error:
-            return self._refuse(now, error)
+            self._refuse(view, error)
+
+    def _add(self, view: ArenaView, start: int, piece: torch.Tensor) -> bool:
         with self._changed:
-            if self._now is now:  # else the service has started again
-                index = bisect_right(now.starts, start)
-                starts = (*now.starts[:index], start, *now.starts[index:])
-                pieces = (*now.pieces[:index], piece, *now.pieces[index:])
-                self._now = _Registered(now.view, now.address, starts, pieces)
+            now = self._now
+            if now.view is not view or self._is_closed:
+                return False
+            index = bisect_right(now.starts, start)
+            starts = (*now.starts[:index], start, *now.starts[index:])
+            pieces = (*now.pieces[:index], piece, *now.pieces[index:])
+            self._now = _Registered(view, now.address, starts, pieces)
         level = logging.DEBUG if now.pieces else logging.INFO
         _log.log(level, "kvstore: the GPU reads the service's memory itself, %d MiB so far", self.num_bytes >> 20)
         return True
 
-    def _refuse(self, now: _Registered, error: Exception) -> bool:
-        """Note that a piece could not be registered; True: by now another view is there, which may be."""
+    def _refuse(self, view: ArenaView, error: Exception) -> None:
         with self._changed:
-            if self._now.view is not now.view:
-                return True
+            if self._now.view is not view:
+                return
             is_first, self._refused_s = not self._refused_s, time.monotonic()
         if is_first:
             _log.warning("kvstore: %s: records are copied in host memory first", error)
-        return False
 
     def _unregistered(self, view: ArenaView, now: _Registered) -> Iterator[tuple[int, int]]:
         """Ranges that have memory and are not registered: start and size."""
         start = 0
         for begin, piece in (*zip(now.starts, now.pieces, strict=True), (len(view.memory), None)):
-            while start < begin and (range_ := view.resident(start)) is not None and range_[0] < begin:
+            while start < begin and (range_ := _resident(view, start)) is not None and range_[0] < begin:
                 first, stop = range_[0], min(range_[1], begin)
                 for at in range(first, stop, self._most_bytes):
                     num_bytes = min(self._most_bytes, stop - at)
@@ -199,9 +211,17 @@ class RegisteredMemory:
         self._streams.register(address, num_bytes)
         # made from an address, since torch warns of memory that may not be written
         bytes_of_piece: Any = (ctypes.c_uint8 * num_bytes).from_address(address)
-        # the memory is an argument, so that it stays mapped until our thread has released it
-        weakref.finalize(bytes_of_piece, self._to_release.append, (address, memory)).atexit = False
+        _mapped[address] = memory
+        weakref.finalize(bytes_of_piece, self._to_release.append, address).atexit = False
         return torch.frombuffer(bytes_of_piece, dtype=torch.uint8)
+
+
+def _resident(view: ArenaView, start: int) -> tuple[int, int] | None:
+    """The first range that has memory, small holes included."""
+    found = view.resident(start)
+    while found is not None and (after := view.resident(found[1])) is not None and after[0] - found[1] <= _HOLE_BYTES:
+        found = found[0], after[1]
+    return found
 
 
 def _address_of(data: memoryview) -> int:

@@ -360,6 +360,40 @@ def test_nothing_is_shared_any_more() -> None:
     assert not streams.registered
 
 
+def test_small_holes_are_registered_too() -> None:
+    """A record rarely ends where its memory does, and each one by itself may be too short."""
+    streams = CountedStreams()
+    registered = RegisteredMemory(streams, least_bytes=MIB, most_bytes=4 * MIB)
+    file, view = memory_of(12 * MIB)
+    for start in range(0, 6 * MIB, MIB // 2):
+        touch(file, start, MIB // 2 - (8 << 10))
+    touch(file, 9 * MIB, MIB // 2)
+    registered.adopt(view)
+    assert registered.wait(10)
+    assert sorted(streams.registered.values()) == [2 * MIB - (8 << 10), 4 * MIB]
+    assert registered.at(view.memory[5 * MIB : 6 * MIB - (8 << 10)]) is not None
+
+
+def test_memory_stays_mapped_while_it_is_registered() -> None:
+    """What a load refers to is neither released by `close` nor unmapped when all else is gone: what would be mapped
+    there next could not be used by CUDA. The rest is released.
+    """
+    streams = CountedStreams()
+    registered = RegisteredMemory(streams, least_bytes=1, most_bytes=MIB)
+    file, view = memory_of(2 * MIB, "still-registered")
+    touch(file, 0, 2 * MIB)
+    registered.adopt(view)
+    assert registered.wait(10)
+    first = min(streams.registered)
+    of_a_load = registered.at(view.memory[:100])
+    assert of_a_load is not None
+    registered.close()
+    assert list(streams.registered) == [first]
+    del registered, view, of_a_load
+    gc.collect()
+    assert "memfd:still-registered" in Path("/proc/self/maps").read_text()
+
+
 def test_a_refusal_is_of_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one memory is refused another is adopted, and registered; the same one is tried again later."""
     monkeypatch.setattr("connector.device.registered.RETRY_S", 0.2)
