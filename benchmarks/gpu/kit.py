@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from connector.device.streams import DONE, CudaStreams, Event, Stream, Streams
+from connector.device.streams import DONE, CudaStreams, Event, Piece, Stream, Streams, copy_pieces
 from kvstore.errors import InvalidRequest
 
 if TYPE_CHECKING:  # it needs Triton
@@ -175,8 +175,8 @@ class InlineStreams:
 
     host_arena = host_memory
 
-    def copy_in(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        torch._foreach_copy_(list(targets), list(sources))
+    def copy_in(self, memory: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        copy_pieces(memory, pieces)
 
     def register(self, address: int, num_bytes: int) -> None:
         """Nothing: it is host memory that is read."""

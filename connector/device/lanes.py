@@ -25,14 +25,14 @@ import torch
 from connector.device.base import Fence, PageScatter, WrongSource, no_check
 from connector.device.host_memory import aligned
 from connector.device.rows import RowIndexes, RowPlan, join_planes, pack_indexes
-from connector.device.streams import Stream, Streams
+from connector.device.streams import Piece, Stream, Streams
 from kvstore.errors import InternalError, KVStoreError
 
 if TYPE_CHECKING:  # it needs Triton
     from connector.device.kernels import DeviceKernels
 
 
-CopyIn: TypeAlias = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+CopyIn: TypeAlias = Callable[[torch.Tensor, Sequence[Piece]], None]
 """`Streams.copy_in`."""
 
 
@@ -328,11 +328,13 @@ class _Stretch:
     @torch.inference_mode()
     def fetch(self, memory: torch.Tensor, copy_in: CopyIn) -> None:
         placed = list(self.placed())
-        sources = [part for page in self.pages for part in page.page.source_parts]
-        targets: list[torch.Tensor] = []
+        pieces: list[Piece] = []
         for page, _, source in placed:
-            targets += memory[source].split([part.numel() for part in page.page.source_parts])
-        copy_in(targets, sources)
+            start = source.start
+            for part in page.page.source_parts:
+                pieces.append((start, part))
+                start += part.numel()
+        copy_in(memory, pieces)
         if (width := self.pages[0].width) > 1:
             arrived = memory[placed[0][2].start : placed[-1][2].stop]
             join_planes(arrived, len(self.pages), width, memory[self.start : self.canonical_stop])

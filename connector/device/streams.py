@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -23,6 +23,10 @@ _READ_ONLY = 8
 """cudaHostRegisterReadOnly: memory that this process may not write."""
 _BATCHING_VERSION = 13_000
 """From this version of CUDA on `cudaMemcpyBatchAsync` has the arguments that are used here."""
+
+
+Piece: TypeAlias = tuple[int, torch.Tensor]
+"""The first byte of a copy in its target, and its source: uint8, pinned or registered."""
 
 
 class Event(Protocol):
@@ -96,8 +100,8 @@ class Streams(Protocol):
         """
         ...
 
-    def copy_in(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Order the copies of pinned or registered host memory to the device, on the current stream, in any order."""
+    def copy_in(self, memory: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        """Order the copies of pieces of host memory to the device's `memory`, on the current stream, in any order."""
         ...
 
     def register(self, address: int, num_bytes: int) -> None:
@@ -224,24 +228,24 @@ class CudaStreams:
         found = torch.cuda.get_device_properties(self.device)
         return near_processors(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
 
-    def copy_in(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def copy_in(self, memory: torch.Tensor, pieces: Sequence[Piece]) -> None:
         if self._runtime is not None:
-            code = self._copy_in_one_call(self._runtime, targets, sources)
+            code = self._copy_in_one_call(self._runtime, memory.data_ptr(), pieces)
             if not code:
                 return
             _log.warning("kvstore: cudaMemcpyBatchAsync failed with error %d of CUDA and is not used again", code)
             self._runtime = None
-        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+        copy_pieces(memory, pieces)
 
-    def _copy_in_one_call(self, runtime: Any, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> int:
+    def _copy_in_one_call(self, runtime: Any, address: int, pieces: Sequence[Piece]) -> int:
         """torch takes some 20 microseconds of the interpreter for each piece, and this two."""
         attributes = runtime.cudaMemcpyAttributes()
         attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
         (code,) = runtime.cudaMemcpyBatchAsync(
-            [target.data_ptr() for target in targets],
-            [source.data_ptr() for source in sources],
-            [target.nbytes for target in targets],
-            len(targets),
+            [address + start for start, _ in pieces],
+            [source.data_ptr() for _, source in pieces],
+            [source.nbytes for _, source in pieces],
+            len(pieces),
             [attributes],
             [0],
             1,
@@ -278,6 +282,12 @@ def _batching_runtime() -> Any:
     except (ImportError, AttributeError) as error:
         _log.info("kvstore: the GPU is asked for each piece by itself: %s", error)
     return None
+
+
+def copy_pieces(memory: torch.Tensor, pieces: Sequence[Piece]) -> None:
+    """`Streams.copy_in` by torch."""
+    targets = [memory[start : start + source.numel()] for start, source in pieces]
+    torch._foreach_copy_(targets, [source for _, source in pieces], non_blocking=True)
 
 
 class _Done:

@@ -19,7 +19,7 @@ from benchmarks.gpu.order import Engine as AnyEngine
 from connector.device.base import PageScatter, SharedRecord, no_check
 from connector.device.lanes import Placement, PlannedPage
 from connector.device.rows import plan_rows
-from connector.device.streams import Event
+from connector.device.streams import Event, Piece, copy_pieces
 
 __all__ = ["PAGE_BYTES", "Engine", "SimulatedEvent", "SimulatedStreams", "WrongBytes"]
 
@@ -100,8 +100,8 @@ class SimulatedStreams:
 
     host_arena = host_memory
 
-    def copy_in(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        torch._foreach_copy_(list(targets), list(sources))
+    def copy_in(self, memory: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        copy_pieces(memory, pieces)
 
     def register(self, address: int, num_bytes: int) -> None:
         """Nothing: it is host memory that is read."""
