@@ -37,7 +37,7 @@ RETRY_S = 60.0
 
 _mapped: dict[int, memoryview] = {}
 """What is registered, by its address. It stays mapped until it is released, and to the end of the process if it never
-is: if something else were mapped there, CUDA would refuse it, in whatever call touches it next."""
+is: CUDA would refuse what is mapped there next."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -184,7 +184,7 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        self._runtime = _batching_runtime()
+        self._runtime = batching_runtime()
 
     def compute(self) -> Stream:
         _use(self.device)
@@ -270,8 +270,8 @@ class CudaStreams:
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def _batching_runtime() -> Any:
-    """`cuda.bindings.runtime`, which torch brings, if it and the driver copy many pieces in one call; else `None`."""
+def batching_runtime() -> Any:
+    """`cuda.bindings.runtime`, on which torch depends; `None`: it or the driver cannot copy many pieces in one call."""
     try:
         from cuda.bindings import runtime  # type: ignore[import-not-found, unused-ignore]
 

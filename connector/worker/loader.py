@@ -245,7 +245,7 @@ class Loader:
                 leased = [_Leased(*each) for each in zip(some, records, strict=True)]
                 # what is read back is compared with pages in host memory
                 shared = self._shared(leased) if scattered is None else []
-                for batch in self._batches(shared, most_bytes=total_bytes // self._pool.num_threads):
+                for batch in self._batches(shared, most_bytes=total_bytes // (2 * self.device.batches_at_once)):
                     group.create_task(load_batch(batch))
                 for each in leased if not shared else [each for each in leased if each.record.memory is None]:
                     group.create_task(load_piece(*each))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum
@@ -16,7 +16,7 @@ import torch
 from connector.canonical.runs import BlockRun
 from connector.device.base import PageGather, PageScatter
 from connector.device.gpu import StreamDevice
-from connector.device.streams import CudaStreams
+from connector.device.streams import CudaStreams, Piece
 from kvstore.errors import InvalidRequest
 
 OURS = 3
@@ -119,13 +119,18 @@ class FakeCuda:
         self.set_device(before)  # as torch's does, whatever device that was
 
 
+def copy_each(memory: torch.Tensor, pieces: Sequence[Piece]) -> None:
+    for start, source in pieces:
+        memory[start : start + source.numel()].copy_(source)
+
+
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
     monkeypatch.setattr("connector.device.streams._thread", threading.local())  # what earlier tests' devices left
-    stand_in = SimpleNamespace(cuda=fake, device=torch.device, _foreach_copy_=torch._foreach_copy_)
-    monkeypatch.setattr("connector.device.streams.torch", stand_in)
-    monkeypatch.setattr("connector.device.streams._batching_runtime", lambda: None)
+    monkeypatch.setattr("connector.device.streams.torch", SimpleNamespace(cuda=fake, device=torch.device))
+    monkeypatch.setattr("connector.device.streams.copy_pieces", copy_each)
+    monkeypatch.setattr("connector.device.streams.batching_runtime", lambda: None)
     return fake
 
 
