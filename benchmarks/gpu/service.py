@@ -13,13 +13,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from benchmarks.gpu.ceilings import to_device_gb_s
 from benchmarks.gpu.kit import GB, Kit
 from connector.device.gpu import StreamDevice
+
+if TYPE_CHECKING:
+    from connector.settings import ConnectorSettings
 
 __all__ = ["Model", "Rank", "rank_on", "run"]
 
@@ -182,15 +185,14 @@ def _llama(kit: Kit) -> Model:
 class Rank:
     """A worker side and its store."""
 
-    def __init__(self, kit: Kit, model: Model, bridge: Any, *, compression: str) -> None:
+    def __init__(self, kit: Kit, model: Model, bridge: Any, settings: ConnectorSettings) -> None:
         from connector.identity import CacheShape, describe_namespace, read_shape
         from connector.prefix_hash import PrefixChain
-        from connector.settings import ConnectorSettings
         from connector.worker.side import WorkerSide
         from kvstore.api import Deadline
 
         self._kit, self._model, self._bridge = kit, model, bridge
-        self._name = f"{model.name}, {compression}"
+        self._name = f"{model.name}, {settings.compression}"
         self._deadline = Deadline.after
         facts = model.facts()
         shape = read_shape(facts)
@@ -202,15 +204,13 @@ class Rank:
         self._boundaries = tuple(chain.boundaries)
         memory = kit.streams.device_memory(model.attention[0] * model.num_blocks * model.page_bytes)
         self._views = model.layers(memory)
-        pinned_bytes = kit.sized(1 << 30, 64 << 20)
-        self._batch_bytes = pinned_bytes // 4
-        settings = ConnectorSettings(pinned_bytes=pinned_bytes, compression=compression, stall_timeout_ms=10_000)
+        self._batch_bytes = (settings.pinned_bytes or 0) // 4
         self.side = WorkerSide(settings, facts, shape, bridge, num_cores=kit.machine()["cores"])
         with kit.clock() as taken:
             self.side.register(lambda names: [self._views[name] for name in names])
         if self.side.refusal is not None:
             raise AssertionError(f"the rank is refused: {self.side.refusal}")
-        kit.tell(f"{self._name}: start", seconds=taken[0], pinned_bytes=pinned_bytes)
+        kit.tell(f"{self._name}: start", seconds=taken[0], pinned_bytes=settings.pinned_bytes)
         self._namespace = bridge.open_namespace(
             describe_namespace(facts, shape, "none"), deadline=self._deadline(_WAIT_S)
         )
@@ -372,12 +372,15 @@ class Rank:
 
 @contextmanager
 def rank_on(kit: Kit, model: Model, url: str, *, compression: str = "planes") -> Iterator[Rank]:
-    """A rank on a store of its own at `url`; both are closed at the end."""
-    from kvstore.client import BlockingStore
+    """A rank on a store of its own at `url`, as an engine's ranks have one; both are closed at the end."""
+    from connector.settings import ConnectorSettings
 
-    with BlockingStore(url) as bridge:
+    settings = ConnectorSettings(
+        url=url, pinned_bytes=kit.sized(1 << 30, 64 << 20), compression=compression, stall_timeout_ms=10_000
+    )
+    with settings.connect("gpu kit", None, saves=True) as bridge:
         bridge.wait_ready(deadline=_deadline())
-        rank = Rank(kit, model, bridge, compression=compression)
+        rank = Rank(kit, model, bridge, settings)
         try:
             yield rank
         finally:
