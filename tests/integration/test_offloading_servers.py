@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,6 +208,8 @@ def test_no_damaged_chunk_is_loaded(
                 assert loaded == {key for key in prompt if key not in victims}, said
                 num_loaded += len(loaded)
             num_changed += len(victims)
+            if num_damaged > 1000:  # it takes an hour
+                tell(f"{type(place).__name__}: {num_changed:,} of {num_damaged:,}")
     assert num_loaded > 0
     tell(f"{type(place).__name__}: {num_changed:,} damaged chunks, 0 loaded; {num_loaded:,} good ones loaded")
 
@@ -250,15 +253,17 @@ def damage_chunks(
     def record_of(key: bytes) -> RecordKey:
         return RecordKey(namespace, name_of_page(key), 0, 0)
 
-    for key in victims:
+    def damage(key: bytes, choose: random.Random) -> None:
         data = changed = place.read(record_of(key))
         while changed == data:
             if choose.random() < 0.5:
                 changed = mutated(data, choose)
-            else:
-                other = place.read(record_of(choose.choice([one for one in keys if one != key])))
-                changed = DAMAGE[choose.choice(list(DAMAGE))](data, other)
+            elif (other := choose.choice(keys)) != key:
+                changed = DAMAGE[choose.choice(list(DAMAGE))](data, place.read(record_of(other)))
         place.damage(record_of(key), changed)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(damage, victims, [random.Random(choose.random()) for _ in victims]))
 
 
 def load_chunks(engine: Offloader, request: str, keys: list[bytes]) -> set[bytes]:
