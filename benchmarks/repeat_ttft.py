@@ -8,8 +8,9 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import lmcache_peer
 from benchmarks.ceilings import memcpy, tcp_peer
 from benchmarks.node import WORK, Node, temporary_folder, timed
 from benchmarks.pages import bf16_page
@@ -26,7 +28,7 @@ from benchmarks.timeline import Mark, parts_of, round_trip_s, timeline_table
 from connector.prefix_hash import PrefixChain
 from kvstore.codec import PLANES2, decode_into, encode, max_payload_bytes
 from kvstore.testing.checkpoints import VOCABULARY, write_checkpoint
-from kvstore.testing.engine import Answer, EngineSpec, Request, seeded_prompt, start_engine
+from kvstore.testing.engine import Answer, EngineProcess, EngineSpec, Request, seeded_prompt, start_engine
 from kvstore.testing.servers import RedisServer, redis_server
 
 __all__ = ["main"]
@@ -41,6 +43,7 @@ _PAGE_BYTES = 4 << 20
 
 _WITHOUT_AMX = "benchmarks.without_amx"
 _MARKS = "benchmarks.marks"
+_LMCACHE = "benchmarks.lmcache_beside_vllm"
 _TAKE_MARKS = f"__import__('sys').modules['{_MARKS}'].take()"
 _WITHOUT_AMX_ENVIRONMENT = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 
@@ -55,16 +58,18 @@ class Model:
         prompt_tokens: One token more than whole blocks, since hits end on a block: one is left to compute.
         wanted: The least ratio that counts as good. It is printed beside the measured one.
         block_tokens: Of a block.
+        lmcache: Whether LMCache serves it on a CPU.
     """
 
     name: str
     prompt_tokens: int
     wanted: float
     block_tokens: int
+    lmcache: bool = False
 
 
 MODELS = {
-    "llama-demo": Model("llama-demo", 64 * 128 + 1, 40.0, 128),
+    "llama-demo": Model("llama-demo", 64 * 128 + 1, 40.0, 128, lmcache=True),
     "qwen3next-demo": Model("qwen3next-demo", 14 * 640 + 1, 10.0, 640),
 }
 
@@ -89,6 +94,8 @@ class Figures:
         timelines: The parts of each restored first token, see timeline.py.
         hash_s: Hashing the prompt, in a process that does nothing else.
         round_trip_s: A command to Redis and its answer.
+        lmcache_s: As `restored_s`, by a fresh server of LMCache and an engine with its connector, from the same Redis.
+        lmcache_tokens: That it restored.
     """
 
     recompute_s: list[float] = field(default_factory=list)
@@ -108,6 +115,8 @@ class Figures:
     timelines: list[dict[str, float]] = field(default_factory=list)
     hash_s: list[float] = field(default_factory=list)
     round_trip_s: list[float] = field(default_factory=list)
+    lmcache_s: list[float] = field(default_factory=list)
+    lmcache_tokens: int = 0
 
     def ratio(self) -> float:
         """Of the medians."""
@@ -168,6 +177,10 @@ def measure_model(
         bench = _Bench(engine, prompt, model.block_tokens, redis, folder, figures)
         say(f"{model.name}: an engine computes and saves the prompt")
         bench.save()
+        with_lmcache = model.lmcache and lmcache_peer.is_installed()
+        if with_lmcache:
+            say(f"{model.name}: an engine with LMCache computes and saves it too")
+            bench.save_by_lmcache()
         for turn in range(1, repetitions + 1):
             where = f"{model.name} {turn}/{repetitions}"
             say(f"{where}: a fresh engine computes {prompt_tokens:,} tokens")
@@ -176,6 +189,9 @@ def measure_model(
             answer = bench.restore(turn)
             bench.compare(answer, resumed)
             say(f"{where}: {answer.ttft_s:.3f} s with {answer.num_cached_tokens:,} tokens restored")
+            if with_lmcache:
+                answer = bench.restore_by_lmcache(turn)
+                say(f"{where}: {answer.ttft_s:.3f} s with {answer.num_cached_tokens:,} tokens restored by LMCache")
             bench.measure_ceilings()
     return bench.figures
 
@@ -234,6 +250,33 @@ class _Bench:
         figures.raw_bytes, figures.stored_bytes = int(raw_bytes), int(counters.get("served_bytes", 0))
         figures.tiers |= {name.split('"')[1] for name in counters if name.startswith("served_records{")}
         return answer
+
+    def save_by_lmcache(self) -> None:
+        with self._lmcache_engine("bench-lmcache-save") as (engine, server):
+            engine.generate([_warm_up(0)], timeout_s=_ANSWER_S)
+            engine.generate([self.request], timeout_s=_ANSWER_S)
+            server.wait_stored()
+
+    def restore_by_lmcache(self, turn: int) -> Answer:
+        with self._lmcache_engine("bench-lmcache-restore") as (engine, _):
+            engine.generate([_warm_up(1 + turn)], timeout_s=_ANSWER_S)
+            (answer,) = engine.generate([self.request], timeout_s=_ANSWER_S)
+        self.figures.lmcache_s.append(answer.ttft_s)
+        self.figures.lmcache_tokens = answer.num_cached_tokens
+        return answer
+
+    @contextmanager
+    def _lmcache_engine(self, name: str) -> Iterator[tuple[EngineProcess, lmcache_peer.LMCacheServer]]:
+        """A fresh server of LMCache and a fresh engine that uses it."""
+        with lmcache_peer.lmcache_server(self.redis, self.folder) as server:
+            spec = replace(
+                self.engine,
+                kv_transfer=server.kv_transfer,
+                preload=(*self.engine.preload, _LMCACHE),
+                environment={**self.engine.environment, **lmcache_peer.ENVIRONMENT},
+            )
+            with start_engine(spec, work=WORK, name=name) as engine:
+                yield engine, server
 
     def compare(self, restored: Answer, resumed: Answer) -> None:
         """A restored answer with that from an engine's own cache."""
@@ -314,6 +357,7 @@ def report(rows: Sequence[tuple[Model, int, Figures]], console: Console | None) 
         "computed",
         "restored in",
         "ratio",
+        "LMCache",
         "own cache",
         "ceiling",
         "decoding",
@@ -331,6 +375,7 @@ def report(rows: Sequence[tuple[Model, int, Figures]], console: Console | None) 
             f"{median(figures.recompute_s):.2f} s",
             f"{median(figures.restored_s):.3f} s",
             f"{figures.ratio():.1f}",
+            f"{median(figures.lmcache_s):.3f} s" if figures.lmcache_s else "-",
             f"{median(figures.local_s):.3f} s",
             f"{figures.ceiling_s():.3f} s",
             f"{median(figures.decode_s):.3f} s",
@@ -370,6 +415,11 @@ def _as_json(model: Model, tokens: int, figures: Figures) -> dict[str, Any]:
         "logprob_difference": figures.difference if math.isfinite(figures.difference) else None,
         "recompute_logprob_difference": round(figures.recompute_difference, 6),
         "amx": figures.amx,
+        **(
+            {"lmcache_s": [round(value, 4) for value in figures.lmcache_s], "lmcache_tokens": figures.lmcache_tokens}
+            if figures.lmcache_s
+            else {}
+        ),
     }
 
 

@@ -44,7 +44,7 @@ HOMES = {
         *("kvstore/testing/checkpoints.py", "kvstore/testing/engine/main.py", "kvstore/testing/engine/fork_server.py"),
     ),
     "numba": (),
-    "llvmlite": (),
+    "llvmlite": ("benchmarks/lmcache_beside_vllm.py",),
     "migrations": ("migrations/", "kvstore/cli/migrate.py"),
 }
 
