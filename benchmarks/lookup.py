@@ -47,6 +47,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.service.admin.port import Administered, admin_port
+from kvstore.service.main import SWITCH_S
 from kvstore.service.server import Server
 from kvstore.settings import Settings, load_settings
 from kvstore.store.recorder import Recorder
@@ -103,6 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repetitions", type=int, default=60, help="lookups for each figure (default 60)")
     parser.add_argument("--json", action="store_true", help="the last line alone")
     options = parser.parse_args(arguments)
+    sys.setswitchinterval(SWITCH_S)  # as a service does
     rows = uvloop.run(_measure(options.entries, options.repetitions))
     if not options.json:
         Console(width=120).print(_table(rows))

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 _DESCRIPTORS_MIN, _DESCRIPTORS_MAX = 256, 1 << 16
 """For the tiers, the files of an HTTP server, and the connections of some engines."""
-_SWITCH_S = 0.001
+SWITCH_S = 0.001
 """How long a thread computes while another one waits for the interpreter. The event loop waits for this several times
 in each request. Python's default is five times as long."""
 _IDLE_POLL_S = 0.1
@@ -77,7 +77,7 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None
             on_ready=on_ready,
             open_admin=lambda store, server: admin_port(Administered(settings, credentials, store, server)),
         )
-        sys.setswitchinterval(_SWITCH_S)
+        sys.setswitchinterval(SWITCH_S)
         uvloop.run(serving)
 
 
