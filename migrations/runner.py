@@ -71,10 +71,10 @@ class Runner:
         ownership: Ownership,
         *,
         lease_s: float,
-        rate: ByteRate | None = None,
-        progress: Progress | None = None,
+        rate: ByteRate | None,
+        progress: Progress,
     ) -> None:
-        self.progress = self._progress = progress or Progress()
+        self._progress = progress
         self._step = step
         self._store = Store(tiers, catalog)
         self._ownership = ownership
