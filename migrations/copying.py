@@ -15,6 +15,7 @@ from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.runtime.background import gather_all
+from kvstore.runtime.retries import retry
 from kvstore.store.upkeep.verification import ByteRate
 from kvstore.tiers.base import PutOutcome
 from migrations.journal import Journal, Sheet, State, num_sheets, sheet_of, sheets_name
@@ -110,7 +111,7 @@ class Copier:
 
     async def _write_sheet(self, walk: Walk, number: int) -> None:
         sheet = walk.sheets[number]
-        await self._store.retry(lambda: self._journal.write_sheet(walk.level, walk.description.id, number, sheet))
+        await retry(lambda: self._journal.write_sheet(walk.level, walk.description.id, number, sheet))
         self._progress.on_step("sheet")
 
     async def _copy_some(
@@ -136,7 +137,7 @@ class Copier:
     async def _copy_one(self, walk: Walk, key: RecordKey) -> Record | None:
         """Copy one record and read the copy back; returns it, or `None` where there is no verified copy."""
         tier, tenant = self._store.tiers[walk.level], walk.description.tenant
-        old = await self._store.retry(lambda: tier.get(key, deadline=soon()))
+        old = await retry(lambda: tier.get(key, deadline=soon()))
         self._progress.on_step("read")
         if old is None:  # evicted since the listing, or corrupt: then the tier has quarantined it
             self._progress.totals["gone"] += 1
@@ -149,13 +150,13 @@ class Copier:
         cold = self._store.tiers.get(Level.COLD)
         if walk.level is Level.HOT and cold is not None:  # the same bytes in both tiers
             name = new.key
-            there = await self._store.retry(lambda: cold.get(name, deadline=soon()))
+            there = await retry(lambda: cold.get(name, deadline=soon()))
             new = there or new
         if not await self._put(walk.level, new):
             self._progress.totals["full"] += 1
             return None
         self._progress.on_step("put")
-        back = await self._store.retry(lambda: tier.get(new.key, deadline=soon()))
+        back = await retry(lambda: tier.get(new.key, deadline=soon()))
         if back is None or not await _off_loop(old.num_bytes, lambda: self._step.is_same(old, back, tenant)):
             self._progress.totals["failed"] += 1
             return None
@@ -166,7 +167,7 @@ class Copier:
         """Put a copy; false: no room. In the hot tier it may be evicted, since the old record keeps the guarantee."""
         tier = self._store.tiers[level]
         put = tier.put_evictable if level is Level.HOT and Level.COLD in self._store.tiers else tier.put
-        return await self._store.retry(lambda: put(record, deadline=soon())) is not PutOutcome.FULL
+        return await retry(lambda: put(record, deadline=soon())) is not PutOutcome.FULL
 
     async def _report(
         self, level: Level, copies: Sequence[tuple[RecordKey, Record]]
@@ -179,14 +180,14 @@ class Copier:
             return []
         catalog, namespace = self._store.catalog, copies[0][0].namespace
         additions = [Addition(new.key, level, new.num_bytes, new.header.span.stop) for _, new in copies]
-        taken = await self._store.retry(lambda: catalog.add(additions, deadline=soon()))
+        taken = await retry(lambda: catalog.add(additions, deadline=soon()))
         self._progress.on_step("catalog added")
         olds = [old.prefix for old, _ in copies]
-        table = await self._store.retry(lambda: catalog.lookup(namespace, olds, deadline=soon()))
+        table = await retry(lambda: catalog.lookup(namespace, olds, deadline=soon()))
         pinned_until_s = table.numbers(PINNED_AT).tolist()
         for (_, new), until_s in zip(copies, pinned_until_s, strict=True):
             if until_s:
-                await self._store.retry(partial(self._pin, new.key, until_s))
+                await retry(partial(self._pin, new.key, until_s))
         self._progress.totals[Verdict.REWRITTEN.value] += taken.count(True)
         self._progress.totals["busy"] += taken.count(False)
         return [(old, new.key) for (old, new), is_taken in zip(copies, taken, strict=True) if is_taken]
@@ -203,11 +204,10 @@ class Copier:
             return Walk(level, description, [])
         if name not in state.sheets:
             state.sheets[name] = num_sheets(num_records)
-            await self._store.retry(lambda: self._journal.write(state))
+            await retry(lambda: self._journal.write(state))
             self._progress.on_step("sheets planned")
         sheets = await gather_all(
-            self._store.retry(partial(self._journal.sheet, level, description.id, number))
-            for number in range(state.sheets[name])
+            retry(partial(self._journal.sheet, level, description.id, number)) for number in range(state.sheets[name])
         )
         return Walk(level, description, sheets, {new for sheet in sheets for new in sheet.values()})
 

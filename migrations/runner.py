@@ -18,6 +18,7 @@ from kvstore.catalog.entry import Level
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.retries import retry
 from kvstore.store.upkeep.verification import ByteRate
 from kvstore.tiers.base import Tier
 from migrations.copying import Copier, Progress
@@ -70,10 +71,10 @@ class Runner:
         ownership: Ownership,
         *,
         lease_s: float,
-        rate: ByteRate | None = None,
-        progress: Progress | None = None,
+        rate: ByteRate | None,
+        progress: Progress,
     ) -> None:
-        self.progress = self._progress = progress or Progress()
+        self._progress = progress
         self._step = step
         self._store = Store(tiers, catalog)
         self._ownership = ownership
@@ -200,7 +201,7 @@ class Runner:
 
     async def _write(self, state: State, phase: Phase) -> None:
         state.phase = phase
-        await self._store.retry(lambda: self._journal.write(state))
+        await retry(lambda: self._journal.write(state))
         self._progress.on_step(f"state {phase.value}")
 
     async def _end(self, state: State, phase: Phase) -> None:
@@ -230,7 +231,7 @@ class Runner:
         for level in reversed(self._store.tiers):  # the hot tier first: no copy of a removed record remains there
             held = everything[level].get(namespace, {})
             for number in range(state.sheets.get(sheets_name(level, namespace), 0)):
-                sheet = await self._store.retry(partial(self._journal.sheet, level, namespace, number))
+                sheet = await retry(partial(self._journal.sheet, level, namespace, number))
                 replaced = [old for old, new in sheet.items() if new in lasting]
                 await self._remove_records(level, replaced, [old for old in replaced if old in held])
                 self._progress.totals["kept"] += sum(old in held and new not in lasting for old, new in sheet.items())
@@ -245,10 +246,10 @@ class Runner:
         """
         removals = [Removal(old, level, None, LeaveReason.REMOVED) for old in replaced]
         if removals:
-            await self._store.retry(lambda: self._store.catalog.remove(removals, deadline=soon()))
+            await retry(lambda: self._store.catalog.remove(removals, deadline=soon()))
             self._progress.on_step("catalog removed")
         if held:
-            await self._store.retry(lambda: self._store.tiers[level].delete_all(held, deadline=soon()))
+            await retry(lambda: self._store.tiers[level].delete_all(held, deadline=soon()))
             self._progress.on_step("deleted")
         self._progress.totals["removed"] += len(held)
 
@@ -256,7 +257,7 @@ class Runner:
         for level in self._store.tiers:
             for namespace in namespaces_of(state):
                 for number in range(state.sheets.get(sheets_name(level, namespace), 0)):
-                    await self._store.retry(partial(self._journal.write_sheet, level, namespace, number, {}))
+                    await retry(partial(self._journal.write_sheet, level, namespace, number, {}))
                     self._progress.on_step("sheet emptied")
 
 

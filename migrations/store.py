@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
-from typing import TypeVar
 
 from kvstore.catalog.base import Catalog
 from kvstore.catalog.entry import Level
-from kvstore.errors import Unavailable
 from kvstore.format.manifest import parse_manifest
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.retries import retry
 from kvstore.tiers.base import Tier
 
-T = TypeVar("T")
-
 _CALL_S = 30.0
-_ATTEMPTS = 5
-_PAUSE_S = 0.5
 
 Listed = dict[NamespaceId, dict[RecordKey, int]]
 """Per namespace its records and their bytes."""
@@ -56,11 +50,11 @@ class Store:
 
     async def listed(self) -> dict[Level, Listed]:
         """List all records of all tiers."""
-        return {level: await self.retry(partial(_listed, tier)) for level, tier in self.tiers.items()}
+        return {level: await retry(partial(_listed, tier)) for level, tier in self.tiers.items()}
 
     async def lasting_records(self, namespace: NamespaceId) -> Collection[RecordKey]:
         """List a namespace's records at the lasting level; where a new record is there, its old one may be removed."""
-        listed = await self.retry(lambda: _listed(self.lasting, namespace))
+        listed = await retry(lambda: _listed(self.lasting, namespace))
         return listed.get(namespace, {})
 
     async def describe(self, namespace: NamespaceId) -> NamespaceDescription | None:
@@ -68,26 +62,11 @@ class Store:
         if namespace not in self._descriptions:
             found = None
             for tier in self.tiers.values():
-                data = await self.retry(partial(_manifest, tier, namespace))
+                data = await retry(partial(_manifest, tier, namespace))
                 if found is None and data is not None:
                     found = parse_manifest(data, namespace)
             self._descriptions[namespace] = found
         return self._descriptions[namespace]
-
-    async def retry(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Make a call, with retries: a short outage of a tier does not end hours of work.
-
-        Raises:
-            Unavailable: It failed five times in a row.
-        """
-        for attempt in range(_ATTEMPTS):
-            try:
-                return await call()
-            except Unavailable:
-                if attempt == _ATTEMPTS - 1:
-                    raise
-                await asyncio.sleep(_PAUSE_S * 2**attempt)
-        raise AssertionError("not reached")
 
 
 async def _listed(tier: Tier, namespace: NamespaceId | None = None) -> Listed:

@@ -55,11 +55,12 @@ class Kit:
         if not self.is_gpu:
             return None
         try:
-            from connector.device.kernels import device_kernels
+            from connector.device.kernels import DeviceKernels, check_kernels
         except ImportError as missing:
             self.progress(f"without kernels: {missing}")
             return None
-        return device_kernels(self.streams)
+        check_kernels(self.streams)
+        return DeviceKernels
 
     def sized(self, gpu: Value, host: Value) -> Value:
         """The size for a GPU, or a small one."""

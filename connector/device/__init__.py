@@ -10,6 +10,7 @@ import torch
 from connector.device.base import Device
 from connector.device.cpu import CpuDevice
 from connector.device.gpu import StreamDevice
+from connector.device.paths import try_path
 from connector.device.streams import CudaStreams
 from kvstore.errors import InvalidRequest
 
@@ -40,11 +41,9 @@ def open_device(where: torch.device, *, ring_bytes: int, page_bytes_max: int) ->
 
 
 def _kernels(streams: CudaStreams) -> type[DeviceKernels] | None:
-    try:
-        from connector.device.kernels import device_kernels
-
-        return device_kernels(streams)
-    except Exception as error:  # noqa: BLE001 - of Triton, of the compiler that it calls, or of the GPU
-        reason = next(iter(str(error).splitlines()), "")
-        _log.warning("kvstore: the processor verifies records, not the GPU: %s: %s", type(error).__name__, reason)
+    if problem := try_path("kernels", streams).problem:
+        _log.warning("kvstore: the processor verifies records, not the GPU: %s", problem)
         return None
+    from connector.device.kernels import DeviceKernels
+
+    return DeviceKernels

@@ -77,8 +77,8 @@ class DeviceKernels:
         return int(self._read_back)
 
 
-def device_kernels(streams: Streams) -> type[DeviceKernels]:
-    """The kernels, compiled and tried on this device.
+def check_kernels(streams: Streams) -> None:
+    """Compile the kernels, and try them on this device.
 
     Raises:
         Exception: Of Triton, of the compiler that it calls, or of the device.
@@ -87,7 +87,6 @@ def device_kernels(streams: Streams) -> type[DeviceKernels]:
     _check_tiles(streams)
     _check_rows(streams)
     _log.info("kvstore: the GPU verifies records in the service's memory, decodes tiles and copies rows by kernels")
-    return DeviceKernels
 
 
 def _check_digests(streams: Streams) -> None:

@@ -33,17 +33,21 @@ class TriedPath:
 
 def try_paths(streams: Streams) -> list[TriedPath]:
     """Try each way on a device. Takes some seconds if Triton has to compile its kernels."""
-    tries = {"pinned": _pin, "in_place": _register, "kernels": _compile}
-    return [TriedPath(name, _problem_of(work, streams)) for name, work in tries.items()]
+    return [try_path(name, streams) for name in _TRIES]
 
 
-def _problem_of(work: Callable[[Streams], None], streams: Streams) -> str:
+def try_path(name: str, streams: Streams) -> TriedPath:
+    """Try one way on a device.
+
+    Args:
+        name: As of `TriedPath`.
+    """
     try:
-        work(streams)
+        _TRIES[name](streams)
     except Exception as error:  # noqa: BLE001 - of torch, Triton, the compiler that it calls, or the device
         lines = str(error).splitlines()
-        return f"{type(error).__name__}: {lines[0] if lines else ''}"
-    return ""
+        return TriedPath(name, f"{type(error).__name__}: {lines[0] if lines else ''}")
+    return TriedPath(name)
 
 
 def _pin(streams: Streams) -> None:
@@ -66,6 +70,9 @@ def _register(streams: Streams) -> None:
 
 
 def _compile(streams: Streams) -> None:
-    from connector.device.kernels import device_kernels  # it needs Triton
+    from connector.device.kernels import check_kernels  # it needs Triton
 
-    device_kernels(streams)
+    check_kernels(streams)
+
+
+_TRIES: dict[str, Callable[[Streams], None]] = {"pinned": _pin, "in_place": _register, "kernels": _compile}

@@ -153,6 +153,7 @@ class Fetches:
             self.renew(fetch)
 
     def renew(self, fetch: Fetch) -> None:
+        """Renew the lease now. Does not wait: a lease that has ended shows as `lease_lost` later."""
         lease = fetch.lease
         assert lease is not None
 

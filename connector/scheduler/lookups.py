@@ -116,6 +116,7 @@ class Lookups:
     def query(
         self, namespace: NamespaceId, chain: PrefixChain, prompt: tuple[int, ...], *, local_tokens: int
     ) -> PrefixQuery:
+        """The query of a prompt. Call it once the prompt is hashed: it has the boundaries that the chain has now."""
         boundaries = chain.boundaries[: len(prompt) // self._step_tokens]
         return PrefixQuery(namespace, tuple(boundaries), local_tokens, self.cap_tokens(prompt), self._step_tokens)
 

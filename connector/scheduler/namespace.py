@@ -129,6 +129,7 @@ class EngineNamespace:
             self._task = self._start(weights_id)
 
     def cancel(self) -> None:
+        """Stop opening the namespace; one that is open stays."""
         self._task.cancel()
 
     def refuse(self, reason: str) -> None:

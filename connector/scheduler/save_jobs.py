@@ -119,6 +119,7 @@ class SaveJobs:
 
     @property
     def oldest_id(self) -> int | None:
+        """The id of the oldest job in `len(self)`; `None`: there is none."""
         return next(iter(self._jobs), None)
 
     def add(self, job: SaveJob, state: RequestState) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,6 @@ from connector.prefix_hash import PrefixChain
 from connector.scheduler.audits import Audits
 from connector.scheduler.cache_events import CacheEvents
 from connector.scheduler.costs import Costs, Stopwatch
-from connector.scheduler.ended import EndedReporter
 from connector.scheduler.facts import PromptFacts, StepFacts
 from connector.scheduler.hits import Hits
 from connector.scheduler.namespace import EngineNamespace
@@ -30,8 +30,10 @@ from connector.scheduler.save_jobs import BlockPins, SaveJobs, Watchdog
 from connector.scheduler.saves import RunningRequest, Saves
 from connector.settings import ConnectorSettings
 from connector.weights import Adapters
-from kvstore.errors import InternalError
+from kvstore.api import PageStore
+from kvstore.errors import Closed, InternalError
 from kvstore.model.keys import NamespaceId
+from kvstore.model.prompt_hint import EndedPrompt, ends_of_pages
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.sizes import format_bytes
@@ -68,6 +70,7 @@ class SchedulerSide:
         instruments = Instruments(clock)
         self._settings = settings
         self._shape = shape
+        self._bridge = bridge
         self.meters = instruments.meters
         self.requests: dict[str, RequestState] = {}
         self._loads: list[LoadJob] = []
@@ -88,7 +91,6 @@ class SchedulerSide:
         )
         self.budget = host_memory_budget(settings, facts, shape)
         self._losses = LossReporter(bridge, self.meters)
-        self._ended = EndedReporter(bridge, boundary_tokens=shape.boundary_tokens, page_tokens=shape.layout.page_tokens)
         self.save_jobs = SaveJobs(
             shape,
             num_ranks=facts.num_ranks,
@@ -276,9 +278,31 @@ class SchedulerSide:
             elif final_tokens and (namespace := self._saves_to(state)) is not None:
                 self.saves.plan_end(state, namespace, final_tokens, tables)
             if self.namespace.id is not None:
-                self._ended.report(state, self.namespace.id, final_tokens)
+                self._report_ended(state, self.namespace.id, final_tokens)
         finally:
             self.hits.forget(state)
+
+    def _report_ended(self, state: RequestState, namespace: NamespaceId, final_tokens: int) -> None:
+        """Report the prompt of an ended request to the store, with what its client wishes for the time after.
+
+        All are reported, since a later hint may name any by its id. Nothing waits for that; if it fails, only the hint
+        is lost.
+        """
+        if state.chain is None or not state.is_hashed:
+            return
+        boundary_tokens, page_tokens = self._shape.boundary_tokens, self._shape.layout.page_tokens
+        state.extend_chain(final_tokens, boundary_tokens)
+        boundaries, tokens = state.chain.boundaries, final_tokens or len(state.prompt)
+        prompt_tokens, wishes, request = len(state.prompt), state.flags.wishes, state.request_id
+        num = min(len(boundaries), tokens // boundary_tokens)
+
+        async def report(store: PageStore) -> None:
+            if store.takes_hints:
+                ends = ends_of_pages(boundaries[:num], page_tokens)
+                store.end_prompt(EndedPrompt(request, namespace, ends, boundary_tokens, prompt_tokens, wishes))
+
+        with suppress(Closed):  # at shutdown
+            self._bridge.submit(report)
 
     # ---- steps
 

@@ -53,8 +53,8 @@ Rate = Annotated[str, typer.Option(help="Most bytes to copy per second, like 100
 async def open_runner(
     settings: Settings,
     *,
+    progress: Progress,
     rate: ByteRate | None = None,
-    progress: Progress | None = None,
     lease_s: float = _LEASE_S,
 ) -> AsyncIterator[Runner]:
     """A runner on the store of these settings.
@@ -167,7 +167,7 @@ def _run(
     """Call a method of a runner; `then` runs after the runner has released the store."""
 
     async def run() -> T:
-        async with open_runner(settings, rate=rate, progress=progress) as runner:
+        async with open_runner(settings, rate=rate, progress=progress or Progress()) as runner:
             result = await call(runner)
         if then is not None:
             await then(settings, result)

@@ -116,7 +116,7 @@ def _found(
     if url:
         return (_embedded_address() if url == EMBEDDED else url), "given as --url"
     if (url := service_url(settings)) != EMBEDDED:
-        return url, _origin(settings, "listen")
+        return url, _origin(settings)
     if not Path(_embedded_address().removeprefix("unix:")).exists():
         store = store_in_use("", token_file, config, timeout_s)
         if store.service:
@@ -128,10 +128,10 @@ def _found(
     return _embedded_address(), _EMBEDDED_FOUND
 
 
-def _origin(settings: Settings, name: str) -> str:
-    """How the address in a setting was found."""
-    given = settings.given(name)
-    return f"given {given}" if given else f"the default of {name}"
+def _origin(settings: Settings) -> str:
+    """How the address in `listen` was found."""
+    given = settings.given("listen")
+    return f"given {given}" if given else "the default of listen"
 
 
 def service_url(settings: Settings) -> str:
@@ -226,7 +226,7 @@ def store_in_use(url: str, token_file: Path | None, config: Path | None, timeout
         try:
             is_remote = isinstance(parsed, TcpAddress) and parsed.host not in _LOOPBACK
             reported = _reported_settings(address, token, local, timeout_s)
-            found = "given as --url" if url else _origin(local, "listen")
+            found = "given as --url" if url else _origin(local)
             return store_of(reported, local, address, found=found, is_remote=is_remote, is_chosen=bool(url))
         except KVStoreError as error:
             problem = f"{address}, {error.sentence()}"

@@ -42,15 +42,11 @@ class CodecPool:
         num_threads: Jobs that run at a time, at most.
         limit_bytes: Byte budget of all jobs together.
         niceness: Priority of the threads, from 0 to 19 (lowest); on Linux only.
-
-    Attributes:
-        num_threads: The same.
     """
 
     def __init__(self, *, num_threads: int, limit_bytes: int, niceness: int = 0) -> None:
         if num_threads <= 0:
             raise InvalidRequest("a pool needs threads", num_threads=num_threads)
-        self.num_threads = num_threads
         self._budget = ByteBudget(limit_bytes)
         self._num_waiting = 0
         self._closed = False

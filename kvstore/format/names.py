@@ -60,6 +60,14 @@ def parse_name(name: str) -> RecordKey:
     )
 
 
+def record_key(name: str | bytes) -> RecordKey | None:
+    """As `parse_name`, for names that a tier lists; `None`: a manifest, a stripe, or not ours."""
+    try:
+        return parse_name(name if isinstance(name, str) else name.decode())
+    except (InvalidRequest, UnicodeDecodeError):
+        return None
+
+
 def pack_key(key: RecordKey) -> bytes:
     """A key in 52 bytes."""
     return _KEY.pack(key.namespace, key.prefix, key.group, key.slice)

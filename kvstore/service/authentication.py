@@ -33,6 +33,9 @@ _log = logging.getLogger(__name__)
 
 _FILE_BYTES_MAX = 16 << 20
 _TOKEN_BYTES_MAX = 4096
+_FAILURES_MAX = 10
+_WINDOW_S = 60.0
+"""Begins with the first failure."""
 
 NO_TENANT = ""
 """The tenant of peers that are admitted without a token of a tenant."""
@@ -215,20 +218,10 @@ class FailureLimit:
     need 10^60 years. If it refused right tokens too, one client could lock out all others at its address or proxy.
 
     Args:
-        window_s: Length of a window, which begins with the first failure.
         addresses_max: Addresses to remember; beyond, those that failed least recently are forgotten.
     """
 
-    def __init__(
-        self,
-        *,
-        failures_max: int = 10,
-        window_s: float = 60.0,
-        addresses_max: int = 4096,
-        clock: Clock = SYSTEM_CLOCK,
-    ) -> None:
-        self._failures_max = failures_max
-        self._window_s = window_s
+    def __init__(self, *, addresses_max: int = 4096, clock: Clock = SYSTEM_CLOCK) -> None:
         self._addresses_max = addresses_max
         self._clock = clock
         self._counts: OrderedDict[str, tuple[float, int]] = OrderedDict()
@@ -236,14 +229,14 @@ class FailureLimit:
     def wait_s(self, address: str) -> int:
         """Whole seconds that an address has to wait; 0: it need not."""
         started_s, count = self._counts.get(address, (float("-inf"), 0))
-        left_s = started_s + self._window_s - self._clock.monotonic_s()
-        return math.ceil(left_s) if count >= self._failures_max and left_s > 0 else 0
+        left_s = started_s + _WINDOW_S - self._clock.monotonic_s()
+        return math.ceil(left_s) if count >= _FAILURES_MAX and left_s > 0 else 0
 
     def failed(self, address: str) -> None:
         """Count a wrong token of an address."""
         now_s = self._clock.monotonic_s()
         started_s, count = self._counts.get(address, (float("-inf"), 0))
-        if now_s - started_s >= self._window_s:
+        if now_s - started_s >= _WINDOW_S:
             started_s, count = now_s, 0
         self._counts[address] = (started_s, count + 1)
         self._counts.move_to_end(address)
@@ -264,12 +257,10 @@ class Authenticator:
             nor a token, every TCP peer is admitted: `serve_settings` refuses to start like that.
     """
 
-    def __init__(
-        self, token: str = "", credentials: Credentials | None = None, failures: FailureLimit | None = None
-    ) -> None:
+    def __init__(self, token: str = "", credentials: Credentials | None = None) -> None:
         self._token = token.encode()
         self._credentials = credentials
-        self._failures = failures or FailureLimit()
+        self._failures = FailureLimit()
 
     def check(self, connection: FrameConnection, token: str) -> Grant:
         """The peer's tenant, and what it may do.

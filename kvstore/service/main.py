@@ -47,7 +47,7 @@ _LOCK_POLL_S = 0.05
 Store = TypeVar("Store", bound=PageStore)
 
 
-def serve_settings(settings: Settings, on_ready: Callable[[Server], None] | None = None) -> None:
+def serve_settings(settings: Settings, on_ready: Callable[[Server], None]) -> None:
     """Serve as the settings say, until SIGTERM or SIGINT, or until it has been idle for `idle_exit_s` if that is set.
 
     Raises:
@@ -100,9 +100,7 @@ def _allow_descriptors() -> None:
         )
 
 
-def serve_embedded(
-    directory: Path, flags: Mapping[str, object], on_ready: Callable[[Server], None] | None = None
-) -> None:
+def serve_embedded(directory: Path, flags: Mapping[str, object], on_ready: Callable[[Server], None]) -> None:
     """Serve one directory privately: memory and files, on a socket inside it, as its only service.
 
     Args:
@@ -226,7 +224,7 @@ async def serve(
     addresses: Sequence[Address],
     *,
     idle_exit_s: float | None = None,
-    on_ready: Callable[[Server], None] | None = None,
+    on_ready: Callable[[Server], None],
     open_admin: Callable[[Store, Server], AbstractAsyncContextManager[object]] = lambda *_: nullcontext(),
 ) -> None:
     """Serve until SIGTERM or SIGINT, or until there has been no client for `idle_exit_s`.
@@ -252,8 +250,7 @@ async def serve(
         try:
             await server.listen(addresses)
             async with open_admin(opened, server):
-                if on_ready is not None:
-                    on_ready(server)
+                on_ready(server)
                 await _wait_for_end(stop, server, idle_exit_s)
         finally:
             await server.aclose()

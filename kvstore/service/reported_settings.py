@@ -98,7 +98,7 @@ def store_of(
     local: Settings,
     address: str,
     *,
-    found: str = "",
+    found: str,
     is_remote: bool = False,
     is_chosen: bool = False,
 ) -> StoreInUse:

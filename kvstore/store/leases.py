@@ -47,7 +47,7 @@ class Unpinning:
         self.finish()
 
     async def done(self) -> None:
-        """Wait until all pins that were given back so far have ended."""
+        """Wait until all pins that were given back so far have ended. If cancelled, they end all the same."""
         if self._task is not None and not self._task.done():
             await asyncio.wait({self._task})
 
@@ -85,8 +85,9 @@ class _Lease:
 class LeaseTable:
     """The leases of this node. Never waits; all methods belong to one event loop's thread.
 
-    An id cannot be guessed, so a peer can neither end another's lease nor read through it. Tenants share the leases and
-    the records in them. While there are leases, expired ones are ended every second: the bytes they pin are needed.
+    An id cannot be guessed, so a peer can neither end another's lease nor read through it. Leases, and records in
+    them, are limited by `Shares`. While there are leases, expired ones are ended every second: the bytes that they pin
+    are needed.
 
     Attributes:
         unpinning: Where pins go that end.

@@ -293,7 +293,10 @@ class CatalogLookup:
         self._unused_until_s = float("-inf")
 
     async def fill(self, presence: Presence, deadline: Deadline, *, hot: bool, cold: bool) -> bool:
-        """Note what the catalog has of a query's boundaries. True: it is complete, so no tier need be asked."""
+        """Note what the catalog has of a query's boundaries. True: it is complete, so no tier need be asked.
+
+        Raises nothing: of a catalog that does not answer in time nothing is noted, and it is not asked for a second.
+        """
         if self._clock.monotonic_s() < self._unused_until_s:
             return False
         deadline = deadline.earlier(deadline.remaining_s * _CATALOG_SHARE)

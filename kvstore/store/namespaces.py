@@ -197,7 +197,7 @@ class Manifests:
         self._clock = context.clock
         self._open: dict[NamespaceId, bytes] = {}
         self._kept: set[tuple[NamespaceId, str]] = set()
-        self._failing: set[str] = set()  # names of tiers that could not be written; empty: a reading
+        self._failing: set[str] = set()  # names of tiers that could not be written; "": a manifest could not be read
         if context.slower:
             context.background.keep_running(self._check_regularly, "manifests")
 

@@ -136,7 +136,7 @@ class Recorder:
         """Report that a level holds `record` now. False: its boundary is being deleted there, put the record again.
 
         Returns once the catalog has the change. If it cannot be reached, or not before the deadline, it is reported
-        later; while it takes no changes, this returns at once.
+        later; while it takes no changes, this returns at once. If cancelled, the change is reported all the same.
         """
         key, tokens = record.key, record.header.span.stop
         addition = Addition(key, level, record.num_bytes, tokens, self.parent_of(key.prefix))
@@ -306,8 +306,8 @@ class Recorder:
         return len(self._waiting)
 
     async def aclose(self) -> None:
-        """Drain for a second, then stop. What is left is lost, and the catalog marked incomplete: a Redis that is full
-        takes no change, but that. Idempotent.
+        """Drain for a second, then stop. What is left is lost, and the catalog is marked incomplete: a Redis that is
+        full refuses changes, but not this mark. Idempotent.
         """
         await self.drain(Deadline.after(_CLOSE_S, self._clock))
         await self._background.aclose()

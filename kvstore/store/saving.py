@@ -175,7 +175,9 @@ class Saver:
                 await asyncio.sleep(0)
 
     def _copy_start(self, record: Record, layout: Layout, admission: ColdAdmission) -> None:
-        """Copy declined boundaries that a record needs to the cold tier too: a caller waits for the record."""
+        """Queue for the cold tier the declined boundaries that a record needs or belongs to: a caller waits for the
+        record, or wants it retained.
+        """
         in_hot, namespace = self._hot is not None, record.key.namespace
         for boundary in admission.needs(record):
             wanted = [
@@ -256,7 +258,11 @@ class Saver:
             self._finisher.is_paused = is_paused
 
     async def drain(self, deadline: Deadline) -> int:
-        """Wait until nothing is under way to the slower tiers, or until the deadline; returns how many records are."""
+        """Wait until nothing is under way to the slower tiers, or until the deadline.
+
+        Returns:
+            Records that are still queued for them. They are written later, also if this call is cancelled.
+        """
         left = 0
         if self._copies:
             await asyncio.wait(self._copies, timeout=deadline.remaining_s)

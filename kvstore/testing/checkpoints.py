@@ -61,6 +61,30 @@ _SHARED: dict[str, Any] = {
 }
 
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
+_QWEN3_NEXT: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "layer_types": [_LINEAR, _LINEAR, _LINEAR, _FULL],
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "rope_theta": 1e4,
+}
 
 CHECKPOINTS: dict[str, Checkpoint] = {
     # full attention, one group
@@ -148,60 +172,19 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         }
     ),
     # three recurrent groups (Gated DeltaNet) and full attention; vLLM runs it in bfloat16 only
-    "qwen3next": Checkpoint(
-        {
-            "architectures": ["Qwen3NextForCausalLM"],
-            "model_type": "qwen3_next",
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "moe_intermediate_size": 64,
-            "shared_expert_intermediate_size": 64,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "layer_types": [_LINEAR, _LINEAR, _LINEAR, _FULL],
-            "partial_rotary_factor": 0.25,
-            "full_attention_interval": 4,
-            "rope_theta": 1e4,
-        },
-        dtype="bfloat16",
-        unit_norm=False,
-    ),
+    "qwen3next": Checkpoint(_QWEN3_NEXT, dtype="bfloat16", unit_norm=False),
     # Large next to its weights, like the hybrids of users: 32 KiB of KV per token in two layers, 12.3 MiB of states in
     # six. So a step of 2,048 tokens fills 64 MiB of host memory with pages before its prompt's state is made.
     "qwen3next-wide": Checkpoint(
         {
-            "architectures": ["Qwen3NextForCausalLM"],
-            "model_type": "qwen3_next",
+            **_QWEN3_NEXT,
             "num_hidden_layers": 8,
             "num_attention_heads": 16,
             "num_key_value_heads": 16,
             "head_dim": 256,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
             "linear_num_key_heads": 16,
             "linear_num_value_heads": 32,
-            "moe_intermediate_size": 64,
-            "shared_expert_intermediate_size": 64,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
             "layer_types": [_LINEAR, _LINEAR, _LINEAR, _FULL] * 2,
-            "partial_rotary_factor": 0.25,
-            "full_attention_interval": 4,
-            "rope_theta": 1e4,
         },
         dtype="bfloat16",
         unit_norm=False,

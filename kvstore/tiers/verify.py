@@ -15,6 +15,7 @@ from kvstore.runtime.deadline import Deadline
 _INLINE_BYTES = (4 << 20) + (64 << 10)
 """Up to this size (140 us) a record is checked inline, while its bytes are in this core's cache. In a thread, on
 another core, the same check costs three times the processor time."""
+_QUARANTINE_BYTES = 256 << 20
 
 
 def open_or_reason(data: bytearray | memoryview, expected: RecordKey, checksum: bytes | None = None) -> Record | str:
@@ -76,13 +77,12 @@ class QuarantineBudget:
     removed.
     """
 
-    def __init__(self, limit_bytes: int = 256 << 20) -> None:
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
+    def __init__(self) -> None:
+        self._used_bytes = 0
 
     def keeps(self, num_bytes: int) -> bool:
         """Whether one more record of this size is kept; if so, it counts from now on."""
-        if self.used_bytes + num_bytes > self.limit_bytes:
+        if self._used_bytes + num_bytes > _QUARANTINE_BYTES:
             return False
-        self.used_bytes += num_bytes
+        self._used_bytes += num_bytes
         return True

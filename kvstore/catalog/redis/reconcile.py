@@ -14,7 +14,7 @@ from kvstore.catalog.entry import Level
 from kvstore.catalog.redis.catalog import RedisCatalog, parse_entry_name
 from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
 from kvstore.format.manifest import parse_manifest
-from kvstore.format.names import parse_name
+from kvstore.format.names import record_key
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
@@ -247,7 +247,7 @@ class Sampler:
         deadline = Deadline.after(_CALL_S, self._clock)
         names = await self._catalog.next_names(_SAMPLE_NAMES, deadline=deadline)
         entries = [place for place in map(parse_entry_name, names) if place is not None]
-        records = [key for key in map(_record_key, names) if key is not None]
+        records = [key for key in map(record_key, names) if key is not None]
         num_lost = 0
         for namespace, prefixes in _by_namespace(entries).items():
             if await _can_read(self._catalog, namespace, deadline):
@@ -309,10 +309,3 @@ def _by_namespace(places: Iterable[tuple[NamespaceId, PrefixHash]]) -> dict[Name
     for namespace, prefix in places:
         found.setdefault(namespace, {})[prefix] = None
     return {namespace: list(prefixes) for namespace, prefixes in found.items()}
-
-
-def _record_key(name: bytes) -> RecordKey | None:
-    try:
-        return parse_name(name.decode())
-    except (InvalidRequest, UnicodeDecodeError):
-        return None

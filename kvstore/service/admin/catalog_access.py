@@ -122,7 +122,7 @@ class CatalogAccess:
         """Whether the catalog had an entry for everything that is stored, when totals or tenants were read last."""
         return self._is_complete
 
-    async def whole_totals(self, within_s: float = CALL_S) -> tuple[Mapping[NamespaceId, NamespaceTotals], int | None]:
+    async def whole_totals(self, within_s: float) -> tuple[Mapping[NamespaceId, NamespaceTotals], int | None]:
         """What every namespace holds, all of it. Of a catalog that does not answer, or may lack records: the totals
         that were read last before that, and when, in seconds since the Unix epoch; `None`: now.
 

@@ -17,6 +17,7 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
+from kvstore.runtime.retries import retry
 from kvstore.store.namespaces import read_description
 from kvstore.store.placement import slices_of
 from kvstore.tiers.base import Entry, Tier
@@ -27,7 +28,6 @@ T = TypeVar("T")
 
 _BATCH = 2048
 _CALL_S = 30.0
-_ATTEMPTS = 5
 _COMPARE_S = 10.0
 _POLL_S = 1.0
 _REST_S = 30.0
@@ -155,7 +155,7 @@ class _Walk:
         lacking = await self._lacking(batch)
         self.report.num_skipped += len(batch) - len(lacking)
         if lacking:
-            await self._patiently(lambda deadline: self._catalog.add(lacking, deadline=deadline))
+            await self._retry(lambda deadline: self._catalog.add(lacking, deadline=deadline))
 
     async def _lacking(self, batch: list[Addition]) -> list[Addition]:
         """Those that the catalog does not have."""
@@ -173,11 +173,11 @@ class _Walk:
         ]
 
     async def _look_up(self, namespace: NamespaceId, prefixes: list[PrefixHash]) -> EntryTable:
-        return await self._patiently(lambda deadline: self._catalog.lookup(namespace, prefixes, deadline=deadline))
+        return await self._retry(lambda deadline: self._catalog.lookup(namespace, prefixes, deadline=deadline))
 
     async def namespaces(self) -> list[NamespaceId]:
         """The namespaces that the walk found, and those that only the catalog has."""
-        listed = await self._patiently(lambda deadline: self._catalog.namespaces(deadline=deadline))
+        listed = await self._retry(lambda deadline: self._catalog.namespaces(deadline=deadline))
         return list(dict.fromkeys([*self._known, *listed]))
 
     async def sweep(self, namespace: NamespaceId) -> None:
@@ -205,7 +205,7 @@ class _Walk:
         for entry in suspects:
             found.note(entry, self._level, self._there(entry, sizes))
         if found.removals:
-            await self._patiently(lambda deadline: self._catalog.remove(found.removals, deadline=deadline))
+            await self._retry(lambda deadline: self._catalog.remove(found.removals, deadline=deadline))
         # a record that was put since the check may have been reported before our removal
         replaced = {one.key for one in found.additions}
         gone = [one.key for one in found.removals if one.key not in replaced]
@@ -213,18 +213,18 @@ class _Walk:
             if size is not None and (num_bytes := size or await self._read_bytes(key)):
                 found.additions.append(Addition(key, self._level, num_bytes, 0))
         if found.additions:
-            await self._patiently(lambda deadline: self._catalog.add(found.additions, deadline=deadline))
+            await self._retry(lambda deadline: self._catalog.add(found.additions, deadline=deadline))
         self.report.num_stale += len(found.removals) - len(found.additions)
         self.report.num_resized += len(replaced)
 
     async def _sizes(self, keys: list[RecordKey]) -> dict[RecordKey, int | None]:
         """As `Tier.head`."""
-        sizes = await self._patiently(lambda deadline: self._tier.head(keys, deadline=deadline))
+        sizes = await self._retry(lambda deadline: self._tier.head(keys, deadline=deadline))
         return dict(zip(keys, sizes, strict=True))
 
     async def _read_bytes(self, key: RecordKey) -> int:
         """Bytes of a record whose size `head` does not know; 0: it is not there."""
-        record = await self._patiently(lambda deadline: self._tier.get(key, deadline=deadline))
+        record = await self._retry(lambda deadline: self._tier.get(key, deadline=deadline))
         return record.num_bytes if record is not None else 0
 
     def _there(self, entry: BoundaryEntry, sizes: dict[RecordKey, int | None]) -> dict[int, list[int]]:
@@ -248,26 +248,17 @@ class _Walk:
     async def _is_known(self, namespace: NamespaceId) -> bool:
         """Whether the namespace's manifest could be read, so that the catalog knows its layout."""
         if namespace not in self._known:
-            described = await self._patiently(
+            described = await self._retry(
                 lambda deadline: read_description(namespace, self._manifests, deadline=deadline)
             )
             if described is not None:
                 layout, tenant = described.layout(), described.tenant
-                await self._patiently(
-                    lambda deadline: self._catalog.register(namespace, layout, tenant, deadline=deadline)
-                )
+                await self._retry(lambda deadline: self._catalog.register(namespace, layout, tenant, deadline=deadline))
             self._known[namespace] = described is not None
         return self._known[namespace]
 
-    async def _patiently(self, call: Callable[[Deadline], Awaitable[T]]) -> T:
-        for attempt in range(_ATTEMPTS):
-            try:
-                return await call(Deadline.after(_CALL_S, self._clock))
-            except Unavailable:
-                if attempt == _ATTEMPTS - 1:
-                    raise
-                await asyncio.sleep(0.2 * 2**attempt)
-        raise AssertionError("not reached")
+    async def _retry(self, call: Callable[[Deadline], Awaitable[T]]) -> T:
+        return await retry(lambda: call(Deadline.after(_CALL_S, self._clock)))
 
 
 class _Corrections:

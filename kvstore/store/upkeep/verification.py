@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.names import format_name
 from kvstore.model.keys import NamespaceId, RecordKey
-from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import Entry, Tier
 
@@ -59,16 +59,15 @@ class Findings:
 class ByteRate:
     """Lets bytes pass at a rate, without bursts."""
 
-    def __init__(self, bytes_per_s: int, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, bytes_per_s: int) -> None:
         if bytes_per_s <= 0:
             raise InvalidRequest("a byte rate must be positive", seen=bytes_per_s)
         self._bytes_per_s = bytes_per_s
-        self._clock = clock
-        self._next_s = clock.monotonic_s()
+        self._next_s = SYSTEM_CLOCK.monotonic_s()
 
     async def take(self, num_bytes: int) -> None:
         """Wait until the bytes taken before are due, then take these."""
-        now_s = self._clock.monotonic_s()
+        now_s = SYSTEM_CLOCK.monotonic_s()
         wait_s = self._next_s - now_s
         self._next_s = max(now_s, self._next_s) + num_bytes / self._bytes_per_s
         if wait_s > 0:

@@ -18,7 +18,7 @@ from typing import Literal
 from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.manifest import MAX_MANIFEST_BYTES
-from kvstore.format.names import ROOT, format_name, manifest_name, pack_key, parse_name
+from kvstore.format.names import ROOT, format_name, manifest_name, pack_key, record_key
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK
@@ -130,9 +130,8 @@ class RecordFiles:
         found: list[tuple[int, RecordKey, int]] = []
         with _translated("read the directory", self.root):
             for path in self._candidates():
-                try:
-                    key = parse_name(str(path.relative_to(self.root)))
-                except InvalidRequest:
+                key = record_key(str(path.relative_to(self.root)))
+                if key is None:
                     _log.debug("not a record, skipped path=%s", path)
                     continue
                 with _opened(path) as file:
@@ -155,8 +154,9 @@ class RecordFiles:
             if not (self.root / ROOT).is_dir():
                 raise Unavailable("there are no records: check the path", path=self.root)
             for path in self._candidates():
-                with contextlib.suppress(InvalidRequest, FileNotFoundError):  # not ours, or removed since
-                    found.append((parse_name(str(path.relative_to(self.root))), path.stat().st_size))
+                key = record_key(str(path.relative_to(self.root)))
+                with contextlib.suppress(FileNotFoundError):  # removed since
+                    found += [(key, path.stat().st_size)] if key is not None else []
         return found
 
     def sizes(self, keys: Iterable[RecordKey]) -> list[int | None]:

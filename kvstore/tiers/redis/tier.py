@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
-from kvstore.format.names import ROOT, format_name, manifest_name, namespace_root, parse_name
+from kvstore.format.names import ROOT, format_name, manifest_name, namespace_root, record_key
 from kvstore.format.record import MAX_RECORD_BYTES, Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.background import Background, gather_all
@@ -208,8 +208,8 @@ class RedisTier(Tier):
                 if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[1], list):
                     raise Unavailable("Redis answered SCAN in an unknown form", address=node.address)
                 cursor = None if reply[0] == b"0" else reply[0]
-                keys = [key for key in map(_record_key, reply[1]) if key is not None and key not in seen]
-                keys = list(dict.fromkeys(keys))
+                named = (record_key(name) for name in reply[1] if isinstance(name, bytes))
+                keys = list(dict.fromkeys(key for key in named if key is not None and key not in seen))
                 seen.update(keys)
                 for key, num_bytes in zip(keys, await self._sizes(keys, deadline), strict=True):
                     if num_bytes:
@@ -298,11 +298,3 @@ def _size_of(reply: Reply) -> int | None:
     if not isinstance(reply, int) or reply == 0:
         return None
     return 0 if reply == HEADER_BYTES else reply
-
-
-def _record_key(name: Reply) -> RecordKey | None:
-    """The key of a name; `None` for stripes, manifests and names that are not ours."""
-    try:
-        return parse_name(name.decode()) if isinstance(name, bytes) else None
-    except (InvalidRequest, UnicodeDecodeError):
-        return None

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from kvstore.errors import KVStoreError
 from kvstore.runtime.buffers import BufferedConnection, OnLoop, send
-from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.io_loops import IoLoop
 
 _HEAD_BYTES_MAX = 32 << 10
@@ -287,7 +287,6 @@ class Connections:
         endpoint: `http://host:port` or `https://host`.
         tls: Checks an `https` endpoint.
         num_idle_max: Idle connections to keep; others are closed after use.
-        clock: For the time that connections were idle.
         io_loops: Where connections move their bytes, in turn; none: on the caller's loop. They stay the caller's.
     """
 
@@ -297,7 +296,6 @@ class Connections:
         tls: ssl.SSLContext,
         *,
         num_idle_max: int,
-        clock: Clock = SYSTEM_CLOCK,
         io_loops: Sequence[IoLoop] = (),
     ) -> None:
         parts = urlsplit(endpoint)
@@ -305,7 +303,6 @@ class Connections:
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = tls if parts.scheme == "https" else None
         self._num_idle_max = num_idle_max
-        self._clock = clock
         self._io_loops = io_loops
         self._num_opened = 0
         self._idle: list[tuple[HttpConnection | HttpConnectionOnLoop, float]] = []
@@ -327,14 +324,14 @@ class Connections:
             yield connection, is_used
         finally:
             if connection.reusable and len(self._idle) < self._num_idle_max:
-                self._idle.append((connection, self._clock.monotonic_s()))
+                self._idle.append((connection, SYSTEM_CLOCK.monotonic_s()))
             else:
                 connection.abort()
 
     def _take(self) -> HttpConnection | HttpConnectionOnLoop | None:
         while self._idle:
             connection, since_s = self._idle.pop()
-            if connection.reusable and self._clock.monotonic_s() - since_s < _IDLE_S:
+            if connection.reusable and SYSTEM_CLOCK.monotonic_s() - since_s < _IDLE_S:
                 return connection
             connection.abort()
         return None

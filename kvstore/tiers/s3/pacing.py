@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
+from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.meters import Meters
 from kvstore.runtime.turns import Turns
 from kvstore.tiers.s3.failures import Throttled, Transient
@@ -66,13 +66,12 @@ class Pace:
         meters: Counts `s3_throttled` and `s3_retries`.
     """
 
-    def __init__(self, num_requests_max: int, meters: Meters | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, num_requests_max: int, meters: Meters | None = None) -> None:
         self.window = float(num_requests_max)
         self._limit = num_requests_max
         self._turns = Turns(num_requests_max)
         self._retries = RetryBudget()
         self._meters = meters or Meters()
-        self._clock = clock
         self._resume_s = 0.0
         self._spread = (os.getpid() * _GOLDEN) % 1.0  # each process has its own sequence
 
@@ -103,7 +102,7 @@ class Pace:
     async def turn(self) -> AsyncIterator[None]:
         """Run a block as one request; `Throttled` from it slows the next ones down."""
         async with self._turns.turn():
-            if (pause_s := self._resume_s - self._clock.monotonic_s()) > 0:
+            if (pause_s := self._resume_s - SYSTEM_CLOCK.monotonic_s()) > 0:
                 await asyncio.sleep(pause_s)
             try:
                 yield
@@ -113,7 +112,7 @@ class Pace:
             self._set(next_window(self.window, limit=self._limit, slowed=False))
 
     def _slow_down(self) -> None:
-        now_s = self._clock.monotonic_s()
+        now_s = SYSTEM_CLOCK.monotonic_s()
         if now_s >= self._resume_s:  # once for all requests that were in flight
             self._set(next_window(self.window, limit=self._limit, slowed=True))
             self._resume_s = now_s + _PAUSE_S

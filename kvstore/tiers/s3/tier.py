@@ -7,8 +7,8 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
-from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable
-from kvstore.format.names import ROOT, format_name, manifest_name, namespace_root, parse_name
+from kvstore.errors import CorruptRecord, Unavailable
+from kvstore.format.names import ROOT, format_name, manifest_name, namespace_root, record_key
 from kvstore.format.record import MAX_RECORD_BYTES, Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.background import gather_all
@@ -182,11 +182,8 @@ class S3Tier(Tier):
             if answer is None:
                 return
             for name, num_bytes in answer:
-                try:
-                    key = parse_name(name.removeprefix(self._root))
-                except InvalidRequest:
-                    continue  # a manifest, or not ours
-                yield Entry(key, num_bytes)
+                if (key := record_key(name.removeprefix(self._root))) is not None:
+                    yield Entry(key, num_bytes)
 
     async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
         self._check(deadline)

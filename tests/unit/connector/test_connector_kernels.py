@@ -35,18 +35,6 @@ def _interpret() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def test_the_probe_finds_that_they_work(process: ProcessPoolExecutor) -> None:
-    """Digests of several sizes, right and wrong ones, and tiles, whole and damaged."""
-    assert process.submit(_probe).result() == "DeviceKernels"
-
-
-def _probe() -> str:
-    from connector.device.kernels import device_kernels
-
-    found = device_kernels(InlineStreams())
-    return found.__name__ if found is not None else "none"
-
-
 def test_each_way_is_tried(process: ProcessPoolExecutor) -> None:
     """What `kvstore doctor` shows: memory that may only be read is registered, and a way that fails says why."""
     assert process.submit(_problems, False).result() == {"pinned": "", "in_place": "", "kernels": ""}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvstore.errors import CorruptRecord, InvalidRequest, UnsupportedFormat
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.manifest import MAX_MANIFEST_BYTES, pack_manifest, parse_manifest
-from kvstore.format.names import parse_name
+from kvstore.format.names import parse_name, record_key
 from kvstore.format.record import open_record, read_record, seal, verify_payload
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import RecordKind
@@ -127,10 +127,11 @@ GOOD_NAME = "v1/" + "0" * 32 + "/ab/{" + "ab" * 32 + "}.g1.s2"
     ],
 )
 def test_near_misses_are_no_names(name: str) -> None:
-    """Spellings close to a name are foreign; the name itself is read."""
-    assert parse_name(GOOD_NAME).group == 1
+    """Spellings close to a name are foreign; the name itself is read, also as Redis lists it."""
+    assert parse_name(GOOD_NAME) == record_key(GOOD_NAME.encode())
     with pytest.raises(InvalidRequest):
         parse_name(name)
+    assert record_key(name) is record_key(name.encode()) is record_key(name.encode() + b"\xff") is None
 
 
 LAYOUT = {"page_tokens": 16, "groups": [{"kind": "full_attention", "num_slices": 2}]}

@@ -1,4 +1,4 @@
-"""Deadlines, background owners and meters."""
+"""Deadlines, background owners, meters and retries."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
+from kvstore.runtime.retries import retry
 from tests.virtual_time import ManualClock
 
 
@@ -189,3 +190,42 @@ def test_meters_add_up_across_threads() -> None:
     assert meters.get("reads", outcome="hit", tier="redis") == 4000
     assert meters.get("reads") == 0
     assert meters.snapshot() == {'reads{outcome="hit",tier="redis"}': 4000, "used_bytes": 7}
+
+
+@pytest.mark.parametrize(("num_failures", "is_answered"), [(0, True), (4, True), (5, False)])
+async def test_a_call_is_tried_five_times(
+    num_failures: int, is_answered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer of the first attempt that has one, or the last failure."""
+    monkeypatch.setattr("kvstore.runtime.retries.PAUSE_S", 0.0)
+    failures = [Unavailable(f"failure {number}") for number in range(num_failures)]
+    num_calls = 0
+
+    async def call() -> str:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls <= num_failures:
+            raise failures[num_calls - 1]
+        return "answer"
+
+    if is_answered:
+        assert await retry(call) == "answer"
+        assert num_calls == num_failures + 1
+    else:
+        with pytest.raises(Unavailable, match="failure 4"):
+            await retry(call)
+        assert num_calls == 5
+
+
+async def test_a_call_that_is_refused_is_not_repeated() -> None:
+    """Only what may pass is tried again."""
+    num_calls = 0
+
+    async def call() -> None:
+        nonlocal num_calls
+        num_calls += 1
+        raise Closed("closed")
+
+    with pytest.raises(Closed):
+        await retry(call)
+    assert num_calls == 1

@@ -163,16 +163,18 @@ class _Pieces:
         num_documents = len(prompt.document_tokens)
         end = prompt.system_tokens + sum(prompt.document_tokens)
         if end > len(ids):
+            is_system = prompt.system_tokens > len(ids)
             raise InvalidRequest(
                 "the system prompt and the documents have more tokens than token_ids",
-                field="body.document_tokens",
+                field="body.system_tokens" if is_system else "body.document_tokens",
                 expected=f"at most {len(ids)} in all",
                 seen=end,
             )
         if prompt.fixed_first + prompt.fixed_last > num_documents:
+            is_first = prompt.fixed_first > num_documents
             raise InvalidRequest(
                 "more documents are fixed than there are",
-                field="body.fixed_first",
+                field="body.fixed_first" if is_first else "body.fixed_last",
                 expected=f"fixed_first and fixed_last of at most {num_documents} together",
                 seen=prompt.fixed_first + prompt.fixed_last,
             )

@@ -1,0 +1,32 @@
+"""Calls that are repeated while what they call is unavailable, for work that takes minutes or hours."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from kvstore.errors import Unavailable
+
+T = TypeVar("T")
+
+_ATTEMPTS = 5
+PAUSE_S = 0.5
+"""After the first failure; doubled after each."""
+
+
+async def retry(call: Callable[[], Awaitable[T]]) -> T:
+    """Make a call up to five times: a short outage does not end long work. Cancelled, it makes no further call.
+
+    Args:
+        call: Also gives each attempt its deadline.
+
+    Raises:
+        Unavailable: It failed five times in a row.
+    """
+    for attempt in range(_ATTEMPTS - 1):
+        try:
+            return await call()
+        except Unavailable:
+            await asyncio.sleep(PAUSE_S * 2**attempt)
+    return await call()
