@@ -50,9 +50,9 @@ class Cache(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class PlannedPage:
-    """A page and its plans.
+    """A page and its plans. It does not change.
 
     Attributes:
         num_bytes: Of the page in its canonical form.
@@ -73,18 +73,11 @@ class PlannedPage:
 
     def __post_init__(self) -> None:
         shared, parts = self.page.shared, self.page.source_parts
-        num_bytes, source_bytes = self.page.page_bytes, sum([part.numel() for part in parts])
-        width, is_tiles = (self.cache.plane_width, False) if shared is None else (1, shared.tiles is not None)
-        is_canonical = width == 1 and not is_tiles
-        known = {
-            "num_bytes": num_bytes,
-            "source_bytes": source_bytes,
-            "width": width,
-            "is_tiles": is_tiles,
-            "room_bytes": aligned(num_bytes) + (0 if is_canonical else aligned(source_bytes)),
-        }
-        for name, value in known.items():
-            object.__setattr__(self, name, value)
+        self.num_bytes, self.source_bytes = self.page.page_bytes, sum([part.numel() for part in parts])
+        self.width = self.cache.plane_width if shared is None else 1
+        self.is_tiles = shared is not None and shared.tiles is not None
+        is_canonical = self.width == 1 and not self.is_tiles
+        self.room_bytes = aligned(self.num_bytes) + (0 if is_canonical else aligned(self.source_bytes))
 
     @property
     def alike(self) -> tuple[object, ...]:
@@ -242,6 +235,8 @@ class Lane:
         try:
             with self.ordering:
                 stretches = list(self._stretches(placements))
+                if stretches[-1].stop > self.memory.numel():  # CUDA is given addresses, and would write behind it
+                    raise InternalError("pages must fit a lane", num_bytes=stretches[-1].stop)
                 for stretch in stretches:
                     self._stream.run(partial(stretch.fetch, self.memory, self._copy_in))
                 is_verified = self._verify(stretches)

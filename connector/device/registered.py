@@ -35,9 +35,9 @@ _HOLE_BYTES = 1 << 20
 """Untouched memory between two ranges that is registered with them: a record rarely ends at the end of its memory."""
 RETRY_S = 60.0
 
-_mapped: dict[int, memoryview] = {}
-"""What is registered, by its address. It stays mapped until it is released, and to the end of the process if it never
-is: CUDA would refuse what is mapped there next."""
+_unreleased: list[object] = []
+"""Refers to memory that no tensor refers to and that is still registered. It stays mapped until it is released, and to
+the end of the process if it never is: CUDA would refuse what is mapped there next."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -88,7 +88,8 @@ class RegisteredMemory:
         self._changed = threading.Condition()
         self._now = _Registered()
         self._to_drop: deque[_Registered] = deque()
-        self._to_release: deque[int] = deque()  # addresses
+        self._to_release: deque[tuple[int, memoryview]] = deque()  # by address
+        _unreleased.append(self._to_release)
         self._to_do = False
         self._refused_s = 0.0
         self._num_adopted = 0
@@ -119,8 +120,9 @@ class RegisteredMemory:
                 return
             self._to_do = True
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvstore-registering", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="kvstore-registering", daemon=True)
+                thread.start()
+                self._thread = thread
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
@@ -149,9 +151,7 @@ class RegisteredMemory:
                     self._now = _Registered()
             self._to_drop.clear()
             while self._to_release:
-                address = self._to_release.popleft()
-                self._streams.release(address)
-                del _mapped[address]
+                self._release(*self._to_release.popleft())
             if self._is_closed:
                 return
             num_adopted = self._num_adopted
@@ -159,6 +159,13 @@ class RegisteredMemory:
             with self._changed:
                 self._to_do = self._num_adopted > num_adopted or bool(self._to_drop or self._to_release)
                 self._changed.notify_all()
+
+    def _release(self, address: int, memory: memoryview) -> None:
+        try:
+            self._streams.release(address)
+        except InvalidRequest as error:
+            _unreleased.append(memory)
+            _log.debug("kvstore: %s", error)
 
     def _register(self, now: _Registered) -> None:
         """Register what has memory, until another memory is adopted."""
@@ -211,8 +218,7 @@ class RegisteredMemory:
         self._streams.register(address, num_bytes)
         # made from an address, since torch warns of memory that may not be written
         bytes_of_piece: Any = (ctypes.c_uint8 * num_bytes).from_address(address)
-        _mapped[address] = memory
-        weakref.finalize(bytes_of_piece, self._to_release.append, address).atexit = False
+        weakref.finalize(bytes_of_piece, self._to_release.append, (address, memory)).atexit = False
         return torch.frombuffer(bytes_of_piece, dtype=torch.uint8)
 
 

@@ -15,7 +15,7 @@ from connector.device.rows import RowIndexes
 _WORD_BYTES = 8
 _ROWS = 32
 _WORDS = 64
-_ROWS_INTERPRETED = 1024
+ROWS_INTERPRETED = 1024
 """The interpreter takes a while for each program, even for a small one."""
 
 
@@ -29,9 +29,9 @@ def copy_rows(cache: torch.Tensor, indexes: RowIndexes, pages: torch.Tensor, *, 
     stream; both uint8, at multiples of 8 bytes.
     """
     table = indexes.table.to(cache.device, non_blocking=True)
-    rows = _ROWS if cache.device.type == "cuda" else _ROWS_INTERPRETED
-    grid = (indexes.num_pages, triton.cdiv(indexes.page_rows, rows))
-    _copy_rows[grid](
+    rows = _ROWS if cache.device.type == "cuda" else ROWS_INTERPRETED
+    # in one dimension: the others have at most 65,535 programs
+    copy_rows_kernel[(indexes.num_pages * triton.cdiv(indexes.page_rows, rows),)](
         _words(cache),
         _words(pages),
         table,
@@ -47,7 +47,7 @@ def _words(data: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit(do_not_specialize=["num_words"])
-def _copy_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+def copy_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
     cache, pages, table, num_words, TO_CACHE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr
 ):
     """`ROWS` rows of one page. The table is that of `RowIndexes`."""
@@ -55,8 +55,9 @@ def _copy_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917
     num_blocks, num_pieces, num_feeds = tl.load(table + 3), tl.load(table + 4), tl.load(table + 5)
     ids, base, stride = table + tl.load(table + 6), table + tl.load(table + 7), table + tl.load(table + 8)
     feeds, pieces, places_begin = table + tl.load(table + 9), table + tl.load(table + 10), tl.load(table + 11)
-    page = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    programs_of_page = tl.cdiv(num_rows, ROWS)
+    page = tl.program_id(0) // programs_of_page
+    row = tl.program_id(0) % programs_of_page * ROWS + tl.arange(0, ROWS)
     within = row < num_rows
     # the order of rows: run, block, piece
     piece, block, run = row % num_pieces, row // num_pieces % num_blocks, row // (num_pieces * num_blocks)

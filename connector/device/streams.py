@@ -115,7 +115,11 @@ class Streams(Protocol):
         ...
 
     def release(self, address: int) -> None:
-        """Undo that, when nothing is copied from there any more."""
+        """Undo that, when nothing is copied from there any more.
+
+        Raises:
+            InvalidRequest: The device does not, and the memory must stay mapped.
+        """
         ...
 
 
@@ -229,16 +233,23 @@ class CudaStreams:
         return near_processors(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
 
     def copy_in(self, memory: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        if self._runtime is not None:
-            code = self._copy_in_one_call(self._runtime, memory.data_ptr(), pieces)
-            if not code:
+        runtime = self._runtime  # another thread may find that it fails
+        if runtime is not None:
+            try:
+                self._copy_in_one_call(runtime, memory.data_ptr(), pieces)
+            except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # its arguments differ by version
+                self._runtime = None
+                _log.warning("kvstore: cudaMemcpyBatchAsync is not used again: %s: %s", type(error).__name__, error)
+            else:
                 return
-            _log.warning("kvstore: cudaMemcpyBatchAsync failed with error %d of CUDA and is not used again", code)
-            self._runtime = None
         copy_pieces(memory, pieces)
 
-    def _copy_in_one_call(self, runtime: Any, address: int, pieces: Sequence[Piece]) -> int:
-        """torch takes some 20 microseconds of the interpreter for each piece, and this two."""
+    def _copy_in_one_call(self, runtime: Any, address: int, pieces: Sequence[Piece]) -> None:
+        """torch takes some 20 microseconds of the interpreter for each piece, and this two.
+
+        Raises:
+            RuntimeError: CUDA's error. Some of the copies may be ordered; they may be ordered again.
+        """
         attributes = runtime.cudaMemcpyAttributes()
         attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
         (code,) = runtime.cudaMemcpyBatchAsync(
@@ -251,7 +262,9 @@ class CudaStreams:
             1,
             torch.cuda.current_stream(self.device).cuda_stream,
         )
-        return int(code)
+        if code := int(code):
+            runtime.cudaGetLastError()  # or torch would raise it again, for a call that did not fail
+            raise RuntimeError(f"error {code} of CUDA")
 
     def register(self, address: int, num_bytes: int) -> None:
         try:
@@ -266,8 +279,13 @@ class CudaStreams:
             raise RuntimeError(f"cudaHostRegister failed with error {code} of CUDA")
 
     def release(self, address: int) -> None:
-        _use(self.device)
-        torch.cuda.cudart().cudaHostUnregister(address)
+        try:
+            _use(self.device)
+            code = int(torch.cuda.cudart().cudaHostUnregister(address))
+        except RuntimeError as error:  # an error of earlier work
+            raise InvalidRequest("the GPU does not release memory", reason=error) from error
+        if code:
+            raise InvalidRequest("the GPU does not release memory", reason=f"error {code} of CUDA")
 
 
 def batching_runtime() -> Any:
@@ -279,7 +297,7 @@ def batching_runtime() -> Any:
         if not int(error) and min(driver, runtime.CUDART_VERSION) >= _BATCHING_VERSION:
             return runtime
         _log.info("kvstore: CUDA %s with driver %s copies pieces one by one", runtime.CUDART_VERSION, driver)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, RuntimeError, ValueError) as error:  # the last two: it finds no library
         _log.info("kvstore: the GPU is asked for each piece by itself: %s", error)
     return None
 

@@ -353,6 +353,19 @@ def test_a_page_behind_another_fence_waits_for_its_own_lane() -> None:
     assert lane.has_room([of_another], of_another)
 
 
+def test_pages_that_do_not_fit_a_lane_are_not_copied() -> None:
+    """CUDA is given addresses: what does not fit would be written behind the lane's memory, wherever that is."""
+    streams = SimulatedStreams(0)
+    engine = Engine(0, streams)
+    lane = engine.device.placer.lanes[0]
+    before = lane.memory.clone()
+    page = engine.placement([1, 2], torch.zeros(PAGE_BYTES, dtype=torch.uint8))
+    with pytest.raises(InternalError, match="pages must fit a lane"):
+        lane.load([page] * (lane.memory.numel() // page.room_bytes + 1))
+    streams.run_all()
+    assert torch.equal(lane.memory, before)
+
+
 @pytest.mark.parametrize(
     ("device", "ranks", "page_mib", "cores", "threads"),
     [

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ import torch
 from connector.canonical.runs import BlockRun
 from connector.device.base import PageGather, PageScatter
 from connector.device.gpu import StreamDevice
-from connector.device.streams import CudaStreams, Piece
+from connector.device.streams import CudaStreams, Piece, batching_runtime
 from kvstore.errors import InvalidRequest
 
 OURS = 3
@@ -48,10 +51,13 @@ class FakeCuda:
         self.priorities: list[int] = []
         self.registered: dict[int, int] = {}
         self.refuses = False
+        self.releases = True
         self._threads = threading.local()
         fake = self
 
         class Stream:
+            cuda_stream = 0x57
+
             def __init__(self, device: torch.device | int, priority: int = 0) -> None:
                 self.index = device if isinstance(device, int) else device.index
                 fake.priorities.append(priority)
@@ -107,9 +113,12 @@ class FakeCuda:
         self.registered[address] = num_bytes
         return CudaCode.SUCCESS
 
-    def cudaHostUnregister(self, address: int) -> None:
+    def cudaHostUnregister(self, address: int) -> CudaCode:
         self.touch(self.current_device())
+        if not self.releases:
+            return CudaCode.OUT_OF_MEMORY
         del self.registered[address]
+        return CudaCode.SUCCESS
 
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
@@ -117,6 +126,49 @@ class FakeCuda:
         self.set_device(stream.index)
         yield
         self.set_device(before)  # as torch's does, whatever device that was
+
+
+class FakeRuntime(ModuleType):
+    """`cuda.bindings.runtime` as far as it is used; what it copies is copied when it is called.
+
+    Attributes:
+        batches: The arguments of each call that copies.
+        failure: What such a call raises, or the code that it returns.
+        at_failure: Called in front of that.
+        num_cleared: How often the last error was taken.
+    """
+
+    CUDART_VERSION = 13_000
+    cudaMemcpySrcAccessOrder = SimpleNamespace(cudaMemcpySrcAccessOrderStream="in the stream's order")
+    cudaMemcpyAttributes = SimpleNamespace
+
+    def __init__(self, failure: Exception | CudaCode = CudaCode.SUCCESS) -> None:
+        super().__init__("cuda.bindings.runtime")
+        self.batches: list[tuple[Any, ...]] = []
+        self.failure = failure
+        self.at_failure: Callable[[], object] = lambda: None
+        self.num_cleared = 0
+        self.driver: Exception | int = 13_000
+
+    def cudaDriverGetVersion(self) -> tuple[CudaCode, int]:
+        if isinstance(self.driver, Exception):
+            raise self.driver
+        return CudaCode.SUCCESS, self.driver
+
+    def cudaMemcpyBatchAsync(self, targets: list[int], sources: list[int], sizes: list[int], *more: Any) -> Any:
+        self.batches.append((targets, sources, sizes, *more))
+        if self.failure is not CudaCode.SUCCESS:
+            self.at_failure()
+            if isinstance(self.failure, Exception):
+                raise self.failure
+            return (self.failure,)
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            ctypes.memmove(target, source, size)
+        return (CudaCode.SUCCESS,)
+
+    def cudaGetLastError(self) -> tuple[CudaCode]:
+        self.num_cleared += 1
+        return (CudaCode.OUT_OF_MEMORY,)
 
 
 def copy_each(memory: torch.Tensor, pieces: Sequence[Piece]) -> None:
@@ -194,3 +246,98 @@ def test_one_piece_is_pinned_for_its_gpu(cuda: FakeCuda) -> None:
     with pytest.raises(InvalidRequest, match=r"no memory could be pinned.* num_bytes=7"):
         streams.host_arena(7)
     assert cuda.contexts == {OURS}
+
+
+def test_memory_that_is_not_released(cuda: FakeCuda) -> None:
+    """CUDA's code is an error: the memory must stay mapped."""
+    streams = CudaStreams(torch.device("cuda", OURS))
+    cuda.releases = False
+    address = 0xABC000
+    streams.register(address, 4096)
+    with pytest.raises(InvalidRequest, match="the GPU does not release memory reason=error 2 of CUDA"):
+        streams.release(address)
+
+
+def pieces_to_copy() -> tuple[torch.Tensor, list[Piece], torch.Tensor]:
+    """Memory, pieces for it in no order and with room between them, and what it holds when they are copied."""
+    memory, source = torch.zeros(300, dtype=torch.uint8), torch.arange(1, 201, dtype=torch.uint8)
+    pieces: list[Piece] = [(200, source[:60]), (7, source[100:101]), (16, source[60:100]), (8, source[190:198])]
+    expected = memory.clone()
+    copy_each(expected, pieces)
+    return memory, pieces, expected
+
+
+def test_pieces_are_copied_in_one_call(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with its own address and size, in the order of the thread's current stream."""
+    runtime = FakeRuntime()
+    monkeypatch.setattr("connector.device.streams.batching_runtime", lambda: runtime)
+    monkeypatch.setattr("connector.device.streams.copy_pieces", lambda *_: pytest.fail("torch copies"))
+    memory, pieces, expected = pieces_to_copy()
+    CudaStreams(torch.device("cuda", OURS)).copy_in(memory, pieces)
+    assert torch.equal(memory, expected)
+    [(targets, sources, sizes, count, [attributes], of_pieces, num_attributes, stream)] = runtime.batches
+    assert targets == [memory.data_ptr() + start for start in (200, 7, 16, 8)]
+    assert sources == [source.data_ptr() for _, source in pieces]
+    assert (sizes, count) == ([60, 1, 40, 8], 4)
+    assert (attributes.srcAccessOrder, of_pieces, num_attributes) == ("in the stream's order", [0], 1)
+    assert stream == cuda.current_stream().cuda_stream
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        (CudaCode.OUT_OF_MEMORY, "RuntimeError: error 2 of CUDA"),
+        (RuntimeError('Function "cudaMemcpyBatchAsync" not found'), 'RuntimeError: Function "cudaMemcpyBatchAsync"'),
+        (TypeError("takes exactly 9 positional arguments"), "TypeError: takes exactly 9"),
+    ],
+)
+def test_a_call_that_fails_is_not_tried_again(
+    cuda: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    failure: Exception | CudaCode,
+    reason: str,
+) -> None:
+    """torch copies these pieces and all that come. It is logged once, and no error is left for torch to raise."""
+    runtime = FakeRuntime(failure)
+    monkeypatch.setattr("connector.device.streams.batching_runtime", lambda: runtime)
+    caplog.set_level(logging.WARNING, "vllm.kvstore")
+    streams = CudaStreams(torch.device("cuda", OURS))
+    for _ in range(2):
+        memory, pieces, expected = pieces_to_copy()
+        streams.copy_in(memory, pieces)
+        assert torch.equal(memory, expected)
+    assert len(runtime.batches) == 1
+    assert runtime.num_cleared == isinstance(failure, CudaCode)
+    [record] = caplog.records
+    assert record.getMessage().startswith(f"kvstore: cudaMemcpyBatchAsync is not used again: {reason}")
+
+
+def test_a_call_that_fails_in_two_threads(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both copies are made."""
+    runtime = FakeRuntime(CudaCode.OUT_OF_MEMORY)
+    runtime.at_failure = threading.Barrier(2, timeout=10).wait
+    monkeypatch.setattr("connector.device.streams.batching_runtime", lambda: runtime)
+    streams = CudaStreams(torch.device("cuda", OURS))
+    cases = [pieces_to_copy() for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda case: streams.copy_in(case[0], case[1]), cases))
+    assert all(torch.equal(memory, expected) for memory, _, expected in cases)
+    assert len(runtime.batches) == 2
+
+
+@pytest.mark.parametrize(
+    ("driver", "is_used"),
+    [(13_000, True), (12_090, False), (RuntimeError("Failed to dlopen libcudart"), False)],
+)
+def test_which_runtime_copies_many_pieces(
+    monkeypatch: pytest.MonkeyPatch, driver: Exception | int, is_used: bool
+) -> None:
+    """One whose call has the arguments that are used here; one that cannot be asked is none."""
+    runtime = FakeRuntime()
+    runtime.driver = driver
+    bindings = ModuleType("cuda.bindings")
+    bindings.__dict__["runtime"] = runtime
+    for name, module in (("cuda", ModuleType("cuda")), ("cuda.bindings", bindings), (runtime.__name__, runtime)):
+        monkeypatch.setitem(sys.modules, name, module)
+    assert batching_runtime() is (runtime if is_used else None)

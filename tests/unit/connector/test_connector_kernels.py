@@ -6,7 +6,7 @@ import importlib.util
 import multiprocessing
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from xxhash import xxh3_128_digest
 
 from benchmarks.gpu import contract
 from benchmarks.gpu.kit import InlineStreams, Kit
+from connector.canonical.runs import BlockRun
+from connector.device.rows import CacheGeometry, RowIndexes, pack_indexes, plan_rows, scatter_rows
 from kvstore.errors import InvalidRequest
 from tests.unit.connector.rank_harness import SOURCE, TARGET, ranks_on
 from tests.unit.connector.sharing_ranks import SharingBridge, load_prepared, pieces_of, use_streams
@@ -97,6 +99,91 @@ def _wrong_layouts() -> list[str]:
     shared = [layout for layout in contract.RECORDED if layout.name in contract.HYBRID]
     layouts = [[layout] for layout in contract.RECORDED if layout not in shared] + [shared]
     return [some[0].name for seed, some in enumerate(layouts) if not contract.check(kit, some, seed)]
+
+
+def test_rows_are_those_of_the_tensor_operations(process: ProcessPoolExecutor) -> None:
+    """Random runs of one or more shapes, several tables, and parts of pages; several programs copy a page."""
+    num_shapes = [process.submit(_compare_rows, seed).result() for seed in range(12)]
+    assert 1 in num_shapes and max(num_shapes) > 1
+
+
+def _compare_rows(seed: int) -> int:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("connector.device.row_kernels.ROWS_INTERPRETED", 8)
+        return _compared_shapes(seed)
+
+
+def _compared_shapes(seed: int) -> int:
+    from connector.device import row_kernels
+
+    chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    unit, num_blocks, num_layers = chance.choice([8, 24, 72, 520]), chance.randint(1, 3), chance.randint(1, 3)
+    shapes = [(chance.randint(1, 3), chance.randint(1, 3), chance.randint(0, 1)) for _ in range(num_layers)]
+    if seed % 2:
+        shapes = shapes[:1] * num_layers
+    page_block = sum(units * repeat for units, repeat, _ in shapes) * unit
+    is_by_block, runs, start = chance.random() < 0.5, [], 0
+    for layer, (units, repeat, gap) in enumerate(shapes):
+        size = units * unit
+        stride = page_block if is_by_block else size * repeat
+        runs.append(BlockRun(layer, 0, size, start, stride, repeat, size + gap * unit, size))
+        start += size * repeat if is_by_block else size * repeat * num_blocks
+    cache_block = sum((units + gap) * repeat for units, repeat, gap in shapes) * unit
+    starts = [
+        sum((units + gap) * repeat for units, repeat, gap in shapes[:layer]) * unit for layer in range(num_layers)
+    ]
+    feeds = tuple(chance.randrange(2) for _ in shapes)
+    geometry = CacheGeometry(tuple(starts), (cache_block,) * num_layers, feeds)
+    plans = plan_rows(geometry, runs, page_block * num_blocks)
+    first = chance.randrange(num_blocks)
+    num_written = chance.randint(1, num_blocks - first)
+    for first_block, some in ((first, num_written), (0, num_blocks)):
+        tables = [chance.sample(range(20), 3 * some) for _ in range(2)]
+        of_pages = [[table[page * some : (page + 1) * some] for table in tables] for page in range(3)]
+        pages, cache = (
+            torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+            for size in (3 * page_block * num_blocks, 20 * cache_block + 3)
+        )
+        caches, read = [cache, cache.clone()], torch.zeros_like(pages)
+        for plan in plans:
+            indexes = pack_indexes(
+                [plan] * 3,
+                of_pages,
+                first_block=first_block,
+                is_alone=len(plans) == 1,
+                allocate=InlineStreams().host_memory,
+            )
+            scatter_rows(caches[0], indexes, pages)
+            row_kernels.copy_rows(caches[1], indexes, pages, to_cache=True)
+            row_kernels.copy_rows(caches[1], indexes, read, to_cache=False)
+        assert torch.equal(*caches)
+    assert torch.equal(read, pages)  # the last time whole pages were written
+    return len(plans)
+
+
+def test_a_page_of_any_number_of_rows(process: ProcessPoolExecutor) -> None:
+    """CUDA has at most 65,535 programs in all dimensions but the first; a page of 154 MiB may have more."""
+    assert process.submit(_large_grid).result() > 65_535
+
+
+def _large_grid() -> int:
+    from connector.device import row_kernels
+
+    grids: list[tuple[int, ...]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(row_kernels, "copy_rows_kernel", Kernel())
+        data = torch.zeros(64, dtype=torch.uint8)
+        indexes = RowIndexes(data.view(torch.int64), ((2, 1, 1),), 64, 100_000_000)
+        row_kernels.copy_rows(data, indexes, data, to_cache=True)
+    [(num_programs, *others)] = grids
+    assert max(others, default=0) <= 65_535
+    return num_programs
 
 
 @pytest.mark.parametrize("compression", ["none", "tiles"])

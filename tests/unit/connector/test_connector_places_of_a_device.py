@@ -6,6 +6,7 @@ import fcntl
 import gc
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -260,12 +261,14 @@ class CountedStreams(InlineStreams):
     Attributes:
         registered: Sizes by address.
         refused_after: How many pieces can be registered.
+        releases: Whether any can be released.
     """
 
     def __init__(self, refused_after: int = 1000) -> None:
         super().__init__()
         self.registered: dict[int, int] = {}
         self.refused_after = refused_after
+        self.releases = True
 
     def register(self, address: int, num_bytes: int) -> None:
         if len(self.registered) >= self.refused_after:
@@ -273,6 +276,8 @@ class CountedStreams(InlineStreams):
         self.registered[address] = num_bytes
 
     def release(self, address: int) -> None:
+        if not self.releases:
+            raise InvalidRequest("the GPU does not release memory")
         del self.registered[address]
 
 
@@ -392,6 +397,73 @@ def test_memory_stays_mapped_while_it_is_registered() -> None:
     del registered, view, of_a_load
     gc.collect()
     assert "memfd:still-registered" in Path("/proc/self/maps").read_text()
+
+
+def test_memory_that_is_not_released_stays_mapped() -> None:
+    """CUDA refuses to release it, once: it stays mapped for good, and later memory is registered and released."""
+    streams = CountedStreams()
+    registered = RegisteredMemory(streams, least_bytes=1, most_bytes=MIB)
+    file, view = memory_of(MIB, "never-released")
+    touch(file, 0, MIB)
+    registered.adopt(view)
+    assert registered.wait(10)
+    streams.releases = False
+    del view
+    registered.adopt(None)
+    eventually(lambda: registered.wait(1) and not registered.num_bytes)
+    registered.adopt(None)
+    assert registered.wait(10)
+    assert "memfd:never-released" in Path("/proc/self/maps").read_text()
+    streams.releases = True
+    other, second = memory_of(MIB)
+    touch(other, 0, MIB)
+    registered.adopt(second)
+    assert registered.wait(10)
+    assert registered.num_bytes == MIB
+    registered.close()
+    assert len(streams.registered) == 1
+
+
+def test_two_devices_of_one_process_register_the_same_memory() -> None:
+    """Each releases what it has registered, and both go on."""
+    streams = [CountedStreams(), CountedStreams()]
+    both = [RegisteredMemory(one, least_bytes=1, most_bytes=MIB) for one in streams]
+    file, view = memory_of(MIB)
+    touch(file, 0, MIB)
+    for _ in range(2):
+        for registered in both:
+            registered.adopt(view)
+            assert registered.wait(10)
+        assert [registered.num_bytes for registered in both] == [MIB, MIB]
+
+        def are_released() -> bool:
+            for registered in both:
+                registered.adopt(None)
+            return not any(one.registered for one in streams)
+
+        eventually(are_released)
+    for registered in both:
+        registered.close()
+
+
+def test_a_process_that_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be closed, or registers when it is adopted the next time."""
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    closed, later = (RegisteredMemory(CountedStreams(), least_bytes=1, most_bytes=MIB) for _ in range(2))
+    file, view = memory_of(MIB)
+    touch(file, 0, MIB)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        for registered in (closed, later):
+            with pytest.raises(RuntimeError, match="can't start"):
+                registered.adopt(view)
+    closed.close()
+    later.adopt(view)
+    assert later.wait(10)
+    assert later.num_bytes == MIB
 
 
 def test_a_refusal_is_of_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
