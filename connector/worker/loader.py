@@ -237,8 +237,9 @@ class Loader:
                     group.create_task(load_piece(*each))
                 ended(len(batch) - len(others))
 
-            # the first ones by themselves, so that they are copied while the service finds the others
-            for some in filter(None, (pieces[:_FIRST_PIECES], pieces[_FIRST_PIECES:])):
+            # A GPU's link is idle until the first ones are known: they are copied while the service finds the others.
+            num_first = _FIRST_PIECES if self.device.batch_bytes else len(pieces)
+            for some in filter(None, (pieces[:num_first], pieces[num_first:])):
                 with load.progress.call():
                     keys = [piece.key for piece in some]
                     records = await store.load_many(load.lease, keys, deadline=Deadline.after(_CEILING_S))
