@@ -32,7 +32,7 @@ _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its han
 
 Result = TypeVar("Result")
 _IN_FLIGHT = 12
-_FIRST_PIECES = 32
+FIRST_PIECES = 32
 _WATCH_S = 0.05
 _CEILING_S = 60.0
 _FOLLOW_S = 1.0
@@ -238,7 +238,7 @@ class Loader:
                 ended(len(batch) - len(others))
 
             # A GPU's link is idle until the first ones are known: they are copied while the service finds the others.
-            num_first = _FIRST_PIECES if self.device.batch_bytes else len(pieces)
+            num_first = FIRST_PIECES if self.device.batch_bytes else len(pieces)
             for some in filter(None, (pieces[:num_first], pieces[num_first:])):
                 with load.progress.call():
                     keys = [piece.key for piece in some]

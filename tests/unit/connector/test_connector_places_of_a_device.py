@@ -123,6 +123,21 @@ def test_a_device_reads_whole_records_where_they_are(rank: Make) -> None:
     assert in_place(target) == loaded(target) > 0
 
 
+def test_the_first_records_are_asked_for_by_themselves(
+    rank: Make, bridge: SharingBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long load asks twice, and each piece is loaded once."""
+    monkeypatch.setattr(loader, "FIRST_PIECES", 5)
+    source, target = rank(), rank(seed=2)
+    source.save()
+    lease, pieces = pieces_of(target)
+    assert len(pieces) > 5
+    assert load_prepared(target, lease, pieces)
+    assert bridge.store.calls["load_many"] == 2
+    assert torch.equal(target.blocks(TARGET), source.blocks(SOURCE))
+    assert in_place(target) == loaded(target) > 0
+
+
 @pytest.mark.parametrize("element_bytes", [2, 4])
 def test_compressed_records_are_decoded_by_threads(rank: Make, element_bytes: int) -> None:
     """A fleet may mix both: records of an engine that compresses are loaded too."""
