@@ -10,6 +10,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from benchmarks import (
     store,
     timeline,
 )
+from benchmarks.lmcache_peer import lmcache_server
 from kvstore.testing.engine import EngineFailed
 from kvstore.testing.program import run_program
 
@@ -324,3 +326,14 @@ def test_torch_reports_that_there_is_no_amx() -> None:
     program += "; print(torch.cpu._is_amx_tile_supported(), torch.cpu._init_amx())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_a_peer_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LMCache's server ends at once: the error has its last words, and nothing is waited for."""
+    program = tmp_path / "lmcache"
+    program.write_text("#!/bin/sh\necho no such adapter\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    redis: Any = SimpleNamespace(port=1)
+    with pytest.raises(RuntimeError, match="no such adapter"), lmcache_server(redis, tmp_path):
+        pass
