@@ -352,6 +352,14 @@ class LoadedRecord:
         """Header and payload."""
         return self._record.num_bytes
 
+    def peek(self) -> Record:
+        """The record, for a reader that calls `check` itself: until then it may be another one, and so may an error.
+
+        Raises:
+            CorruptRecord: As `reading`.
+        """
+        return self._record
+
     @contextmanager
     def reading(self) -> Iterator[Record]:
         """The record, for the block alone. What is made from its bytes may be used only after the block has ended well.
@@ -364,7 +372,7 @@ class LoadedRecord:
         yield self._record
 
     def check(self) -> None:
-        """Called in a block of `reading`: what was read of the record until now was its own.
+        """Return if what was read of the record until now was its own. Called in a block of `reading`, or after `peek`.
 
         Raises:
             Unavailable: As at the end of the block.
@@ -376,10 +384,12 @@ class LeasedRecord:
 
     Attributes:
         memory: The memory, shared with the service, in which this record and others are; `None`: none.
+        offset: Of its first byte there.
         num_bytes: Of a record there; 0: it is not there.
     """
 
     memory: ArenaView | None = None
+    offset = 0
     num_bytes = 0
 
     def __init__(self, store: PageStore, lease: LeaseId, key: RecordKey) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -193,8 +194,8 @@ class Device(Protocol):
         """Prepare nothing more. Loads that run are not disturbed. Idempotent."""
         ...
 
-    def shared(self, data: memoryview) -> tuple[torch.Tensor, ...] | None:
-        """uint8, together over `data`, read-only, as parts of a `SharedRecord`.
+    def shared(self, memory: ArenaView, start: int, num_bytes: int) -> tuple[torch.Tensor, ...] | None:
+        """uint8, together over a range of the memory that was adopted, read-only, as parts of a `SharedRecord`.
 
         `None`: the device cannot read there, at least not yet.
         """
@@ -245,12 +246,16 @@ class RunsMemo(Generic[Made]):
         return made
 
 
-def check_blocks(block_ids: Sequence[Sequence[int]], num_blocks: int, *, writes: bool = False) -> None:
-    """Raise `InternalError` unless all blocks exist and none that is written is the null block."""
-    if writes and any(0 in ids for ids in block_ids):
-        raise InternalError("blocks to write must not be the null block", block_ids=block_ids)
-    if any(ids and not 0 <= min(ids) <= max(ids) < num_blocks for ids in block_ids):
-        raise InternalError("blocks to copy must exist", block_ids=block_ids, num_blocks=num_blocks)
+def check_blocks(pages: Iterable[PageGather] | Iterable[PageScatter], num_blocks: int, *, writes: bool = False) -> None:
+    """Raise `InternalError` unless all blocks of the pages exist and none that is written is the null block."""
+    ids = list(chain.from_iterable(chain.from_iterable(page.block_ids for page in pages)))
+    if not ids:
+        return
+    first, last = min(ids), max(ids)
+    if writes and first == 0:
+        raise InternalError("blocks to write must not be the null block", blocks=ids)
+    if first < 0 or last >= num_blocks:
+        raise InternalError("blocks to copy must exist", first=first, last=last, num_blocks=num_blocks)
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:

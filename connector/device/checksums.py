@@ -96,21 +96,22 @@ class DigestCheck:
             verdict: int32 `[1]` on the device: the number of payloads with another digest is added.
         """
         num_bytes = _ROW_BYTES * len(payloads)
-        rows: Any = self._table[:num_bytes].numpy()
-        rows = rows.view(np.int64).reshape(-1, 5)
+        rows: list[tuple[int, int, int, int, int]] = []
         first_sum = most_blocks = 0
-        for row, (start, size, digest) in zip(rows, payloads, strict=True):
+        for start, size, digest in payloads:
             high, low = struct.unpack(">qq", digest)
-            row[:] = start // 8, size, first_sum, low, high
+            rows.append((start // 8, size, first_sum, low, high))
             num_blocks = -(-size // _BLOCK_BYTES)
             first_sum += num_blocks
             most_blocks = max(most_blocks, num_blocks)
+        table: Any = self._table[:num_bytes].numpy()
+        table.view(np.int64).reshape(-1, 5)[:] = rows
         self._on_device[:num_bytes].copy_(self._table[:num_bytes], non_blocking=True)
-        table, words = self._on_device.view(torch.int64), memory.view(torch.int64)
+        on_device, words = self._on_device.view(torch.int64), memory.view(torch.int64)
         _sum_blocks[(len(payloads), -(-most_blocks // _BLOCKS_AT_ONCE))](
-            words, table, self._sums, self._known, _BLOCKS_AT_ONCE
+            words, on_device, self._sums, self._known, _BLOCKS_AT_ONCE
         )
-        _digest[(len(payloads),)](words, table, self._sums, self._known, verdict, num_warps=1)
+        _digest[(len(payloads),)](words, on_device, self._sums, self._known, verdict, num_warps=1)
 
 
 @triton.jit

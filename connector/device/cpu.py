@@ -51,7 +51,7 @@ class CpuDevice:
     def close(self) -> None:
         return
 
-    def shared(self, data: memoryview) -> tuple[torch.Tensor, ...] | None:
+    def shared(self, memory: ArenaView, start: int, num_bytes: int) -> tuple[torch.Tensor, ...] | None:
         return None
 
     def copier(self, layers: Sequence[torch.Tensor], feeds: Sequence[int], element_bytes: int) -> CpuCopier:
@@ -86,8 +86,7 @@ class CpuCopier:
         self._strips = RunsMemo(lambda runs, _: fold_runs(runs, places))
 
     def gather_all(self, pages: Sequence[PageGather]) -> list[Ticket | None]:
-        for page in pages:
-            check_blocks(page.block_ids, self._num_blocks)
+        check_blocks(pages, self._num_blocks)
         for page in pages:
             target: Any = page.target.numpy()
             for blocks, place in self._copies(page.runs, page.block_ids, target):
@@ -95,8 +94,7 @@ class CpuCopier:
         return [DONE] * len(pages)
 
     def scatter_all(self, pages: Sequence[PageScatter], after: Fence) -> None:
-        for page in pages:
-            check_blocks(page.block_ids, self._num_blocks, writes=True)
+        check_blocks(pages, self._num_blocks, writes=True)
         for page in pages:
             page.check()
             if not isinstance(page.source, torch.Tensor):

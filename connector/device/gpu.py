@@ -173,8 +173,8 @@ class StreamDevice:
     def close(self) -> None:
         self.registered.close()
 
-    def shared(self, data: memoryview) -> tuple[torch.Tensor, ...] | None:
-        return self.registered.at(data)
+    def shared(self, memory: ArenaView, start: int, num_bytes: int) -> tuple[torch.Tensor, ...] | None:
+        return self.registered.at(memory, start, num_bytes)
 
     def place(self, pages: Sequence[PlannedPage], after: Fence) -> None:
         """Copy pages to the GPU and write them to blocks once `after` is done; returns when they are written."""
@@ -211,9 +211,9 @@ class StreamCopier:
         self.plane_width = element_bytes if element_bytes in _PLANE_WIDTHS else 1
 
     def gather_all(self, pages: Sequence[PageGather]) -> list[Ticket | None]:
+        check_blocks(pages, self._num_blocks)
         planned = [(page, self._plans.of(page.runs, page.target.numel())) for page in pages]
         for page, plans in planned:
-            check_blocks(page.block_ids, self._num_blocks)
             if any(len(ids) != plans[0].num_blocks for ids in page.block_ids):
                 raise InternalError("every table must place the whole page", num_blocks=plans[0].num_blocks)
             if page.target.numel() > self._device.gathered_bytes_max:
@@ -266,11 +266,11 @@ class StreamCopier:
             scatter_rows(self.memory, indexes, pages)
 
     def scatter_all(self, pages: Sequence[PageScatter], after: Fence) -> None:
+        check_blocks(pages, self._num_blocks, writes=True)
         planned = []
         for page in pages:
-            check_blocks(page.block_ids, self._num_blocks, writes=True)
             plans = self._plans.of(page.runs, page.page_bytes)
-            if any(page.first_block < 0 or page.first_block + len(ids) > plans[0].num_blocks for ids in page.block_ids):
+            if page.first_block < 0 or page.first_block + max(map(len, page.block_ids)) > plans[0].num_blocks:
                 raise InternalError("blocks to write must be in the page", first_block=page.first_block)
             if page.block_ids[0]:
                 planned.append(PlannedPage(self, page, plans))

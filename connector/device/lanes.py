@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
-from connector.device.base import Fence, PageScatter, WrongSource, no_check
+from connector.device.base import Fence, PageScatter, SharedRecord, WrongSource, no_check
 from connector.device.host_memory import aligned
 from connector.device.rows import RowIndexes, RowPlan, join_planes, pack_indexes
 from connector.device.streams import Piece, Stream, Streams
@@ -55,6 +55,8 @@ class PlannedPage:
     """A page and its plans. It does not change.
 
     Attributes:
+        shared: Its source, if that is a record in shared memory.
+        parts: Together the source as it is in host memory.
         num_bytes: Of the page in its canonical form.
         source_bytes: Of the form in which it arrives.
         width: Bytes of the elements whose planes the source is; 1: it is none.
@@ -65,6 +67,8 @@ class PlannedPage:
     cache: Cache
     page: PageScatter
     plans: tuple[RowPlan, ...]
+    shared: SharedRecord | None = field(init=False)
+    parts: tuple[torch.Tensor, ...] = field(init=False)
     num_bytes: int = field(init=False)
     source_bytes: int = field(init=False)
     width: int = field(init=False)
@@ -72,8 +76,9 @@ class PlannedPage:
     room_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        shared, parts = self.page.shared, self.page.source_parts
-        self.num_bytes, self.source_bytes = self.page.page_bytes, sum([part.numel() for part in parts])
+        shared = self.shared = self.page.shared
+        self.parts, self.num_bytes = self.page.source_parts, self.page.page_bytes
+        self.source_bytes = sum([part.numel() for part in self.parts])
         self.width = self.cache.plane_width if shared is None else 1
         self.is_tiles = shared is not None and shared.tiles is not None
         is_canonical = self.width == 1 and not self.is_tiles
@@ -260,8 +265,8 @@ class Lane:
         """Order the verification of pages that the device verifies; False: there are none."""
         digests, tiles = [], []
         for stretch in stretches:
-            for page, target, source in stretch.placed():
-                shared = page.page.shared
+            for page, target, source in stretch.placed:
+                shared = page.shared
                 if shared is not None and shared.tiles is not None:
                     tiles.append((source, target, shared.tiles))
                 elif shared is not None and shared.digest is not None:
@@ -288,50 +293,44 @@ class _Stretch:
 
     Attributes:
         start: Of the first, in the lane.
+        canonical_stop: Behind the last page.
+        stop: Behind all.
+        placed: Each page, where it is in the lane, and where its source arrives there.
         indexes: For each shape of piece where its rows are.
     """
 
     placement: Placement
     pages: Sequence[PlannedPage]
     start: int
+    canonical_stop: int = field(init=False)
+    stop: int = field(init=False)
+    placed: list[tuple[PlannedPage, slice, slice]] = field(init=False)
     indexes: list[RowIndexes] = field(default_factory=list)
 
-    @property
-    def canonical_stop(self) -> int:
-        return self.start + sum(page.num_bytes for page in self.pages)
-
-    @property
-    def stop(self) -> int:
-        return self.start + sum(page.room_bytes for page in self.pages)
-
-    def placed(self) -> Iterator[tuple[PlannedPage, slice, slice]]:
-        """Each page, where it is in the lane, and where its source arrives there."""
+    def __post_init__(self) -> None:
+        self.canonical_stop = self.start + sum([page.num_bytes for page in self.pages])
+        self.stop = self.start + sum([page.room_bytes for page in self.pages])
+        self.placed = []
         start, arrived = self.start, aligned(self.canonical_stop)
         for page in self.pages:
-            source_bytes = page.source_bytes
-            target = slice(start, start + page.num_bytes)
-            if page.is_tiles:
-                yield page, target, slice(arrived, arrived + source_bytes)
-                arrived = aligned(arrived + source_bytes)
-            elif page.width > 1:
-                yield page, target, slice(arrived, arrived + source_bytes)
-                arrived += source_bytes
-            else:
-                yield page, target, target
+            target = source = slice(start, start + page.num_bytes)
+            if page.is_tiles or page.width > 1:
+                source = slice(arrived, arrived + page.source_bytes)
+                arrived = aligned(source.stop) if page.is_tiles else source.stop
+            self.placed.append((page, target, source))
             start = target.stop
 
     @torch.inference_mode()
     def fetch(self, memory: torch.Tensor, copy_in: CopyIn) -> None:
-        placed = list(self.placed())
         pieces: list[Piece] = []
-        for page, _, source in placed:
+        for page, _, source in self.placed:
             start = source.start
-            for part in page.page.source_parts:
+            for part in page.parts:
                 pieces.append((start, part))
                 start += part.numel()
         copy_in(memory, pieces)
         if (width := self.pages[0].width) > 1:
-            arrived = memory[placed[0][2].start : placed[-1][2].stop]
+            arrived = memory[self.placed[0][2].start : self.placed[-1][2].stop]
             join_planes(arrived, len(self.pages), width, memory[self.start : self.canonical_stop])
 
     def pack(self, allocate: Callable[[int], torch.Tensor]) -> None:
@@ -361,6 +360,6 @@ def _error(placement: Placement, *, is_wrong: bool) -> KVStoreError | None:
             page.page.check()  # first: memory that was reused says nothing about the record
     except KVStoreError as error:
         return error
-    if is_wrong and any(page.page.shared is not None for page in placement.pages):
+    if is_wrong and any(page.shared is not None for page in placement.pages):
         return WrongSource("a record of these pages is damaged", pages=len(placement.pages))
     return None

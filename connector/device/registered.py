@@ -138,10 +138,12 @@ class RegisteredMemory:
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    def at(self, data: memoryview) -> tuple[torch.Tensor, ...] | None:
-        """uint8, together over `data`, read-only; they keep it registered. `None`: it is not, or not yet."""
+    def at(self, view: ArenaView, start: int, num_bytes: int) -> tuple[torch.Tensor, ...] | None:
+        """uint8, together over a range of the view, read-only; they keep it registered. `None`: it is not, at least not
+        yet.
+        """
         now = self._now
-        return now.at(_address_of(data) - now.address, len(data))
+        return now.at(start, num_bytes) if now.view is view else None
 
     def _run(self) -> None:
         while True:

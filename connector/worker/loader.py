@@ -8,10 +8,10 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
 from connector.bridge import Bridge
 from connector.device.base import Fence, PageScatter, SharedRecord, WrongSource
@@ -24,6 +24,7 @@ from kvstore.client import trace_parent
 from kvstore.codec import RAW, TILES, CodecPool, decode_into
 from kvstore.codec.tiles import read_head
 from kvstore.errors import Closed, CorruptRecord, InternalError, KVStoreError, Unavailable
+from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.record import Record, verify_payload
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.meters import Meters
@@ -293,7 +294,7 @@ class Loader:
     async def _load_in_place(self, store: PageStore, load: _Load, batch: Sequence[_Leased]) -> Sequence[_Leased]:
         """Load the records that the device reads where they are; returns the others, which must be decoded."""
         deadline = Deadline.after(_CEILING_S)
-        found = [(piece, await record.load(deadline=deadline)) for piece, record in batch]
+        found = [_Found(piece, await record.load(deadline=deadline), record) for piece, record in batch]
         # they take no memory of this process
         others = await self._in_thread(store, load, found, 0, self._scatter_in_place)
         return [batch[index] for index in others]
@@ -301,7 +302,7 @@ class Loader:
     async def _load_record(self, store: PageStore, load: _Load, piece: LoadPiece, record: LeasedRecord) -> None:
         with load.progress.call():
             loaded = await record.load(deadline=Deadline.after(_CEILING_S), allocate=self._memory.take)
-        await self._in_thread(store, load, [(piece, loaded)], loaded.num_bytes, self._scatter_decoded)
+        await self._in_thread(store, load, [_Found(piece, loaded, record)], loaded.num_bytes, self._scatter_decoded)
 
     async def _in_thread(
         self,
@@ -327,25 +328,33 @@ class Loader:
             raise
 
     def _scatter_in_place(self, found: Sequence[_Found], load: _Load) -> list[int]:
-        """Have the device read records where they are, and write their pages to blocks; returns which it cannot."""
+        """Have the device read records of one shape where they are, and write their pages to blocks; returns which it
+        cannot."""
+        first = found[0].piece
+        group, expected = self._groups[first.key.group], self._page_bytes(first)
         pages, others = [], []
-        with ExitStack() as reading:  # until the device has read
-            for index, (piece, loaded) in enumerate(found):
-                page = self._page_in_place(piece, loaded, reading)
-                if page is None:
-                    others.append(index)
-                else:
-                    pages.append(page)
-            if pages:
-                try:
-                    self._groups[found[0][0].key.group].copier.scatter_all(pages, load.after)
-                except (Unavailable, Closed):
-                    raise
-                except Exception as error:  # noqa: BLE001 - what fails here may still work from host memory
-                    self._failed_in_place(error)
-                    return list(range(len(found)))
-                self._failures_in_place = 0
-        done_bytes = sum(page.page_bytes for page in pages)
+        for index, each in enumerate(found):
+            try:
+                source = self._source_in_place(each, expected)
+            except CorruptRecord as error:
+                each.loaded.check()  # or it is not the record's fault
+                raise _DamagedPiece(each.piece, error) from error
+            if source is None:
+                others.append(index)
+            else:
+                piece = each.piece
+                runs = group.plan.runs(piece.key.slice, piece.span_blocks)
+                pages.append(PageScatter(runs, piece.block_ids, source, piece.first_block, each.loaded.check))
+        if pages:
+            try:
+                group.copier.scatter_all(pages, load.after)
+            except (Unavailable, Closed):
+                raise
+            except Exception as error:  # noqa: BLE001 - what fails here may still work from host memory
+                self._failed_in_place(error)
+                return list(range(len(found)))
+            self._failures_in_place = 0
+        done_bytes = len(pages) * expected
         self._meters.add("connector_loaded_bytes", done_bytes)
         self._meters.add("connector_loaded_in_place_bytes", done_bytes)
         return others
@@ -361,35 +370,34 @@ class Loader:
         if self._failures_in_place == _FAILURES_MAX:
             _log.warning("kvstore: that has failed %d times in a row: it is not tried again", _FAILURES_MAX)
 
-    def _page_in_place(self, piece: LoadPiece, loaded: LoadedRecord, reading: ExitStack) -> PageScatter | None:
-        """The page of a record that the device can read where it is; `None`: it must be decoded first."""
-        expected = self._page_bytes(piece)
-        with _blaming(piece):
-            record = reading.enter_context(loaded.reading())
-            chain, payload = record.header.codec_chain, record.payload
-            is_raw = chain == RAW and len(payload) == expected
-            if not is_raw and not (chain == TILES and self.device.decodes_tiles(expected)):
-                return None
-            parts = self.device.shared(payload)
-            if parts is None:
-                return None
-            digest = None
-            if is_raw:
-                digest = record.header.payload_checksum if self.device.verifies(len(payload)) else None
-                source = SharedRecord(parts, expected, digest=digest)
-            else:  # its tiles have sums of their own
-                source = SharedRecord(parts, expected, tiles=read_head(payload, expected))
-            self._check(record, piece, verify=is_raw and digest is None)
-        runs = self._groups[piece.key.group].plan.runs(piece.key.slice, piece.span_blocks)
-        return PageScatter(runs, piece.block_ids, source, piece.first_block, loaded.check)
+    def _source_in_place(self, found: _Found, expected: int) -> SharedRecord | None:
+        """A record that the device can read where it is; `None`: it must be decoded first.
+
+        Args:
+            expected: Size of its page.
+        """
+        record, memory = found.loaded.peek(), found.record.memory
+        header = record.header
+        num_bytes = header.payload_bytes
+        is_raw = header.codec_chain == RAW and num_bytes == expected
+        if memory is None or not (is_raw or (header.codec_chain == TILES and self.device.decodes_tiles(expected))):
+            return None
+        parts = self.device.shared(memory, found.record.offset + HEADER_BYTES, num_bytes)
+        if parts is None:
+            return None
+        is_verified = not is_raw or self.device.verifies(num_bytes)  # tiles have sums of their own
+        self._check(record, expected, verify=not is_verified)
+        if not is_raw:
+            return SharedRecord(parts, expected, tiles=read_head(record.payload, expected))
+        return SharedRecord(parts, expected, digest=header.payload_checksum if is_verified else None)
 
     def _scatter_decoded(self, found: Sequence[_Found], load: _Load) -> None:
         """Decode a record, and write its page to blocks."""
-        [(piece, loaded)] = found
+        [(piece, loaded, _)] = found
         group, expected = self._groups[piece.key.group], self._page_bytes(piece)
         with self._scratch.page(expected) as page:
             with _blaming(piece), loaded.reading() as record:
-                self._check(record, piece)
+                self._check(record, expected)
                 decode_into(record.header.codec_chain, record.payload, view(page), plane_width=group.copier.plane_width)
             runs = group.plan.runs(piece.key.slice, piece.span_blocks)
             group.copier.scatter_all([PageScatter(runs, piece.block_ids, page, piece.first_block)], load.after)
@@ -397,10 +405,9 @@ class Loader:
                 load.scattered.append(self._auditor.scattered(piece, page))
         self._meters.add("connector_loaded_bytes", expected)
 
-    def _check(self, record: Record, piece: LoadPiece, *, verify: bool = True) -> None:
+    def _check(self, record: Record, expected: int, *, verify: bool = True) -> None:
         if self.verify and verify:
             verify_payload(record)
-        expected = self._page_bytes(piece)
         if record.header.decoded_bytes != expected:
             raise CorruptRecord("page has the wrong size", expected=expected, seen=record.header.decoded_bytes)
 
@@ -410,7 +417,10 @@ class _Leased(NamedTuple):
     record: LeasedRecord
 
 
-_Found: TypeAlias = tuple[LoadPiece, LoadedRecord]
+class _Found(NamedTuple):
+    piece: LoadPiece
+    loaded: LoadedRecord
+    record: LeasedRecord
 
 
 class _DamagedPiece(CorruptRecord):

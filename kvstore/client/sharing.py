@@ -151,7 +151,7 @@ class MappedRecord(LeasedRecord):
         super().__init__(store, lease, key)
         self._loaded = _MappedBytes(key, view, place)
         self.memory = view
-        self.num_bytes = place.num_bytes
+        self.offset, self.num_bytes = place.offset, place.num_bytes
 
     async def load(self, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None) -> LoadedRecord:
         return self._loaded
@@ -166,10 +166,13 @@ class _MappedBytes(LoadedRecord):
     def num_bytes(self) -> int:
         return self._place.num_bytes
 
+    def peek(self) -> Record:
+        return read_plain(self._view.at(self._place), self._key)
+
     @contextmanager
     def reading(self) -> Iterator[Record]:
         try:
-            record = read_plain(self._view.at(self._place), self._key)
+            record = self.peek()
             with record.data:  # which cannot be read after the block
                 yield record
         finally:

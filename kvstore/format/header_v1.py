@@ -24,6 +24,7 @@ _FIELDS = struct.Struct("<4sHH16s16s16s32sHHBBHIIQQQI12s16s32s")
 _PROLOGUE = struct.Struct("<4sHH16s")  # the same in every version, as is the rule for its checksum
 _CHECKSUM_AT = slice(8, 24)
 _ZERO_CHECKSUM = bytes(CHECKSUM_BYTES)
+_ZERO_NONCE = bytes(12)
 _RESERVED = bytes(32)
 assert _FIELDS.size == HEADER_BYTES
 
@@ -114,7 +115,7 @@ class HeaderV1:
             _, _, _, _, payload_checksum, namespace, prefix, group, slice_, kind, flags, codec_chain,
             start, stop, decoded_bytes, payload_bytes, created_ms, key_id, nonce, tag, reserved,
         ) = _FIELDS.unpack(head)  # fmt: skip
-        if key_id == 0 and (any(nonce) or any(tag)):
+        if key_id == 0 and (nonce != _ZERO_NONCE or tag != _ZERO_CHECKSUM):
             raise CorruptRecord("nonce or tag of a record that is not encrypted is not zero")
         if reserved != _RESERVED or flags != 0:
             raise CorruptRecord("reserved bytes of the header are not zero", flags=flags)
@@ -122,12 +123,13 @@ class HeaderV1:
             record_kind = RecordKind(kind)
         except ValueError as error:
             raise CorruptRecord("unknown kind of record", seen=kind) from error
-        if not _fits(record_kind, Span(start, stop)):
+        span = Span(start, stop)
+        if not _fits(record_kind, span):
             raise CorruptRecord("span does not fit the kind of record", kind=record_kind.name, start=start, stop=stop)
         return cls(
             key=RecordKey(NamespaceId(namespace), PrefixHash(prefix), group, slice_),
             kind=record_kind,
-            span=Span(start, stop),
+            span=span,
             codec_chain=codec_chain,
             decoded_bytes=decoded_bytes,
             payload_bytes=payload_bytes,

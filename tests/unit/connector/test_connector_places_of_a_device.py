@@ -318,30 +318,29 @@ def test_what_has_memory_is_registered_and_released() -> None:
     file, first = memory_of(8 * MIB)
     touch(file, 0, MIB + MIB // 2)
     touch(file, 4 * MIB, 16 << 10)  # too short
-    memory = first.memory
     for _ in range(2):
         registered.adopt(first)
         assert registered.wait(10)
     assert sorted(streams.registered.values()) == [MIB // 2, MIB]
     for start, sizes in ((0, [100]), (MIB - 60, [60, 40]), (MIB, [100])):
-        found = registered.at(memory[start : start + 100])
+        found = registered.at(first, start, 100)
         assert found is not None and [part.numel() for part in found] == sizes
         assert found[0].data_ptr() - min(streams.registered) == start
     for start, stop in ((MIB + MIB // 2 - 50, MIB + MIB // 2 + 50), (4 * MIB, 4 * MIB + 100), (7 * MIB, 7 * MIB + 1)):
-        assert registered.at(memory[start:stop]) is None
-    assert registered.at(memory[:0]) is None
+        assert registered.at(first, start, stop - start) is None
+    assert registered.at(first, 0, 0) is None
     touch(file, 4 * MIB, MIB)
     registered.adopt(first)
     assert registered.wait(10)
-    assert registered.at(memory[4 * MIB : 4 * MIB + 100]) is not None
+    assert registered.at(first, 4 * MIB, 100) is not None
     assert registered.num_bytes == 2 * MIB + MIB // 2
     assert first.resident(6 * MIB) is None
     other, second = memory_of(MIB)
     touch(other, 0, MIB)
     registered.adopt(second)
     assert registered.wait(10)
-    assert registered.at(memory[:100]) is None
-    assert registered.at(second.memory[:100]) is not None
+    assert registered.at(first, 0, 100) is None
+    assert registered.at(second, 0, 100) is not None
 
     def is_registered(num_pieces: int) -> bool:
         registered.adopt(second)  # as it is called each second
@@ -376,7 +375,7 @@ def test_nothing_is_shared_any_more() -> None:
     other, second = memory_of(MIB)
     touch(other, 0, MIB)
     registered.adopt(second)
-    assert registered.at(second.memory[:100]) is None
+    assert registered.at(second, 0, 100) is None
     assert not streams.registered
 
 
@@ -391,7 +390,7 @@ def test_small_holes_are_registered_too() -> None:
     registered.adopt(view)
     assert registered.wait(10)
     assert sorted(streams.registered.values()) == [2 * MIB - (8 << 10), 4 * MIB]
-    assert registered.at(view.memory[5 * MIB : 6 * MIB - (8 << 10)]) is not None
+    assert registered.at(view, 5 * MIB, MIB - (8 << 10)) is not None
 
 
 def test_memory_stays_mapped_while_it_is_registered() -> None:
@@ -405,7 +404,7 @@ def test_memory_stays_mapped_while_it_is_registered() -> None:
     registered.adopt(view)
     assert registered.wait(10)
     first = min(streams.registered)
-    of_a_load = registered.at(view.memory[:100])
+    of_a_load = registered.at(view, 0, 100)
     assert of_a_load is not None
     registered.close()
     assert list(streams.registered) == [first]
@@ -545,8 +544,8 @@ def test_memory_that_cannot_be_registered(caplog: pytest.LogCaptureFixture) -> N
     for _ in range(2):
         registered.adopt(view)
         assert registered.wait(10)
-    assert registered.at(view.memory[:100]) is not None
-    assert registered.at(view.memory[MIB : MIB + 100]) is None
+    assert registered.at(view, 0, 100) is not None
+    assert registered.at(view, MIB, 100) is None
     [record] = caplog.records
     assert record.getMessage() == (
         "kvstore: the GPU cannot read memory of the service reason=error 1 of CUDA: "
