@@ -13,7 +13,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvstore.api import LeasedRecord, LeaseId, Outcome, PageStore, PrefixQuery, SaveOutcome
@@ -469,7 +469,7 @@ def _turns(pages: Sequence[Views]) -> asyncio.Semaphore:
 
 
 def _renumbered(boundaries: Sequence[Boundary], page_tokens: int) -> list[Boundary]:
-    return [replace(boundary, tokens=(at + 1) * page_tokens) for at, boundary in enumerate(boundaries)]
+    return [boundary._replace(tokens=(at + 1) * page_tokens) for at, boundary in enumerate(boundaries)]
 
 
 def name_of_page(key: PageKey) -> PrefixHash:

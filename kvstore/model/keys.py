@@ -6,9 +6,8 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from struct import Struct
-from typing import NewType
+from typing import NamedTuple, NewType
 
 NAMESPACE_BYTES = 16
 PREFIX_BYTES = 32
@@ -20,17 +19,16 @@ PrefixHash = NewType("PrefixHash", bytes)
 """32 bytes: digest of all tokens, and of everything else that the KV depends on, up to a boundary."""
 
 
-@dataclass(frozen=True, slots=True)
-class Boundary:
+class Boundary(NamedTuple):
     """A token position at which a prefix may be resumed: the number of tokens before it, and their hash."""
 
     tokens: int
     prefix: PrefixHash
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class RecordKey:
-    """Identifies a record; its name is this key as text, and its header repeats it.
+class RecordKey(NamedTuple):
+    """Identifies a record; its name is this key as text, and its header repeats it. A tuple, as dictionaries hash some
+    thousand of them for each long prompt.
 
     Attributes:
         namespace: The namespace; only engines with the same one may read it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstore.errors import InvalidRequest
 from kvstore.model.kinds import GroupKind, Keyed, RecordKind, check_fits
@@ -11,8 +12,7 @@ MAX_PREFIX_TOKENS = 1 << 24
 """No prefix is longer: bounds the work that a query can cause, and fits the u32 of a record's header."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Tokens `start` (inclusive) to `stop` (exclusive). A recurrent state has `start == stop`: it is at a boundary."""
 
     start: int

@@ -142,7 +142,7 @@ class LeaseTable:
         held = self._live(lease)
         if held is None or (pin := held.pins.get(key)) is None:
             return None
-        return pin.records[0]
+        return pin.record
 
     def release(self, lease: LeaseId) -> None:
         """End a lease. Unknown ones are ignored."""
@@ -173,7 +173,7 @@ class LeaseTable:
         leased: dict[int, Record] = {}
         for held in self._leases.values():
             if (pin := held.pins.pop(key, None)) is not None:
-                leased[id(pin.records[0])] = pin.records[0]
+                leased[id(pin.record)] = pin.record
                 self._memory.unpin(pin)
         in_memory = self._memory.peek(key)
         return list(leased.values()) or ([in_memory] if in_memory is not None else [])

@@ -232,7 +232,7 @@ class Promotion:
         for start in range(0, len(wanted), _PINNED_AT_ONCE):
             async with self._work.turn(len(wanted)):
                 for item in wanted[start : start + _PINNED_AT_ONCE]:  # pinned first, so that nothing evicts it
-                    if item.key in self._memory and (cut := self._pin(run, item, None)):
+                    if (cut := self._pin(run, item, self._memory.name)) not in ("", "gone"):
                         run.cut_by(cut)
                         missed.add(item.probe)
         left = await self._work.run(len(wanted), lambda: [item for item in wanted if item.key not in run.pins])
@@ -263,34 +263,35 @@ class Promotion:
         read = await self._flights.run(item.key, lambda: self._read(item, run.layout))
         run.waiting.discard(item.key)
         if isinstance(read, _NotRead):
-            return read.cut if item.key not in self._memory else self._pin(run, item, None)
-        return self._pin(run, item, read)
-
-    def _pin(self, run: _StageRun, item: _Wanted, read: _Read | None) -> str:
-        """Pin a record for this stage without suspending, so that nothing can evict it first; returns why that failed,
-        or an empty string.
-        """
-        if read is not None and self._memory.insert(read.record) is PutOutcome.FULL:
+            cut = self._pin(run, item, self._memory.name)  # it may have been saved meanwhile
+            return read.cut if cut == "gone" else cut
+        if self._memory.insert(read.record) is PutOutcome.FULL:
             self._meters.add("stage_refused", reason="memory_full")
             return "node_memory"
-        record = self._memory.peek(item.key)
-        if record is None:
+        return self._pin(run, item, read.tier)
+
+    def _pin(self, run: _StageRun, item: _Wanted, source: str) -> str:
+        """Pin a record in memory for this stage; returns why that failed, or an empty string. "gone": it is not there.
+
+        Args:
+            source: The tier that it was read from.
+        """
+        free_bytes = self._free_for(item.key.namespace)
+        pin = self._memory.pin(item.key)
+        if pin is None:
             return "gone"
         try:
-            check_header(record.header, run.layout, item.tokens)
+            check_header(pin.record.header, run.layout, item.tokens)
         except CorruptRecord as error:
+            self._memory.unpin(pin)
             self._memory.remove(item.key)
             self._meters.add("corrupt_records", tier=self._memory.name, reason=str(error.message))
             return f"corrupt:{self._memory.name}"
-        pinned_before, free_bytes = self._memory.pinned_bytes, self._free_for(item.key.namespace)
-        pin = self._memory.pin([item.key])
-        assert pin is not None
-        added_bytes = self._memory.pinned_bytes - pinned_before
-        if added_bytes > free_bytes:
+        if pin.added_bytes > free_bytes:
             self._memory.unpin(pin)
             self._meters.add("stage_refused", reason="stage_bytes")
             return "node_memory"
-        run.hold(item, pin, read.tier if read is not None else self._memory.name, added_bytes)
+        run.hold(item.key, pin, source)
         return ""
 
     async def _read(self, item: _Wanted, layout: Layout) -> _Read | _NotRead:
@@ -401,11 +402,11 @@ class _StageRun:
             now_s = asyncio.get_running_loop().time()
             self._timer.reschedule(min(self._ends_s, now_s + self._stall_s))
 
-    def hold(self, item: _Wanted, pin: Pin, source: str, added_bytes: int) -> None:
-        self.pins[item.key] = pin
-        self.sources[item.key] = source
-        self.pinned_bytes += added_bytes
-        self._num_bytes += pin.records[0].num_bytes
+    def hold(self, key: RecordKey, pin: Pin, source: str) -> None:
+        self.pins[key] = pin
+        self.sources[key] = source
+        self.pinned_bytes += pin.added_bytes
+        self._num_bytes += pin.record.num_bytes
         if self.progress is not None:
             self.progress(self._num_bytes)
 
@@ -433,9 +434,9 @@ class _StageRun:
         return await work.run(len(kept), self._holding, resume_tokens, kept)
 
     def _holding(self, resume_tokens: int, kept: dict[RecordKey, Pin]) -> Holding:
-        num_bytes = sum(pin.records[0].num_bytes for pin in kept.values())
+        num_bytes = sum(pin.record.num_bytes for pin in kept.values())
         sources = dict(Counter(self.sources[key] for key in kept))
-        spans = tuple((span.start, span.stop) for span in (pin.records[0].header.span for pin in kept.values()))
+        spans = tuple(pin.record.header.span for pin in kept.values())
         return Holding(resume_tokens, kept, spans, sources, num_bytes, self.cut)
 
     def _usable(self) -> tuple[int, dict[RecordKey, Pin]]:

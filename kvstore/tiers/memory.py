@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.errors import InternalError, InvalidRequest
@@ -43,15 +43,16 @@ class _Slot:
 
 @dataclass(eq=False, slots=True)
 class Pin:
-    """A receipt for pinned records; return it with `MemoryTier.unpin`, exactly once."""
+    """A receipt for a pinned record; return it with `MemoryTier.unpin`, exactly once.
 
-    _slots: tuple[_Slot, ...]
+    Attributes:
+        added_bytes: What it added to the tier's `pinned_bytes`; 0: the record was pinned already.
+    """
+
+    record: Record
+    added_bytes: int
+    _slot: _Slot
     _returned: bool = False
-
-    @property
-    def records(self) -> tuple[Record, ...]:
-        """The pinned records, in the order of the keys."""
-        return tuple(slot.record for slot in self._slots)
 
 
 class MemoryTier(Tier):
@@ -143,44 +144,41 @@ class MemoryTier(Tier):
             self.on_changed(record.key)
         return PutOutcome.STORED
 
-    def pin(self, keys: Iterable[RecordKey]) -> Pin | None:
-        """Pin all of `keys` or none: `None` when one is absent. Pins add up; a key given twice is pinned twice."""
-        slots: list[_Slot] = []
-        for key in keys:
-            slot = self._slots.get(key)
-            if slot is None:
-                return None
-            slots.append(slot)
-        for slot in slots:
-            slot.num_pins += 1
-            if slot.num_pins == 1:
-                del self._idle[slot.record.key]
-                self.pinned_bytes += slot.cost_bytes
-                slot.pinned_for = self.owner_of(slot.record.key.namespace)
-                self.pinned_by[slot.pinned_for] += slot.cost_bytes
-        return Pin(tuple(slots))
+    def pin(self, key: RecordKey) -> Pin | None:
+        """Pin a record; `None`: it is absent. A record that is pinned twice is unpinned twice."""
+        slot = self._slots.get(key)
+        if slot is None:
+            return None
+        slot.num_pins += 1
+        if slot.num_pins > 1:
+            return Pin(slot.record, 0, slot)
+        del self._idle[key]
+        self.pinned_bytes += slot.cost_bytes
+        slot.pinned_for = self.owner_of(key.namespace)
+        self.pinned_by[slot.pinned_for] += slot.cost_bytes
+        return Pin(slot.record, slot.cost_bytes, slot)
 
     def unpin(self, pin: Pin) -> None:
-        """End a pin; its records may be evicted again, the most recently unpinned last.
+        """End a pin; its record may be evicted again, the most recently unpinned last.
 
         Raises:
             InternalError: The pin was returned before.
         """
+        slot = pin._slot
         if pin._returned:
-            raise InternalError("a pin was given back twice", num_records=len(pin._slots))
+            raise InternalError("a pin was given back twice", key=slot.record.key)
         pin._returned = True
-        for slot in pin._slots:
-            slot.num_pins -= 1
-            if slot.num_pins > 0:
-                continue
-            self.pinned_bytes -= slot.cost_bytes
-            self.pinned_by[slot.pinned_for] -= slot.cost_bytes
-            if not self.pinned_by[slot.pinned_for]:
-                del self.pinned_by[slot.pinned_for]
-            if slot.removed:
-                self.used_bytes -= slot.cost_bytes
-            else:
-                self._idle[slot.record.key] = slot
+        slot.num_pins -= 1
+        if slot.num_pins > 0:
+            return
+        self.pinned_bytes -= slot.cost_bytes
+        self.pinned_by[slot.pinned_for] -= slot.cost_bytes
+        if not self.pinned_by[slot.pinned_for]:
+            del self.pinned_by[slot.pinned_for]
+        if slot.removed:
+            self.used_bytes -= slot.cost_bytes
+        else:
+            self._idle[slot.record.key] = slot
 
     def _add_slice(self, key: RecordKey) -> None:
         groups = self._at.setdefault(key.namespace, {}).setdefault(key.prefix, {})

@@ -34,7 +34,7 @@ Parts = tuple[LeaseTable, MemoryTier, ManualClock]
 
 
 def pins(memory: MemoryTier, *numbers: int) -> dict:
-    return {make_key(number): memory.pin([make_key(number)]) for number in numbers}
+    return {make_key(number): memory.pin(make_key(number)) for number in numbers}
 
 
 async def test_a_lease_ends_exactly_at_its_time(parts: Parts) -> None:

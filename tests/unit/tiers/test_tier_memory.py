@@ -41,12 +41,13 @@ def test_pinned_records_are_not_evicted() -> None:
     tier = tier_for(2)
     tier.insert(make_record(0))
     tier.insert(make_record(1))
-    pin = tier.pin([make_key(0), make_key(1)])
-    assert pin is not None
-    assert [record.key for record in pin.records] == [make_key(0), make_key(1)]
+    pins = [tier.pin(make_key(number)) for number in range(2)]
+    assert [pin.record.key for pin in pins if pin is not None] == [make_key(0), make_key(1)]
     assert tier.insert(make_record(2)) is PutOutcome.FULL
     assert (len(tier), tier.num_evicted) == (2, 0)
-    tier.unpin(pin)
+    for pin in pins:
+        assert pin is not None
+        tier.unpin(pin)
     assert tier.insert(make_record(2)) is PutOutcome.STORED
     assert make_key(0) not in tier
 
@@ -56,16 +57,16 @@ def test_full_evicts_nothing() -> None:
     tier = tier_for(3)
     for number in range(3):
         tier.insert(make_record(number))
-    assert tier.pin([make_key(0)]) is not None
+    assert tier.pin(make_key(0)) is not None
     assert tier.insert(make_record(9, payload_bytes=3 * COST)) is PutOutcome.FULL
     assert len(tier) == 3
 
 
-def test_pin_is_all_or_nothing() -> None:
-    """A pin that names an absent record holds none of the others."""
+def test_what_is_absent_is_not_pinned() -> None:
+    """A pin of a record that is not there pins nothing."""
     tier = tier_for(2)
     tier.insert(make_record(0))
-    assert tier.pin([make_key(0), make_key(7)]) is None
+    assert tier.pin(make_key(7)) is None
     assert tier.pinned_bytes == 0
 
 
@@ -73,9 +74,10 @@ def test_pins_count() -> None:
     """A record that two pins hold stays until both have ended, in either order."""
     tier = tier_for(1)
     tier.insert(make_record(0))
-    first, second = tier.pin([make_key(0)]), tier.pin([make_key(0)])
+    first, second = tier.pin(make_key(0)), tier.pin(make_key(0))
     assert first is not None and second is not None
     assert tier.pinned_bytes == COST
+    assert (first.added_bytes, second.added_bytes) == (COST, 0)
     tier.unpin(first)
     assert tier.insert(make_record(1)) is PutOutcome.FULL
     tier.unpin(second)
@@ -88,17 +90,17 @@ def test_deleted_while_pinned() -> None:
     """No reader finds it any more, its bytes stay charged until the pin ends, and the pin of a successor is its own."""
     tier = tier_for(2)
     tier.insert(make_record(0))
-    pin = tier.pin([make_key(0)])
+    pin = tier.pin(make_key(0))
     assert pin is not None
     assert tier.remove(make_key(0))
     assert tier.peek(make_key(0)) is None
     assert tier.used_bytes == COST
     assert tier.insert(make_record(0)) is PutOutcome.STORED
-    second = tier.pin([make_key(0)])
+    second = tier.pin(make_key(0))
     assert second is not None
     tier.unpin(pin)
     assert (tier.used_bytes, tier.pinned_bytes) == (COST, COST)
-    assert tier.peek(make_key(0)) is second.records[0]
+    assert tier.peek(make_key(0)) is second.record
 
 
 def test_bad_budget_is_refused() -> None:
