@@ -469,7 +469,7 @@ def _turns(pages: Sequence[Views]) -> asyncio.Semaphore:
 
 
 def _renumbered(boundaries: Sequence[Boundary], page_tokens: int) -> list[Boundary]:
-    return [boundary._replace(tokens=(at + 1) * page_tokens) for at, boundary in enumerate(boundaries)]
+    return [Boundary((at + 1) * page_tokens, boundary.prefix) for at, boundary in enumerate(boundaries)]
 
 
 def name_of_page(key: PageKey) -> PrefixHash:

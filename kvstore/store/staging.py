@@ -263,7 +263,7 @@ class Promotion:
         read = await self._flights.run(item.key, lambda: self._read(item, run.layout))
         run.waiting.discard(item.key)
         if isinstance(read, _NotRead):
-            cut = self._pin(run, item, self._memory.name)  # it may have been saved meanwhile
+            cut = self._pin(run, item, self._memory.name)  # it may have been saved while this waited
             return read.cut if cut == "gone" else cut
         if self._memory.insert(read.record) is PutOutcome.FULL:
             self._meters.add("stage_refused", reason="memory_full")

@@ -531,7 +531,7 @@ def parse_outcome(message: messages.Outcome) -> Outcome:
 
 def key_fields(key: RecordKey) -> dict[str, Any]:
     """The fields of a key, as `messages.Load` and `messages.Discard` carry them."""
-    return _same_fields(key, messages.Load)
+    return key._asdict()
 
 
 def parse_key(message: messages.Load | messages.Discard) -> RecordKey:
