@@ -22,8 +22,11 @@ from connector.device.registered import RegisteredMemory
 from connector.device.streams import Stream
 from connector.jobs import StepJobs
 from connector.worker import loader
+from kvstore.client import sharing
+from kvstore.client.sharing import read_plain
 from kvstore.errors import InvalidRequest
 from kvstore.format.header_v1 import HEADER_BYTES
+from kvstore.format.record import Record
 from kvstore.runtime.arena import ArenaView
 from kvstore.testing.waiting import eventually
 from tests.unit.connector.device_contract import storage
@@ -173,6 +176,32 @@ def test_memory_that_is_reused_before_its_check_reaches_no_block(
         assert all(map(torch.equal, map(storage, target.layers), before))
     assert bridge.store.calls["discard"] == 0
     assert target.meters.get("connector_corrupt_records") == 0
+
+
+@pytest.mark.parametrize("is_reused", [False, True])
+def test_a_damaged_header_is_the_records_fault_if_its_memory_was_not_reused(
+    rank: Make, bridge: SharingBridge, monkeypatch: pytest.MonkeyPatch, is_reused: bool
+) -> None:
+    """What a thread reads of a record that the device will copy is a header, whose damage costs the record alone; a
+    record whose memory holds something else is not blamed.
+    """
+    source, target = rank(), rank(seed=2)
+    source.save()
+    lease, pieces = pieces_of(target)
+    overwrites = [bridge.overwrite]
+
+    def read_reused(*given: Any) -> Record:
+        if overwrites:
+            overwrites.pop()()
+        return read_plain(*given)
+
+    if is_reused:
+        monkeypatch.setattr(sharing, "read_plain", read_reused)
+    else:
+        bridge.record_bytes(pieces[3].key)[30] ^= 1
+    assert not load_prepared(target, lease, pieces)
+    assert target.meters.get("connector_corrupt_records") == bridge.store.calls["discard"] == int(not is_reused)
+    assert is_reused or pieces[3].key not in bridge.memory
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
