@@ -199,7 +199,7 @@ def test_a_damaged_header_is_the_records_fault_if_its_memory_was_not_reused(
         monkeypatch.setattr(sharing, "read_plain", read_reused)
     else:
         bridge.record_bytes(pieces[3].key)[30] ^= 1
-    assert not load_prepared(target, lease, pieces)
+    assert not load_prepared(target, lease, pieces[3:4])
     assert target.meters.get("connector_corrupt_records") == bridge.store.calls["discard"] == int(not is_reused)
     assert is_reused or pieces[3].key not in bridge.memory
 
