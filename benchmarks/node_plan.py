@@ -68,8 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.node_plan", description=__doc__)
     parser.add_argument("--gpus", type=count, default=8, metavar="COUNT")
     parser.add_argument("--cores", type=count, default=os.cpu_count(), metavar="COUNT", help="for engines and service")
-    parser.add_argument("--gpu-link", type=_rate, default=55.0, metavar="RATE", help="to and from a GPU, like 55GB/s")
-    parser.add_argument("--network", type=_rate, default=12.5, metavar="RATE", help="to and from Redis")
+    parser.add_argument("--gpu-link", type=rate, default=55.0, metavar="RATE", help="to and from a GPU, like 55GB/s")
+    parser.add_argument("--network", type=rate, default=12.5, metavar="RATE", help="to and from Redis")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="with a config.json; or --token-bytes")
     parser.add_argument("--token-bytes", type=parse_bytes, default=128 << 10, metavar="BYTES", help="KV of a token")
     parser.add_argument("--gpus-per-model", type=count, default=1, metavar="COUNT")
@@ -251,7 +251,7 @@ def _table(title: str, first: str, *others: str) -> Table:
     return table
 
 
-def _rate(text: str) -> float:
+def rate(text: str) -> float:
     """10^9 bytes a second, from text like `55GB/s`."""
     try:
         return parse_bytes(text.removesuffix("/s")) / GB

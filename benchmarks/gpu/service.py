@@ -24,7 +24,7 @@ from connector.device.gpu import StreamDevice
 if TYPE_CHECKING:
     from connector.settings import ConnectorSettings
 
-__all__ = ["Model", "Rank", "rank_on", "run"]
+__all__ = ["Model", "Rank", "hybrid", "rank_on", "run"]
 
 NEEDED = ("msgpack", "pydantic", "rich", "typer", "uvloop", "xxhash", "zstandard")
 """What the service is made with."""
@@ -39,7 +39,7 @@ def run(kit: Kit) -> None:
         importlib.import_module(name)
     from benchmarks.node import Node, temporary_folder
 
-    for model, compression in product((_hybrid(kit), _llama(kit)), ("planes", "tiles", "none")):
+    for model, compression in product((hybrid(kit), _llama(kit)), ("planes", "tiles", "none")):
         kit.progress(f"{model.name}: {model.num_bytes / GB:.2f} GB in {model.num_tokens} tokens, {compression}")
         with (
             temporary_folder() as folder,
@@ -161,7 +161,7 @@ class Model:
         return views
 
 
-def _hybrid(kit: Kit) -> Model:
+def hybrid(kit: Kit) -> Model:
     return Model(
         "hybrid of 27B",
         num_tokens=kit.sized(10_976, 7 * 64),
@@ -286,7 +286,7 @@ class Rank:
     def load(self) -> None:
         """Load the prompt into other blocks some times, each beside nothing, and compare."""
         model, times = self._model, []
-        self._wait_registered()
+        self.wait_registered()
         for number in range(_LOADS):
             times.append(self.load_once(self.prepare(f"request {number}")))
         self.check()
@@ -303,7 +303,7 @@ class Rank:
             in_place_share=self.side.meters.get("connector_loaded_in_place_bytes") / (_LOADS * model.num_bytes),
         )
 
-    def _wait_registered(self) -> None:
+    def wait_registered(self) -> None:
         """Return when the GPU can read all that has been saved, in place."""
         from connector.jobs import StepJobs
 

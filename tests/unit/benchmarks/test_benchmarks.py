@@ -20,6 +20,7 @@ from benchmarks import (
     documents,
     io_threads,
     offloading,
+    ordering,
     overhead,
     quick,
     repeat_ttft,
@@ -71,6 +72,16 @@ def test_loads(capsys: pytest.CaptureFixture[str]) -> None:
     for row in rows:
         assert set(row) == COLUMNS
         assert (row["size_bytes"], row["ceiling"]) == (32 << 20, "memcpy")
+
+
+def test_ordering(capsys: pytest.CaptureFixture[str]) -> None:
+    """A small prompt is loaded and compared, then loaded by a device that copies nothing, beside the link's time."""
+    flags = ["--models", "8B", "--tokens", "256", "--repetitions", "1", "--gpu-link", "10GB/s", "--json"]
+    assert ordering.main(flags) == 0
+    (row,) = rows_of(capsys.readouterr().out)
+    assert (row["model"], row["records"], row["num_bytes"]) == ("8B", 8, 32 << 20)
+    assert row["link_ms"] == pytest.approx((32 << 20) / 1e7)
+    assert row["ratio"] == pytest.approx(row["link_ms"] / row["interpreter_ms"])
 
 
 def test_offloading(capsys: pytest.CaptureFixture[str]) -> None:
