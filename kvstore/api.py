@@ -162,7 +162,8 @@ class PageStore(ABC):
     """Pages in, pages out. All methods may be called concurrently from one event loop.
 
     Every method raises `Unavailable` at its deadline or when the store cannot be reached, `Closed` after `aclose`, and
-    `InvalidRequest` for a namespace that was not opened.
+    `InvalidRequest` for a namespace that was not opened. If a call is cancelled, it may have had its effect or not;
+    where more is promised, its docstring says so.
     """
 
     @property

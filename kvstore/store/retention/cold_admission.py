@@ -163,7 +163,8 @@ class ColdAdmission:
 
     def needs(self, record: Record) -> list[Boundary]:
         """For a record whose save waits for a slower tier: the boundaries, ascending, that it needs or belongs to and
-        that were declined here. They are to be copied to the cold tier.
+        that were declined here. They are to be copied to the cold tier. Under a strict rule its boundary and those
+        before it are admitted from now on, for records of theirs that come later.
         """
         key = record.key
         is_strict = self.rule_of(key.namespace) != AdmitAll.name

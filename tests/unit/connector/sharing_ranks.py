@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,17 @@ class SharingBridge(LoopBridge):
         array: Any = np.frombuffer(held.data, np.uint8)
         address = array.__array_interface__["data"][0]
         return np.ndarray(array.size, np.uint8, (ctypes.c_char * array.size).from_address(address))
+
+
+@contextmanager
+def sharing_bridge(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SharingBridge]:
+    """A bridge whose service shares records of any size: those of tests are small."""
+    monkeypatch.setattr("kvstore.tiers.memory.ARENA_BYTES_MIN", 1)
+    made = SharingBridge(folder)
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 async def _keys(memory: MemoryTier) -> Any:

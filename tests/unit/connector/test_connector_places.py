@@ -19,18 +19,21 @@ from kvstore.runtime.arena import Arena
 from kvstore.testing.waiting import eventually
 from tests.unit.connector.device_contract import storage
 from tests.unit.connector.rank_harness import SOURCE, TARGET, Make, Rank, ranks_on
-from tests.unit.connector.sharing_ranks import SharingBridge, load, load_prepared, pieces_of, use_streams
+from tests.unit.connector.sharing_ranks import (
+    SharingBridge,
+    load,
+    load_prepared,
+    pieces_of,
+    sharing_bridge,
+    use_streams,
+)
 from tests.unit.connector.support import BLOCK
 
 
 @pytest.fixture
 def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SharingBridge]:
-    monkeypatch.setattr("kvstore.tiers.memory.ARENA_BYTES_MIN", 1)  # the records of these tests are small
-    made = SharingBridge(tmp_path)
-    try:
+    with sharing_bridge(tmp_path, monkeypatch) as made:
         yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture

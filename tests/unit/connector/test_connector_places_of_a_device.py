@@ -31,7 +31,7 @@ from kvstore.runtime.arena import ArenaView
 from kvstore.testing.waiting import eventually
 from tests.unit.connector.device_contract import storage
 from tests.unit.connector.rank_harness import SOURCE, TARGET, Make, Rank, ranks_on
-from tests.unit.connector.sharing_ranks import SharingBridge, load_prepared, pieces_of, use_streams
+from tests.unit.connector.sharing_ranks import SharingBridge, load_prepared, pieces_of, sharing_bridge, use_streams
 from tests.unit.connector.support import MIB
 
 
@@ -87,12 +87,8 @@ class Kernels:
 
 @pytest.fixture
 def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SharingBridge]:
-    monkeypatch.setattr("kvstore.tiers.memory.ARENA_BYTES_MIN", 1)  # the records of these tests are small
-    made = SharingBridge(tmp_path)
-    try:
+    with sharing_bridge(tmp_path, monkeypatch) as made:
         yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture
