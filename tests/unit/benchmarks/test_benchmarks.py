@@ -20,7 +20,6 @@ from benchmarks import (
     documents,
     io_threads,
     offloading,
-    ordering,
     overhead,
     quick,
     repeat_ttft,
@@ -76,6 +75,8 @@ def test_loads(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_ordering(capsys: pytest.CaptureFixture[str]) -> None:
     """A small prompt is loaded and compared, then loaded by a device that copies nothing, beside the link's time."""
+    from benchmarks import ordering  # needs torch
+
     flags = ["--models", "8B", "--tokens", "256", "--repetitions", "1", "--gpu-link", "10GB/s", "--json"]
     assert ordering.main(flags) == 0
     (row,) = rows_of(capsys.readouterr().out)
