@@ -40,13 +40,8 @@ HOMES = {
     "torch": (
         *("connector/vllm/connector.py", "connector/vllm/engine_facts.py", "connector/worker/", "connector/device/"),
         *("connector/blend/", "connector/vllm/blend", "benchmarks/blend.py", "benchmarks/blend_model.py"),
-        *(
-            "connector/sglang/",
-            "connector/vllm/requests.py",
-            "benchmarks/gpu/",
-            "benchmarks/without_amx.py",
-            "benchmarks/ordering.py",
-        ),
+        *("connector/sglang/", "connector/vllm/requests.py", "benchmarks/gpu/", "benchmarks/ordering.py"),
+        "benchmarks/without_amx.py",
         *("kvstore/testing/checkpoints.py", "kvstore/testing/engine/main.py", "kvstore/testing/engine/fork_server.py"),
     ),
     "numba": (),
