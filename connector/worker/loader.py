@@ -336,9 +336,11 @@ class Loader:
         for index, each in enumerate(found):
             try:
                 source = self._source_in_place(each, expected)
-            except CorruptRecord as error:
+            except KVStoreError as error:
                 each.loaded.check()  # or it is not the record's fault
-                raise _DamagedPiece(each.piece, error) from error
+                if isinstance(error, CorruptRecord):
+                    raise _DamagedPiece(each.piece, error) from error
+                raise
             if source is None:
                 others.append(index)
             else:
@@ -360,14 +362,16 @@ class Loader:
         return others
 
     def _failed_in_place(self, error: Exception) -> None:
-        self._failures_in_place += 1
+        with self._lock:
+            self._failures_in_place += 1
+            is_last = self._failures_in_place == _FAILURES_MAX
         _log.warning(
             "kvstore: the GPU %s, the processor verifies and copies these records: %s",
             "found a damaged record" if isinstance(error, WrongSource) else "cannot read records where they are",
             error,
             exc_info=None if isinstance(error, KVStoreError) else error,
         )
-        if self._failures_in_place == _FAILURES_MAX:
+        if is_last:
             _log.warning("kvstore: that has failed %d times in a row: it is not tried again", _FAILURES_MAX)
 
     def _source_in_place(self, found: _Found, expected: int) -> SharedRecord | None:

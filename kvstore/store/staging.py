@@ -216,6 +216,8 @@ class Promotion:
             size_bytes = presence.mean_bytes(needed.group, UNKNOWN_BYTES)
             for slice_ in range(layout.groups[needed.group].num_slices):
                 key = presence.key(probe, slice_)
+                if key in plan.useful:  # a caller's own keys may be named twice
+                    continue
                 plan.useful.add(key)
                 if key not in run.pins:
                     places = self._places(presence, probe, slice_)

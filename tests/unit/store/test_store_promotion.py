@@ -11,7 +11,9 @@ from store_harness import LIMITS, fill, opened, slow_tier, stage
 from kvstore.api import Staged
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.record import seal
-from kvstore.model.layout import Span
+from kvstore.model.keys import Boundary
+from kvstore.model.kinds import Keyed
+from kvstore.model.layout import GroupLayout, Layout, Span
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
 from kvstore.testing.waiting import soon, until
 
@@ -68,6 +70,21 @@ class TestPromotion:
             first.cancel()
             assert (await second).resume_tokens == 256
             assert first.cancelled()
+
+    async def test_a_name_that_is_given_twice_leaves_nothing_pinned(self) -> None:
+        """Names of a caller's own pages may repeat: once the stage's lease has ended, no record is pinned."""
+        prompt = Prompt(Layout(64, (GroupLayout(Keyed(), 2),)), "a", 256, step_tokens=64)
+        async with opened(prompt) as store:
+            for record in prompt.records():
+                store.memory.insert(record)
+            query = prompt.query()
+            first, *others = query.boundaries
+            twice = (first, *(Boundary(one.tokens, first.prefix) for one in others))
+            staged = await store.stage(replace(query, boundaries=twice), deadline=soon())
+            if staged.lease is not None:
+                await store.release(staged.lease)
+            await until(lambda: store.memory.pinned_bytes == 0)
+            assert not store.memory.pinned_by
 
     async def test_a_stall_ends_a_stage_with_what_arrived(self) -> None:
         """The cold tier delivers four records and then hangs: the stage ends within the stall time, two pages long."""
