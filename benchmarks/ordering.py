@@ -41,6 +41,7 @@ class Row:
         model: Whose cache.
         records: That a load reads.
         num_bytes: Of all of them.
+        stage_ms: To have the prompt staged, all of it in the service's memory, and to plan its load, median.
         interpreter_ms: Processor time of all threads of this process for one load, median.
         load_ms: From its order to its report, median.
         link_ms: That the link needs for the bytes.
@@ -50,6 +51,7 @@ class Row:
     model: str
     records: int
     num_bytes: int
+    stage_ms: float
     interpreter_ms: float
     load_ms: float
     link_ms: float
@@ -61,6 +63,7 @@ _COLUMNS: tuple[Column[Row], ...] = (
     ("model", lambda row: row.model),
     ("records", lambda row: f"{row.records:,}"),
     ("MB", lambda row: f"{row.num_bytes / 1e6:,.0f}"),
+    ("stage, ms", lambda row: f"{row.stage_ms:.1f}"),
     ("interpreter, ms", lambda row: f"{row.interpreter_ms:.1f}"),
     ("us a record", lambda row: f"{row.interpreter_ms * 1e3 / row.records:.0f}"),
     ("load, ms", lambda row: f"{row.load_ms:.1f}"),
@@ -103,19 +106,21 @@ def _row(kit: _IdleKit, model: Model, chosen: argparse.Namespace, say: Callable[
         say(f"{model.name}: loading it {chosen.repetitions} times")
         times = [_load(rank, number) for number in range(chosen.repetitions)]
         records = len(rank.prepare("counted").loads[0].pieces)
-    interpreter_s, load_s = (statistics.median(seconds) for seconds in zip(*times, strict=True))
-    link_s = model.num_bytes / (chosen.gpu_link * 1e9)
+    stage_ms, interpreter_ms, load_ms = (statistics.median(each) * 1e3 for each in zip(*times, strict=True))
+    link_ms = model.num_bytes / (chosen.gpu_link * 1e6)
     return Row(
-        model.name, records, model.num_bytes, interpreter_s * 1e3, load_s * 1e3, link_s * 1e3, link_s / interpreter_s
+        model.name, records, model.num_bytes, stage_ms, interpreter_ms, load_ms, link_ms, link_ms / interpreter_ms
     )
 
 
-def _load(rank: Rank, number: int) -> tuple[float, float]:
-    """Processor time of this process, and time, in seconds."""
+def _load(rank: Rank, number: int) -> tuple[float, float, float]:
+    """Seconds of the stage, of this process' processors for the load, and of the load."""
+    began_s = time.perf_counter()
     jobs = rank.prepare(f"request {number}")
+    stage_s = time.perf_counter() - began_s
     began_s = time.process_time()
     load_s = rank.load_once(jobs)
-    return time.process_time() - began_s, load_s
+    return stage_s, time.process_time() - began_s, load_s
 
 
 class _IdleStreams(InlineStreams):
