@@ -31,6 +31,7 @@ BENCHMARKS = {
     "encryption": ("encryption", "sealing and opening encrypted records"),
     "restart": ("restart", "reopening a directory of a million records"),
     "rounds": ("rounds", "how long an eviction run delays a service"),
+    "ordering": ("ordering", "what a load to a GPU takes of the interpreter, without a GPU (needs torch)"),
     "gpu": ("gpu", "what the connector does on a GPU, checked and measured"),
 }
 """The name of each, its module, and what it measures."""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from connector.scheduler.requests import RequestState
 from connector.settings import ConnectorSettings
 from connector.weights import Adapters
 from kvstore.api import Staged
-from kvstore.model.keys import NamespaceId, PrefixHash
+from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.testing.waiting import eventually, soon
@@ -244,9 +245,11 @@ def without(staged: Staged, *dropped: int) -> Staged:
     )
 
 
-def first_key(staged: Staged, **changes: object) -> Staged:
+def first_key(staged: Staged, **changes: Any) -> Staged:
     """The answer with another first key."""
-    return replace(staged, keys=(replace(staged.keys[0], **changes), *staged.keys[1:]))  # type: ignore[arg-type]
+    first, *others = staged.keys
+    parts = dict(zip(("namespace", "prefix", "group", "slice"), first, strict=True)) | changes
+    return replace(staged, keys=(RecordKey(**parts), *others))
 
 
 WRONG: dict[str, Callable[[Staged], Staged]] = {
