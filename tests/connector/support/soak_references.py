@@ -27,9 +27,8 @@ def undisturbed(
 
     Returns:
         Its answers, and of a model that rounds how these differ from those of an engine as pressed as the soak's, also
-        without connector: it splits prompts elsewhere, preempts, and resumes from its own cache. A single prompt may be
-        split anywhere, so `largest` is that of an engine with short steps if that is larger: of qwen3next one prompt of
-        635 tokens, in steps of 160, moves by 1.84, and no other number of tokens that was tried moves it by .3.
+        without connector: it splits prompts elsewhere, preempts, and resumes from its own cache. A prompt may be split
+        anywhere, so `largest` is that of an engine with short steps if that is larger.
     """
     file = work / "references" / f"soak-{soak.model}-{_digest(soak, checkpoint, requests)}.json"
     if file.exists():
