@@ -23,6 +23,7 @@ from kvstore.model.outcome import Outcome
 from kvstore.model.page_blocks import PageBlocks
 from kvstore.model.prompt_hint import EndedPrompt
 from kvstore.runtime.arena import Arena, ArenaView
+from kvstore.runtime.background import gather_all
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
 
@@ -280,6 +281,23 @@ class PageStore(ABC):
 
         If cancelled, the record is either wholly stored or wholly absent.
         """
+
+    async def save_many(
+        self, records: Sequence[Record], *, retention: Retention = Retention.NORMAL, deadline: Deadline
+    ) -> list[SaveOutcome]:
+        """As `save` of each of some records of one namespace, which waits for memory alone.
+
+        Records that were made in `shared_buffer` take one request, so that small ones cost less.
+
+        Returns:
+            For each record its outcome.
+
+        Raises:
+            CorruptRecord, InvalidRequest: As `save`, of one of the records. Others may be stored.
+
+        If cancelled, each record is either wholly stored or wholly absent.
+        """
+        return await gather_all(self.save(record, retention=retention, deadline=deadline) for record in records)
 
     @abstractmethod
     async def release(self, lease: LeaseId) -> None:

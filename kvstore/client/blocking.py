@@ -112,6 +112,7 @@ class BlockingStore:
     renew = _waited(RemoteStore.renew)
     load = _waited(RemoteStore.load)
     save = _waited(RemoteStore.save)
+    save_many = _waited(RemoteStore.save_many)
     discard = _waited(RemoteStore.discard)
     status = _waited(RemoteStore.status)
     explain = _waited(RemoteStore.explain)

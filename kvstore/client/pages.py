@@ -35,6 +35,7 @@ from kvstore.client.page_leases import Leases
 from kvstore.codec import RAW, CodecPool, chain_for_element_bytes
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, KVStoreError, Unavailable
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
+from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import Keyed, KeyedAlone
 from kvstore.model.layout import GroupLayout, Layout
@@ -47,7 +48,10 @@ _log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 _IN_FLIGHT, _IN_FLIGHT_BYTES = 12, 256 << 20
-"""Pages that one call reads or writes at a time."""
+"""Pages that one call reads at a time."""
+_TOGETHER_BYTES, _WRITES_AT_ONCE = 8 << 20, 3
+"""Pages that one call makes and saves with one request, and such requests at a time. Fewer pages cost more for each;
+more are no longer in the processor's cache when the service copies them."""
 _CODEC_BYTES = 256 << 20
 _SEARCHED = ("nothing_stored", "gone")
 """For these reasons the report names the missing page, so that the store can find out why it is missing."""
@@ -387,44 +391,59 @@ class PageDoor:
         skipped = len(boundaries) - len(pages)
         there = (await self._present(call, boundaries))[skipped:]
         namespace = await self._open(call)
-        turn = _turns(pages)
+        writes = [
+            _Write(at, RecordKey(namespace, boundaries[skipped + at].prefix, 0, index), source)
+            for at, page in enumerate(pages)
+            if not there[at]
+            for index, source in zip(self._slices, self._shares(page), strict=True)
+        ]
+        turn = asyncio.Semaphore(_WRITES_AT_ONCE)
 
-        async def write_one(at: int) -> bool:
-            prefix, page = boundaries[skipped + at].prefix, pages[at]
+        async def write(together: Sequence[_Write]) -> list[bool]:
             async with turn:
-                for index, source in zip(self._slices, self._shares(page), strict=True):
-                    key = RecordKey(namespace, prefix, 0, index)
-                    if not await self._write_record(call, key, source, f"pages[{at}]"):
-                        return False
-            return True
+                return await self._write_together(call, together)
 
-        missing = [at for at in range(len(pages)) if not there[at]]
-        written = dict(zip(missing, await gather_all(map(write_one, missing)), strict=True))
-        return [written.get(at, True) for at in range(len(pages))]
+        parts = _parts(writes)
+        written = [one for part in await gather_all(map(write, parts)) for one in part]
+        lost = {write.page for write, was_written in zip(writes, written, strict=True) if not was_written}
+        return [at not in lost for at in range(len(pages))]
 
-    async def _write_record(self, call: _Call, key: RecordKey, source: Views, field: str) -> bool:
-        kind, span = self._layout.groups[0].record_at(self._layout.page_tokens, self._layout.page_tokens)
-        num_bytes = sum(piece.nbytes for piece in source)
-        header = HeaderV1.unsealed(
-            key, kind, span, codec_chain=self._chain, decoded_bytes=num_bytes, created_ms=SYSTEM_CLOCK.wall_ms()
-        )
-        target = call.store.shared_buffer(HEADER_BYTES + num_bytes)
+    async def _write_together(self, call: _Call, writes: Sequence[_Write]) -> list[bool]:
+        """Make records in one thread and save them with one request; returns which are stored."""
         try:
-            record = await self._run(
-                HEADER_BYTES + num_bytes, lambda: encode_page(header, source, call.guard, target), call.deadline
+            records = await self._run(
+                sum(HEADER_BYTES + write.num_bytes for write in writes), self._encoder(call, writes), call.deadline
             )
-            outcome = await call.store.save(record, deadline=call.deadline)
+            outcomes = await call.store.save_many(records, deadline=call.deadline)
         except NamespaceNotOpen:
-            return False
+            return [False] * len(writes)
         except InvalidRequest as error:
+            if len(writes) > 1:  # it does not say which of them: so each one by itself
+                return [(await self._write_together(call, [write]))[0] for write in writes]
             if error.details.get("field") != "record":
                 raise
-            raise InvalidRequest(error.message, **{**error.details, "field": field}) from error
+            raise InvalidRequest(error.message, **{**error.details, "field": f"pages[{writes[0].page}]"}) from error
         except Closed:
             raise
         except (KVStoreError, CallEnded):
-            return False
-        return outcome in (SaveOutcome.STORED, SaveOutcome.EXISTS)
+            return [False] * len(writes)
+        return [outcome in (SaveOutcome.STORED, SaveOutcome.EXISTS) for outcome in outcomes]
+
+    def _encoder(self, call: _Call, writes: Sequence[_Write]) -> Callable[[], list[Record]]:
+        """What makes the records, in a thread."""
+        kind, span = self._layout.groups[0].record_at(self._layout.page_tokens, self._layout.page_tokens)
+        made = []
+        for write in writes:
+            header = HeaderV1.unsealed(
+                write.key,
+                kind,
+                span,
+                codec_chain=self._chain,
+                decoded_bytes=write.num_bytes,
+                created_ms=SYSTEM_CLOCK.wall_ms(),
+            )
+            made.append((header, write.source, call.store.shared_buffer(HEADER_BYTES + write.num_bytes)))
+        return lambda: [encode_page(header, source, call.guard, target) for header, source, target in made]
 
     def _shares(self, page: Views) -> list[Views]:
         """The buffers of each slice."""
@@ -442,6 +461,26 @@ class _Call:
     store: PageStore
     guard: BufferGuard
     deadline: Deadline
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """A slice of a page that becomes a record: the index of its page, its key and where it is."""
+
+    page: int
+    key: RecordKey
+    source: Views
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.nbytes for piece in self.source)
+
+
+def _parts(writes: Sequence[_Write]) -> list[Sequence[_Write]]:
+    """The writes, divided into those that are saved together: some megabytes of them."""
+    largest_bytes = max((write.num_bytes for write in writes), default=0)
+    step = max(1, _TOGETHER_BYTES // max(1, largest_bytes))
+    return [writes[start : start + step] for start in range(0, len(writes), step)]
 
 
 def _boundaries(keys: Sequence[PageKey], page_tokens: int, after: PageKey | None) -> list[Boundary]:

@@ -36,9 +36,11 @@ from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.model.page_blocks import PageBlocks
 from kvstore.model.prompt_hint import EndedPrompt
 from kvstore.runtime.arena import ArenaView
+from kvstore.runtime.background import gather_all
 from kvstore.runtime.deadline import Deadline
 from kvstore.wire import convert, messages
 from kvstore.wire.address import Address, TcpAddress, parse_address
+from kvstore.wire.places import parse_located
 
 Value = TypeVar("Value")
 _PROMPTS_KEPT = 256
@@ -181,7 +183,7 @@ class RemoteStore(PageStore):
             )
         return [
             LeasedRecord(self, lease, key) if place is None else MappedRecord(self, lease, key, view, place)
-            for key, place in zip(keys, convert.parse_located(answer, len(keys)), strict=True)
+            for key, place in zip(keys, parse_located(answer, len(keys)), strict=True)
         ]
 
     def shared_buffer(self, num_bytes: int) -> memoryview | None:
@@ -195,38 +197,63 @@ class RemoteStore(PageStore):
         retention: Retention = Retention.NORMAL,
         deadline: Deadline,
     ) -> SaveOutcome:
-        namespace = record.key.namespace
-        return await self._in_namespace(namespace, lambda: self._save(record, ack, retention, deadline), deadline)
+        (outcome,) = await self._save([record], ack, retention, deadline)
+        return outcome
 
-    async def _save(self, record: Record, ack: Ack, retention: Retention, deadline: Deadline) -> SaveOutcome:
+    async def save_many(
+        self, records: Sequence[Record], *, retention: Retention = Retention.NORMAL, deadline: Deadline
+    ) -> list[SaveOutcome]:
+        outcomes: list[SaveOutcome] = []
+        for start in range(0, len(records), messages.SAVE_PLACES_MAX):
+            part = records[start : start + messages.SAVE_PLACES_MAX]
+            outcomes += await self._save(part, Ack.MEMORY, retention, deadline)
+        return outcomes
+
+    async def _save(
+        self, records: Sequence[Record], ack: Ack, retention: Retention, deadline: Deadline
+    ) -> list[SaveOutcome]:
+        namespace = records[0].key.namespace
+        return await self._in_namespace(namespace, lambda: self._save_now(records, ack, retention, deadline), deadline)
+
+    async def _save_now(
+        self, records: Sequence[Record], ack: Ack, retention: Retention, deadline: Deadline
+    ) -> list[SaveOutcome]:
+        """Save records with one request, or each by itself where they must be sent."""
         async with self._data(deadline) as connection:
-            if record.num_bytes > connection.welcome.max_payload_bytes:
-                raise InvalidRequest(
-                    "the record is too large for this service",
-                    field="record",
-                    expected=f"at most {connection.welcome.max_payload_bytes} bytes",
-                    seen=record.num_bytes,
-                )
+            limit_bytes = connection.welcome.max_payload_bytes
+            for record in records:
+                if record.num_bytes > limit_bytes:
+                    raise InvalidRequest(
+                        "the record is too large for this service",
+                        field="record",
+                        expected=f"at most {limit_bytes} bytes",
+                        seen=record.num_bytes,
+                    )
+            where = self._save_memory.where(records) if connection.welcome.save_memory else {}
+            num_bytes = sum(record.num_bytes for record in records)
+            if len(records) > 1 and not (where and connection.welcome.save_places and num_bytes <= limit_bytes):
+                each = [self._save_now([record], ack, retention, deadline) for record in records]
+                return [outcome for (outcome,) in await gather_all(each)]
             credit = connection.save_credit
-            grant = await credit.take_until(deadline, "room for a save", min(record.num_bytes, credit.limit_bytes))
-            where = self._save_memory.where(record) if connection.welcome.save_memory else {}
-            kept = [record]
+            grant = await credit.take_until(deadline, "room for a save", min(num_bytes, credit.limit_bytes))
+            kept = list(records)
 
             def settle() -> None:
                 credit.give_back(grant)
-                kept.clear()  # until now the service may have read the record, whose memory was not used again
+                kept.clear()  # until now the service may have read the records, whose memory was not used again
 
             answer, _ = await connection.request(
                 lambda i, ms: messages.Save(i, ms, ack.value, retention.value, **where),
                 messages.Saved,
                 deadline=deadline,
-                payload=None if where else record.data,
+                payload=None if where else records[0].data,
                 settle=settle,
             )
+        outcomes = answer.outcomes or [answer.outcome]
         try:
-            return SaveOutcome(answer.outcome)
+            return [SaveOutcome(outcome) for outcome, _ in zip(outcomes, records, strict=True)]
         except ValueError as error:
-            raise InternalError("unknown outcome of a save", seen=answer.outcome) from error
+            raise InternalError("unknown outcomes of a save", seen=outcomes[:8], num_records=len(records)) from error
 
     async def release(self, lease: LeaseId) -> None:
         connection = self.pool.now()

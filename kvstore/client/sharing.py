@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvstore.wire import messages
 from kvstore.wire.address import UnixAddress
 from kvstore.wire.frames import FrameReader, Head, pack_head
 from kvstore.wire.messages import PROTOCOL_VERSION, Message, decode, encode, raise_error
+from kvstore.wire.places import save_fields
 
 _log = logging.getLogger(__name__)
 
@@ -96,12 +97,15 @@ class SaveMemory:
             return None
         return self._arena.take(num_bytes)
 
-    def where(self, record: Record) -> dict[str, Any]:
-        """Where a record is in it, as fields of a `Save`; empty: it is elsewhere."""
-        place = self._arena.place(record.data) if self._arena is not None else None
-        if place is None:
-            return {}
-        return {"memory": self._id, "offset": place.offset, "num_bytes": place.num_bytes, "stamp": place.stamp}
+    def where(self, records: Sequence[Record]) -> dict[str, Any]:
+        """Where records are in it, as fields of a `Save`; empty: one is elsewhere."""
+        places = list[Place]()
+        for record in records:
+            place = self._arena.place(record.data) if self._arena is not None else None
+            if place is None:
+                return {}
+            places.append(place)
+        return save_fields(self._id, places)
 
     async def _use(self, path: str, before: asyncio.Task[None] | None) -> None:
         """Have memory until its connection ends."""

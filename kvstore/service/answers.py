@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 from kvstore.api import Ack, LeaseId, PageStore, PrefixQuery, Progress, Retention
@@ -13,9 +14,10 @@ from kvstore.model.keys import NamespaceId
 from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.runtime.arena import Arena, Place
+from kvstore.runtime.background import gather_all
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.turns import PIECE, LongWork
-from kvstore.wire import convert, messages
+from kvstore.wire import convert, messages, places
 from kvstore.wire.messages import Reply, Request
 
 _OPENED_MAX = 4096
@@ -58,7 +60,7 @@ class Answers:
     async def answer(
         self,
         request: Request,
-        record: Record | None,
+        records: Sequence[Record],
         deadline: Deadline,
         progress: Progress,
         *,
@@ -68,7 +70,7 @@ class Answers:
         """The reply to any request but `Load`.
 
         Args:
-            record: Of a save; `None` for other requests.
+            records: Of a save; none for other requests.
             progress: Called with the bytes that a stage has received.
             tenant: The peer's tenant, which the session has verified.
             sees_all: Explanations may cover the requests of all tenants.
@@ -84,7 +86,7 @@ class Answers:
                 lookup = await self.store.lookup(query, deadline=deadline)
                 return await self._work.run(len(query.boundaries), convert.lookup_reply, request.id, lookup)
             case messages.Save():
-                return await self._save(request, record, deadline, tenant)
+                return await self._save(request, records, deadline, tenant)
             case messages.Renew():
                 alive = await self.store.renew(LeaseId(request.lease), deadline=deadline)
                 return messages.Renewed(request.id, alive)
@@ -188,13 +190,13 @@ class Answers:
         arena = self._arena(request.arena)
         if arena is None:
             return messages.Located(request.id, bytes(num_keys * 24))
-        lease, places = LeaseId(request.lease), list[Place | None]()
+        lease, found = LeaseId(request.lease), list[Place | None]()
         for start in range(0, num_keys, PIECE):
             async with self._work.turn(num_keys):
                 for key in keys[start : start + PIECE]:
                     record = await self.store.load(lease, key, deadline=deadline)
-                    places.append(arena.place(record.data))
-        return await self._work.run(num_keys, convert.located_reply, request.id, places)
+                    found.append(arena.place(record.data))
+        return await self._work.run(num_keys, places.located_reply, request.id, found)
 
     def _arena(self, arena_id: bytes) -> Arena | None:
         """The memory with this id, which a peer has mapped; `None`: this service has another one, or none."""
@@ -213,17 +215,22 @@ class Answers:
         if not self._is_of(tenant, namespace):  # an unknown namespace and another tenant's get one message
             raise NamespaceNotOpen("the namespace was not opened: call open_namespace first", namespace=namespace.hex())
 
-    async def _save(self, request: messages.Save, record: Record | None, deadline: Deadline, tenant: str) -> Reply:
-        if record is None:
+    async def _save(self, request: messages.Save, records: Sequence[Record], deadline: Deadline, tenant: str) -> Reply:
+        if not records:
             raise InternalError("a save without its record")
         try:
             ack = Ack(request.ack)
         except ValueError as error:
             expected = [level.value for level in Ack]
             raise InvalidRequest("unknown level", field="save.ack", expected=expected, seen=request.ack) from error
-        if record.header.key_id:
-            raise InvalidRequest("records are saved plain: the service encrypts them", key_id=record.header.key_id)
-        self._check_owner(tenant, record.key.namespace)
+        for record in records:
+            if record.header.key_id:
+                raise InvalidRequest("records are saved plain: the service encrypts them", key_id=record.header.key_id)
+            self._check_owner(tenant, record.key.namespace)
         retention = _RETENTIONS.get(request.retention, Retention.NORMAL)
-        outcome = await self.store.save(record, ack=ack, retention=retention, deadline=deadline)
-        return messages.Saved(request.id, outcome.value)
+        save = partial(self.store.save, ack=ack, retention=retention, deadline=deadline)
+        if ack is Ack.MEMORY:  # each waits for nothing, so that tasks would only cost time
+            outcomes = [(await save(record)).value for record in records]
+        else:
+            outcomes = [outcome.value for outcome in await gather_all(map(save, records))]
+        return messages.Saved(request.id, outcomes[0], outcomes if request.places else [])

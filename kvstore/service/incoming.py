@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.errors import CorruptRecord, InternalError, InvalidRequest, Unavailable
@@ -19,14 +20,14 @@ class Receipt:
         room: Its part of the service's budget; `None` when there was no room in time and its payload was dropped.
         payload: The record's bytes, once they have arrived in full. No other reference to them is kept, so that their
             memory is free once the save is settled.
-        record: The record in it, or one that was copied. The same holds for references to it.
+        records: The record in it, or those that were copied. The same holds for references to them.
     """
 
     _incoming: Incoming
     credit: Grant | None = None
     room: Grant | None = None
     payload: memoryview | None = None
-    record: Record | None = None
+    records: Sequence[Record] = ()
 
     @property
     def dropped(self) -> bool:
@@ -66,7 +67,7 @@ class Receipt:
 
     def settle(self) -> None:
         """Give back credit and room, and drop the payload. Idempotent."""
-        self.payload = self.record = None
+        self.payload, self.records = None, ()
         self.give_up_room()
         if self.credit is not None:
             self._incoming.credit.give_back(self.credit)

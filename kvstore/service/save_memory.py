@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvstore.codec import CodecPool
@@ -19,6 +19,7 @@ from kvstore.runtime.turns import Turns, who_asks
 from kvstore.service.incoming import Receipt
 from kvstore.service.limits import ServiceLimits
 from kvstore.wire import messages
+from kvstore.wire.places import parse_save_places
 
 _THREADS = 4
 """Large records that are copied at a time. One thread copies some GB/s."""
@@ -86,6 +87,10 @@ class SaveMemory:
         self._view = None
 
 
+def _copy_all(memory: SaveMemory, copies: Sequence[tuple[Place, memoryview]]) -> list[Record]:
+    return [memory.copy(place, target) for place, target in copies]
+
+
 def _reused() -> Unavailable:
     return Unavailable("the record is no longer there: its memory was used again before the save was answered")
 
@@ -136,19 +141,19 @@ class SaveMemories:
         *,
         tenant: str,
         deadline: Deadline,
-    ) -> Record:
-        """A copy of the record that a save names, which no client can change, verified.
+    ) -> list[Record]:
+        """Copies of the records that a save names, which no client can change, verified.
 
         Args:
             request: The save.
-            receipt: Gets room in the service's budget, as for a record that is sent.
-            allocate: Makes the copy's buffer.
+            receipt: Gets room in the service's budget, as for records that are sent.
+            allocate: Makes the buffer of a copy.
             tenant: Of the connection that sent the save.
             deadline: Limits the wait for room and for a thread.
 
         Raises:
-            InvalidRequest: There is no such place, or no record of that size is accepted.
-            Unavailable: There is no such memory, no room in time, or the record is no longer there.
+            InvalidRequest: There is no such place, or no records of that size are accepted.
+            Unavailable: There is no such memory, no room in time, or a record is no longer there.
             CorruptRecord, UnsupportedFormat: As `open_record`.
 
         If cancelled, raises `CancelledError` only once no thread copies any more.
@@ -156,23 +161,26 @@ class SaveMemories:
         memory = self._all.get(request.memory)
         if memory is None or memory.tenant != tenant:
             raise Unavailable("no connection of this client has such memory")
-        if not HEADER_BYTES <= request.num_bytes <= self._limits.max_payload_bytes:
-            raise InvalidRequest(
-                "no record has this size",
-                field="save.num_bytes",
-                expected=f"{HEADER_BYTES} to {self._limits.max_payload_bytes}",
-                seen=request.num_bytes,
-            )
-        place = Place(request.offset, request.num_bytes, request.stamp)
-        memory.check(place)  # before it waits for room
+        places = parse_save_places(request)
+        for num_bytes in (request.num_bytes, *(place.num_bytes for place in places)):
+            if not HEADER_BYTES <= num_bytes <= self._limits.max_payload_bytes:
+                raise InvalidRequest(
+                    "no record has this size",
+                    field="save.num_bytes",
+                    expected=f"{HEADER_BYTES} to {self._limits.max_payload_bytes}",
+                    seen=num_bytes,
+                )
+        for place in places:  # before it waits for room
+            memory.check(place)
         if not await receipt.take_room(request.num_bytes, deadline):
             raise Unavailable("no room to copy this record before its deadline")
-        target = allocate(request.num_bytes)
+        copies = [(place, allocate(place.num_bytes)) for place in places]
+        copy = partial(_copy_all, memory, copies)
         if request.num_bytes <= INLINE_BYTES:
             await self._turns.begin(who_asks())
             asyncio.get_running_loop().call_soon(self._turns.end)  # in the next round
-            return memory.copy(place, target)
-        return await self._threads.run(request.num_bytes, partial(memory.copy, place, target), deadline=deadline)
+            return copy()
+        return await self._threads.run(request.num_bytes, copy, deadline=deadline)
 
     def close(self, memory: SaveMemory) -> None:
         """The connection of this memory has ended. Idempotent."""

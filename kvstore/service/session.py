@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -360,6 +360,7 @@ class Session:
                 blocks=self._may_save and self._answers.store.takes_blocks,
                 hints=self._may_save and self._answers.store.takes_hints,
                 save_memory=self._may_save and arena is not None,
+                save_places=True,
             )
         )
 
@@ -446,10 +447,10 @@ class Session:
                     await self._share_save_memory(request)
                     return
                 if isinstance(request, messages.Save):
-                    receipt.record = await self._received(request, receipt, deadline)
+                    receipt.records = await self._received(request, receipt, deadline)
                 reply = await self._answers.answer(
                     request,
-                    receipt.record,
+                    receipt.records,
                     deadline,
                     self._progress_of(request),
                     tenant=self.tenant,
@@ -521,10 +522,10 @@ class Session:
             os.close(descriptor)
         self._running.pop(request.id, None)
 
-    async def _received(self, request: messages.Save, receipt: Receipt, deadline: Deadline) -> Record:
-        """A save's record: the one that was sent, or a copy from its client's memory."""
+    async def _received(self, request: messages.Save, receipt: Receipt, deadline: Deadline) -> Sequence[Record]:
+        """A save's records: the one that was sent, or copies from its client's memory."""
         if not request.memory:
-            return receipt.sent()
+            return (receipt.sent(),)
         if self._shared_arena() is None:
             raise Unavailable("no memory for saves is shared on this connection")
         buffer = self._answers.store.buffer

@@ -162,6 +162,23 @@ class HitContract:
         loaded = await store.load(staged.lease, other.key, deadline=soon())
         assert bytes(loaded.data) == bytes(first[0].data)
 
+    async def test_records_are_saved_together(self, store: PageStore) -> None:
+        """Each record has its outcome, in their order; of none, nothing. A damaged one is refused."""
+        prompt = Prompt(ATTENTION, "together", 256)
+        await store.open_namespace(prompt.description, deadline=soon())
+        records = prompt.records()
+        assert await store.save_many([], deadline=soon()) == []
+        await save_one(store, records[1])
+        outcomes = await store.save_many(records, deadline=soon())
+        assert [outcome is SaveOutcome.EXISTS for outcome in outcomes] == [at == 1 for at in range(len(records))]
+        assert set(outcomes) == {SaveOutcome.STORED, SaveOutcome.EXISTS}
+        assert (await stage_all(store, prompt)).resume_tokens == 256
+        others = Prompt(ATTENTION, "together, damaged", 128).records()
+        data = bytearray(others[1].data)
+        data[-1] ^= 4
+        with pytest.raises(CorruptRecord):
+            await store.save_many([others[0], Record(others[1].header, memoryview(data).toreadonly())], deadline=soon())
+
     async def test_nothing_saved_is_nothing_staged(self, store: PageStore) -> None:
         """An unknown prompt resumes where the engine already is, without a lease."""
         prompt = Prompt(ATTENTION, "unknown", 256)

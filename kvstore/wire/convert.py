@@ -23,7 +23,6 @@ from kvstore.model.layout import MAX_GROUPS, MAX_PREFIX_TOKENS, Layout
 from kvstore.model.outcome import CONTENT_BYTES
 from kvstore.model.page_blocks import GROUPS_MAX, HASHES_MAX, TOKENS_MAX, BlockGroup, PageBlocks
 from kvstore.model.prompt_hint import EndedPrompt, read_wishes
-from kvstore.runtime.arena import Place
 from kvstore.wire import messages
 
 _TEXT_MAX = 256
@@ -368,29 +367,6 @@ def parse_locate(message: messages.Locate) -> tuple[RecordKey, ...]:
             "too many records in one locate", expected=f"at most {messages.LOCATE_MAX}", seen=len(message.parts) // 4
         )
     return _parse_keys(message)
-
-
-def located_reply(request_id: int, places: Sequence[Place | None]) -> messages.Located:
-    """Where records are, as a message; `None`: elsewhere."""
-    numbers = [
-        number
-        for place in places
-        for number in ((0, 0, 0) if place is None else (place.offset, place.num_bytes, place.stamp))
-    ]
-    return messages.Located(request_id, _pack("Q", numbers, "places"))
-
-
-def parse_located(message: messages.Located, num_keys: int) -> list[Place | None]:
-    """Where records are, from a message; `None`: elsewhere.
-
-    Raises:
-        InvalidRequest: There is not one place per key.
-    """
-    _check_length("located.places", message.places, num_keys * 24)
-    numbers = _unpack("Q", message.places, "located.places")
-    return [
-        Place(*place) if place[2] else None for place in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
-    ]
 
 
 def _pack_chosen(staged: Staged, query: PrefixQuery, layout: Layout) -> bytes:

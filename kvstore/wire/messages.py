@@ -82,6 +82,7 @@ class Welcome(Message):
         blocks: Whether it takes an `outcome` with `blocks`.
         hints: Whether it takes `prompt_ended`.
         save_memory: Whether it answers `share_save_memory`, and reads `memory` in `save`.
+        save_places: Whether it reads `places` in `save`.
     """
 
     version: int
@@ -99,6 +100,7 @@ class Welcome(Message):
     blocks: bool = False
     hints: bool = False
     save_memory: bool = False
+    save_places: bool = False
 
 
 @wire_message("refused")
@@ -283,15 +285,21 @@ class SaveMemoryShared(Reply):
     capacity_bytes: int
 
 
+SAVE_PLACES_MAX = 64
+"""Records in one save: to keep them takes the service some 5 ms, in which other clients wait."""
+
+
 @wire_message("save")
 class Save(Request):
-    """The frame's payload is the record, or `memory` is the id of a client's memory that has the record at a place.
+    """The frame's payload is the record, or `memory` is the id of a client's memory that has one record or several.
 
     An unknown `retention` is treated as `normal`.
 
     Attributes:
-        offset, num_bytes: Where the record is in that memory.
+        offset: Where the record is in that memory.
+        num_bytes: Of the record, or of all records together.
         stamp: The number at `offset - 64` for as long as the record is there; not zero.
+        places: For several records: per record 3 u64, its offset, bytes and stamp. At most `SAVE_PLACES_MAX`.
     """
 
     ack: str
@@ -300,11 +308,15 @@ class Save(Request):
     offset: int = 0
     num_bytes: int = 0
     stamp: int = 0
+    places: bytes = b""
 
 
 @wire_message("saved")
 class Saved(Reply):
+    """`outcomes`: of each record, if the request had `places`; `outcome` is the first one's."""
+
     outcome: str
+    outcomes: list[str] = field(default_factory=list)
 
 
 @wire_message("release")

@@ -25,6 +25,7 @@ from kvstore.tiers.redis.resp import ProtocolError, ReplyParser
 from kvstore.wire import convert, messages
 from kvstore.wire.frames import LATER, FrameReader, Head, Later
 from kvstore.wire.messages import decode, raise_error
+from kvstore.wire.places import parse_located, parse_save_places
 from kvstore.wire.protocol import FrameConnection
 from tests.fuzz.frames import conversation, hostile_frame
 from tests.fuzz.inputs import bounded_memory, fuzz, mutated, pieces
@@ -90,8 +91,10 @@ def test_heads_of_messages(choose: random.Random) -> None:
                 convert.parse_key(message)
             case messages.Locate():
                 convert.parse_locate(message)
+            case messages.Save():
+                parse_save_places(message)
             case messages.Located():
-                convert.parse_located(message, choose.randrange(5))
+                parse_located(message, choose.randrange(5))
             case messages.Error() | messages.Refused():
                 raise_error(message)
 

@@ -132,6 +132,12 @@ async def service_at(url: str, limits: ServiceLimits | None = None, **arguments:
         await memory.aclose()
 
 
+def several(place: tuple[int, int, int]) -> dict[str, Any]:
+    """A save of the record and of one at another place: offset, bytes, stamp."""
+    places = ((_HEAD_BYTES, RECORD.num_bytes, 1), place)
+    return {"places": b"".join(struct.pack("<3Q", *one) for one in places), "num_bytes": RECORD.num_bytes + place[1]}
+
+
 PLACES = {
     "another memory": ({"memory": bytes(16)}, "Unavailable"),
     "a short id": ({"memory": b"x"}, "Unavailable"),
@@ -148,6 +154,12 @@ PLACES = {
     "a byte too few": ({"num_bytes": RECORD.num_bytes - 1}, "CorruptRecord"),
     "a byte too many": ({"num_bytes": RECORD.num_bytes + 1}, "CorruptRecord"),
     "another level": ({"ack": "none"}, "InvalidRequest"),
+    "several, cut short": ({"places": bytes(23)}, "InvalidRequest"),
+    "too many": ({"places": bytes(24 * (messages.SAVE_PLACES_MAX + 1))}, "InvalidRequest"),
+    "several, of other bytes": ({"places": bytes(48)}, "InvalidRequest"),
+    "several, one outside": (several((1 << 40, RECORD.num_bytes, 1)), "InvalidRequest"),
+    "several, one too small": (several((_HEAD_BYTES, 100, 1)), "InvalidRequest"),
+    "several, one used again": (several((_HEAD_BYTES, RECORD.num_bytes, 2)), "Unavailable"),
 }
 
 

@@ -227,6 +227,7 @@ def test_a_page_that_is_too_large(store: BlockingStore) -> None:
     before = store.run(lambda one: _limit(one, 1000), deadline=Deadline.after(10))
     try:
         refused("pages[1]", lambda: door.write_from(["small", "large"], [[bytes(10)], [bytes(1000)]]))
+        assert door.present(["small", "large"]) == [True, False]
     finally:
         store.run(lambda one: _limit(one, before), deadline=Deadline.after(10))
     assert door.write_from(["large"], [[bytes(1000)]]) == [True]
@@ -252,7 +253,7 @@ def test_refusals_of_the_service_are_no_groups(store: BlockingStore, monkeypatch
     def damaged(*_: object) -> None:
         raise CorruptRecord("the checksum differs")
 
-    monkeypatch.setattr(RemoteStore, "save", refuse)
+    monkeypatch.setattr(RemoteStore, "save_many", refuse)
     monkeypatch.setattr(RemoteStore, "discard", refuse)
     for num_pages in (1, 5):
         with pytest.raises(InvalidRequest, match="may not save"):

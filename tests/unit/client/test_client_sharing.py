@@ -26,7 +26,7 @@ from kvstore.format.record import open_record, verify_payload
 from kvstore.runtime.arena import Arena, Place
 from kvstore.testing.prompts import Prompt
 from kvstore.testing.waiting import soon
-from kvstore.wire import convert, messages
+from kvstore.wire import convert, messages, places
 from kvstore.wire.frames import pack_head
 from tests.unit.client.sharing_node import LARGE, SMALL, Node, node_at
 
@@ -269,9 +269,9 @@ async def test_answers_of_the_wrong_length_are_refused(tmp_path: Path, monkeypat
     """A service that answers for fewer or more records than were named costs the load."""
     async with node_at(f"unix:{tmp_path / 's'}") as node:
         await node.saved(LARGE)
-        for places in (b"", bytes(24), bytes(24 * 9), bytes(7)):
-            answer = partial(messages.Located, places=places)
-            monkeypatch.setattr(convert, "located_reply", lambda request_id, _, answer=answer: answer(request_id))
+        for located in (b"", bytes(24), bytes(24 * 9), bytes(7)):
+            answer = partial(messages.Located, places=located)
+            monkeypatch.setattr(places, "located_reply", lambda request_id, _, answer=answer: answer(request_id))
             with pytest.raises(InvalidRequest, match="length"):
                 await mapped(node, LARGE)
 

@@ -17,10 +17,19 @@ from kvstore.model.prompt_hint import NO_WISHES, EndedPrompt, Wishes
 from kvstore.runtime.arena import Place
 from kvstore.wire import convert, messages
 from kvstore.wire.frames import pack_head
-from kvstore.wire.messages import decode, encode, error_of, raise_error
+from kvstore.wire.messages import SAVE_PLACES_MAX, decode, encode, error_of, raise_error
+from kvstore.wire.places import located_reply, parse_located, parse_save_places, save_fields
 
 ALL = list(messages.MESSAGE_TYPES.values())
-SAMPLES: dict[str, Any] = {"int": 7, "str": "text", "bytes": b"\0\1", "bool": True, "float": 1.5, "Mapping": {"a": 1}}
+SAMPLES: dict[str, Any] = {
+    "int": 7,
+    "str": "text",
+    "bytes": b"\0\1",
+    "bool": True,
+    "float": 1.5,
+    "Mapping": {"a": 1},
+    "list": ["a"],
+}
 WRONG: dict[str, list[Any]] = {
     "int": [-1, "7", 1.0, True, None, 1 << 63],
     "str": [b"x", 7, None],
@@ -28,6 +37,7 @@ WRONG: dict[str, list[Any]] = {
     "bool": [1, None],
     "float": ["1", True, float("nan"), float("inf"), -0.5],
     "Mapping": [[], 7, None],
+    "list": [{}, "x", 7, None],
 }
 NAMESPACE = NamespaceId(bytes(range(16)))
 
@@ -120,11 +130,38 @@ def test_places_come_back() -> None:
     request = messages.Locate(1, 2, bytes(16), **convert.locate_fields(keys), arena=bytes(16))
     assert list(convert.parse_locate(request)) == keys
     places = [Place(64 + n, 1 << 30, (1 << 63) - 1) if n % 2 else None for n in range(9)]
-    reply = convert.located_reply(1, places)
-    assert convert.parse_located(reply, 9) == places
+    reply = located_reply(1, places)
+    assert parse_located(reply, 9) == places
     for num_keys in (8, 10):
         with pytest.raises(InvalidRequest, match="length"):
-            convert.parse_located(reply, num_keys)
+            parse_located(reply, num_keys)
+
+
+@pytest.mark.parametrize("num_places", [1, 2, SAVE_PLACES_MAX])
+def test_places_of_saved_records_come_back(num_places: int) -> None:
+    """Of one record as services of earlier releases read it, of several in one field."""
+    places = [Place(64 + n, 192 + n, (1 << 63) - 1 - n) for n in range(num_places)]
+    message = decode(encode(messages.Save(1, 2, "memory", **save_fields(bytes(16), places))))
+    assert isinstance(message, messages.Save)
+    assert parse_save_places(message) == places
+    assert message.num_bytes == sum(place.num_bytes for place in places)
+    assert bool(message.places) == (num_places > 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"num_bytes": 1}, "save.num_bytes"),
+        ({"places": bytes(23)}, "save.places"),
+        ({"places": bytes(24 * (SAVE_PLACES_MAX + 1))}, "save.places"),
+    ],
+)
+def test_wrong_places_of_saved_records_are_refused(change: dict[str, object], field: str) -> None:
+    """The error names the field."""
+    fields = save_fields(bytes(16), [Place(64, 200, 7), Place(1024, 300, 8)])
+    with pytest.raises(InvalidRequest) as caught:
+        parse_save_places(messages.Save(1, 2, "memory", **{**fields, **change}))
+    assert caught.value.details["field"] == field
 
 
 @pytest.mark.parametrize("change", [{"parts": bytes(6)}, {"parts": bytes(8)}, {"prefixes": b""}, {"namespace": b""}])

@@ -1,0 +1,178 @@
+"""Several records in one save: one request where they are in memory that the service reads, else one for each."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from kvstore.api import SaveOutcome
+from kvstore.client import BlockingStore, ClientOptions, PageDoor, describe_pages
+from kvstore.errors import CorruptRecord, Unavailable
+from kvstore.format.record import Record
+from kvstore.runtime.deadline import Deadline
+from kvstore.service.limits import ServiceLimits
+from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.service_process import ServiceProcess
+from kvstore.testing.waiting import soon
+from kvstore.wire import messages
+from tests.unit.client.sharing_node import Node, node_at
+from tests.unit.client.test_client_save_memory import (
+    MAKES_RECORDS,
+    MIB,
+    RECORDS,
+    copies_wait,
+    made,
+    stored,
+    until_idle,
+    until_shared,
+)
+
+MANY = Prompt(ATTENTION, "many together", 64 * (messages.SAVE_PLACES_MAX + 6), payload_bytes=70_000)
+
+
+def all_made(node: Node, records: list[Record]) -> list[Record]:
+    return [made(node, record) for record in records]
+
+
+def count_saves(monkeypatch: pytest.MonkeyPatch) -> list[messages.Save]:
+    """The saves that are sent from now on."""
+    saves, encode = list[messages.Save](), messages.encode
+
+    def counted(message: messages.Message) -> dict[str, object]:
+        if isinstance(message, messages.Save):
+            saves.append(message)
+        return encode(message)
+
+    monkeypatch.setattr(messages, "encode", counted)
+    return saves
+
+
+async def test_records_in_shared_memory_take_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its outcome, and the bytes that were made; one that is there already keeps its own."""
+    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
+        await until_shared(node)
+        await node.client.save(RECORDS[2], deadline=soon())
+        saves, before = count_saves(monkeypatch), node.sent_bytes
+        outcomes = await node.client.save_many(all_made(node, RECORDS), deadline=soon())
+        assert [outcome is SaveOutcome.EXISTS for outcome in outcomes] == [at == 2 for at in range(len(RECORDS))]
+        assert len(saves) == 1 and node.sent_bytes - before < 400
+        assert all(stored(node, record) for record in RECORDS)
+
+
+async def test_more_records_than_one_request_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are divided."""
+    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
+        await until_shared(node)
+        await node.client.open_namespace(MANY.description, deadline=soon())
+        saves, records = count_saves(monkeypatch), []
+        for record in MANY.records():
+            buffer = node.client.shared_buffer(record.num_bytes)
+            assert buffer is not None
+            buffer[:] = record.data
+            records.append(Record(record.header, buffer.toreadonly()))
+        outcomes = await node.client.save_many(records, deadline=soon())
+        assert outcomes == [SaveOutcome.STORED] * len(records)
+        assert [len(save.places) // 24 for save in saves] == [messages.SAVE_PLACES_MAX] * 2 + [12]
+        assert all(stored(node, record) for record in MANY.records())
+
+
+@pytest.mark.parametrize("why", ["one is elsewhere", "older service", "too large together"])
+async def test_each_by_itself_where_they_cannot_go_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """All are stored all the same."""
+    if why == "older service":
+        encode = messages.encode
+        monkeypatch.setattr(messages, "encode", lambda message: {**encode(message), "save_places": False})
+    limits = ServiceLimits(receive_bytes=2 * RECORDS[0].num_bytes) if why == "too large together" else None
+    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS, limits=limits) as node:
+        await until_shared(node)
+        records = all_made(node, RECORDS)
+        if why == "one is elsewhere":
+            records[1] = RECORDS[1]
+        saves = count_saves(monkeypatch)
+        assert await node.client.save_many(records, deadline=soon()) == [SaveOutcome.STORED] * len(records)
+        assert len(saves) == len(records) and not any(save.places for save in saves)
+        assert all(stored(node, record) for record in RECORDS)
+        await until_idle(node)
+
+
+async def test_a_damaged_record_among_others(tmp_path: Path) -> None:
+    """It is refused and not stored; of the others none is stored with other bytes, and they can be saved again."""
+    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
+        await until_shared(node)
+        records = all_made(node, RECORDS)
+        data = bytearray(records[1].data)
+        data[-1] ^= 1
+        buffer = node.client.shared_buffer(len(data))
+        assert buffer is not None
+        buffer[:] = data
+        records[1] = Record(records[1].header, buffer.toreadonly())
+        with pytest.raises(CorruptRecord):
+            await node.client.save_many(records, deadline=soon())
+        assert not stored(node, RECORDS[1])
+        outcomes = await node.client.save_many(all_made(node, RECORDS), deadline=soon())
+        assert set(outcomes) <= {SaveOutcome.STORED, SaveOutcome.EXISTS}
+        assert all(stored(node, record) for record in RECORDS)
+        await until_idle(node)
+
+
+@pytest.mark.parametrize("ends", ["answered", "connection lost"])
+async def test_the_memory_of_cancelled_saves_is_kept_until_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """The service may still copy each of them. A lost connection fails the call, and gives all room back."""
+    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
+        await until_shared(node)
+        with copies_wait(monkeypatch) as (waits, go_on):
+            taken, free = all_made(node, RECORDS), free_buffers(node)
+            saving = asyncio.ensure_future(node.client.save_many(taken, deadline=soon()))
+            del taken
+            assert await asyncio.to_thread(waits.wait, 10)
+            if ends == "answered":
+                saving.cancel()
+                with suppress(asyncio.CancelledError):
+                    await saving
+                await node.client.status(deadline=soon())  # the service has had the cancel
+            else:
+                for connection in node.client.pool.connections()[1:]:
+                    connection.close()
+                with pytest.raises(Unavailable):
+                    await saving
+            del saving
+            if ends == "answered":
+                assert free_buffers(node) == free
+            go_on.set()
+            async with asyncio.timeout(10):
+                while free_buffers(node) < free + len(RECORDS):
+                    await asyncio.sleep(0.001)
+        await until_idle(node)
+        assert len({stored(node, record) for record in RECORDS}) == 1
+
+
+def free_buffers(node: Node) -> int:
+    """How many more records could be made now."""
+    taken = []
+    while (buffer := node.client.shared_buffer(300_000)) is not None:
+        taken.append(buffer)
+    return len(taken)
+
+
+def test_pages_of_many_sizes_come_back(tmp_path: Path) -> None:
+    """Pages that are saved together, alone, and by socket; each has its own bytes."""
+    options = ClientOptions(save_memory_bytes=16 * MIB)
+    with ServiceProcess(f"unix:{tmp_path / 's'}") as service, BlockingStore(service.url, options=options) as store:
+        store.wait_ready(deadline=Deadline.after(10))
+        door = PageDoor(store, describe_pages({"pages of": "many sizes"}, page_tokens=16, chained=False))
+        for num_bytes in (1, 1000, 70_000, 3 * MIB, 9 * MIB):
+            pages = [bytes([at + 1]) * num_bytes for at in range(5)]
+            keys = [f"{num_bytes} {at}" for at in range(5)]
+            assert door.write_from(keys[1:3], [[page] for page in pages[1:3]]) == [True] * 2
+            assert door.write_from(keys, [[page] for page in pages]) == [True] * 5
+            targets = [bytearray(num_bytes) for _ in pages]
+            assert door.read_into(keys, [[target] for target in targets]) == 5
+            assert targets == pages
+        door.close()
