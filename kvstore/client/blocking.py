@@ -144,6 +144,8 @@ class BlockingStore:
             raise Unavailable("the client's thread did not answer in time") from None
         except CancelledError:
             raise Closed("the client was closed during the call") from None
+        finally:
+            del future  # it has the error, whose traceback has this frame
 
     def _run(self) -> None:
         leave_pinned_core()  # inherited by all that this thread starts, an embedded service too

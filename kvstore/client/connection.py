@@ -312,7 +312,7 @@ class Connection:
         pending = _Pending(loop.create_future(), allocate, settle=settle)
         self._pending[request_id] = pending
         self.num_running += 1
-        sent = taken = False
+        sent = taken = is_late = False
         begun_s = loop.time()
         ends_s = begun_s + deadline.remaining_s
         try:
@@ -324,16 +324,19 @@ class Connection:
                 sent = True
                 answer, data = await pending.future
                 taken = True
-        except TimeoutError as error:
-            long_enough = loop.time() - begun_s >= _SILENCE_S  # a shorter silence proves nothing
-            quiet = long_enough and self.frames.received_bytes == heard_bytes
-            what = "no answer in time" if loop.time() >= ends_s else "no progress in time"
-            raise (Silent if quiet else Unavailable)(what, role=self.role, request=expected.type) from error
+        except TimeoutError:
+            # raised below: the cause's traceback would have the timeout, which has this task, which has the error
+            is_late = True
         finally:
             self.num_running -= 1
             self._forget(request_id, pending, sent=sent, taken=taken)
             # they have the error, whose traceback has this frame: such a cycle would keep the caller's record
             del pending, limit
+        if is_late:
+            long_enough = loop.time() - begun_s >= _SILENCE_S  # a shorter silence proves nothing
+            quiet = long_enough and self.frames.received_bytes == heard_bytes
+            what = "no answer in time" if loop.time() >= ends_s else "no progress in time"
+            raise (Silent if quiet else Unavailable)(what, role=self.role, request=expected.type)
         if isinstance(answer, messages.Error):
             raise_error(answer, codes=self.welcome.codes)
         if not isinstance(answer, expected):

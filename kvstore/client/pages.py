@@ -43,6 +43,7 @@ from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen, desc
 from kvstore.runtime.background import gather_all
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
+from kvstore.wire.messages import SAVE_PLACES_MAX
 
 _log = logging.getLogger(__name__)
 
@@ -397,13 +398,14 @@ class PageDoor:
             if not there[at]
             for index, source in zip(self._slices, self._shares(page), strict=True)
         ]
-        turn = asyncio.Semaphore(_WRITES_AT_ONCE)
+        parts = _parts(writes)
+        part_bytes = max((sum(write.num_bytes for write in part) for part in parts), default=0)
+        turn = asyncio.Semaphore(max(1, min(_WRITES_AT_ONCE, _IN_FLIGHT_BYTES // max(1, part_bytes))))
 
         async def write(together: Sequence[_Write]) -> list[bool]:
             async with turn:
                 return await self._write_together(call, together)
 
-        parts = _parts(writes)
         written = [one for part in await gather_all(map(write, parts)) for one in part]
         lost = {write.page for write, was_written in zip(writes, written, strict=True) if not was_written}
         return [at not in lost for at in range(len(pages))]
@@ -479,7 +481,7 @@ class _Write:
 def _parts(writes: Sequence[_Write]) -> list[Sequence[_Write]]:
     """The writes, divided into those that are saved together: some megabytes of them."""
     largest_bytes = max((write.num_bytes for write in writes), default=0)
-    step = max(1, _TOGETHER_BYTES // max(1, largest_bytes))
+    step = min(SAVE_PLACES_MAX, max(1, _TOGETHER_BYTES // max(1, largest_bytes)))
     return [writes[start : start + step] for start in range(0, len(writes), step)]
 
 

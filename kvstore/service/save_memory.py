@@ -27,7 +27,8 @@ INLINE_BYTES = (1 << 20) + (64 << 10)
 """Up to this size (200 us) a record is copied on the event loop: to receive it there would take longer, and to start a
 thread and wait for it too."""
 INLINE_AT_ONCE = 2
-"""Records that are copied in one round of the event loop: many that come in one go do not delay other clients."""
+"""Saves whose records are copied, or given to a thread, in one round of the event loop: many that come in one go do not
+delay other clients, nor hold memory before it is their turn."""
 _LEAST_BYTES = 16 << 20
 """No memory is smaller, so that `save_memory_bytes` bounds the number of descriptors too."""
 
@@ -161,26 +162,30 @@ class SaveMemories:
         memory = self._all.get(request.memory)
         if memory is None or memory.tenant != tenant:
             raise Unavailable("no connection of this client has such memory")
-        places = parse_save_places(request)
-        for num_bytes in (request.num_bytes, *(place.num_bytes for place in places)):
-            if not HEADER_BYTES <= num_bytes <= self._limits.max_payload_bytes:
-                raise InvalidRequest(
-                    "no record has this size",
-                    field="save.num_bytes",
-                    expected=f"{HEADER_BYTES} to {self._limits.max_payload_bytes}",
-                    seen=num_bytes,
-                )
-        for place in places:  # before it waits for room
-            memory.check(place)
+        self._check_size(request.num_bytes)
+        if not request.places:  # before it waits for room
+            memory.check(Place(request.offset, request.num_bytes, request.stamp))
         if not await receipt.take_room(request.num_bytes, deadline):
             raise Unavailable("no room to copy this record before its deadline")
-        copies = [(place, allocate(place.num_bytes)) for place in places]
-        copy = partial(_copy_all, memory, copies)
+        await self._turns.begin(who_asks())
+        asyncio.get_running_loop().call_soon(self._turns.end)  # in the next round
+        places = parse_save_places(request)
+        for place in places:
+            self._check_size(place.num_bytes)
+            memory.check(place)
+        copy = partial(_copy_all, memory, [(place, allocate(place.num_bytes)) for place in places])
         if request.num_bytes <= INLINE_BYTES:
-            await self._turns.begin(who_asks())
-            asyncio.get_running_loop().call_soon(self._turns.end)  # in the next round
             return copy()
         return await self._threads.run(request.num_bytes, copy, deadline=deadline)
+
+    def _check_size(self, num_bytes: int) -> None:
+        if not HEADER_BYTES <= num_bytes <= self._limits.max_payload_bytes:
+            raise InvalidRequest(
+                "no record has this size",
+                field="save.num_bytes",
+                expected=f"{HEADER_BYTES} to {self._limits.max_payload_bytes}",
+                seen=num_bytes,
+            )
 
     def close(self, memory: SaveMemory) -> None:
         """The connection of this memory has ended. Idempotent."""

@@ -285,8 +285,8 @@ class SaveMemoryShared(Reply):
     capacity_bytes: int
 
 
-SAVE_PLACES_MAX = 64
-"""Records in one save: to keep them takes the service some 5 ms, in which other clients wait."""
+SAVE_PLACES_MAX = 32
+"""Records in one save: to keep them takes the service 2 ms, in which other clients wait."""
 
 
 @wire_message("save")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from kvstore.api import SaveOutcome
+from kvstore.api import PageStore, SaveOutcome
 from kvstore.client import BlockingStore, ClientOptions, PageDoor, describe_pages
-from kvstore.errors import CorruptRecord, Unavailable
+from kvstore.errors import CorruptRecord, KVStoreError, Unavailable
 from kvstore.format.record import Record
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.limits import ServiceLimits
+from kvstore.testing.attacked import AttackedService
 from kvstore.testing.prompts import ATTENTION, Prompt
-from kvstore.testing.service_process import ServiceProcess
 from kvstore.testing.waiting import soon
 from kvstore.wire import messages
 from tests.unit.client.sharing_node import Node, node_at
@@ -35,6 +36,15 @@ MANY = Prompt(ATTENTION, "many together", 64 * (messages.SAVE_PLACES_MAX + 6), p
 
 def all_made(node: Node, records: list[Record]) -> list[Record]:
     return [made(node, record) for record in records]
+
+
+def damaged(node: Node, record: Record) -> Record:
+    """The record, made in shared memory with another last byte."""
+    buffer = node.client.shared_buffer(record.num_bytes)
+    assert buffer is not None
+    buffer[:] = record.data
+    buffer[-1] ^= 1
+    return Record(record.header, buffer.toreadonly())
 
 
 def count_saves(monkeypatch: pytest.MonkeyPatch) -> list[messages.Save]:
@@ -105,12 +115,7 @@ async def test_a_damaged_record_among_others(tmp_path: Path) -> None:
     async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
         await until_shared(node)
         records = all_made(node, RECORDS)
-        data = bytearray(records[1].data)
-        data[-1] ^= 1
-        buffer = node.client.shared_buffer(len(data))
-        assert buffer is not None
-        buffer[:] = data
-        records[1] = Record(records[1].header, buffer.toreadonly())
+        records[1] = damaged(node, RECORDS[1])
         with pytest.raises(CorruptRecord):
             await node.client.save_many(records, deadline=soon())
         assert not stored(node, RECORDS[1])
@@ -161,11 +166,50 @@ def free_buffers(node: Node) -> int:
     return len(taken)
 
 
+@pytest.mark.parametrize("why", ["late", "too large", "damaged", "cancelled"])
+async def test_failed_saves_leave_nothing_to_the_collector(tmp_path: Path, why: str) -> None:
+    """Their memory is free once the service has answered: no cycle of an error keeps it."""
+    limits = ServiceLimits(receive_bytes=RECORDS[0].num_bytes - 1) if why == "too large" else None
+    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS, limits=limits) as node:
+        await until_shared(node)
+        gc.collect()
+        gc.disable()
+        try:
+            free = free_buffers(node)
+            for _ in range(6):
+                records = all_made(node, RECORDS[:3])
+                if why == "damaged":
+                    records[1] = damaged(node, RECORDS[1])
+                deadline = Deadline.after(0.0005) if why == "late" else soon()
+                saving = asyncio.ensure_future(node.client.save_many(records, deadline=deadline))
+                del records
+                await asyncio.sleep(0)
+                if why == "cancelled":
+                    saving.cancel()
+                with suppress(asyncio.CancelledError, KVStoreError):
+                    await saving
+                    assert why == "late", "it was saved"
+                del saving
+            async with asyncio.timeout(10):
+                while free_buffers(node) < free:
+                    await asyncio.sleep(0.01)
+        finally:
+            gc.enable()
+
+
+async def until_there(store: PageStore) -> None:
+    """Return when there is shared memory."""
+    async with asyncio.timeout(10):
+        while store.shared_buffer(300_000) is None:
+            await asyncio.sleep(0.001)
+
+
 def test_pages_of_many_sizes_come_back(tmp_path: Path) -> None:
     """Pages that are saved together, alone, and by socket; each has its own bytes."""
     options = ClientOptions(save_memory_bytes=16 * MIB)
-    with ServiceProcess(f"unix:{tmp_path / 's'}") as service, BlockingStore(service.url, options=options) as store:
-        store.wait_ready(deadline=Deadline.after(10))
+    with AttackedService(tmp_path) as service, BlockingStore(service.url, options=options) as store:
+        store.wait_ready(deadline=Deadline.after(60))
+        store.run(until_there, deadline=soon())
         door = PageDoor(store, describe_pages({"pages of": "many sizes"}, page_tokens=16, chained=False))
         for num_bytes in (1, 1000, 70_000, 3 * MIB, 9 * MIB):
             pages = [bytes([at + 1]) * num_bytes for at in range(5)]
