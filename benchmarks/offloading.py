@@ -41,7 +41,7 @@ _POLL_S = 0.0005
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and report; returns the exit status."""
     gc.collect()
-    gc.freeze()  # as vLLM's engine does once it has started; else a turn may collect what was imported, for 0.1 s
+    gc.freeze()  # as vLLM's engine does once it has started; else a turn may collect what was imported
     return run_sections(
         "python -m benchmarks.offloading",
         "Measure stores and loads of vLLM's offloading, beside raw sockets.",

@@ -52,7 +52,7 @@ _IN_FLIGHT, _IN_FLIGHT_BYTES = 12, 256 << 20
 """Pages that one call reads at a time."""
 _TOGETHER_BYTES, _WRITES_AT_ONCE = 8 << 20, 3
 """Pages that one call makes and saves with one request, and such requests at a time. Fewer pages cost more for each;
-more are no longer in the processor's cache when the service copies them."""
+with more of them the service waits longer for the first ones."""
 _CODEC_BYTES = 256 << 20
 _SEARCHED = ("nothing_stored", "gone")
 """For these reasons the report names the missing page, so that the store can find out why it is missing."""

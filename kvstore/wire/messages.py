@@ -286,7 +286,7 @@ class SaveMemoryShared(Reply):
 
 
 SAVE_PLACES_MAX = 32
-"""Records in one save: to keep them takes the service 2 ms, in which other clients wait."""
+"""Records in one save: other clients wait while the service keeps them."""
 
 
 @wire_message("save")

@@ -25,6 +25,7 @@ from tests.unit.client.test_client_save_memory import (
     MIB,
     RECORDS,
     copies_wait,
+    free_places,
     made,
     stored,
     until_idle,
@@ -133,7 +134,7 @@ async def test_the_memory_of_cancelled_saves_is_kept_until_the_answer(
     async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
         await until_shared(node)
         with copies_wait(monkeypatch) as (waits, go_on):
-            taken, free = all_made(node, RECORDS), free_buffers(node)
+            taken, free = all_made(node, RECORDS), len(free_places(node))
             saving = asyncio.ensure_future(node.client.save_many(taken, deadline=soon()))
             del taken
             assert await asyncio.to_thread(waits.wait, 10)
@@ -149,24 +150,16 @@ async def test_the_memory_of_cancelled_saves_is_kept_until_the_answer(
                     await saving
             del saving
             if ends == "answered":
-                assert free_buffers(node) == free
+                assert len(free_places(node)) == free
             go_on.set()
             async with asyncio.timeout(10):
-                while free_buffers(node) < free + len(RECORDS):
+                while len(free_places(node)) < free + len(RECORDS):
                     await asyncio.sleep(0.001)
         await until_idle(node)
         assert len({stored(node, record) for record in RECORDS}) == 1
 
 
-def free_buffers(node: Node) -> int:
-    """How many more records could be made now."""
-    taken = []
-    while (buffer := node.client.shared_buffer(300_000)) is not None:
-        taken.append(buffer)
-    return len(taken)
-
-
-@pytest.mark.parametrize("why", ["late", "too large", "damaged", "cancelled"])
+@pytest.mark.parametrize("why", ["late", "too large", "damaged", "damaged and one elsewhere", "cancelled"])
 async def test_failed_saves_leave_nothing_to_the_collector(tmp_path: Path, why: str) -> None:
     """Their memory is free once the service has answered: no cycle of an error keeps it."""
     limits = ServiceLimits(receive_bytes=RECORDS[0].num_bytes - 1) if why == "too large" else None
@@ -175,11 +168,13 @@ async def test_failed_saves_leave_nothing_to_the_collector(tmp_path: Path, why: 
         gc.collect()
         gc.disable()
         try:
-            free = free_buffers(node)
+            free = len(free_places(node))
             for _ in range(6):
                 records = all_made(node, RECORDS[:3])
-                if why == "damaged":
+                if why.startswith("damaged"):
                     records[1] = damaged(node, RECORDS[1])
+                if why.endswith("elsewhere"):  # so each is saved by itself
+                    records[0] = RECORDS[0]
                 deadline = Deadline.after(0.0005) if why == "late" else soon()
                 saving = asyncio.ensure_future(node.client.save_many(records, deadline=deadline))
                 del records
@@ -191,7 +186,7 @@ async def test_failed_saves_leave_nothing_to_the_collector(tmp_path: Path, why: 
                     assert why == "late", "it was saved"
                 del saving
             async with asyncio.timeout(10):
-                while free_buffers(node) < free:
+                while len(free_places(node)) < free:
                     await asyncio.sleep(0.01)
         finally:
             gc.enable()
