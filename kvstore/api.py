@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import lt
 from typing import NewType
 
 from kvstore.errors import InvalidRequest
@@ -68,8 +69,8 @@ class PrefixQuery:
             raise InvalidRequest("step_tokens must be positive", step_tokens=self.step_tokens)
         if self.local_tokens < 0 or self.cap_tokens < 0:
             raise InvalidRequest("token counts are not negative", local=self.local_tokens, cap=self.cap_tokens)
-        tokens = [boundary.tokens for boundary in self.boundaries]
-        if any(later <= earlier for earlier, later in zip([0, *tokens], tokens, strict=False)):
+        tokens = [tokens for tokens, _ in self.boundaries]
+        if not all(map(lt, [0, *tokens], tokens)):  # a long prompt has thousands
             raise InvalidRequest("boundaries must ascend from above zero")
         if tokens and tokens[-1] > MAX_PREFIX_TOKENS:
             raise InvalidRequest(f"a prefix has at most {MAX_PREFIX_TOKENS} tokens", seen=tokens[-1])

@@ -96,7 +96,7 @@ OWN_GAUGES = {
     "requests_running": "requests of engines that are being answered",
     "receive_bytes_used": "bytes of saves being received",
     "receive_bytes_limit": "limit of receive_bytes_used",
-    "known_pieces_bytes": "token ids and hashes of long prompts that are kept for the next questions of routers",
+    "known_pieces_bytes": "hashes of long prompts that are kept for the next questions of routers",
     "tenant_maximum_bytes": "bytes of the cold tier beyond which a tenant's own records are evicted first",
     "tenant_used_bytes": "bytes of the cold tier that a tenant with a quota uses",
     "tier_healthy": "1 while the tier answers",

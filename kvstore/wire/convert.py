@@ -18,7 +18,16 @@ import numpy as np
 from kvstore.api import LeaseId, Lookup, Offer, Outcome, PrefixQuery, Staged
 from kvstore.errors import InvalidRequest
 from kvstore.model.instance import EngineInstance
-from kvstore.model.keys import LINK_TOKENS, NAMESPACE_BYTES, PREFIX_BYTES, Boundary, NamespaceId, PrefixHash, RecordKey
+from kvstore.model.keys import (
+    LINK_TOKENS,
+    NAMESPACE_BYTES,
+    PREFIX_BYTES,
+    Boundary,
+    NamespaceId,
+    PrefixHash,
+    RecordKey,
+    boundaries_of,
+)
 from kvstore.model.layout import MAX_GROUPS, MAX_PREFIX_TOKENS, Layout
 from kvstore.model.outcome import CONTENT_BYTES
 from kvstore.model.page_blocks import GROUPS_MAX, HASHES_MAX, TOKENS_MAX, BlockGroup, PageBlocks
@@ -191,9 +200,9 @@ def parse_ended(message: messages.PromptEnded) -> EndedPrompt:
         seen = len(message.tokens) // 4
         raise InvalidRequest(f"at most {ENDED_MAX} boundaries", field="prompt_ended.tokens", seen=seen)
     tokens = _unpack("I", message.tokens, "prompt_ended.tokens")
-    prefixes = _prefixes(message.prefixes, len(tokens), "prompt_ended.prefixes")
+    _check_length("prompt_ended.prefixes", message.prefixes, len(tokens) * PREFIX_BYTES)
     namespace = parse_namespace(message.namespace, "prompt_ended.namespace")
-    boundaries = tuple(Boundary(*pair) for pair in zip(tokens, prefixes, strict=True))
+    boundaries = tuple(boundaries_of(tokens, message.prefixes))
     PrefixQuery(namespace, boundaries, 0, 0, message.step_tokens)  # checks the boundaries
     wishes, complaints = read_wishes(message.wishes)
     if complaints:
@@ -228,10 +237,10 @@ def parse_query(message: messages.Lookup) -> PrefixQuery:
         InvalidRequest: The lengths of the fields do not match, or the query is not valid.
     """
     tokens = _unpack("I", message.tokens, f"{message.type}.tokens")
-    prefixes = _prefixes(message.prefixes, len(tokens), f"{message.type}.prefixes")
+    _check_length(f"{message.type}.prefixes", message.prefixes, len(tokens) * PREFIX_BYTES)
     changed = {
         "namespace": parse_namespace(message.namespace, f"{message.type}.namespace"),
-        "boundaries": tuple(Boundary(*pair) for pair in zip(tokens, prefixes, strict=True)),
+        "boundaries": tuple(boundaries_of(tokens, message.prefixes)),
     }
     return PrefixQuery(**_same_fields(message, PrefixQuery) | changed)
 

@@ -27,6 +27,9 @@ def is_open(path: str) -> bool:
     return path in HEALTH_PATHS or path == "/" or path.startswith("/dashboard/")
 
 
+PEER = "peer"
+"""In the `state` of a scope: a dict of the connection, which keeps what was found out about its peer."""
+
 _CHALLENGE = {"WWW-Authenticate": 'Bearer realm="kvstore"'}
 _TOKEN_CHARS_MAX = 4096
 
@@ -69,7 +72,10 @@ def _local_grant(scope: AsgiScope) -> Grant:
     """Check the user of the peer's process, and the headers that a browser sends when a web page makes a request."""
     headers, client, server = Headers(scope=scope), scope.get("client"), scope.get("server")
     hint = "set credentials_file to admit others"
-    if not client or not server or not is_own_user(tuple(client), tuple(server)):
+    of_connection = scope.get("state", {}).get(PEER, {})  # the kernel's tables are long, and a connection's ends stay
+    if not of_connection.get("is_own_user") and client and server:
+        of_connection["is_own_user"] = is_own_user(tuple(client), tuple(server))
+    if not of_connection.get("is_own_user"):
         raise Refused(403, f"without tokens only processes of the service's own user are served: {hint}")
     host = headers.get("host", "")
     if not _names_loopback(f"//{host}"):  # another site's name can resolve to this address in a browser

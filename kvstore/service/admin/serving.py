@@ -18,6 +18,7 @@ from kvstore.compose import open_book
 from kvstore.errors import KVStoreError
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.service.admin.access import PEER
 from kvstore.service.admin.app import make_app
 from kvstore.service.admin.catalog_access import CatalogAccess
 from kvstore.service.admin.context import AdminContext
@@ -146,7 +147,7 @@ class _Server(uvicorn.Server):
         self.started = True
 
     def _protocol(self, entry: UnauthenticatedConnection) -> asyncio.BaseProtocol:
-        state = self.lifespan.state
+        state = {**self.lifespan.state, PEER: {}}
         return _Connection(
             self._unauthenticated, entry, config=self.config, server_state=self.server_state, app_state=state
         )

@@ -19,7 +19,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.instance import EngineInstance
 from kvstore.model.keys import PlainChain
 from kvstore.service.admin.resources.known_pieces import KnownPieces
-from kvstore.service.admin.resources.prompt import TOKEN_IDS
+from kvstore.service.admin.resources.prompt import PromptText, read_ids
 from kvstore.testing.prompts import ATTENTION, Prompt
 from tests.unit.admin.service_harness import open_service
 from tests.unit.admin.test_admin_query import engine
@@ -55,10 +55,10 @@ def test_a_piece_is_read_as_json_is() -> None:
         is_valid = bool(expected) and all(type(one) is int and 0 <= one < 1 << 32 for one in expected)
         outcomes[is_valid] += 1
         if is_valid:
-            assert TOKEN_IDS.read(text.encode(), "f", 0).tolist() == expected, text
+            assert read_ids(text.encode(), "f", 0).tolist() == expected, text
         else:
             with pytest.raises(InvalidRequest):
-                TOKEN_IDS.read(text.encode(), "f", 0)
+                read_ids(text.encode(), "f", 0)
     assert min(outcomes.values()) > 5000
 
 
@@ -73,10 +73,31 @@ def test_a_chain_is_the_engines_however_it_is_cut() -> None:
         start = 0
         while start < len(tokens):
             stop = start + 16 * rng.randrange(1, 13)
-            found += chain.extend(tokens[start:stop], known if number % 2 else None)
+            piece = tokens[start:stop]
+            if number % 2:
+                text = array("I", piece).tobytes()
+                found += chain.extend_with(text, len(piece), lambda text: array("I", text), known)
+            else:
+                found += chain.extend(piece)
             start = stop
         assert found == engine_chain.boundaries
         assert chain.tokens == len(tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 15, 16, 4095, 4096, 4097, 8191, 8192, 8193, 12_300])
+async def test_a_prompt_as_it_is_written_has_the_boundaries_of_its_ids(num_tokens: int) -> None:
+    """However it is written, whether or not its pieces are known; a wrong id is named wherever it stands."""
+    rng, known = random.Random(num_tokens), KnownPieces().of("red")
+    tokens = [rng.randrange(150_000) for _ in range(num_tokens)]
+    for indent, salt, step in ((None, None, 16), (None, None, 16), (1, None, 64), (None, "anna", 64)):
+        text = PromptText(json.dumps(tokens, indent=indent)[1:-1].strip().encode(), "f")
+        assert len(text) == num_tokens
+        assert await text.boundaries(salt, step, known) == PlainChain(salt, step).extend(tokens)
+    for at in {0, num_tokens // 2, num_tokens - 1} if num_tokens else ():
+        wrong = [*tokens[:at], -1, *tokens[at + 1 :]]
+        with pytest.raises(InvalidRequest) as refused:
+            await PromptText(json.dumps(wrong)[1:-1].encode(), "f").boundaries(None, 16, known)
+        assert refused.value.details["field"] == f"f.{at}"
 
 
 def test_results_are_kept_for_their_tenant_alone_and_within_bounds() -> None:
@@ -99,20 +120,18 @@ def test_results_are_kept_for_their_tenant_alone_and_within_bounds() -> None:
     ask("red", b"b")
     assert computed["red", b"b"] == 2
     with pytest.raises(InvalidRequest):
-        pieces.of("red")(b"e", lambda: TOKEN_IDS.read(b"x", "f", 0).tobytes())
+        pieces.of("red")(b"e", lambda: read_ids(b"x", "f", 0).tobytes())
     assert ask("red", b"e") == b"e" * 700
 
 
-@pytest.mark.parametrize("num_ids", [1, 100, 4_000])
-@pytest.mark.parametrize("make", [lambda ids: ids, array.tobytes], ids=["ids", "hashes"])
-def test_what_is_counted_is_what_is_taken(num_ids: int, make: Callable[[array[int]], Any]) -> None:
-    """Also of small pieces, which a body makes with spaces, and of arrays, which have room to grow."""
-    ids = array("I", range(num_ids)).tobytes()
+@pytest.mark.parametrize("num_hashes", [1, 64, 256])
+def test_what_is_counted_is_what_is_taken(num_hashes: int) -> None:
+    """Also of engines with long steps, of which a piece has few hashes."""
     tracemalloc.start()
     try:
         before, pieces = tracemalloc.get_traced_memory()[0], KnownPieces()
         for number in range(6_000):  # the dictionaries have just grown
-            pieces.of("red")(number.to_bytes(32, "big"), lambda: make(array("I", ids)))
+            pieces.of("red")(number.to_bytes(32, "big"), lambda: bytes(32 * num_hashes))
         taken = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
@@ -155,15 +174,14 @@ async def test_the_next_turn_is_answered_from_pieces_of_the_last_one(
                 assert found == (min(num_tokens - 1, 24_000) // 64 * 64 if salt is None else 0)
             return computed[True] - before[True], computed[False] - before[False]
 
-        assert await ask("red", 20_000) == (0, 5)  # three of the text, of 32 KiB; two of the hashes, of 8,192 tokens
-        assert await ask("red reader", 28_000) == (5, 3)
-        assert await ask("red", 28_000) == (8, 0)
-        assert await ask("red", 28_000, "anna") == (0, 8)
-        assert await ask("operator", 28_000) == (0, 8)
-        assert await ask("watcher", 28_000) == (8, 0)
-        known, new = await ask("blue", 28_000)
-        assert known == 0
-        assert new  # the text alone: no engine of its own is connected
+        assert await ask("red", 20_000) == (0, 4)  # whole pieces, of 4,096 tokens
+        assert await ask("red reader", 28_000) == (4, 2)
+        assert await ask("red", 28_000) == (6, 0)
+        assert await ask("red", 28_000, "anna") == (0, 6)
+        assert await ask("operator", 28_000) == (0, 6)
+        assert await ask("watcher", 28_000) == (6, 0)
+        assert await ask("blue", 28_000) == (0, 6)  # although no engine of its own is connected: the ids are checked
         metrics = (await (await stack.enter_async_context(made.client("watcher"))).get("/metrics")).text
         shown = int(metrics.partition("\nkvstore_known_pieces_bytes ")[2].split()[0])
-        assert 4 * 4 * 28_000 < shown < 8 * 4 * 28_000  # four lists of ids, and three of hashes
+        hashes = 4 * 6 * 256 * 32  # of four questions; no engine of blue tells in which steps, so as many
+        assert hashes < shown < 1.1 * hashes

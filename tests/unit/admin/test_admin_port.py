@@ -56,6 +56,23 @@ async def test_other_users_are_refused_without_tokens(tmp_path: Path, monkeypatc
         assert (await client.get("/livez")).status_code == 200
 
 
+async def test_the_user_is_looked_up_once_for_each_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables of the kernel are long. One that was refused is looked up again: its line may come late."""
+    answers, asked = [False, True, True], list[tuple[str, int]]()
+
+    def look_up(peer: tuple[str, int], own: tuple[str, int]) -> bool:
+        asked.append(peer)
+        return answers[len(asked) - 1]
+
+    monkeypatch.setattr("kvstore.service.admin.access.is_own_user", look_up)
+    async with open_service(tmp_path, with_tokens=False) as made:
+        async with made.client() as client:
+            assert [(await client.get("/v1/namespaces")).status_code for _ in range(4)] == [403, 200, 200, 200]
+        async with made.client() as client:
+            assert (await client.get("/v1/namespaces")).status_code == 200
+    assert len(asked) == 3 and asked[0] == asked[1] != asked[2]
+
+
 def test_the_user_of_a_connection_is_known() -> None:
     """An established connection is ours, over IPv4 and IPv6; a closed or unknown one is not."""
     for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):

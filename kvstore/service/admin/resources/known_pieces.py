@@ -1,37 +1,22 @@
-"""What was computed from pieces of long prompts: a router asks at each turn of a conversation, and the prompt of a turn
-begins as the last one's.
+"""The hashes of pieces of long prompts: a router asks at each turn of a conversation, and the prompt of a turn begins
+as the last one's.
 """
 
 from __future__ import annotations
 
 import sys
-from array import array
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, TypeAlias, TypeVar
 
+from kvstore.model.keys import Recall
 from kvstore.runtime.bounded_map import BoundedMap, SharedRoom
 
 _ROOM_BYTES = 64 << 20
 _TENANT_BYTES = 32 << 20
-"""Some 50 prompts of 131,072 tokens, at 4 bytes a token and 32 a boundary."""
+"""Some 400 prompts of 131,072 tokens with a boundary each 64 tokens, at 32 bytes a boundary."""
 _PIECES_MAX = 16_384
 _KEEPING_BYTES = 300
 """What a map takes for an entry, its key included."""
-
-Piece: TypeAlias = "bytes | array[int]"
-P = TypeVar("P", bytes, "array[int]")
-
-
-class Recall(Protocol):
-    """Returns what an earlier call with the same key computed, or calls `compute`."""
-
-    def __call__(self, key: bytes, compute: Callable[[], P]) -> P:
-        """
-        Args:
-            key: Digest of all that the result depends on.
-            compute: What it raises is raised, and nothing is kept.
-        """
 
 
 class KnownPieces:
@@ -46,7 +31,7 @@ class KnownPieces:
     def __init__(self, room_bytes: int = _ROOM_BYTES, tenant_bytes: int = _TENANT_BYTES) -> None:
         self._room = SharedRoom(room_bytes)
         self._tenant_bytes = tenant_bytes
-        self._of_tenant: dict[str | None, BoundedMap[bytes, Piece]] = {}
+        self._of_tenant: dict[str | None, BoundedMap[bytes, bytes]] = {}
 
     def of(self, tenant: str | None) -> Recall:
         """Those of one tenant; `None`: of operators' tokens."""
@@ -60,8 +45,9 @@ class KnownPieces:
         return self._room.used_bytes
 
 
-def _recall(kept: BoundedMap[bytes, Piece], key: bytes, compute: Callable[[], P]) -> P:
-    found = kept.entries.get(key)
-    value: P = compute() if found is None else found  # type: ignore[assignment]  # of the kind that this key is for
+def _recall(kept: BoundedMap[bytes, bytes], key: bytes, compute: Callable[[], bytes]) -> bytes:
+    value = kept.entries.get(key)
+    if value is None:
+        value = compute()
     kept.put(key, value, _KEEPING_BYTES + sys.getsizeof(value))  # again: what was used last is dropped last
     return value

@@ -105,12 +105,7 @@ async def parse_questions(
         question = validated(model, fields if lists is None else {**fields, name: []}, *where)
         if question.tenant_id is not None and grant.tenant not in (None, question.tenant_id):
             raise Refused(403, "the token is another tenant's", field="body.tenant_id")  # whether or not it exists
-        if lists is None:
-            entries = long_list.make()
-            entries.extend(getattr(question, name))
-        else:
-            entries = lists[index]
-        questions.append((question, entries))
+        questions.append((question, long_list.plain(getattr(question, name)) if lists is None else lists[index]))
     return questions, is_list
 
 

@@ -6,12 +6,11 @@ A parser that reads those of a long prompt at once holds Python's lock, and with
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Coroutine, MutableSequence, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -23,11 +22,10 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvstore.errors import InvalidRequest
-from kvstore.model.keys import LINK_TOKENS, Boundary, PlainChain
+from kvstore.model.keys import LINK_TOKENS, Boundary, PlainChain, Recall
 from kvstore.runtime.wrong_values import not_json
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, NAMESPACE_PATTERN, TokenId
 from kvstore.service.admin.problems import Refused
-from kvstore.service.admin.resources.known_pieces import Recall
 
 TOKENS_MAX = 262_144
 """Token ids in a body."""
@@ -48,9 +46,12 @@ _DIGITS_MAX = 10
 """Of a token id."""
 _HASHED_AT_ONCE = 512 * LINK_TOKENS
 """Tokens that are hashed before other tasks of this thread get a turn."""
+_PIECE_TOKENS = 256 * LINK_TOKENS
+"""The same, of tokens that are parsed too."""
 
 Model = TypeVar("Model", bound=BaseModel)
-Entries = TypeVar("Entries", bound=MutableSequence[Any])
+Entries = TypeVar("Entries", bound=Sized)
+Pieces = TypeVar("Pieces", bound=MutableSequence[Any])
 
 
 @dataclass(frozen=True)
@@ -60,19 +61,16 @@ class LongList(Generic[Entries]):
     Attributes:
         name: Of the field.
         words: What the entries are called.
-        make: Returns an empty list.
-        read: Reads a piece of the list, of whole entries and the commas between them. It takes the piece, the field,
-            and the number of entries before it, and raises `InvalidRequest` if an entry is wrong.
-        recall: Keeps whole pieces as they were read, for the next body with the same pieces and the same other fields.
-            The `cache_salt` is one of them, since the time of an answer depends on it.
+        parse: Takes the list's text without its brackets, which has at least one entry, and the field. Raises
+            `InvalidRequest` if an entry is wrong.
+        plain: The same of a short list, which was parsed with its body.
         plain_bytes_max: A body up to this size is parsed at once, and its list is among its fields.
     """
 
     name: str
     words: str
-    make: Callable[[], Entries]
-    read: Callable[[bytes, str, int], Entries]
-    recall: Callable[[bytes, Callable[[], Entries]], Entries] | None = None
+    parse: Callable[[bytes, str], Coroutine[Any, Any, Entries]]
+    plain: Callable[[Sequence[Any]], Entries]
     plain_bytes_max: int = _PLAIN_BYTES_MAX
 
     def find(self, body: bytes, start: int) -> re.Match[bytes] | None:
@@ -114,20 +112,12 @@ async def parse_prompt(body: bytes, model: type[P]) -> tuple[P, Sequence[int]]:
 
 
 async def hash_prompt(
-    token_ids: Sequence[int],
-    cache_salt: str | None,
-    step_tokens: int = LINK_TOKENS,
-    recall: Recall | None = None,
+    token_ids: Sequence[int], cache_salt: str | None, step_tokens: int = LINK_TOKENS
 ) -> list[Boundary]:
-    """The boundaries of a plain prompt at multiples of `step_tokens`, which is one of 16.
-
-    Args:
-        recall: Keeps the hashes of whole pieces, for the next prompt that begins with them.
-    """
+    """The boundaries of a plain prompt at multiples of `step_tokens`, which is one of 16."""
     chain, boundaries = PlainChain(cache_salt, step_tokens), []
     for start in range(0, len(token_ids), _HASHED_AT_ONCE):
-        piece = token_ids[start : start + _HASHED_AT_ONCE]
-        boundaries += chain.extend(piece, recall if len(piece) == _HASHED_AT_ONCE else None)
+        boundaries += chain.extend(token_ids[start : start + _HASHED_AT_ONCE])
         await asyncio.sleep(0)
     return boundaries
 
@@ -231,50 +221,108 @@ async def split_lists(body: bytes, ids_max: int, long_list: LongList[Entries]) -
     if len(others) > _PLAIN_BYTES_MAX:
         raise _too_much_besides(long_list.name)
     value = _parsed(others)
-    salt = hashlib.sha256(others).digest()
     is_list, room = isinstance(value, list), ids_max
     lists: list[Entries] = []
     for number, (start, stop) in enumerate(places):
         field = f"body.{number}.{long_list.name}" if is_list else f"body.{long_list.name}"
-        lists.append(await _entries(body[start:stop], long_list, field, room=room, ids_max=ids_max, salt=salt))
-        room -= len(lists[-1])
-    return value, lists
-
-
-async def _entries(
-    text: bytes, long_list: LongList[Entries], field: str, *, room: int, ids_max: int, salt: bytes
-) -> Entries:
-    entries, start = long_list.make(), 0
-    if not text.strip(_SPACES):
-        return entries
-    while start <= len(text):
-        comma = text.find(b",", start + _PIECE_BYTES)
-        end = len(text) if comma < 0 else comma
-        piece = text[start:end]
-        read = partial(long_list.read, piece, field, len(entries))
-        if long_list.recall is not None and comma >= 0:
-            key = hashlib.sha256(salt)
-            key.update(piece)
-            entries.extend(long_list.recall(key.digest(), read))
-        else:
-            entries.extend(read())
-        if len(entries) > room:
+        text = body[start:stop].strip(_SPACES)
+        room -= text.count(b",") + bool(text)
+        if room < 0:
             raise InvalidRequest(
                 f"at most {ids_max} {long_list.words}", field=field, expected=f"at most {ids_max}", seen="more"
             )
+        lists.append(await long_list.parse(text, field) if text else long_list.plain(()))
+    return value, lists
+
+
+async def in_pieces(
+    text: bytes, field: str, make: Callable[[], Pieces], read: Callable[[bytes, str, int], Pieces]
+) -> Pieces:
+    """The entries of a list's text, read in pieces of whole entries and the commas between them.
+
+    Args:
+        make: Returns an empty list.
+        read: Takes a piece, the field, and the number of entries before it.
+    """
+    entries, start = make(), 0
+    while start <= len(text):
+        comma = text.find(b",", start + _PIECE_BYTES)
+        end = len(text) if comma < 0 else comma
+        entries.extend(read(text[start:end], field, len(entries)))
         start = end + 1
         await asyncio.sleep(0)
     return entries
 
 
-def _read_ids(piece: bytes, field: str, num_before: int) -> array[int]:
+def read_ids(piece: bytes, field: str, num_before: int) -> array[int]:
+    """The token ids of a piece.
+
+    Raises:
+        InvalidRequest: One is none.
+    """
     numbers = _piece_of_numbers(piece)
     if numbers is None:
         raise _wrong_id(piece, field, num_before)
     return array("I", numbers.tobytes())
 
 
-TOKEN_IDS = LongList("token_ids", "token ids", lambda: array("I"), _read_ids)
+async def _parse_ids(text: bytes, field: str) -> array[int]:
+    return await in_pieces(text, field, lambda: array("I"), read_ids)
+
+
+TOKEN_IDS = LongList("token_ids", "token ids", _parse_ids, lambda ids: array("I", ids))
+
+
+class PromptText:
+    """The token ids of a prompt as they are written in a body: a piece is parsed only where its hashes are not known.
+
+    Args:
+        text: Of the list, without its brackets.
+        field: For errors.
+    """
+
+    def __init__(self, text: bytes, field: str) -> None:
+        self._text = text
+        self._field = field
+        self._num_tokens = text.count(b",") + 1 if text else 0
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    async def boundaries(self, cache_salt: str | None, step_tokens: int, recall: Recall) -> list[Boundary]:
+        """The boundaries of a plain prompt at multiples of `step_tokens`, which is one of 16.
+
+        Args:
+            recall: Keeps the hashes of whole pieces, for the next prompt that begins with them.
+
+        Raises:
+            InvalidRequest: An entry is no token id.
+        """
+        chain, boundaries, start = PlainChain(cache_salt, step_tokens), list[Boundary](), 0
+        commas = np.flatnonzero(np.frombuffer(self._text, dtype=np.uint8) == ord(","))
+        for first in range(0, len(self), _PIECE_TOKENS):
+            num_tokens = min(_PIECE_TOKENS, len(self) - first)
+            end = int(commas[first + num_tokens - 1]) if first + num_tokens < len(self) else len(self._text)
+            piece, read = self._text[start:end], partial(read_ids, field=self._field, num_before=first)
+            if num_tokens == _PIECE_TOKENS:
+                boundaries += chain.extend_with(piece, num_tokens, read, recall)
+            else:
+                boundaries += chain.extend(read(piece))
+            start = end + 1
+            await asyncio.sleep(0)
+        return boundaries
+
+
+async def _as_text(text: bytes, field: str) -> PromptText:
+    return PromptText(text, field)
+
+
+def _text_of(ids: Sequence[int]) -> PromptText:
+    return PromptText(",".join(map(str, ids)).encode(), "body.token_ids")
+
+
+PROMPT_TEXT = LongList("token_ids", "token ids", _as_text, _text_of, plain_bytes_max=0)
+"""`TOKEN_IDS` for those who need the hashes alone."""
 
 
 def _piece_of_numbers(piece: bytes) -> npt.NDArray[np.uint32] | None:

@@ -6,7 +6,6 @@ Request and answer have the shape of the indexer API that Mooncake proposed (RFC
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
 from math import gcd
 from typing import Any
 
@@ -15,7 +14,7 @@ from pydantic import ConfigDict, Field
 
 from kvstore.api import PrefixQuery
 from kvstore.errors import InvalidRequest
-from kvstore.model.keys import Boundary, NamespaceId
+from kvstore.model.keys import LINK_TOKENS, NamespaceId
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.access import Reader
 from kvstore.service.admin.context import AdminContext, Context
@@ -31,7 +30,7 @@ from kvstore.service.admin.resources.matches import (
     parse_questions,
     reaches_of,
 )
-from kvstore.service.admin.resources.prompt import ANSWER_S, TOKEN_IDS, TOKENS_MAX, hash_prompt, read_json
+from kvstore.service.admin.resources.prompt import ANSWER_S, PROMPT_TEXT, TOKENS_MAX, PromptText, read_json
 from kvstore.service.authentication import Grant
 from kvstore.service.session import ConnectedEngine
 from kvstore.store.placement import Reach, ResumePoints
@@ -58,12 +57,11 @@ async def query(context: Context, grant: Reader, request: Request) -> Matches | 
     """
     body = await read_json(request)
     async with context.queries.turn():
-        recall = context.known_pieces.of(grant.tenant)
-        questions, is_list = await parse_questions(body, grant, Question, replace(TOKEN_IDS, recall=recall), TOKENS_MAX)
+        questions, is_list = await parse_questions(body, grant, Question, PROMPT_TEXT, TOKENS_MAX)
         for index, (question, _) in enumerate(questions):
             _refuse_adapter(question, (index,) if is_list else ())
         deadline = context.soon(ANSWER_S)
-        answers = [await _answer(context, grant, question, ids, deadline) for question, ids in questions]
+        answers = [await _answer(context, grant, question, text, deadline) for question, text in questions]
     return answers if is_list else answers[0]
 
 
@@ -81,24 +79,23 @@ async def _answer(
     context: AdminContext,
     grant: Grant,
     question: Question,
-    token_ids: Sequence[int],
+    text: PromptText,
     deadline: Deadline,
 ) -> Matches:
     def points_of(engine: ConnectedEngine) -> ResumePoints:
-        return ResumePoints(engine.instance.step_tokens, engine.instance.cap_tokens(len(token_ids)))
+        return ResumePoints(engine.instance.step_tokens, engine.instance.cap_tokens(len(text)))
 
     asked = engines_asked(context, grant, question, points_of)
     targets = {target for _, target in asked}
-    recall, hashed = context.known_pieces.of(grant.tenant), list[Boundary]()
-    if targets:
-        step_tokens = gcd(*(points.step_tokens for _, points in targets))
-        hashed = await hash_prompt(token_ids, question.cache_salt, step_tokens, recall)
+    hashed_tokens = gcd(*(points.step_tokens for _, points in targets)) or LINK_TOKENS
+    recall = context.known_pieces.of(grant.tenant)
+    hashed = await text.boundaries(question.cache_salt, hashed_tokens, recall)  # without engines too: it checks the ids
 
     def work_of(
         namespace: NamespaceId, points: Sequence[ResumePoints]
     ) -> Callable[[Deadline], Coroutine[Any, Any, list[Reach]]]:
         step_tokens = gcd(*(one.step_tokens for one in points))
-        boundaries = tuple(boundary for boundary in hashed if boundary.tokens % step_tokens == 0)
+        boundaries = tuple(hashed[step_tokens // hashed_tokens - 1 :: step_tokens // hashed_tokens])
         prompt = PrefixQuery(namespace, boundaries, 0, max(one.cap_tokens for one in points), step_tokens)
         return lambda soon: context.service.store.reaches(prompt, points, deadline=soon)
 

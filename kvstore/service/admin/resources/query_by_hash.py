@@ -33,7 +33,7 @@ from kvstore.service.admin.resources.matches import (
     parse_questions,
     reaches_of,
 )
-from kvstore.service.admin.resources.prompt import ANSWER_S, TOKENS_MAX, LongList, read_json
+from kvstore.service.admin.resources.prompt import ANSWER_S, TOKENS_MAX, LongList, in_pieces, read_json
 from kvstore.service.authentication import Grant
 from kvstore.store.placement import Reach
 
@@ -91,8 +91,12 @@ def _read_hashes(piece: bytes, field: str, num_before: int) -> list[bytes]:
     return hashes
 
 
+async def _parse_hashes(text: bytes, field: str) -> list[bytes]:
+    return await in_pieces(text, field, list[bytes], _read_hashes)
+
+
 # Python decodes each hash by itself, which takes long: so small bodies are read in pieces too
-_BLOCK_HASHES = LongList("block_hashes", "hashes of blocks", list[bytes], _read_hashes, plain_bytes_max=0)
+_BLOCK_HASHES = LongList("block_hashes", "hashes of blocks", _parse_hashes, list[bytes], plain_bytes_max=0)
 
 BlockHash = Annotated[
     bytes,
