@@ -46,8 +46,6 @@ _DIGITS_MAX = 10
 """Of a token id."""
 _HASHED_AT_ONCE = 512 * LINK_TOKENS
 """Tokens that are hashed before other tasks of this thread get a turn."""
-_PIECE_TOKENS = 256 * LINK_TOKENS
-"""The same, of tokens that are parsed too."""
 
 Model = TypeVar("Model", bound=BaseModel)
 Entries = TypeVar("Entries", bound=Sized)
@@ -226,7 +224,7 @@ async def split_lists(body: bytes, ids_max: int, long_list: LongList[Entries]) -
     for number, (start, stop) in enumerate(places):
         field = f"body.{number}.{long_list.name}" if is_list else f"body.{long_list.name}"
         text = body[start:stop].strip(_SPACES)
-        room -= text.count(b",") + bool(text)
+        room -= _num_entries(text)
         if room < 0:
             raise InvalidRequest(
                 f"at most {ids_max} {long_list.words}", field=field, expected=f"at most {ids_max}", seen="more"
@@ -284,7 +282,7 @@ class PromptText:
     def __init__(self, text: bytes, field: str) -> None:
         self._text = text
         self._field = field
-        self._num_tokens = text.count(b",") + 1 if text else 0
+        self._num_tokens = _num_entries(text)
 
     def __len__(self) -> int:
         return self._num_tokens
@@ -298,19 +296,42 @@ class PromptText:
         Raises:
             InvalidRequest: An entry is no token id.
         """
-        chain, boundaries, start = PlainChain(cache_salt, step_tokens), list[Boundary](), 0
-        commas = np.flatnonzero(np.frombuffer(self._text, dtype=np.uint8) == ord(","))
-        for first in range(0, len(self), _PIECE_TOKENS):
-            num_tokens = min(_PIECE_TOKENS, len(self) - first)
-            end = int(commas[first + num_tokens - 1]) if first + num_tokens < len(self) else len(self._text)
-            piece, read = self._text[start:end], partial(read_ids, field=self._field, num_before=first)
-            if num_tokens == _PIECE_TOKENS:
+        chain, boundaries = PlainChain(cache_salt, step_tokens), list[Boundary]()
+        start = num_before = 0
+        while num_before < len(self):
+            end, num_tokens = self._cut(start, len(self) - num_before)
+            piece, read = self._text[start:end], partial(read_ids, field=self._field, num_before=num_before)
+            if end < len(self._text):
                 boundaries += chain.extend_with(piece, num_tokens, read, recall)
             else:
                 boundaries += chain.extend(read(piece))
-            start = end + 1
+            start, num_before = end + 1, num_before + num_tokens
             await asyncio.sleep(0)
         return boundaries
+
+    def _cut(self, start: int, num_left: int) -> tuple[int, int]:
+        """Where the piece that begins at `start` ends, and how many tokens it has: a multiple of 16 unless it is the
+        last one. Where pieces end depends on what is before alone.
+        """
+        text, stop = self._text, start + _PIECE_BYTES
+        while stop < len(text):
+            num_tokens = _num_commas(text[start:stop])
+            beyond = num_tokens % LINK_TOKENS
+            if num_tokens > beyond:
+                for _ in range(beyond + 1):
+                    stop = text.rindex(b",", start, stop)
+                return stop, num_tokens - beyond
+            stop += _PIECE_BYTES  # there are very many spaces
+        return len(text), num_left
+
+
+def _num_entries(text: bytes) -> int:
+    return _num_commas(text) + 1 if text else 0
+
+
+def _num_commas(text: bytes) -> int:
+    """A tenth of the time of `bytes.count`, which looks for each one anew."""
+    return int(np.count_nonzero(np.frombuffer(text, dtype=np.uint8) == ord(",")))
 
 
 async def _as_text(text: bytes, field: str) -> PromptText:
