@@ -3,7 +3,8 @@
 The prompt of 131,072 tokens has 2,048 boundaries, 4 groups and 8 slices; Redis holds a million entries. Some
 figures are of the store's own `lookup`, from the query to the answer, and of the catalog's question alone. Others are
 of the `POST /v1/query` of a router in a process of its own, from the request's first byte to the answer's last: `query`
-asks about a new prompt, `query_next_turn` about one whose beginning was asked about the turn before.
+asks about a new prompt, `query_next_turn` about one whose beginning was asked about the turn before. `hashes` is what
+SHA-256 alone takes for the links of a new prompt, in Python and in the same run: no answer to `query` can be quicker.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
+from struct import Struct
 
 import numpy as np
 import numpy.typing as npt
@@ -79,7 +81,7 @@ class Row:
     """One figure.
 
     Attributes:
-        what: `store_lookup`, `catalog_lookup`, `query`, `query_next_turn`, `s3_rounds` or `entry`.
+        what: `store_lookup`, `catalog_lookup`, `hashes`, `query`, `query_next_turn`, `s3_rounds` or `entry`.
         tokens: Of the prompt.
         p50_ms: Median.
         p90_ms: Nine of ten are quicker.
@@ -191,6 +193,7 @@ async def _time_lookups(
                     )
                 )
         settings = load_settings({"hot": url, "admin_listen": "127.0.0.1:0"})
+        rows.append(_time_hashes(repetitions))
         for what in ("query", "query_next_turn"):
             rows.append(await _time_queries(what, store, settings, num_prompts, repetitions))
     finally:
@@ -233,6 +236,24 @@ async def _time_queries(what: str, store: TieredStore, settings: Settings, num_p
         tokens=_BOUNDARIES * _LAYOUT.page_tokens,
         boundaries=_BOUNDARIES,
         entries=num_prompts * _BOUNDARIES,
+        p50_ms=round(statistics.median(times), 2),
+        p90_ms=round(times[len(times) * 9 // 10], 2),
+    )
+
+
+def _time_hashes(repetitions: int) -> Row:
+    """A chain of hashes over a prompt's tokens, with nothing else."""
+    words, times = [word for (word,) in Struct("64s").iter_unpack(_tokens(0).tobytes())], []
+    for _ in range(repetitions):
+        started_s, link, sha256 = time.perf_counter(), b"", hashlib.sha256
+        for word in words:
+            link = sha256(link + word).digest()
+        times.append((time.perf_counter() - started_s) * 1000)
+    times.sort()
+    return Row(
+        "hashes",
+        tokens=_BOUNDARIES * _LAYOUT.page_tokens,
+        boundaries=_BOUNDARIES,
         p50_ms=round(statistics.median(times), 2),
         p90_ms=round(times[len(times) * 9 // 10], 2),
     )

@@ -35,8 +35,7 @@ _boundary = partial(tuple.__new__, Boundary)
 
 
 def boundaries_of(tokens: Sequence[int], prefixes: bytes) -> list[Boundary]:
-    """Boundaries of which only the numbers are given: long prompts have thousands, of which each takes a third of the
-    time that the class takes to make one.
+    """Many boundaries at once, much quicker than by calls of the class: long prompts have thousands.
 
     Args:
         tokens: For each boundary.

@@ -330,7 +330,7 @@ def _num_entries(text: bytes) -> int:
 
 
 def _num_commas(text: bytes) -> int:
-    """A tenth of the time of `bytes.count`, which looks for each one anew."""
+    """Much quicker than `bytes.count`, which searches for each one by itself."""
     return int(np.count_nonzero(np.frombuffer(text, dtype=np.uint8) == ord(",")))
 
 
