@@ -34,7 +34,7 @@ class Boundary(NamedTuple):
 _boundary = partial(tuple.__new__, Boundary)
 
 
-def boundaries_of(tokens: Sequence[int], prefixes: bytes) -> list[Boundary]:
+def boundaries_at(tokens: Sequence[int], prefixes: bytes) -> list[Boundary]:
     """Many boundaries at once, much quicker than by calls of the class: long prompts have thousands.
 
     Args:
@@ -147,7 +147,7 @@ class PlainChain:
         tokens, step_tokens = self._tokens, self._step_tokens
         self._link, self._tokens = hashes[-PREFIX_BYTES:], tokens + num_tokens
         ends = range((tokens // step_tokens + 1) * step_tokens, self._tokens + 1, step_tokens)
-        return boundaries_of(ends, hashes[:-PREFIX_BYTES])
+        return boundaries_at(ends, hashes[:-PREFIX_BYTES])
 
     def _hashes(self, data: bytes) -> bytes:
         """The hashes at the boundaries of the next tokens, and at their end."""

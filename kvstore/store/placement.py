@@ -177,7 +177,7 @@ def reach_of(presence: Presence, in_memory: npt.NDArray[Any], in_all: npt.NDArra
 
 def tokens_of(query: PrefixQuery) -> npt.NDArray[np.int64]:
     """[boundaries], int64: where each boundary of a query is."""
-    return np.fromiter((boundary.tokens for boundary in query.boundaries), np.int64, len(query.boundaries))
+    return np.array([tokens for tokens, _ in query.boundaries], dtype=np.int64)
 
 
 def resume_of(layout: Layout, query: PrefixQuery, tokens: Numbers, bits: Numbers, cap_tokens: int | None = None) -> int:

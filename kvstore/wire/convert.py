@@ -26,7 +26,7 @@ from kvstore.model.keys import (
     NamespaceId,
     PrefixHash,
     RecordKey,
-    boundaries_of,
+    boundaries_at,
 )
 from kvstore.model.layout import MAX_GROUPS, MAX_PREFIX_TOKENS, Layout
 from kvstore.model.outcome import CONTENT_BYTES
@@ -202,7 +202,7 @@ def parse_ended(message: messages.PromptEnded) -> EndedPrompt:
     tokens = _unpack("I", message.tokens, "prompt_ended.tokens")
     _check_length("prompt_ended.prefixes", message.prefixes, len(tokens) * PREFIX_BYTES)
     namespace = parse_namespace(message.namespace, "prompt_ended.namespace")
-    boundaries = tuple(boundaries_of(tokens, message.prefixes))
+    boundaries = tuple(boundaries_at(tokens, message.prefixes))
     PrefixQuery(namespace, boundaries, 0, 0, message.step_tokens)  # checks the boundaries
     wishes, complaints = read_wishes(message.wishes)
     if complaints:
@@ -240,7 +240,7 @@ def parse_query(message: messages.Lookup) -> PrefixQuery:
     _check_length(f"{message.type}.prefixes", message.prefixes, len(tokens) * PREFIX_BYTES)
     changed = {
         "namespace": parse_namespace(message.namespace, f"{message.type}.namespace"),
-        "boundaries": tuple(boundaries_of(tokens, message.prefixes)),
+        "boundaries": tuple(boundaries_at(tokens, message.prefixes)),
     }
     return PrefixQuery(**_same_fields(message, PrefixQuery) | changed)
 

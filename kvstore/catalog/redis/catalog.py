@@ -298,11 +298,11 @@ class RedisCatalog(Catalog):
         """The entries as they are stored, in one round trip per node."""
         if not prefixes:
             return []
-        start, tags = f"{_ROOT}/{namespace.hex()}/", [prefix.hex() for prefix in prefixes]
-        names = [f"{start}{{{tag}}}" for tag in tags]
+        start = f"{_ROOT}/{namespace.hex()}/"
+        names = [f"{start}{{{prefix.hex()}}}" for prefix in prefixes]
         if self._nodes.is_cluster:
             calls: list[Call] = [
-                (self._nodes.slot_of(tag), ("GET", name)) for tag, name in zip(tags, names, strict=True)
+                (self._nodes.slot_of(prefix.hex()), ("GET", name)) for prefix, name in zip(prefixes, names, strict=True)
             ]
             return await self._nodes.run(calls, deadline=deadline)
         (entries,) = await self._nodes.run([(0, ("MGET", *names))], deadline=deadline)

@@ -313,15 +313,14 @@ class PromptText:
         """Where the piece that begins at `start` ends, and how many tokens it has: a multiple of 16 unless it is the
         last one. Where pieces end depends on what is before alone.
         """
-        text, stop = self._text, start + _PIECE_BYTES
-        while stop < len(text):
-            num_tokens = _num_commas(text[start:stop])
-            beyond = num_tokens % LINK_TOKENS
-            if num_tokens > beyond:
-                for _ in range(beyond + 1):
-                    stop = text.rindex(b",", start, stop)
-                return stop, num_tokens - beyond
-            stop += _PIECE_BYTES  # there are very many spaces
+        text, num_tokens = self._text, 0
+        for stop in range(start + _PIECE_BYTES, len(text), _PIECE_BYTES):  # more than once if there are many spaces
+            num_tokens += _num_commas(text[stop - _PIECE_BYTES : stop])
+            if num_tokens >= LINK_TOKENS:
+                end = stop
+                for _ in range(num_tokens % LINK_TOKENS + 1):
+                    end = text.rindex(b",", start, end)
+                return end, num_tokens // LINK_TOKENS * LINK_TOKENS
         return len(text), num_left
 
 
