@@ -39,7 +39,7 @@ _MEMORY_RECORDS = 128
 """What the memory of a service holds. It is full when the first turn begins, so that each save evicts."""
 _SEALED = 32
 """Records that are sealed together, between saves."""
-_QUIET_S = 0.3
+_QUIET_S = 1.0
 """After the last save of a turn; what was saved is published by then."""
 _TURNS = 3
 """Of one pair of services."""

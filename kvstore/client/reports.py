@@ -18,6 +18,7 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.wire import convert
+from kvstore.wire.page_names import blocks_message, names_messages
 
 _log = logging.getLogger(__name__)
 
@@ -124,11 +125,11 @@ class Reports:
     def _post(self, connection: Connection, most: int) -> None:
         self._forget_some()
         now_s, welcome = self._clock.monotonic_s(), connection.welcome
+        names: list[PageBlocks] = []
         for _ in range(min(most, len(self._waiting))):
             at_s, report = self._waiting.popleft()
             if isinstance(report, PageBlocks):
-                if welcome.blocks:
-                    connection.post(convert.blocks_message(report))
+                names.append(report)
             elif isinstance(report, EndedPrompt):
                 if welcome.hints and len(report.boundaries) <= convert.ENDED_MAX:
                     connection.post(convert.ended_message(report))
@@ -136,6 +137,12 @@ class Reports:
             elif welcome.explains and (welcome.losses or not report.is_loss):
                 age_ms = int((now_s - at_s) * 1000)
                 connection.post(convert.outcome_message(replace(report, age_ms=age_ms)))
+        if welcome.page_names:
+            for message in names_messages(names):
+                connection.post(message)
+        elif welcome.blocks:  # an older service
+            for blocks in names:
+                connection.post(blocks_message(blocks))
         if self._num_dropped:
             _log.warning(
                 "the store service does not learn of %d reports of this engine: it did not answer for %d s, or "

@@ -19,6 +19,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.turns import PIECE, LongWork
 from kvstore.wire import convert, messages, places
 from kvstore.wire.messages import Reply, Request
+from kvstore.wire.page_names import parse_blocks, parse_names
 
 _OPENED_MAX = 4096
 """Namespaces whose tenants are remembered, the latest: more than a store keeps open."""
@@ -133,24 +134,25 @@ class Answers:
                 await self.store.release(staged.lease)
             raise
 
-    def report(self, message: messages.Outcome, tenant: str, *, may_save: bool) -> None:
-        """Keep an engine's report of a request.
+    def report(self, message: messages.Outcome | messages.PageNames, tenant: str, *, may_save: bool) -> None:
+        """Keep an engine's report of a request, or its names of pages.
 
         A report on another tenant's namespace is dropped. For a namespace that is not open here only losses are kept.
         Ranks report them, and a service that has just started may receive a rank's report before the scheduler opens
         the namespace. Losses are kept by tenant, and need no catalog.
 
-        One with `blocks` names a page's blocks instead. The first names count, so only who may save a page may name it.
+        An outcome with `blocks` names a page too. The first names count, so only who may save a page may name it.
 
         Raises:
             InvalidRequest: Something in it is malformed, or the peer may not name pages.
         """
-        if message.blocks:
+        if isinstance(message, messages.PageNames) or message.blocks:
             if not may_save:
                 raise InvalidRequest("the token may not name pages: give it the scope save", field="token")
-            blocks = convert.parse_blocks(message)
-            if self._is_of(tenant, blocks.namespace):
-                self.store.name_blocks(blocks)
+            pages = parse_names(message) if isinstance(message, messages.PageNames) else [parse_blocks(message)]
+            if self._is_of(tenant, pages[0].namespace):
+                for blocks in pages:
+                    self.store.name_blocks(blocks)
             return
         outcome = replace(convert.parse_outcome(message), tenant=tenant)
         namespace = outcome.namespace

@@ -31,7 +31,6 @@ from kvstore.service.incoming import Incoming, Receipt
 from kvstore.service.limits import PROGRESS_BYTES, ServiceLimits, Stall, UnauthenticatedConnection, bytes_of
 from kvstore.service.save_memory import SaveMemories, SaveMemory
 from kvstore.wire import convert, messages
-from kvstore.wire.convert import plain_text
 from kvstore.wire.frames import HELLO_HEAD_BYTES_MAX, LATER, MAX_HEAD_BYTES, Head, Later
 from kvstore.wire.messages import PROTOCOL_VERSION, Message, error_of
 from kvstore.wire.protocol import FrameConnection
@@ -291,7 +290,7 @@ class Session:
                     task.cancel()
             case messages.Release():
                 self._release(LeaseId(message.lease))
-            case messages.Outcome():
+            case messages.Outcome() | messages.PageNames():
                 self._answers.report(message, self.tenant, may_save=self._may_save)
             case messages.PromptEnded():
                 self._answers.end_prompt(message, self.tenant, may_save=self._may_save)
@@ -336,7 +335,7 @@ class Session:
         self.grant, self.tenant = grant, grant.tenant or NO_TENANT
         self._is_own_user = self._find_own_user()
         self._incoming.tenant = self.tenant
-        self.client, self.role = plain_text(message.client, 128), plain_text(message.role, 16)
+        self.client, self.role = convert.plain_text(message.client, 128), convert.plain_text(message.role, 16)
         if self._greeting is not None:
             self._greeting.cancel()
         if self._entry is not None:
@@ -361,6 +360,7 @@ class Session:
                 hints=self._may_save and self._answers.store.takes_hints,
                 save_memory=self._may_save and arena is not None,
                 save_places=True,
+                page_names=self._may_save and self._answers.store.takes_blocks,
             )
         )
 

@@ -30,11 +30,10 @@ from kvstore.model.keys import (
 )
 from kvstore.model.layout import MAX_GROUPS, MAX_PREFIX_TOKENS, Layout
 from kvstore.model.outcome import CONTENT_BYTES
-from kvstore.model.page_blocks import GROUPS_MAX, HASHES_MAX, TOKENS_MAX, BlockGroup, PageBlocks
 from kvstore.model.prompt_hint import EndedPrompt, read_wishes
 from kvstore.wire import messages
 
-_TEXT_MAX = 256
+TEXT_MAX = 256
 _DETAILS_MAX = 16
 _MODELS_MAX = 16
 _TOKENS_MAX = (1 << 32) - 1
@@ -42,145 +41,12 @@ _AGE_MS_MAX = 3_600_000
 _GROUPS_BYTES_MAX = MAX_GROUPS // 8
 ENDED_MAX = 4096
 """Boundaries of a prompt in `prompt_ended`: pages of 64 tokens of a prompt of 262,144."""
-_HASH_BYTES_MAX = 64
-_GROUP_NUMBER_MAX = (1 << 31) - 1
-
-
-def blocks_message(blocks: PageBlocks) -> messages.Outcome:
-    """The names of a page's blocks as a message."""
-    return messages.Outcome(
-        request="",
-        namespace=blocks.namespace,
-        prompt_tokens=0,
-        cap_tokens=0,
-        local_tokens=0,
-        resume_tokens=0,
-        stop_tokens=blocks.boundary.tokens,
-        stop_prefix=blocks.boundary.prefix,
-        groups=(1 << blocks.group).to_bytes(blocks.group // 8 + 1, "little"),
-        blocks={
-            "model": blocks.model[:_TEXT_MAX],
-            "hash_bytes": blocks.hash_bytes,
-            "hashes": blocks.hashes,
-            "parent": blocks.parent,
-            "block_tokens": blocks.block_tokens,
-            "groups": [[group.index, group.kind, group.window_tokens or 0] for group in blocks.groups],
-            "tokens": blocks.tokens,
-            "lora_name": blocks.lora_name[:_TEXT_MAX],
-        },
-    )
-
-
-def parse_blocks(message: messages.Outcome) -> PageBlocks:
-    """The names of a page's blocks from a message; texts as in `parse_outcome`.
-
-    Raises:
-        InvalidRequest: A field is missing, has the wrong type or length, or is out of range.
-    """
-    said = message.blocks
-    _check_length("outcome.stop_prefix", message.stop_prefix, PREFIX_BYTES)
-    bits = int.from_bytes(message.groups[:_GROUPS_BYTES_MAX], "little")
-    if bits.bit_count() != 1:
-        raise InvalidRequest("a page is of one group", field="outcome.groups", expected=1, seen=bits.bit_count())
-    width, block_tokens = _number(said, "hash_bytes", _HASH_BYTES_MAX), _number(said, "block_tokens", MAX_PREFIX_TOKENS)
-    hashes, parent, tokens = (_bytes(said, name) for name in ("hashes", "parent", "tokens"))
-    groups = _block_groups(said.get("groups"))
-    num_blocks = len(hashes) // width
-    for name, num_bytes, expected in (
-        ("hashes", len(hashes), (max(1, num_blocks) * width,)),
-        ("parent", len(parent), (0, width)),
-        ("tokens", len(tokens), (0, 4 * num_blocks * block_tokens)),
-    ):
-        if num_bytes not in expected:
-            wanted = " or ".join(map(str, expected))
-            raise InvalidRequest(
-                "a field has the wrong length", field=f"outcome.blocks.{name}", expected=wanted, seen=num_bytes
-            )
-    for name, most, seen in (
-        ("hashes", HASHES_MAX, num_blocks * len(groups)),
-        ("tokens", TOKENS_MAX, num_blocks * block_tokens * len(groups)),
-    ):
-        if seen > most:
-            raise InvalidRequest(
-                "a page has too many blocks or tokens, counted for each group",
-                field=f"outcome.blocks.{name}",
-                expected=f"at most {most}",
-                seen=seen,
-            )
-    return PageBlocks(
-        namespace=parse_namespace(message.namespace, "outcome.namespace"),
-        boundary=Boundary(message.stop_tokens, PrefixHash(message.stop_prefix)),
-        group=bits.bit_length() - 1,
-        model=plain_text(_text(said, "model")),
-        hash_bytes=width,
-        hashes=hashes,
-        parent=parent,
-        block_tokens=block_tokens,
-        groups=groups,
-        tokens=tokens,
-        lora_name=plain_text(_text(said, "lora_name")),
-    )
-
-
-def _number(said: Mapping[str, Any], name: str, most: int) -> int:
-    value = said.get(name)
-    if _is_whole(value, 1, most):
-        return value
-    raise InvalidRequest(
-        "expected a whole number", field=f"outcome.blocks.{name}", expected=f"1 to {most}", seen=_seen(value)
-    )
-
-
-def _bytes(said: Mapping[str, Any], name: str) -> bytes:
-    value = said.get(name)
-    if isinstance(value, bytes):
-        return value
-    raise InvalidRequest(
-        "a field has the wrong type", field=f"outcome.blocks.{name}", expected="bytes", seen=type(value).__name__
-    )
-
-
-def _text(said: Mapping[str, Any], name: str) -> str:
-    value = said.get(name)
-    if isinstance(value, str):
-        return value
-    raise InvalidRequest(
-        "a field has the wrong type", field=f"outcome.blocks.{name}", expected="text", seen=type(value).__name__
-    )
-
-
-def _block_groups(said: object) -> tuple[BlockGroup, ...]:
-    """The engine's groups that have a page's blocks: index, kind and window of each."""
-    if not isinstance(said, list) or not 1 <= len(said) <= GROUPS_MAX:
-        seen = len(said) if isinstance(said, list) else type(said).__name__
-        raise InvalidRequest(
-            "expected a list of groups", field="outcome.blocks.groups", expected=f"1 to {GROUPS_MAX}", seen=seen
-        )
-    groups: dict[int, BlockGroup] = {}
-    for at, one in enumerate(said):
-        is_group = isinstance(one, list) and len(one) == 3 and isinstance(one[1], str)
-        if not is_group or not all(_is_whole(number, 0, _GROUP_NUMBER_MAX) for number in (one[0], one[2])):
-            raise InvalidRequest(
-                "expected index, kind and window of a group",
-                field=f"outcome.blocks.groups[{at}]",
-                expected=f"a text between whole numbers of at most {_GROUP_NUMBER_MAX}",
-                seen=_seen(one),
-            )
-        if one[0] in groups:
-            raise InvalidRequest("a group is named twice", field=f"outcome.blocks.groups[{at}]", seen=one[0])
-        groups[one[0]] = BlockGroup(one[0], plain_text(one[1], 64), one[2] or None)
-    return tuple(groups.values())
-
-
-def _seen(value: object) -> str:
-    """What a peer has sent, for an error."""
-    return plain_text(str(value)[:64]) if isinstance(value, int | float | str) else type(value).__name__
 
 
 def ended_message(prompt: EndedPrompt) -> messages.PromptEnded:
     """A prompt that has ended as a message."""
     return messages.PromptEnded(
-        request=prompt.request[:_TEXT_MAX],
+        request=prompt.request[:TEXT_MAX],
         namespace=prompt.namespace,
         tokens=_pack("I", [boundary.tokens for boundary in prompt.boundaries], "tokens"),
         prefixes=b"".join(boundary.prefix for boundary in prompt.boundaries),
@@ -261,7 +127,7 @@ def parse_lookup(message: messages.LookedUp, num_boundaries: int) -> Lookup:
         InvalidRequest: There is not one mask per boundary, or an offer is malformed.
     """
     width, masks = message.mask_bytes, message.masks
-    _check_length("looked_up.masks", masks, num_boundaries * width)
+    check_length("looked_up.masks", masks, num_boundaries * width)
     present = (int.from_bytes(masks[at : at + width], "little") for at in range(0, len(masks), max(1, width)))
     silent = tuple(name for name in message.silent.split(",") if name)
     return Lookup(message.resume_tokens, tuple(present), _offers(message.offers), silent)
@@ -329,7 +195,7 @@ Spans = tuple[tuple[int, int], ...]
 def _unpack_keys(message: messages.Staged) -> tuple[tuple[RecordKey, ...], Spans]:
     keys = _parse_keys(message)
     tokens = _unpack("I", message.spans, "staged.spans")
-    _check_length("staged.spans", message.spans, len(keys) * 8)
+    check_length("staged.spans", message.spans, len(keys) * 8)
     return keys, tuple(zip(tokens[::2], tokens[1::2], strict=True))
 
 
@@ -344,7 +210,7 @@ def _keys_fields(keys: Sequence[RecordKey]) -> dict[str, Any]:
 def _parse_keys(message: messages.Staged | messages.Locate) -> tuple[RecordKey, ...]:
     parts = _unpack("H", message.parts, f"{message.type}.parts")
     num_keys = len(parts) // 2
-    _check_length(f"{message.type}.parts", message.parts, num_keys * 4)
+    check_length(f"{message.type}.parts", message.parts, num_keys * 4)
     prefixes = _prefixes(message.prefixes, num_keys, f"{message.type}.prefixes")
     namespace = parse_namespace(message.namespace, f"{message.type}.namespace")
     return tuple(
@@ -390,7 +256,7 @@ def _pack_chosen(staged: Staged, query: PrefixQuery, layout: Layout) -> bytes:
 
 def _unpack_chosen(chosen: bytes, query: PrefixQuery, layout: Layout) -> tuple[tuple[RecordKey, ...], Spans]:
     width = (len(query.boundaries) + 7) // 8
-    _check_length("staged.chosen", chosen, width * len(layout.groups))
+    check_length("staged.chosen", chosen, width * len(layout.groups))
     rows = np.frombuffer(chosen, dtype=np.uint8).reshape(len(layout.groups), width)
     bits = np.unpackbits(rows, axis=1, count=len(query.boundaries), bitorder="little")
     keys: list[RecordKey] = []
@@ -404,7 +270,7 @@ def _unpack_chosen(chosen: bytes, query: PrefixQuery, layout: Layout) -> tuple[t
     return tuple(keys), tuple(spans)
 
 
-def plain_text(text: str, most: int = _TEXT_MAX) -> str:
+def plain_text(text: str, most: int = TEXT_MAX) -> str:
     """The first `most` characters of an engine's text, with unprintable characters escaped.
 
     Engines take such texts from their own clients. Control characters, line separators and characters that change the
@@ -441,9 +307,9 @@ def parse_instance(engine: Mapping[str, Any]) -> EngineInstance | None:
         and isinstance(address, str)
         and isinstance(models, list | tuple)
         and all(isinstance(model, str) for model in models)
-        and _is_whole(step_tokens, LINK_TOKENS, MAX_PREFIX_TOKENS)
+        and is_whole(step_tokens, LINK_TOKENS, MAX_PREFIX_TOKENS)
         and step_tokens % LINK_TOKENS == 0
-        and _is_whole(dp_rank, 0, _TOKENS_MAX)
+        and is_whole(dp_rank, 0, _TOKENS_MAX)
         and isinstance(whole_prompts, bool)
         and isinstance(names_blocks, bool)
     ):
@@ -459,7 +325,8 @@ def parse_instance(engine: Mapping[str, Any]) -> EngineInstance | None:
     )
 
 
-def _is_whole(value: object, least: int, most: int) -> TypeGuard[int]:
+def is_whole(value: object, least: int, most: int) -> TypeGuard[int]:
+    """Whether a peer's value is a whole number in a range."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
@@ -467,7 +334,7 @@ def outcome_message(outcome: Outcome) -> messages.Outcome:
     """A request's outcome as a message."""
     stop = outcome.stop
     changed = {
-        "request": outcome.request[:_TEXT_MAX],
+        "request": outcome.request[:TEXT_MAX],
         "namespace": outcome.namespace or b"",
         "detail": dict(outcome.detail),
         "stop_tokens": stop.tokens if stop is not None else 0,
@@ -491,7 +358,7 @@ def parse_outcome(message: messages.Outcome) -> Outcome:
         ("content", message.content, CONTENT_BYTES),
     ):
         if data:
-            _check_length(f"outcome.{where}", data, expected)
+            check_length(f"outcome.{where}", data, expected)
     stop = Boundary(message.stop_tokens, PrefixHash(message.stop_prefix)) if message.stop_prefix else None
     for where in ("prompt_tokens", "cap_tokens", "local_tokens", "resume_tokens", "stop_tokens"):
         if (tokens := getattr(message, where)) > _TOKENS_MAX:
@@ -525,7 +392,7 @@ def parse_key(message: messages.Load | messages.Discard) -> RecordKey:
     Raises:
         InvalidRequest: A part has the wrong length or range.
     """
-    _check_length(f"{message.type}.prefix", message.prefix, PREFIX_BYTES)
+    check_length(f"{message.type}.prefix", message.prefix, PREFIX_BYTES)
     if message.group > 0xFFFF or message.slice > 0xFFFF:
         raise InvalidRequest("group and slice have 16 bits", group=message.group, slice=message.slice)
     namespace = parse_namespace(message.namespace, f"{message.type}.namespace")
@@ -538,7 +405,7 @@ def parse_namespace(namespace: bytes, where: str) -> NamespaceId:
     Raises:
         InvalidRequest: It is not 16 bytes.
     """
-    _check_length(where, namespace, NAMESPACE_BYTES)
+    check_length(where, namespace, NAMESPACE_BYTES)
     return NamespaceId(namespace)
 
 
@@ -569,10 +436,15 @@ def _unpack(code: str, data: bytes, where: str) -> tuple[int, ...]:
 
 
 def _prefixes(data: bytes, count: int, where: str) -> list[PrefixHash]:
-    _check_length(where, data, count * PREFIX_BYTES)
+    check_length(where, data, count * PREFIX_BYTES)
     return [PrefixHash(data[at : at + PREFIX_BYTES]) for at in range(0, len(data), PREFIX_BYTES)]
 
 
-def _check_length(where: str, data: bytes, expected: int) -> None:
+def check_length(where: str, data: bytes, expected: int) -> None:
+    """Refuse bytes of another length.
+
+    Raises:
+        InvalidRequest: They have one; names the field `where`.
+    """
     if len(data) != expected:
         raise InvalidRequest("a field has the wrong length", field=where, expected=expected, seen=len(data))

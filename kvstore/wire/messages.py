@@ -83,6 +83,7 @@ class Welcome(Message):
         hints: Whether it takes `prompt_ended`.
         save_memory: Whether it answers `share_save_memory`, and reads `memory` in `save`.
         save_places: Whether it reads `places` in `save`.
+        page_names: Whether it takes `page_names`.
     """
 
     version: int
@@ -101,6 +102,7 @@ class Welcome(Message):
     hints: bool = False
     save_memory: bool = False
     save_places: bool = False
+    page_names: bool = False
 
 
 @wire_message("refused")
@@ -365,6 +367,31 @@ class Outcome(Message):
     content: bytes = b""
     age_ms: int = 0
     blocks: Mapping[str, Any] = field(default_factory=dict)
+
+
+PAGE_NAMES_MAX = 64
+"""Pages in one `page_names`: other clients wait while the service takes them."""
+
+
+@wire_message("page_names")
+class PageNames(Message):
+    """Not answered. How routers know some pages of one group: what `outcome` says in `blocks` of one page.
+
+    Attributes:
+        group: The canonical group that they are of.
+        groups: Of the engine, that have their blocks: a list of index, kind and window (0 for none) for each.
+        pages: 1 to `PAGE_NAMES_MAX`; of each a list: tokens and prefix of the boundary at which it ends, hashes, parent
+            and token ids. Together they have at most as many hashes and tokens as one page may.
+    """
+
+    namespace: bytes
+    group: int
+    model: str
+    hash_bytes: int
+    block_tokens: int
+    groups: list[Any]
+    pages: list[Any]
+    lora_name: str = ""
 
 
 @wire_message("prompt_ended")

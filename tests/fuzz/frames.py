@@ -9,16 +9,33 @@ from typing import Any
 
 import msgpack
 
+from kvstore.model.page_blocks import BlockGroup, PageBlocks
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import make_record
 from kvstore.wire import convert, messages
 from kvstore.wire.messages import encode
+from kvstore.wire.page_names import blocks_message, names_messages
 from tests.fuzz.inputs import mutated
 
 PROMPT = Prompt(ATTENTION, "fuzz", 128)
 TYPES: list[type[Any]] = [kind for kind in vars(messages).values() if getattr(kind, "type", "")]
 HOSTILE = (0, 1, -1, 2**31, 2**63, 2**64 - 1, 0.5, float("inf"), float("nan"), "", "x" * 300, b"", b"\0" * 16)
 HOSTILE += (b"\xff" * 32, b"\0" * 7, [], {}, {"a": {}}, None, True, [[[]]])
+PAGES = [
+    PageBlocks(
+        namespace=PROMPT.description.id,
+        boundary=PROMPT.boundary(tokens),
+        group=0,
+        model="m",
+        hash_bytes=8,
+        hashes=bytes(32),
+        parent=bytes(8),
+        block_tokens=16,
+        groups=(BlockGroup(0, "full_attention"), BlockGroup(1, "sliding_window", 64)),
+        tokens=bytes(256),
+    )
+    for tokens in (64, 128)
+]
 RECORD = bytes(make_record(1, 500).data)
 SAVED = bytes(PROMPT.records()[0].data)
 
@@ -51,6 +68,8 @@ def valid_frames(choose: random.Random) -> list[bytes]:
         (messages.Save(13, 500, "memory", memory=lease, offset=64, num_bytes=len(SAVED), stamp=1), b""),
         (messages.Locate(11, 500, lease, **convert.locate_fields([PROMPT.records()[0].key]), arena=lease), b""),
     ]
+    said += [(message, b"") for message in names_messages(PAGES)]
+    said.append((blocks_message(PAGES[0]), b""))
     assert namespace
     return [frame(encode(message), payload) for message, payload in said]
 

@@ -13,6 +13,7 @@ import msgpack
 import pytest
 
 from kvstore.errors import KVStoreError
+from kvstore.model.page_blocks import HASHES_MAX, TOKENS_MAX
 from kvstore.runtime.budget import ByteBudget, Shares
 from kvstore.runtime.turns import Turns
 from kvstore.service.answers import Answers
@@ -23,11 +24,12 @@ from kvstore.service.session import Session, SessionContext
 from kvstore.testing.dict_store import DictStore
 from kvstore.tiers.redis.resp import ProtocolError, ReplyParser
 from kvstore.wire import convert, messages
-from kvstore.wire.frames import LATER, FrameReader, Head, Later
-from kvstore.wire.messages import decode, raise_error
+from kvstore.wire.frames import LATER, FrameReader, Head, Later, unpack_head
+from kvstore.wire.messages import decode, encode, raise_error
+from kvstore.wire.page_names import blocks_message, names_messages, parse_blocks, parse_names
 from kvstore.wire.places import parse_located, parse_save_places
 from kvstore.wire.protocol import FrameConnection
-from tests.fuzz.frames import conversation, hostile_frame
+from tests.fuzz.frames import HOSTILE, PAGES, conversation, hostile_frame
 from tests.fuzz.inputs import bounded_memory, fuzz, mutated, pieces
 
 LIMITS = ServiceLimits(receive_bytes=64 << 10, save_credit_bytes=16 << 10, max_requests=4, hello_timeout_s=60)
@@ -93,10 +95,54 @@ def test_heads_of_messages(choose: random.Random) -> None:
                 convert.parse_locate(message)
             case messages.Save():
                 parse_save_places(message)
+            case messages.Outcome():
+                convert.parse_outcome(message)
+                parse_blocks(message)
+            case messages.PageNames():
+                parse_names(message)
             case messages.Located():
                 parse_located(message, choose.randrange(5))
             case messages.Error() | messages.Refused():
                 raise_error(message)
+
+
+def damaged(value: Any, choose: random.Random) -> Any:
+    """A value with something strange at some depth."""
+    if isinstance(value, list | tuple) and value and choose.random() < 0.8:
+        at = choose.randrange(len(value))
+        return [*value[:at], damaged(value[at], choose), *value[at + 1 :]]
+    if isinstance(value, dict) and value and choose.random() < 0.9:
+        name = choose.choice(list(value))
+        return {**value, name: damaged(value[name], choose)}
+    if isinstance(value, bytes) and choose.random() < 0.5:
+        return value * choose.choice((0, 2, 200)) + bytes(choose.randrange(3))
+    if isinstance(value, list) and choose.random() < 0.5:
+        return value * choose.choice((0, 2, 40))
+    return choose.choice(HOSTILE)
+
+
+@fuzz(20_000)
+def test_names_of_pages(choose: random.Random) -> None:
+    """Names with something strange in them are an expected error, or pages that a service has room for."""
+    head = damaged(encode(choose.choice((*names_messages(PAGES), blocks_message(PAGES[0])))), choose)
+    with suppress(KVStoreError):
+        message = decode(unpack_head(msgpack.packb(head), is_of_client=True))
+        match message:
+            case messages.PageNames():
+                pages = parse_names(message)
+            case messages.Outcome():
+                pages = [parse_blocks(message)]
+            case _:
+                return
+        assert 1 <= len(pages) <= messages.PAGE_NAMES_MAX
+        for page in pages:
+            assert not page.is_too_large and page.boundary.tokens >= 0
+            assert len(page.boundary.prefix) == 32 and len(page.namespace) == 16
+            assert page.hashes and len(page.hashes) == page.num_blocks * page.hash_bytes
+            assert len(page.parent) in (0, page.hash_bytes)
+            assert len(page.tokens) in (0, 4 * page.num_blocks * page.block_tokens)
+        num_hashes = sum(page.num_blocks * len(page.groups) for page in pages)
+        assert num_hashes <= HASHES_MAX and num_hashes * pages[0].block_tokens <= TOKENS_MAX
 
 
 class Pipe(asyncio.Transport):

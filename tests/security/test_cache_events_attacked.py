@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvstore.model.keys import Boundary
+from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.page_blocks import BlockGroup, PageBlocks
 from kvstore.testing.attacked import AttackedService, beside
 from kvstore.testing.prompts import ATTENTION, Prompt
-from kvstore.wire import convert, messages
+from kvstore.wire import messages
+from kvstore.wire.page_names import blocks_message, names_messages
 from tests.security.raw_peer import RawPeer, head_bytes
 
 EVIL = "evil"
 LARGE = Layout(16_384, (GroupLayout(FullAttention(), 2),))
 """Pages as long as a tenant wants."""
+
+Names = Callable[[PageBlocks], messages.Message]
+
+
+def in_names(blocks: PageBlocks) -> messages.Message:
+    """A page as clients name several."""
+    (message,) = names_messages([blocks])
+    return message
+
+
+BOTH: tuple[Names, ...] = (blocks_message, in_names)
 
 
 def service_with_events(folder: Path, **scopes: tuple[str, ...]) -> AttackedService:
@@ -79,7 +93,7 @@ async def test_the_largest_names(folder: Path, full: bool, are_stored: bool, tel
                     answer = peer.receive()
                     assert answer is not None and answer["type"] == "saved", answer
                 blocks = largest(prompt, prompt.boundary(16_384), number)
-                peer.send(head_bytes(convert.blocks_message(blocks)))
+                peer.send(head_bytes(blocks_message(blocks)))
             ping(peer)
 
     with service_with_events(folder) as service:
@@ -88,7 +102,35 @@ async def test_the_largest_names(folder: Path, full: bool, are_stored: bool, tel
     seen.check(full=full)
 
 
-async def test_names_of_more_than_a_page_end_the_connection(folder: Path) -> None:
+async def test_as_many_small_names_as_a_message_may_have(folder: Path, full: bool, tell: Callable[[str], None]) -> None:
+    """One tenant sends full messages without a pause: others are served, and the memory is bounded."""
+    prompt = Prompt(LARGE, "p", 16_384, step_tokens=16_384, payload_bytes=100, tenant=EVIL)
+    page = replace(largest(prompt, prompt.boundary(16_384), 0, num_blocks=1, block_tokens=1), tokens=b"")
+    num_messages = 3_000 if full else 300
+
+    def attack() -> None:
+        with RawPeer(service.url, EVIL) as peer:
+            opened(peer, prompt)
+            for number in range(num_messages):
+                start = number * messages.PAGE_NAMES_MAX
+                prefixes = (hash_of(start + index) for index in range(messages.PAGE_NAMES_MAX))
+                pages = [replace(page, boundary=Boundary(16_384, prefix), hashes=prefix[:8]) for prefix in prefixes]
+                (message,) = names_messages(pages)
+                peer.send(head_bytes(message))
+            ping(peer)
+
+    with service_with_events(folder) as service:
+        seen = await beside(service, lambda: asyncio.to_thread(attack), at_least_s=3)
+    tell(f"{num_messages} full messages of names: {seen}")
+    seen.check(full=full)
+
+
+def hash_of(number: int) -> PrefixHash:
+    return PrefixHash(hashlib.sha256(number.to_bytes(8, "big")).digest())
+
+
+@pytest.mark.parametrize("message", BOTH, ids=lambda message: message.__name__)
+async def test_names_of_more_than_a_page_end_the_connection(folder: Path, message: Names) -> None:
     """So do more groups, and more blocks for each group, than any engine has."""
     large, small = (Prompt(layout, "p", 16_384, tenant=EVIL) for layout in (LARGE, ATTENTION))
     with service_with_events(folder) as service:
@@ -97,12 +139,13 @@ async def test_names_of_more_than_a_page_end_the_connection(folder: Path) -> Non
             with RawPeer(service.url, EVIL) as peer:
                 opened(peer, prompt)
                 blocks = largest(prompt, prompt.boundary(16_384), 0, num_blocks=num_blocks, block_tokens=block_tokens)
-                peer.send(head_bytes(convert.blocks_message(blocks)))
+                peer.send(head_bytes(message(blocks)))
                 answer = peer.receive()
                 assert answer is not None and answer["type"] == "refused", answer
 
 
-async def test_who_may_not_save_names_no_page(folder: Path) -> None:
+@pytest.mark.parametrize("message", BOTH, ids=lambda message: message.__name__)
+async def test_who_may_not_save_names_no_page(folder: Path, message: Names) -> None:
     """The first names of a page count. A client with a token for reading is not asked for names; a peer that sends them
     all the same is refused."""
     prompt = Prompt(ATTENTION, "p", 64, tenant=EVIL)
@@ -112,8 +155,9 @@ async def test_who_may_not_save_names_no_page(folder: Path) -> None:
             peer.send(head_bytes(messages.Hello(1, token=EVIL)))
             welcome = peer.receive()
             assert welcome is not None and welcome["type"] == "welcome" and not welcome["blocks"]
+            assert not welcome["page_names"]
             opened(peer, prompt)
             blocks = largest(prompt, prompt.boundary(64), 0, num_blocks=4, block_tokens=16)
-            peer.send(head_bytes(convert.blocks_message(blocks)))
+            peer.send(head_bytes(message(blocks)))
             answer = peer.receive()
             assert answer is not None and answer["type"] == "refused" and "scope save" in answer["message"], answer

@@ -12,7 +12,6 @@ from kvstore import errors
 from kvstore.api import LeaseId, Lookup, Offer, Outcome, PrefixQuery, Staged
 from kvstore.errors import InternalError, InvalidRequest, KVStoreError
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
-from kvstore.model.page_blocks import BlockGroup, PageBlocks
 from kvstore.model.prompt_hint import NO_WISHES, EndedPrompt, Wishes
 from kvstore.runtime.arena import Place
 from kvstore.wire import convert, messages
@@ -301,96 +300,6 @@ def test_an_ended_prompt_comes_back(prompt: EndedPrompt) -> None:
 def test_an_ended_prompt_that_makes_no_sense_is_refused(change: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
         convert.parse_ended(replace(convert.ended_message(ENDED), **change))
-
-
-BLOCKS = PageBlocks(
-    namespace=NAMESPACE,
-    boundary=Boundary(64, PrefixHash(bytes(32))),
-    group=9,
-    model="org/model",
-    hash_bytes=8,
-    hashes=bytes(range(32)),
-    parent=bytes(8),
-    block_tokens=16,
-    groups=(BlockGroup(0, "full_attention"), BlockGroup(3, "sliding_window", 128)),
-    tokens=bytes(4 * 64),
-    lora_name="adapter",
-)
-
-
-@pytest.mark.parametrize("blocks", [BLOCKS, replace(BLOCKS, parent=b"", tokens=b"", lora_name="", group=0)])
-def test_names_of_blocks_come_back(blocks: PageBlocks) -> None:
-    """Over real msgpack, as part of an outcome."""
-    head = msgpack.unpackb(msgpack.packb(encode(convert.blocks_message(blocks))))
-    message = decode(head)
-    assert isinstance(message, messages.Outcome)
-    assert convert.parse_blocks(message) == blocks
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"hashes": bytes(31)},
-        {"hashes": b""},
-        {"hashes": bytes(8 * 5000), "tokens": b""},
-        {"hash_bytes": 0},
-        {"hash_bytes": 1 << 40},
-        {"hash_bytes": True},
-        {"parent": bytes(7)},
-        {"tokens": bytes(4)},
-        {"tokens": "text"},
-        {"block_tokens": -16},
-        {"model": b"bytes"},
-        {"lora_name": None},
-        {"groups": 3},
-        {"groups": [[0, "full_attention"]]},
-        {"groups": [[-1, "full_attention", 0]]},
-        {"groups": [["0", "full_attention", 0]]},
-        {"groups": [[True, "full_attention", 0]]},
-        {"groups": [[0, "full_attention", True]]},
-        {"groups": [[0, "full_attention", 0], [0, "sliding_window", 64]]},
-        {"groups": [[index, "full_attention", 0] for index in range(17)]},
-        {"groups": []},
-        {"hashes": bytes(8 * 700), "block_tokens": 255, "tokens": b""},
-    ],
-)
-def test_names_of_blocks_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
-    message = convert.blocks_message(BLOCKS)
-    with pytest.raises(InvalidRequest, match="outcome"):
-        convert.parse_blocks(replace(message, blocks={**message.blocks, **change}))
-    for missing in change:
-        with pytest.raises(InvalidRequest):
-            convert.parse_blocks(replace(message, blocks={k: v for k, v in message.blocks.items() if k != missing}))
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"hashes": bytes(31)}, "field=outcome.blocks.hashes expected=24 seen=31"),
-        ({"parent": bytes(7)}, "field=outcome.blocks.parent expected=0 or 8 seen=7"),
-        ({"tokens": bytes(4)}, "field=outcome.blocks.tokens expected=0 or 256 seen=4"),
-        ({"hash_bytes": 65}, "field=outcome.blocks.hash_bytes expected=1 to 64 seen=65"),
-        ({"block_tokens": True}, "field=outcome.blocks.block_tokens expected=1 to 16777216 seen=True"),
-        ({"groups": []}, "field=outcome.blocks.groups expected=1 to 16 seen=0"),
-        ({"groups": [[0, "a", 0], "b"]}, "field=outcome.blocks.groups.1. expected=.* seen=b"),
-    ],
-)
-def test_names_of_blocks_are_refused_with_what_was_seen(change: dict[str, Any], expected: str) -> None:
-    message = convert.blocks_message(BLOCKS)
-    with pytest.raises(InvalidRequest, match=expected):
-        convert.parse_blocks(replace(message, blocks={**message.blocks, **change}))
-
-
-@pytest.mark.parametrize("change", [{"groups": b"\3"}, {"groups": b""}, {"stop_prefix": b""}, {"namespace": b"x"}])
-def test_names_of_blocks_of_no_page_are_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match="outcome"):
-        convert.parse_blocks(replace(convert.blocks_message(BLOCKS), **change))
-
-
-def test_names_of_blocks_cannot_forge_a_line_of_a_log() -> None:
-    message = convert.blocks_message(replace(BLOCKS, model="a\nb" + "x" * 300))
-    assert convert.parse_blocks(message).model.startswith("a\\nb")
-    assert len(convert.parse_blocks(message).model) <= 256
 
 
 def test_users_texts_that_are_no_unicode_are_sent() -> None:
