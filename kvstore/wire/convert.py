@@ -66,7 +66,7 @@ def parse_ended(message: messages.PromptEnded) -> EndedPrompt:
         seen = len(message.tokens) // 4
         raise InvalidRequest(f"at most {ENDED_MAX} boundaries", field="prompt_ended.tokens", seen=seen)
     tokens = _unpack("I", message.tokens, "prompt_ended.tokens")
-    _check_length("prompt_ended.prefixes", message.prefixes, len(tokens) * PREFIX_BYTES)
+    check_length("prompt_ended.prefixes", message.prefixes, len(tokens) * PREFIX_BYTES)
     namespace = parse_namespace(message.namespace, "prompt_ended.namespace")
     boundaries = tuple(boundaries_at(tokens, message.prefixes))
     PrefixQuery(namespace, boundaries, 0, 0, message.step_tokens)  # checks the boundaries
@@ -103,7 +103,7 @@ def parse_query(message: messages.Lookup) -> PrefixQuery:
         InvalidRequest: The lengths of the fields do not match, or the query is not valid.
     """
     tokens = _unpack("I", message.tokens, f"{message.type}.tokens")
-    _check_length(f"{message.type}.prefixes", message.prefixes, len(tokens) * PREFIX_BYTES)
+    check_length(f"{message.type}.prefixes", message.prefixes, len(tokens) * PREFIX_BYTES)
     changed = {
         "namespace": parse_namespace(message.namespace, f"{message.type}.namespace"),
         "boundaries": tuple(boundaries_at(tokens, message.prefixes)),
