@@ -189,7 +189,7 @@ async def test_the_memory_of_cancelled_saves_is_kept_until_the_answer(
         assert len({stored(node, record) for record in RECORDS}) == 1
 
 
-@pytest.mark.parametrize("why", ["late", "too large", "damaged", "damaged and one elsewhere", "cancelled"])
+@pytest.mark.parametrize("why", ["late", "no credit", "too large", "damaged", "damaged and one elsewhere", "cancelled"])
 async def test_failed_saves_leave_nothing_to_the_collector(tmp_path: Path, why: str) -> None:
     """Their memory is free once the service has answered: no cycle of an error keeps it."""
     limits = ServiceLimits(receive_bytes=RECORDS[0].num_bytes - 1) if why == "too large" else None
@@ -199,13 +199,16 @@ async def test_failed_saves_leave_nothing_to_the_collector(tmp_path: Path, why: 
         gc.disable()
         try:
             free = len(free_places(node))
+            if why == "no credit":  # as beside many saves of which none is answered
+                for connection in node.client.pool.connections():
+                    assert connection.save_credit.try_take(connection.save_credit.limit_bytes) is not None
             for _ in range(6):
                 records = all_made(node, RECORDS[:3])
                 if why.startswith("damaged"):
                     records[1] = damaged(node, RECORDS[1])
                 if why.endswith("elsewhere"):  # so each is saved by itself
                     records[0] = RECORDS[0]
-                deadline = Deadline.after(0.0005) if why == "late" else soon()
+                deadline = Deadline.after({"late": 0.0005, "no credit": 0.01}.get(why, 20))
                 saving = asyncio.ensure_future(node.client.save_many(records, deadline=deadline))
                 del records
                 await asyncio.sleep(0)
