@@ -163,8 +163,6 @@ class SaveMemories:
         if memory is None or memory.tenant != tenant:
             raise Unavailable("no connection of this client has such memory")
         self._check_size(request.num_bytes)
-        if not request.places:  # before it waits for room
-            memory.check(Place(request.offset, request.num_bytes, request.stamp))
         if not await receipt.take_room(request.num_bytes, deadline):
             raise Unavailable("no room to copy this record before its deadline")
         await self._turns.begin(who_asks())

@@ -4,11 +4,13 @@ Run it from a checkout of the release, once; later releases must be able to take
 
     git worktree add ../release COMMIT
     PYTHONPATH=../release python tests/golden/record_conversation.py \
-        tests/golden/wire-v1-COMMIT.jsonl tests/golden/places-v1-COMMIT.jsonl tests/golden/saves-v1-COMMIT.jsonl
+        tests/golden/wire-v1-COMMIT.jsonl tests/golden/places-v1-COMMIT.jsonl tests/golden/saves-v1-COMMIT.jsonl \
+        tests/golden/several-v1-COMMIT.jsonl
 
 The first file has every request over TCP; the second one those for places in shared memory, over a Unix socket; the
-third one saves of records that were made in shared memory. Each line of a file is a frame: the number of its
-connection, who sent it, and its bytes. Frames are cut by docs/formats/wire-v1.md, not by the release's code.
+third one saves of records that were made in shared memory; the fourth one such saves of several records each. Each line
+of a file is a frame: the number of its connection, who sent it, and its bytes. Frames are cut by
+docs/formats/wire-v1.md, not by the release's code.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import convert, messages
 from kvstore.wire.address import TcpAddress, UnixAddress, parse_address
 from kvstore.wire.frames import pack_head
+from kvstore.wire.places import save_fields
 
 TOKEN = "golden token"
 PROMPT = Prompt(ATTENTION, "golden", 128, payload_bytes=200)
@@ -252,7 +255,32 @@ async def save_in_place(path: str, memory: bytes, places: list[Place]) -> None:
     connection.close()
 
 
-async def record_saves(path: Path) -> None:
+async def save_several(path: str, memory: bytes, places: list[Place]) -> None:
+    """All records but one at once, then that one after the first one, two of memory that no connection has, and two of
+    which one is outside of it."""
+    connection = await Connection.connect(UnixAddress(path), ClientOptions(name="golden"), "data")
+    await connection.request(
+        lambda i, ms: messages.OpenNamespace(i, ms, SAVED.description.canonical),
+        messages.NamespaceOpened,
+        deadline=soon(),
+    )
+    outside = Place(1 << 40, places[0].num_bytes, 1)
+    for named, together in (
+        (memory, places[:-1]),
+        (memory, [places[0], places[-1]]),
+        (bytes(16), places[:2]),
+        (memory, [places[0], outside]),
+    ):
+        where = save_fields(named, together)
+        with contextlib.suppress(Unavailable, InvalidRequest):
+            await connection.request(
+                lambda i, ms, where=where: messages.Save(i, ms, "memory", **where), messages.Saved, deadline=soon()
+            )
+    await asyncio.sleep(0.2)
+    connection.close()
+
+
+async def record_saves(path: Path, talk_about: Callable[[str, bytes, list[Place]], Awaitable[None]]) -> None:
     """Saves of records that were made in shared memory, over a Unix socket. Connection 0 is the memory's."""
     memory = MemoryTier(8 << 20, arena=Arena.open(8 << 20))
     store = TieredStore(memory)
@@ -279,7 +307,7 @@ async def record_saves(path: Path) -> None:
         recorder = Recorder(lambda: asyncio.open_unix_connection(f"{folder}/s"), num_before=1)
         recorder.lines += lines
         between = await asyncio.start_unix_server(recorder.serve, f"{folder}/between")
-        await save_in_place(f"{folder}/between", head["memory"], places)
+        await talk_about(f"{folder}/between", head["memory"], places)
         between.close()
         arena.close()
         await server.aclose()
@@ -288,10 +316,11 @@ async def record_saves(path: Path) -> None:
     recorder.write(path)
 
 
-async def main(everything: Path, places: Path, saves: Path) -> None:
+async def main(everything: Path, places: Path, saves: Path, several: Path) -> None:
     await record_all(everything)
     await record_places(places)
-    await record_saves(saves)
+    await record_saves(saves, save_in_place)
+    await record_saves(several, save_several)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from kvstore.api import LeaseId, SaveOutcome
 from kvstore.client import ClientOptions, connect, trace_parent
 from kvstore.client.remote import RemoteStore
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.format.record import read_record
+from kvstore.format.record import Record, read_record
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.runtime.arena import Arena, ArenaView, memory_file
 from kvstore.service.server import Server
@@ -33,12 +33,15 @@ from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import convert, messages
 from kvstore.wire.address import TcpAddress, parse_address
 from kvstore.wire.messages import raise_error
+from kvstore.wire.places import parse_save_places
 from tests.golden.record_conversation import SAVED, SHARED, shared_store
 from tests.golden.record_conversation import exchange as raw_exchange
 
 FILES = sorted(Path(__file__).parent.glob("wire-v1-*.jsonl"))
 PLACES = sorted(Path(__file__).parent.glob("places-v1-*.jsonl"))
 SAVES = sorted(Path(__file__).parent.glob("saves-v1-*.jsonl"))
+SEVERAL = sorted(Path(__file__).parent.glob("several-v1-*.jsonl"))
+EVERY_SEVERAL_FILE = pytest.mark.parametrize("file", SEVERAL, ids=lambda file: file.stem)
 EVERY_SAVES_FILE = pytest.mark.parametrize("file", SAVES, ids=lambda file: file.stem)
 EVERY_PLACES_FILE = pytest.mark.parametrize("file", PLACES, ids=lambda file: file.stem)
 EVERY_FILE = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -138,6 +141,7 @@ def test_there_is_a_conversation() -> None:
     assert FILES
     assert PLACES
     assert SAVES
+    assert SEVERAL
     exchanges = conversation(FILES[0])
     requests = {exchange.asked.type for exchange in exchanges}
     assert requests >= {"hello", "open_namespace", "lookup", "stage", "save", "load", "renew", "release", "discard"}
@@ -248,7 +252,7 @@ async def test_todays_client_reads_places_of_that_release(
         await memory.aclose()
 
 
-@EVERY_SAVES_FILE
+@pytest.mark.parametrize("file", [*SAVES, *SEVERAL], ids=lambda file: file.stem)
 async def test_a_client_that_saves_in_place_at_todays_service(file: Path, tmp_path: Path) -> None:
     """A client of that release asks for memory and makes its records there: each is stored as it was then."""
     exchanges = conversation(file)
@@ -276,13 +280,14 @@ async def test_a_client_that_saves_in_place_at_todays_service(file: Path, tmp_pa
 
 
 def make_records(exchanges: Sequence[Exchange], descriptor: int, capacity_bytes: int) -> None:
-    """Make the records where a conversation's saves say that they are."""
-    saves = [one.asked.head for one in exchanges if one.asked.type == "save"]
+    """Make the records where a conversation's saves say that they are, in the order in which they name new places."""
+    saves = [messages.decode(one.asked.head) for one in exchanges if one.asked.type == "save"]
+    named = [place for save in saves if isinstance(save, messages.Save) for place in parse_save_places(save)]
     with mmap.mmap(descriptor, capacity_bytes) as memory:
-        for record, head in zip(SAVED.records(), saves, strict=False):
-            assert head["num_bytes"] == record.num_bytes
-            struct.pack_into("<Q", memory, head["offset"] - 64, head["stamp"])
-            memory[head["offset"] : head["offset"] + record.num_bytes] = bytes(record.data)
+        for record, place in zip(SAVED.records(), dict.fromkeys(named), strict=False):
+            assert place.num_bytes == record.num_bytes
+            struct.pack_into("<Q", memory, place.offset - 64, place.stamp)
+            memory[place.offset : place.offset + record.num_bytes] = bytes(record.data)
     os.close(descriptor)
 
 
@@ -291,6 +296,43 @@ async def test_todays_client_saves_in_place_at_a_service_of_that_release(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It names the places of its records as a client of that release did."""
+    async with makes_records(file, tmp_path, monkeypatch) as (service, client):
+        for record in SAVED.records():
+            assert await client.save(in_memory_of(client, record), deadline=soon()) is SaveOutcome.STORED
+        assert service.complaints == []
+
+
+@EVERY_SEVERAL_FILE
+async def test_todays_client_saves_several_at_a_service_of_that_release(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one request, as then; each record has the outcome in the answer."""
+    async with makes_records(file, tmp_path, monkeypatch) as (service, client):
+        records = [in_memory_of(client, record) for record in SAVED.records()]
+        outcomes = await client.save_many(records[:-1], deadline=soon())
+        assert outcomes == [SaveOutcome.STORED] * (len(records) - 1)
+        outcomes = await client.save_many([records[0], records[-1]], deadline=soon())
+        assert outcomes == [SaveOutcome.EXISTS, SaveOutcome.STORED]
+        with pytest.raises(Unavailable):
+            await client.save_many(records[:2], deadline=soon())
+        with pytest.raises(InvalidRequest):
+            await client.save_many(records[:2], deadline=soon())
+        assert service.complaints == []
+
+
+def in_memory_of(client: RemoteStore, record: Record) -> Record:
+    """The record, made in memory that the service reads."""
+    buffer = client.shared_buffer(record.num_bytes)
+    assert buffer is not None
+    buffer[:] = record.data
+    return read_record(buffer)
+
+
+@asynccontextmanager
+async def makes_records(
+    file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[PastService, RemoteStore]]:
+    """A service of that release on a Unix socket, and today's client, which has memory that the service reads."""
     exchanges = conversation(file)
     shared = next(one.answers[0].head for one in exchanges if one.asked.type == "share_save_memory")
 
@@ -302,20 +344,15 @@ async def test_todays_client_saves_in_place_at_a_service_of_that_release(
     monkeypatch.setattr("kvstore.client.sharing.map_save_memory", memory_of_then)
     monkeypatch.setattr("kvstore.client.sharing.map_arena", lambda *_: (b"", None))
     service = PastService(exchanges)
-    server = await asyncio.start_unix_server(service.serve, f"{tmp_path}/s")
+    server = await asyncio.start_unix_server(service.serve, f"{folder}/s")
     options = ClientOptions(num_data_connections=1, name="golden", save_memory_bytes=16 << 20)
-    client = connect(f"unix:{tmp_path}/s", options=options)
+    client = connect(f"unix:{folder}/s", options=options)
     try:
         await client.open_namespace(SAVED.description, deadline=soon())
         async with asyncio.timeout(60.0):
             while client.shared_buffer(70_192) is None:
                 await asyncio.sleep(0.001)
-        for record in SAVED.records():
-            buffer = client.shared_buffer(record.num_bytes)
-            assert buffer is not None
-            buffer[:] = record.data
-            assert await client.save(read_record(buffer), deadline=soon()) is SaveOutcome.STORED
-        assert service.complaints == []
+        yield service, client
     finally:
         await client.aclose()
         server.close()

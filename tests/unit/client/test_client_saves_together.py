@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from kvstore.testing.attacked import AttackedService
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.waiting import soon
 from kvstore.wire import messages
-from tests.unit.client.sharing_node import Node, node_at
+from tests.unit.client.sharing_node import LARGE, Node, node_at
 from tests.unit.client.test_client_save_memory import (
     MAKES_RECORDS,
     MIB,
@@ -126,6 +128,34 @@ async def test_a_damaged_record_among_others(tmp_path: Path) -> None:
         await until_idle(node)
 
 
+async def test_a_service_whose_memory_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing there can be evicted: of one request the record that fits and those that are there have their outcomes,
+    as the ones between them that do not fit."""
+    async with node_at(f"unix:{tmp_path / 's'}", options=MAKES_RECORDS) as node:
+        await until_shared(node)
+        limit_bytes = node.memory.limit_bytes
+        filling = replace(LARGE, name="filling", payload_bytes=limit_bytes // len(RECORDS) - 160_000)
+        for record in (RECORDS[4], *filling.records()):
+            await node.client.save(record, deadline=soon())
+            assert node.memory.pin(record.key) is not None
+        free_bytes = limit_bytes - node.memory.pinned_bytes
+        assert RECORDS[0].num_bytes < free_bytes < 2 * MIB
+        too_large = replace(LARGE, name="too large", payload_bytes=2 * MIB).records()[:2]
+        records = [too_large[0], RECORDS[4], RECORDS[0], too_large[1], RECORDS[4]]
+        in_memory = []
+        for record in records:
+            buffer = node.client.shared_buffer(record.num_bytes)
+            assert buffer is not None
+            buffer[:] = record.data
+            in_memory.append(Record(record.header, buffer.toreadonly()))
+        saves = count_saves(monkeypatch)
+        outcomes = await node.client.save_many(in_memory, deadline=soon())
+        full, there = SaveOutcome.FULL, SaveOutcome.EXISTS
+        assert outcomes == [full, there, SaveOutcome.STORED, full, there]
+        assert len(saves) == 1 and [stored(node, record) for record in records] == [False, True, True, False, True]
+        await until_idle(node)
+
+
 @pytest.mark.parametrize("ends", ["answered", "connection lost"])
 async def test_the_memory_of_cancelled_saves_is_kept_until_the_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
@@ -159,7 +189,7 @@ async def test_the_memory_of_cancelled_saves_is_kept_until_the_answer(
         assert len({stored(node, record) for record in RECORDS}) == 1
 
 
-@pytest.mark.parametrize("why", ["late", "too large", "damaged", "damaged and one elsewhere", "cancelled"])
+@pytest.mark.parametrize("why", ["late", "no credit", "too large", "damaged", "damaged and one elsewhere", "cancelled"])
 async def test_failed_saves_leave_nothing_to_the_collector(tmp_path: Path, why: str) -> None:
     """Their memory is free once the service has answered: no cycle of an error keeps it."""
     limits = ServiceLimits(receive_bytes=RECORDS[0].num_bytes - 1) if why == "too large" else None
@@ -169,13 +199,16 @@ async def test_failed_saves_leave_nothing_to_the_collector(tmp_path: Path, why: 
         gc.disable()
         try:
             free = len(free_places(node))
+            if why == "no credit":  # as beside many saves of which none is answered
+                for connection in node.client.pool.connections():
+                    assert connection.save_credit.try_take(connection.save_credit.limit_bytes) is not None
             for _ in range(6):
                 records = all_made(node, RECORDS[:3])
                 if why.startswith("damaged"):
                     records[1] = damaged(node, RECORDS[1])
                 if why.endswith("elsewhere"):  # so each is saved by itself
                     records[0] = RECORDS[0]
-                deadline = Deadline.after(0.0005) if why == "late" else soon()
+                deadline = Deadline.after({"late": 0.0005, "no credit": 0.01}.get(why, 20))
                 saving = asyncio.ensure_future(node.client.save_many(records, deadline=deadline))
                 del records
                 await asyncio.sleep(0)
@@ -188,6 +221,44 @@ async def test_failed_saves_leave_nothing_to_the_collector(tmp_path: Path, why: 
             async with asyncio.timeout(10):
                 while len(free_places(node)) < free:
                     await asyncio.sleep(0.01)
+        finally:
+            gc.enable()
+
+
+def test_failed_calls_of_a_thread_leave_nothing_to_the_collector(tmp_path: Path) -> None:
+    """Also where a plain thread waits for the call: the future that it waits for is in no cycle with its error."""
+
+    async def free(store: PageStore) -> int:
+        taken = []
+        while (buffer := store.shared_buffer(MIB)) is not None:
+            taken.append(buffer)
+        return len(taken)
+
+    async def with_another_byte(store: PageStore) -> list[Record]:
+        records = []
+        for record in RECORDS[:3]:
+            buffer = store.shared_buffer(record.num_bytes)
+            assert buffer is not None
+            buffer[:] = record.data
+            buffer[-1] ^= 1
+            records.append(Record(record.header, buffer.toreadonly()))
+        return records
+
+    with AttackedService(tmp_path) as service, BlockingStore(service.url, options=MAKES_RECORDS) as store:
+        store.wait_ready(deadline=Deadline.after(60))
+        store.run(until_there, deadline=soon())
+        store.open_namespace(LARGE.description, deadline=soon())
+        gc.collect()
+        gc.disable()
+        try:
+            before = store.run(free, deadline=soon())
+            for _ in range(4):
+                with pytest.raises(CorruptRecord):
+                    store.save_many(store.run(with_another_byte, deadline=soon()), deadline=soon())
+            ends_s = time.monotonic() + 10
+            while store.run(free, deadline=soon()) < before:
+                assert time.monotonic() < ends_s, "memory of a failed call is kept"
+                time.sleep(0.01)
         finally:
             gc.enable()
 
