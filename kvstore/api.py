@@ -186,6 +186,10 @@ class PageStore(ABC):
         """
         return None
 
+    def shares(self, num_bytes: int) -> bool:
+        """Whether `shared_buffer` has room for a record of this size when all saves have ended."""
+        return False
+
     @abstractmethod
     async def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:
         """Open a namespace and return its id, which the store computes itself (with the verified tenant).

@@ -71,7 +71,7 @@ class StreamDevice:
     Attributes:
         device_bytes: GPU memory that it has taken.
         batch_bytes: Room for pages in a lane.
-        batches_at_once: Lanes.
+        batches_at_once: One more than there are lanes.
         placer: Places the pages of loads.
         registered: The service's memory, as far as the GPU can read it.
 
@@ -159,7 +159,7 @@ class StreamDevice:
         """Bytes of pages that fit one gather."""
         return self._split.numel()
 
-    batches_at_once = _NUM_LANES
+    batches_at_once = _NUM_LANES + 1  # one is prepared while the lanes are busy
 
     def verifies(self, num_bytes: int) -> bool:
         return self.kernels is not None and self.kernels.fits(num_bytes)

@@ -33,7 +33,10 @@ _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its han
 
 Result = TypeVar("Result")
 _IN_FLIGHT = 12
-FIRST_PIECES = 32
+FIRST_PIECES = 8
+_GROWTH = 4
+_MOST_PIECES = 128
+"""In one request, whose answer takes the interpreter some ten microseconds for each."""
 _WATCH_S = 0.05
 _CEILING_S = 60.0
 _FOLLOW_S = 1.0
@@ -238,21 +241,31 @@ class Loader:
                     group.create_task(load_piece(*each))
                 ended(len(batch) - len(others))
 
-            # A GPU's link is idle until the first ones are known: they are copied while the service finds the others.
-            num_first = FIRST_PIECES if self.device.batch_bytes else len(pieces)
-            for some in filter(None, (pieces[:num_first], pieces[num_first:])):
+            for some in self._requests(pieces):
                 with load.progress.call():
                     keys = [piece.key for piece in some]
                     records = await store.load_many(load.lease, keys, deadline=Deadline.after(_CEILING_S))
                 leased = [_Leased(*each) for each in zip(some, records, strict=True)]
                 # what is read back is compared with pages in host memory
                 shared = self._shared(leased) if scattered is None else []
-                for batch in self._batches(shared, most_bytes=total_bytes // (2 * self.device.batches_at_once)):
+                for batch in self._batches(shared, total_bytes):
                     group.create_task(load_batch(batch))
                 for each in leased if not shared else [each for each in leased if each.record.memory is None]:
                     group.create_task(load_piece(*each))
             if not pieces:
                 watch.cancel()
+
+    def _requests(self, pieces: Sequence[LoadPiece]) -> Iterator[Sequence[LoadPiece]]:
+        """The pieces of each request to the store: all, or for a GPU first a few and then more. Its link is idle until
+        the first ones are known; they are copied while the service finds the next ones. Answers that take long would
+        keep the interpreter from the threads that order copies.
+        """
+        num_pieces = FIRST_PIECES if self.device.batch_bytes else len(pieces)
+        start = 0
+        while start < len(pieces):
+            yield pieces[start : start + num_pieces]
+            start += num_pieces
+            num_pieces = min(_GROWTH * num_pieces, _MOST_PIECES)
 
     def _shared(self, leased: Sequence[_Leased]) -> Sequence[_Leased]:
         """Those in memory that the device may be able to read."""
@@ -260,12 +273,13 @@ class Loader:
             return ()
         return [each for each in leased if each.record.memory is not None]
 
-    def _batches(self, leased: Sequence[_Leased], *, most_bytes: int) -> Iterator[Sequence[_Leased]]:
-        """Adjacent pieces of one shape, as many as the device takes at a time and as `most_bytes` allows. At first they
-        are fewer, so that the link has work soon.
+    def _batches(self, leased: Sequence[_Leased], total_bytes: int) -> Iterator[Sequence[_Leased]]:
+        """Adjacent pieces of one shape, as many as the device takes at a time, but of a short load fewer.
+
+        Args:
+            total_bytes: Of the load.
         """
-        limit_bytes = min(self.device.batch_bytes, most_bytes)
-        most_bytes = limit_bytes // 4
+        most_bytes = min(self.device.batch_bytes, total_bytes // (2 * self.device.batches_at_once))
         batch: list[_Leased] = []
         batch_bytes = 0
         for each in leased:
@@ -278,7 +292,6 @@ class Loader:
             ):
                 yield batch
                 batch, batch_bytes = [], 0
-                most_bytes = min(limit_bytes, 2 * most_bytes)
             batch.append(each)
             batch_bytes += num_bytes
         if batch:

@@ -92,6 +92,9 @@ class Saver:
         self._report = RankReport()
         # pages arrive in the order in which they were gathered: one thread waits for the next, and no codec thread does
         self._arrivals = ThreadPoolExecutor(1, thread_name_prefix="arrivals")
+        self._next_shared = asyncio.Lock()
+        self._shared_ended = asyncio.Event()
+        self._num_shared = 0  # records in memory that the service reads
 
     def save(self, jobs: Sequence[SaveJob]) -> None:
         """Copy the jobs' blocks out; when it returns the blocks may be reused.
@@ -184,18 +187,32 @@ class Saver:
 
     async def _encode_and_save(self, store: PageStore, gathered: _Gathered) -> str:
         deadline = Deadline.after(_SAVE_DEADLINE_S)
-        room = HEADER_BYTES + max_payload_bytes(gathered.page.numel())
+        room = _room(gathered)
         try:
             if not gathered.ticket.is_done():
                 await asyncio.get_running_loop().run_in_executor(self._arrivals, gathered.ticket.wait)
+            targets = await self._shared_targets(store, room)
         except BaseException:
             # also before its copy has ended: the next copy to this memory is ordered after it
             self._pages.put(gathered.page)
             raise
+        is_shared = bool(targets)
+        try:
+            return await self._make_and_save(store, gathered, targets, deadline)
+        finally:
+            if is_shared:
+                self._num_shared -= 1
+                self._shared_ended.set()
+
+    async def _make_and_save(
+        self, store: PageStore, gathered: _Gathered, targets: list[memoryview], deadline: Deadline
+    ) -> str:
+        """Make the record in the target, if there is one, or where there is memory, and save it."""
+        room = _room(gathered)
         try:
             record = await self._threads.run(
                 room,
-                lambda: partial(_seal, gathered, self._target(store, room)),
+                lambda: partial(_seal, gathered, targets.pop() if targets else self._target(store, room)),
                 patience_s=0.0 if self._pages.is_half_used else self._patience_s,
                 deadline=deadline,
                 release=lambda: self._pages.put(gathered.page),
@@ -211,6 +228,19 @@ class Saver:
     def _target(self, store: PageStore, num_bytes: int) -> memoryview:
         shared = store.shared_buffer(num_bytes)
         return self._memory.take(num_bytes) if shared is None else shared
+
+    async def _shared_targets(self, store: PageStore, num_bytes: int) -> list[memoryview]:
+        """A buffer that the service reads, if it shares memory for records of this size. Waits for those that are in it
+        now: to receive a record takes the service's event loop as long as a thread to copy it, and there is one loop.
+        """
+        async with self._next_shared:
+            while (buffer := store.shared_buffer(num_bytes)) is None:
+                if not (self._num_shared and store.shares(num_bytes)):
+                    return []
+                self._shared_ended.clear()
+                await self._shared_ended.wait()
+        self._num_shared += 1
+        return [buffer]
 
     def _done(self, job_id: int, outcome: str) -> None:
         """A slice of a job has ended. Called on any thread."""
@@ -316,6 +346,10 @@ class _Gathered:
     ticket: Ticket
     retention: Retention
     trace: str
+
+
+def _room(gathered: _Gathered) -> int:
+    return HEADER_BYTES + max_payload_bytes(gathered.page.numel())
 
 
 def _seal(gathered: _Gathered, target: memoryview) -> Record:

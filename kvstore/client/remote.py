@@ -189,6 +189,9 @@ class RemoteStore(PageStore):
     def shared_buffer(self, num_bytes: int) -> memoryview | None:
         return None if self._closed else self._save_memory.take(num_bytes)
 
+    def shares(self, num_bytes: int) -> bool:
+        return not self._closed and self._save_memory.fits(num_bytes)
+
     async def save(
         self,
         record: Record,

@@ -93,9 +93,11 @@ class SaveMemory:
 
     def take(self, num_bytes: int) -> memoryview | None:
         """A buffer in it; `None`: there is none, too little is free, or the record is so small that it may be sent."""
-        if self._arena is None or num_bytes < SHARED_BYTES_MIN:
-            return None
-        return self._arena.take(num_bytes)
+        return self._arena.take(num_bytes) if self._arena is not None and self.fits(num_bytes) else None
+
+    def fits(self, num_bytes: int) -> bool:
+        """Whether a buffer of this size can be taken when all of it is free."""
+        return self._arena is not None and num_bytes >= SHARED_BYTES_MIN and self._arena.fits(num_bytes)
 
     def where(self, records: Sequence[Record]) -> dict[str, Any]:
         """Where records are in it, as fields of a `Save`; empty: one is elsewhere."""

@@ -144,6 +144,10 @@ class Arena:
         weakref.finalize(buffer, self._returned.append, (start, needed)).atexit = False
         return memoryview(buffer)
 
+    def fits(self, num_bytes: int) -> bool:
+        """Whether `take` returns a buffer when nothing else is taken."""
+        return _rounded(_HEAD_BYTES + num_bytes) <= self.capacity_bytes
+
     def place(self, view: memoryview) -> Place | None:
         """Where a buffer, or its first part, is in this arena; `None`: it is not."""
         address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]

@@ -78,11 +78,13 @@ def _compare_digests(seed: int) -> None:
         digests.append((start, size, xxh3_128_digest(memory[start : start + size].numpy())))
         start += size
     kernels = DeviceKernels(InlineStreams(), memory.numel())
-    kernels.order(memory[: memory.numel() // 8 * 8], digests, [])
+    kernels.upload(memory[: memory.numel() // 8 * 8], digests, [])
+    kernels.order(memory[: memory.numel() // 8 * 8])
     assert kernels.num_wrong == 0
     for start, size, _ in digests[::2]:
         memory[start + chance.randrange(size)] ^= 1 << chance.randrange(8)
-    kernels.order(memory[: memory.numel() // 8 * 8], digests, [])
+    kernels.upload(memory[: memory.numel() // 8 * 8], digests, [])
+    kernels.order(memory[: memory.numel() // 8 * 8])
     assert kernels.num_wrong == len(digests[::2])
 
 

@@ -35,6 +35,9 @@ class MakingStore(SharingStore):
     def shared_buffer(self, num_bytes: int) -> memoryview | None:
         return self.inner.shared_buffer(num_bytes)
 
+    def shares(self, num_bytes: int) -> bool:
+        return self.inner.shares(num_bytes)
+
 
 class MakingBridge(SharingBridge):
     """A loop with a service and a client that shares memory for saves with it."""
@@ -117,6 +120,28 @@ def test_a_rank_whose_shared_memory_is_full(bridge: MakingBridge, rank: Make) ->
     engine.side.start_loads(engine.load_job(engine.stage()))
     assert engine.result() == ({"r"}, set())
     assert (engine.blocks(TARGET) == expected).all()
+
+
+def test_records_wait_for_room_in_shared_memory(
+    bridge: MakingBridge, rank: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one record has room, the others follow it, and none is sent."""
+    monkeypatch.setattr(RecordMemory, "take", raising)
+    engine = rank()
+    taken = []
+
+    async def leave_one(store: SteeredStore) -> None:
+        while (buffer := store.inner.shared_buffer(RECORD_BYTES)) is not None:
+            taken.append(buffer)
+        del buffer
+        taken.pop()
+
+    bridge.run(leave_one)
+    before = bridge.sent_bytes()
+    engine.save()
+    num_saved = engine.meters.get("connector_saves", outcome="stored")
+    assert num_saved > 2
+    assert bridge.sent_bytes() - before < 300 * num_saved < engine.meters.get("connector_saved_bytes")
 
 
 def test_a_rank_whose_saves_fail(bridge: MakingBridge, rank: Make) -> None:
