@@ -62,7 +62,7 @@ def _constants() -> torch.Tensor:
 
 
 class DigestCheck:
-    """Verifies payloads on one stream. What was ordered is done before the next upload.
+    """Verifies payloads on one stream. A call's work is done before the next call.
 
     Args:
         streams: Of the device.
@@ -79,7 +79,6 @@ class DigestCheck:
         self._sums = streams.device_memory(_SUM_BYTES * num_sums).view(torch.int64)
         self._on_device = streams.device_memory(_ROW_BYTES * most)
         self._known = _constants().to(self._sums.device)
-        self._grid = 0, 0
         self.device_bytes = _SUM_BYTES * num_sums + _ROW_BYTES * most
 
     @staticmethod
@@ -87,12 +86,14 @@ class DigestCheck:
         """Whether a payload of this size can be verified here."""
         return num_bytes >= _SHORTEST_BYTES and num_bytes % 8 == 0
 
-    def upload(self, payloads: Sequence[tuple[int, int, bytes]]) -> None:
-        """Order the copy of what `order` needs to know, on the current stream.
+    def order(self, memory: torch.Tensor, payloads: Sequence[tuple[int, int, bytes]], verdict: torch.Tensor) -> None:
+        """Order the verification on the current stream.
 
         Args:
-            payloads: For each its first byte in the memory that `order` is given, a multiple of eight, its size, which
-                `fits`, and the digest that it should have, as records store it.
+            memory: uint8, on the device, where the payloads are when it is executed.
+            payloads: For each its first byte there, a multiple of eight, its size, which `fits`, and the digest that it
+                should have, as records store it.
+            verdict: int32 `[1]` on the device: the number of payloads with another digest is added.
         """
         num_bytes = _ROW_BYTES * len(payloads)
         rows: list[tuple[int, int, int, int, int]] = []
@@ -106,18 +107,11 @@ class DigestCheck:
         table: Any = self._table[:num_bytes].numpy()
         table.view(np.int64).reshape(-1, 5)[:] = rows
         self._on_device[:num_bytes].copy_(self._table[:num_bytes], non_blocking=True)
-        self._grid = (len(payloads), -(-most_blocks // _BLOCKS_AT_ONCE))
-
-    def order(self, memory: torch.Tensor, verdict: torch.Tensor) -> None:
-        """Order the verification of what was uploaded last on the current stream, the same one.
-
-        Args:
-            memory: uint8, on the device, where the payloads are when it is executed.
-            verdict: int32 `[1]` on the device: the number of payloads with another digest is added.
-        """
-        table, words = self._on_device.view(torch.int64), memory.view(torch.int64)
-        _sum_blocks[self._grid](words, table, self._sums, self._known, _BLOCKS_AT_ONCE)
-        _digest[self._grid[:1]](words, table, self._sums, self._known, verdict, num_warps=1)
+        on_device, words = self._on_device.view(torch.int64), memory.view(torch.int64)
+        _sum_blocks[(len(payloads), -(-most_blocks // _BLOCKS_AT_ONCE))](
+            words, on_device, self._sums, self._known, _BLOCKS_AT_ONCE
+        )
+        _digest[(len(payloads),)](words, on_device, self._sums, self._known, verdict, num_warps=1)
 
 
 @triton.jit

@@ -44,12 +44,14 @@ if TYPE_CHECKING:  # it needs Triton
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _BATCH_BYTES = 32 << 20
-_LANE_BYTES = 144 << 20
-LANE_PAGES = 64
+_LANE_BYTES = 96 << 20
+LANE_PAGES = 48
 """Room for pages whose copies are ordered at once, in the form in which they arrive and in their canonical form. The
-interpreter takes more than a millisecond to order them, however many they are, and the link two to copy them."""
-_NUM_LANES = 2
-"""While the pages of one are copied, those of the other are placed."""
+interpreter takes about a millisecond to order them, however many they are, and the link almost two to copy them."""
+_NUM_LANES, _NUM_LARGE_LANES = 3, 2
+"""While the pages of one are copied, those of another are verified and placed, and the next copy is ordered. With two
+the link was idle a third of the time (H100, pages of 5 MB), since the check of one's pages also waits for the copies of
+the other. Large lanes are those of which two pages need more than `_LANE_BYTES`."""
 _TILES_ALIGN_BYTES = 16
 """Of pages that are decoded from tiles, which are adjacent."""
 _UNIT_BYTES_MIN = 64
@@ -71,7 +73,7 @@ class StreamDevice:
     Attributes:
         device_bytes: GPU memory that it has taken.
         batch_bytes: Room for pages in a lane.
-        batches_at_once: One more than there are lanes.
+        batches_at_once: Lanes.
         placer: Places the pages of loads.
         registered: The service's memory, as far as the GPU can read it.
 
@@ -98,11 +100,12 @@ class StreamDevice:
         self._drain = streams.side()
         page_bytes = aligned(page_bytes_max)
         lane_bytes = max(2 * page_bytes, min(_LANE_BYTES, LANE_PAGES * page_bytes))
-        self.batch_bytes = lane_bytes
+        num_lanes = _NUM_LANES if lane_bytes <= _LANE_BYTES else _NUM_LARGE_LANES
+        self.batch_bytes, self.batches_at_once = lane_bytes, num_lanes
         self.registered = RegisteredMemory(streams)
         self.kernels = kernels
         self.placer = Placer(
-            [Lane(streams, lane_bytes, kernels(streams, lane_bytes) if kernels else None) for _ in range(_NUM_LANES)]
+            [Lane(streams, lane_bytes, kernels(streams, lane_bytes) if kernels else None) for _ in range(num_lanes)]
         )
         self._page_bytes_max = page_bytes_max
         lanes_bytes = sum(lane.device_bytes for lane in self.placer.lanes)
@@ -158,8 +161,6 @@ class StreamDevice:
     def gathered_bytes_max(self) -> int:
         """Bytes of pages that fit one gather."""
         return self._split.numel()
-
-    batches_at_once = _NUM_LANES + 1  # one is prepared while the lanes are busy
 
     def verifies(self, num_bytes: int) -> bool:
         return self.kernels is not None and self.kernels.fits(num_bytes)

@@ -27,7 +27,7 @@ _ROW_PAGE_BYTES = 864
 
 
 class DeviceKernels:
-    """Verifies and decodes the records of one lane; what was ordered is done before the next upload. Copies any rows.
+    """Verifies and decodes the records of one lane. A call's work is done before the next call. Copies rows, for any.
 
     Args:
         streams: Of the device.
@@ -43,43 +43,32 @@ class DeviceKernels:
 
     def __init__(self, streams: Streams, num_bytes: int) -> None:
         self._digests = DigestCheck(streams, num_bytes)
-        self._has_digests = False
-        self._tiles: tiles.Uploaded | None = None
         self._verdict = streams.device_memory(4).view(torch.int32)
         self._read_back = streams.host_memory(4).view(torch.int32)
         self.device_bytes = self._digests.device_bytes + 4
 
     @torch.inference_mode()
-    def upload(
+    def order(
         self,
         memory: torch.Tensor,
         digests: Sequence[tuple[int, int, bytes]],
         encoded: Sequence[tuple[slice, slice, TilesHead]],
     ) -> None:
-        """Order the copy of what `order` needs to know, on the current stream. It comes before the copies of payloads:
-        after them it would also wait for those of other streams, which the GPU executes one after the other.
+        """Order the work on the current stream.
 
         Args:
-            memory: uint8, on the device, where the records' payloads will be.
-            digests: Payloads to verify, as `DigestCheck.upload` takes them.
+            memory: uint8, on the device, where the records' payloads are when it is executed.
+            digests: Payloads to verify, as `DigestCheck.order` takes them.
             encoded: For each payload in tiles where it is, where its page is written, and its head.
         """
-        self._has_digests = bool(digests)
         self._verdict.zero_()
         if digests:
-            self._digests.upload(digests)
-        sources, targets, heads = zip(*encoded, strict=True) if encoded else ((), (), ())
-        self._tiles = tiles.upload(
-            [memory[source] for source in sources], [memory[target] for target in targets], heads, memory.device
-        )
-
-    @torch.inference_mode()
-    def order(self, memory: torch.Tensor) -> None:
-        """Order the verification and decoding of what was uploaded last, on the same stream, in the same memory."""
-        if self._has_digests:
-            self._digests.order(memory, self._verdict)
-        if self._tiles is not None:
-            tiles.decode_many(self._tiles, self._verdict)
+            self._digests.order(memory, digests, self._verdict)
+        if encoded:
+            sources, targets, heads = zip(*encoded, strict=True)
+            tiles.decode_many(
+                [memory[source] for source in sources], [memory[target] for target in targets], heads, self._verdict
+            )
         self._read_back.copy_(self._verdict, non_blocking=True)
 
     @property
@@ -173,9 +162,8 @@ def _run(
     memory = streams.device_memory(-(-content.numel() // 512) * 512)
 
     def work() -> None:
-        kernels.upload(memory, digests, encoded)
         memory[: content.numel()].copy_(content)
-        kernels.order(memory)
+        kernels.order(memory, digests, encoded)
 
     stream.run(work)
     stream.settle()

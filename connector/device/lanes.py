@@ -242,13 +242,11 @@ class Lane:
                 stretches = list(self._stretches(placements))
                 if stretches[-1].stop > self.memory.numel():  # CUDA is given addresses, and would write behind it
                     raise InternalError("pages must fit a lane", num_bytes=stretches[-1].stop)
-                # First: the link executes copies one after the other. Behind the pages these would also wait for pages
-                # of other lanes, and the check of these pages with them.
-                is_verified = self._upload(stretches)
                 for stretch in stretches:
                     self._stream.run(partial(stretch.fetch, self.memory, self._copy_in))
-                if is_verified and self._kernels is not None:
-                    self._stream.run(partial(self._kernels.order, self.memory))
+                is_verified = self._verify(stretches)
+                for stretch in stretches:  # while the copies run
+                    stretch.pack(self._host_memory)
             if is_verified or any(page.page.check is not no_check for each in placements for page in each.pages):
                 self._stream.settle()
                 is_wrong = is_verified and self._kernels is not None and self._kernels.num_wrong > 0
@@ -263,30 +261,22 @@ class Lane:
         finally:
             self._stream.settle()
 
-    def _upload(self, stretches: Sequence[_Stretch]) -> bool:
-        """Order the copies of all that the device must know; False: it verifies none of these pages."""
-        digests, encoded = [], []
+    def _verify(self, stretches: Sequence[_Stretch]) -> bool:
+        """Order the verification of pages that the device verifies; False: there are none."""
+        digests, tiles = [], []
         for stretch in stretches:
-            stretch.pack(self._host_memory)
             for page, target, source in stretch.placed:
                 shared = page.shared
                 if shared is not None and shared.tiles is not None:
-                    encoded.append((source, target, shared.tiles))
+                    tiles.append((source, target, shared.tiles))
                 elif shared is not None and shared.digest is not None:
                     digests.append((target.start, page.num_bytes, shared.digest))
-        verifies = bool(digests or encoded)
-        if verifies and self._kernels is None:
+        if not digests and not tiles:
+            return False
+        if self._kernels is None:
             raise InternalError("this device verifies no records")
-
-        @torch.inference_mode()
-        def upload() -> None:
-            for stretch in stretches:
-                stretch.upload(self.memory.device)
-            if verifies and self._kernels is not None:
-                self._kernels.upload(self.memory, digests, encoded)
-
-        self._stream.run(upload)
-        return verifies
+        self._stream.run(partial(self._kernels.order, self.memory, digests, tiles))
+        return True
 
     def _stretches(self, placements: Sequence[Placement]) -> Iterator[_Stretch]:
         start = 0
@@ -356,9 +346,6 @@ class _Stretch:
             )
             for plans in shapes
         ]
-
-    def upload(self, device: torch.device) -> None:
-        self.indexes = [index.uploaded(device) for index in self.indexes]
 
     @torch.inference_mode()
     def write(self, memory: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ def copy_rows(cache: torch.Tensor, indexes: RowIndexes, pages: torch.Tensor, *, 
     """Order the copies of rows between the cache and whole pages, which are consecutive in `pages`, on the current
     stream; both uint8, at multiples of 8 bytes.
     """
-    table = indexes.uploaded(cache.device).table
+    table = indexes.table.to(cache.device, non_blocking=True)
     rows = _ROWS if cache.device.type == "cuda" else ROWS_INTERPRETED
     # in one dimension: the others have at most 65,535 programs
     copy_rows_kernel[(indexes.num_pages * triton.cdiv(indexes.page_rows, rows),)](

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -152,11 +152,11 @@ def _digest(*arrays: Ints) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class RowIndexes:
-    """Where the rows of some pages with equal plans are.
+    """Where the rows of some pages with equal plans are, for one upload to the device.
 
     Attributes:
-        table: int64, on the device or in memory that it reads later. It must not change any more. First `HEAD_FIELDS`,
-            see `_head`, then the parts.
+        table: int64, in memory that the device reads later; must not change any more. First `HEAD_FIELDS`, see `_head`,
+            then the parts.
         shapes: Shapes of its parts: ids `[pages, feeds, blocks]`, base `[pages, runs]`, stride and feed `[runs]`,
             pieces `[pieces]`, and places `[rows]` in a page (empty: the rows are all of the page, in its order).
         unit_bytes: Bytes of a row.
@@ -172,13 +172,9 @@ class RowIndexes:
     def num_pages(self) -> int:
         return self.shapes[0][0]
 
-    def uploaded(self, device: torch.device) -> RowIndexes:
-        """These with their table on the device, by a copy on the current stream."""
-        return replace(self, table=self.table.to(device, non_blocking=True))
-
     def parts_on_device(self, device: torch.device) -> list[torch.Tensor]:
         sizes = [HEAD_FIELDS, *(math.prod(shape) for shape in self.shapes)]
-        _, *parts = self.uploaded(device).table.split(sizes)
+        _, *parts = self.table.to(device, non_blocking=True).split(sizes)
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 

@@ -9,7 +9,6 @@ it imports Triton, which a processor's engine may lack.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -36,63 +35,46 @@ def prepare(device: torch.device) -> None:
     ignored = torch.zeros(1, dtype=torch.int32, device=device)
     encode(page, target, ignored)
     head = TilesHead(tiles.TILE_BYTES, num_slots=0, num_whole=0, seed=0, table=bytes(tiles.TABLE_ENTRIES))
-    if uploaded := upload([payload[: head.payload_bytes]], [target], [head], device):
-        decode_many(uploaded, ignored)
+    decode(payload[: head.payload_bytes], target, head, ignored)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Uploaded:
-    """Payloads to decode with one launch.
-
-    Attributes:
-        table: int64 `[payloads, 8]` on the device: addresses, and what the heads say.
-        num_tiles: Of the payload that has most.
-    """
-
-    table: torch.Tensor
-    num_tiles: int
+def decode(payload: torch.Tensor, target: torch.Tensor, head: TilesHead, verdict: torch.Tensor) -> None:
+    """Order the decoding of one payload on the current stream, see `decode_many`."""
+    decode_many([payload], [target], [head], verdict)
 
 
-def upload(
+def decode_many(
     payloads: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
     heads: Sequence[TilesHead],
-    device: torch.device,
-) -> Uploaded | None:
-    """Order the copy of what `decode_many` needs to know, on the current stream; `None`: there are no payloads.
+    verdict: torch.Tensor,
+) -> None:
+    """Order the decoding of several payloads on the current stream, with one launch. It waits for nothing.
 
     Args:
         payloads: uint8 `[payload bytes]` each, on the device, at multiples of 16 bytes.
-        targets: uint8 `[decoded bytes]` each, on the device, at multiples of 16 bytes.
+        targets: uint8 `[decoded bytes]` each, on the device, at multiples of 16 bytes. Wrong tiles are undefined.
         heads: Of these payloads, as `read_head` has read and checked them.
+        verdict: int32 `[1]` on the device: the number of wrong tiles is added. Nothing may be used before it is read.
 
     Raises:
         InternalError: A tensor does not have the size that its head says, or stands elsewhere; nothing was ordered.
     """
     if not heads:
-        return None
+        return
     rows = []
     for payload, target, head in zip(payloads, targets, heads, strict=True):
-        _check(payload, head.payload_bytes, device)
-        _check(target, head.decoded_bytes, device)
+        _check(payload, head.payload_bytes, verdict.device)
+        _check(target, head.decoded_bytes, verdict.device)
         low, high = (int.from_bytes(half, "little") for half in (head.table[:8], head.table[8:]))
         row = (payload.data_ptr(), target.data_ptr(), head.decoded_bytes, head.num_slots, head.num_whole)
         rows.append([_signed(value) for value in (*row, head.seed, low, high)])
-    table = _to_device(torch.tensor(rows, dtype=torch.int64), device)
-    return Uploaded(table, max(head.num_tiles for head in heads))
-
-
-def decode_many(uploaded: Uploaded, verdict: torch.Tensor) -> None:
-    """Order the decoding of payloads on the current stream, the one that they were uploaded on. It waits for nothing.
-
-    Args:
-        verdict: int32 `[1]` on the device: the number of wrong tiles is added. Nothing may be used before it is read.
-            What a wrong tile should have filled is undefined.
-    """
-    group = _group(verdict.device, uploaded.num_tiles)
-    grid = (triton.cdiv(uploaded.num_tiles, group), uploaded.table.shape[0])
+    table = _to_device(torch.tensor(rows, dtype=torch.int64), verdict.device)
+    num_tiles = max(head.num_tiles for head in heads)
+    group = _group(verdict.device, num_tiles)
+    grid = (triton.cdiv(num_tiles, group), len(heads))
     is_gpu = verdict.device.type == "cuda"
-    tile_kernels.decode_kernel[grid](uploaded.table, verdict, GROUP=group, NATIVE=is_gpu, num_warps=_WARPS)
+    tile_kernels.decode_kernel[grid](table, verdict, GROUP=group, NATIVE=is_gpu, num_warps=_WARPS)
 
 
 def encode(source: torch.Tensor, target: torch.Tensor, result: torch.Tensor) -> None:

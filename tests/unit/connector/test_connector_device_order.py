@@ -79,7 +79,7 @@ def test_after_an_error_nothing_is_written_later() -> None:
     def run(work: Callable[[], None]) -> None:
         nonlocal num_orders
         num_orders += 1
-        if num_orders == 5:  # their tables and two copies to the GPU, then one to the blocks
+        if num_orders == 4:  # two copies to the GPU, then one to the blocks
             raise torch.OutOfMemoryError
         order(work)
 

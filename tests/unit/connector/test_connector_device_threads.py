@@ -232,7 +232,7 @@ def test_a_thread_that_serves_two_gpus(cuda: FakeCuda) -> None:
 def test_side_streams_have_the_lowest_priority(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies never go before what the engine computes: the drain and each lane."""
     make_device(cuda, monkeypatch)
-    assert cuda.priorities == [2, 2, 2]
+    assert cuda.priorities == [2, 2, 2, 2]
 
 
 def test_one_piece_is_pinned_for_its_gpu(cuda: FakeCuda) -> None:
