@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 from bisect import insort
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from connector.canonical.attention import may_lose_blocks
 from connector.identity import CacheShape
@@ -15,7 +17,8 @@ from connector.jobs import RankReport, SaveJob
 from connector.losses import LossReason, LossReporter
 from connector.scheduler.cache_events import CacheEvents
 from connector.scheduler.requests import RequestState
-from kvstore.model.keys import Boundary
+from kvstore.api import Retention
+from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.instruments import Instruments
 
@@ -27,6 +30,13 @@ _WAIT_S = 5.0
 _UNANSWERED_STEPS, _UNANSWERED_S = 1000, 60.0
 """A rank answers within its save's deadline, ten seconds. An idle engine makes a thousand steps in seconds, one that
 stands still makes none: only both limits together show that no answer will come."""
+
+
+_SAVED_MAX = 1 << 14
+"""Saved records that are remembered: they matter to requests that were looked up before."""
+
+_Record: TypeAlias = tuple[NamespaceId, PrefixHash, int, Retention]
+"""Where it is saved, whose prefix it belongs to, its group, and how it is kept."""
 
 
 class BlockPins(Protocol):
@@ -59,6 +69,7 @@ class _Job:
         busy_ranks: Ranks that have not answered it.
         pinned: Blocks that its request may free before they are copied.
         waits_since_s: Monotonic time since which it waits, or waited, for host memory.
+        has_failed: On a rank.
     """
 
     job: SaveJob
@@ -67,6 +78,7 @@ class _Job:
     pinned: tuple[int, ...] = ()
     priority: Priority = Priority.LASTING
     waits_since_s: float = 0.0
+    has_failed: bool = False
 
 
 class SaveJobs:
@@ -107,6 +119,8 @@ class SaveJobs:
         self._clock = instruments.clock
         self._jobs: dict[int, _Job] = {}
         self._in_flight_bytes = 0
+        self._in_flight: dict[_Record, int] = {}  # the job that has host memory for it
+        self._saved: OrderedDict[_Record, float] = OrderedDict()  # monotonic time of the last answer
         self._waiting: list[tuple[Priority, int]] = []  # jobs without host memory, by priority and id
         self._waiting_blocks = 0
         self.next_id = 0
@@ -131,6 +145,12 @@ class SaveJobs:
         if self.cache_events is not None:
             self.cache_events.on_save_planned(job, state)
 
+    def has_saved(self, record: _Record, since_s: float) -> bool:
+        """Whether a record is in flight for any request, or has been saved since a monotonic time. Requests with a
+        common prefix that arrive together all find it missing in the store.
+        """
+        return record in self._in_flight or self._saved.get(record, -math.inf) >= since_s
+
     def admit(self, job: SaveJob, priority: Priority) -> bool:
         """Reserve host memory on every rank. False: there is none, or a job of an earlier priority waits for it."""
         num_bytes = self._jobs[job.job_id].num_bytes
@@ -139,6 +159,7 @@ class SaveJobs:
         if self._in_flight_bytes + num_bytes > self._limit_bytes:
             return False
         self._in_flight_bytes += num_bytes
+        self._in_flight.setdefault(_record_of(job), job.job_id)
         return True
 
     def wait(self, job: SaveJob, priority: Priority) -> bool:
@@ -210,6 +231,7 @@ class SaveJobs:
             if entry is None:
                 continue
             self._in_flight_bytes -= entry.num_bytes
+            self._leave_flight(job)
             if entry.pinned:
                 self._start_waiting(job.job_id)
             elif self._shape.groups[job.group].is_state:
@@ -271,6 +293,7 @@ class SaveJobs:
             self.cache_events.on_rank_report(report)
         for job_id in report.saves_failed:
             if job_id in self._jobs:
+                self._jobs[job_id].has_failed = True
                 self._note_loss(self._jobs[job_id].job)
         for job_id, ranks in report.saves_done.items():
             entry = self._jobs.get(job_id)
@@ -279,14 +302,31 @@ class SaveJobs:
             entry.busy_ranks -= ranks
             if entry.busy_ranks <= 0:
                 self._in_flight_bytes -= entry.num_bytes
+                if not entry.has_failed:
+                    self._note_saved(_record_of(entry.job))
                 self._end(job_id)
+
+    def _note_saved(self, record: _Record) -> None:
+        self._saved[record] = self._clock.monotonic_s()
+        self._saved.move_to_end(record)
+        if len(self._saved) > _SAVED_MAX:
+            self._saved.popitem(last=False)
+
+    def _leave_flight(self, job: SaveJob) -> None:
+        if self._in_flight.get(record := _record_of(job)) == job.job_id:
+            del self._in_flight[record]
 
     def _end(self, job_id: int, *, cancelled: bool = False) -> None:
         entry = self._jobs.pop(job_id)
+        self._leave_flight(entry.job)
         if cancelled and self.cache_events is not None:
             self.cache_events.on_save_cancelled(job_id)
         if entry.pinned and self.pins is not None:
             self.pins.unpin(entry.pinned)
+
+
+def _record_of(job: SaveJob) -> _Record:
+    return job.namespace, job.prefix, job.group, job.retention
 
 
 class Watchdog:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -165,7 +166,7 @@ class Saves:
             final_tokens=min(_final_tokens(request), state.hashed_tokens),
             tail_tokens=tail_tokens,
             page_tokens=self._shape.layout.page_tokens,
-            is_stored=partial(state.is_stored, group=index),
+            is_stored=partial(self._is_saved, request, index),
         )
         for page in pages:
             block_ids = blocks_of(group, request.tables(), page.start // block_tokens, page.stop // block_tokens)
@@ -177,6 +178,17 @@ class Saves:
                 continue
             yield page, block_ids
         state.cursors[index] = max(state.cursors.get(index, 0), cursor)
+
+    def _is_saved(self, request: RunningRequest, index: int, tokens: int) -> bool:
+        """Whether the group's record at a boundary is stored or on its way, by this request or another one."""
+        state = request.state
+        if not state.is_stored(tokens, index):
+            prefix = state.prefix_at(tokens, self._boundary_tokens)
+            since_s = state.lookup_started_s if state.lookup is not None else math.inf
+            if not self.jobs.has_saved((request.namespace, prefix, index, state.flags.save_retention), since_s):
+                return False
+            state.note_stored(tokens, index)
+        return True
 
     def _plan_states(self, request: RunningRequest, planned: list[SaveJob]) -> None:
         """Plan the states that vLLM offers in this step, each with the blocks of all its feeds or not at all."""
@@ -190,7 +202,7 @@ class Saves:
                 continue  # inside a block, or of tokens that are not known yet
             for index in self._states:
                 block_ids = tuple((blocks.get(feed, 0),) for feed in self._shape.groups[index].facts.feed_groups)
-                if state.is_stored(tokens, index) or any(0 in ids for ids in block_ids):
+                if any(0 in ids for ids in block_ids) or self._is_saved(request, index, tokens):
                     continue
                 job = self._new_job(request, index, Span(tokens, tokens), block_ids)
                 if self.jobs.admit(job, Priority.STATE):

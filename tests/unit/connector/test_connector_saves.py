@@ -10,7 +10,9 @@ import pytest
 
 from connector.facts import GroupFacts
 from connector.jobs import RankReport, StepJobs
+from connector.request_parameters import RequestFlags
 from connector.scheduler.facts import PromptFacts, StateOffer, StepFacts
+from kvstore.api import Retention
 from kvstore.errors import InternalError, InvalidRequest, Unavailable, UnsupportedFormat
 from kvstore.testing.waiting import eventually
 from tests.unit.connector.scheduler_harness import BLOCK_BYTES, SchedulerHarness, harness, unready_harness
@@ -152,6 +154,62 @@ def test_credits(tmp_path: Path) -> None:
         assert stops(second) == [192]
         at.ranks_done(first.saves[1].job_id, second.saves[0].job_id)
         assert stops(at.step({"a": 5 * PAGE + 3})) == [256, 320]
+
+
+def test_a_common_prefix_is_saved_once(at: SchedulerHarness) -> None:
+    """Requests that arrive together all find it missing; what is in flight for one is not saved for another."""
+    for name in "abc":
+        at.new(name, 170, "same")
+    at.hashed(*"abc")
+    jobs = at.step(dict.fromkeys("ab", 130)).saves
+    assert [(job.request_id, job.stop_tokens) for job in jobs] == [("a", 64), ("a", 128)]
+    at.ranks_done(*(job.job_id for job in jobs))
+    later = at.step(dict.fromkeys("abc", 170)).saves
+    assert [(job.request_id, job.stop_tokens) for job in later] == [("a", 160)]
+
+
+def test_what_was_saved_before_the_lookup_and_is_gone_is_saved_again(at: SchedulerHarness) -> None:
+    """The store evicts; the lookup knows."""
+    at.new("a", 64, "same")
+    at.hashed("a")
+    (job,) = at.step({"a": 64}).saves
+    at.ranks_done(job.job_id)  # the store has nothing
+    at.new("b", 64, "same")
+    at.hashed("b")
+    assert stops(at.step({"b": 64})) == [64]
+
+
+def test_what_failed_for_one_request_is_saved_for_another(at: SchedulerHarness) -> None:
+    at.new("a", 64, "same")
+    at.new("b", 64, "same")
+    at.hashed("a", "b")
+    (job,) = at.step({"a": 64}).saves
+    at.ranks_done(job.job_id, failed=(job.job_id,))
+    assert stops(at.step({"b": 64})) == [64]
+
+
+def test_a_page_that_found_no_room_is_saved_for_the_first_that_finds_some(tmp_path: Path) -> None:
+    """A page without host memory may be lost, so another request that has it in its blocks plans it too."""
+    with harness(tmp_path, pinned_bytes=2 * PAGE_BYTES) as at:
+        for name, prompt in (("a", "first"), ("b", "same"), ("c", "same")):
+            at.new(name, 64, prompt)
+        at.hashed(*"abc")
+        (first,) = at.step({"a": 64, "b": 64}).saves
+        at.side.on_finished("a")
+        assert at.step({"b": 64, "c": 64}).saves == ()
+        at.ranks_done(first.job_id)
+        (job,) = at.step({"c": 64}).saves
+        assert at.step({"b": 65, "c": 65}).saves == ()
+        at.ranks_done(job.job_id)
+        assert at.step({"b": 66, "c": 66}).saves == ()
+
+
+def test_a_request_whose_pages_are_kept_otherwise_saves_them_itself(at: SchedulerHarness) -> None:
+    at.new("a", 64, "same")
+    at.new("b", 64, "same", flags=RequestFlags(retention=Retention.SHORT))
+    at.hashed("a", "b")
+    jobs = at.step({"a": 64, "b": 64}).saves
+    assert [(job.request_id, job.retention) for job in jobs] == [("a", Retention.NORMAL), ("b", Retention.SHORT)]
 
 
 def test_credits_are_shared_by_requests(tmp_path: Path) -> None:
