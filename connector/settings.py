@@ -39,7 +39,7 @@ class ConnectorSettings:
         tls_key_file: Its key, if that is not in the same file.
         mode: `both`, `load` (read only), `save` (write only) or `off`.
         compression: How this engine stores what it saves, without loss. `planes` and `tiles` compress bfloat16 to about
-            .75 of its size: planes are decoded by a processor, tiles also by a GPU. With `none` a page costs less
+            .75 of its size: planes on processors, tiles also on a GPU. With `none` a page costs less
             processor time, and takes more memory, Redis and network. `auto` is `planes` on a processor, and `none` on a
             GPU, which reads such pages where they are. Every engine reads all, see `docs/vllm.md` for those of earlier
             releases.

@@ -23,14 +23,38 @@ from kvstore.runtime.arena import ArenaView
 if TYPE_CHECKING:  # the GPU kit runs with torch and numpy alone
     from kvstore.codec.tiles import TilesHead
 
-Ticket: TypeAlias = Event
-"""Done when a page has arrived in host memory: `wait` for it before reading a byte or reusing the memory."""
-
 Fence: TypeAlias = Event
 """A point in the engine's work: a scatter after it overtakes nothing that was ordered before it."""
 
 Made = TypeVar("Made")
 _KEPT = 512
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Ticket:
+    """A page on its way to host memory: `wait` for it before reading a byte or reusing the memory.
+
+    Attributes:
+        arrived: Done when it is there.
+        sizes: int32, in host memory, of pages that the device has encoded, this one's at `index`; `None`: it has not.
+    """
+
+    arrived: Event
+    sizes: torch.Tensor | None = None
+    index: int = 0
+
+    def is_done(self) -> bool:
+        return self.arrived.is_done()
+
+    def wait(self) -> None:
+        self.arrived.wait()
+
+    @property
+    def tiles_bytes(self) -> int | None:
+        """Once it is done: bytes at the start of its memory that are the page in tiles; 0: it gains too little, and is
+        there as it is. `None`: the device did not try.
+        """
+        return None if self.sizes is None else int(self.sizes[self.index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +142,13 @@ class BlockCopier(Protocol):
 
     plane_width: int
 
-    def gather_all(self, pages: Sequence[PageGather]) -> list[Ticket | None]:
+    def gather_all(self, pages: Sequence[PageGather], *, as_tiles: bool = False) -> list[Ticket | None]:
         """Copy blocks into pages. Called on the engine's thread, which never waits for it.
 
         When it returns the blocks may be reused: the copy is done, or ordered before any later write.
+
+        Args:
+            as_tiles: Encode the pages, if the device can: see `Ticket.tiles_bytes`.
 
         Returns:
             For each page its ticket, or `None`: the device had no buffer for it, and nothing was copied.

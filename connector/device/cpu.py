@@ -85,13 +85,13 @@ class CpuCopier:
         ]
         self._strips = RunsMemo(lambda runs, _: fold_runs(runs, places))
 
-    def gather_all(self, pages: Sequence[PageGather]) -> list[Ticket | None]:
+    def gather_all(self, pages: Sequence[PageGather], *, as_tiles: bool = False) -> list[Ticket | None]:
         check_blocks(pages, self._num_blocks)
         for page in pages:
             target: Any = page.target.numpy()
             for blocks, place in self._copies(page.runs, page.block_ids, target):
                 np.copyto(place, blocks)
-        return [DONE] * len(pages)
+        return [Ticket(DONE)] * len(pages)
 
     def scatter_all(self, pages: Sequence[PageScatter], after: Fence) -> None:
         check_blocks(pages, self._num_blocks, writes=True)

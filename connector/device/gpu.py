@@ -131,31 +131,37 @@ class StreamDevice:
         return StreamCopier(self, layers, feeds, element_bytes)
 
     def gather(
-        self, work: Callable[[torch.Tensor], None], targets: Sequence[torch.Tensor], width: int
-    ) -> Ticket | None:
+        self, work: Callable[[torch.Tensor], None], targets: Sequence[torch.Tensor], *, width: int, as_tiles: bool
+    ) -> list[Ticket | None]:
         """Gather some pages of one size and start draining them. Called on the engine's thread.
 
         Args:
             work: Fills the slot it is given with the pages, one after the other.
             targets: Where they go on the host.
             width: Bytes of the elements to split; 1: do not split.
+            as_tiles: As for `BlockCopier.gather_all`.
 
         Returns:
-            Their ticket, or `None`: the ring is full, and nothing was ordered.
+            Their tickets, or `None` for each: the ring is full, and nothing was ordered.
         """
         page_bytes = targets[0].numel()
         num_bytes = page_bytes * len(targets)
         start = self._ring.take(num_bytes)
         if start is None:
-            return None
+            return [None] * len(targets)
         slot = self._slots[start : start + num_bytes]
         compute = self._streams.compute()
         compute.run(partial(work, slot))
         self._drain.wait(compute.record())
-        self._drain.run(partial(_drain, slot, self._split[:num_bytes], targets, width))
+        changed, sizes = self._split[:num_bytes], None
+        if as_tiles and self.kernels is not None and self.kernels.encodes(page_bytes):
+            sizes = self._streams.host_memory(4 * len(targets)).view(torch.int32)
+            self._drain.run(partial(_drain_encoded, self.kernels, slot, changed, targets, sizes))
+        else:
+            self._drain.run(partial(_drain, slot, changed, targets, width))
         drained = self._drain.record()
         self._ring.fill(start, num_bytes, drained)
-        return drained
+        return [Ticket(drained, sizes, index) for index in range(len(targets))]
 
     @property
     def gathered_bytes_max(self) -> int:
@@ -211,7 +217,7 @@ class StreamCopier:
         self._plans = RunsMemo(partial(plan_rows, self.geometry, unit_bytes_min=device.unit_bytes_min))
         self.plane_width = element_bytes if element_bytes in _PLANE_WIDTHS else 1
 
-    def gather_all(self, pages: Sequence[PageGather]) -> list[Ticket | None]:
+    def gather_all(self, pages: Sequence[PageGather], *, as_tiles: bool = False) -> list[Ticket | None]:
         check_blocks(pages, self._num_blocks)
         planned = [(page, self._plans.of(page.runs, page.target.numel())) for page in pages]
         for page, plans in planned:
@@ -222,23 +228,26 @@ class StreamCopier:
         # pages whose plans differ only in the slice are adjacent: a page's slices, and pages of equal length
         tickets: list[Ticket | None] = []
         for _, alike in groupby(planned, key=lambda each: [plan.key for plan in each[1]]):
-            tickets += self._gather_alike(list(alike))
+            tickets += self._gather_alike(list(alike), as_tiles=as_tiles)
         return tickets
 
-    def _gather_alike(self, planned: Sequence[tuple[PageGather, tuple[RowPlan, ...]]]) -> list[Ticket | None]:
+    def _gather_alike(
+        self, planned: Sequence[tuple[PageGather, tuple[RowPlan, ...]]], *, as_tiles: bool
+    ) -> list[Ticket | None]:
         page_bytes = planned[0][0].target.numel()
         at_once = max(1, self._device.gathered_bytes_max // page_bytes)
         tickets: list[Ticket | None] = []
         for start in range(0, len(planned), at_once):
             batch = planned[start : start + at_once]
-            ticket = self._gather_batch(batch)
-            if ticket is None and len(batch) > 1:  # no room for a batch, but there may be for a page
-                tickets += [self._gather_batch([one]) for one in batch]
-            else:
-                tickets += [ticket] * len(batch)
+            gathered = self._gather_batch(batch, as_tiles=as_tiles)
+            if gathered[0] is None and len(batch) > 1:  # no room for a batch, but there may be for a page
+                gathered = [ticket for one in batch for ticket in self._gather_batch([one], as_tiles=as_tiles)]
+            tickets += gathered
         return tickets
 
-    def _gather_batch(self, batch: Sequence[tuple[PageGather, tuple[RowPlan, ...]]]) -> Ticket | None:
+    def _gather_batch(
+        self, batch: Sequence[tuple[PageGather, tuple[RowPlan, ...]]], *, as_tiles: bool
+    ) -> list[Ticket | None]:
         shapes = list(zip(*(plans for _, plans in batch), strict=True))  # for each shape of piece the pages' plans
         indexes = [
             pack_indexes(
@@ -249,7 +258,10 @@ class StreamCopier:
             )
             for plans in shapes
         ]
-        return self._device.gather(partial(self._gather, indexes), [page.target for page, _ in batch], self.plane_width)
+        targets = [page.target for page, _ in batch]
+        return self._device.gather(
+            partial(self._gather, indexes), targets, width=self.plane_width, as_tiles=as_tiles and self.plane_width == 1
+        )
 
     @torch.inference_mode()
     def _gather(self, indexes: Sequence[RowIndexes], slot: torch.Tensor) -> None:
@@ -315,4 +327,20 @@ def _drain(slot: torch.Tensor, split: torch.Tensor, targets: Sequence[torch.Tens
         split_planes(slot, len(targets), width, split)
         slot = split
     for target, page in zip(targets, slot.split(targets[0].numel()), strict=True):
+        target.copy_(page, non_blocking=True)
+
+
+@torch.inference_mode()
+def _drain_encoded(
+    kernels: type[DeviceKernels],
+    slot: torch.Tensor,
+    encoded: torch.Tensor,
+    targets: Sequence[torch.Tensor],
+    sizes: torch.Tensor,
+) -> None:
+    """Whole pages are copied: how long a payload is only the device knows."""
+    on_device = torch.empty(len(targets), dtype=torch.int32, device=slot.device)
+    kernels.encode(slot, encoded, on_device)
+    sizes.copy_(on_device, non_blocking=True)
+    for target, page in zip(targets, encoded.split(targets[0].numel()), strict=True):
         target.copy_(page, non_blocking=True)

@@ -1,4 +1,4 @@
-"""What a GPU does itself: it verifies digests, decodes tiles and copies rows. Imported where Triton works only."""
+"""What a GPU does itself: digests, tiles, copies of rows. Imported where Triton works only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _ROW_PAGE_BYTES = 864
 
 
 class DeviceKernels:
-    """Verifies and decodes the records of one lane. A call's work is done before the next call. Copies rows, for any.
+    """Verifies and decodes the records of one lane; a call's work is done before the next call. Encodes pages and
+    copies rows, for any.
 
     Args:
         streams: Of the device.
@@ -38,6 +39,8 @@ class DeviceKernels:
     """
 
     fits = DigestCheck.fits
+    encodes = staticmethod(tiles.encodes)
+    encode = staticmethod(tiles.encode)
     copies = staticmethod(row_kernels.copies)
     copy_rows = staticmethod(row_kernels.copy_rows)
 
@@ -86,7 +89,7 @@ def check_kernels(streams: Streams) -> None:
     _check_digests(streams)
     _check_tiles(streams)
     _check_rows(streams)
-    _log.info("kvstore: the GPU verifies records in the service's memory, decodes tiles and copies rows by kernels")
+    _log.info("kvstore: the GPU verifies records in the service's memory, decodes and encodes tiles, copies rows")
 
 
 def _check_digests(streams: Streams) -> None:
@@ -113,6 +116,7 @@ def _check_tiles(streams: Streams) -> None:
     head = read_head(memoryview(payload)[source], _TILES_BYTES)
     content = torch.zeros(target.stop, dtype=torch.uint8)
     content[source] = torch.from_numpy(payload[source])
+    _check_encoding(streams, page, payload[source])
     memory, seen = _run(streams, content, [], [(source, target, head)])
     if seen or not torch.equal(memory[target].cpu(), page):
         raise InvalidRequest("the GPU decodes other pages", wrong_tiles=seen)
@@ -120,6 +124,26 @@ def _check_tiles(streams: Streams) -> None:
     _, seen = _run(streams, content, [], [(source, target, head)])
     if seen != 1:
         raise InvalidRequest("the GPU finds no damage", expected=1, seen=seen)
+
+
+def _check_encoding(streams: Streams, page: torch.Tensor, payload: Any) -> None:
+    """Two pages, of which one gains nothing."""
+    noise = torch.randint(0, 256, (page.numel(),), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    pages, encoded = streams.device_memory(2 * page.numel()), streams.device_memory(2 * page.numel())
+    sizes, stream = streams.device_memory(8).view(torch.int32), streams.side()
+
+    @torch.inference_mode()
+    def work() -> None:
+        pages.copy_(torch.cat([page, noise]))
+        tiles.encode(pages, encoded, sizes)
+
+    stream.run(work)
+    stream.settle()
+    seen = encoded.cpu()
+    if sizes.tolist() != [payload.size, 0] or not torch.equal(seen[page.numel() :], noise):
+        raise InvalidRequest("the GPU encodes to other sizes", expected=payload.size, seen=sizes.tolist())
+    if not torch.equal(seen[: payload.size], torch.from_numpy(payload)):
+        raise InvalidRequest("the GPU encodes other tiles", bytes=payload.size)
 
 
 def _check_rows(streams: Streams) -> None:

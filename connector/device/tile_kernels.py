@@ -34,6 +34,7 @@ _SLOTS_MIN = tl.constexpr(tiles.SLOT_COUNTS[1])
 _PATCH = tl.constexpr(tiles.PATCH)
 # What the kernels of an encoding leave for those behind them, by index, int64 each.
 PLAN_FIELDS = 6
+_PLAN = tl.constexpr(PLAN_FIELDS)
 _SEED = tl.constexpr(0)
 _LOW = tl.constexpr(1)
 _HIGH = tl.constexpr(2)
@@ -263,6 +264,12 @@ def decode_kernel(table, verdict, GROUP: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def _page_at(pages, page, decoded_bytes):
+    """Where a page begins: at a multiple of 16 bytes, which the compiler must know for wide loads and stores."""
+    return pages + tl.multiple_of(page * decoded_bytes, 16)
+
+
+@triton.jit
 def _load_row(source, tile, row: tl.constexpr, lanes, decoded_bytes, is_full):
     """Row `row` of tiles, `[tiles, lanes]`; behind the page's end stands its last element again and again."""
     at = (tile * _TILE_WORDS)[:, None] + (lanes + row * _LANES)[None, :]
@@ -296,7 +303,11 @@ def _histogram(words, exists, GROUP: tl.constexpr):
 
 @triton.jit(do_not_specialize=_SIZES)
 def survey_kernel(source, decoded_bytes, num_tiles, sums, counts, GROUP: tl.constexpr):
-    """The sums of the tiles' words, int64 `[tiles]`, and how often each exponent occurs, added to int32 `[256]`."""
+    """The sums of the tiles' words, int64 `[pages, tiles]`, and how often each exponent of a page occurs, added to
+    int32 `[pages, 256]`.
+    """
+    page = tl.program_id(1).to(tl.int64)
+    source, sums, counts = _page_at(source, page, decoded_bytes), sums + page * num_tiles, counts + page * 256
     first_tile = tl.program_id(0).to(tl.int64) * GROUP
     tile = first_tile + tl.arange(0, GROUP)
     exists = tile < num_tiles
@@ -314,12 +325,14 @@ def survey_kernel(source, decoded_bytes, num_tiles, sums, counts, GROUP: tl.cons
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def choose_table_kernel(counts, sums, num_tiles, codes, plan, CHUNK: tl.constexpr):
-    """Choose the table of exponents, and compute the seed.
+    """Choose each page's table of exponents, and compute its seed.
 
     Args:
-        codes: int32 `[256]`: for each exponent its code, or from bit 8 on the difference of its patch.
-        plan: int64 `[6]`, filled but for the last two.
+        codes: int32 `[pages, 256]`: for each exponent its code, or from bit 8 on the difference of its patch.
+        plan: int64 `[pages, 6]`, filled but for the last two.
     """
+    page = tl.program_id(0).to(tl.int64)
+    counts, codes, sums, plan = counts + page * 256, codes + page * 256, sums + page * num_tiles, plan + page * _PLAN
     exponent = tl.arange(0, 256)
     count = tl.load(counts + exponent)
     is_before = (count[None, :] > count[:, None]) | (
@@ -346,7 +359,10 @@ def choose_table_kernel(counts, sums, num_tiles, codes, plan, CHUNK: tl.constexp
 
 @triton.jit(do_not_specialize=_SIZES)
 def count_kernel(source, decoded_bytes, num_tiles, codes, plan, patches, GROUP: tl.constexpr):
-    """The patches that each tile needs, int32 `[tiles]`."""
+    """The patches that each tile needs, int32 `[pages, tiles]`."""
+    page = tl.program_id(1).to(tl.int64)
+    source, codes, plan = _page_at(source, page, decoded_bytes), codes + page * 256, plan + page * _PLAN
+    patches += page * num_tiles
     first_tile = tl.program_id(0).to(tl.int64) * GROUP
     tile = first_tile + tl.arange(0, GROUP)
     exists = tile < num_tiles
@@ -363,14 +379,17 @@ def count_kernel(source, decoded_bytes, num_tiles, codes, plan, patches, GROUP: 
 
 @triton.jit(do_not_specialize=[*_SIZES, "room"], do_not_specialize_on_alignment=["result"])
 def choose_slots_kernel(patches, decoded_bytes, num_tiles, room, plan, whole, target, result, CHUNK: tl.constexpr):
-    """Choose the number of slots, number the tiles whose exponents are stored whole, and write the head.
+    """For each page choose the number of slots, number the tiles whose exponents are stored whole, and write the head.
 
     Args:
         room: Bytes of the largest payload that is worth it.
         plan: The rest is filled.
-        whole: int32 `[tiles]`: the index of a tile among those whose exponents are stored whole.
-        result: int32 `[1]`.
+        whole: int32 `[pages, tiles]`: the index of a tile among those whose exponents are stored whole.
+        result: int32 `[pages]`.
     """
+    page = tl.program_id(0).to(tl.int64)
+    patches, whole, plan = patches + page * num_tiles, whole + page * num_tiles, plan + page * _PLAN
+    target, result = _page_at(target, page, decoded_bytes), result + page
     num_slots = tl.load(plan + _NUM_PATCHES) * 0
     num_whole = num_slots
     if tl.load(plan + _NUM_PATCHES) > 0:
@@ -435,6 +454,16 @@ def _store_other_slots(slots_at, num_patches, is_whole, whole_index, exists, num
     return tl.where(is_whole, marker.to(tl.uint64) * _multipliers(num_used * 0 + _TILE_WORDS), 0)
 
 
+@triton.jit
+def _copy_tiles(source, target, first_tile, decoded_bytes, GROUP: tl.constexpr):
+    tile = first_tile + tl.arange(0, GROUP)
+    lanes = tl.arange(0, _LANES)
+    is_full = (first_tile + GROUP) * (4 * _TILE_WORDS) <= decoded_bytes
+    for row in tl.static_range(4):
+        words = _load_row(source, tile, row, lanes, decoded_bytes, is_full)
+        _store_row(target, words, tile * _TILE_WORDS, row, lanes, decoded_bytes, is_full)
+
+
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=["result"])
 def write_kernel(
     source,
@@ -449,8 +478,13 @@ def write_kernel(
     result,
     GROUP: tl.constexpr,
 ):
-    """Write `GROUP` tiles of the payload; nothing, where it is not worth it."""
+    """Write `GROUP` tiles of a page's payload; where that is not worth it, of the page as it is."""
+    page = tl.program_id(1).to(tl.int64)
+    source, codes, plan = _page_at(source, page, decoded_bytes), codes + page * 256, plan + page * _PLAN
+    sums, patches, whole = sums + page * num_tiles, patches + page * num_tiles, whole + page * num_tiles
+    target, result = _page_at(target, page, decoded_bytes), result + page
     if tl.load(result) == 0:
+        _copy_tiles(source, target, tl.program_id(0).to(tl.int64) * GROUP, decoded_bytes, GROUP)
         return
     num_slots = tl.load(plan + _NUM_SLOTS)
     num_whole = tl.load(plan + _NUM_WHOLE)

@@ -78,44 +78,58 @@ def decode_many(
 
 
 def encode(source: torch.Tensor, target: torch.Tensor, result: torch.Tensor) -> None:
-    """Order the encoding of a page on the current stream. It waits for nothing.
+    """Order the encoding of adjacent pages of one size on the current stream. It waits for nothing.
 
-    The payload is, byte for byte, that of `kvstore.codec.encode`.
+    Each payload is, byte for byte, that of `kvstore.codec.encode`.
 
     Args:
-        source: uint8 `[page bytes]` on the device, at a multiple of 16 bytes.
-        target: uint8 `[page bytes]` there too, not overlapping. Bytes after the payload are undefined afterwards.
-        result: int32 `[1]` on the device: bytes of the payload, or 0: the page gains too little, and is stored raw.
+        source: uint8 `[pages x page bytes]` on the device, at a multiple of 16 bytes. Several pages are each a multiple
+            of 16 bytes long (`encodes`).
+        target: The same size there too, not overlapping: each payload begins where its page did. Bytes behind it are
+            undefined afterwards.
+        result: int32 `[pages]` on the device: bytes of the payload, or 0: the page gains too little, and the target has
+            it as it is.
 
     Raises:
         InternalError: A tensor has another size, or stands elsewhere; nothing was ordered.
     """
-    num_bytes, device = source.numel(), result.device
-    _check(source, num_bytes, device)
-    _check(target, num_bytes, device)
+    num_pages, device = result.numel(), result.device
+    num_bytes, rest = divmod(source.numel(), num_pages)
+    if rest or (num_pages > 1 and not encodes(num_bytes)):
+        raise InternalError("expected pages of one size", bytes=source.numel(), pages=num_pages)
+    _check(source, num_pages * num_bytes, device)
+    _check(target, num_pages * num_bytes, device)
     worthwhile = tiles.worthwhile_sizes(num_bytes)
     if not worthwhile:
         result.zero_()
+        target.copy_(source)
         return
     num_tiles = -(-num_bytes // tiles.TILE_BYTES)
-    counts = torch.zeros(256, dtype=torch.int32, device=device)
-    codes = torch.empty(256, dtype=torch.int32, device=device)
-    plan = torch.empty(tile_kernels.PLAN_FIELDS, dtype=torch.int64, device=device)
-    sums = torch.empty(num_tiles, dtype=torch.int64, device=device)
-    patches = torch.empty(num_tiles, dtype=torch.int32, device=device)
-    whole = torch.empty(num_tiles, dtype=torch.int32, device=device)
+    counts = torch.zeros(num_pages, 256, dtype=torch.int32, device=device)
+    codes = torch.empty(num_pages, 256, dtype=torch.int32, device=device)
+    plan = torch.empty(num_pages, tile_kernels.PLAN_FIELDS, dtype=torch.int64, device=device)
+    sums = torch.empty(num_pages, num_tiles, dtype=torch.int64, device=device)
+    patches = torch.empty(num_pages, num_tiles, dtype=torch.int32, device=device)
+    whole = torch.empty(num_pages, num_tiles, dtype=torch.int32, device=device)
     group = _group(device, num_tiles)
-    grid = (triton.cdiv(num_tiles, group),)
+    grid = (triton.cdiv(num_tiles, group), num_pages)
     sizes = (num_bytes, num_tiles)
     tile_kernels.survey_kernel[grid](source, *sizes, sums, counts, GROUP=group, num_warps=_WARPS)
-    tile_kernels.choose_table_kernel[(1,)](counts, sums, num_tiles, codes, plan, CHUNK=_CHUNK, num_warps=2 * _WARPS)
+    tile_kernels.choose_table_kernel[(num_pages,)](
+        counts, sums, num_tiles, codes, plan, CHUNK=_CHUNK, num_warps=2 * _WARPS
+    )
     tile_kernels.count_kernel[grid](source, *sizes, codes, plan, patches, GROUP=group, num_warps=_WARPS)
-    tile_kernels.choose_slots_kernel[(1,)](
+    tile_kernels.choose_slots_kernel[(num_pages,)](
         patches, *sizes, worthwhile[-1], plan, whole, target, result, CHUNK=_CHUNK, num_warps=_WARPS
     )
     tile_kernels.write_kernel[grid](
         source, *sizes, codes, plan, sums, patches, whole, target, result, GROUP=group, num_warps=_WARPS
     )
+
+
+def encodes(page_bytes: int) -> bool:
+    """Whether pages of this size may be encoded together."""
+    return page_bytes % _ALIGN_BYTES == 0
 
 
 def _check(tensor: torch.Tensor, num_bytes: int, device: torch.device) -> None:

@@ -26,7 +26,7 @@ from connector.worker.low_priority import LowPriorityPool
 from connector.worker.memory import RecordMemory, view
 from kvstore.api import Deadline, PageStore, Retention, SaveOutcome
 from kvstore.client import trace_parent
-from kvstore.codec import encode, max_payload_bytes
+from kvstore.codec import RAW, TILES, Encoded, encode, max_payload_bytes
 from kvstore.errors import Closed, KVStoreError, Unavailable
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.record import Record, seal
@@ -139,7 +139,8 @@ class Saver:
                 [
                     PageGather(group.plan.runs(slice_index, job.num_blocks), job.block_ids, page)
                     for job, slice_index, page in held
-                ]
+                ],
+                as_tiles=group.chain == TILES,
             )
             for ticket in tickets:
                 job, slice_index, page = held[0]
@@ -336,7 +337,7 @@ class _Gathered:
     """A page on its way to the store.
 
     Attributes:
-        page: Its bytes, once `ticket` is done, in the form of `BlockCopier.plane_width`.
+        page: Its bytes, once `ticket` is done, in the form of `BlockCopier.plane_width`, or as the ticket says.
         trace: Passed to the store; empty: none.
     """
 
@@ -354,5 +355,9 @@ def _room(gathered: _Gathered) -> int:
 
 def _seal(gathered: _Gathered, target: memoryview) -> Record:
     header, page = gathered.header, view(gathered.page)
-    encoded = encode(header.codec_chain, page, target[HEADER_BYTES:], plane_width=gathered.plane_width)
+    if (tiles_bytes := gathered.ticket.tiles_bytes) is None:
+        encoded = encode(header.codec_chain, page, target[HEADER_BYTES:], plane_width=gathered.plane_width)
+    else:
+        copied = encode(RAW, page[: tiles_bytes or len(page)], target[HEADER_BYTES:])
+        encoded = Encoded(TILES if tiles_bytes else RAW, copied.payload_bytes)
     return seal(replace(header, codec_chain=encoded.chain), target[: HEADER_BYTES + encoded.payload_bytes])

@@ -35,6 +35,10 @@ class Kernels:
         """The payload of each page; empty: it is stored raw."""
         return self._process.submit(_encode, sources).result()
 
+    def encode_together(self, sources: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+        """As `encode`, of pages of one size with the launches of one; with each payload all that was written there."""
+        return self._process.submit(_encode_together, sources).result()
+
     def misuses(self) -> list[str]:
         """What is said of tensors of other sizes, types and places than the kernels take."""
         return self._process.submit(_misuses).result()
@@ -83,6 +87,18 @@ def _decode(payloads: Sequence[bytes], heads: Sequence[TilesHead]) -> tuple[list
     decode_many([_holding(payload) for payload in payloads], [memory for memory, _ in targets], heads, verdict)
     assert all(_is_untouched(*target) for target in targets), "a kernel wrote beside its target"
     return [memory.numpy().tobytes() for memory, _ in targets], int(verdict)
+
+
+def _encode_together(sources: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+    from connector.device.tiles import encode
+
+    page_bytes = len(sources[0])
+    memory, around = _memory(page_bytes * len(sources))
+    result = torch.full((len(sources),), -1, dtype=torch.int32)
+    encode(_holding(b"".join(sources)), memory, result)
+    assert _is_untouched(memory, around), "a kernel wrote beside its target"
+    targets = [page.numpy().tobytes() for page in memory.split(page_bytes)]
+    return [(target[:size], target) for target, size in zip(targets, result.tolist(), strict=True)]
 
 
 def _encode(sources: Sequence[bytes]) -> list[bytes]:

@@ -18,8 +18,11 @@ from benchmarks.gpu import contract
 from benchmarks.gpu.kit import InlineStreams, Kit
 from connector.canonical.runs import BlockRun
 from connector.device.rows import CacheGeometry, RowIndexes, pack_indexes, plan_rows, scatter_rows
+from kvstore.codec import RAW, TILES, Encoded, decode_into, encode
 from kvstore.errors import InvalidRequest
-from tests.unit.connector.rank_harness import SOURCE, TARGET, ranks_on
+from kvstore.format.record import open_record
+from kvstore.model.keys import RecordKey
+from tests.unit.connector.rank_harness import SOURCE, TARGET, fill, ranks_on
 from tests.unit.connector.sharing_ranks import SharingBridge, load_prepared, pieces_of, use_streams
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
@@ -192,6 +195,21 @@ def test_a_rank_loads_with_them(process: ProcessPoolExecutor, tmp_path: Path, co
     process.submit(_load, tmp_path, compression).result()
 
 
+def _encode_raw(chain: int, source: memoryview, target: memoryview, **changes: int) -> Encoded:
+    assert chain == RAW, "a processor encodes what a device has"
+    return encode(chain, source, target, **changes)
+
+
+def _check_written(bridge: SharingBridge, key: RecordKey) -> int:
+    """The chain of a record, whose payload is what numpy makes of its page."""
+    record = open_record(bridge.record_bytes(key), key)
+    page, payload = (bytearray(record.header.decoded_bytes) for _ in range(2))
+    decode_into(record.header.codec_chain, record.payload, page)
+    encoded = encode(TILES, page, payload)
+    assert (encoded.chain, payload[: encoded.payload_bytes]) == (record.header.codec_chain, record.payload)
+    return encoded.chain
+
+
 def _load(folder: Path, compression: str) -> None:
     from connector.device.kernels import DeviceKernels
 
@@ -204,8 +222,16 @@ def _load(folder: Path, compression: str) -> None:
                 shape = {"element_bytes": 2, "channels": 64, "compression": compression}
                 with torch.inference_mode():  # as vLLM registers its caches; codec threads are not in it
                     source, target = make(**shape), make(seed=2, **shape)
+                    fill(source)
+                    for layer in source.layers:  # the first page gains nothing
+                        layer[list(SOURCE[:4])] = (
+                            torch.randint(-(1 << 15), 1 << 15, layer[:4].shape).short().view(layer.dtype)
+                        )
+                    monkeypatch.setattr("connector.worker.saver.encode", _encode_raw)
                     source.save()
                 lease, pieces = pieces_of(target)
+                if compression == "tiles":
+                    assert {_check_written(bridge, piece.key) for piece in pieces} == {RAW, TILES}
                 assert load_prepared(target, lease, pieces)
                 assert torch.equal(target.blocks(TARGET), source.blocks(SOURCE))
                 loaded = target.meters.get("connector_loaded_bytes")

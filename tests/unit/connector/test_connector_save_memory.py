@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,8 +128,14 @@ def test_records_wait_for_room_in_shared_memory(
 ) -> None:
     """Where one record has room, the others follow it, and none is sent."""
     monkeypatch.setattr(RecordMemory, "take", raising)
-    engine = rank()
-    taken = []
+    engine = rank(mode="save")  # in which no page is made a second time, elsewhere, on busy processors
+    taken, save = [], bridge.store.inner.save
+
+    async def save_late(*args: Any, **kwargs: Any) -> Any:
+        await asyncio.sleep(0.05)  # until the thread that made the record has let go of it
+        return await save(*args, **kwargs)
+
+    monkeypatch.setattr(bridge.store.inner, "save", save_late)
 
     async def leave_one(store: SteeredStore) -> None:
         while (buffer := store.inner.shared_buffer(RECORD_BYTES)) is not None:

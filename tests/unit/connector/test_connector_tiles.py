@@ -55,6 +55,23 @@ def test_kernels_equal_numpy_on_random_tiles(kernels: Kernels, tiles_of_page: in
     assert num_tiles == 10 * tiles_of_page
 
 
+@pytest.mark.parametrize("num_elements", [8, 4096, 3 * 4096 + 1000])
+def test_pages_of_one_size_are_encoded_together(kernels: Kernels, num_elements: int) -> None:
+    """Each as by itself, between others of all kinds; one that gains too little is left as it is."""
+    generator = np.random.default_rng(3)
+    pages = [
+        activations(num_elements, 1),
+        generator.bytes(2 * num_elements),
+        bytes(2 * num_elements),
+        activations(num_elements, 2, odd=0.004),
+        generator.bytes(2 * num_elements),
+        activations(num_elements, 3, noise=0.3),
+    ]
+    for page, (seen, written) in zip(pages, kernels.encode_together(pages), strict=True):
+        assert seen == (payload_of(page) or b"")
+        assert seen or written == page
+
+
 def test_kernels_read_golden_files(kernels: Kernels) -> None:
     """Tiles of a released writer decode to the known bytes, and are written as they were."""
     cases = [case for case in CASES if case.chain == TILES]
