@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvstore.testing.checkpoints import write_checkpoint
 from kvstore.testing.engine import EngineProcess, EngineSpec, Request, seeded_prompt
 from kvstore.testing.servers.ports import free_address
 from tests.connector.support.service import DirectoryService
@@ -38,9 +39,7 @@ def wait_for(url: str, tokens: list[int], is_there: Callable[[int, int], bool]) 
 
 
 @pytest.mark.parametrize("model", ["llama", pytest.param("qwen3next", marks=pytest.mark.full)])
-def test_an_agents_pause(
-    model: str, engine: Callable[..., EngineProcess], request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_an_agents_pause(model: str, engine: Callable[..., EngineProcess], work: Path, tmp_path: Path) -> None:
     """The last turn names its session. Its history leaves memory and is prefetched; the next turn resumes as far as
     from memory, with the same tokens; and each step can be seen.
     """
@@ -51,7 +50,7 @@ def test_an_agents_pause(
     with DirectoryService(tmp_path, {"admin_listen": address, "stall_timeout_ms": "10000"}) as service:
         running = engine(
             EngineSpec(
-                checkpoint=request.getfixturevalue(model),
+                checkpoint=write_checkpoint(model, work / "checkpoints"),
                 connector={"url": service.url, "instance_id": "node-7", **PATIENT},
                 multiprocess=True,
                 arguments={"served_model_name": ["chat"]},

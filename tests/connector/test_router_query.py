@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
+from kvstore.testing.checkpoints import write_checkpoint
 from kvstore.testing.engine import EngineProcess, EngineSpec, Request, seeded_prompt
 from kvstore.testing.servers.ports import free_address
 from tests.connector.support.service import DirectoryService
@@ -55,7 +56,7 @@ def forget_own_cache(engine: EngineProcess) -> None:
 
 @pytest.mark.parametrize("model", ["llama", pytest.param("qwen3next", marks=pytest.mark.full)])
 def test_an_engine_gets_what_was_said(
-    model: str, engine: Callable[..., EngineProcess], request: pytest.FixtureRequest, tmp_path: Path
+    model: str, engine: Callable[..., EngineProcess], work: Path, tmp_path: Path
 ) -> None:
     """Prompts that begin as stored ones do: the tokens are those that the engine then resumes, from memory, and after a
     restart of the service from its directory, where the engine has described itself again.
@@ -68,7 +69,7 @@ def test_an_engine_gets_what_was_said(
         own = {"url": service.url, "instance_id": "node-7", "instance_address": "10.0.0.7:8000", **PATIENT}
         running = engine(
             EngineSpec(
-                checkpoint=request.getfixturevalue(model),
+                checkpoint=write_checkpoint(model, work / "checkpoints"),
                 connector=own,
                 multiprocess=True,  # an EngineCore of its own also steps between prompts, so that saves end
                 arguments={"served_model_name": ["chat", "alias"]},
