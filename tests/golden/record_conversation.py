@@ -230,14 +230,19 @@ def exchange(connection: socket.socket, frame: bytes) -> tuple[bytes, list[int]]
     return data, list(descriptors)
 
 
-async def save_in_place(path: str, memory: bytes, places: list[Place]) -> None:
-    """Every record, the first one once more, one of memory that no connection has, and one outside of it."""
+async def connection_that_saves(path: str) -> Connection:
     connection = await Connection.connect(UnixAddress(path), ClientOptions(name="golden"), "data")
     await connection.request(
         lambda i, ms: messages.OpenNamespace(i, ms, SAVED.description.canonical),
         messages.NamespaceOpened,
         deadline=soon(),
     )
+    return connection
+
+
+async def save_in_place(path: str, memory: bytes, places: list[Place]) -> None:
+    """Every record, the first one once more, one of memory that no connection has, and one outside of it."""
+    connection = await connection_that_saves(path)
     outside = Place(1 << 40, places[0].num_bytes, 1)
     for named, place in (
         *((memory, place) for place in (*places, places[0])),
@@ -258,12 +263,7 @@ async def save_in_place(path: str, memory: bytes, places: list[Place]) -> None:
 async def save_several(path: str, memory: bytes, places: list[Place]) -> None:
     """All records but one at once, then that one after the first one, two of memory that no connection has, and two of
     which one is outside of it."""
-    connection = await Connection.connect(UnixAddress(path), ClientOptions(name="golden"), "data")
-    await connection.request(
-        lambda i, ms: messages.OpenNamespace(i, ms, SAVED.description.canonical),
-        messages.NamespaceOpened,
-        deadline=soon(),
-    )
+    connection = await connection_that_saves(path)
     outside = Place(1 << 40, places[0].num_bytes, 1)
     for named, together in (
         (memory, places[:-1]),
