@@ -34,6 +34,8 @@ stands still makes none: only both limits together show that no answer will come
 
 _SAVED_MAX = 1 << 14
 """Saved records that are remembered: they matter to requests that were looked up before."""
+_KNOWN_S = 30.0
+"""So long: the store may drop them."""
 
 _Record: TypeAlias = tuple[NamespaceId, PrefixHash, int, Retention]
 """Where it is saved, whose prefix it belongs to, its group, and how it is kept."""
@@ -120,6 +122,7 @@ class SaveJobs:
         self._jobs: dict[int, _Job] = {}
         self._in_flight_bytes = 0
         self._in_flight: dict[_Record, int] = {}  # the job that has host memory for it
+        self._relying: dict[_Record, list[RequestState]] = {}  # requests that leave a record in flight to that job
         self._saved: OrderedDict[_Record, float] = OrderedDict()  # monotonic time of the last answer
         self._waiting: list[tuple[Priority, int]] = []  # jobs without host memory, by priority and id
         self._waiting_blocks = 0
@@ -145,11 +148,17 @@ class SaveJobs:
         if self.cache_events is not None:
             self.cache_events.on_save_planned(job, state)
 
-    def has_saved(self, record: _Record, since_s: float) -> bool:
-        """Whether a record is in flight for any request, or has been saved since a monotonic time. Requests with a
-        common prefix that arrive together all find it missing in the store.
+    def has_saved(self, record: _Record, since_s: float, state: RequestState) -> bool:
+        """Whether a record is in flight for any request, or was saved of late and since a monotonic time. Requests with
+        a common prefix that arrive together all find it missing in the store.
+
+        If a save in flight fails, or is not made, `state` is as it was before: its page is planned again.
         """
-        return record in self._in_flight or self._saved.get(record, -math.inf) >= since_s
+        if record in self._in_flight:
+            self._relying.setdefault(record, []).append(state)
+            return True
+        since_s = max(since_s, self._clock.monotonic_s() - _KNOWN_S)
+        return self._saved.get(record, -math.inf) >= since_s
 
     def admit(self, job: SaveJob, priority: Priority) -> bool:
         """Reserve host memory on every rank. False: there is none, or a job of an earlier priority waits for it."""
@@ -295,6 +304,7 @@ class SaveJobs:
             if job_id in self._jobs:
                 self._jobs[job_id].has_failed = True
                 self._note_loss(self._jobs[job_id].job)
+                self._leave_flight(self._jobs[job_id].job)
         for job_id, ranks in report.saves_done.items():
             entry = self._jobs.get(job_id)
             if entry is None:
@@ -307,14 +317,21 @@ class SaveJobs:
                 self._end(job_id)
 
     def _note_saved(self, record: _Record) -> None:
+        self._relying.pop(record, None)
         self._saved[record] = self._clock.monotonic_s()
         self._saved.move_to_end(record)
         if len(self._saved) > _SAVED_MAX:
             self._saved.popitem(last=False)
 
     def _leave_flight(self, job: SaveJob) -> None:
-        if self._in_flight.get(record := _record_of(job)) == job.job_id:
-            del self._in_flight[record]
+        if self._in_flight.get(record := _record_of(job)) != job.job_id:
+            return
+        del self._in_flight[record]
+        for state in self._relying.pop(record, ()):
+            state.note_not_stored(job.stop_tokens, job.group)
+            if not self._shape.groups[job.group].is_state:  # vLLM does not offer those again
+                state.cursors[job.group] = min(state.cursors.get(job.group, 0), job.start_tokens)
+                state.pages_delayed = True
 
     def _end(self, job_id: int, *, cancelled: bool = False) -> None:
         entry = self._jobs.pop(job_id)

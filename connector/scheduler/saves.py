@@ -185,7 +185,8 @@ class Saves:
         if not state.is_stored(tokens, index):
             prefix = state.prefix_at(tokens, self._boundary_tokens)
             since_s = state.lookup_started_s if state.lookup is not None else math.inf
-            if not self.jobs.has_saved((request.namespace, prefix, index, state.flags.save_retention), since_s):
+            record = request.namespace, prefix, index, state.flags.save_retention
+            if not self.jobs.has_saved(record, since_s, state):
                 return False
             state.note_stored(tokens, index)
         return True

@@ -38,6 +38,10 @@ from kvstore.runtime.meters import Meters
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _SAVE_DEADLINE_S = 10.0
+_SHARED_WAIT_S = 1.0
+"""A record that finds no room in memory that the service reads for this long is sent."""
+_LET_GO_S, _LET_GO_TRIES = 0.001, 10
+"""A save has ended before the thread that made its record lets go of it."""
 _NO_PROCESSOR = "no_processor"
 _LOST = {
     _NO_PROCESSOR: LossReason.BUSY,
@@ -192,6 +196,7 @@ class Saver:
         try:
             if not gathered.ticket.is_done():
                 await asyncio.get_running_loop().run_in_executor(self._arrivals, gathered.ticket.wait)
+            waits_since_s = SYSTEM_CLOCK.monotonic_s()
             targets = await self._shared_targets(store, room)
         except BaseException:
             # also before its copy has ended: the next copy to this memory is ordered after it
@@ -199,14 +204,15 @@ class Saver:
             raise
         is_shared = bool(targets)
         try:
-            return await self._make_and_save(store, gathered, targets, deadline)
+            patience_s = self._patience_s - (SYSTEM_CLOCK.monotonic_s() - waits_since_s)
+            return await self._make_and_save(store, gathered, targets, max(0.0, patience_s), deadline)
         finally:
             if is_shared:
                 self._num_shared -= 1
                 self._shared_ended.set()
 
     async def _make_and_save(
-        self, store: PageStore, gathered: _Gathered, targets: list[memoryview], deadline: Deadline
+        self, store: PageStore, gathered: _Gathered, targets: list[memoryview], patience_s: float, deadline: Deadline
     ) -> str:
         """Make the record in the target, if there is one, or where there is memory, and save it."""
         room = _room(gathered)
@@ -214,7 +220,7 @@ class Saver:
             record = await self._threads.run(
                 room,
                 lambda: partial(_seal, gathered, targets.pop() if targets else self._target(store, room)),
-                patience_s=0.0 if self._pages.is_half_used else self._patience_s,
+                patience_s=0.0 if self._pages.is_half_used else patience_s,
                 deadline=deadline,
                 release=lambda: self._pages.put(gathered.page),
             )
@@ -231,17 +237,28 @@ class Saver:
         return self._memory.take(num_bytes) if shared is None else shared
 
     async def _shared_targets(self, store: PageStore, num_bytes: int) -> list[memoryview]:
-        """A buffer that the service reads, if it shares memory for records of this size. Waits for those that are in it
-        now: to receive a record takes the service's event loop as long as a thread to copy it, and there is one loop.
+        """A buffer that the service reads, if it shares memory for records of this size. Waits a while for those that
+        are in it now: to receive a record takes the service's event loop as long as a thread to copy it, and there is
+        one loop.
         """
-        async with self._next_shared:
-            while (buffer := store.shared_buffer(num_bytes)) is None:
-                if not (self._num_shared and store.shares(num_bytes)):
-                    return []
-                self._shared_ended.clear()
-                await self._shared_ended.wait()
-        self._num_shared += 1
-        return [buffer]
+        if not store.shares(num_bytes):
+            return []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_SHARED_WAIT_S), self._next_shared:
+                tries = 0
+                while (buffer := store.shared_buffer(num_bytes)) is None:
+                    if self._num_shared:
+                        self._shared_ended.clear()
+                        await self._shared_ended.wait()
+                        tries = _LET_GO_TRIES
+                    elif tries:
+                        tries -= 1
+                        await asyncio.sleep(_LET_GO_S)
+                    else:
+                        return []
+                self._num_shared += 1
+                return [buffer]
+        return []
 
     def _done(self, job_id: int, outcome: str) -> None:
         """A slice of a job has ended. Called on any thread."""

@@ -17,6 +17,7 @@ from kvstore.errors import InternalError, InvalidRequest, Unavailable, Unsupport
 from kvstore.testing.waiting import eventually
 from tests.unit.connector.scheduler_harness import BLOCK_BYTES, SchedulerHarness, harness, unready_harness
 from tests.unit.connector.support import FULL, PAGE, STATES, WINDOW
+from tests.virtual_time import ManualClock
 
 PAGE_BYTES = BLOCK_BYTES * 4
 
@@ -186,6 +187,34 @@ def test_what_failed_for_one_request_is_saved_for_another(at: SchedulerHarness) 
     (job,) = at.step({"a": 64}).saves
     at.ranks_done(job.job_id, failed=(job.job_id,))
     assert stops(at.step({"b": 64})) == [64]
+
+
+def test_what_fails_for_one_request_is_saved_for_those_that_relied_on_it(tmp_path: Path) -> None:
+    """As soon as one rank has failed; also if the other request has gone on meanwhile."""
+    with harness(tmp_path, {"tp_size": 2}) as at:
+        for name in "ab":
+            at.new(name, 170, "same")
+        at.hashed("a", "b")
+        first, second = at.step({"a": 130, "b": 130}).saves
+        assert first.request_id == second.request_id == "a"
+        at.side.on_rank_report(RankReport({first.job_id: 1}, {first.job_id}))
+        again = at.step({"a": 131, "b": 131}).saves
+        assert [(job.request_id, job.stop_tokens) for job in again] == [("b", 64)]
+        at.side.on_rank_report(RankReport({first.job_id: 1, second.job_id: 2, again[0].job_id: 2}, set()))
+        assert [(job.request_id, job.stop_tokens) for job in at.step({"a": 170, "b": 170}).saves] == [("b", 160)]
+
+
+def test_what_was_saved_long_ago_is_saved_again(tmp_path: Path) -> None:
+    """A request that waits for its turn was looked up when it came; the store may have dropped the page since."""
+    clock = ManualClock()
+    with harness(tmp_path, clock=clock) as at:
+        at.new("a", 64, "same")
+        at.new("b", 64, "same")
+        at.hashed("a", "b")
+        (job,) = at.step({"a": 64}).saves
+        at.ranks_done(job.job_id)
+        clock.now_s += 31
+        assert stops(at.step({"b": 64})) == [64]
 
 
 def test_a_page_that_found_no_room_is_saved_for_the_first_that_finds_some(tmp_path: Path) -> None:
