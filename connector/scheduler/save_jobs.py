@@ -149,8 +149,8 @@ class SaveJobs:
             self.cache_events.on_save_planned(job, state)
 
     def has_saved(self, record: _Record, since_s: float, state: RequestState) -> bool:
-        """Whether a record is in flight for any request, or was saved of late and since a monotonic time. Requests with
-        a common prefix that arrive together all find it missing in the store.
+        """Whether a record is in flight for any request, or was saved in the last seconds and since a monotonic time.
+        Requests with a common prefix that arrive together all find it missing in the store.
 
         If a save in flight fails, or is not made, `state` is as it was before: its page is planned again.
         """

@@ -41,7 +41,7 @@ _SAVE_DEADLINE_S = 10.0
 _SHARED_WAIT_S = 1.0
 """A record that finds no room in memory that the service reads for this long is sent."""
 _LET_GO_S, _LET_GO_TRIES = 0.001, 10
-"""A save has ended before the thread that made its record lets go of it."""
+"""A save may end while the thread that made its record still refers to it."""
 _NO_PROCESSOR = "no_processor"
 _LOST = {
     _NO_PROCESSOR: LossReason.BUSY,
