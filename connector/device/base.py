@@ -209,6 +209,12 @@ class Device(Protocol):
         """The engine's work until now. Called on the engine's thread, which does not wait."""
         ...
 
+    def prepare_tiles(self) -> None:
+        """Find out whether it can encode pages; called at start if an engine stores tiles. Without it `as_tiles` does
+        nothing. Idempotent.
+        """
+        ...
+
     def adopt(self, view: ArenaView | None) -> None:
         """Prepare to read memory that this process shares with the service, in the background; of two, the last one.
         Called again and again: what has got memory since is prepared too. Cheap if nothing has. `None`: none is shared.

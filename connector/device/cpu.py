@@ -45,6 +45,9 @@ class CpuDevice:
     def decodes_tiles(self, decoded_bytes: int) -> bool:
         return False
 
+    def prepare_tiles(self) -> None:
+        """Nothing: codec threads encode."""
+
     def adopt(self, view: ArenaView | None) -> None:
         """Nothing: a copy to blocks is the last read of its source, and no check could come between them."""
 

@@ -23,6 +23,7 @@ import torch
 from connector.device.base import Fence, PageGather, PageScatter, RunsMemo, Ticket, check_blocks, storage_bytes
 from connector.device.host_memory import aligned
 from connector.device.lanes import Lane, Placement, Placer, PlannedPage
+from connector.device.paths import try_path
 from connector.device.registered import RegisteredMemory
 from connector.device.rows import (
     CacheGeometry,
@@ -104,6 +105,7 @@ class StreamDevice:
         self.batch_bytes, self.batches_at_once = lane_bytes, num_lanes
         self.registered = RegisteredMemory(streams)
         self.kernels = kernels
+        self._encodes: bool | None = None  # not tried
         self.placer = Placer(
             [Lane(streams, lane_bytes, kernels(streams, lane_bytes) if kernels else None) for _ in range(num_lanes)]
         )
@@ -154,7 +156,7 @@ class StreamDevice:
         compute.run(partial(work, slot))
         self._drain.wait(compute.record())
         changed, sizes = self._split[:num_bytes], None
-        if as_tiles and self.kernels is not None and self.kernels.encodes(page_bytes):
+        if as_tiles and self._encodes and self.kernels is not None and self.kernels.encodes(page_bytes):
             sizes = self._streams.host_memory(4 * len(targets)).view(torch.int32)
             self._drain.run(partial(_drain_encoded, self.kernels, slot, changed, targets, sizes))
         else:
@@ -173,6 +175,13 @@ class StreamDevice:
 
     def decodes_tiles(self, decoded_bytes: int) -> bool:
         return self.kernels is not None and decoded_bytes % _TILES_ALIGN_BYTES == 0
+
+    def prepare_tiles(self) -> None:
+        if self.kernels is None or self._encodes is not None:
+            return
+        if problem := try_path("encoding", self._streams).problem:
+            _log.warning("kvstore: the processor encodes tiles, not the GPU: %s", problem)
+        self._encodes = not problem
 
     def adopt(self, view: ArenaView | None) -> None:
         self.registered.adopt(view)

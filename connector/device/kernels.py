@@ -89,7 +89,7 @@ def check_kernels(streams: Streams) -> None:
     _check_digests(streams)
     _check_tiles(streams)
     _check_rows(streams)
-    _log.info("kvstore: the GPU verifies records in the service's memory, decodes and encodes tiles, copies rows")
+    _log.info("kvstore: the GPU verifies records in the service's memory, decodes tiles and copies rows by kernels")
 
 
 def _check_digests(streams: Streams) -> None:
@@ -106,28 +106,13 @@ def _check_digests(streams: Streams) -> None:
             raise InvalidRequest("the GPU computes other checksums", expected=expected, seen=seen)
 
 
-def _check_tiles(streams: Streams) -> None:
-    generator = torch.Generator().manual_seed(1)
-    page = torch.randn(_TILES_BYTES // 2, generator=generator).to(torch.bfloat16).view(torch.uint8)
-    payload: Any = np.empty(_TILES_BYTES, np.uint8)
-    encoded = encode(TILES, memoryview(page.numpy()), memoryview(payload))
-    source = slice(0, encoded.payload_bytes)
-    target = slice(1 << 17, (1 << 17) + _TILES_BYTES)
-    head = read_head(memoryview(payload)[source], _TILES_BYTES)
-    content = torch.zeros(target.stop, dtype=torch.uint8)
-    content[source] = torch.from_numpy(payload[source])
-    _check_encoding(streams, page, payload[source])
-    memory, seen = _run(streams, content, [], [(source, target, head)])
-    if seen or not torch.equal(memory[target].cpu(), page):
-        raise InvalidRequest("the GPU decodes other pages", wrong_tiles=seen)
-    content[encoded.payload_bytes // 2] ^= 1
-    _, seen = _run(streams, content, [], [(source, target, head)])
-    if seen != 1:
-        raise InvalidRequest("the GPU finds no damage", expected=1, seen=seen)
+def check_encoding(streams: Streams) -> None:
+    """Compile the kernels that encode tiles, and try them on two pages, of which one gains nothing.
 
-
-def _check_encoding(streams: Streams, page: torch.Tensor, payload: Any) -> None:
-    """Two pages, of which one gains nothing."""
+    Raises:
+        Exception: As `check_kernels`.
+    """
+    page, payload = _page_in_tiles()
     noise = torch.randint(0, 256, (page.numel(),), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
     pages, encoded = streams.device_memory(2 * page.numel()), streams.device_memory(2 * page.numel())
     sizes, stream = streams.device_memory(8).view(torch.int32), streams.side()
@@ -144,6 +129,31 @@ def _check_encoding(streams: Streams, page: torch.Tensor, payload: Any) -> None:
         raise InvalidRequest("the GPU encodes to other sizes", expected=payload.size, seen=sizes.tolist())
     if not torch.equal(seen[: payload.size], torch.from_numpy(payload)):
         raise InvalidRequest("the GPU encodes other tiles", bytes=payload.size)
+
+
+def _page_in_tiles() -> tuple[torch.Tensor, Any]:
+    """A page, and what a processor encodes it to; both uint8."""
+    generator = torch.Generator().manual_seed(1)
+    page = torch.randn(_TILES_BYTES // 2, generator=generator).to(torch.bfloat16).view(torch.uint8)
+    payload: Any = np.empty(_TILES_BYTES, np.uint8)
+    encoded = encode(TILES, memoryview(page.numpy()), memoryview(payload))
+    return page, payload[: encoded.payload_bytes]
+
+
+def _check_tiles(streams: Streams) -> None:
+    page, payload = _page_in_tiles()
+    source = slice(0, payload.size)
+    target = slice(1 << 17, (1 << 17) + _TILES_BYTES)
+    head = read_head(memoryview(payload), _TILES_BYTES)
+    content = torch.zeros(target.stop, dtype=torch.uint8)
+    content[source] = torch.from_numpy(payload)
+    memory, seen = _run(streams, content, [], [(source, target, head)])
+    if seen or not torch.equal(memory[target].cpu(), page):
+        raise InvalidRequest("the GPU decodes other pages", wrong_tiles=seen)
+    content[payload.size // 2] ^= 1
+    _, seen = _run(streams, content, [], [(source, target, head)])
+    if seen != 1:
+        raise InvalidRequest("the GPU finds no damage", expected=1, seen=seen)
 
 
 def _check_rows(streams: Streams) -> None:

@@ -23,7 +23,8 @@ class TriedPath:
     Attributes:
         name: `pinned`: copies to and from pinned host memory, without which an engine is not cached. `in_place`: the
             GPU copies records from the service's memory; otherwise they are copied in host memory first. `kernels`: the
-            GPU verifies records and decodes tiles; otherwise processors do.
+            GPU verifies records and decodes tiles; otherwise processors do. `encoding`: it encodes tiles; otherwise
+            processors do. An engine tries that only if it stores tiles.
         problem: Why it does not work; empty: it works.
     """
 
@@ -75,4 +76,15 @@ def _compile(streams: Streams) -> None:
     check_kernels(streams)
 
 
-_TRIES: dict[str, Callable[[Streams], None]] = {"pinned": _pin, "in_place": _register, "kernels": _compile}
+def _encode(streams: Streams) -> None:
+    from connector.device.kernels import check_encoding  # it needs Triton
+
+    check_encoding(streams)
+
+
+_TRIES: dict[str, Callable[[Streams], None]] = {
+    "pinned": _pin,
+    "in_place": _register,
+    "kernels": _compile,
+    "encoding": _encode,
+}

@@ -94,6 +94,8 @@ def prove_group(
         plan = AttentionPages(grid=shape.heads, first_slice=held.start, layers=geometries)
     prove_tiling(plan, held, [geometry.content() for geometry in geometries], 1 if shape.is_state else 2)
     chain = written_chain(compression, engine.device, shape.facts.content)
+    if chain == TILES:
+        device.prepare_tiles()
     split_bytes = shape.facts.content.element_bytes if chain in (PLANES2, PLANES4) else 1
     return RankGroup(
         layout=layout,

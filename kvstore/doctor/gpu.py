@@ -23,6 +23,7 @@ _FALLBACKS = {
         "processors verify records and decode tiles",
         "install what Triton needs in the engine's image, usually gcc and Python's headers",
     ),
+    "encoding": ("processors encode tiles", "keep compression: auto, or set planes"),
 }
 """For each way that an engine can do without what it does instead, and what may mend it."""
 
