@@ -26,6 +26,9 @@ if TYPE_CHECKING:  # the GPU kit runs with torch and numpy alone
 Fence: TypeAlias = Event
 """A point in the engine's work: a scatter after it overtakes nothing that was ordered before it."""
 
+TILES_ALIGN_BYTES = 16
+"""Pages that a device decodes from tiles, or encodes, are whole multiples of it, since they are adjacent."""
+
 Made = TypeVar("Made")
 _KEPT = 512
 

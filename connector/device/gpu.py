@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from connector.device.base import Fence, PageGather, PageScatter, RunsMemo, Ticket, check_blocks, storage_bytes
+from connector.device.base import (
+    TILES_ALIGN_BYTES,
+    Fence,
+    PageGather,
+    PageScatter,
+    RunsMemo,
+    Ticket,
+    check_blocks,
+    storage_bytes,
+)
 from connector.device.host_memory import aligned
 from connector.device.lanes import Lane, Placement, Placer, PlannedPage
 from connector.device.paths import try_path
@@ -53,8 +62,6 @@ _NUM_LANES, _NUM_LARGE_LANES = 3, 2
 """While the pages of one are copied, those of another are verified and placed, and the next copy is ordered. With two
 the link was idle a third of the time (H100, pages of 5 MB), since the check of one's pages also waits for the copies of
 the other. Large lanes are those of which two pages need more than `_LANE_BYTES`."""
-_TILES_ALIGN_BYTES = 16
-"""Of pages that are decoded from tiles, which are adjacent."""
 _UNIT_BYTES_MIN = 64
 _PLANE_WIDTHS = (2, 4)
 """Sizes of elements that the codec stores as byte planes."""
@@ -156,7 +163,7 @@ class StreamDevice:
         compute.run(partial(work, slot))
         self._drain.wait(compute.record())
         changed, sizes = self._split[:num_bytes], None
-        if as_tiles and self._encodes and self.kernels is not None and self.kernels.encodes(page_bytes):
+        if as_tiles and self._encodes and self.kernels is not None and page_bytes % TILES_ALIGN_BYTES == 0:
             sizes = self._streams.host_memory(4 * len(targets)).view(torch.int32)
             self._drain.run(partial(_drain_encoded, self.kernels, slot, changed, targets, sizes))
         else:
@@ -174,7 +181,7 @@ class StreamDevice:
         return self.kernels is not None and self.kernels.fits(num_bytes)
 
     def decodes_tiles(self, decoded_bytes: int) -> bool:
-        return self.kernels is not None and decoded_bytes % _TILES_ALIGN_BYTES == 0
+        return self.kernels is not None and decoded_bytes % TILES_ALIGN_BYTES == 0
 
     def prepare_tiles(self) -> None:
         if self.kernels is None or self._encodes is not None:

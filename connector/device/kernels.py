@@ -39,7 +39,6 @@ class DeviceKernels:
     """
 
     fits = DigestCheck.fits
-    encodes = staticmethod(tiles.encodes)
     encode = staticmethod(tiles.encode)
     copies = staticmethod(row_kernels.copies)
     copy_rows = staticmethod(row_kernels.copy_rows)

@@ -14,6 +14,7 @@ import torch
 import triton
 
 from connector.device import tile_kernels
+from connector.device.base import TILES_ALIGN_BYTES
 from kvstore.codec import tiles
 from kvstore.codec.tiles import TilesHead
 from kvstore.errors import InternalError
@@ -25,7 +26,6 @@ _GROUP_INTERPRETED_MAX = 256
 _CHUNK = 1024
 """Tiles that the single program of a choice looks at together."""
 _WARPS = 4
-_ALIGN_BYTES = 16
 
 
 def prepare(device: torch.device) -> None:
@@ -84,7 +84,7 @@ def encode(source: torch.Tensor, target: torch.Tensor, result: torch.Tensor) -> 
 
     Args:
         source: uint8 `[pages x page bytes]` on the device, at a multiple of 16 bytes. Several pages are each a multiple
-            of 16 bytes long (`encodes`).
+            of 16 bytes long.
         target: The same size there too, not overlapping: each payload begins where its page did. Bytes behind it are
             undefined afterwards.
         result: int32 `[pages]` on the device: bytes of the payload, or 0: the page gains too little, and the target has
@@ -95,7 +95,7 @@ def encode(source: torch.Tensor, target: torch.Tensor, result: torch.Tensor) -> 
     """
     num_pages, device = result.numel(), result.device
     num_bytes, rest = divmod(source.numel(), num_pages)
-    if rest or (num_pages > 1 and not encodes(num_bytes)):
+    if rest or (num_pages > 1 and num_bytes % TILES_ALIGN_BYTES):
         raise InternalError("expected pages of one size", bytes=source.numel(), pages=num_pages)
     _check(source, num_pages * num_bytes, device)
     _check(target, num_pages * num_bytes, device)
@@ -127,16 +127,13 @@ def encode(source: torch.Tensor, target: torch.Tensor, result: torch.Tensor) -> 
     )
 
 
-def encodes(page_bytes: int) -> bool:
-    """Whether pages of this size may be encoded together."""
-    return page_bytes % _ALIGN_BYTES == 0
-
-
 def _check(tensor: torch.Tensor, num_bytes: int, device: torch.device) -> None:
     if tensor.dtype != torch.uint8 or tensor.numel() != num_bytes or not tensor.is_contiguous():
         raise InternalError("expected contiguous bytes", expected=num_bytes, seen=tuple(tensor.shape))
-    if tensor.device != device or tensor.data_ptr() % _ALIGN_BYTES:
-        raise InternalError("expected aligned memory of the device", align_bytes=_ALIGN_BYTES, device=tensor.device)
+    if tensor.device != device or tensor.data_ptr() % TILES_ALIGN_BYTES:
+        raise InternalError(
+            "expected aligned memory of the device", align_bytes=TILES_ALIGN_BYTES, device=tensor.device
+        )
 
 
 def _signed(value: int) -> int:

@@ -35,7 +35,7 @@ stands still makes none: only both limits together show that no answer will come
 _SAVED_MAX = 1 << 14
 """Saved records that are remembered: they matter to requests that were looked up before."""
 _KNOWN_S = 30.0
-"""So long: the store may drop them."""
+"""After that a saved record is no longer taken for stored: the store may have dropped it."""
 
 _Record: TypeAlias = tuple[NamespaceId, PrefixHash, int, Retention]
 """Where it is saved, whose prefix it belongs to, its group, and how it is kept."""
@@ -71,7 +71,6 @@ class _Job:
         busy_ranks: Ranks that have not answered it.
         pinned: Blocks that its request may free before they are copied.
         waits_since_s: Monotonic time since which it waits, or waited, for host memory.
-        has_failed: On a rank.
     """
 
     job: SaveJob
@@ -80,7 +79,6 @@ class _Job:
     pinned: tuple[int, ...] = ()
     priority: Priority = Priority.LASTING
     waits_since_s: float = 0.0
-    has_failed: bool = False
 
 
 class SaveJobs:
@@ -240,8 +238,8 @@ class SaveJobs:
             if entry is None:
                 continue
             self._in_flight_bytes -= entry.num_bytes
-            self._leave_flight(job)
             if entry.pinned:
+                self._leave_flight(job)
                 self._start_waiting(job.job_id)
             elif self._shape.groups[job.group].is_state:
                 self._lose(job.job_id, LossReason.FAILED)  # vLLM does not offer it again, unless it is computed again
@@ -302,7 +300,6 @@ class SaveJobs:
             self.cache_events.on_rank_report(report)
         for job_id in report.saves_failed:
             if job_id in self._jobs:
-                self._jobs[job_id].has_failed = True
                 self._note_loss(self._jobs[job_id].job)
                 self._leave_flight(self._jobs[job_id].job)
         for job_id, ranks in report.saves_done.items():
@@ -312,8 +309,8 @@ class SaveJobs:
             entry.busy_ranks -= ranks
             if entry.busy_ranks <= 0:
                 self._in_flight_bytes -= entry.num_bytes
-                if not entry.has_failed:
-                    self._note_saved(_record_of(entry.job))
+                if self._in_flight.get(record := _record_of(entry.job)) == job_id:  # no rank has failed
+                    self._note_saved(record)
                 self._end(job_id)
 
     def _note_saved(self, record: _Record) -> None:

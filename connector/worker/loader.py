@@ -36,7 +36,7 @@ _IN_FLIGHT = 12
 FIRST_PIECES = 8
 _GROWTH = 4
 _MOST_PIECES = 128
-"""In one request, whose answer takes the interpreter some ten microseconds for each."""
+"""In one request: the interpreter works on the whole answer before threads that order copies have it again."""
 _WATCH_S = 0.05
 _CEILING_S = 60.0
 _FOLLOW_S = 1.0

@@ -38,9 +38,9 @@ from kvstore.runtime.meters import Meters
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
 _SAVE_DEADLINE_S = 10.0
-_SHARED_WAIT_S = 1.0
+SHARED_WAIT_S = 1.0
 """A record that finds no room in memory that the service reads for this long is sent."""
-_LET_GO_S, _LET_GO_TRIES = 0.001, 10
+_RETRY_S, _RETRIES = 0.001, 10
 """A save may end while the thread that made its record still refers to it."""
 _NO_PROCESSOR = "no_processor"
 _LOST = {
@@ -244,16 +244,16 @@ class Saver:
         if not store.shares(num_bytes):
             return []
         with suppress(TimeoutError):
-            async with asyncio.timeout(_SHARED_WAIT_S), self._next_shared:
+            async with asyncio.timeout(SHARED_WAIT_S), self._next_shared:
                 tries = 0
                 while (buffer := store.shared_buffer(num_bytes)) is None:
                     if self._num_shared:
                         self._shared_ended.clear()
                         await self._shared_ended.wait()
-                        tries = _LET_GO_TRIES
+                        tries = _RETRIES
                     elif tries:
                         tries -= 1
-                        await asyncio.sleep(_LET_GO_S)
+                        await asyncio.sleep(_RETRY_S)
                     else:
                         return []
                 self._num_shared += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import multiprocessing
 import os
 import random
@@ -193,6 +194,45 @@ def _large_grid() -> int:
 def test_a_rank_loads_with_them(process: ProcessPoolExecutor, tmp_path: Path, compression: str) -> None:
     """All records of a prompt are read where they are; a damaged one is found, and its load fails."""
     process.submit(_load, tmp_path, compression).result()
+
+
+def test_a_rank_whose_device_does_not_encode(process: ProcessPoolExecutor, tmp_path: Path) -> None:
+    """Processors encode its tiles, the log says why, and the device still reads and decodes them in place."""
+    said, share = process.submit(_load_without_encoder, tmp_path).result()
+    assert "the processor encodes tiles, not the GPU: RuntimeError: no encoder" in said
+    assert share == 1.0
+
+
+def _load_without_encoder(folder: Path) -> tuple[str, float]:
+    from connector.device import kernels
+
+    said: list[str] = []
+
+    def refuse(_: object) -> None:
+        raise RuntimeError("no encoder")
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("kvstore.tiers.memory.ARENA_BYTES_MIN", 1)
+        monkeypatch.setattr(kernels, "check_encoding", refuse)
+        monkeypatch.setattr(
+            logging.getLogger("vllm.kvstore"), "warning", lambda text, *values: said.append(text % values)
+        )
+        use_streams(monkeypatch, kernels=kernels.DeviceKernels)
+        bridge = SharingBridge(folder)
+        try:
+            with ranks_on(bridge) as make:
+                shape = {"element_bytes": 2, "channels": 64, "compression": "tiles"}
+                with torch.inference_mode():
+                    source, target = fill(make(**shape)), make(seed=2, **shape)
+                    source.save()
+                lease, pieces = pieces_of(target)
+                assert {_check_written(bridge, piece.key) for piece in pieces} == {TILES}
+                assert load_prepared(target, lease, pieces)
+                assert torch.equal(target.blocks(TARGET), source.blocks(SOURCE))
+                in_place = target.meters.get("connector_loaded_in_place_bytes")
+                return " ".join(said), in_place / target.meters.get("connector_loaded_bytes")
+        finally:
+            bridge.close()
 
 
 def _encode_raw(chain: int, source: memoryview, target: memoryview, **changes: int) -> Encoded:

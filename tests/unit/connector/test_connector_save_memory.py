@@ -129,26 +129,52 @@ def test_records_wait_for_room_in_shared_memory(
     """Where one record has room, the others follow it, and none is sent."""
     monkeypatch.setattr(RecordMemory, "take", raising)
     engine = rank(mode="save")  # in which no page is made a second time, elsewhere, on busy processors
-    taken, save = [], bridge.store.inner.save
+    delay_saves(bridge, monkeypatch, 0.05)  # until the thread that made the record no longer refers to it
+    taken = leave_one(bridge)
+    before = bridge.sent_bytes()
+    engine.save()
+    del taken
+    num_saved = engine.meters.get("connector_saves", outcome="stored")
+    assert num_saved > 2
+    assert bridge.sent_bytes() - before < 300 * num_saved < engine.meters.get("connector_saved_bytes")
+
+
+def test_a_record_that_has_waited_too_long_is_sent(
+    bridge: MakingBridge, rank: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one record has room and its save takes long, no other is lost for it."""
+    monkeypatch.setattr("connector.worker.saver.SHARED_WAIT_S", 0.05)
+    engine = rank(mode="save")
+    delay_saves(bridge, monkeypatch, 0.5)
+    taken = leave_one(bridge)
+    before = bridge.sent_bytes()
+    engine.save()
+    del taken
+    num_saved = engine.meters.get("connector_saves", outcome="stored")
+    saved_bytes = engine.meters.get("connector_saved_bytes")
+    assert saved_bytes / num_saved < bridge.sent_bytes() - before < saved_bytes
+
+
+def delay_saves(bridge: MakingBridge, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    save = bridge.store.inner.save
 
     async def save_late(*args: Any, **kwargs: Any) -> Any:
-        await asyncio.sleep(0.05)  # until the thread that made the record has let go of it
+        await asyncio.sleep(seconds)
         return await save(*args, **kwargs)
 
     monkeypatch.setattr(bridge.store.inner, "save", save_late)
 
-    async def leave_one(store: SteeredStore) -> None:
+
+def leave_one(bridge: MakingBridge) -> list[memoryview]:
+    """Take all shared memory but room for one record."""
+
+    async def take(store: SteeredStore) -> list[memoryview]:
+        taken = []
         while (buffer := store.inner.shared_buffer(RECORD_BYTES)) is not None:
             taken.append(buffer)
-        del buffer
-        taken.pop()
+        return taken[:-1]
 
-    bridge.run(leave_one)
-    before = bridge.sent_bytes()
-    engine.save()
-    num_saved = engine.meters.get("connector_saves", outcome="stored")
-    assert num_saved > 2
-    assert bridge.sent_bytes() - before < 300 * num_saved < engine.meters.get("connector_saved_bytes")
+    return bridge.run(take)
 
 
 def test_a_rank_whose_saves_fail(bridge: MakingBridge, rank: Make) -> None:

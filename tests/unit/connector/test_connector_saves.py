@@ -334,6 +334,18 @@ def test_an_error_in_a_step_leaks_no_credit(tmp_path: Path) -> None:
         at.finished("h")
 
 
+def test_what_is_withdrawn_from_one_request_is_saved_for_those_that_relied_on_it(at: SchedulerHarness) -> None:
+    """Their step ended with an error, and the first request is aborted."""
+    for name in "ab":
+        at.new(name, 64, "same")
+    at.new("c", 64)
+    at.hashed(*"abc")
+    with pytest.raises(KeyError):
+        at.side.plan_step(StepFacts(dict.fromkeys("abc", 64), {name: [range(1, 5)] for name in "ab"}))
+    at.side.on_finished("a")
+    assert [(job.request_id, job.stop_tokens) for job in at.step({"b": 65}).saves] == [("b", 64)]
+
+
 def test_a_chain_out_of_order_saves_nothing(at: SchedulerHarness) -> None:
     """Were a boundary ever not where it belongs, the step would fail instead of storing a page under a wrong name."""
     state = at.new("a", 170)
