@@ -59,7 +59,7 @@ SERVICE_CHANGE_WHEN = {
     "lease_s": "Raise it when engines pause longer. Lower it when killed engines cause `node_memory`.",
     "stall_timeout_ms": "Raise it when `kvstore explain` says `stall` although the disk or link works.",
     "fetch_timeout_ms": "Raise it when the tier needs longer for one record, as over a slow link to S3.",
-    "write_back_bytes": "Raise it when saves are dropped because `cold` or `hot` is slow or down for some time.",
+    "write_back_bytes": "Raise it, or `memory_bytes`, when records are dropped as `evicted`.",
     "write_back_in_flight": "Raise it when records wait for a distant S3 while the link has room.",
     "pending_bytes": "Change it with the memory of Redis. Raise it when S3 may be down for long.",
     "pending_lease_s": "Raise it when machines pause longer than this, as in a live migration.",

@@ -28,7 +28,7 @@ class StoreLimits:
         quarantine_bytes: Bytes of records that readers reported bad and that tiers keep, over the service's life;
             beyond this, bad records are deleted.
         save_bytes_in_flight: Bytes of saves that are being verified at a time; beyond, saves answer `BUSY`.
-        write_back_bytes: Bytes that wait for one slower tier; beyond, new records stay in memory only, counted.
+        write_back_bytes: Bytes in the queue to one slower tier; beyond, new records wait in the memory tier.
         write_back_in_flight: Records that are written to one tier at a time.
         pending_bytes: Bytes of pending records over all services. The hot tier must keep each until the cold tier has
             it, so beyond this limit records without a pending entry are dropped, counted.

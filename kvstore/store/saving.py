@@ -142,9 +142,13 @@ class Saver:
             is_declined = True
         else:
             is_declined = not admission.takes(record)
-        for tier, queue in self._queues:
-            if tier is not awaited and not (is_declined and tier is self._cold):
-                queue.offer(record, is_evictable=is_declined)
+        for index, (tier, queue) in enumerate(self._queues):
+            if tier is awaited or (is_declined and tier is self._cold):
+                continue
+            if index == 0:
+                queue.offer_saved(record, is_evictable=is_declined)
+            else:  # what finds no room is copied from the hot tier
+                queue.offer(record)
 
     def copy_to_cold(self, presence: Presence, indexes: Sequence[int]) -> None:
         """Have the cold tier get what it lacks of some boundaries of a prompt, shortest prefix first: from memory, or
@@ -233,6 +237,11 @@ class Saver:
         for tier, queue in self._queues:
             if tier is self._hot:
                 queue.offer(record, in_cold=True)
+
+    def left_memory(self, key: RecordKey) -> None:
+        """Note that the memory tier has no record of this key any more."""
+        for _, queue in self._queues:
+            queue.left_memory(key)
 
     def forget(self, key: RecordKey) -> None:
         """Stop writing `key`: it is bad."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
@@ -53,6 +54,8 @@ from kvstore.store.staging import Holding, Promotion
 from kvstore.store.upkeep.operations import StoreOperations, TierState
 from kvstore.tiers.base import Tier
 from kvstore.tiers.memory import MemoryTier
+
+_log = logging.getLogger(__name__)
 
 _QUARANTINE_SHARE = 1 / 16
 """What a tenant may have quarantined by its own reports, as a share of its quota."""
@@ -446,6 +449,8 @@ class TieredStore(PageStore):
 
     def _on_changed(self, key: RecordKey) -> None:
         self._prefetcher.changed(key)
+        if key not in self.memory:
+            self._saver.left_memory(key)
         if self._cache_events is not None:
             self._cache_events.changed(key)
 
@@ -475,7 +480,7 @@ class TieredStore(PageStore):
             "write_back": {
                 name: {
                     "records": len(queue),
-                    "bytes": queue.used_bytes,
+                    "bytes": queue.num_bytes,
                     "failing": queue.failing,
                     "paused": queue.is_paused,
                 }
@@ -513,7 +518,11 @@ class TieredStore(PageStore):
             return
         self._closed = True
         try:
-            await self.drain(Deadline.after(self.limits.drain_timeout_s, self._context.clock))
+            left = await self.drain(Deadline.after(self.limits.drain_timeout_s, self._context.clock))
+            if left:
+                _log.warning(
+                    "the store ends with writes to slower tiers left: a longer drain_timeout_s helps num=%d", left
+                )
         finally:
             await self._context.background.aclose()
             await self._saver.aclose()

@@ -29,7 +29,7 @@ class ServiceWatch:
             ("saves in flight", store._saver._in_flight.used_bytes, limits.save_bytes_in_flight),
             ("reads in flight", store._promotion._in_flight.used_bytes, limits.stage_bytes_in_flight),
             ("leases", len(store.leases), limits.leases_max),
-            *((tier.name, queue.used_bytes, limits.write_back_bytes) for tier, queue in store._saver._queues),
+            *((tier.name, queue.queued_bytes, limits.write_back_bytes) for tier, queue in store._saver._queues),
         ):
             if seen > limit:
                 self._violate(f"{what}: {seen} are over the budget of {limit}")
@@ -55,7 +55,7 @@ class ServiceWatch:
             "stages": len(store._promotion._runs),
             "flights": len(store._promotion._flights),
             "records under way": len(store._saver._pending_writes),
-            **{f"bytes for {tier.name}": queue.used_bytes for tier, queue in store._saver._queues},
+            **{f"bytes for {tier.name}": queue.num_bytes for tier, queue in store._saver._queues},
             **{f"reads of {name}": gate.num_running for name, gate in store._promotion._gates.items()},
             "changes to tell": len(self._service.recorder),
         }

@@ -91,16 +91,16 @@ def test_a_lease_that_is_not_released(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_queue_without_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A write-back that takes whatever comes."""
-    take: Any = WriteBack.offer
+    take: Any = WriteBack.offer_saved
 
-    def offer(self: WriteBack, record: Record, **how: bool) -> bool:
-        used_bytes, self.used_bytes = self.used_bytes, 0
+    def offer_saved(self: WriteBack, record: Record, **how: bool) -> None:
+        queued_bytes, self.queued_bytes = self.queued_bytes, 0
         try:
-            return bool(take(self, record, **how))
+            take(self, record, **how)
         finally:
-            self.used_bytes += used_bytes
+            self.queued_bytes += queued_bytes
 
-    monkeypatch.setattr(WriteBack, "offer", offer)
+    monkeypatch.setattr(WriteBack, "offer_saved", offer_saved)
     assert "budget" in first_violation()
 
 

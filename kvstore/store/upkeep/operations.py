@@ -193,7 +193,7 @@ class StoreOperations:
         queue = self._saver.queues().get(tier.name)
         if queue is None:
             return state
-        return replace(state, waiting_records=len(queue), waiting_bytes=queue.used_bytes, is_paused=queue.is_paused)
+        return replace(state, waiting_records=len(queue), waiting_bytes=queue.num_bytes, is_paused=queue.is_paused)
 
     def note_held(self, tier: str, num_bytes: int) -> None:
         """Note what a tier that does not count its bytes holds by the catalog. Safe from any thread."""

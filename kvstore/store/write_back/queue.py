@@ -1,5 +1,8 @@
 """The queue in front of a slower tier: bounded in bytes, shortest prefix first, retries with back-off.
 
+An engine saves faster than Redis or S3 writes. What finds no room in the queue waits in the memory tier, which has it
+anyway, and is queued in its turn.
+
 What must survive the process is in the pending log: see `pending_writes.py`.
 """
 
@@ -54,22 +57,33 @@ class _Job:
     """The tier may have it: a write has begun."""
 
 
+@dataclass(slots=True)
+class _InMemory:
+    """A record that waits in the memory tier for room in the queue."""
+
+    arrival: int
+    num_bytes: int
+    is_evictable: bool
+    trace: str
+
+
 class WriteBack:
-    """Writes records to one tier in the background. A record that does not fit into the queue is dropped, counted as
-    `write_back_dropped`, and stays in memory until it is evicted there.
+    """Writes records to one tier in the background. What is not written is counted as `write_back_dropped`.
 
     While a tier is down, one write probes it after a pause that doubles up to a limit; one success ends the pause. No
     outage, however long, drops what waits: a record is dropped only if it fails while others are written.
 
     Attributes:
-        used_bytes: Bytes that wait or are being written.
+        num_bytes: Bytes that wait or are being written, with those in the memory tier.
+        queued_bytes: Those in the queue or being written, which `write_back_bytes` bounds.
         is_paused: No write begins until `resume`.
     """
 
     def __init__(self, tier: Tier, pending_writes: PendingWrites, context: StoreContext) -> None:
-        self.used_bytes = 0
+        self.num_bytes = self.queued_bytes = 0
         self.is_paused = False
         self._tier = tier
+        self._memory = context.memory
         self._pending_writes = pending_writes
         self._is_hot = tier is context.hot
         self._background = context.background
@@ -79,7 +93,8 @@ class WriteBack:
         self._clock = context.clock
         self._heap: list[_Job] = []
         self._deferred: list[_Job] = []  # failed often: written after all others
-        self._jobs: dict[RecordKey, _Job] = {}  # waiting or being written
+        self._jobs: dict[RecordKey, _Job] = {}  # in the queue, or being written
+        self._in_memory: dict[RecordKey, _InMemory] = {}  # the first to come first; empty if the queue is
         self._num_written = 0
         self._num_arrived = 0
         self._num_workers = 0
@@ -88,39 +103,91 @@ class WriteBack:
         self._empty.set()
 
     def __len__(self) -> int:
-        """Records that wait or are being written."""
-        return len(self._jobs)
+        """Records that wait or are being written, with those in the memory tier."""
+        return len(self._jobs) + len(self._in_memory)
 
     @property
     def failing(self) -> bool:
         """Whether the last write failed because of the tier."""
         return self._failures > 0
 
-    def offer(self, record: Record, *, in_cold: bool = False, is_evictable: bool = False) -> bool:
+    def offer(self, record: Record, *, in_cold: bool = False) -> bool:
         """Queue a verified record, once; False: dropped, the queue is full. Never waits.
 
         Args:
             in_cold: The cold tier has it: it was read from there.
-            is_evictable: It is written to no further tier, and this one may evict it at any time.
         """
-        if record.key in self._jobs:
+        if record.key in self._jobs or record.key in self._in_memory:
             return True
-        if self.used_bytes + record.num_bytes > self._limits.write_back_bytes:
+        if not self._has_room(record.num_bytes):
             self._count_drop("queue_full")
             return False
-        trace = self._tracing.current() if self._tracing is not None else ""
-        wave, stop = self._num_arrived // _WAVE_RECORDS, record.header.span.stop
-        job = _Job(wave, stop, self._num_arrived, record, is_evictable, trace)
+        self._queue(record, self._next_arrival(), self._trace(), in_cold=in_cold)
+        return True
+
+    def offer_saved(self, record: Record, *, is_evictable: bool = False) -> None:
+        """Queue a record that was just put into the memory tier. If there is no room for it, it waits there, and is
+        dropped if it is evicted there before its turn.
+
+        Args:
+            is_evictable: It is written to no further tier, and this one may evict it at any time.
+        """
+        key, num_bytes = record.key, record.num_bytes
+        if key in self._jobs:
+            return
+        if self._has_room(num_bytes) and not self._in_memory:
+            self._queue(record, self._next_arrival(), self._trace(), is_evictable=is_evictable)
+        elif num_bytes > self._limits.write_back_bytes:
+            self._count_drop("queue_full")
+        else:
+            self._in_memory[key] = _InMemory(self._next_arrival(), num_bytes, is_evictable, self._trace())
+            self.num_bytes += num_bytes
+
+    def left_memory(self, key: RecordKey) -> None:
+        """Note that the memory tier has no record of this key any more."""
+        if self._drop_in_memory(key):
+            self._count_drop("evicted")
+
+    def _drop_in_memory(self, key: RecordKey) -> bool:
+        waiting = self._in_memory.pop(key, None)
+        if waiting is not None:
+            self.num_bytes -= waiting.num_bytes
+        return waiting is not None
+
+    def _queue_waiting(self) -> None:
+        """Queue what waits in the memory tier, as far as there is room."""
+        while self._in_memory:
+            key, waiting = next(iter(self._in_memory.items()))
+            if not self._has_room(waiting.num_bytes):
+                return
+            self._drop_in_memory(key)
+            record = self._memory.peek(key)
+            assert record is not None, "`left_memory` was not called"
+            self._queue(record, waiting.arrival, waiting.trace, is_evictable=waiting.is_evictable)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return self.queued_bytes + num_bytes <= self._limits.write_back_bytes
+
+    def _next_arrival(self) -> int:
+        self._num_arrived += 1
+        return self._num_arrived - 1
+
+    def _trace(self) -> str:
+        return self._tracing.current() if self._tracing is not None else ""
+
+    def _queue(
+        self, record: Record, arrival: int, trace: str, *, in_cold: bool = False, is_evictable: bool = False
+    ) -> None:
+        job = _Job(arrival // _WAVE_RECORDS, record.header.span.stop, arrival, record, is_evictable, trace)
         if not is_evictable:
             self._pending_writes.begin(record, in_cold=in_cold)
-        self._num_arrived += 1
         self._jobs[record.key] = job
-        self.used_bytes += record.num_bytes
+        self.queued_bytes += record.num_bytes
+        self.num_bytes += record.num_bytes
         self._empty.clear()
         heapq.heappush(self._heap, job)
         if not self.is_paused and self._num_workers < self._limits.write_back_in_flight:
             self._add_worker()
-        return True
 
     def pause(self) -> None:
         """Begin no write until `resume`. What waits is kept, and new records are queued while there is room."""
@@ -140,10 +207,13 @@ class WriteBack:
 
     def left_before(self, mark: int) -> int:
         """How many of the records that had arrived at a mark still wait or are being written."""
-        return sum(job.arrival < mark for job in self._jobs.values())
+        arrivals = [job.arrival for job in self._jobs.values()]
+        arrivals += [waiting.arrival for waiting in self._in_memory.values()]
+        return sum(arrival < mark for arrival in arrivals)
 
     def forget(self, key: RecordKey) -> None:
-        """Drop `key` from the queue: it is bad. A write that has begun may still complete."""
+        """Drop `key` from what waits: it is bad. A write that has begun may still complete."""
+        self._drop_in_memory(key)
         job = self._jobs.get(key)
         if job is None:
             return
@@ -155,19 +225,20 @@ class WriteBack:
         else:
             return
         self._end(job)
+        self._queue_waiting()
 
     async def drain(self, deadline: Deadline) -> int:
         """Wait until nothing is left to write, or until the deadline; returns how many records are left. Does not wait
         while paused.
         """
         if self.is_paused:
-            return len(self._jobs)
+            return len(self)
         try:
             async with deadline.scope("draining the write-back"):
                 await self._empty.wait()
         except Unavailable:
             pass
-        return len(self._jobs)
+        return len(self)
 
     async def _work(self) -> None:
         """Write jobs until none waits. While the tier fails all workers but one end: one probe is enough."""
@@ -182,6 +253,7 @@ class WriteBack:
                     if self.is_paused or (not self._heap and not self._requeue_deferred()):
                         return
                 await self._write(heapq.heappop(self._heap))
+                self._queue_waiting()
                 self._grow()
         finally:
             self._num_workers -= 1
@@ -271,12 +343,13 @@ class WriteBack:
 
     def _end(self, job: _Job, *, is_written: bool = False) -> None:
         if self._jobs.pop(job.record.key, None) is not None:
-            self.used_bytes -= job.record.num_bytes
+            self.queued_bytes -= job.record.num_bytes
+            self.num_bytes -= job.record.num_bytes
             if not job.is_evictable:
                 in_hot, in_cold = self._is_hot and job.may_be_there, is_written and not self._is_hot
                 maybe_in_cold = job.may_be_there and not self._is_hot
                 self._pending_writes.end(job.record.key, in_hot=in_hot, in_cold=in_cold, maybe_in_cold=maybe_in_cold)
-        if not self._jobs:
+        if not self:  # else what waits in memory is queued now
             self._empty.set()
 
     def _count_drop(self, reason: str) -> None:

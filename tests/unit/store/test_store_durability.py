@@ -264,6 +264,19 @@ async def test_what_the_queue_cannot_hold_is_brought_from_the_hot_tier(world: Sh
     assert set(world.hot.keys_allowed) == set(world.cold.keys_put)
 
 
+async def test_a_burst_longer_than_both_queues_reaches_both_tiers(world: SharedTiers) -> None:
+    """No save waits for a tier: what finds no room in the queue to the hot one waits in memory, and is finished from
+    there for the cold one."""
+    prompt = Prompt(ATTENTION, "a", 640)
+    store = await world.store(prompt, limits=replace(PATIENT, write_back_bytes=2 * 1192))
+    for record in prompt.records():
+        await store.save(record, deadline=soon())
+    await until(lambda: len(world.hot.keys_put) == 20)
+    await world.finished()
+    assert set(world.cold.keys_put) == {record.key for record in prompt.records()}
+    assert set(world.hot.keys_allowed) == set(world.cold.keys_put)
+
+
 async def test_an_entry_without_a_record_ends(world: SharedTiers) -> None:
     """A service died between entry and record: nothing was acknowledged, the entry is removed and counted."""
     prompt = Prompt(ATTENTION, "a", 64)

@@ -17,7 +17,9 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.waiting import soon, until
 from kvstore.tiers.filesystem import FilesystemTier
-from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES, MemoryTier
+
+SHORT_QUEUE = replace(LIMITS, write_back_bytes=6 * 1192, write_back_attempts=1_000_000, write_back_in_flight=1)
 
 
 @pytest.mark.virtual_time
@@ -49,21 +51,80 @@ class TestWriteBack:
             assert (hot.keys_put, cold.keys_put) == ([first.key], [])
             assert (await stage(store, prompt)).resume_tokens == 640
 
-    async def test_the_queue_is_bounded_and_drops_new_records(self) -> None:
-        """The cold tier is down: the queue fills to its limit, later records stay in memory only, counted."""
+    async def test_what_finds_no_room_in_the_queue_waits_in_memory(self) -> None:
+        """The cold tier is down: the queue fills to its limit, later records wait in memory, and none is lost."""
         prompt, cold = Prompt(ATTENTION, "a", 640), slow_tier("s3")
         cold.down = True
-        limits = replace(LIMITS, write_back_bytes=6 * 1192, write_back_attempts=1_000_000)
-        async with opened(prompt, cold=cold, limits=limits) as store:
+        async with opened(prompt, cold=cold, limits=SHORT_QUEUE) as store:
             for record in prompt.records():
                 assert await store.save(record, deadline=soon()) is SaveOutcome.STORED
             status = await store.status(deadline=soon())
-            assert status["write_back"] == {"s3": {"records": 6, "bytes": 6 * 1192, "failing": True, "paused": False}}
-            assert store.meters.get("write_back_dropped", tier="s3", reason="queue_full") == 14
+            assert status["write_back"] == {"s3": {"records": 20, "bytes": 20 * 1192, "failing": True, "paused": False}}
             assert (await stage(store, prompt)).resume_tokens == 640
             cold.down = False
             assert await store.drain(soon()) == 0
-            assert [key.prefix for key in cold.keys_put] == [record.key.prefix for record in prompt.records()[:6]]
+            assert [key.prefix for key in cold.keys_put] == [record.key.prefix for record in prompt.records()]
+            status = await store.status(deadline=soon())
+            assert status["write_back"] == {"s3": {"records": 0, "bytes": 0, "failing": False, "paused": False}}
+
+    async def test_what_memory_evicts_before_its_turn_is_dropped(self) -> None:
+        """The cold tier is down, and memory holds ten records: the queue has six, and of the others the last ten are
+        left when it is back."""
+        prompt, cold = Prompt(ATTENTION, "a", 640), slow_tier("s3")
+        cold.down = True
+        memory_bytes = 10 * (1192 + RECORD_OVERHEAD_BYTES)
+        limits = replace(SHORT_QUEUE, stage_bytes=memory_bytes // 2)
+        async with opened(prompt, cold=cold, limits=limits, memory_bytes=memory_bytes) as store:
+            for record in prompt.records():
+                assert await store.save(record, deadline=soon()) is SaveOutcome.STORED
+            assert store.meters.get("write_back_dropped", tier="s3", reason="evicted") == 4
+            queue = (await store.status(deadline=soon()))["write_back"]["s3"]
+            assert (queue["records"], queue["bytes"]) == (16, 16 * 1192)
+            cold.down = False
+            assert await store.drain(soon()) == 0
+            kept = [*prompt.records()[:6], *prompt.records()[10:]]
+            assert [key.prefix for key in cold.keys_put] == [record.key.prefix for record in kept]
+
+    async def test_a_drain_waits_for_what_waits_in_memory(self) -> None:
+        """Records that were saved before the call count, whether they are in the queue or in memory; later ones not."""
+        prompt, cold = Prompt(ATTENTION, "a", 640), slow_tier("s3")
+        async with opened(prompt, cold=cold, limits=SHORT_QUEUE) as store:
+            await store.operations.pause(Level.COLD, is_paused=True)
+            for record in prompt.records()[:10]:
+                await store.save(record, deadline=soon())
+            left, mark, _ = await store.operations.left_to_write(Level.COLD)
+            assert left == 10
+            for record in prompt.records()[10:]:
+                await store.save(record, deadline=soon())
+            assert await store.operations.left_to_write(Level.COLD, mark) == (10, mark, True)
+            await store.operations.pause(Level.COLD, is_paused=False)
+            await until(lambda: len(cold.keys_put) == 20)
+            assert await store.operations.left_to_write(Level.COLD, mark) == (0, mark, False)
+
+    async def test_a_record_that_is_found_bad_makes_room_for_others(self) -> None:
+        """Everything in the queue is found bad while it waits, and one record in memory: the others are written."""
+        prompt, cold = Prompt(ATTENTION, "a", 640), slow_tier("s3")
+        async with opened(prompt, cold=cold, limits=SHORT_QUEUE) as store:
+            await store.operations.pause(Level.COLD, is_paused=True)
+            for record in prompt.records():
+                await store.save(record, deadline=soon())
+            bad = prompt.records()[:7]
+            for record in bad:
+                await store.discard(record.key, "test", deadline=soon())
+            await store.operations.pause(Level.COLD, is_paused=False)
+            assert await store.drain(soon()) == 0
+            assert [key.prefix for key in cold.keys_put] == [record.key.prefix for record in prompt.records()[7:]]
+
+    async def test_a_record_larger_than_the_queue_is_dropped(self) -> None:
+        """It would never have room: it stays in memory, and those after it are written."""
+        prompt, cold = Prompt(ATTENTION, "a", 640), slow_tier("s3")
+        large = Prompt(ATTENTION, "b", 64, payload_bytes=8 * 1192).record(64)
+        async with opened(prompt, cold=cold, limits=SHORT_QUEUE) as store:
+            for record in (large, *prompt.records()):
+                assert await store.save(record, deadline=soon()) is SaveOutcome.STORED
+            assert await store.drain(soon()) == 0
+            assert len(cold.keys_put) == 20
+            assert store.meters.get("write_back_dropped", tier="s3", reason="queue_full") == 1
 
     async def test_a_tier_that_is_down_is_not_hammered(self) -> None:
         """With a tier down, pauses grow: half a second brings a handful of attempts, not thousands."""

@@ -155,7 +155,7 @@ export function drain(tier, done) {
 export function pause(tier, done) {
   const problem = h("div", {});
   dialog(`Pause the write-back to ${tier.name}?`, (close) => [
-    h("p", {}, "This service stops its background writes to the tier until you resume them or restart it. Waiting records are kept in memory, up to write_back_bytes. Saves that wait for the tier, and reads, continue."), problem,
+    h("p", {}, "This service stops its background writes to the tier until you resume them or restart it. Waiting records are kept in memory. Saves that wait for the tier, and reads, continue."), problem,
     h("div", { class: "actions" }, h("button", { type: "button", class: "danger first", onclick: async () => {
       try {
         await work(tier, "pause");

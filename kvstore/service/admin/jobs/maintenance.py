@@ -57,7 +57,7 @@ async def pause_write_back(
     context: Context, grant: OperatorAdministrator, request: Request, level: LevelText
 ) -> WriteBackState:
     """Stop this service's background writes to a tier, also those for services that have ended. Waiting records are
-    kept, up to `write_back_bytes`; saves that wait for the tier, and reads, continue. A restart resumes.
+    kept in memory; saves that wait for the tier, and reads, continue. A restart resumes.
     """
     return await _pause(context, request, level, is_paused=True)
 
