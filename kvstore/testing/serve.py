@@ -172,7 +172,11 @@ class Service(RunningService):
 
     def start(self) -> None:
         """Return when it answers."""
+        log = self.process.log
+        old_bytes = log.stat().st_size if log.exists() else 0
         self.process.start()
+        # a client that comes before the service would warn of one that does not answer
+        self.process.wait_ready(lambda: b"\nready: " in b"\n" + log.read_bytes()[old_bytes:], _PATIENCE_S)
         self.status()
 
     def _has_ended(self) -> bool:

@@ -111,16 +111,18 @@ class WriteBack:
         """Whether the last write failed because of the tier."""
         return self._failures > 0
 
-    def offer(self, record: Record, *, in_cold: bool = False) -> bool:
+    def offer(self, record: Record, *, in_cold: bool = False, is_finished: bool = False) -> bool:
         """Queue a verified record, once; False: dropped, the queue is full. Never waits.
 
         Args:
             in_cold: The cold tier has it: it was read from there.
+            is_finished: If there is no room for it, it is copied from the hot tier later: it does not count as dropped.
         """
         if record.key in self._jobs or record.key in self._in_memory:
             return True
         if not self._has_room(record.num_bytes):
-            self._count_drop("queue_full")
+            if not is_finished:
+                self._count_drop("queue_full")
             return False
         self._queue(record, self._next_arrival(), self._trace(), in_cold=in_cold)
         return True
