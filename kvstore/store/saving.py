@@ -148,7 +148,7 @@ class Saver:
             if index == 0:
                 queue.offer_saved(record, is_evictable=is_declined)
             else:
-                queue.offer(record, is_finished=self._finisher is not None)
+                queue.offer(record, is_finished_from_hot=self._finisher is not None)
 
     def copy_to_cold(self, presence: Presence, indexes: Sequence[int]) -> None:
         """Have the cold tier get what it lacks of some boundaries of a prompt, shortest prefix first: from memory, or

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from kvstore.errors import KVStoreError, Unavailable
@@ -94,7 +95,7 @@ class WriteBack:
         self._heap: list[_Job] = []
         self._deferred: list[_Job] = []  # failed often: written after all others
         self._jobs: dict[RecordKey, _Job] = {}  # in the queue, or being written
-        self._in_memory: dict[RecordKey, _InMemory] = {}  # the first to come first; empty if the queue is
+        self._in_memory: OrderedDict[RecordKey, _InMemory] = OrderedDict()  # by arrival; empty if the queue is
         self._num_written = 0
         self._num_arrived = 0
         self._num_workers = 0
@@ -111,17 +112,17 @@ class WriteBack:
         """Whether the last write failed because of the tier."""
         return self._failures > 0
 
-    def offer(self, record: Record, *, in_cold: bool = False, is_finished: bool = False) -> bool:
+    def offer(self, record: Record, *, in_cold: bool = False, is_finished_from_hot: bool = False) -> bool:
         """Queue a verified record, once; False: dropped, the queue is full. Never waits.
 
         Args:
             in_cold: The cold tier has it: it was read from there.
-            is_finished: If there is no room for it, it is copied from the hot tier later: it does not count as dropped.
+            is_finished_from_hot: Without room it is copied from the hot tier later, and does not count as dropped.
         """
         if record.key in self._jobs or record.key in self._in_memory:
             return True
         if not self._has_room(record.num_bytes):
-            if not is_finished:
+            if not is_finished_from_hot:
                 self._count_drop("queue_full")
             return False
         self._queue(record, self._next_arrival(), self._trace(), in_cold=in_cold)
