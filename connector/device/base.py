@@ -159,6 +159,7 @@ class BlockCopier(Protocol):
         Raises:
             InternalError: A block does not exist, or runs and page do not fit; nothing was copied.
             InvalidRequest: The device cannot copy pages of this layout. A group's first gather raises it.
+            Exception: Of torch or the device: copies of some pages may have been ordered.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 Saving: the compute stream gathers blocks into a slot of the ring, so that what the engine orders next (zeroing,
 copy-on-write, the next forward) may overwrite them. A side stream waits for the gather, splits the elements into byte
-planes and copies them to pinned memory. Then the slot is free again.
+planes or encodes the pages to tiles, and copies them to pinned memory. Then the slot is free again.
 
 Loading: a codec thread calls with pages and returns when they are placed, see `lanes.py`.
 
@@ -160,17 +160,32 @@ class StreamDevice:
             return [None] * len(targets)
         slot = self._slots[start : start + num_bytes]
         compute = self._streams.compute()
-        compute.run(partial(work, slot))
-        self._drain.wait(compute.record())
-        changed, sizes = self._split[:num_bytes], None
-        if as_tiles and self._encodes and self.kernels is not None and page_bytes % TILES_ALIGN_BYTES == 0:
-            sizes = self._streams.host_memory(4 * len(targets)).view(torch.int32)
-            self._drain.run(partial(_drain_encoded, self.kernels, slot, changed, targets, sizes))
-        else:
-            self._drain.run(partial(_drain, slot, changed, targets, width))
-        drained = self._drain.record()
-        self._ring.fill(start, num_bytes, drained)
+        try:
+            compute.run(partial(work, slot))
+            self._drain.wait(compute.record())
+            sizes = self._encode(slot, targets) if as_tiles else None
+            if sizes is None:
+                self._drain.run(partial(_drain, slot, self._split[:num_bytes], targets, width))
+        finally:  # after an error too: what was ordered may still read the slot
+            drained = self._drain.record()
+            self._ring.fill(start, num_bytes, drained)
         return [Ticket(drained, sizes, index) for index in range(len(targets))]
+
+    def _encode(self, slot: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Order that the pages are encoded to tiles and copied to the host. Returns where the sizes of the payloads
+        will be; `None`: processors encode these pages.
+        """
+        if not self._encodes or self.kernels is None or targets[0].numel() % TILES_ALIGN_BYTES:
+            return None
+        try:
+            sizes = self._streams.host_memory(4 * len(targets)).view(torch.int32)
+            encoded = self._split[: slot.numel()]
+            self._drain.run(partial(_drain_encoded, self.kernels, slot, encoded, targets, sizes))
+        except Exception:  # noqa: BLE001 - the page itself is there: a processor encodes it
+            self._encodes = False
+            _log.warning("kvstore: the GPU could not encode tiles, processors do it from now on", exc_info=True)
+            return None
+        return sizes
 
     @property
     def gathered_bytes_max(self) -> int:

@@ -16,7 +16,7 @@ from connector.device.checksums import DigestCheck
 from connector.device.rows import CacheGeometry, pack_indexes, plan_rows, scatter_rows
 from connector.device.streams import Streams
 from kvstore.codec import TILES, encode
-from kvstore.codec.tiles import TilesHead, read_head
+from kvstore.codec.tiles import TILE_BYTES, TilesHead, read_head
 from kvstore.errors import InvalidRequest
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
@@ -131,9 +131,10 @@ def check_encoding(streams: Streams) -> None:
 
 
 def _page_in_tiles() -> tuple[torch.Tensor, Any]:
-    """A page, and what a processor encodes it to; both uint8."""
+    """A page of which one tile's exponents are stored whole, and what a processor encodes it to; both uint8."""
     generator = torch.Generator().manual_seed(1)
     page = torch.randn(_TILES_BYTES // 2, generator=generator).to(torch.bfloat16).view(torch.uint8)
+    torch.randint(0, 256, (TILE_BYTES,), dtype=torch.uint8, generator=generator, out=page[TILE_BYTES : 2 * TILE_BYTES])
     payload: Any = np.empty(_TILES_BYTES, np.uint8)
     encoded = encode(TILES, memoryview(page.numpy()), memoryview(payload))
     return page, payload[: encoded.payload_bytes]

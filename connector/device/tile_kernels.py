@@ -435,10 +435,11 @@ def choose_slots_kernel(patches, decoded_bytes, num_tiles, room, plan, whole, ta
 
 
 @triton.jit
-def _store_patches(slots_at, slot, place, code, is_patch):
+def _store_patches(slots_at, slot, num_slots, place, code, is_patch):
     """Write patches, `[tiles, 512]`, to the slots with these indexes; returns what they add to their tile's sum."""
     patch = (place << 8) | (code >> 8) | _PATCH
-    tl.store(slots_at[:, None] + slot, patch, mask=is_patch)
+    # the bound matters if the page changes while it is encoded: then the payload is wrong, and nothing else
+    tl.store(slots_at[:, None] + slot, patch, mask=is_patch & (slot < num_slots))
     return tl.where(is_patch, patch.to(tl.uint64) * _multipliers(slot + _TILE_WORDS), 0)
 
 
@@ -532,8 +533,8 @@ def write_kernel(
             slot_1 = slot_0 + is_patch_0.to(tl.int32)
             before += tl.sum(of_word, axis=1)
             place = ((lanes + row * _LANES) * 2).to(tl.uint32)[None, :]
-            of_slots += _store_patches(slots_at, slot_0, place, code_0, is_patch_0)
-            of_slots += _store_patches(slots_at, slot_1, place + 1, code_1, is_patch_1)
+            of_slots += _store_patches(slots_at, slot_0, num_slots, place, code_0, is_patch_0)
+            of_slots += _store_patches(slots_at, slot_1, num_slots, place + 1, code_1, is_patch_1)
         packed = packed | (pair << (8 * row))
     codes_at = (codes_start + tile * _CODES_WORDS)[:, None] + lanes[None, :]
     tl.store(tl.multiple_of(base + codes_at, [1, 16]), packed, mask=here)

@@ -28,16 +28,6 @@ _CHUNK = 1024
 _WARPS = 4
 
 
-def prepare(device: torch.device) -> None:
-    """Compile the kernels, at start: on a GPU it takes seconds, for which their first use would wait."""
-    memory = torch.zeros(4 * tiles.TILE_BYTES, dtype=torch.uint8, device=device)
-    payload, page, target = memory.split([2 * tiles.TILE_BYTES, tiles.TILE_BYTES, tiles.TILE_BYTES])
-    ignored = torch.zeros(1, dtype=torch.int32, device=device)
-    encode(page, target, ignored)
-    head = TilesHead(tiles.TILE_BYTES, num_slots=0, num_whole=0, seed=0, table=bytes(tiles.TABLE_ENTRIES))
-    decode(payload[: head.payload_bytes], target, head, ignored)
-
-
 def decode(payload: torch.Tensor, target: torch.Tensor, head: TilesHead, verdict: torch.Tensor) -> None:
     """Order the decoding of one payload on the current stream, see `decode_many`."""
     decode_many([payload], [target], [head], verdict)

@@ -7,8 +7,8 @@ import logging
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -54,7 +54,8 @@ class Loader:
         pool: Threads for verifying and decoding.
         memory: Where records are received that cannot be read in the service's memory.
         scratch: Pages of host memory to decode into.
-        stall_s: A load fails if the service owes records and none arrives for this long.
+        stall_s: A load fails if the service owes records and none arrives for this long; also if it owes them to loads
+            that come first.
         meters: Counters.
         auditor: Reads loads back before they are reported, if their jobs say so.
 
@@ -91,6 +92,7 @@ class Loader:
         self._to_read_back = deque[tuple[str, list[Scattered]]]()  # for the engine's thread, which orders what follows
         self._in_flight = asyncio.Semaphore(_IN_FLIGHT)  # of all loads together: records in flight are in memory
         # more threads would only compete for the interpreter's lock
+        self._answers = _Answers()
         self._batches_in_flight = asyncio.Semaphore(self.device.batches_at_once)
         self.verify = True
         """Tests switch it off to show that verification is what stands between a flipped bit and wrong output."""
@@ -215,7 +217,7 @@ class Loader:
         if job.pieces is None:
             raise InternalError("the load could not be planned", request=job.request_id)
         pieces = [piece for piece in job.pieces if piece.key.slice in self._groups[piece.key.group].held]
-        load = _Load(LeaseId(job.lease), after, _Progress(), scattered)
+        load = _Load(LeaseId(job.lease), after, _Progress(self._answers), scattered)
         open_pieces = len(pieces)
         total_bytes = sum(map(self._page_bytes, pieces))
         # of this load: a long one does not queue before all others
@@ -230,7 +232,7 @@ class Loader:
                     watch.cancel()
 
             async def load_piece(piece: LoadPiece, record: LeasedRecord) -> None:
-                async with turn, self._in_flight:
+                async with turn, load.progress.queued(self._in_flight):
                     await self._load_record(store, load, piece, record)
                 ended(1)
 
@@ -485,32 +487,76 @@ class _Load:
     scattered: list[Scattered] | None
 
 
-class _Progress:
-    """Ends a load if the service stops answering. Time in codec threads does not count."""
+class _Answers:
+    """Calls to the service: those that are open, and how many were answered."""
 
     def __init__(self) -> None:
-        self._open_calls = 0
-        self._answers = 0
+        self.num_open = 0
+        self.num_answered = 0
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        self.num_open += 1
+        was_answered = True
+        try:
+            yield
+        except asyncio.CancelledError:
+            was_answered = False
+            raise
+        finally:
+            self.num_open -= 1
+            self.num_answered += was_answered
+
+
+class _Progress:
+    """Ends a load if the service stops answering. Time in codec threads does not count.
+
+    Args:
+        of_all: The calls of all loads. A load whose pieces are queued behind those of others waits for their answers.
+    """
+
+    def __init__(self, of_all: _Answers) -> None:
+        self._of_all = of_all
+        self._own = _Answers()
+        self._num_queued = 0
 
     @contextmanager
     def call(self) -> Iterator[None]:
         """Wraps a call to the service."""
-        self._open_calls += 1
+        with self._of_all.call(), self._own.call():
+            yield
+
+    @asynccontextmanager
+    async def queued(self, turns: asyncio.Semaphore) -> AsyncIterator[None]:
+        """Wraps the turn of a piece among those of all loads."""
+        self._num_queued += 1
+        try:
+            await turns.acquire()
+        finally:
+            self._num_queued -= 1
         try:
             yield
         finally:
-            self._open_calls -= 1
-            self._answers += 1
+            turns.release()
+
+    def _awaited(self) -> _Answers | None:
+        """The calls whose answers this load waits for; `None`: it waits for none."""
+        if self._own.num_open:
+            return self._own
+        return self._of_all if self._num_queued and self._of_all.num_open else None
 
     async def watch(self, stall_s: float) -> None:
-        """Raise if calls are open and none is answered for `stall_s`.
+        """Raise if the load waits for calls and none is answered for `stall_s`.
 
         It counts its own wake-ups instead of reading the clock, so that a loop that was not scheduled does not look
         like a service that did not answer.
         """
-        waited_s, answers = 0.0, 0
+        waited_s, own, of_all = 0.0, 0, 0
         while waited_s < stall_s:
             await asyncio.sleep(_WATCH_S)
-            is_open = self._open_calls > 0 and self._answers == answers
-            waited_s, answers = (waited_s + _WATCH_S if is_open else 0.0), self._answers
+            awaited = self._awaited()
+            before = own if awaited is self._own else of_all
+            is_stalled = awaited is not None and awaited.num_answered == before
+            waited_s = waited_s + _WATCH_S if is_stalled else 0.0
+            own, of_all = self._own.num_answered, self._of_all.num_answered
         raise Unavailable("the service sent no record for too long", stall_s=stall_s)

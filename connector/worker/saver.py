@@ -27,6 +27,7 @@ from connector.worker.memory import RecordMemory, view
 from kvstore.api import Deadline, PageStore, Retention, SaveOutcome
 from kvstore.client import trace_parent
 from kvstore.codec import RAW, TILES, Encoded, encode, max_payload_bytes
+from kvstore.codec.tiles import read_head
 from kvstore.errors import Closed, KVStoreError, Unavailable
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.record import Record, seal
@@ -199,7 +200,8 @@ class Saver:
             waits_since_s = SYSTEM_CLOCK.monotonic_s()
             targets = await self._shared_targets(store, room)
         except BaseException:
-            # also before its copy has ended: the next copy to this memory is ordered after it
+            # also before its copy has ended: a device orders all its copies to the host on one stream, and so the next
+            # one to this memory after it
             self._pages.put(gathered.page)
             raise
         is_shared = bool(targets)
@@ -375,6 +377,9 @@ def _seal(gathered: _Gathered, target: memoryview) -> Record:
     if (tiles_bytes := gathered.ticket.tiles_bytes) is None:
         encoded = encode(header.codec_chain, page, target[HEADER_BYTES:], plane_width=gathered.plane_width)
     else:
-        copied = encode(RAW, page[: tiles_bytes or len(page)], target[HEADER_BYTES:])
+        payload = page[: tiles_bytes or len(page)]
+        if tiles_bytes:
+            read_head(payload, len(page))  # raises if the size that the GPU reports is not this payload's
+        copied = encode(RAW, payload, target[HEADER_BYTES:])
         encoded = Encoded(TILES if tiles_bytes else RAW, copied.payload_bytes)
     return seal(replace(header, codec_chain=encoded.chain), target[: HEADER_BYTES + encoded.payload_bytes])

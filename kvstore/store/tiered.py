@@ -526,6 +526,7 @@ class TieredStore(PageStore):
         finally:
             await self._context.background.aclose()
             await self._saver.aclose()
+            self.memory.on_changed = None
             self.leases.release_all()
             self.work.close()
 

@@ -27,7 +27,7 @@ class FaultyTier(TierWrapper):
         down: Every call raises `Unavailable` at once.
         frozen: Every call hangs until its deadline or until this is unset.
         get_limit: Gets after this number hang; `None`: none does.
-        get_s: Each get takes this long.
+        get_s: Each get takes this long, and `put_s` each put.
         lost: `get` answers `None` for these, as if they had gone since `head`.
         refused: `put` raises `Unavailable` for these and for no others.
         unanswered: `put` stores these and then raises `Unavailable`, as if the answer had been lost, once for each.
@@ -42,7 +42,7 @@ class FaultyTier(TierWrapper):
         self.down = False
         self.frozen = False
         self.get_limit: int | None = None
-        self.get_s = 0.0
+        self.get_s = self.put_s = 0.0
         self.lost: set[RecordKey] = set()
         self.refused: set[RecordKey] = set()
         self.unanswered: set[RecordKey] = set()
@@ -73,6 +73,8 @@ class FaultyTier(TierWrapper):
 
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
         await self._fault("put", deadline)
+        if self.put_s:
+            await asyncio.sleep(self.put_s)
         if record.key in self.refused:
             raise Unavailable("a test has set the tier to refuse this record", tier=self.name, key=record.key)
         self.keys_put.append(record.key)

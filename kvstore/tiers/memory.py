@@ -109,6 +109,11 @@ class MemoryTier(Tier):
                 return buffer
         return fresh_buffer(num_bytes)
 
+    def held(self, key: RecordKey) -> Record | None:
+        """The record, as it stands: it is neither verified again nor marked as used."""
+        slot = self._slots.get(key)
+        return None if slot is None else slot.record
+
     def peek(self, key: RecordKey) -> Record | None:
         """Return the record and mark it used, without verifying its payload again."""
         slot = self._slots.get(key)

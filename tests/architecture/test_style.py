@@ -19,6 +19,7 @@ FUNCTION_LINES_MAX = 70
 # `except Exception` stands where a piece of work ends that nobody else would end: it reports, it never hides.
 TOPS = {
     "connector/vllm/contract.py": "the import of a module of vLLM: what it raises is a reason to run uncached",
+    "connector/device/gpu.py": "a kernel that fails: a processor does its work",
     "connector/device/paths.py": "torch, Triton, the compiler that it calls, a GPU: why a way does not work is asked",
     "connector/blend/blender.py": "vLLM waits for each request that is blended, and for each audit",
     "connector/vllm/blending.py": "a thread's top",

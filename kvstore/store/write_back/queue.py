@@ -71,8 +71,10 @@ class _InMemory:
 class WriteBack:
     """Writes records to one tier in the background. What is not written is counted as `write_back_dropped`.
 
-    While a tier is down, one write probes it after a pause that doubles up to a limit; one success ends the pause. No
-    outage, however long, drops what waits: a record is dropped only if it fails while others are written.
+    While a tier is down, one write probes it after a pause that doubles up to a limit; one success ends the pause. An
+    outage drops nothing from the queue, however long it is: a record in it is dropped if the tier has no room or will
+    never take it, or if it fails while others are written. A record that waits in memory is dropped if it is evicted
+    there.
 
     Attributes:
         num_bytes: Bytes that wait or are being written, with those in the memory tier.
@@ -95,11 +97,12 @@ class WriteBack:
         self._heap: list[_Job] = []
         self._deferred: list[_Job] = []  # failed often: written after all others
         self._jobs: dict[RecordKey, _Job] = {}  # in the queue, or being written
-        self._in_memory: OrderedDict[RecordKey, _InMemory] = OrderedDict()  # by arrival; empty if the queue is
+        self._in_memory: OrderedDict[RecordKey, _InMemory] = OrderedDict()  # by arrival
         self._num_written = 0
         self._num_arrived = 0
         self._num_workers = 0
         self._failures = 0
+        self._is_busy = False  # too much is pending over all services
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -121,7 +124,7 @@ class WriteBack:
         """
         if record.key in self._jobs or record.key in self._in_memory:
             return True
-        if not self._has_room(record.num_bytes):
+        if self._in_memory or not self._has_room(record.num_bytes):  # what waits comes first
             if not is_finished_from_hot:
                 self._count_drop("queue_full")
             return False
@@ -138,13 +141,12 @@ class WriteBack:
         key, num_bytes = record.key, record.num_bytes
         if key in self._jobs:
             return
-        if self._has_room(num_bytes) and not self._in_memory:
-            self._queue(record, self._next_arrival(), self._trace(), is_evictable=is_evictable)
-        elif num_bytes > self._limits.write_back_bytes:
-            self._count_drop("queue_full")
-        else:
-            self._in_memory[key] = _InMemory(self._next_arrival(), num_bytes, is_evictable, self._trace())
-            self.num_bytes += num_bytes
+        if num_bytes > self._limits.write_back_bytes:
+            self._count_drop("too_large")
+            return
+        self._in_memory[key] = _InMemory(self._next_arrival(), num_bytes, is_evictable, self._trace())
+        self.num_bytes += num_bytes
+        self._queue_waiting()
 
     def left_memory(self, key: RecordKey) -> None:
         """Note that the memory tier has no record of this key any more."""
@@ -158,15 +160,20 @@ class WriteBack:
         return waiting is not None
 
     def _queue_waiting(self) -> None:
-        """Queue what waits in the memory tier, as far as there is room."""
-        while self._in_memory:
+        """Queue what waits in the memory tier, as far as there is room; some of it, as the event loop has other work.
+
+        To be called whenever a record has left the queue.
+        """
+        for _ in range(min(_WAVE_RECORDS, len(self._in_memory))):
             key, waiting = next(iter(self._in_memory.items()))
-            if not self._has_room(waiting.num_bytes):
-                return
+            if self._is_busy or not self._has_room(waiting.num_bytes):
+                break
             self._drop_in_memory(key)
-            record = self._memory.peek(key)
+            record = self._memory.held(key)  # a mark as used would have others evicted that still wait
             assert record is not None, "`left_memory` was not called"
             self._queue(record, waiting.arrival, waiting.trace, is_evictable=waiting.is_evictable)
+        if self._heap and not self._num_workers and not self.is_paused:  # the last one ended by an error
+            self._add_worker()
 
     def _has_room(self, num_bytes: int) -> bool:
         return self.queued_bytes + num_bytes <= self._limits.write_back_bytes
@@ -193,13 +200,13 @@ class WriteBack:
             self._add_worker()
 
     def pause(self) -> None:
-        """Begin no write until `resume`. What waits is kept, and new records are queued while there is room."""
+        """Begin no write until `resume`. What waits is kept, and new records wait too."""
         self.is_paused = True
 
     def resume(self) -> None:
         """Write again. Idempotent."""
         self.is_paused = False
-        if not self._num_workers and (self._heap or self._requeue_deferred()):
+        if not self._num_workers and (self._is_busy or self._heap or self._requeue_deferred()):
             self._add_worker()
             self._grow()
 
@@ -246,7 +253,14 @@ class WriteBack:
     async def _work(self) -> None:
         """Write jobs until none waits. While the tier fails all workers but one end: one probe is enough."""
         try:
-            while not self.is_paused and (self._heap or self._requeue_deferred()):
+            while not self.is_paused and (self._is_busy or self._heap or self._requeue_deferred()):
+                if self._is_busy:
+                    if self._num_workers > 1:
+                        return
+                    await asyncio.sleep(self._limits.backoff_s_max)
+                    self._is_busy = False
+                    self._queue_waiting()
+                    continue
                 if self._failures:
                     if self._num_workers > 1:
                         return
@@ -289,12 +303,14 @@ class WriteBack:
             self._count_drop("refused")
             self._end(job)
             return
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._count_drop("failed")
             self._end(job)
             raise
         if outcome is EntryResult.BUSY:  # says nothing about the tier
-            self._count_drop("pending_full")
-            self._end(job)
+            self._is_busy = True
+            self._wait_again(job)
             return
         self._failures = 0
         self._num_written += 1
@@ -305,6 +321,18 @@ class WriteBack:
         else:
             self._count_drop("tier_full")
             self._end(job)
+
+    def _wait_again(self, job: _Job) -> None:
+        """Put a job back in front of what waits in the memory tier, or drop it if that does not have its record."""
+        key, record = job.record.key, job.record
+        self._end(job)
+        if self._memory.held(key) is None:
+            self._count_drop("pending_full")
+            return
+        self._in_memory[key] = _InMemory(job.arrival, record.num_bytes, job.is_evictable, job.trace)
+        self._in_memory.move_to_end(key, last=False)
+        self.num_bytes += record.num_bytes
+        self._empty.clear()
 
     def _try_again(self, job: _Job) -> None:
         """Queue a failed job again, defer it until all others were tried, or drop it. The record is to blame, rather
@@ -352,7 +380,7 @@ class WriteBack:
                 in_hot, in_cold = self._is_hot and job.may_be_there, is_written and not self._is_hot
                 maybe_in_cold = job.may_be_there and not self._is_hot
                 self._pending_writes.end(job.record.key, in_hot=in_hot, in_cold=in_cold, maybe_in_cold=maybe_in_cold)
-        if not self:  # else what waits in memory is queued now
+        if not self:
             self._empty.set()
 
     def _count_drop(self, reason: str) -> None:

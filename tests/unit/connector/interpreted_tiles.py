@@ -43,10 +43,6 @@ class Kernels:
         """What is said of tensors of other sizes, types and places than the kernels take."""
         return self._process.submit(_misuses).result()
 
-    def prepare(self) -> None:
-        """As an engine does at start."""
-        self._process.submit(_prepare).result()
-
 
 @contextmanager
 def interpreted_kernels() -> Iterator[Kernels]:
@@ -112,12 +108,6 @@ def _encode(sources: Sequence[bytes]) -> list[bytes]:
         assert _is_untouched(memory, around), "a kernel wrote beside its target"
         payloads.append(memory[: int(result)].numpy().tobytes())
     return payloads
-
-
-def _prepare() -> None:
-    from connector.device.tiles import prepare
-
-    prepare(torch.device("cpu"))
 
 
 def _misuses() -> list[str]:

@@ -198,24 +198,32 @@ def test_a_rank_loads_with_them(process: ProcessPoolExecutor, tmp_path: Path, co
 
 def test_a_rank_whose_device_does_not_encode(process: ProcessPoolExecutor, tmp_path: Path) -> None:
     """Processors encode its tiles, the log says why, and the device still reads and decodes them in place."""
-    said, share = process.submit(_load_without_encoder, tmp_path).result()
+    said, share = process.submit(_load_without_encoder, tmp_path, at_start=True).result()
     assert "the processor encodes tiles, not the GPU: RuntimeError: no encoder" in said
     assert share == 1.0
 
 
-def _load_without_encoder(folder: Path) -> tuple[str, float]:
+def test_a_rank_whose_device_stops_encoding(process: ProcessPoolExecutor, tmp_path: Path) -> None:
+    """Its kernels fail in the middle of a step, once: no page is lost, and processors encode from then on."""
+    said, share = process.submit(_load_without_encoder, tmp_path, at_start=False).result()
+    assert said == "kvstore: the GPU could not encode tiles, processors do it from now on"
+    assert share == 1.0
+
+
+def _load_without_encoder(folder: Path, *, at_start: bool) -> tuple[str, float]:
     from connector.device import kernels
 
     said: list[str] = []
 
-    def refuse(_: object) -> None:
+    def refuse(*_: object) -> None:
         raise RuntimeError("no encoder")
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("kvstore.tiers.memory.ARENA_BYTES_MIN", 1)
-        monkeypatch.setattr(kernels, "check_encoding", refuse)
+        if at_start:
+            monkeypatch.setattr(kernels, "check_encoding", refuse)
         monkeypatch.setattr(
-            logging.getLogger("vllm.kvstore"), "warning", lambda text, *values: said.append(text % values)
+            logging.getLogger("vllm.kvstore"), "warning", lambda text, *values, **_: said.append(text % values)
         )
         use_streams(monkeypatch, kernels=kernels.DeviceKernels)
         bridge = SharingBridge(folder)
@@ -224,6 +232,8 @@ def _load_without_encoder(folder: Path) -> tuple[str, float]:
                 shape = {"element_bytes": 2, "channels": 64, "compression": "tiles"}
                 with torch.inference_mode():
                     source, target = fill(make(**shape)), make(seed=2, **shape)
+                    if not at_start:
+                        monkeypatch.setattr(kernels.DeviceKernels, "encode", staticmethod(refuse))
                     source.save()
                 lease, pieces = pieces_of(target)
                 assert {_check_written(bridge, piece.key) for piece in pieces} == {TILES}

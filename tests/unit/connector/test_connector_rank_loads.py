@@ -164,6 +164,20 @@ def test_a_stalled_load_after_some_records(rank: Make, bridge: LoopBridge) -> No
     assert source.result() == ({"r"}, {"r"})
 
 
+def test_loads_that_are_queued_behind_a_stalled_one_fail_with_it(rank: Make, bridge: LoopBridge) -> None:
+    """The records of one load take all turns. The others do not wait for the stall time one after the other."""
+    source = rank(stall_timeout_ms=500)
+    source.save()
+    bridge.store.held.add("load")
+    names = {f"r{number}" for number in range(10)}
+    start = time.monotonic()
+    for name in names:
+        source.side.start_loads(source.load_job(source.stage(), name))
+    failed: set[str] = set()
+    eventually(lambda: failed.update(source.side.take_results()[1]) or failed == names)
+    assert time.monotonic() - start < 2.5  # one after the other: 5 s
+
+
 def test_slow_threads_are_no_stall(rank: Make) -> None:
     """Records that came are decoded however long that takes: a busy processor is not a silent service."""
     source = rank()

@@ -55,6 +55,15 @@ def test_kernels_equal_numpy_on_random_tiles(kernels: Kernels, tiles_of_page: in
     assert num_tiles == 10 * tiles_of_page
 
 
+def test_a_page_of_more_tiles_than_are_looked_at_together(kernels: Kernels) -> None:
+    """Whole tiles before and behind the bound of 1,024 are numbered through."""
+    page = activations(4096 * 1030, 5, odd=0.001, noise=0.01)
+    payload = payload_of(page)
+    assert payload is not None
+    assert read_head(payload, len(page)).num_whole > 1
+    assert kernels.encode([page]) == [payload]
+
+
 @pytest.mark.parametrize("num_elements", [8, 4096, 3 * 4096 + 1000])
 def test_pages_of_one_size_are_encoded_together(kernels: Kernels, num_elements: int) -> None:
     """Each as by itself, between others of all kinds; one that gains too little is left as it is."""
@@ -136,7 +145,6 @@ def test_the_other_pages_seed_is_wrong(kernels: Kernels) -> None:
 
 def test_tensors_that_do_not_fit_are_refused(kernels: Kernels) -> None:
     """Other sizes, odd addresses, other types, gaps, another device: the caller is wrong, and nothing is ordered."""
-    kernels.prepare()
     said = kernels.misuses()
     assert len(said) == 5
     assert all("expected contiguous bytes" in text or "expected aligned memory" in text for text in said)

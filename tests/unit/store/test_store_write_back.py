@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from store_harness import LIMITS, MIB, opened, slow_tier, stage
+from store_harness import LIMITS, MIB, fill, opened, slow_tier, stage
 
 from kvstore.api import Ack, Retention, SaveOutcome
 from kvstore.catalog.entry import Level
@@ -16,10 +16,15 @@ from kvstore.format.manifest import parse_manifest
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.waiting import soon, until
+from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.filesystem import FilesystemTier
 from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES, MemoryTier
 
 SHORT_QUEUE = replace(LIMITS, write_back_bytes=6 * 1192, write_back_attempts=1_000_000, write_back_in_flight=1)
+
+
+async def _bug(*_: object, **__: object) -> PutOutcome:
+    raise ValueError("a test's")
 
 
 @pytest.mark.virtual_time
@@ -115,6 +120,53 @@ class TestWriteBack:
             assert await store.drain(soon()) == 0
             assert [key.prefix for key in cold.keys_put] == [record.key.prefix for record in prompt.records()[7:]]
 
+    async def test_what_is_queued_does_not_push_out_what_waits(self) -> None:
+        """A tier writes half as fast as records are saved. The oldest in memory go first, whether they are written or
+        not: what was queued just now is no more in use than what waits."""
+        prompt, cold = Prompt(ATTENTION, "a", 64 * 60), slow_tier("s3")
+        memory_bytes = 20 * (1192 + RECORD_OVERHEAD_BYTES)
+        limits = replace(SHORT_QUEUE, stage_bytes=memory_bytes // 2)
+        cold.put_s = 0.002
+        async with opened(prompt, cold=cold, limits=limits, memory_bytes=memory_bytes) as store:
+            for record in prompt.records():
+                await store.save(record, deadline=soon())
+                await asyncio.sleep(0.001)
+            assert await store.drain(soon()) == 0
+            lost = store.meters.get("write_back_dropped", tier="s3", reason="evicted")
+            assert len(cold.keys_put) == 120 - lost
+            assert lost <= 120 / 2 - 20 - 6 + 2
+
+    async def test_copies_do_not_come_before_what_waits(self) -> None:
+        """A record that was read from the cold tier is not copied to the hot one while saved ones wait for it."""
+        prompt, other = Prompt(ATTENTION, "a", 640), Prompt(ATTENTION, "b", 64)
+        hot, cold = slow_tier("redis"), slow_tier("s3")
+        await fill(cold, other)
+        async with opened(prompt, hot=hot, cold=cold, limits=SHORT_QUEUE) as store:
+            await store.open_namespace(other.description, deadline=soon())
+            await store.operations.pause(Level.HOT, is_paused=True)
+            for record in prompt.records()[:10]:
+                await store.save(record, deadline=soon())
+            assert (await stage(store, other)).resume_tokens == 64
+            assert store.meters.get("write_back_dropped", tier="redis", reason="queue_full") == 2
+            await store.operations.pause(Level.HOT, is_paused=False)
+            assert await store.drain(soon()) == 0
+            assert set(hot.keys_put) == {record.key for record in prompt.records()[:10]}
+
+    async def test_a_write_that_fails_in_an_unknown_way_does_not_end_the_others(self) -> None:
+        """The only worker dies of an error that no tier should raise. The next save starts one."""
+        prompt, cold = Prompt(ATTENTION, "a", 640), slow_tier("s3")
+        async with opened(prompt, cold=cold, limits=SHORT_QUEUE) as store:
+            await store.operations.pause(Level.COLD, is_paused=True)
+            for record in prompt.records()[:10]:
+                await store.save(record, deadline=soon())
+            put, cold.put = cold.put, _bug  # type: ignore[method-assign]
+            await store.operations.pause(Level.COLD, is_paused=False)
+            await until(lambda: store.meters.get("write_back_dropped", tier="s3", reason="failed") == 1)
+            cold.put = put  # type: ignore[method-assign]
+            await store.save(prompt.records()[10], deadline=soon())
+            assert await store.drain(soon()) == 0
+            assert [key.prefix for key in cold.keys_put] == [record.key.prefix for record in prompt.records()[1:11]]
+
     async def test_a_record_larger_than_the_queue_is_dropped(self) -> None:
         """It would never have room: it stays in memory, and those after it are written."""
         prompt, cold = Prompt(ATTENTION, "a", 640), slow_tier("s3")
@@ -124,7 +176,7 @@ class TestWriteBack:
                 assert await store.save(record, deadline=soon()) is SaveOutcome.STORED
             assert await store.drain(soon()) == 0
             assert len(cold.keys_put) == 20
-            assert store.meters.get("write_back_dropped", tier="s3", reason="queue_full") == 1
+            assert store.meters.get("write_back_dropped", tier="s3", reason="too_large") == 1
 
     async def test_a_tier_that_is_down_is_not_hammered(self) -> None:
         """With a tier down, pauses grow: half a second brings a handful of attempts, not thousands."""
