@@ -521,7 +521,7 @@ class TieredStore(PageStore):
             left = await self.drain(Deadline.after(self.limits.drain_timeout_s, self._context.clock))
             if left:
                 _log.warning(
-                    "the store ends with writes to slower tiers left: a longer drain_timeout_s helps num=%d", left
+                    "writes to slower tiers are left undone: raise drain_timeout_s if tiers are well num=%d", left
                 )
         finally:
             await self._context.background.aclose()

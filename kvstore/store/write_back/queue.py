@@ -95,7 +95,7 @@ class WriteBack:
         self._limits = context.limits
         self._clock = context.clock
         self._heap: list[_Job] = []
-        self._deferred: list[_Job] = []  # failed often: written after all others
+        self._deferred: list[_Job] = []  # failed often, or must wait: written after all others
         self._jobs: dict[RecordKey, _Job] = {}  # in the queue, or being written
         self._in_memory: OrderedDict[RecordKey, _InMemory] = OrderedDict()  # by arrival
         self._num_written = 0
@@ -144,20 +144,26 @@ class WriteBack:
         if num_bytes > self._limits.write_back_bytes:
             self._count_drop("too_large")
             return
-        self._in_memory[key] = _InMemory(self._next_arrival(), num_bytes, is_evictable, self._trace())
-        self.num_bytes += num_bytes
+        self._let_wait(key, _InMemory(self._next_arrival(), num_bytes, is_evictable, self._trace()))
         self._queue_waiting()
 
     def left_memory(self, key: RecordKey) -> None:
         """Note that the memory tier has no record of this key any more."""
         if self._drop_in_memory(key):
             self._count_drop("evicted")
+            self._note_empty()
+
+    def _let_wait(self, key: RecordKey, waiting: _InMemory) -> None:
+        self._in_memory[key] = waiting
+        self.num_bytes += waiting.num_bytes
+        self._empty.clear()
 
     def _drop_in_memory(self, key: RecordKey) -> bool:
         waiting = self._in_memory.pop(key, None)
-        if waiting is not None:
-            self.num_bytes -= waiting.num_bytes
-        return waiting is not None
+        if waiting is None:
+            return False
+        self.num_bytes -= waiting.num_bytes
+        return True
 
     def _queue_waiting(self) -> None:
         """Queue what waits in the memory tier, as far as there is room; some of it, as the event loop has other work.
@@ -166,7 +172,7 @@ class WriteBack:
         """
         for _ in range(min(_WAVE_RECORDS, len(self._in_memory))):
             key, waiting = next(iter(self._in_memory.items()))
-            if self._is_busy or not self._has_room(waiting.num_bytes):
+            if not self._has_room(waiting.num_bytes):
                 break
             self._drop_in_memory(key)
             record = self._memory.held(key)  # a mark as used would have others evicted that still wait
@@ -206,7 +212,7 @@ class WriteBack:
     def resume(self) -> None:
         """Write again. Idempotent."""
         self.is_paused = False
-        if not self._num_workers and (self._is_busy or self._heap or self._requeue_deferred()):
+        if not self._num_workers and (self._heap or self._requeue_deferred()):
             self._add_worker()
             self._grow()
 
@@ -224,6 +230,7 @@ class WriteBack:
     def forget(self, key: RecordKey) -> None:
         """Drop `key` from what waits: it is bad. A write that has begun may still complete."""
         self._drop_in_memory(key)
+        self._note_empty()
         job = self._jobs.get(key)
         if job is None:
             return
@@ -253,13 +260,14 @@ class WriteBack:
     async def _work(self) -> None:
         """Write jobs until none waits. While the tier fails all workers but one end: one probe is enough."""
         try:
-            while not self.is_paused and (self._is_busy or self._heap or self._requeue_deferred()):
-                if self._is_busy:
-                    if self._num_workers > 1:
-                        return
-                    await asyncio.sleep(self._limits.backoff_s_max)
-                    self._is_busy = False
-                    self._queue_waiting()
+            while not self.is_paused and (self._heap or self._deferred):
+                if not self._heap:
+                    if self._is_busy:  # what is left needs pending entries
+                        if self._num_workers > 1:
+                            return
+                        await asyncio.sleep(self._limits.backoff_s_max)
+                        self._is_busy = False
+                    self._requeue_deferred()
                     continue
                 if self._failures:
                     if self._num_workers > 1:
@@ -310,29 +318,18 @@ class WriteBack:
             raise
         if outcome is EntryResult.BUSY:  # says nothing about the tier
             self._is_busy = True
-            self._wait_again(job)
+            self._deferred.append(job)
             return
         self._failures = 0
         self._num_written += 1
-        self._requeue_deferred()
+        if not self._is_busy:
+            self._requeue_deferred()
         if outcome is PutOutcome.STORED or outcome is PutOutcome.EXISTS:
             self._meters.add("write_back_bytes", job.record.num_bytes, tier=self._tier.name)
             self._end(job, is_written=True)
         else:
             self._count_drop("tier_full")
             self._end(job)
-
-    def _wait_again(self, job: _Job) -> None:
-        """Put a job back in front of what waits in the memory tier, or drop it if that does not have its record."""
-        key, record = job.record.key, job.record
-        self._end(job)
-        if self._memory.held(key) is None:
-            self._count_drop("pending_full")
-            return
-        self._in_memory[key] = _InMemory(job.arrival, record.num_bytes, job.is_evictable, job.trace)
-        self._in_memory.move_to_end(key, last=False)
-        self.num_bytes += record.num_bytes
-        self._empty.clear()
 
     def _try_again(self, job: _Job) -> None:
         """Queue a failed job again, defer it until all others were tried, or drop it. The record is to blame, rather
@@ -380,6 +377,9 @@ class WriteBack:
                 in_hot, in_cold = self._is_hot and job.may_be_there, is_written and not self._is_hot
                 maybe_in_cold = job.may_be_there and not self._is_hot
                 self._pending_writes.end(job.record.key, in_hot=in_hot, in_cold=in_cold, maybe_in_cold=maybe_in_cold)
+        self._note_empty()
+
+    def _note_empty(self) -> None:
         if not self:
             self._empty.set()
 
