@@ -21,6 +21,7 @@ import torch
 
 from kvstore.client import BlockingStore
 from kvstore.client.pages import name_of_page
+from kvstore.errors import Unavailable
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.waiting import eventually
@@ -288,6 +289,14 @@ def test_no_pool_is_reported_beyond_the_shortest(sglang: SimpleNamespace, make: 
     assert holds(target, [9], state, [3])
 
 
+def _is_connected(store: BlockingStore) -> bool:
+    try:
+        store.status(deadline=Deadline.after(1))
+    except Unavailable:
+        return False
+    return True
+
+
 def test_what_is_reported_can_be_read_whatever_is_lost(
     sglang: SimpleNamespace, make: Make, service: DirectoryService
 ) -> None:
@@ -329,6 +338,7 @@ def test_what_is_reported_can_be_read_whatever_is_lost(
                 service.start()
                 here = source.slots(0)
                 eventually(lambda: writer.batch_set_v1(["x"], here) == [True] and reader.batch_exists(["x"]) == 1)  # noqa: B023
+                eventually(lambda: _is_connected(store))
             asked = transfer(sglang, "mamba", keys[-1:], last=True)
             found = reader.batch_exists_v2(keys, [asked])
             run = next((at for at, key in enumerate(keys) if key not in ground["kv"]), num_pages)
