@@ -91,8 +91,8 @@ class Loader:
         self._failed: set[str] = set()
         self._to_read_back = deque[tuple[str, list[Scattered]]]()  # for the engine's thread, which orders what follows
         self._in_flight = asyncio.Semaphore(_IN_FLIGHT)  # of all loads together: records in flight are in memory
-        # more threads would only compete for the interpreter's lock
         self._answers = _Answers()
+        # more threads would only compete for the interpreter's lock
         self._batches_in_flight = asyncio.Semaphore(self.device.batches_at_once)
         self.verify = True
         """Tests switch it off to show that verification is what stands between a flipped bit and wrong output."""
