@@ -48,6 +48,8 @@ class _Job:
     record: Record = field(compare=False)
     is_evictable: bool = field(compare=False)
     """No caller relies on it: the tier may evict it, and it needs no pending entry."""
+    in_cold: bool = field(compare=False)
+    """The cold tier had it when it was queued."""
     trace: str = field(compare=False)
     """Trace of the save; empty: none."""
     attempts: int = field(default=0, compare=False)
@@ -194,7 +196,8 @@ class WriteBack:
     def _queue(
         self, record: Record, arrival: int, trace: str, *, in_cold: bool = False, is_evictable: bool = False
     ) -> None:
-        job = _Job(arrival // _WAVE_RECORDS, record.header.span.stop, arrival, record, is_evictable, trace)
+        wave, stop = arrival // _WAVE_RECORDS, record.header.span.stop
+        job = _Job(wave, stop, arrival, record, is_evictable, in_cold, trace)
         if not is_evictable:
             self._pending_writes.begin(record, in_cold=in_cold)
         self._jobs[record.key] = job
@@ -318,7 +321,13 @@ class WriteBack:
             raise
         if outcome is EntryResult.BUSY:  # says nothing about the tier
             self._is_busy = True
-            self._deferred.append(job)
+            if (
+                job.in_cold
+            ):  # nothing is lost, and the longer it waits the less it is known whether the cold tier has it
+                self._count_drop("queue_full")
+                self._end(job)
+            else:
+                self._deferred.append(job)
             return
         self._failures = 0
         self._num_written += 1
