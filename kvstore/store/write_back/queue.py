@@ -321,9 +321,8 @@ class WriteBack:
             raise
         if outcome is EntryResult.BUSY:  # says nothing about the tier
             self._is_busy = True
-            if (
-                job.in_cold
-            ):  # nothing is lost, and the longer it waits the less it is known whether the cold tier has it
+            if job.in_cold:
+                # nothing is lost, and the cold tier may evict it while it waits
                 self._count_drop("queue_full")
                 self._end(job)
             else:
