@@ -14,6 +14,7 @@ SEED_VARIABLE = "KVSTORE_TEST_SIM_SEED"
 _TOGETHER = 20
 FOUND = {
     239: "less is served than was promised: a longer hit, which lacked a record, held the staging budget",
+    315: "a record may go from Redis: a copy of what the cold tier had until then, on which another service relies",
     433: "a record may go from Redis: the cold tier had it, until retention deleted it while its entry was being ended",
     708: "a record may never go from Redis: of two that wrote it one ended the entry of both, the other died",
     734: "the catalog tells of what Redis let go: nobody had written the namespace's manifest there again",

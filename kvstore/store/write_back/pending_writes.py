@@ -63,6 +63,8 @@ class _PendingWrite:
     is_ours: bool = False
     """We were the first to put it into the hot tier: no other service relies on it there."""
     in_cold: bool = False
+    was_in_cold: bool = False
+    """That it is in the cold tier was said before the write: it may have been evicted there since."""
     is_unsure: bool = False
     """A write to the cold tier ended without an answer: the record may be there, unknown to the catalog."""
     settling: asyncio.Task[None] | None = None
@@ -126,6 +128,7 @@ class PendingWrites:
             write = self._writes[record.key] = _PendingWrite(entry, is_short)
         write.is_short = write.is_short and is_short
         write.in_cold = in_cold or (write.in_cold and not is_promise)
+        write.was_in_cold = in_cold or (write.was_in_cold and write.in_cold)
         write.num_open += 1
 
     async def write_entry(self, key: RecordKey, deadline: Deadline, *, is_hot: bool) -> EntryResult:
@@ -206,6 +209,7 @@ class PendingWrites:
             return
         write.in_hot |= in_hot
         write.in_cold |= in_cold
+        write.was_in_cold &= not in_cold
         write.is_unsure |= maybe_in_cold
         write.num_open -= 1
         if write.num_open == 0 and write.settling is None:
@@ -229,7 +233,7 @@ class PendingWrites:
             self._meters.add("pending_failures", step="end")
         write.settling, write.renewed_at_s = None, None
         write.touched = write.in_hot
-        write.is_ours = write.in_cold = write.is_unsure = False
+        write.is_ours = write.in_cold = write.was_in_cold = write.is_unsure = False
         if write.num_open == 0 and not write.touched:
             self._writes.pop(write.entry.key, None)
 
@@ -247,10 +251,11 @@ class PendingWrites:
             if write.in_cold or not (write.in_hot or write.is_unsure) or (write.is_short and write.is_ours)
         ]
         # once a record is in the cold tier the hot one may evict it, no matter which service wrote it there
-        evictable = [write.entry.key for write in done if write.in_cold]
-        short = [write.entry.key for write in done if write.in_hot and not write.in_cold]
-        if short:  # another owner of an entry, or a service that claimed it, may rely on the record
-            evictable += [key for key, num_owners in (await self._renew(short)).items() if num_owners == 1]
+        evictable = [write.entry.key for write in done if write.in_cold and not write.was_in_cold]
+        # of another owner of an entry, or a service that claimed it, which may rely on the record
+        shared = [write.entry.key for write in done if write.was_in_cold or (write.in_hot and not write.in_cold)]
+        if shared:
+            evictable += [key for key, num_owners in (await self._renew(shared)).items() if num_owners == 1]
         left = [write.entry.key for write in writes if write not in done]
         if evictable and self._hot is not None:
             await self._hot.allow_eviction(evictable, deadline=deadline)

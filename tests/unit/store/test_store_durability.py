@@ -335,6 +335,45 @@ class Held(FaultyTier):
         await super().allow_eviction(keys, deadline=deadline)
 
 
+class LateAnswer(FaultyTier):
+    """Stores what is put, and answers when it is let go."""
+
+    def __init__(self, inner: Tier) -> None:
+        super().__init__(inner, name="redis")
+        self.let_go, self.written = asyncio.Event(), asyncio.Event()
+
+    async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        outcome = await super().put(record, deadline=deadline)
+        self.written.set()
+        await self.let_go.wait()
+        return outcome
+
+
+async def test_a_copy_on_which_another_service_relies_may_not_go(world: SharedTiers) -> None:
+    """One service copies a record from the cold tier, which then loses it; another one's save finds the copy, and is
+    acknowledged. The first has only heard that the cold tier has it: the record may go once the other has written it.
+    """
+    prompt = Prompt(ATTENTION, "a", 64)
+    for record in prompt.records():
+        await world.cold.inner.put(record, deadline=soon())
+    late = LateAnswer(world.hot.inner)
+    copying, other = await world.store(prompt, hot=late), await world.store(prompt)
+    assert (await stage(copying, prompt)).resume_tokens == 64
+    await late.written.wait()
+    for record in prompt.records():
+        await world.cold.inner.delete(record.key, deadline=soon())
+    world.cold.down = True
+    outcomes = [await other.save(record, ack=Ack.HOT, deadline=soon()) for record in prompt.records()]
+    assert SaveOutcome.EXISTS in outcomes
+    late.let_go.set()
+    assert await copying.drain(soon()) == 0
+    assert late.keys_allowed == world.hot.keys_allowed == []
+    world.cold.down = False
+    await world.finished()
+    assert set(world.cold.keys_put) == {record.key for record in prompt.records()}
+    assert set(world.hot.keys_allowed) | set(late.keys_allowed) == set(world.cold.keys_put)
+
+
 async def test_of_two_that_write_a_record_one_dies_before_it_can_look_at_its_entry(world: SharedTiers) -> None:
     """Both wrote the entry, and one is done with it; the other wrote the record to the hot tier once more and was
     killed before it could see whether its entry still stands: it does, and in the end the record may go."""
