@@ -221,8 +221,8 @@ class Settings(BaseModel):
             link that needs as long for one record; requests then wait as long. A lookup ends after twice this time.
         fetch_timeout_ms: Timeout of one read of one record, which has a few MiB.
         write_back_bytes: Bytes in the queue to each slower tier, in memory beside `memory_bytes`. What finds no room
-            there waits in `memory_bytes`, and is not written if it is evicted before its turn; what `hot` holds is
-            copied to `cold` from there.
+            there waits in `memory_bytes`, and is not written if it is evicted before its turn; what `hot` has by then
+            is copied to `cold` from there.
         write_back_in_flight: Records written to one tier at a time. More is faster and takes more of the link.
         pending_bytes: Bytes of records in `hot` that `cold` does not have yet, over all services; `hot` cannot evict
             them. Beyond this limit new records are not written to `hot`, and saves that wait for it answer busy. Keep

@@ -31,7 +31,7 @@ class StoreLimits:
         write_back_bytes: Bytes in the queue to one slower tier; beyond, new records wait in the memory tier.
         write_back_in_flight: Records that are written to one tier at a time.
         pending_bytes: Bytes of pending records over all services. The hot tier must keep each until the cold tier has
-            it, so beyond this limit records without a pending entry are dropped, counted.
+            it, so beyond this limit saved records wait for their turn, and copies are dropped, counted.
         finish_bytes_in_flight: Bytes of other services' write-backs that are being finished at a time.
         write_back_attempts: After this many failures a record waits until others were written; if it then fails as
             often again, it is dropped, counted. An outage, in which nothing is written, drops nothing.

@@ -68,7 +68,7 @@ class Saver:
         self._clock = context.clock
         self._in_flight = ByteBudget(context.limits.save_bytes_in_flight)
         log = pending if context.cold is not None else None
-        self._pending_writes = PendingWrites(log, context)
+        self._pending_writes = PendingWrites(log, context, self._left_to_others)
         self._queues = [(tier, WriteBack(tier, self._pending_writes, context)) for tier in context.slower]
         self._copies: set[asyncio.Task[None]] = set()
         self._finisher: Finisher | None = None
@@ -142,13 +142,9 @@ class Saver:
             is_declined = True
         else:
             is_declined = not admission.takes(record)
-        for index, (tier, queue) in enumerate(self._queues):
-            if tier is awaited or (is_declined and tier is self._cold):
-                continue
-            if index == 0:
+        for tier, queue in self._queues:
+            if not (tier is awaited or (is_declined and tier is self._cold)):
                 queue.offer_saved(record, is_evictable=is_declined)
-            else:
-                queue.offer(record, is_finished_from_hot=self._finisher is not None)
 
     def copy_to_cold(self, presence: Presence, indexes: Sequence[int]) -> None:
         """Have the cold tier get what it lacks of some boundaries of a prompt, shortest prefix first: from memory, or
@@ -242,6 +238,10 @@ class Saver:
         """Note that the memory tier has no record of this key any more."""
         for _, queue in self._queues:
             queue.left_memory(key)
+
+    def _left_to_others(self, key: RecordKey) -> None:
+        """Note that any service will copy a record from the hot tier to the cold one."""
+        self._queues[-1][1].leave(key)
 
     def forget(self, key: RecordKey) -> None:
         """Stop writing `key`: it is bad."""

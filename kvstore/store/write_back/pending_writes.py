@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -78,10 +78,14 @@ class PendingWrites:
 
     Args:
         log: The pending entries; `None`: other services cannot finish what this process leaves.
+        on_left: Called for a record that the hot tier has, and that any service will copy from there to the cold one.
     """
 
-    def __init__(self, log: PendingLog | None, context: StoreContext) -> None:
+    def __init__(
+        self, log: PendingLog | None, context: StoreContext, on_left: Callable[[RecordKey], object] = lambda _: None
+    ) -> None:
         self._log = log
+        self._on_left = on_left
         self._hot = context.hot
         self._background = context.background
         self._meters = context.meters
@@ -256,14 +260,17 @@ class PendingWrites:
         shared = [write.entry.key for write in done if write.was_in_cold or (write.in_hot and not write.in_cold)]
         if shared:
             evictable += [key for key, num_owners in (await self._renew(shared)).items() if num_owners == 1]
-        left = [write.entry.key for write in writes if write not in done]
+        left = [write for write in writes if write not in done]
         if evictable and self._hot is not None:
             await self._hot.allow_eviction(evictable, deadline=deadline)
         if done:
             await self._log.finish([write.entry.key for write in done], deadline=deadline)
         if left:  # not known to be in the cold tier: any service that has time finishes them
             self._meters.add("pending_left", len(left))
-            await self._log.release(left, deadline=deadline)
+            await self._log.release([write.entry.key for write in left], deadline=deadline)
+            for write in left:
+                if write.in_hot:
+                    self._on_left(write.entry.key)
 
     async def _renew(self, keys: Sequence[RecordKey]) -> dict[RecordKey, int]:
         """Renew the leases of entries; returns those that are ours, with the number of owners of each."""

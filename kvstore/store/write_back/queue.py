@@ -1,7 +1,8 @@
 """The queue in front of a slower tier: bounded in bytes, shortest prefix first, retries with back-off.
 
 An engine saves faster than Redis or S3 writes. What finds no room in the queue waits in the memory tier, which has it
-anyway, and is queued in its turn.
+anyway, and is queued in its turn. It does not wait for the cold tier any more once the hot one has it: any service that
+has time copies it from there.
 
 What must survive the process is in the pending log: see `pending_writes.py`.
 """
@@ -45,29 +46,22 @@ class _Job:
     stop: int
     """End of its span: within a wave the shortest prefix comes first."""
     arrival: int
-    record: Record = field(compare=False)
+    key: RecordKey = field(compare=False)
+    num_bytes: int = field(compare=False)
     is_evictable: bool = field(compare=False)
     """No caller relies on it: the tier may evict it, and it needs no pending entry."""
     in_cold: bool = field(compare=False)
     """The cold tier had it when it was queued."""
     trace: str = field(compare=False)
     """Trace of the save; empty: none."""
+    record: Record | None = field(default=None, compare=False)
+    """`None`: it waits in the memory tier for room in the queue."""
     attempts: int = field(default=0, compare=False)
     """Failed writes since it came or was deferred."""
     deferred_at: int | None = field(default=None, compare=False)
     """How many records had been written when it was deferred; `None`: it was not."""
     may_be_there: bool = field(default=False, compare=False)
     """The tier may have it: a write has begun."""
-
-
-@dataclass(slots=True)
-class _InMemory:
-    """A record that waits in the memory tier for room in the queue."""
-
-    arrival: int
-    num_bytes: int
-    is_evictable: bool
-    trace: str
 
 
 class WriteBack:
@@ -98,8 +92,8 @@ class WriteBack:
         self._clock = context.clock
         self._heap: list[_Job] = []
         self._deferred: list[_Job] = []  # failed often, or must wait: written after all others
-        self._jobs: dict[RecordKey, _Job] = {}  # in the queue, or being written
-        self._in_memory: OrderedDict[RecordKey, _InMemory] = OrderedDict()  # by arrival
+        self._jobs: dict[RecordKey, _Job] = {}  # all that wait or are being written
+        self._in_memory: OrderedDict[RecordKey, _Job] = OrderedDict()  # those without their record, by arrival
         self._num_written = 0
         self._num_arrived = 0
         self._num_workers = 0
@@ -110,27 +104,25 @@ class WriteBack:
 
     def __len__(self) -> int:
         """Records that wait or are being written, with those in the memory tier."""
-        return len(self._jobs) + len(self._in_memory)
+        return len(self._jobs)
 
     @property
     def failing(self) -> bool:
         """Whether the last write failed because of the tier."""
         return self._failures > 0
 
-    def offer(self, record: Record, *, in_cold: bool = False, is_finished_from_hot: bool = False) -> bool:
+    def offer(self, record: Record, *, in_cold: bool = False) -> bool:
         """Queue a verified record, once; False: dropped, the queue is full. Never waits.
 
         Args:
             in_cold: The cold tier has it: it was read from there.
-            is_finished_from_hot: Without room it is copied from the hot tier later, and does not count as dropped.
         """
-        if record.key in self._jobs or record.key in self._in_memory:
+        if record.key in self._jobs:
             return True
         if self._in_memory or not self._has_room(record.num_bytes):  # what waits comes first
-            if not is_finished_from_hot:
-                self._count_drop("queue_full")
+            self._count_drop("queue_full")
             return False
-        self._queue(record, self._next_arrival(), self._trace(), in_cold=in_cold)
+        self._queue(self._new_job(record, in_cold=in_cold), record)
         return True
 
     def offer_saved(self, record: Record, *, is_evictable: bool = False) -> None:
@@ -140,32 +132,36 @@ class WriteBack:
         Args:
             is_evictable: It is written to no further tier, and this one may evict it at any time.
         """
-        key, num_bytes = record.key, record.num_bytes
-        if key in self._jobs:
+        if record.key in self._jobs:
             return
-        if num_bytes > self._limits.write_back_bytes:
+        if record.num_bytes > self._limits.write_back_bytes:
             self._count_drop("too_large")
             return
-        self._let_wait(key, _InMemory(self._next_arrival(), num_bytes, is_evictable, self._trace()))
+        job = self._new_job(record, is_evictable=is_evictable)
+        self._in_memory[job.key] = job
         self._queue_waiting()
 
     def left_memory(self, key: RecordKey) -> None:
         """Note that the memory tier has no record of this key any more."""
-        if self._drop_in_memory(key):
-            self._count_drop("evicted")
-            self._note_empty()
+        if self.leave(key) and (self._is_hot or key not in self._pending_writes):
+            self._count_drop("evicted")  # unless the hot tier gets it: then it is copied from there
 
-    def _let_wait(self, key: RecordKey, waiting: _InMemory) -> None:
-        self._in_memory[key] = waiting
-        self.num_bytes += waiting.num_bytes
+    def leave(self, key: RecordKey) -> bool:
+        """Do not write what waits in memory under `key`; False: nothing does."""
+        job = self._in_memory.get(key)
+        if job is not None:
+            self._end(job)
+        return job is not None
+
+    def _new_job(self, record: Record, *, is_evictable: bool = False, in_cold: bool = False) -> _Job:
+        arrival, stop = self._num_arrived, record.header.span.stop
+        self._num_arrived += 1
+        trace = self._tracing.current() if self._tracing is not None else ""
+        job = _Job(arrival // _WAVE_RECORDS, stop, arrival, record.key, record.num_bytes, is_evictable, in_cold, trace)
+        self._jobs[job.key] = job
+        self.num_bytes += job.num_bytes
         self._empty.clear()
-
-    def _drop_in_memory(self, key: RecordKey) -> bool:
-        waiting = self._in_memory.pop(key, None)
-        if waiting is None:
-            return False
-        self.num_bytes -= waiting.num_bytes
-        return True
+        return job
 
     def _queue_waiting(self) -> None:
         """Queue what waits in the memory tier, as far as there is room; some of it, as the event loop has other work.
@@ -173,37 +169,24 @@ class WriteBack:
         To be called whenever a record has left the queue.
         """
         for _ in range(min(_WAVE_RECORDS, len(self._in_memory))):
-            key, waiting = next(iter(self._in_memory.items()))
-            if not self._has_room(waiting.num_bytes):
+            key, job = next(iter(self._in_memory.items()))
+            if not self._has_room(job.num_bytes):
                 break
-            self._drop_in_memory(key)
+            del self._in_memory[key]
             record = self._memory.held(key)  # a mark as used would have others evicted that still wait
             assert record is not None, "`left_memory` was not called"
-            self._queue(record, waiting.arrival, waiting.trace, is_evictable=waiting.is_evictable)
+            self._queue(job, record)
         if self._heap and not self._num_workers and not self.is_paused:  # the last one ended by an error
             self._add_worker()
 
     def _has_room(self, num_bytes: int) -> bool:
         return self.queued_bytes + num_bytes <= self._limits.write_back_bytes
 
-    def _next_arrival(self) -> int:
-        self._num_arrived += 1
-        return self._num_arrived - 1
-
-    def _trace(self) -> str:
-        return self._tracing.current() if self._tracing is not None else ""
-
-    def _queue(
-        self, record: Record, arrival: int, trace: str, *, in_cold: bool = False, is_evictable: bool = False
-    ) -> None:
-        wave, stop = arrival // _WAVE_RECORDS, record.header.span.stop
-        job = _Job(wave, stop, arrival, record, is_evictable, in_cold, trace)
-        if not is_evictable:
-            self._pending_writes.begin(record, in_cold=in_cold)
-        self._jobs[record.key] = job
-        self.queued_bytes += record.num_bytes
-        self.num_bytes += record.num_bytes
-        self._empty.clear()
+    def _queue(self, job: _Job, record: Record) -> None:
+        job.record = record
+        self.queued_bytes += job.num_bytes
+        if not job.is_evictable:
+            self._pending_writes.begin(record, in_cold=job.in_cold)
         heapq.heappush(self._heap, job)
         if not self.is_paused and self._num_workers < self._limits.write_back_in_flight:
             self._add_worker()
@@ -226,16 +209,12 @@ class WriteBack:
 
     def left_before(self, mark: int) -> int:
         """How many of the records that had arrived at a mark still wait or are being written."""
-        arrivals = [job.arrival for job in self._jobs.values()]
-        arrivals += [waiting.arrival for waiting in self._in_memory.values()]
-        return sum(arrival < mark for arrival in arrivals)
+        return sum(job.arrival < mark for job in self._jobs.values())
 
     def forget(self, key: RecordKey) -> None:
         """Drop `key` from what waits: it is bad. A write that has begun may still complete."""
-        self._drop_in_memory(key)
-        self._note_empty()
         job = self._jobs.get(key)
-        if job is None:
+        if job is None or self.leave(key):
             return
         if job in self._heap:
             self._heap.remove(job)
@@ -333,7 +312,7 @@ class WriteBack:
         if not self._is_busy:
             self._requeue_deferred()
         if outcome is PutOutcome.STORED or outcome is PutOutcome.EXISTS:
-            self._meters.add("write_back_bytes", job.record.num_bytes, tier=self._tier.name)
+            self._meters.add("write_back_bytes", job.num_bytes, tier=self._tier.name)
             self._end(job, is_written=True)
         else:
             self._count_drop("tier_full")
@@ -364,32 +343,36 @@ class WriteBack:
     async def _put(self, job: _Job) -> PutOutcome | EntryResult:
         """Write the pending entry if one is needed, then the record. An `EntryResult`: why there could be no entry."""
         deadline = Deadline.after(self._limits.write_back_timeout_s, self._clock)
-        key = job.record.key
+        key, record = job.key, job.record
+        assert record is not None, "it waits in memory"
         if job.is_evictable:
-            return await self._tier.put_evictable(job.record, deadline=deadline)
+            return await self._tier.put_evictable(record, deadline=deadline)
         result = await self._pending_writes.write_entry(key, deadline, is_hot=self._is_hot)
         if result is not EntryResult.WRITTEN:
             return result
-        job.may_be_there = True
-        outcome = await self._tier.put(job.record, deadline=deadline)
-        job.may_be_there = outcome is not PutOutcome.FULL
-        if self._is_hot and job.may_be_there:
+        was_maybe_there, job.may_be_there = job.may_be_there, True
+        outcome = await self._tier.put(record, deadline=deadline)
+        job.may_be_there = was_maybe_there or outcome is not PutOutcome.FULL
+        if self._is_hot and outcome is not PutOutcome.FULL:
             await self._pending_writes.confirm(key, outcome, deadline)
         return outcome
 
     def _end(self, job: _Job, *, is_written: bool = False) -> None:
-        if self._jobs.pop(job.record.key, None) is not None:
-            self.queued_bytes -= job.record.num_bytes
-            self.num_bytes -= job.record.num_bytes
-            if not job.is_evictable:
-                in_hot, in_cold = self._is_hot and job.may_be_there, is_written and not self._is_hot
-                maybe_in_cold = job.may_be_there and not self._is_hot
-                self._pending_writes.end(job.record.key, in_hot=in_hot, in_cold=in_cold, maybe_in_cold=maybe_in_cold)
-        self._note_empty()
-
-    def _note_empty(self) -> None:
+        if self._jobs.pop(job.key, None) is not None:
+            self.num_bytes -= job.num_bytes
+            if job.record is None:
+                del self._in_memory[job.key]
+            else:
+                self.queued_bytes -= job.num_bytes
+                self._end_pending(job, is_written)
         if not self:
             self._empty.set()
+
+    def _end_pending(self, job: _Job, is_written: bool) -> None:
+        if not job.is_evictable:
+            in_hot, in_cold = self._is_hot and job.may_be_there, is_written and not self._is_hot
+            maybe_in_cold = job.may_be_there and not self._is_hot
+            self._pending_writes.end(job.key, in_hot=in_hot, in_cold=in_cold, maybe_in_cold=maybe_in_cold)
 
     def _count_drop(self, reason: str) -> None:
         self._meters.add("write_back_dropped", tier=self._tier.name, reason=reason)

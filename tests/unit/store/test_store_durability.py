@@ -26,7 +26,7 @@ from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer
 from kvstore.testing.waiting import soon, until
 from kvstore.tiers.base import PutOutcome, Tier
-from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES, MemoryTier
 
 pytestmark = pytest.mark.servers
 
@@ -48,9 +48,16 @@ class SharedTiers:
         return RedisPendingLog(self.client, self.scope, lease_s=lease_s)
 
     async def store(
-        self, prompt: Prompt, *, limits: StoreLimits = PATIENT, hot: Tier | None = None, lease_s: float = LEASE_S
+        self,
+        prompt: Prompt,
+        *,
+        limits: StoreLimits = PATIENT,
+        memory: MemoryTier | None = None,
+        hot: Tier | None = None,
+        lease_s: float = LEASE_S,
     ) -> TieredStore:
-        store = TieredStore(MemoryTier(16 * MIB), hot or self.hot, self.cold, pending=self.log(lease_s), limits=limits)
+        memory = MemoryTier(16 * MIB) if memory is None else memory  # an empty one is false
+        store = TieredStore(memory, hot or self.hot, self.cold, pending=self.log(lease_s), limits=limits)
         await store.open_namespace(prompt.description, deadline=soon())
         self.stores.append(store)
         return store
@@ -254,13 +261,16 @@ async def test_what_is_pending_is_bounded_over_all_services(world: SharedTiers) 
 
 
 async def test_what_the_queue_cannot_hold_is_brought_from_the_hot_tier(world: SharedTiers) -> None:
-    """The queue to the cold tier is too short for a burst: the rest is finished from the hot tier, and is not lost."""
+    """The queue to the cold tier is too short for a burst: the rest does not wait for it once the hot tier has it, is
+    finished from there, and is not lost."""
     prompt = Prompt(ATTENTION, "a", 640)
     store = await world.store(prompt, limits=replace(PATIENT, write_back_bytes=2 * 1192))
     world.cold.down = True
     for record in prompt.records():
         await store.save(record, ack=Ack.HOT, deadline=soon())
-    assert (await store.status(deadline=soon()))["write_back"]["s3"]["records"] == 2
+    async with asyncio.timeout(10.0):
+        while (await store.status(deadline=soon()))["write_back"]["s3"]["records"] != 2:
+            await asyncio.sleep(0.01)
     world.cold.down = False
     await world.finished()
     assert not [name for name in store.meters.snapshot() if name.startswith("write_back_dropped")]
@@ -424,6 +434,76 @@ async def test_an_outage_of_the_hot_tier_does_not_hold_up_the_cold_one(world: Sh
     assert await store.drain(soon()) == 0
     await world.finished()
     assert set(world.hot.keys_allowed) == set(world.hot.keys_put) == set(world.cold.keys_put)
+
+
+class Full(FaultyTier):
+    """Has no room."""
+
+    async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        await self._fault("put", deadline)
+        return PutOutcome.FULL
+
+
+class FullTheSecondTime(FaultyTier):
+    """Has room for each record once."""
+
+    async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        return PutOutcome.FULL if record.key in self.keys_put else await super().put(record, deadline=deadline)
+
+
+async def test_a_record_stored_without_an_answer_keeps_its_entry_if_it_is_refused_later(world: SharedTiers) -> None:
+    """That there is no room at the second try does not say that the first one did not store it. Without an entry it
+    would stay in the hot tier for good after a crash: that one may not evict it, and it would be copied nowhere."""
+    prompt = Prompt(ATTENTION, "a", 64)
+    first, record = prompt.records()
+    hot = FullTheSecondTime(MemoryTier(MIB), name="redis")
+    hot.unanswered = {record.key}
+    world.cold.down = True
+    store = await world.store(prompt, hot=hot, limits=replace(PATIENT, write_back_bytes=1192))
+    for one in (first, record):
+        await store.save(one, deadline=soon())
+    await until(lambda: store.meters.get("write_back_dropped", tier="redis", reason="tier_full"))
+    await world.die(store)
+    world.cold.down = False
+    await world.store(prompt, hot=hot)
+    await world.finished()
+    assert {first.key, record.key} == set(world.cold.keys_put) == set(hot.keys_allowed)
+
+
+@pytest.mark.parametrize("hot_state", ["down", "full"])
+async def test_a_burst_longer_than_its_queue_reaches_the_cold_tier_without_the_hot_one(
+    world: SharedTiers, hot_state: str
+) -> None:
+    """The hot tier takes nothing: what finds no room in the queue to the cold one waits in memory for that one too."""
+    prompt = Prompt(ATTENTION, "a", 640)
+    hot = Full(MemoryTier(MIB), name="redis")
+    hot.down = hot_state == "down"
+    store = await world.store(prompt, limits=replace(PATIENT, write_back_bytes=2 * 1192), hot=hot)
+    for record in prompt.records():
+        await store.save(record, deadline=soon())
+    await until(lambda: len(world.cold.keys_put) == 20)
+    assert store.meters.get("write_back_dropped", tier="s3", reason="evicted") == 0
+    hot.down = False
+    assert await store.drain(soon()) == 0
+    await world.finished()
+
+
+async def test_what_memory_evicts_is_not_lost_to_the_cold_tier_if_the_hot_one_gets_it(world: SharedTiers) -> None:
+    """The cold tier is down, and memory holds ten records: the others were in the hot tier before memory evicted them,
+    and are copied from there."""
+    prompt = Prompt(ATTENTION, "a", 640)
+    limits = replace(PATIENT, write_back_bytes=6 * 1192, stage_bytes=5 * 1192)
+    memory = MemoryTier(10 * (1192 + RECORD_OVERHEAD_BYTES))
+    world.cold.down = True
+    store = await world.store(prompt, limits=limits, memory=memory)
+    for number, record in enumerate(prompt.records(), start=1):
+        await store.save(record, deadline=soon())
+        await until(lambda number=number: len(world.hot.keys_put) == number)  # type: ignore[misc]
+    assert len(memory) == 10
+    assert not [name for name in store.meters.snapshot() if name.startswith("write_back_dropped")]
+    world.cold.down = False
+    await world.finished()
+    assert set(world.cold.keys_put) == {record.key for record in prompt.records()}
 
 
 async def test_without_a_hot_tier_a_crash_is_told_of(tmp_path: Path) -> None:
