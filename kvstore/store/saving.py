@@ -21,7 +21,7 @@ from kvstore.store.placement import UNKNOWN_BYTES, Presence, slices_of
 from kvstore.store.recorder import Recorder
 from kvstore.store.retention.cold_admission import ColdAdmission
 from kvstore.store.write_back.finisher import Finisher
-from kvstore.store.write_back.pending_writes import EntryResult, PendingWrites
+from kvstore.store.write_back.pending_writes import PendingWrites
 from kvstore.store.write_back.queue import WriteBack
 from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.verify import open_off_loop
@@ -201,23 +201,14 @@ class Saver:
             self._admission.copied(namespace, boundary.prefix)
 
     async def _write_through(self, record: Record, tier: Tier, retention: Retention, deadline: Deadline) -> SaveOutcome:
-        """Write the pending entry, then the record to the tier whose answer the caller waits for."""
-        key, is_hot, writes = record.key, tier is self._hot, self._pending_writes
-        writes.begin(record, is_short=retention is Retention.SHORT, is_promise=is_hot)
-        is_there = may_be_there = False
+        """Write the record to the tier whose answer the caller waits for."""
+        is_short, is_promise = retention is Retention.SHORT, tier is self._hot
+        write = self._pending_writes.begin(record, tier, is_short=is_short, is_promise=is_promise)
         try:
-            result = await writes.write_entry(key, deadline, is_hot=is_hot)
-            if result is not EntryResult.WRITTEN:
-                return SaveOutcome.BUSY if result is EntryResult.BUSY else SaveOutcome.FULL
-            may_be_there = True
-            outcome = await tier.put(record, deadline=deadline)
-            is_there = may_be_there = outcome is not PutOutcome.FULL
-            if is_hot and is_there:
-                await writes.confirm(key, outcome, deadline)
-            return _OUTCOMES[outcome]
+            outcome = await self._pending_writes.put(write, deadline)
         finally:
-            in_cold, maybe_in_cold = not is_hot and is_there, not is_hot and may_be_there
-            writes.end(key, in_hot=is_hot and may_be_there, in_cold=in_cold, maybe_in_cold=maybe_in_cold)
+            self._pending_writes.end(write)
+        return SaveOutcome.BUSY if outcome is None else _OUTCOMES[outcome]
 
     def _tier_of(self, ack: Ack) -> Tier | None:
         """The slower tier that a save waits for; `None`: it waits for memory alone."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 
 from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals
 from kvstore.errors import Closed, KVStoreError, Unavailable
@@ -21,7 +21,7 @@ from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.shared_calls import Batches
 from kvstore.store.context import StoreContext
-from kvstore.tiers.base import PutOutcome
+from kvstore.tiers.base import PutOutcome, Tier
 
 _log = logging.getLogger(__name__)
 
@@ -29,24 +29,27 @@ _RENEWED_TOGETHER = 512
 _OPTIONAL_ENTRY_S = 3.0
 """How long a write to the cold tier, which can do without an entry, waits for one. Long enough for a busy Redis: if
 this service is killed, a record without an entry may stay missing from the catalog."""
+_BELIEVED_S = 0.2
+"""How long it is believed that the cold tier has a record, once it has said so: others may delete it there."""
 _LOG_PAUSE_S = 5.0
 """How long a log that did not answer is not used for entries that a write can do without."""
 
 
-class EntryResult(Enum):
-    """Whether a record may be written."""
+@dataclass(eq=False, slots=True)
+class TierWrite:
+    """The write of a record to one tier, tried once or more often: from `PendingWrites.begin` until `end`."""
 
-    WRITTEN = "written"
-    """Its entry was written, or it needs none."""
-    FULL = "full"
-    """The log has no room."""
-    BUSY = "busy"
-    """Too much is pending; a later try may succeed."""
+    record: Record
+    tier: Tier
+    is_there: bool = False
+    """The tier has said that it has the record."""
+    may_be_there: bool = False
+    """The tier may have it: a try has begun, and did not end with the answer that there is no room."""
 
 
 @dataclass(eq=False, slots=True)
-class _PendingWrite:
-    """What is under way with one record."""
+class _Pending:
+    """What is under way with one record, to any tier."""
 
     entry: PendingEntry
     is_short: bool = False
@@ -62,19 +65,28 @@ class _PendingWrite:
     """The hot tier has the record, or may have it."""
     is_ours: bool = False
     """We were the first to put it into the hot tier: no other service relies on it there."""
-    in_cold: bool = False
-    was_in_cold: bool = False
-    """That it is in the cold tier was said before the write: it may have been evicted there since."""
+    in_cold_s: float | None = None
+    """When it was learned that the cold tier has it, `-inf`: before the write; `None`: it may not have it."""
     is_unsure: bool = False
     """A write to the cold tier ended without an answer: the record may be there, unknown to the catalog."""
     settling: asyncio.Task[None] | None = None
     """The task that ends the entry."""
 
+    @property
+    def key(self) -> RecordKey:
+        return self.entry.key
+
+    def may_be_relied_on(self, now_s: float) -> bool:
+        """Whether another service may rely on the record in the hot tier, so that its owners must be looked up."""
+        if self.in_cold_s is not None:
+            return now_s - self.in_cold_s > _BELIEVED_S
+        return self.is_short and self.is_ours
+
 
 class PendingWrites:
-    """Keeps the log in step with records on their way. Without a log it does nothing.
+    """Writes records to the slower tiers, and keeps the log in step with that. Without a log it only writes them.
 
-    For each write of a record to a tier: `begin`, then `write_entry` before the write, `confirm` after it, `end`.
+    For each write of a record to a tier: `begin`, then `put` until it is done or given up, then `end`.
 
     Args:
         log: The pending entries; `None`: other services cannot finish what this process leaves.
@@ -91,7 +103,7 @@ class PendingWrites:
         self._meters = context.meters
         self._limits = context.limits
         self._clock = context.clock
-        self._writes: dict[RecordKey, _PendingWrite] = {}
+        self._records: dict[RecordKey, _Pending] = {}
         self._renewer: asyncio.Task[None] | None = None
         self._pending_bytes = 0
         self._log_unused_until_s = 0.0
@@ -101,10 +113,10 @@ class PendingWrites:
 
     def __len__(self) -> int:
         """Records under way."""
-        return len(self._writes)
+        return len(self._records)
 
     def __contains__(self, key: RecordKey) -> bool:
-        return key in self._writes
+        return key in self._records
 
     @property
     def is_over_limit(self) -> bool:
@@ -115,162 +127,187 @@ class PendingWrites:
         """Note what is pending over all services; until the next call our own new entries are added to it."""
         self._pending_bytes = totals.num_bytes
 
-    def begin(self, record: Record, *, is_short: bool = False, in_cold: bool = False, is_promise: bool = False) -> None:
-        """Announce a write of `record` to one tier.
+    def begin(
+        self,
+        record: Record,
+        tier: Tier,
+        *,
+        is_short: bool = False,
+        in_cold: bool = False,
+        is_promise: bool = False,
+    ) -> TierWrite:
+        """Announce a write of a record to a tier.
 
         Args:
             is_short: The record is not to be written to the cold tier.
-            in_cold: The cold tier has it.
+            in_cold: The cold tier has it, as far as is known.
             is_promise: A caller will rely on the hot tier until the cold tier has the record. An earlier report that
                 the cold tier has it no longer counts then: it may have evicted the record since.
         """
-        if self._log is None:
-            return
-        write = self._writes.get(record.key)
-        if write is None:
-            entry = PendingEntry(record.key, record.num_bytes, record.header.span.stop)
-            write = self._writes[record.key] = _PendingWrite(entry, is_short)
-        write.is_short = write.is_short and is_short
-        write.in_cold = in_cold or (write.in_cold and not is_promise)
-        write.was_in_cold = in_cold or (write.was_in_cold and write.in_cold)
-        write.num_open += 1
+        if self._log is not None:
+            pending = self._records.get(record.key)
+            if pending is None:
+                entry = PendingEntry(record.key, record.num_bytes, record.header.span.stop)
+                pending = self._records[record.key] = _Pending(entry, is_short)
+            pending.is_short = pending.is_short and is_short
+            if in_cold:
+                pending.in_cold_s = -math.inf
+            elif is_promise:
+                pending.in_cold_s = None
+            pending.num_open += 1
+        return TierWrite(record, tier)
 
-    async def write_entry(self, key: RecordKey, deadline: Deadline, *, is_hot: bool) -> EntryResult:
-        """Write the entry, unless it is there. If there is a hot tier, a write to the cold one may continue without an
-        entry when the log does not answer: then the catalog may miss the record after a crash.
+    async def put(self, write: TierWrite, deadline: Deadline) -> PutOutcome | None:
+        """Write the entry, unless it is there, then the record to its tier.
+
+        Returns:
+            `FULL`: the tier has no room, or the log. `None`: too much is pending, and nothing was written; a later try
+            may succeed.
+
+        If there is a hot tier, a write to the cold one continues without an entry when the log does not answer: then
+        the catalog may miss the record after a crash.
 
         Raises:
-            Unavailable: The log cannot be written now.
+            Unavailable: The log, or the tier, cannot be written now.
+            KVStoreError: As of `Tier.put`.
 
-        If cancelled, the entry may be there; `end` takes care of it.
+        If it fails or is cancelled, the entry and the record may be there; `end` takes care of them.
         """
-        write = self._writes.get(key)
-        if self._log is None or write is None or (write.settling is None and self._is_fresh(write)):
-            return EntryResult.WRITTEN
-        if self._hot is not None and not is_hot:
-            if not self.is_over_limit and self._clock.monotonic_s() >= self._log_unused_until_s:
-                try:
-                    await self._write_once_settled(write, deadline.earlier(_OPTIONAL_ENTRY_S))
-                except Unavailable:
-                    self._meters.add("pending_failures", step="note")
-            return EntryResult.WRITTEN
-        if self.is_over_limit:
-            return EntryResult.BUSY
-        return await self._write_once_settled(write, deadline)
+        pending, is_hot = self._records.get(write.record.key), write.tier is self._hot
+        if pending is not None and not (pending.settling is None and self._is_fresh(pending)):
+            if self._hot is not None and not is_hot:
+                await self._add_if_possible(pending, deadline)
+            elif self.is_over_limit:
+                return None
+            elif not await self._add_once_settled(pending, deadline):
+                return PutOutcome.FULL
+        was_maybe_there, write.may_be_there = write.may_be_there, True
+        outcome = await write.tier.put(write.record, deadline=deadline)
+        write.is_there = outcome is not PutOutcome.FULL
+        write.may_be_there = was_maybe_there or write.is_there
+        if pending is not None and is_hot and write.is_there:
+            await self._confirm(pending, outcome, deadline)
+        return outcome
 
-    async def _write_once_settled(self, write: _PendingWrite, deadline: Deadline) -> EntryResult:
-        if write.settling is not None:  # else it could remove the entry that we are about to write
-            await asyncio.wait({write.settling}, timeout=deadline.remaining_s)
-            if write.settling is not None:
-                raise Unavailable("an earlier pending entry did not end in time", key=write.entry.key)
-        return await self._write(write, deadline)
+    async def _add_if_possible(self, pending: _Pending, deadline: Deadline) -> None:
+        if not self.is_over_limit and self._clock.monotonic_s() >= self._log_unused_until_s:
+            try:
+                await self._add_once_settled(pending, deadline.earlier(_OPTIONAL_ENTRY_S))
+            except Unavailable:
+                self._meters.add("pending_failures", step="note")
 
-    async def _write(self, write: _PendingWrite, deadline: Deadline) -> EntryResult:
+    async def _add_once_settled(self, pending: _Pending, deadline: Deadline) -> bool:
+        if pending.settling is not None:  # else it could remove the entry that we are about to write
+            await asyncio.wait({pending.settling}, timeout=deadline.remaining_s)
+            if pending.settling is not None:
+                raise Unavailable("an earlier pending entry did not end in time", key=pending.key)
+        return await self._add_entry(pending, deadline)
+
+    async def _add_entry(self, pending: _Pending, deadline: Deadline) -> bool:
+        """Write the entry. False: the log has no room."""
         assert self._log is not None
-        write.touched, started_s = True, self._clock.monotonic_s()
+        pending.touched, started_s = True, self._clock.monotonic_s()
         try:
-            has_room = await self._adds.run(write.entry, deadline)
+            has_room = await self._adds.run(pending.entry, deadline)
         except Unavailable:
             self._log_unused_until_s = self._clock.monotonic_s() + _LOG_PAUSE_S
             raise
-        if not has_room:
-            return EntryResult.FULL
-        write.renewed_at_s = started_s
-        self._pending_bytes += write.entry.num_bytes
-        if self._renewer is None or self._renewer.done():
-            self._renewer = self._background.spawn(self._renew_regularly(self._log), "renewing pending entries")
-        return EntryResult.WRITTEN
+        if has_room:
+            pending.renewed_at_s = started_s
+            self._pending_bytes += pending.entry.num_bytes
+            if self._renewer is None or self._renewer.done():
+                self._renewer = self._background.spawn(self._renew_regularly(self._log), "renewing pending entries")
+        return has_room
 
-    async def confirm(self, key: RecordKey, outcome: PutOutcome, deadline: Deadline) -> None:
+    async def _confirm(self, pending: _Pending, outcome: PutOutcome, deadline: Deadline) -> None:
         """Note that the hot tier has the record. If another service claimed its entry during the write, it may have
         ended the entry before the record arrived: then the entry is written again."""
-        write = self._writes.get(key)
-        if self._log is None or write is None:
-            return
-        write.in_hot = True
-        write.is_ours |= outcome is PutOutcome.STORED
-        if write.renewed_at_s is None or key not in await self._renewals.run(key, deadline):
-            await self._write(write, deadline)
+        pending.in_hot = True
+        pending.is_ours |= outcome is PutOutcome.STORED
+        if pending.renewed_at_s is None or pending.key not in await self._renewals.run(pending.key, deadline):
+            await self._add_entry(pending, deadline)
 
-    def _is_fresh(self, write: _PendingWrite) -> bool:
+    def _is_fresh(self, pending: _Pending) -> bool:
         """Whether its entry is certain to be ours still. Once the lease has expired, another service may have finished
         the entry, because it found the record nowhere yet."""
         assert self._log is not None
-        at_s = write.renewed_at_s
+        at_s = pending.renewed_at_s
         return at_s is not None and self._clock.monotonic_s() - at_s <= self._log.lease_s / 2
 
-    def end(self, key: RecordKey, *, in_hot: bool = False, in_cold: bool = False, maybe_in_cold: bool = False) -> None:
-        """Note that a write that `begin` announced has ended, or will not be made.
-
-        Args:
-            in_hot: The hot tier may have the record now.
-            in_cold: The cold tier has it now.
-            maybe_in_cold: The cold tier may have it now: its entry is left for a finisher, which reports the record to
-                the catalog if it is there.
+    def end(self, write: TierWrite) -> None:
+        """Note that a write has ended, or will not be made. If the cold tier may have the record without having said
+        so, its entry is left for a finisher, which reports the record to the catalog if it is there.
         """
-        write = self._writes.get(key)
-        if write is None:
+        pending = self._records.get(write.record.key)
+        if pending is None:
             return
-        write.in_hot |= in_hot
-        write.in_cold |= in_cold
-        write.was_in_cold &= not in_cold
-        write.is_unsure |= maybe_in_cold
-        write.num_open -= 1
-        if write.num_open == 0 and write.settling is None:
-            self._settle(write)
+        if write.tier is self._hot:
+            pending.in_hot |= write.may_be_there
+        else:
+            if write.is_there:
+                pending.in_cold_s = self._clock.monotonic_s()
+            pending.is_unsure |= write.may_be_there
+        pending.num_open -= 1
+        if pending.num_open == 0 and pending.settling is None:
+            self._settle(pending)
 
-    def _settle(self, write: _PendingWrite) -> None:
-        if not write.touched:
-            del self._writes[write.entry.key]
+    def _settle(self, pending: _Pending) -> None:
+        if not pending.touched:
+            del self._records[pending.key]
             return
         with suppress(Closed):  # then `aclose` releases the entry at once
-            write.settling = self._background.spawn(self._settled(write), "pending entry")
+            pending.settling = self._background.spawn(self._settled(pending), "pending entry")
 
-    async def _settled(self, write: _PendingWrite) -> None:
+    async def _settled(self, pending: _Pending) -> None:
         try:
             # without a deadline: a call that timed out here could later end the entry of the next write
-            await self._ends.run(write, None)
-            write.in_hot = False
+            await self._ends.run(pending, None)
+            pending.in_hot = False
         except KVStoreError:
             # Our entry is still in the log, maybe for a record in the hot tier. If we forgot that, a later write that
             # fails would remove the entry. Everything else may be changed by other services in between.
             self._meters.add("pending_failures", step="end")
-        write.settling, write.renewed_at_s = None, None
-        write.touched = write.in_hot
-        write.is_ours = write.in_cold = write.was_in_cold = write.is_unsure = False
-        if write.num_open == 0 and not write.touched:
-            self._writes.pop(write.entry.key, None)
+        pending.settling, pending.renewed_at_s = None, None
+        pending.touched = pending.in_hot
+        pending.is_ours = pending.is_unsure = False
+        pending.in_cold_s = None
+        if pending.num_open == 0 and not pending.touched:
+            self._records.pop(pending.key, None)
 
     async def _add(self, entries: Sequence[PendingEntry]) -> bool:
         assert self._log is not None
         return await self._log.add(entries, deadline=self._step_deadline())
 
-    async def _end_all(self, writes: Sequence[_PendingWrite]) -> None:
+    async def _end_all(self, several: Sequence[_Pending]) -> None:
         """End entries by where their records are now."""
         assert self._log is not None
-        deadline = self._step_deadline()
-        done = [
-            write
-            for write in writes
-            if write.in_cold or not (write.in_hot or write.is_unsure) or (write.is_short and write.is_ours)
-        ]
-        # once a record is in the cold tier the hot one may evict it, no matter which service wrote it there
-        evictable = [write.entry.key for write in done if write.in_cold and not write.was_in_cold]
-        # of another owner of an entry, or a service that claimed it, which may rely on the record
-        shared = [write.entry.key for write in done if write.was_in_cold or (write.in_hot and not write.in_cold)]
-        if shared:
-            evictable += [key for key, num_owners in (await self._renew(shared)).items() if num_owners == 1]
-        left = [write for write in writes if write not in done]
+        deadline, now_s = self._step_deadline(), self._clock.monotonic_s()
+        done, evictable, left = list[RecordKey](), list[RecordKey](), list[_Pending]()
+        num_owners = await self._owners_of([one.key for one in several if one.may_be_relied_on(now_s)])
+        for one in several:
+            is_relied_on = num_owners.get(one.key, 1) != 1  # zero: a service that claimed it will end its entry
+            is_in_cold, is_short = one.in_cold_s is not None, one.is_short and one.is_ours
+            if (is_in_cold or is_short) and not is_relied_on:
+                evictable.append(one.key)
+            is_unfinished = is_relied_on if is_in_cold else (one.in_hot or one.is_unsure) and not is_short
+            if is_unfinished:
+                left.append(one)
+            else:
+                done.append(one.key)
         if evictable and self._hot is not None:
             await self._hot.allow_eviction(evictable, deadline=deadline)
         if done:
-            await self._log.finish([write.entry.key for write in done], deadline=deadline)
-        if left:  # not known to be in the cold tier: any service that has time finishes them
+            await self._log.finish(done, deadline=deadline)
+        if left:  # any service that has time looks whether they are in the cold tier, and else copies them
             self._meters.add("pending_left", len(left))
-            await self._log.release([write.entry.key for write in left], deadline=deadline)
-            for write in left:
-                if write.in_hot:
-                    self._on_left(write.entry.key)
+            await self._log.release([one.key for one in left], deadline=deadline)
+            for one in left:
+                if one.in_hot:
+                    self._on_left(one.key)
+
+    async def _owners_of(self, keys: Sequence[RecordKey]) -> dict[RecordKey, int]:
+        """The number of owners of each entry; zero: it is not ours any more."""
+        return dict.fromkeys(keys, 0) | await self._renew(keys) if keys else {}
 
     async def _renew(self, keys: Sequence[RecordKey]) -> dict[RecordKey, int]:
         """Renew the leases of entries; returns those that are ours, with the number of owners of each."""
@@ -280,25 +317,25 @@ class PendingWrites:
 
     async def _renew_regularly(self, log: PendingLog) -> None:
         """Renew the leases of what is under way, since an outage may outlast them, and retry ends that failed."""
-        while self._writes:
+        while self._records:
             await asyncio.sleep(log.lease_s / 3)
-            for write in list(self._writes.values()):
-                if write.num_open == 0 and write.settling is None:
-                    self._settle(write)
-            renewable = [write for write in self._writes.values() if write.renewed_at_s is not None]
+            for pending in list(self._records.values()):
+                if pending.num_open == 0 and pending.settling is None:
+                    self._settle(pending)
+            renewable = [one for one in self._records.values() if one.renewed_at_s is not None]
             for start in range(0, len(renewable), _RENEWED_TOGETHER):
-                some = [write for write in renewable[start : start + _RENEWED_TOGETHER] if write.settling is None]
+                some = [one for one in renewable[start : start + _RENEWED_TOGETHER] if one.settling is None]
                 now_s = self._clock.monotonic_s()
                 try:
-                    ours = await self._renew([write.entry.key for write in some])
+                    ours = await self._renew([one.key for one in some])
                 except Unavailable:
                     self._meters.add("pending_failures", step="renew")
                     break
-                for write in some:
-                    if write.entry.key not in ours:  # another service claimed it: the next write needs a new entry
-                        write.renewed_at_s = None
-                    elif write.renewed_at_s is not None:
-                        write.renewed_at_s = max(write.renewed_at_s, now_s)
+                for pending in some:
+                    if pending.key not in ours:  # another service claimed it: the next write needs a new entry
+                        pending.renewed_at_s = None
+                    elif pending.renewed_at_s is not None:
+                        pending.renewed_at_s = max(pending.renewed_at_s, now_s)
 
     def _step_deadline(self) -> Deadline:
         return Deadline.after(self._limits.write_back_timeout_s, self._clock)
@@ -306,7 +343,7 @@ class PendingWrites:
     async def drain(self, deadline: Deadline) -> None:
         """Wait until the entries of all writes that have ended are settled, or until the deadline."""
         while not deadline.expired:
-            settling = {write.settling for write in self._writes.values() if write.settling is not None}
+            settling = {one.settling for one in self._records.values() if one.settling is not None}
             if not settling:
                 return
             await asyncio.wait(settling, timeout=deadline.remaining_s)
@@ -314,8 +351,8 @@ class PendingWrites:
     async def aclose(self, deadline: Deadline) -> None:
         """Release what is not finished, so that another service need not wait for the leases to expire. The background
         tasks have ended before."""
-        keys = [write.entry.key for write in self._writes.values() if write.touched]
-        self._writes.clear()
+        keys = [one.key for one in self._records.values() if one.touched]
+        self._records.clear()
         if self._log is not None and keys:
             try:
                 await self._log.release(keys, deadline=deadline)

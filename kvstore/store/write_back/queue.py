@@ -20,7 +20,7 @@ from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.context import StoreContext
-from kvstore.store.write_back.pending_writes import EntryResult, PendingWrites
+from kvstore.store.write_back.pending_writes import PendingWrites, TierWrite
 from kvstore.tiers.base import PutOutcome, Tier
 
 _log = logging.getLogger(__name__)
@@ -56,12 +56,12 @@ class _Job:
     """Trace of the save; empty: none."""
     record: Record | None = field(default=None, compare=False)
     """`None`: it waits in the memory tier for room in the queue."""
+    write: TierWrite | None = field(default=None, compare=False)
+    """`None`: it waits, or needs no pending entry."""
     attempts: int = field(default=0, compare=False)
     """Failed writes since it came or was deferred."""
     deferred_at: int | None = field(default=None, compare=False)
     """How many records had been written when it was deferred; `None`: it was not."""
-    may_be_there: bool = field(default=False, compare=False)
-    """The tier may have it: a write has begun."""
 
 
 class WriteBack:
@@ -186,7 +186,7 @@ class WriteBack:
         job.record = record
         self.queued_bytes += job.num_bytes
         if not job.is_evictable:
-            self._pending_writes.begin(record, in_cold=job.in_cold)
+            job.write = self._pending_writes.begin(record, self._tier, in_cold=job.in_cold)
         heapq.heappush(self._heap, job)
         if not self.is_paused and self._num_workers < self._limits.write_back_in_flight:
             self._add_worker()
@@ -298,7 +298,7 @@ class WriteBack:
                 self._count_drop("failed")
             self._end(job)
             raise
-        if outcome is EntryResult.BUSY:  # says nothing about the tier
+        if outcome is None:  # says nothing about the tier
             self._is_busy = True
             if job.in_cold:
                 # nothing is lost, and the cold tier may evict it while it waits
@@ -311,12 +311,11 @@ class WriteBack:
         self._num_written += 1
         if not self._is_busy:
             self._requeue_deferred()
-        if outcome is PutOutcome.STORED or outcome is PutOutcome.EXISTS:
-            self._meters.add("write_back_bytes", job.num_bytes, tier=self._tier.name)
-            self._end(job, is_written=True)
-        else:
+        if outcome is PutOutcome.FULL:
             self._count_drop("tier_full")
-            self._end(job)
+        else:
+            self._meters.add("write_back_bytes", job.num_bytes, tier=self._tier.name)
+        self._end(job)
 
     def _try_again(self, job: _Job) -> None:
         """Queue a failed job again, defer it until all others were tried, or drop it. The record is to blame, rather
@@ -340,39 +339,24 @@ class WriteBack:
         self._deferred.clear()
         return True
 
-    async def _put(self, job: _Job) -> PutOutcome | EntryResult:
-        """Write the pending entry if one is needed, then the record. An `EntryResult`: why there could be no entry."""
+    async def _put(self, job: _Job) -> PutOutcome | None:
         deadline = Deadline.after(self._limits.write_back_timeout_s, self._clock)
-        key, record = job.key, job.record
-        assert record is not None, "it waits in memory"
-        if job.is_evictable:
-            return await self._tier.put_evictable(record, deadline=deadline)
-        result = await self._pending_writes.write_entry(key, deadline, is_hot=self._is_hot)
-        if result is not EntryResult.WRITTEN:
-            return result
-        was_maybe_there, job.may_be_there = job.may_be_there, True
-        outcome = await self._tier.put(record, deadline=deadline)
-        job.may_be_there = was_maybe_there or outcome is not PutOutcome.FULL
-        if self._is_hot and outcome is not PutOutcome.FULL:
-            await self._pending_writes.confirm(key, outcome, deadline)
-        return outcome
+        if job.write is not None:
+            return await self._pending_writes.put(job.write, deadline)
+        assert job.record is not None, "it waits in memory"
+        return await self._tier.put_evictable(job.record, deadline=deadline)
 
-    def _end(self, job: _Job, *, is_written: bool = False) -> None:
+    def _end(self, job: _Job) -> None:
         if self._jobs.pop(job.key, None) is not None:
             self.num_bytes -= job.num_bytes
             if job.record is None:
                 del self._in_memory[job.key]
             else:
                 self.queued_bytes -= job.num_bytes
-                self._end_pending(job, is_written)
+            if job.write is not None:
+                self._pending_writes.end(job.write)
         if not self:
             self._empty.set()
-
-    def _end_pending(self, job: _Job, is_written: bool) -> None:
-        if not job.is_evictable:
-            in_hot, in_cold = self._is_hot and job.may_be_there, is_written and not self._is_hot
-            maybe_in_cold = job.may_be_there and not self._is_hot
-            self._pending_writes.end(job.key, in_hot=in_hot, in_cold=in_cold, maybe_in_cold=maybe_in_cold)
 
     def _count_drop(self, reason: str) -> None:
         self._meters.add("write_back_dropped", tier=self._tier.name, reason=reason)

@@ -10,17 +10,20 @@ from typing import Self, TypeVar
 import pytest
 from store_harness import LIMITS, MIB, slow_tier
 
+from kvstore.catalog.pending import PendingEntry
 from kvstore.errors import Unavailable
+from kvstore.format.record import Record
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.store.context import StoreContext
 from kvstore.store.limits import StoreLimits
-from kvstore.store.write_back.pending_writes import EntryResult, PendingWrites
+from kvstore.store.write_back.pending_writes import PendingWrites
 from kvstore.testing.dict_pending import DictPendingLog, PendingBooks
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.waiting import soon, until
+from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.memory import MemoryTier
 
 pytestmark = pytest.mark.virtual_time
@@ -28,8 +31,10 @@ pytestmark = pytest.mark.virtual_time
 T = TypeVar("T")
 
 LEASE_S = 0.3
-RECORD = Prompt(ATTENTION, "a", 64).record(64, 0, 0)
+PROMPT = Prompt(ATTENTION, "a", 128)
+RECORD = PROMPT.record(64, 0, 0)
 KEY = RECORD.key
+FULL = MemoryTier(1)
 
 
 class PendingHarness:
@@ -42,7 +47,8 @@ class PendingHarness:
     """
 
     def __init__(self, limits: StoreLimits = LIMITS) -> None:
-        self.books, self.hot, self.meters = PendingBooks(), slow_tier("redis"), Meters()
+        self.books, self.meters = PendingBooks(), Meters()
+        self.hot, self.cold = slow_tier("redis"), slow_tier("s3")
         self.refused: set[str] = set()
         self.held: set[str] = set()
         self.answer = asyncio.Event()
@@ -68,15 +74,14 @@ class PendingHarness:
 
     async def write_hot(self) -> None:
         """The record reaches the hot tier, and nothing is sure to bring it any further."""
-        self.writes.begin(RECORD, is_promise=True)
-        assert await self.writes.write_entry(KEY, soon(), is_hot=True) is EntryResult.WRITTEN
-        await self.writes.confirm(KEY, await self.hot.put(RECORD, deadline=soon()), soon())
-        self.writes.end(KEY, in_hot=True)
+        write = self.writes.begin(RECORD, self.hot, is_promise=True)
+        assert await self.writes.put(write, soon()) in (PutOutcome.STORED, PutOutcome.EXISTS)
+        self.writes.end(write)
 
-    async def write_cold(self, *, arrives: bool) -> None:
-        self.writes.begin(RECORD)
-        await self.writes.write_entry(KEY, soon(), is_hot=False)
-        self.writes.end(KEY, in_cold=arrives)
+    async def write_cold(self, record: Record = RECORD, *, arrives: bool) -> None:
+        write = self.writes.begin(record, self.cold if arrives else FULL)
+        assert await self.writes.put(write, soon()) is (PutOutcome.STORED if arrives else PutOutcome.FULL)
+        self.writes.end(write)
 
     async def settled(self) -> None:
         await until(lambda: not len(self.writes))
@@ -114,9 +119,11 @@ async def test_nothing_is_remembered_of_a_write_that_went_on_without_a_log(harne
     """The log does not answer, so a write to the cold tier goes on without an entry, and nobody knows how it ended:
     there is nothing to leave to others, and nothing that would ever end."""
     harness.refused = {"pending add", "pending release", "pending finish"}
-    harness.writes.begin(RECORD)
-    assert await harness.writes.write_entry(KEY, soon(), is_hot=False) is EntryResult.WRITTEN
-    harness.writes.end(KEY, maybe_in_cold=True)
+    harness.cold.down = True
+    write = harness.writes.begin(RECORD, harness.cold)
+    with pytest.raises(Unavailable):
+        await harness.writes.put(write, soon())
+    harness.writes.end(write)
     await harness.settled()
     assert harness.books.entries == {}
 
@@ -129,6 +136,23 @@ async def test_what_the_log_did_not_hear_is_told_again(harness: PendingHarness) 
     assert len(harness.writes) == 1
     harness.refused = set()
     await harness.settled()
+    assert KEY in harness.books.entries
+
+
+async def test_that_the_cold_tier_has_a_record_is_believed_for_a_moment_only(harness: PendingHarness) -> None:
+    """The end of an entry waits behind others. Until its turn the record may have been discarded everywhere, and saved
+    again by another service, which relies on the hot tier."""
+    harness.held = {"pending finish"}
+    await harness.write_cold(PROMPT.record(128, 0, 0), arrives=True)
+    await until(lambda: "pending finish" in harness.steps)
+    await harness.write_hot()
+    await harness.write_cold(arrives=True)
+    await asyncio.sleep(LEASE_S)
+    other = DictPendingLog(harness.books, lease_s=LEASE_S)
+    assert await other.add([PendingEntry(KEY, RECORD.num_bytes, 64)], deadline=soon())
+    harness.answer.set()
+    await harness.settled()
+    assert KEY not in harness.hot.keys_allowed
     assert KEY in harness.books.entries
 
 
