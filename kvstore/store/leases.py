@@ -73,8 +73,6 @@ class Unpinning:
 class _Lease:
     pins: dict[RecordKey, Pin]
     """What it holds; a discarded key is removed at once."""
-    owner: str
-    """The peer whose end also ends the lease; empty: none."""
     ends_s: float
     """When it expires, on the store's clock."""
     tenant: str
@@ -117,11 +115,11 @@ class LeaseTable:
             self._meters.add("stage_refused", reason="leases")
         return is_full
 
-    def grant(self, pins: Mapping[RecordKey, Pin], owner: str = "", tenant: str = "") -> LeaseId:
+    def grant(self, pins: Mapping[RecordKey, Pin], tenant: str = "") -> LeaseId:
         """Take over `pins` and return the receipt for them."""
         lease = LeaseId(secrets.token_bytes(_ID_BYTES))
         ends_s = self._clock.monotonic_s() + self.lease_s
-        self._leases[lease] = _Lease(dict(pins), owner, ends_s, tenant, len(pins))
+        self._leases[lease] = _Lease(dict(pins), ends_s, tenant, len(pins))
         self._held.take(tenant, 1)
         self._records.take(tenant, len(pins))
         if self._sweeper is None or self._sweeper.done():
@@ -155,13 +153,6 @@ class LeaseTable:
     def of_tenant(self, tenant: str) -> int:
         """How many leases a tenant holds."""
         return self._held.used_by(tenant)
-
-    def release_owner(self, owner: str) -> int:
-        """End all leases of an owner; returns how many."""
-        leases = [lease for lease, held in self._leases.items() if held.owner == owner]
-        for lease in leases:
-            self.release(lease)
-        return len(leases)
 
     def forget(self, key: RecordKey) -> list[Record]:
         """Remove a bad record from every lease, so that it is loaded no more.

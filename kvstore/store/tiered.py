@@ -270,14 +270,7 @@ class TieredStore(PageStore):
         offers = offers_of(presence, resume_tokens, names, bits)
         return Lookup(resume_tokens, tuple(bits.tolist()), offers, tuple(sorted(presence.silent)))
 
-    async def stage(
-        self, query: PrefixQuery, *, deadline: Deadline, progress: Progress | None = None, owner: str = ""
-    ) -> Staged:
-        """As `PageStore.stage`.
-
-        Args:
-            owner: The lease's owner: `release_owner` ends all leases of one owner, e.g. of a peer that died.
-        """
+    async def stage(self, query: PrefixQuery, *, deadline: Deadline, progress: Progress | None = None) -> Staged:
         layout = self._layout_for(query)
         self.meters.add("stages")
         if self._is_retired(query.namespace):
@@ -306,7 +299,7 @@ class TieredStore(PageStore):
         except BaseException:
             self._promotion.drop(holding)
             raise
-        return self._lease(holding, owner, tenant)
+        return self._lease(holding, tenant)
 
     async def _note_use(self, namespace: NamespaceId, holding: Holding) -> None:
         if self.recorder is None:
@@ -317,8 +310,8 @@ class TieredStore(PageStore):
             async with self.work.turn(len(uses)):
                 self.recorder.used(namespace, uses[start : start + PIECE])
 
-    def _lease(self, holding: Holding, owner: str, tenant: str) -> Staged:
-        lease = self.leases.grant(holding.pins, owner, tenant)
+    def _lease(self, holding: Holding, tenant: str) -> Staged:
+        lease = self.leases.grant(holding.pins, tenant)
         self.meters.add("served_bytes", holding.num_bytes)
         for source, count in holding.sources.items():
             self.meters.add("served_records", count, tier=source)
@@ -368,10 +361,6 @@ class TieredStore(PageStore):
     async def release(self, lease: LeaseId) -> None:
         self.leases.release(lease)
         await self.leases.unpinning.done()
-
-    def release_owner(self, owner: str) -> int:
-        """End all leases that were staged for `owner` at once; returns how many."""
-        return self.leases.release_owner(owner)
 
     async def discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
         check_key(key, self._layout(key.namespace))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from kvstore.api import Ack, LeaseId, PrefixQuery, Retention, SaveOutcome, Staged
@@ -13,6 +14,7 @@ from kvstore.format.record import Record
 from kvstore.model.coverage import longest_resumable
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
+from kvstore.store.leases import LeaseTable
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import Prompt
 from tests.simulation.oracle import Oracle
@@ -54,6 +56,7 @@ class Client:
         self._prompts = prompts
         self._numbers = numbers
         self._oracle = oracle
+        self._leases: list[LeaseId] = []  # of all services; some have ended
 
     def _say(self, what: str, about: object = "") -> None:
         self._oracle.trace.add(self.name, what, about)
@@ -82,7 +85,7 @@ class Client:
         staged = await self._call(
             service,
             "stage",
-            lambda store, by: store.stage(query, deadline=by, owner=self.name),
+            lambda store, by: store.stage(query, deadline=by),
             timeout_s,
             quits=numbers.random() < 0.05,
         )
@@ -139,6 +142,7 @@ class Client:
     async def _read(self, service: Service, staged: Staged, lease: LeaseId, started_s: float) -> None:
         """Load records of a lease, some of them late; at the end release it, or leave it to its end."""
         numbers, alive = self._numbers, _LeaseTime(started_s, self._now_s(), staged.lease_s)
+        self._leases.append(lease)
         bad: set[RecordKey] = set()
         for key in staged.keys:
             if numbers.random() < 0.05:
@@ -159,7 +163,11 @@ class Client:
                 self._oracle.violate("a record was served from a lease that was released", staged.keys[0])
         elif numbers.random() < 0.5:  # this engine dies, and its service notices
             self._say("dies")
-            service.process.run(lambda: service.store.release_owner(self.name))
+            service.process.run(partial(self._release_all, service.store.leases))
+
+    def _release_all(self, table: LeaseTable) -> None:
+        for lease in self._leases:
+            table.release(lease)
 
     async def _load(self, service: Service, lease: LeaseId, key: RecordKey, alive: _LeaseTime, is_bad: bool) -> None:
         asked_s = self._now_s()

@@ -238,17 +238,3 @@ class TestPromotion:
             assert [one for one in staged if one.lease is None] == [Staged(None, 0, cut="node_memory")] * 3
             await store.release(leases[0])
             assert store.memory.pinned_bytes == 0
-
-    async def test_the_end_of_an_owner_ends_its_leases(self) -> None:
-        """A peer dies: its leases end at once, those of others stay."""
-        prompt = Prompt(ATTENTION, "a", 128)
-        async with opened(prompt) as store:
-            for record in prompt.records():
-                await store.save(record, deadline=soon())
-            for owner in ("one", "one", "two"):
-                staged = await store.stage(prompt.query(), deadline=soon(), owner=owner)
-            assert store.release_owner("one") == 2
-            assert staged.lease is not None
-            assert await store.renew(staged.lease, deadline=soon())
-            assert store.release_owner("two") == 1
-            assert store.memory.pinned_bytes == 0
