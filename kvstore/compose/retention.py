@@ -173,7 +173,7 @@ def _admission(
         return None
     if recorder is None:
         return ColdAdmission(rule, instruments)
-    return ColdAdmission(rule, instruments, recorder.parent_of)
+    return ColdAdmission(rule, instruments, recorder.parents.of)
 
 
 async def open_ownership(

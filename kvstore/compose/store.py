@@ -26,10 +26,11 @@ from kvstore.runtime.meters import Meters
 from kvstore.runtime.tracing import Tracing
 from kvstore.settings import Settings
 from kvstore.store.cache_events.placements import PlacementEvents, Topics
+from kvstore.store.catalogued_tier import CataloguedTier
 from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.store.encryption.key_ring import watch_keys
 from kvstore.store.limits import StoreLimits
-from kvstore.store.recorder import CataloguedTier, Recorder
+from kvstore.store.recorder import Recorder
 from kvstore.store.tiered import TieredStore
 from kvstore.store.upkeep.reindexing import CatalogKeeper, mark_if_empty
 from kvstore.tiers.base import Tier

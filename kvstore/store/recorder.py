@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
-from kvstore.api import PrefixQuery
 from kvstore.catalog.base import Addition, Catalog, LeaveReason, Removal, Use
 from kvstore.catalog.entry import Level
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
@@ -18,8 +17,7 @@ from kvstore.model.layout import Layout
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
-from kvstore.store.retention.backpressure import BudgetGate
-from kvstore.tiers.base import PutOutcome, Tier, TierUsage, TierWrapper
+from kvstore.store.parents import Parents
 
 _BATCH = 512
 _WAITING_MAX = 65_536
@@ -31,10 +29,6 @@ _AGAIN_S = 1.0
 """Time after which a record is reported again that the catalog refused because its boundary was being deleted."""
 _USE_S = 5.0
 """How often reads are reported: there are many, and no reader needs them sooner."""
-_QUERIES_KEPT = 64
-_QUERY_BOUNDARIES_KEPT = 131_072
-"""Boundaries of all queries that are kept, except the last: they are indexed in one go, in some 30 ms."""
-_PARENTS_KEPT = 200_000
 
 
 @dataclass(eq=False, slots=True)
@@ -70,12 +64,14 @@ class Recorder:
         catalog: Stays the caller's.
 
     Attributes:
+        parents: Where it finds the parent that the catalog gets with a boundary.
         num_refused: Additions that the catalog refused because their boundary was being deleted.
         on_changed: Called with the key of each change that the catalog has taken; `None`: with none.
     """
 
     def __init__(self, catalog: Catalog, instruments: Instruments) -> None:
         self.catalog = catalog
+        self.parents = Parents()
         self.num_refused = 0
         self.on_changed: Callable[[RecordKey], None] | None = None
         self._meters = instruments.meters
@@ -87,10 +83,8 @@ class Recorder:
         self._use_reporter: asyncio.Task[None] | None = None
         self._has_lost = False
         self._refused_since_ms: int | None = None
-        self._queries: deque[tuple[PrefixQuery, int]] = deque(maxlen=_QUERIES_KEPT)
         self._layouts: dict[NamespaceId, tuple[Layout, str]] = {}
         self._registered: set[NamespaceId] = set()
-        self._parents: dict[PrefixHash, PrefixHash] = {}
 
     def __len__(self) -> int:
         """Changes that wait."""
@@ -139,12 +133,12 @@ class Recorder:
         later; while it takes no changes, this returns at once. If cancelled, the change is reported all the same.
         """
         key, tokens = record.key, record.header.span.stop
-        addition = Addition(key, level, record.num_bytes, tokens, self.parent_of(key.prefix))
+        addition = Addition(key, level, record.num_bytes, tokens, self.parents.of(key.prefix))
         return await self._report(addition, deadline, is_new=True)
 
     async def sized(self, key: RecordKey, level: Level, num_bytes: int, tokens: int, *, deadline: Deadline) -> bool:
         """As `added`, for a record that another process stored."""
-        return await self._report(Addition(key, level, num_bytes, tokens, self.parent_of(key.prefix)), deadline)
+        return await self._report(Addition(key, level, num_bytes, tokens, self.parents.of(key.prefix)), deadline)
 
     async def removed(
         self, key: RecordKey, level: Level, reason: LeaveReason, num_bytes: int | None = None, *, deadline: Deadline
@@ -165,37 +159,9 @@ class Recorder:
             before = self._uses.get((namespace, prefix))
             hits = 1 + (before.hits if before is not None else 0)
             if before is not None or len(self._uses) < _WAITING_MAX:
-                self._uses[namespace, prefix] = Use(prefix, hits, tokens, self.parent_of(prefix))
+                self._uses[namespace, prefix] = Use(prefix, hits, tokens, self.parents.of(prefix))
         if self._uses and (self._use_reporter is None or self._use_reporter.done()):
             self._use_reporter = self._background.spawn(self._report_uses_regularly(), "uses")
-
-    def learn(self, query: PrefixQuery, layout: Layout) -> None:
-        """Remember a prompt's boundaries: the next saves are likely to be among them, and need their parents."""
-        self._queries.append((query, layout.page_tokens))
-        num_kept = 0
-        for number, (kept, _) in enumerate(reversed(self._queries)):
-            num_kept += len(kept.boundaries)
-            if number and num_kept > _QUERY_BOUNDARIES_KEPT:
-                while len(self._queries) > number:
-                    self._queries.popleft()
-                return
-
-    def parent_of(self, prefix: PrefixHash) -> PrefixHash | None:
-        """The boundary that comes before this one in its prompt; `None`: it is the first, or not known here."""
-        if prefix not in self._parents:
-            while self._queries:
-                self._index(*self._queries.pop())
-        return self._parents.get(prefix)
-
-    def _index(self, query: PrefixQuery, page_tokens: int) -> None:
-        if len(self._parents) > _PARENTS_KEPT:
-            self._parents.clear()
-        parent: PrefixHash | None = None
-        for boundary in query.boundaries:
-            if parent is not None:
-                self._parents[boundary.prefix] = parent
-            if boundary.tokens % page_tokens == 0:
-                parent = boundary.prefix
 
     async def _report(self, change: Addition | Removal, deadline: Deadline, *, is_new: bool = False) -> bool:
         report = _Report(change, asyncio.get_running_loop().create_future(), is_new)
@@ -316,124 +282,3 @@ class Recorder:
             await self._mark_incomplete_if_lost(_CLOSE_S)
         while self._waiting:
             self._waiting.popleft().resolve(True)
-
-
-class CataloguedTier(TierWrapper):
-    """Passes calls on to `inner`, and reports to the catalog what they changed.
-
-    A put returns once the catalog has the record, or could not be reached in time and gets the report later. No fault
-    of the catalog makes a call fail, except a put into a boundary that is being deleted.
-
-    Args:
-        inner: The tier; owned from now on. Retention deletes from it directly, and changes the catalog itself.
-        recorder: The way to the catalog; stays the caller's.
-        budget_gate: Where puts wait for eviction; `None`: the level has no budget.
-    """
-
-    def __init__(self, inner: Tier, level: Level, recorder: Recorder, budget_gate: BudgetGate | None = None) -> None:
-        super().__init__(inner)
-        self._level = level
-        self._recorder = recorder
-        self._gate = budget_gate
-
-    async def get(
-        self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
-    ) -> Record | None:
-        """As `Tier.get`; reports to the catalog when the record is not there, or was just quarantined."""
-        quarantined = self.inner.num_quarantined
-        record = await self.inner.get(key, deadline=deadline, allocate=allocate)
-        if record is not None:
-            return record
-        (size,) = await self.inner.head([key], deadline=deadline)
-        if size is not None:
-            return None
-        reason = LeaveReason.CORRUPT if self.inner.num_quarantined > quarantined else LeaveReason.LOST
-        return await self._report_removal(key, reason, None, deadline, allocate)
-
-    async def _report_removal(
-        self,
-        key: RecordKey,
-        reason: LeaveReason,
-        num_bytes: int | None,
-        deadline: Deadline,
-        allocate: Callable[[int], memoryview] | None = None,
-    ) -> Record | None:
-        """Report that a record was removed, and report it as stored if it is there again: its writer may have reported
-        it before this call did. Returns it then; it is read for its size.
-        """
-        await self._recorder.removed(key, self._level, reason, num_bytes, deadline=deadline)
-        (size,) = await self.inner.head([key], deadline=deadline)
-        if size is None:
-            return None
-        record = await self.inner.get(key, deadline=deadline, allocate=allocate)
-        if record is not None:
-            tokens = record.header.span.stop
-            await self._recorder.sized(key, self._level, record.num_bytes, tokens, deadline=deadline)
-        return record
-
-    async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
-        """As `Tier.put`; `FULL` also when eviction frees too little in time."""
-        if self._gate is None:
-            return await self._reported(record, await self.inner.put(record, deadline=deadline), deadline)
-        cost_bytes = self.inner.cost_bytes(record.num_bytes)
-        if not await self._gate.take(record.key, cost_bytes, deadline):
-            return PutOutcome.FULL
-        is_stored = False
-        try:
-            outcome = await self._reported(record, await self.inner.put(record, deadline=deadline), deadline)
-            # one that existed may be missing from the totals: count it until they are read again
-            is_stored = outcome is not PutOutcome.FULL
-        finally:
-            self._gate.end(record.key, cost_bytes, is_stored=is_stored)
-        return outcome
-
-    async def put_evictable(self, record: Record, *, deadline: Deadline) -> PutOutcome:
-        """As `Tier.put_evictable`. Passes no gate: it differs from `put` only in tiers that evict by themselves."""
-        return await self._reported(record, await self.inner.put_evictable(record, deadline=deadline), deadline)
-
-    async def _reported(self, record: Record, outcome: PutOutcome, deadline: Deadline) -> PutOutcome:
-        """The outcome of a put, once the record is reported to the catalog."""
-        if outcome is PutOutcome.STORED:
-            is_taken = await self._recorder.added(record, self._level, deadline=deadline)
-        elif outcome is PutOutcome.EXISTS:
-            # a service that died before its report may have stored it, with another size
-            (size,) = await self.inner.head([record.key], deadline=deadline)
-            if size is None:  # a caller that gets EXISTS relies on the record
-                raise Unavailable("the record has just left the tier: put it again", key=record.key, tier=self.name)
-            is_taken = await self._recorder.sized(
-                record.key, self._level, size or record.num_bytes, record.header.span.stop, deadline=deadline
-            )
-        else:
-            return outcome
-        if not is_taken:
-            raise Unavailable("the record's boundary is being deleted: put it again", key=record.key, tier=self.name)
-        return outcome
-
-    async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
-        (size,) = await self.inner.head([key], deadline=deadline)
-        deleted = await self.inner.delete(key, deadline=deadline)
-        await self._recorder.removed(key, self._level, LeaveReason.REMOVED, size or None, deadline=deadline)
-        return deleted
-
-    async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
-        (size,) = await self.inner.head([key], deadline=deadline)
-        is_quarantined = await self.inner.quarantine(key, reason, seen=seen, deadline=deadline)
-        if is_quarantined:
-            await self._report_removal(key, LeaveReason.CORRUPT, size or None, deadline)
-        return is_quarantined
-
-    def _inner_dropped(self, keys: Sequence[RecordKey]) -> None:
-        self._recorder.dropped(keys, self._level, self.name)
-
-    async def usage(self, *, deadline: Deadline) -> TierUsage:
-        """As `Tier.usage`, against the budget of the level where that is the smaller bound."""
-        return self.bounded(await self.inner.usage(deadline=deadline))
-
-    def bounded(self, usage: TierUsage) -> TierUsage:
-        """A usage of `inner`, against the budget of the level where that is the smaller bound. Where a tier does not
-        count its bytes, the catalog's last totals are used."""
-        gate = self._gate
-        if gate is None or (usage.limit_bytes is not None and usage.limit_bytes <= gate.budget_bytes):
-            return usage
-        used_bytes = usage.used_bytes if usage.used_bytes is not None else gate.held_bytes
-        return replace(usage, used_bytes=used_bytes, limit_bytes=gate.budget_bytes, limit_name="cold_bytes")

@@ -206,7 +206,7 @@ class TieredStore(PageStore):
         if self._is_retired(query.namespace):
             return Lookup(query.local_tokens, (0,) * len(query.boundaries))
         if self.recorder is not None and learns and layout.chained:
-            self.recorder.learn(query, layout)
+            self.recorder.parents.learn(query, layout)
         if self._choice is not None and layout.chained:
             self._choice.observe(query, layout, self._namespaces.tenant_of(query.namespace))
         presence = await self._find(query, layout, _leave_time(deadline))

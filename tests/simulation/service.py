@@ -13,8 +13,9 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
+from kvstore.store.catalogued_tier import CataloguedTier
 from kvstore.store.limits import StoreLimits
-from kvstore.store.recorder import CataloguedTier, Recorder
+from kvstore.store.recorder import Recorder
 from kvstore.store.retention import RetentionParts
 from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.store.retention.cold_admission import ColdAdmission
@@ -125,7 +126,7 @@ class Service:
         background.spawn(self.reconciler.run(), "reconcile")
         rule = self.sizes.admission
         own_rule = AdmitAll.name if rule == AUTO else rule
-        admission = ColdAdmission(own_rule, instruments, self.recorder.parent_of)
+        admission = ColdAdmission(own_rule, instruments, self.recorder.parents.of)
         choice, budget_gate = PolicyChoice(candidates_of(AUTO, rule), admission), None
         if (budget_bytes := self.sizes.cold_bytes) is not None:
             start, stop = shares(budget_bytes)

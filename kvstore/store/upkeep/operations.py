@@ -10,10 +10,11 @@ from kvstore.catalog.entry import Level
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.deadline import Deadline
+from kvstore.store.catalogued_tier import CataloguedTier
 from kvstore.store.context import StoreContext
 from kvstore.store.explain.explainer import Explainer, ReportedOutcome
 from kvstore.store.namespaces import Manifests
-from kvstore.store.recorder import Backlog, CataloguedTier, Recorder
+from kvstore.store.recorder import Backlog, Recorder
 from kvstore.store.retention.operator_rules import OperatorRules
 from kvstore.store.saving import Saver
 from kvstore.tiers.base import Tier, TierUsage

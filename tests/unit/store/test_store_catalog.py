@@ -22,8 +22,9 @@ from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
+from kvstore.store.catalogued_tier import CataloguedTier
 from kvstore.store.limits import StoreLimits
-from kvstore.store.recorder import CataloguedTier, Recorder
+from kvstore.store.recorder import Recorder
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.dict_pending import DictPendingLog, PendingBooks

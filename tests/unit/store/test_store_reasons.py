@@ -17,8 +17,9 @@ from kvstore.cli.status_problems import LATE
 from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
+from kvstore.store.catalogued_tier import CataloguedTier
 from kvstore.store.explain.reasons import LEFT, REASONS
-from kvstore.store.recorder import CataloguedTier, Recorder
+from kvstore.store.recorder import Recorder
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.prompts import ATTENTION, Prompt, describe

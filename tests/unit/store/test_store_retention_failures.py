@@ -16,7 +16,8 @@ from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
-from kvstore.store.recorder import CataloguedTier, Recorder
+from kvstore.store.catalogued_tier import CataloguedTier
+from kvstore.store.recorder import Recorder
 from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.testing.records import NAMESPACE, make_record
 from kvstore.tiers.base import PutOutcome
