@@ -22,7 +22,15 @@ from kvstore.runtime.pauses import collector_paused, collector_spared, empty_in_
 from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.store.retention.evictor import Evictor
 from kvstore.store.retention.hint_marks import applying
-from kvstore.store.retention.plan import EvictionPlan, RetentionRules, broken_of, incomplete_of, plan_eviction
+from kvstore.store.retention.plan import (
+    EvictionPlan,
+    Limits,
+    Ranking,
+    RetentionRules,
+    broken_of,
+    incomplete_of,
+    plan_eviction,
+)
 from kvstore.store.retention.policy_choice import PolicyChoice
 from kvstore.tiers.base import Tier
 
@@ -245,7 +253,7 @@ class RetentionOwner:
         gate, now_s = self._gate, self._now_s()
         writing = set(gate.boundaries_in_flight()) if gate is not None else set()
         recent = gate.boundaries_in_work() if gate is not None else frozenset()
-        order = gate.order() if gate is not None else None
+        order = gate.order() if gate is not None else {}
         # read after the entries: a record without an entry may be stored if the catalog is incomplete
         is_complete = await self._catalog.is_complete(deadline=self._deadline())
         book = self._choice.marks
@@ -253,27 +261,22 @@ class RetentionOwner:
         over: list[bytes] = []
 
         def work() -> EvictionPlan:
-            in_work = writing | incomplete_of(entries, recent, _LEVEL)
-            broken = broken_of(entries, _LEVEL, now_s) if is_complete else {}
+            in_work = writing | incomplete_of(entries, recent)
+            broken = broken_of(entries, now_s) if is_complete else {}
             priorities, found = applying(marks, entries, now_s)
             over.extend(found)
             evict = {name for name, used_s in broken.items() if used_s <= now_s - _BROKEN_S and name not in in_work}
+            limits = Limits(free_bytes, self._rules.quotas, elsewhere, self._rules.ttl_s)
             for kept_since_s in (now_s - _FRESH_S, None):
                 plan = plan_eviction(
                     entries,
-                    level=_LEVEL,
                     tenants=tenants,
-                    free_bytes=free_bytes,
-                    quotas=self._rules.quotas,
-                    ttl_s=self._rules.ttl_s,
                     now_s=now_s,
-                    make_policy=self._choice.make_policy,
+                    limits=limits,
+                    ranking=Ranking(self._choice.make_policy, order, priorities),
                     kept=in_work,
                     kept_since_s=kept_since_s,
                     broken=evict,
-                    order=order,
-                    elsewhere=elsewhere,
-                    marks=priorities,
                 )
                 if plan.is_enough:
                     break

@@ -1,4 +1,4 @@
-"""What a level may hold, and which boundaries are evicted from it, in which order. Pure."""
+"""What the cold tier may hold, and which boundaries are evicted from it, in which order. Pure."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvstore.eviction.policies import Policy
 from kvstore.eviction.prefixes import Node
 from kvstore.runtime.pauses import SplitDict, empty_in_pieces
 
+_LEVEL = Level.COLD
 _SORTED_S = 256
 _SORTED_AT_ONCE = 1024
 """Entries are sorted in pieces that span this many seconds and hold this many: about a millisecond each."""
@@ -46,57 +47,69 @@ class EvictionPlan:
     """Whether there are boundaries that serve no hit."""
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the tier, and each tenant in it, may hold."""
+
+    free_bytes: int
+    """Bytes to free to meet the budget; 0 or less: none."""
+    quotas: Mapping[str, Quota]
+    """What each tenant is guaranteed, and the most it may hold."""
+    elsewhere_bytes: Mapping[str, int]
+    """What tenants with a quota hold beyond the entries that are planned with."""
+    ttl_s: int | None
+    """What was unused for longer is evicted; `None`: no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Which of the boundaries that may be evicted goes first."""
+
+    make_policy: Callable[[], Policy]
+    order: Mapping[bytes, float]
+    """Ranks boundaries used in the same second by name, from 0 to 1."""
+    marks: Mapping[bytes, int]
+    """Priorities of boundaries by name, from hints that apply; with any, the policy is a `Hinted` one."""
+
+
 def plan_eviction(
     entries: Iterable[BoundaryEntry],
     *,
-    level: Level,
     tenants: Mapping[bytes, str],
-    free_bytes: int,
-    quotas: Mapping[str, Quota],
-    ttl_s: int | None,
     now_s: int,
-    make_policy: Callable[[], Policy],
-    kept: Set[bytes] = frozenset(),
-    kept_since_s: int | None = None,
-    broken: Set[bytes] = frozenset(),
-    order: Mapping[bytes, float] | None = None,
-    elsewhere: Mapping[str, int] | None = None,
-    marks: Mapping[bytes, int] | None = None,
+    limits: Limits,
+    ranking: Ranking,
+    kept: Set[bytes],
+    kept_since_s: int | None,
+    broken: Set[bytes],
 ) -> EvictionPlan:
     """Choose what to evict, ends of prefixes first: nothing that is pinned, nor what a pinned boundary needs.
 
     Args:
-        entries: What is held; entries without records at the level are skipped.
+        entries: What is held; entries without records in the cold tier are skipped.
         tenants: The tenant of each namespace.
-        free_bytes: Bytes to free to meet the budget; 0 or less: none.
-        quotas: What each tenant is guaranteed, and the most it may hold.
-        ttl_s: What was unused for longer is evicted; `None`: no limit.
         now_s: Seconds since the Unix epoch.
-        make_policy: Makes the policy that ranks what may be evicted.
         kept: Names (namespace and prefix) of boundaries that stay, as if pinned: they may not be complete yet.
         kept_since_s: Boundaries first stored after this time stay too; `None`: they may be evicted.
         broken: Names of boundaries that serve no hit: they are evicted even if the budget is not reached.
-        order: Ranks boundaries used in the same second, from 0 to 1.
-        elsewhere: Bytes that tenants with a quota hold beyond these entries.
-        marks: Priorities of boundaries by name, from hints that apply; the policy is then a `Hinted` one.
 
     Returns:
-        Less than `free_bytes` if the rest is pinned.
+        Less than `Limits.free_bytes` if the rest is pinned.
     """
-    order = order or {}
+    quotas, order = limits.quotas, ranking.order
     pools = {tenant: index for index, tenant in enumerate(sorted(quotas), start=1)}
-    holdings = Holdings(0, make_policy, SplitDict())
+    holdings = Holdings(0, ranking.make_policy, SplitDict())
     for tenant, index in pools.items():
         pool = holdings.pool(index)
-        pool.quota, pool.elsewhere_bytes = quotas[tenant], (elsewhere or {}).get(tenant, 0)
-    held = _Held(_longest_unused_first(entries, level, order))
+        pool.quota, pool.elsewhere_bytes = quotas[tenant], limits.elsewhere_bytes.get(tenant, 0)
+    held = _Held(_longest_unused_first(entries, order))
     for index in held.parents_first():
         key, entry = held.names[index], held.entries[index]
         node = holdings.add(
             key,
             entry.namespace + entry.parent if entry.parent is not None else None,
             tokens=entry.tokens,
-            num_bytes=entry.num_bytes(level),
+            num_bytes=entry.num_bytes(_LEVEL),
             now=entry.last_use_s + order.get(key, 0.0),
             num_uses=entry.hits,
             pool=pools.get(tenants.get(entry.namespace, ""), SHARED),
@@ -105,19 +118,19 @@ def plan_eviction(
         is_new = kept_since_s is not None and entry.first_use_s > kept_since_s
         if is_new or entry.pinned_until_s > now_s or key in kept:
             holdings.pin(node)
-    for name, priority in (marks or {}).items():
+    for name, priority in ranking.marks.items():
         if (marked := holdings.get(name)) is not None:
             holdings.mark(marked, priority)
     chosen: list[tuple[Node, LeaveReason]] = []
     holdings.budget_bytes = holdings.used_bytes
     if broken:
         chosen += [(node, LeaveReason.BROKEN) for node in holdings.drop(lambda node: node.key in broken)]
-    if ttl_s is not None:
-        chosen += [(node, LeaveReason.EXPIRED) for node in holdings.expire(float(now_s - ttl_s))]
+    if limits.ttl_s is not None:
+        chosen += [(node, LeaveReason.EXPIRED) for node in holdings.expire(float(now_s - limits.ttl_s))]
     for index in pools.values():
         chosen += [(node, LeaveReason.QUOTA) for node in holdings.evict(0, pool=index)]
     chosen_bytes = sum(node.num_bytes for node, _ in chosen)
-    holdings.budget_bytes = holdings.used_bytes - max(0, free_bytes - chosen_bytes)
+    holdings.budget_bytes = holdings.used_bytes - max(0, limits.free_bytes - chosen_bytes)
     chosen += [(node, LeaveReason.EVICTED) for node in holdings.evict(0)]
     place = {node.key: index for index, (node, _) in enumerate(chosen)}
     victims = [
@@ -132,35 +145,35 @@ def plan_eviction(
     return EvictionPlan(victims, is_enough)
 
 
-def incomplete_of(entries: Iterable[BoundaryEntry], recent: Set[bytes], level: Level) -> Set[bytes]:
+def incomplete_of(entries: Iterable[BoundaryEntry], recent: Set[bytes]) -> Set[bytes]:
     """Of the recently written boundaries (names of namespace and prefix), those with fewer records than the fullest
     boundary of their namespace: more may be on their way.
     """
     most: dict[bytes, int] = {}
     records: dict[bytes, tuple[bytes, int]] = {}
     for entry in entries:
-        count = entry.num_records(level)
+        count = entry.num_records(_LEVEL)
         most[entry.namespace] = max(count, most.get(entry.namespace, 0))
         if (name := entry.namespace + entry.prefix) in recent:
             records[name] = entry.namespace, count
     return {name for name in recent if name not in records or records[name][1] < most[records[name][0]]}
 
 
-def broken_of(entries: Iterable[BoundaryEntry], level: Level, now_s: int) -> dict[bytes, int]:
-    """Names (namespace and prefix) of boundaries that serve no hit from a level, and when they were last used: the
-    parent is missing, or a group lacks slices that other boundaries of the namespace have. All boundaries that need
+def broken_of(entries: Iterable[BoundaryEntry], now_s: int) -> dict[bytes, int]:
+    """Names (namespace and prefix) of boundaries that serve no hit from the cold tier, and when they were last used:
+    the parent is missing, or a group lacks slices that other boundaries of the namespace have. All boundaries that need
     such a one are included.
 
     Not included are boundaries that are pinned, whose parent is not known, or that lack a group altogether: states are
     not saved at every page.
     """
-    held = _Held((entry.namespace + entry.prefix, entry) for entry in entries if any(entry.slices[level]))
+    held = _Held((entry.namespace + entry.prefix, entry) for entry in entries if any(entry.slices[_LEVEL]))
     most: dict[bytes, list[int]] = {}
     for entry in held.entries:
-        counts = most.setdefault(entry.namespace, [0] * len(entry.slices[level]))
-        for group, bits in enumerate(entry.slices[level]):
+        counts = most.setdefault(entry.namespace, [0] * len(entry.slices[_LEVEL]))
+        for group, bits in enumerate(entry.slices[_LEVEL]):
             counts[group] = max(counts[group], bits.bit_count())
-    is_whole = bytearray(_is_whole(entry, most[entry.namespace], level) for entry in held.entries)
+    is_whole = bytearray(_is_whole(entry, most[entry.namespace]) for entry in held.entries)
     for index in held.parents_first():
         if held.entries[index].parent is not None:
             parent = held.parent_of(index)
@@ -174,9 +187,9 @@ def broken_of(entries: Iterable[BoundaryEntry], level: Level, now_s: int) -> dic
     return used_s
 
 
-def _is_whole(entry: BoundaryEntry, most: Sequence[int], level: Level) -> bool:
+def _is_whole(entry: BoundaryEntry, most: Sequence[int]) -> bool:
     """Whether each group that is there at all has as many slices as the group has in any other boundary."""
-    return all(bits.bit_count() in (0, whole) for bits, whole in zip(entry.slices[level], most, strict=True))
+    return all(bits.bit_count() in (0, whole) for bits, whole in zip(entry.slices[_LEVEL], most, strict=True))
 
 
 class _Held:
@@ -221,14 +234,14 @@ class _Held:
 
 
 def _longest_unused_first(
-    entries: Iterable[BoundaryEntry], level: Level, order: Mapping[bytes, float]
+    entries: Iterable[BoundaryEntry], order: Mapping[bytes, float]
 ) -> Iterator[tuple[bytes, BoundaryEntry]]:
     """Entries with their names, in the order of their last use, as a policy expects. Sorted in pieces: one sort of them
     all would stop all other threads.
     """
     spans: dict[int, list[tuple[tuple[int, float, int, bytes], BoundaryEntry]]] = {}
     for entry in entries:
-        if any(entry.slices[level]):
+        if any(entry.slices[_LEVEL]):
             name = entry.namespace + entry.prefix
             place = (entry.last_use_s, order.get(name, 0.0), -entry.tokens, name)
             spans.setdefault(entry.last_use_s // _SORTED_S, []).append((place, entry))

@@ -188,8 +188,8 @@ def _incomplete(
     together = []
     for entry in entries:
         bits = _slices(entry, in_memory.get(entry.prefix))
-        together.append(replace(entry, slices=tuple(bits for _ in Level)))
-    used_s = broken_of(together, Level.COLD, now_s)
+        together.append(replace(entry, slices=tuple(bits for _ in Level)))  # as if the cold tier held them all
+    used_s = broken_of(together, now_s)
     unused = {name for name, last_s in used_s.items() if last_s <= now_s - _UNUSED_S}
     return [entry for entry in entries if not entry.leaving and entry.namespace + entry.prefix in unused]
 
