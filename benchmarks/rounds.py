@@ -25,8 +25,8 @@ from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.store.retention.owner import RetentionOwner
-from kvstore.store.retention.plan import RetentionRules
 from kvstore.store.retention.policy_choice import PolicyChoice
+from kvstore.store.retention.rules import RetentionRules
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.records import NAMESPACE
 from kvstore.tiers.memory import MemoryTier

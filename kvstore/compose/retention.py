@@ -28,8 +28,8 @@ from kvstore.store.retention.cold_admission import ColdAdmission
 from kvstore.store.retention.hint_marks import HintMarks
 from kvstore.store.retention.operator_rules import OperatorRules
 from kvstore.store.retention.owner import RetentionOwner
-from kvstore.store.retention.plan import RetentionRules, shares
 from kvstore.store.retention.policy_choice import PolicyChoice, candidates_of
+from kvstore.store.retention.rules import RetentionRules, shares
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation
 

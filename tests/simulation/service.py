@@ -20,8 +20,8 @@ from kvstore.store.retention import RetentionParts
 from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.store.retention.cold_admission import ColdAdmission
 from kvstore.store.retention.owner import RetentionOwner
-from kvstore.store.retention.plan import RetentionRules, shares
 from kvstore.store.retention.policy_choice import PolicyChoice, candidates_of
+from kvstore.store.retention.rules import RetentionRules, shares
 from kvstore.store.tiered import TieredStore
 from kvstore.store.upkeep.reindexing import mark_if_empty
 from kvstore.testing.dict_pending import DictPendingLog

@@ -21,8 +21,8 @@ from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.store.retention.owner import RetentionOwner
-from kvstore.store.retention.plan import RetentionRules
 from kvstore.store.retention.policy_choice import PolicyChoice
+from kvstore.store.retention.rules import RetentionRules
 from kvstore.testing.records import NAMESPACE, make_record
 from kvstore.tiers.memory import MemoryTier
 
@@ -75,7 +75,7 @@ class RetainedTier:
             self.tier,
             self.catalog,
             ownership or SoleOwnership(),
-            RetentionRules(**rules),  # type: ignore[arg-type]
+            RetentionRules(**{"start_share": 0.97, "stop_share": 0.92, **rules}),  # type: ignore[arg-type]
             choice=choice or PolicyChoice([Candidate("lru")]),
             instruments=Instruments(self.clock, self.meters),
             budget_gate=budget_gate,

@@ -19,8 +19,8 @@ from kvstore.eviction.candidates import CANDIDATES
 from kvstore.eviction.holdings import Quota
 from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.retention.plan import RetentionRules
 from kvstore.store.retention.policy_choice import PolicyChoice
+from kvstore.store.retention.rules import RetentionRules
 from kvstore.testing.records import NAMESPACE
 
 pytestmark = pytest.mark.virtual_time
