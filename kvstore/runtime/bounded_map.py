@@ -66,3 +66,10 @@ class BoundedMap(Generic[Key, Value]):
     def _add(self, num_bytes: int) -> None:
         self.used_bytes += num_bytes
         self._room.used_bytes += num_bytes
+
+
+def starting_with(kept: BoundedMap[str, Value], start: str) -> list[Value]:
+    """The entry under exactly this key; where there is none, those whose keys start with it."""
+    if start in kept.entries:
+        return [kept.entries[start]]
+    return [value for key, value in kept.entries.items() if key.startswith(start)]

@@ -15,12 +15,12 @@ from kvstore.api import Outcome
 from kvstore.errors import Closed, InvalidRequest, KVStoreError
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.background import gather_all
-from kvstore.runtime.bounded_map import BoundedMap, SharedRoom
+from kvstore.runtime.bounded_map import BoundedMap, SharedRoom, starting_with
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.turns import PIECE, LongWork, Turns, who_asks
 from kvstore.store.context import StoreContext
 from kvstore.store.explain.absence import Absence, AbsenceFinder, Removals
-from kvstore.store.explain.reasons import REASONS, UNKNOWN, result_of
+from kvstore.store.explain.reasons import REASONS, UNKNOWN, counted_as, result_of
 from kvstore.store.explain.reports import Losses, Recent, ReportedLoss, bytes_of
 
 _KEPT = 2048
@@ -139,8 +139,7 @@ class Explainer:
             self._losses.note(outcome, at_ms)
             self._count_recent(outcome, outcome.reason, outcome.reason)
             if outcome.num_lost:
-                reason = outcome.reason if outcome.reason in REASONS else "other"
-                self._meters.add("saves_lost", outcome.num_lost, reason=reason)
+                self._meters.add("saves_lost", outcome.num_lost, reason=counted_as(outcome.reason))
             return
         kept = self._reported.get(outcome.tenant)
         if kept is None:
@@ -210,9 +209,8 @@ class Explainer:
     def _count(self, reported: ReportedOutcome) -> None:
         outcome, reason = reported.outcome, reported.operators_reason
         self._count_recent(outcome, reported.reason, reason)
-        reason = reason if reason in REASONS else "other"  # a newer engine's words add no meters
         local = min(outcome.local_tokens, outcome.resume_tokens)
-        self._meters.add("requests", result=result_of(outcome), reason=reason)
+        self._meters.add("requests", result=result_of(outcome), reason=counted_as(reason))
         self._meters.add("request_tokens", outcome.prompt_tokens, part="prompt")
         self._meters.add("request_tokens", local, part="local")
         self._meters.add("request_tokens", outcome.resume_tokens - local, part="resumed")
@@ -263,13 +261,12 @@ class Explainer:
         }
 
     async def _find(self, request: str, tenant: str | None) -> ReportedOutcome:
-        async with self._work.turn(PIECE):
-            whose = list(self._reported) if tenant is None else [tenant]
-            tenants = [self._reported[name].entries for name in whose if name in self._reported]
-            found = [kept[request] for kept in tenants if request in kept]
-        for kept in tenants if not found else ():
+        whose = list(self._reported) if tenant is None else [tenant]
+        found: list[ReportedOutcome] = []
+        for kept in [self._reported[name] for name in whose if name in self._reported]:
             async with self._work.turn(PIECE):
-                found += [one for name, one in kept.items() if name.startswith(request)]
+                found += starting_with(kept, request)
+        found = [one for one in found if one.outcome.request == request] or found
         if not found:
             raise InvalidRequest(
                 "unknown request: run `kvstore explain` without an id to list recent ones; a restart clears the list",

@@ -185,6 +185,11 @@ LEFT = {
 """The reason, by the catalog's code for a removal."""
 
 
+def counted_as(reason: str) -> str:
+    """The word that meters count a reason under: a newer engine's words would add meters, and count as `other`."""
+    return reason if reason in REASONS else "other"
+
+
 def result_of(outcome: Outcome) -> str:
     """`hit`, `part`, `miss` or `local`, as docs/explain.md defines them."""
     if outcome.resume_tokens <= outcome.local_tokens:

@@ -12,7 +12,7 @@ from kvstore.model.layout import MAX_GROUPS
 from kvstore.model.outcome import Outcome
 from kvstore.runtime.bounded_map import BoundedMap, SharedRoom
 from kvstore.runtime.clock import Clock
-from kvstore.store.explain.reasons import REASONS, result_of
+from kvstore.store.explain.reasons import counted_as, result_of
 
 WINDOW_S = 300
 _STEP_S = 10
@@ -77,7 +77,7 @@ class Losses:
         kept.records.put((outcome.namespace, outcome.stop.prefix, group), loss, bytes_of(outcome))
         mine = kept.requests.entries.get(outcome.request) or _OfRequest(outcome.stop.tokens)
         mine.first_tokens = min(mine.first_tokens, outcome.stop.tokens)
-        reason = _word(outcome.reason)
+        reason = counted_as(outcome.reason)
         mine.records[reason] = mine.records.get(reason, 0) + outcome.num_lost
         kept.requests.put(outcome.request, mine, _ENTRY_BYTES + sys.getsizeof(outcome.request))
 
@@ -133,7 +133,7 @@ class Recent:
         step = self._steps[number]
         counts = step.counts
         if outcome.is_loss:
-            counts["losses", _word(reason)] += outcome.num_lost
+            counts["losses", counted_as(reason)] += outcome.num_lost
             if outcome.reason == "save_too_large":
                 sizes = (outcome.detail.get("needs_bytes"), outcome.detail.get("pinned_bytes"))
                 step.too_large = max(step.too_large, (_whole(sizes[0]), _whole(sizes[1])))
@@ -144,7 +144,7 @@ class Recent:
         counts["tokens", "resumed"] += outcome.resume_tokens - local
         counts["tokens", "local"] += local
         if reason:
-            counts["reasons", _word(reason)] += 1
+            counts["reasons", counted_as(reason)] += 1
 
     def counts(self) -> Mapping[str, object]:
         """Over `window_s`: `requests` by result, `tokens` by part, `reasons` why requests were resumed no further, and
@@ -177,11 +177,6 @@ class Recent:
     def _first(self) -> int:
         """The number of the oldest step that counts."""
         return self._number() - WINDOW_S // _STEP_S + 1
-
-
-def _word(reason: str) -> str:
-    """A reason for the counts: a newer engine's words count as `other`."""
-    return reason if reason in REASONS else "other"
 
 
 def _whole(value: object) -> int:

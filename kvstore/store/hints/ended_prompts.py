@@ -10,7 +10,7 @@ from operator import attrgetter
 
 from kvstore.errors import InvalidRequest
 from kvstore.model.prompt_hint import EndedPrompt
-from kvstore.runtime.bounded_map import BoundedMap, SharedRoom
+from kvstore.runtime.bounded_map import BoundedMap, SharedRoom, starting_with
 
 _KEPT, _KEPT_BYTES, _ROOM_BYTES = 2048, 16 << 20, 64 << 20
 """Limits: prompts and bytes of each tenant, and bytes of all. A prompt of 131,072 tokens takes about 120 KB."""
@@ -66,14 +66,12 @@ class EndedPrompts:
         Raises:
             InvalidRequest: No request that ended recently has this id, or several start like that.
         """
-        exact = [kept for one in self._tenants(tenant) if (kept := one.entries.get(request)) is not None]
-        found = exact or [
-            kept for one in self._tenants(tenant) for name, kept in one.entries.items() if name.startswith(request)
-        ]
+        found = [kept for one in self._tenants(tenant) for kept in starting_with(one, request)]
+        exact = [kept for kept in found if kept.prompt.request == request]
         if not found:
             raise InvalidRequest("no request that ended recently has this id", field="request", seen=request[:256])
         if exact or len(found) == 1:
-            return max(found, key=_NUMBER)
+            return max(exact or found, key=_NUMBER)
         shown = ", ".join(kept.prompt.request for kept in heapq.nlargest(_CANDIDATES_SHOWN, found, _NUMBER))
         raise InvalidRequest("several requests start like this", field="request", seen=request[:256], candidates=shown)
 

@@ -14,7 +14,7 @@ from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.authentication import Grant
 from kvstore.service.history import STEP_S, Sample, Window, window_of
 from kvstore.store.explain.explainer import ReportedOutcome
-from kvstore.store.explain.reasons import REASONS, UNKNOWN, result_of
+from kvstore.store.explain.reasons import REASONS, UNKNOWN, counted_as, result_of
 
 router = APIRouter(tags=["history"])
 
@@ -131,7 +131,7 @@ async def _samples_of(context: AdminContext, grant: Grant) -> list[Sample]:
 
 def _sample(told: ReportedOutcome) -> Sample:
     outcome = told.outcome
-    reason = told.reason if told.reason in REASONS else "other"
+    reason = counted_as(told.reason)
     local = min(outcome.local_tokens, outcome.resume_tokens)
     counts = {
         f'requests{{reason="{reason}",result="{result_of(outcome)}"}}': 1.0,
