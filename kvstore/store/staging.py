@@ -198,11 +198,7 @@ class Promotion:
     def _plan(self, run: _StageRun, presence: Presence, bits: npt.NDArray[Any], free_bytes: int) -> _Plan:
         """The records of the longest resume point that this node can hold."""
         query, layout = presence.query, presence.layout
-        group_bytes = [
-            group.num_slices * (presence.mean_bytes(index, UNKNOWN_BYTES) + RECORD_OVERHEAD_BYTES)
-            for index, group in enumerate(layout.groups)
-        ]
-        resume_tokens = affordable_resume(layout, query, bits, group_bytes=group_bytes, budget_bytes=max(0, free_bytes))
+        resume_tokens = fitting_resume(presence, bits, max(0, free_bytes))
         plan = _Plan(resume_tokens < presence.resume_tokens(bits))
         if resume_tokens <= query.local_tokens:
             plan.useful.update(run.pins)
@@ -474,6 +470,22 @@ def next_window(window: int, took_s: float, *, quick_s: float, limit: int) -> in
     if took_s > 2 * quick_s:
         return max(1, window - 1)
     return window
+
+
+def slice_bytes(presence: Presence, group: int) -> int:
+    """What one slice of a group's records takes of memory, by the mean of the known sizes."""
+    return presence.mean_bytes(group, UNKNOWN_BYTES) + RECORD_OVERHEAD_BYTES
+
+
+def fitting_resume(presence: Presence, bits: npt.NDArray[Any], budget_bytes: int) -> int:
+    """As `affordable_resume`, of records as large in memory as those of their group are on average.
+
+    Args:
+        bits: For each boundary a bit per group that is present.
+    """
+    layout = presence.layout
+    group_bytes = [group.num_slices * slice_bytes(presence, index) for index, group in enumerate(layout.groups)]
+    return affordable_resume(layout, presence.query, bits, group_bytes=group_bytes, budget_bytes=budget_bytes)
 
 
 class FetchGate:

@@ -255,11 +255,14 @@ class TieredStore(PageStore):
         query = PrefixQuery(namespace, boundaries, 0, max(one.cap_tokens for one in points), step_tokens)
         return await self.reaches(query, points, deadline=deadline)
 
-    async def _find(self, query: PrefixQuery, layout: Layout, deadline: Deadline) -> Presence:
-        """Where the records are, for a lookup. A tier that hangs has stalled, however long the caller would wait: first
-        the catalog may, then the tiers. A long prompt takes longer.
+    async def _find(self, query: PrefixQuery, layout: Layout, deadline: Deadline, *, stalls: int = 2) -> Presence:
+        """Where the records are. A tier that hangs has stalled, however long the caller would wait. A long prompt takes
+        longer.
+
+        Args:
+            stalls: How many stalls it waits for: first the catalog may hang, then the tiers.
         """
-        patience_s = 2 * self.limits.stall_timeout_s * (1 + len(query.boundaries) // NAMES_AT_ONCE)
+        patience_s = stalls * self.limits.stall_timeout_s * (1 + len(query.boundaries) // NAMES_AT_ONCE)
         return await self._finder.find(query, layout, deadline.earlier(patience_s))
 
     def _answer(self, presence: Presence) -> Lookup:
@@ -279,9 +282,7 @@ class TieredStore(PageStore):
         if self.leases.refuses(tenant):
             return Staged(None, query.local_tokens, cut="node_memory")
         deadline = _leave_time(deadline)
-        # a tier that hangs during a lookup is as stalled as one that hangs during a read; a long prompt takes longer
-        patience_s = self.limits.stall_timeout_s * (1 + len(query.boundaries) // NAMES_AT_ONCE)
-        presence = await self._finder.find(query, layout, deadline.earlier(patience_s))
+        presence = await self._find(query, layout, deadline, stalls=1)
         holding = await self._promotion.stage(presence, deadline, progress)
         if holding.resume_tokens < query.cap_tokens and presence.silent:
             holding = replace(holding, cut=f"tier_failed:{min(presence.silent)}")

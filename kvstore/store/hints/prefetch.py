@@ -14,9 +14,8 @@ from kvstore.runtime.budget import Shares
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.turns import PIECE, LongWork, Turns
 from kvstore.store.context import StoreContext
-from kvstore.store.placement import UNKNOWN_BYTES, Presence, affordable_resume, slices_of
-from kvstore.store.staging import Promotion
-from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES
+from kvstore.store.placement import Presence, slices_of
+from kvstore.store.staging import Promotion, fitting_resume, slice_bytes
 
 UNUSED_SHARE = 1 / 8
 """Of the node's memory, what prefetched records that no request has used may take, of all tenants together."""
@@ -135,19 +134,10 @@ class Prefetcher:
 
     def _affordable(self, presence: Presence, tenant: str) -> int:
         """Up to which token the records that memory lacks fit what the tenant may have unused."""
-        group_bytes = [
-            group.num_slices * (presence.mean_bytes(index, UNKNOWN_BYTES) + RECORD_OVERHEAD_BYTES)
-            for index, group in enumerate(presence.layout.groups)
-        ]
-        bits = presence.groups_present()
         held_bytes = sum(
-            bits_of.bit_count() * (presence.mean_bytes(group, UNKNOWN_BYTES) + RECORD_OVERHEAD_BYTES)
-            for (_, group), bits_of in presence.memory.items()
+            bits.bit_count() * slice_bytes(presence, group) for (_, group), bits in presence.memory.items()
         )
-        budget_bytes = self._room.left_for(tenant) + held_bytes
-        return affordable_resume(
-            presence.layout, presence.query, bits, group_bytes=group_bytes, budget_bytes=budget_bytes
-        )
+        return fitting_resume(presence, presence.groups_present(), self._room.left_for(tenant) + held_bytes)
 
     def _note(self, keys: Iterable[RecordKey], tenant: str) -> int:
         """Count records as prefetched; returns their bytes."""
