@@ -97,7 +97,7 @@ class _Plan:
     """The keys of all; what else is pinned is unpinned, to free memory."""
 
 
-class Promotion:
+class Stager:
     """Copies records from the slower tiers into memory: each once, however many stages want it.
 
     Args:

@@ -50,7 +50,7 @@ from kvstore.store.placement import (
 from kvstore.store.recorder import Backlog, Recorder
 from kvstore.store.retention import RetentionParts
 from kvstore.store.saving import Saver
-from kvstore.store.staging import Holding, Promotion
+from kvstore.store.staging import Holding, Stager
 from kvstore.store.upkeep.operations import StoreOperations, TierState
 from kvstore.tiers.base import Tier
 from kvstore.tiers.memory import MemoryTier
@@ -147,7 +147,7 @@ class TieredStore(PageStore):
             recorder=recorder,
         )
         self._finder = PresenceFinder(context, self._absent, self.work, catalog_lookup)
-        self._promotion = Promotion(
+        self._stager = Stager(
             context,
             absent=self._absent,
             work=self.work,
@@ -155,7 +155,7 @@ class TieredStore(PageStore):
             free_for=self._leasable_bytes,
             on_cold_hit=self._saver.copy_to_hot,
         )
-        self._prefetcher = Prefetcher(context, self._find, self._promotion, self.work)
+        self._prefetcher = Prefetcher(context, self._find, self._stager, self.work)
         self.hints = Hints(
             context,
             self._layout_for_hints,
@@ -283,22 +283,22 @@ class TieredStore(PageStore):
             return Staged(None, query.local_tokens, cut="node_memory")
         deadline = _leave_time(deadline)
         presence = await self._find(query, layout, deadline, stalls=1)
-        holding = await self._promotion.stage(presence, deadline, progress)
+        holding = await self._stager.stage(presence, deadline, progress)
         if holding.resume_tokens < query.cap_tokens and presence.silent:
             holding = replace(holding, cut=f"tier_failed:{min(presence.silent)}")
         if self._closed:
-            self._promotion.drop(holding)
+            self._stager.drop(holding)
             raise Closed("the store was closed during the call")
         if holding.resume_tokens <= query.local_tokens:
             return Staged(None, query.local_tokens, cut=holding.cut)
         if self.leases.refuses(tenant, len(holding.pins)):  # other stages ended while this one ran
-            self._promotion.drop(holding)
+            self._stager.drop(holding)
             return Staged(None, query.local_tokens, cut="node_memory")
         try:
             self._prefetcher.used(holding.pins)
             await self._note_use(query.namespace, holding)
         except BaseException:
-            self._promotion.drop(holding)
+            self._stager.drop(holding)
             raise
         return self._lease(holding, tenant)
 

@@ -85,7 +85,7 @@ def ask_and(at: Engine, proxy: FaultyProxy, request_id: str, act: Callable[[], A
     at.side.on_new_request(PromptFacts(request_id, tokens_of("prompt", TOKENS)))
 
     async def waits(store: Any) -> bool:
-        return any(run.waiting and not run.pins for run in store._promotion._runs)
+        return any(run.waiting and not run.pins for run in store._stager._runs)
 
     def fetching() -> bool:
         assert at.side.matched_tokens(request_id, 0) is None, "it was answered before its records were on their way"

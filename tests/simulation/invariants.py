@@ -27,7 +27,7 @@ class ServiceWatch:
             ("memory", memory.used_bytes, memory.limit_bytes),
             ("staged bytes", memory.pinned_bytes, limits.stage_bytes),
             ("saves in flight", store._saver._in_flight.used_bytes, limits.save_bytes_in_flight),
-            ("reads in flight", store._promotion._in_flight.used_bytes, limits.stage_bytes_in_flight),
+            ("reads in flight", store._stager._in_flight.used_bytes, limits.stage_bytes_in_flight),
             ("leases", len(store.leases), limits.leases_max),
             *((tier.name, queue.queued_bytes, limits.write_back_bytes) for tier, queue in store._saver._queues),
         ):
@@ -51,12 +51,12 @@ class ServiceWatch:
             "leases": len(store.leases),
             "pinned bytes": self._service.memory.pinned_bytes,
             "bytes of saves": store._saver._in_flight.used_bytes,
-            "bytes of reads": store._promotion._in_flight.used_bytes,
-            "stages": len(store._promotion._runs),
-            "flights": len(store._promotion._flights),
+            "bytes of reads": store._stager._in_flight.used_bytes,
+            "stages": len(store._stager._runs),
+            "flights": len(store._stager._flights),
             "records under way": len(store._saver._pending_writes),
             **{f"bytes for {tier.name}": queue.num_bytes for tier, queue in store._saver._queues},
-            **{f"reads of {name}": gate.num_running for name, gate in store._promotion._gates.items()},
+            **{f"reads of {name}": gate.num_running for name, gate in store._stager._gates.items()},
             "changes to tell": len(self._service.recorder),
         }
         for what, amount in held.items():

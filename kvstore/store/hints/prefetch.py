@@ -15,7 +15,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.turns import PIECE, LongWork, Turns
 from kvstore.store.context import StoreContext
 from kvstore.store.placement import Presence, slices_of
-from kvstore.store.staging import Promotion, fitting_resume, slice_bytes
+from kvstore.store.staging import Stager, fitting_resume, slice_bytes
 
 UNUSED_SHARE = 1 / 8
 """Of the node's memory, what prefetched records that no request has used may take, of all tenants together."""
@@ -45,17 +45,17 @@ class Prefetcher:
 
     Args:
         find: Finds where a query's records are.
-        promotion: Fetches them.
+        stager: Fetches them.
         work: Runs what takes long for a long prompt.
     """
 
-    def __init__(self, context: StoreContext, find: Find, promotion: Promotion, work: LongWork) -> None:
+    def __init__(self, context: StoreContext, find: Find, stager: Stager, work: LongWork) -> None:
         self._memory = context.memory
         self._meters = context.meters
         self._clock = context.clock
         self._background = context.background
         self._find = find
-        self._promotion = promotion
+        self._stager = stager
         self._work = work
         self._at_once = max(1, int(context.limits.stage_records_in_flight * _READS_SHARE))
         self._room = Shares(int(context.memory.limit_bytes * UNUSED_SHARE))
@@ -119,14 +119,14 @@ class Prefetcher:
         if cap_tokens < resume_tokens:
             presence = replace(presence, query=replace(query, cap_tokens=cap_tokens))
         held = await self._work.run(presence.num_cells, _in_memory, presence)
-        holding = await self._promotion.stage(presence, deadline, at_once=self._at_once)
+        holding = await self._stager.stage(presence, deadline, at_once=self._at_once)
         num_bytes, keys = 0, list(holding.pins)
         try:
             for start in range(0, len(keys), PIECE):
                 async with self._work.turn(len(keys)):
                     num_bytes += self._note([key for key in keys[start : start + PIECE] if key not in held], tenant)
         finally:
-            self._promotion.drop(holding)
+            self._stager.drop(holding)
         if holding.resume_tokens <= query.local_tokens:
             return ("no_room" if resume_tokens else "nothing_stored"), num_bytes, 0
         outcome = "fetched" if holding.resume_tokens >= resume_tokens else "part"

@@ -20,7 +20,7 @@ from kvstore.testing.waiting import soon, until
 pytestmark = pytest.mark.virtual_time
 
 
-class TestPromotion:
+class TestStages:
     @pytest.mark.parametrize("layout", [ATTENTION, WINDOWED, HYBRID])
     async def test_cold_records_are_staged_and_go_on_to_hot(self, layout) -> None:
         """Only the cold tier has the prompt: it is staged from there, and the hot tier gets what was read."""
