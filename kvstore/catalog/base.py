@@ -15,7 +15,7 @@ from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 
 TOMBSTONES_MAX = 16384
-"""Tombstones that a catalog keeps."""
+"""Tombstones that a catalog keeps; in a Redis Cluster up to four times as many, since each slot keeps 4 of its own."""
 _BATCH = 512
 _STEP_S = 10.0
 """Time limit of each step of `Catalog.iterate`."""
