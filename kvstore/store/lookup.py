@@ -22,7 +22,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.turns import PIECE, LongWork, Turns, who_asks
 from kvstore.store.context import StoreContext
-from kvstore.store.placement import (
+from kvstore.store.presence import (
     PackedSlices,
     Presence,
     Probe,

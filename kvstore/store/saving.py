@@ -17,7 +17,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.store.context import StoreContext
 from kvstore.store.lookup import AbsentKeys
 from kvstore.store.namespaces import check_header
-from kvstore.store.placement import UNKNOWN_BYTES, Presence, slices_of
+from kvstore.store.presence import UNKNOWN_BYTES, Presence, slices_of
 from kvstore.store.recorder import Recorder
 from kvstore.store.retention.cold_admission import ColdAdmission
 from kvstore.store.write_back.finisher import Finisher

@@ -27,7 +27,7 @@ from kvstore.store.context import StoreContext
 from kvstore.store.leases import Unpinning
 from kvstore.store.lookup import AbsentKeys
 from kvstore.store.namespaces import check_header
-from kvstore.store.placement import UNKNOWN_BYTES, Presence, Probe, affordable_resume, groups_present, resume_of
+from kvstore.store.presence import UNKNOWN_BYTES, Presence, Probe, affordable_resume, groups_present, resume_of
 from kvstore.tiers.base import PutOutcome, Tier
 from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES, MemoryTier, Pin
 

@@ -38,7 +38,7 @@ from kvstore.store.leases import LeaseTable
 from kvstore.store.limits import StoreLimits
 from kvstore.store.lookup import NAMES_AT_ONCE, AbsentKeys, CatalogLookup, PresenceFinder
 from kvstore.store.namespaces import Manifests, OpenNamespaces, check_key
-from kvstore.store.placement import (
+from kvstore.store.presence import (
     UNKNOWN_BYTES,
     Presence,
     Reach,

@@ -33,7 +33,7 @@ from kvstore.store.encryption.key_ledger import KeyLedger, KeyState
 from kvstore.store.encryption.key_ring import Generation, KeyRing
 from kvstore.store.hints.ended_prompts import KeptPrompt
 from kvstore.store.hints.hints import Hints
-from kvstore.store.placement import Reach, ResumePoints
+from kvstore.store.presence import Reach, ResumePoints
 from kvstore.store.saving import verify_record
 from kvstore.store.tiered import TieredStore
 from kvstore.store.upkeep.operations import StoreOperations

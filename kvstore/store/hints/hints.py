@@ -23,7 +23,7 @@ from kvstore.runtime.turns import PIECE, Turns
 from kvstore.store.context import StoreContext
 from kvstore.store.hints.ended_prompts import EndedPrompts, KeptPrompt
 from kvstore.store.hints.prefetch import Find, Prefetcher
-from kvstore.store.placement import Presence, slices_of
+from kvstore.store.presence import Presence, slices_of
 from kvstore.store.retention.policy_choice import PolicyChoice
 from kvstore.tiers.base import Tier
 

@@ -14,7 +14,7 @@ from kvstore.runtime.budget import Shares
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.turns import PIECE, LongWork, Turns
 from kvstore.store.context import StoreContext
-from kvstore.store.placement import Presence, slices_of
+from kvstore.store.presence import Presence, slices_of
 from kvstore.store.staging import Stager, fitting_resume, slice_bytes
 
 UNUSED_SHARE = 1 / 8

@@ -11,7 +11,7 @@ from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
-from kvstore.store.placement import Presence, boundaries_beyond, boundaries_of
+from kvstore.store.presence import Presence, boundaries_beyond, boundaries_of
 
 _NAMES_MAX = 65_536
 """Boundaries per generation of names, some 6 MB; there are two generations of admitted and two of declined ones."""

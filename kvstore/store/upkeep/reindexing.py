@@ -19,7 +19,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.retries import retry
 from kvstore.store.namespaces import read_description
-from kvstore.store.placement import slices_of
+from kvstore.store.presence import slices_of
 from kvstore.tiers.base import Entry, Tier
 
 _log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from kvstore.model.layout import Layout
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.store.limits import StoreLimits
-from kvstore.store.placement import Presence
+from kvstore.store.presence import Presence
 from kvstore.store.retention import RetentionParts, cold_admission
 from kvstore.store.retention.cold_admission import ColdAdmission
 from kvstore.store.retention.policy_choice import PolicyChoice, candidates_of

@@ -16,7 +16,7 @@ from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.runtime.turns import LongWork
 from kvstore.store.lookup import CatalogLookup
-from kvstore.store.placement import Presence
+from kvstore.store.presence import Presence
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.waiting import soon

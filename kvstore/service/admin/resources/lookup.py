@@ -21,7 +21,7 @@ from kvstore.service.admin.models import namespace_id
 from kvstore.service.admin.problems import refusals
 from kvstore.service.admin.resources.prompt import ANSWER_S, Prompt, hash_prompt, parse_prompt, read_json
 from kvstore.store.encryption.key_ring import Generation
-from kvstore.store.placement import PackedSlices, SliceMap, boundaries_of, groups_present
+from kvstore.store.presence import PackedSlices, SliceMap, boundaries_of, groups_present
 
 router = APIRouter(tags=["lookup"])
 

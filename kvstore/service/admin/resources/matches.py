@@ -18,7 +18,7 @@ from kvstore.service.admin.problems import Refused
 from kvstore.service.admin.resources.prompt import Entries, LongList, split_objects, validated
 from kvstore.service.authentication import Grant
 from kvstore.service.session import ConnectedEngine
-from kvstore.store.placement import Reach
+from kvstore.store.presence import Reach
 from kvstore.wire.convert import plain_text
 
 _QUESTIONS_MAX = 64

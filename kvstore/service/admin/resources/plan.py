@@ -24,7 +24,7 @@ from kvstore.service.admin.models import NAMESPACE_EXAMPLE, PREFIX_EXAMPLE, WHOL
 from kvstore.service.admin.problems import refusals
 from kvstore.service.admin.resources.lookup import READ_AT_ONCE, names_to_save, read_slices
 from kvstore.service.admin.resources.prompt import ANSWER_S, Prompt, parse_prompt, read_json
-from kvstore.store.placement import groups_present
+from kvstore.store.presence import groups_present
 
 router = APIRouter(tags=["plan"])
 

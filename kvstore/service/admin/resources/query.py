@@ -33,7 +33,7 @@ from kvstore.service.admin.resources.matches import (
 from kvstore.service.admin.resources.prompt import ANSWER_S, PROMPT_TEXT, TOKENS_MAX, PromptText, read_json
 from kvstore.service.authentication import Grant
 from kvstore.service.session import ConnectedEngine
-from kvstore.store.placement import Reach, ResumePoints
+from kvstore.store.presence import Reach, ResumePoints
 
 router = APIRouter(tags=["query"])
 

@@ -35,7 +35,7 @@ from kvstore.service.admin.resources.matches import (
 )
 from kvstore.service.admin.resources.prompt import ANSWER_S, TOKENS_MAX, LongList, in_pieces, read_json
 from kvstore.service.authentication import Grant
-from kvstore.store.placement import Reach
+from kvstore.store.presence import Reach
 
 router = APIRouter(tags=["query"])
 

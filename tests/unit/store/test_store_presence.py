@@ -19,7 +19,7 @@ from kvstore.model.layout import GroupLayout, Layout, Span
 from kvstore.runtime.turns import PIECE
 from kvstore.store.limits import StoreLimits
 from kvstore.store.namespaces import check_header
-from kvstore.store.placement import (
+from kvstore.store.presence import (
     PackedSlices,
     Presence,
     Probe,
@@ -37,7 +37,7 @@ from kvstore.store.placement import (
     reach_of,
     spread,
 )
-from kvstore.store.placement import fill as fill_gaps
+from kvstore.store.presence import fill as fill_gaps
 from kvstore.store.staging import next_window
 from kvstore.store.tiered import TieredStore
 from kvstore.store.write_back.queue import backoff_s
