@@ -18,9 +18,12 @@ from kvstore.cli.options import AsJson, Config, quieted, tls_of
 from kvstore.cli.printing import console_of, echo_json, table_of
 from kvstore.cli.service import NO_SERVICE, parsed_address, service_url, store_in_use
 from kvstore.client.remote import EMBEDDED
-from kvstore.doctor import Finding, ServiceAddress, Verdict, checks_of, run_checks, without
+from kvstore.doctor.check import Finding, Verdict, run_checks, without
+from kvstore.doctor.checks import checks_of
+from kvstore.doctor.service import ServiceAddress
+from kvstore.doctor.store_in_use import StoreInUse
 from kvstore.errors import KVStoreError
-from kvstore.service.reported_settings import StoreInUse, secrets_of
+from kvstore.service.hidden_secrets import secrets_of
 from kvstore.settings import TOKEN_VARIABLE, load_settings
 
 UNHEALTHY = 1

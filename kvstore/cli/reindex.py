@@ -20,11 +20,11 @@ from kvstore.cli.printing import bytes_text, counted, progress_bar
 from kvstore.cli.service import ByService, ServiceUrl, admin_of, check_store, location_of, store_in_use
 from kvstore.client.embedded import default_directory
 from kvstore.compose import open_catalog, open_tier
+from kvstore.doctor.store_in_use import StoreInUse
 from kvstore.errors import InvalidRequest
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.files import read_regular
-from kvstore.service.reported_settings import StoreInUse
 from kvstore.settings import Settings
 from kvstore.store.upkeep.reindexing import ReindexReport, reindex_level
 from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier

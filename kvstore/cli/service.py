@@ -15,9 +15,9 @@ from kvstore.cli.options import quieted, tls_of, token_of
 from kvstore.client import BlockingStore, ClientOptions
 from kvstore.client.embedded import EmbeddedOptions, private_socket_path
 from kvstore.client.remote import EMBEDDED
+from kvstore.doctor.store_in_use import StoreInUse, store_of
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable, next_step
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.reported_settings import StoreInUse, store_of
 from kvstore.settings import TOKEN_VARIABLE, Settings, load_settings
 from kvstore.tiers.locations import ColdLocation, HotLocation
 from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address

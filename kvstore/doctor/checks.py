@@ -14,9 +14,9 @@ from kvstore.doctor.namespaces import namespaces_check
 from kvstore.doctor.redis import REDIS_NAMES, redis_check
 from kvstore.doctor.s3 import S3_NAMES, s3_check
 from kvstore.doctor.service import ServiceAddress, service_check
+from kvstore.doctor.store_in_use import StoreInUse
 from kvstore.doctor.versions import versions_check
 from kvstore.errors import next_step
-from kvstore.service.reported_settings import StoreInUse
 from kvstore.tiers.locations import FileLocation, RedisLocation, S3Location
 from kvstore.wire.address import TcpAddress, parse_address
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvstore.runtime.tracing import request_context
-from kvstore.service.reported_settings import without_secrets
+from kvstore.service.hidden_secrets import without_secrets
 
 LogFormat = Literal["text", "json"]
 

@@ -26,8 +26,9 @@ from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.files import open_regular
 from kvstore.service.admin.port import Administered, admin_port, check_admin_listen
 from kvstore.service.authentication import CredentialsFile, read_token
+from kvstore.service.hidden_secrets import secrets_of
 from kvstore.service.logs import log_to_file, log_to_stderr, shape_logs
-from kvstore.service.reported_settings import reported_settings, secrets_of
+from kvstore.service.reported_settings import reported_settings
 from kvstore.service.server import Server
 from kvstore.service.tracing import open_tracing
 from kvstore.settings import Settings, load_settings

@@ -1,26 +1,19 @@
-"""The settings that a service runs with, as it reports them; the store that a tool finds by them; secrets to hide."""
+"""The settings that a service runs with, as it reports them: each with its source, and without secrets."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from urllib.parse import quote, urlencode, urlsplit
 
-from kvstore.errors import InvalidRequest
 from kvstore.eviction.holdings import Quota
-from kvstore.runtime.files import read_regular
-from kvstore.settings import TOKEN_VARIABLE, Settings, settings_from
-from kvstore.tiers.locations import FileLocation, RedisLocation, S3Location, parse_hot
+from kvstore.service.hidden_secrets import HIDDEN, secrets_of, without_secrets
+from kvstore.settings import Settings
+from kvstore.tiers.locations import RedisLocation, S3Location
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE")
-_OWN = ("token_file", "tls_ca_file", "tls_certificate_file", "tls_key_file")
-"""Settings with which a tool itself connects: where it has its own, these count."""
 
 
 def reported_settings(settings: Settings) -> dict[str, object]:
@@ -33,7 +26,7 @@ def reported_settings(settings: Settings) -> dict[str, object]:
     secrets = secrets_of(settings)
     values: dict[str, object] = {}
     for name in Settings.model_fields:
-        text = _spelled(name, getattr(settings, name))
+        text = spelled(name, getattr(settings, name))
         values[name] = {
             "value": None if text is None else without_secrets(text, secrets),
             "source": settings.source(name),
@@ -42,161 +35,7 @@ def reported_settings(settings: Settings) -> dict[str, object]:
     return {"settings": values, "credentials": credentials}
 
 
-@dataclass(frozen=True, slots=True)
-class StoreInUse:
-    """The store that a tool works on.
-
-    Attributes:
-        settings: The settings of that store.
-        service: The address of the service that reported them; empty: they are those of this shell.
-        found: How that address was found, like `given as --url`.
-        is_remote: That service may run on another machine.
-        lacking: Settings with a secret that is not known here: services do not report secrets.
-        credentials: Variables with which the service logs in to S3, and which are not set here.
-        differs: What the settings here say of a tier, where they say something else.
-        problem: Why a service that answers did not report its settings.
-        silent: Addresses where no service answers.
-    """
-
-    settings: Settings
-    service: str = ""
-    found: str = ""
-    is_remote: bool = False
-    lacking: tuple[str, ...] = ()
-    credentials: tuple[str, ...] = ()
-    differs: tuple[str, ...] = ()
-    problem: str = ""
-    silent: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        text = f"hot {self.settings.hot}, cold {_place_text(self.settings.cold)}"
-        if self.service:
-            return f"{text} (reported by the service at {self.service}{f', {self.found}' if self.found else ''})"
-        where = f"; no service answers at {' or '.join(self.silent)}" if self.silent else ""
-        return f"{text} (the settings of this shell{where})"
-
-    def obstacle(self, name: str) -> str | None:
-        """Why this process cannot use a tier, or the keys, of the service, with the next step; `None`: it can."""
-        value, variable = getattr(self.settings, name), f"KVSTORE_{name.upper()}"
-        if name in self.lacking:
-            return f"a service does not report its secrets: set {variable} here to the service's whole {name}"
-        if isinstance(value, S3Location) and self.credentials:
-            names = ", ".join(self.credentials)
-            return f"the service logs in to S3 with {names}, which it does not report: set {names} in this shell too"
-        if isinstance(value, FileLocation) and self.is_remote:
-            return f"{value.path} is a directory of the service's machine: run this command there"
-        return None
-
-    @property
-    def is_named(self) -> bool:
-        """Whether its settings name a tier, and are not only defaults."""
-        return bool({"hot", "cold"} & self.settings.model_fields_set)
-
-
-def store_of(
-    reported: Mapping[str, object],
-    local: Settings,
-    address: str,
-    *,
-    found: str,
-    is_remote: bool = False,
-    is_chosen: bool = False,
-) -> StoreInUse:
-    """The store of a service.
-
-    Args:
-        reported: As `reported_settings` returns it.
-        local: The tool's own settings.
-        found: How it was found.
-        is_remote: The service may run on another machine.
-        is_chosen: The user named this service, so other settings here do not matter.
-
-    Raises:
-        InvalidRequest: The answer is not one of this release, or a value is not one that this release knows.
-    """
-    settings, lacking = settings_of(reported, local)
-    own = {name: getattr(local, name) for name in ("hot", "cold") if name in local.model_fields_set}
-    differs = [
-        f"{name} {_place_text(here)}" for name, here in own.items() if not _is_same_place(here, getattr(settings, name))
-    ]
-    return StoreInUse(
-        settings,
-        service=address,
-        found=found,
-        is_remote=is_remote,
-        lacking=tuple(lacking),
-        credentials=tuple(named_credentials(reported)),
-        differs=() if is_chosen else tuple(differs),
-    )
-
-
-def _is_same_place(here: object, there: object) -> bool:
-    """Whether two locations are one place. An endpoint that one of them leaves to the AWS environment is not known
-    here, and counts as the same."""
-    if isinstance(here, S3Location) and isinstance(there, S3Location):
-        ends = (here.endpoint_url, there.endpoint_url)
-        return (here.bucket, here.prefix) == (there.bucket, there.prefix) and (None in ends or ends[0] == ends[1])
-    return str(here) == str(there)
-
-
-def _place_text(location: object) -> str:
-    endpoint = location.endpoint_url if isinstance(location, S3Location) else None
-    return f"{location} at {endpoint.rpartition('@')[2]}" if endpoint else str(location)
-
-
-def named_credentials(reported: Mapping[str, object]) -> list[str]:
-    """The variables that a tool needs to log in as the service does, and does not have here."""
-    listed = reported.get("credentials")
-    names = [str(name) for name in listed] if isinstance(listed, list | tuple) else []
-    has_own = os.getenv("AWS_ACCESS_KEY_ID") or os.getenv("AWS_PROFILE") or _shared_credentials().exists()
-    return [] if has_own else names
-
-
-def settings_of(reported: Mapping[str, object], local: Settings) -> tuple[Settings, list[str]]:
-    """The settings that a service reports, and the names of those with a secret that is not known here.
-
-    Args:
-        reported: As `reported_settings` returns it.
-        local: The tool's own settings. One that differs only in its secret replaces the reported one. A tool connects
-            with its own certificates and token.
-
-    Raises:
-        InvalidRequest: The answer is not one of this release, or a value is not one that this release knows.
-    """
-    listed = reported.get("settings")
-    if not isinstance(listed, Mapping):
-        raise InvalidRequest("the service does not report its settings: it is of another release")
-    values: dict[str, object] = {}
-    lacking: list[str] = []
-    for name, one in listed.items():
-        text = one.get("value") if isinstance(one, Mapping) else None
-        if name not in Settings.model_fields or not isinstance(text, str):
-            continue  # of another release, or not set
-        values[name] = text
-        if HIDDEN in text:
-            own = getattr(local, name)
-            if _spelled(name, own) == text or _is_place(own, text):
-                values[name] = own
-            else:
-                lacking.append(name)
-    values |= {name: own for name in _OWN if (own := getattr(local, name)) is not None}
-    return settings_from(values), lacking
-
-
-def _is_place(own: object, text: str) -> bool:
-    """Whether a setting here is the Redis that a service reports, apart from the login."""
-    return isinstance(own, RedisLocation) and _without_login(own) == _without_login(parse_hot(text))
-
-
-def _without_login(location: object) -> RedisLocation | None:
-    return replace(location, username=None, password=None) if isinstance(location, RedisLocation) else None
-
-
-def _shared_credentials() -> Path:
-    return Path(os.getenv("AWS_SHARED_CREDENTIALS_FILE") or Path.home() / ".aws" / "credentials")
-
-
-def _spelled(name: str, value: object) -> str | None:
+def spelled(name: str, value: object) -> str | None:
     """A value as a flag spells it, secrets hidden."""
     match value:
         case None:
@@ -239,37 +78,3 @@ def _first(names: Sequence[str]) -> str | None:
 
 def _quota(quota: Quota) -> str:
     return f"{quota.guaranteed_bytes or ''}:{quota.maximum_bytes if quota.maximum_bytes is not None else ''}"
-
-
-_VARIABLES = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", TOKEN_VARIABLE)
-_TOKEN_BYTES_MAX = 4096
-HIDDEN = "***"
-
-
-def secrets_of(settings: Settings) -> list[str]:
-    """Passwords of the tiers, the token of the data port, and the keys of S3; the longest first, so that no secret is
-    hidden only in part because another one is contained in it.
-    """
-    hot, cold = settings.hot, settings.cold
-    found = [hot.password] if isinstance(hot, RedisLocation) else []
-    if isinstance(cold, S3Location) and cold.endpoint_url is not None:
-        found.append(urlsplit(cold.endpoint_url).password)
-    if settings.token_file is not None:
-        with suppress(OSError):  # reported where the token is needed
-            found.append(read_regular(settings.token_file, _TOKEN_BYTES_MAX).decode(errors="replace").strip())
-    found += [os.getenv(name) for name in _VARIABLES]
-    spellings = {spelled for secret in found if secret for spelled in _spellings(secret)}
-    return sorted(spellings, key=len, reverse=True)
-
-
-def _spellings(secret: str) -> tuple[str, ...]:
-    """A secret as it is, in a url, and quoted by Python and JSON."""
-    return secret, quote(secret, safe=""), quote(secret), repr(secret)[1:-1], json.dumps(secret)[1:-1]
-
-
-def without_secrets(text: str, secrets: Iterable[str]) -> str:
-    """A text with each secret hidden."""
-    for secret in secrets:
-        if secret in text:
-            text = text.replace(secret, HIDDEN)
-    return text

@@ -17,8 +17,8 @@ from kvstore.client.connection import ClientOptions, Connection
 from kvstore.errors import InternalError, InvalidRequest, Unavailable
 from kvstore.runtime.tracing import NO_REQUEST, RequestContext, request_context
 from kvstore.service.authentication import Credentials
+from kvstore.service.hidden_secrets import secrets_of
 from kvstore.service.logs import ServiceFormatter, shape_logs
-from kvstore.service.reported_settings import secrets_of
 from kvstore.service.server import Server
 from kvstore.settings import load_settings
 from kvstore.store.tiered import TieredStore
