@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from kvstore.api import Outcome
 from kvstore.catalog.base import Use
 from kvstore.runtime.events import EventKind
-from kvstore.service.history import Watcher
+from kvstore.service.watcher import Watcher
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
 from kvstore.testing.waiting import soon

@@ -20,8 +20,9 @@ import kvstore
 from kvstore.errors import InternalError, InvalidRequest
 from kvstore.runtime.events import EventKind
 from kvstore.service.authentication import Credentials
-from kvstore.service.history import History, Watcher
+from kvstore.service.history import History
 from kvstore.service.server import Server
+from kvstore.service.watcher import Watcher
 from kvstore.settings import Settings
 from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.store.tiered import TieredStore

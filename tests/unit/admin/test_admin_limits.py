@@ -18,7 +18,7 @@ from kvstore.cli.status import page_of
 from kvstore.cli.top import read_values, screen_of
 from kvstore.client import connect
 from kvstore.errors import Unavailable
-from kvstore.service.history import Watcher
+from kvstore.service.watcher import Watcher
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.waiting import soon
 from tests.deployment.test_monitoring import METRIC, expressions

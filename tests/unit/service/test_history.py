@@ -13,7 +13,8 @@ from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import EventKind, Events
 from kvstore.service.authentication import CredentialsFile
-from kvstore.service.history import History, Sample, Watcher, window_of
+from kvstore.service.history import History, Sample, window_of
+from kvstore.service.watcher import Watcher
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.tiers.base import TierUsage
