@@ -23,7 +23,6 @@ from pydantic import (
     ValidationInfo,
 )
 
-from kvstore.client.embedded import default_directory
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.candidates import ADMISSIONS, AUTO, POLICIES, REMOVED
 from kvstore.eviction.holdings import Quota
@@ -41,6 +40,7 @@ from kvstore.tiers.locations import (
     without_secrets,
 )
 from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address
+from kvstore.wire.private_place import default_directory
 from kvstore.wire.tls import ServerTls
 
 Source = Literal["flag", "environment", "file", "default"]

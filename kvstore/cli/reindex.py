@@ -18,7 +18,6 @@ from kvstore.cli.admin import AdminClient, run_job
 from kvstore.cli.options import AsJson, Config, TokenFile, quieted
 from kvstore.cli.printing import bytes_text, counted, progress_bar
 from kvstore.cli.service import ByService, ServiceUrl, admin_of, check_store, location_of, store_in_use
-from kvstore.client.embedded import default_directory
 from kvstore.compose import open_catalog, open_tier
 from kvstore.doctor.store_in_use import StoreInUse
 from kvstore.errors import InvalidRequest
@@ -28,6 +27,7 @@ from kvstore.runtime.files import read_regular
 from kvstore.settings import Settings
 from kvstore.store.upkeep.reindexing import ReindexReport, reindex_level
 from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier
+from kvstore.wire.private_place import default_directory
 
 Locations = Mapping[Level, HotLocation | ColdLocation]
 

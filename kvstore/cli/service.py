@@ -13,7 +13,6 @@ import typer
 
 from kvstore.cli.options import quieted, tls_of, token_of
 from kvstore.client import BlockingStore, ClientOptions
-from kvstore.client.embedded import EmbeddedOptions, private_socket_path
 from kvstore.client.remote import EMBEDDED
 from kvstore.doctor.store_in_use import StoreInUse, store_of
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable, next_step
@@ -21,6 +20,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.settings import TOKEN_VARIABLE, Settings, load_settings
 from kvstore.tiers.locations import ColdLocation, HotLocation
 from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address
+from kvstore.wire.private_place import default_directory, private_socket_path
 
 if TYPE_CHECKING:
     from kvstore.cli.admin import AdminClient
@@ -143,7 +143,7 @@ def service_url(settings: Settings) -> str:
 
 
 def _embedded_address() -> str:
-    return f"unix:{private_socket_path(EmbeddedOptions().directory)}"
+    return f"unix:{private_socket_path(default_directory())}"
 
 
 def _next_step(text: str, *, is_embedded: bool, has_token: bool) -> str:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import hashlib
 import os
 import subprocess
 import sys
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import kvstore
-from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.runtime.files import open_regular
-from kvstore.wire.address import UNIX_PATH_BYTES_MAX, UnixAddress, unix_accepts
+from kvstore.errors import Unavailable
+from kvstore.runtime.files import open_regular, try_lock
+from kvstore.wire.address import UnixAddress, unix_accepts
+from kvstore.wire.private_place import default_directory, private_socket_path
 
 _START_S = 20.0
 _OPENMP = ("GOMP_", "KMP_", "OMP_")
@@ -26,12 +24,6 @@ _LOG_BYTES_MAX = 1 << 20
 _TOLD_BYTES_MAX = 512
 _PAUSE_FIRST_S, _PAUSE_MAX_S = 5.0, 60.0
 """Pause after a service that ended at once, doubling up to the second value: each start costs processor time."""
-
-
-def default_directory() -> Path:
-    """`$XDG_CACHE_HOME/kvstore`, by default `~/.cache/kvstore`."""
-    cache = os.getenv("XDG_CACHE_HOME", "")  # a convention of the system, not a setting of ours
-    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "kvstore"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +41,6 @@ class EmbeddedOptions:
     memory_bytes: int | None = None
     disk_bytes: int | None = None
     idle_exit_s: float = 5.0
-
-
-def private_socket_path(directory: Path) -> Path:
-    """Where the private service of a directory listens; the same for all its clients.
-
-    Inside the directory or, if that path would be too long for a socket, in a private folder for temporary files.
-
-    Raises:
-        InvalidRequest: The private folder belongs to another user, or others have access to it.
-    """
-    path = directory / "run" / "service.sock"
-    if len(os.fsencode(path)) + 16 <= UNIX_PATH_BYTES_MAX:  # room for the pid that a listener appends for a moment
-        return path
-    digest = hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"kvstore-{os.geteuid()}-{digest}"
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    status = folder.lstat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise InvalidRequest("a folder for a private socket must be its user's alone", path=folder)
-    return folder / "service.sock"
 
 
 class EmbeddedService:
@@ -182,12 +153,3 @@ def _last_line(path: Path) -> str:
         file.seek(max(0, path.stat().st_size - _TOLD_BYTES_MAX))
         lines = file.read().decode(errors="replace").splitlines()
     return lines[-1] if lines else ""
-
-
-def try_lock(descriptor: int) -> bool:
-    """Take the exclusive lock on an open file, without waiting. False: another process has it."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

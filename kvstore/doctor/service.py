@@ -14,7 +14,6 @@ from pathlib import Path
 
 import kvstore
 from kvstore.client import ClientOptions, connect
-from kvstore.client.embedded import EmbeddedOptions, private_socket_path
 from kvstore.client.remote import EMBEDDED
 from kvstore.doctor.check import Check, Criterion, Finding
 from kvstore.errors import InvalidRequest, KVStoreError, in_words, next_step
@@ -22,6 +21,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.service.authentication import read_token
 from kvstore.store.explain.reasons import REASONS, UNKNOWN
 from kvstore.wire.address import TcpAddress, UnixAddress, parse_address
+from kvstore.wire.private_place import default_directory, private_socket_path
 from kvstore.wire.tls import ClientTls
 
 _NAMES = ("service", "service.release", "service.tiers", "service.saves", "service.admin")
@@ -59,7 +59,7 @@ def service_check(address: ServiceAddress) -> Check:
         InvalidRequest: The url is not an address.
     """
     is_embedded = address.url == EMBEDDED
-    url = f"unix:{private_socket_path(EmbeddedOptions().directory)}" if is_embedded else address.url
+    url = f"unix:{private_socket_path(default_directory())}" if is_embedded else address.url
     parsed = parse_address(url)
 
     async def run(deadline: Deadline) -> AsyncIterator[Finding]:

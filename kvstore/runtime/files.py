@@ -1,8 +1,9 @@
-"""Opens files under names that may be anything: a pipe or a device never makes the caller wait."""
+"""Opens and locks files without waiting, also under a name that belongs to a pipe or a device."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from pathlib import Path
@@ -35,3 +36,12 @@ def read_regular(path: Path, bytes_max: int = -1) -> bytes:
     """
     with open(open_regular(path), "rb") as file:
         return file.read(bytes_max)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Take the exclusive lock on an open file, without waiting. False: another process has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -18,12 +18,11 @@ from typing import Any, TypeVar
 import uvloop
 
 from kvstore.api import PageStore
-from kvstore.client.embedded import default_directory, private_socket_path, try_lock
 from kvstore.compose import open_served_store
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.runtime.background import on_loose_exception
 from kvstore.runtime.clock import SYSTEM_CLOCK
-from kvstore.runtime.files import open_regular
+from kvstore.runtime.files import open_regular, try_lock
 from kvstore.service.admin.port import Administered, admin_port, check_admin_listen
 from kvstore.service.authentication import CredentialsFile, read_token
 from kvstore.service.hidden_secrets import secrets_of
@@ -33,6 +32,7 @@ from kvstore.service.server import Server
 from kvstore.service.tracing import open_tracing
 from kvstore.settings import Settings, load_settings
 from kvstore.wire.address import Address, TcpAddress, unix_accepts
+from kvstore.wire.private_place import default_directory, private_socket_path
 
 _log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from typing import Any, Self
 
 import kvstore
 from kvstore.client import BlockingStore, ClientOptions
-from kvstore.client.embedded import private_socket_path
 from kvstore.errors import KVStoreError
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.servers.process import ServerProcess
+from kvstore.wire.private_place import private_socket_path
 
 ROOT = Path(kvstore.__file__).resolve().parent.parent
 """The source tree."""

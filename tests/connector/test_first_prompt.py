@@ -15,9 +15,9 @@ from typing import Any, cast
 import pytest
 
 from kvstore.client import BlockingStore
-from kvstore.client.embedded import private_socket_path
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.engine import EngineProcess, EngineSpec, Request, seeded_prompt
+from kvstore.wire.private_place import private_socket_path
 
 pytestmark = pytest.mark.engine
 

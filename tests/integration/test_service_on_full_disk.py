@@ -99,7 +99,7 @@ if when == "serve":
     command = ["-c", verb, "serve", "--cold", f"file://{root / 'records'}", "--listen", address]
     command += ["--admin-listen", "off"]
 else:
-    from kvstore.client.embedded import private_socket_path
+    from kvstore.wire.private_place import private_socket_path
     address = f"unix:{private_socket_path(root / 'private')}"
     command = ["-m", "kvstore.service", "--embedded", "--directory", str(root / "private")]
 process = subprocess.Popen([sys.executable, *command, "--memory-bytes", "32MiB"], stdout=log, stderr=log)

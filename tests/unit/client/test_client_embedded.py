@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.api import Deadline, SaveOutcome
 from kvstore.client import BlockingStore, ClientOptions, EmbeddedOptions
-from kvstore.client.embedded import EmbeddedService, default_directory, private_socket_path
+from kvstore.client.embedded import EmbeddedService
 from kvstore.compose import open_tier
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.settings import load_settings
@@ -23,6 +23,7 @@ from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.serve import private_service_pids
 from kvstore.testing.waiting import soon
 from kvstore.wire.address import UNIX_PATH_BYTES_MAX
+from kvstore.wire.private_place import default_directory, private_socket_path
 
 PROMPT = Prompt(ATTENTION, "embedded", 128)
 IDLE_S = 0.5
