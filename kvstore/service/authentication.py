@@ -81,16 +81,13 @@ class Credentials:
     but a token is 32 random bytes, which no search finds.
 
     Args:
-        grants: By the SHA-256 of a token, in hex, its grant, or just its tenant. A tenant may have several.
+        grants: By the SHA-256 of a token, in hex. A tenant may have several.
     """
 
-    def __init__(self, grants: Mapping[str, Grant | str] | None = None) -> None:
+    def __init__(self, grants: Mapping[str, Grant]) -> None:
         # keyed with a secret, so that the time of a look-up reveals nothing about a digest
         self._key = secrets.token_bytes(32)  # not a seeded generator: with its seed look-ups could be timed again
-        self._grants: dict[bytes, Grant] = {}
-        for digest, given in (grants or {}).items():
-            grant = given if isinstance(given, Grant) else Grant(given, name=_name_of(digest, given))
-            self._grants[self._name(digest)] = replace(grant, token_sha256=digest)
+        self._grants = {self._name(digest): replace(grant, token_sha256=digest) for digest, grant in grants.items()}
 
     @property
     def num_tokens(self) -> int:
@@ -114,37 +111,6 @@ class Credentials:
 
     def _name(self, digest: str) -> bytes:
         return hmac.digest(self._key, digest.encode(), "sha256")
-
-
-class CredentialsFile(Credentials):
-    """The credentials of a file that is read again when it changes: tokens come and go without a restart.
-
-    See `Watched` for when a change counts. The server polls `file` every second.
-
-    Attributes:
-        file: The file and the credentials in force.
-
-    Raises:
-        InvalidRequest: The file is invalid at the start.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.file = Watched("credentials", partial(state_of, path), partial(_load, path))
-
-    @property
-    def num_tokens(self) -> int:
-        return self.file.value.num_tokens
-
-    def grant_of(self, token: str) -> Grant | None:
-        """As `Credentials.grant_of`, with the content in force."""
-        return self.file.value.grant_of(token)
-
-    def has_tenant(self, tenant: str) -> bool:
-        return self.file.value.has_tenant(tenant)
-
-    def holds(self, grant: Grant) -> bool:
-        return self.file.value.holds(grant)
 
 
 class _Entry(TableEntry):
@@ -177,6 +143,17 @@ def read_credentials(path: Path) -> Credentials:
                 entry=f"credential {number} of {path}",
             )
     return Credentials(grants)
+
+
+def watch_credentials(path: Path) -> Watched[Credentials]:
+    """The credentials of a file that is read again when it changes: tokens come and go without a restart.
+
+    See `Watched` for when a change counts. The server polls it every second.
+
+    Raises:
+        InvalidRequest: The file is invalid at the start.
+    """
+    return Watched("credentials", partial(state_of, path), partial(_load, path))
 
 
 def _load(path: Path) -> Credentials:
@@ -257,7 +234,7 @@ class Authenticator:
             nor a token, every TCP peer is admitted: `serve_settings` refuses to start like that.
     """
 
-    def __init__(self, token: str = "", credentials: Credentials | None = None) -> None:
+    def __init__(self, token: str = "", credentials: Watched[Credentials] | None = None) -> None:
         self._token = token.encode()
         self._credentials = credentials
         self._failures = FailureLimit()
@@ -288,7 +265,7 @@ class Authenticator:
 
     def still_admits(self, grant: Grant) -> bool:
         """Whether a peer that was admitted with a grant may stay."""
-        return self._credentials is None or self._credentials.holds(grant)
+        return self._credentials is None or self._credentials.value.holds(grant)
 
     def _needs_none(self, token: str, *, is_local: bool) -> bool:
         """Whether a peer is admitted without the token of a tenant."""
@@ -299,7 +276,7 @@ class Authenticator:
     def _grant_of(self, token: str) -> Grant | None:
         if not token:
             return None
-        if self._credentials is not None and (grant := self._credentials.grant_of(token)) is not None:
+        if self._credentials is not None and (grant := self._credentials.value.grant_of(token)) is not None:
             return grant
         is_shared = bool(self._token) and hmac.compare_digest(self._token, token.encode())
         return _WITHOUT_TENANT if is_shared else None

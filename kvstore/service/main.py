@@ -24,7 +24,7 @@ from kvstore.runtime.background import on_loose_exception
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.files import open_regular, try_lock
 from kvstore.service.admin.port import Administered, admin_port, check_admin_listen
-from kvstore.service.authentication import CredentialsFile, read_token
+from kvstore.service.authentication import read_token, watch_credentials
 from kvstore.service.hidden_secrets import secrets_of
 from kvstore.service.logs import log_to_file, log_to_stderr, shape_logs
 from kvstore.service.reported_settings import reported_settings
@@ -57,7 +57,7 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None]) -> No
     shape_logs(settings.log_format, secrets_of(settings))
     _allow_descriptors()
     token = read_token(settings.token_file) if settings.token_file is not None else ""
-    credentials = CredentialsFile(settings.credentials_file) if settings.credentials_file is not None else None
+    credentials = watch_credentials(settings.credentials_file) if settings.credentials_file is not None else None
     if isinstance(settings.listen, TcpAddress) and not token and credentials is None:
         raise InvalidRequest("a TCP service needs a token: write one into a file and name it in token_file")
     tls = settings.tls()

@@ -15,8 +15,9 @@ from kvstore.runtime.budget import ByteBudget, Shares
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.tracing import Tracing
 from kvstore.runtime.turns import Turns
+from kvstore.runtime.watched_file import Watched
 from kvstore.service.answers import Answers
-from kvstore.service.authentication import Authenticator, Credentials, CredentialsFile
+from kvstore.service.authentication import Authenticator, Credentials
 from kvstore.service.limits import ServiceLimits, UnauthenticatedConnection, UnauthenticatedConnections
 from kvstore.service.listener import Listener
 from kvstore.service.save_memory import SaveMemories
@@ -39,7 +40,7 @@ class Server:
     Args:
         store: Stays the caller's: it is not closed here.
         token: Required of TCP peers, unless empty.
-        credentials: Tokens of tenants; `None`: there are none. Every second the server checks whether their file has
+        credentials: Tokens of tenants; `None`: there are none. Every second the server checks whether they have
             changed, and ends peers whose token is no longer valid.
         tls: For addresses that speak it, on both ports; its files are checked every second, too.
         settings: A part of `status` for peers that may see everything, as `reported_settings` returns it.
@@ -50,7 +51,7 @@ class Server:
         store: PageStore,
         limits: ServiceLimits | None = None,
         token: str = "",
-        credentials: Credentials | None = None,
+        credentials: Watched[Credentials] | None = None,
         tls: ServerTls | None = None,
         *,
         tracing: Tracing | None = None,
@@ -152,7 +153,7 @@ class Server:
     async def _check_every_second(self) -> None:
         while True:
             await asyncio.sleep(_CHECK_S)
-            if isinstance(self._credentials, CredentialsFile) and await asyncio.to_thread(self._credentials.file.poll):
+            if self._credentials is not None and await asyncio.to_thread(self._credentials.poll):
                 self._end_unauthorized()
             if self.tls is not None:
                 await asyncio.to_thread(self.tls.poll)

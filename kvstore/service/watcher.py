@@ -12,7 +12,8 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import EventKind, Events
-from kvstore.service.authentication import Credentials, CredentialsFile
+from kvstore.runtime.watched_file import Watched
+from kvstore.service.authentication import Credentials
 from kvstore.service.history import STEP_S, History, Sample
 from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.store.explain.reasons import REASONS, UNKNOWN
@@ -49,7 +50,7 @@ class Watcher:
         history: History,
         events: Events,
         *,
-        credentials: Credentials | None = None,
+        credentials: Watched[Credentials] | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._store = store
@@ -59,8 +60,8 @@ class Watcher:
         self._background = Background("watcher")
         self._before: Mapping[str, float] = store.meters.snapshot()
         self._rules: Mapping[str, str] = {}
-        self._credentials = credentials.file if isinstance(credentials, CredentialsFile) else None
-        self._num_loaded = self._credentials.num_loaded if self._credentials is not None else 0
+        self._credentials = credentials
+        self._num_loaded = credentials.num_loaded if credentials is not None else 0
         self._num_refused = 0
         self._orders = self._operator_rules()
 

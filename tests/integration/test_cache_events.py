@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from kvstore.client.connection import Connection
 from kvstore.compose import open_catalog, open_store
 from kvstore.model.keys import Boundary
 from kvstore.model.page_blocks import BlockGroup, PageBlocks
-from kvstore.service.authentication import Credentials
+from kvstore.service.authentication import Grant
 from kvstore.service.server import Server
 from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore
@@ -32,6 +31,7 @@ from kvstore.testing.event_subscriber import EventSubscriber
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer
 from kvstore.testing.servers.ports import free_address
+from kvstore.testing.tokens import credentials_of
 from kvstore.testing.waiting import soon
 from kvstore.wire.address import parse_address
 
@@ -285,7 +285,7 @@ async def test_engines_name_pages_over_the_wire(tmp_path: Path, subscriber: Even
     """What one engine saved and named is published; a tenant's names of another tenant's pages, and of pages that are
     not stored, are not."""
     tokens = {"red": "red's", "blue": "blue's"}
-    credentials = Credentials({sha256(token.encode()).hexdigest(): name for name, token in tokens.items()})
+    credentials = credentials_of({token: Grant(name) for name, token in tokens.items()})
     url = f"unix:{tmp_path}/s"
     prompt, absent = Prompt(ATTENTION, "p", 64, tenant="red"), Prompt(ATTENTION, "absent", 64, tenant="red")
     async with AsyncExitStack() as stack:

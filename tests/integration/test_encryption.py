@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import hashlib
 import logging
 import secrets
 from contextlib import AsyncExitStack
@@ -22,11 +21,12 @@ from kvstore.format.encrypted import ENCRYPTION_BYTES, encrypt_record
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.record import seal
 from kvstore.model.keys import RecordKey
-from kvstore.service.authentication import Credentials
+from kvstore.service.authentication import Grant
 from kvstore.service.server import Server
 from kvstore.settings import load_settings
 from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.testing.keys import tenant_key, write_keys
+from kvstore.testing.tokens import credentials_of
 from kvstore.testing.waiting import soon
 from kvstore.tiers.base import PutOutcome
 from kvstore.wire.address import parse_address
@@ -196,7 +196,7 @@ async def test_clients_and_their_tenants_know_nothing_of_it(tmp_path: Path) -> N
     """Over a Unix socket and TCP: engines of two tenants, and one without credential, save and load plain records, bit
     for bit; none finds what another saved; a record that a client encrypted itself is refused.
     """
-    credentials = Credentials({hashlib.sha256(f"{name} token".encode()).hexdigest(): name for name in ("red", "blue")})
+    credentials = credentials_of({f"{name} token": Grant(name) for name in ("red", "blue")})
     place = directory_place(tmp_path / "store")
     keys = write_keys(tmp_path / "keys.toml", [("red", 1, 1), ("*", 1, 2)])
     async with opened(place, keys) as store, AsyncExitStack() as stack:

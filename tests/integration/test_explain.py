@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,13 @@ from kvstore.errors import InvalidRequest
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.runtime.meters import Meters
-from kvstore.service.authentication import Credentials
+from kvstore.service.authentication import Grant
 from kvstore.service.server import Server
 from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
+from kvstore.testing.tokens import credentials_of
 from kvstore.testing.waiting import eventually, soon
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address
@@ -340,7 +340,7 @@ async def test_tenants_see_their_own(tmp_path: Path) -> None:
     process of the service's own user sees all, and that it is another tenant's.
     """
     tokens = {"red": "a" * 32, "blue": "b" * 32}
-    credentials = Credentials({sha256(token.encode()).hexdigest(): name for name, token in tokens.items()})
+    credentials = credentials_of({token: Grant(name) for name, token in tokens.items()})
     facts = make_facts()
     shape = make_shape(facts)
     description = describe_namespace(facts, shape, WEIGHTS)

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,11 @@ from kvstore.client.remote import RemoteStore
 from kvstore.compose import open_store
 from kvstore.doctor.check import Finding, Verdict, run_checks
 from kvstore.doctor.service import ServiceAddress, service_check
-from kvstore.service.authentication import Credentials
+from kvstore.service.authentication import Grant
 from kvstore.service.server import Server
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import HYBRID, Prompt
+from kvstore.testing.tokens import credentials_of
 from kvstore.testing.waiting import soon
 from kvstore.wire.address import parse_address
 
@@ -42,7 +42,7 @@ class Service:
     async def start(self) -> None:
         settings = {"hot": "memory:", "cold": f"file://{self._folder}/records", "memory_bytes": "32MiB"}
         store = await self._running.enter_async_context(open_store(load_settings({**settings, "disk_bytes": "64MiB"})))
-        credentials = Credentials({sha256(token.encode()).hexdigest(): name for name, token in TOKENS.items()})
+        credentials = credentials_of({token: Grant(name) for name, token in TOKENS.items()})
         server = Server(store, credentials=credentials)
         self._running.push_async_callback(server.aclose)
         await server.listen([parse_address(self.url)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import http.client
 import time
 from collections.abc import AsyncIterator, Callable
@@ -14,11 +13,12 @@ import pytest
 
 from kvstore.client import ClientOptions, connect
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.authentication import Credentials, Grant
+from kvstore.service.authentication import Grant
 from kvstore.service.limits import ServiceLimits
 from kvstore.service.server import Server
 from kvstore.testing.attacked import HEALTHY, AttackedService, beside
 from kvstore.testing.dict_store import DictStore
+from kvstore.testing.tokens import credentials_of
 from kvstore.wire import messages
 from kvstore.wire.address import parse_address
 from kvstore.wire.frames import MAX_HEAD_BYTES, pack_head
@@ -90,9 +90,8 @@ def test_no_more_files_is_said_seldom(folder: Path) -> None:
 
 @pytest.fixture
 async def server(folder: Path) -> AsyncIterator[Server]:
-    grants = {hashlib.sha256(name.encode()).hexdigest(): Grant(name) for name in (GREEDY, MODEST)}
     limits = ServiceLimits(connections=40, head_bytes=32 * MIB, receive_timeout_s=2.0)
-    server = Server(DictStore(), limits, credentials=Credentials(grants))
+    server = Server(DictStore(), limits, credentials=credentials_of({name: Grant(name) for name in (GREEDY, MODEST)}))
     await server.listen([parse_address(f"unix:{folder / 's'}")])
     yield server
     await server.aclose()

@@ -16,6 +16,7 @@ from kvstore.service.authentication import Credentials
 from kvstore.testing.attacked import HEALTHY, AttackedService
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers.ports import free_ports
+from kvstore.testing.tokens import credentials_of
 from kvstore.wire import messages
 from tests.security.raw_peer import RawPeer, head_bytes
 
@@ -187,5 +188,6 @@ async def test_a_file_that_cannot_be_used_changes_nothing(service: Service) -> N
 
 def test_no_credentials_is_not_false() -> None:
     """Code that asks `if credentials` cannot take a file without entries for none."""
-    assert Credentials()
-    assert not hasattr(Credentials(), "__len__")
+    for credentials in (Credentials({}), credentials_of({})):
+        assert credentials
+        assert not hasattr(credentials, "__len__")

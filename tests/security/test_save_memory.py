@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import ctypes
 import fcntl
-import hashlib
 import mmap
 import os
 import signal
@@ -35,7 +34,7 @@ from kvstore.runtime.arena import Arena, Place
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.deadline import Deadline
 from kvstore.service import save_memory
-from kvstore.service.authentication import Credentials, Grant, Scope
+from kvstore.service.authentication import Grant, Scope
 from kvstore.service.incoming import Incoming
 from kvstore.service.limits import ServiceLimits
 from kvstore.service.save_memory import SaveMemories, SaveMemory
@@ -43,6 +42,7 @@ from kvstore.service.server import Server
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.attacked import AttackedService, beside
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.tokens import credentials_of
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import messages
 from kvstore.wire.address import parse_address
@@ -336,8 +336,7 @@ async def test_a_save_with_both_a_place_and_a_payload(folder: Path) -> None:
 async def test_who_gets_no_memory(folder: Path) -> None:
     """Neither a peer on TCP, nor a tenant, nor who may not save. A peer on TCP cannot name memory that it knows the id
     of."""
-    names = {"tenant": Grant("red"), "reader": Grant(None, frozenset({Scope.READ}))}
-    credentials = Credentials({hashlib.sha256(name.encode()).hexdigest(): grant for name, grant in names.items()})
+    credentials = credentials_of({"tenant": Grant("red"), "reader": Grant(None, frozenset({Scope.READ}))})
     async with service_at(f"unix:{folder / 's'}", credentials=credentials, token="shared") as service:
         await service.server.listen([parse_address("tcp://127.0.0.1:0")])
         tcp = str(service.server.addresses[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,11 +10,12 @@ from kvstore.api import Outcome
 from kvstore.cli.status import page_of
 from kvstore.cli.status_problems import problems_of
 from kvstore.client import ClientOptions, RemoteStore, connect
-from kvstore.service.authentication import Credentials
+from kvstore.service.authentication import Grant
 from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.tokens import credentials_of
 from kvstore.testing.waiting import soon
 from kvstore.tiers.filesystem import FilesystemTier
 from kvstore.tiers.memory import MemoryTier
@@ -47,8 +47,7 @@ async def test_nothing_of_others_shows(tmp_path: Path) -> None:
     service's own user sees everything."""
     cold = await FilesystemTier.open(tmp_path / "records", budget_bytes=64 << 20)
     store = TieredStore(MemoryTier(16 << 20), None, cold, limits=StoreLimits(stage_bytes=8 << 20))
-    grants = {hashlib.sha256(name.encode()).hexdigest(): name for name in ("red", "blue")}
-    server = Server(store, credentials=Credentials(grants))
+    server = Server(store, credentials=credentials_of({name: Grant(name) for name in ("red", "blue")}))
     await server.listen([parse_address(f"unix:{tmp_path / 's'}")])
     red, blue, ours = (
         connect(str(server.addresses[0]), options=ClientOptions(token=token, name=f"pid of {token or 'ours'}"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,12 +10,13 @@ import pytest
 
 from kvstore.client import ClientOptions, RemoteStore, connect
 from kvstore.errors import Unavailable
-from kvstore.service.authentication import Credentials, Grant
+from kvstore.service.authentication import Grant
 from kvstore.service.limits import ServiceLimits
 from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt, describe
+from kvstore.testing.tokens import credentials_of
 from kvstore.testing.waiting import soon
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import convert, messages
@@ -71,8 +71,11 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
         lease_s=60.0,
     )
     store = TieredStore(MemoryTier(8 << 20), limits=limits)
-    grants = {hashlib.sha256(name.encode()).hexdigest(): Grant(name) for name in (GREEDY, MODEST)}
-    server = Server(store, ServiceLimits(request_bytes=1 << 20), credentials=Credentials(grants))
+    server = Server(
+        store,
+        ServiceLimits(request_bytes=1 << 20),
+        credentials=credentials_of({name: Grant(name) for name in (GREEDY, MODEST)}),
+    )
     await server.listen([parse_address(f"unix:{tmp_path / 's'}")])
     made = Node(server, store)
     yield made

@@ -15,6 +15,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.datastructures import Headers
 from starlette.types import Scope as AsgiScope
 
+from kvstore.runtime.watched_file import Watched
 from kvstore.service.admin.problems import Refused
 from kvstore.service.authentication import Credentials, FailureLimit, Grant, Scope
 
@@ -41,7 +42,7 @@ class Access:
     user and of root may do everything.
     """
 
-    def __init__(self, credentials: Credentials | None) -> None:
+    def __init__(self, credentials: Watched[Credentials] | None) -> None:
         self._credentials = credentials
         self._failures = FailureLimit()
 
@@ -59,7 +60,7 @@ class Access:
         token = token.strip(" ")
         if kind.lower() != "bearer" or not token:
             raise Refused(401, "a token is needed", field="authorization", expected="Bearer TOKEN", headers=_CHALLENGE)
-        grant = self._credentials.grant_of(token) if len(token) <= _TOKEN_CHARS_MAX else None
+        grant = self._credentials.value.grant_of(token) if len(token) <= _TOKEN_CHARS_MAX else None
         if grant is not None:  # also while the address waits: see `FailureLimit`
             return grant
         if wait_s := self._failures.wait_s(address):

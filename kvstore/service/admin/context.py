@@ -102,7 +102,7 @@ class AdminContext:
 
     def is_valid(self, grant: Grant) -> bool:
         """Whether a token still has this grant."""
-        return self.service.credentials is None or self.service.credentials.holds(grant)
+        return self.service.credentials is None or self.service.credentials.value.holds(grant)
 
     def engines(self, grant: Grant, model: str, tenant_shown: str | None) -> list[ConnectedEngine]:
         """The connected engines that a token may see and that serve a model.

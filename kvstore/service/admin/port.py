@@ -19,6 +19,7 @@ from importlib.util import find_spec
 import kvstore
 from kvstore.errors import InternalError, InvalidRequest
 from kvstore.runtime.events import EventKind
+from kvstore.runtime.watched_file import Watched
 from kvstore.service.authentication import Credentials
 from kvstore.service.history import History
 from kvstore.service.server import Server
@@ -36,7 +37,7 @@ _PACKAGES = ("fastapi", "uvicorn")
 
 
 def check_admin_listen(
-    address: TcpAddress | None, credentials: Credentials | None, *, has_certificate: bool = False
+    address: TcpAddress | None, credentials: Watched[Credentials] | None, *, has_certificate: bool = False
 ) -> None:
     """Require tokens on an address that other machines can reach, and a certificate for TLS.
 
@@ -73,7 +74,7 @@ class Administered:
     """
 
     settings: Settings
-    credentials: Credentials | None
+    credentials: Watched[Credentials] | None
     store: TieredStore | EncryptedStore
     server: Server
     history: History = field(default_factory=History)

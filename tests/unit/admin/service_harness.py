@@ -19,7 +19,7 @@ from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.record import seal
 from kvstore.model.keys import Boundary, RecordKey
 from kvstore.service.admin.port import Administered, AdminPort, admin_port
-from kvstore.service.authentication import CredentialsFile
+from kvstore.service.authentication import watch_credentials
 from kvstore.service.server import Server
 from kvstore.settings import load_settings
 from kvstore.store.encryption.encrypted import EncryptedStore
@@ -146,7 +146,7 @@ async def open_service(folder: Path, *, with_tokens: bool = True, **flags: objec
     path = write_credentials(folder / "credentials.toml") if with_tokens else None
     own = {"memory_bytes": "32MiB", "disk_bytes": "256MiB", "cold": f"file://{folder / 'records'}"}
     settings = load_settings({**own, "admin_listen": "127.0.0.1:0", "listen": f"unix:{folder / 'socket'}", **flags})
-    credentials = CredentialsFile(path) if path is not None else None
+    credentials = watch_credentials(path) if path is not None else None
     async with open_served_store(settings) as store:
         server = Server(store, credentials=credentials, tls=settings.tls())
         try:

@@ -14,8 +14,9 @@ from kvstore.client import connect
 from kvstore.errors import InvalidRequest
 from kvstore.service.admin.access import is_own_user, user_in_table
 from kvstore.service.admin.port import Administered, admin_port, check_admin_listen
-from kvstore.service.authentication import Credentials, FailureLimit
+from kvstore.service.authentication import FailureLimit, Grant
 from kvstore.settings import load_settings
+from kvstore.testing.tokens import credentials_of
 from kvstore.testing.waiting import soon
 from kvstore.wire.address import TcpAddress
 from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
@@ -100,7 +101,7 @@ def test_others_need_tokens(host: str) -> None:
     """An address beyond the loopback without credentials is refused at the start; the message names the setting."""
     with pytest.raises(InvalidRequest, match="field=admin_listen"):
         check_admin_listen(TcpAddress(host, 7070), None)
-    check_admin_listen(TcpAddress(host, 7070), Credentials({"0" * 64: "red"}))
+    check_admin_listen(TcpAddress(host, 7070), credentials_of({"token": Grant("red")}))
     check_admin_listen(None, None)
     loopback = TcpAddress("127.0.0.1", 7070, tls=True)
     with pytest.raises(InvalidRequest, match="field=tls_certificate_file"):

@@ -12,7 +12,7 @@ from kvstore.api import Outcome
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import EventKind, Events
-from kvstore.service.authentication import CredentialsFile
+from kvstore.service.authentication import watch_credentials
 from kvstore.service.history import History, Sample, window_of
 from kvstore.service.watcher import Watcher
 from kvstore.store.tiered import TieredStore
@@ -137,13 +137,13 @@ async def test_credentials_that_change_are_told(store: TieredStore, tmp_path: Pa
     path, events = tmp_path / "credentials.toml", Events()
     path.write_text(f'[[credential]]\ntenant = "red"\ntoken_sha256 = "{"0" * 64}"\n')
     path.chmod(0o600)
-    credentials = CredentialsFile(path)
+    credentials = watch_credentials(path)
     watcher = Watcher(store, History(), events, credentials=credentials)
     path.write_text(path.read_text() + f'[[credential]]\ntenant = "blue"\ntoken_sha256 = "{"1" * 64}"\n')
     for text in ("", "wrong"):
         path.write_text(path.read_text() + text)
         for _ in range(2):
-            credentials.file.poll()
+            credentials.poll()
         await watcher.step()
     assert [(event.kind, event.detail.get("tokens")) for event in events.after(0)] == [
         (EventKind.SETTINGS, 2),

@@ -16,7 +16,8 @@ from kvstore.client import connect
 from kvstore.client.connection import ClientOptions, Connection
 from kvstore.errors import InternalError, InvalidRequest, Unavailable
 from kvstore.runtime.tracing import NO_REQUEST, RequestContext, request_context
-from kvstore.service.authentication import Credentials
+from kvstore.runtime.watched_file import Watched
+from kvstore.service.authentication import Credentials, Grant
 from kvstore.service.hidden_secrets import secrets_of
 from kvstore.service.logs import ServiceFormatter, shape_logs
 from kvstore.service.server import Server
@@ -24,6 +25,7 @@ from kvstore.settings import load_settings
 from kvstore.store.tiered import TieredStore
 from kvstore.store.upkeep.operations import StoreOperations
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.tokens import credentials_of
 from kvstore.testing.waiting import soon
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address
@@ -66,7 +68,9 @@ def no_request() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def service(*, token: str = "", credentials: Credentials | None = None) -> AsyncIterator[tuple[Server, str]]:
+async def service(
+    *, token: str = "", credentials: Watched[Credentials] | None = None
+) -> AsyncIterator[tuple[Server, str]]:
     """On TCP, with the tokens that it knows."""
     async with AsyncExitStack() as stack:
         store = TieredStore(MemoryTier(8 << 20))
@@ -87,7 +91,7 @@ async def test_a_line_tells_its_request_tenant_and_namespace(written: Lines, mon
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("planted")
 
-    async with service(credentials=Credentials({sha256("red token"): "red"})) as (_, url):
+    async with service(credentials=credentials_of({"red token": Grant("red")})) as (_, url):
         client = connect(url, token="red token")
         try:
             namespace = await client.open_namespace(PROMPT.description, deadline=soon())
@@ -181,7 +185,7 @@ async def test_the_administration_repeats_the_request_id(
 
 async def test_wrong_tokens_are_counted_on_the_data_port(written: Lines) -> None:
     """After ten in a minute wrong ones are refused, and not logged; a right one is served, though never used before."""
-    grants = Credentials({sha256("red token"): "red", sha256("blue token"): "blue"})
+    grants = credentials_of({"red token": Grant("red"), "blue token": Grant("blue")})
     async with service(credentials=grants) as (server, _):
 
         async def greeted(token: str) -> None:

@@ -14,11 +14,12 @@ from kvstore.client import connect
 from kvstore.client.remote import RemoteStore
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.authentication import Credentials, CredentialsFile, Scope, read_credentials
+from kvstore.service.authentication import Grant, Scope, read_credentials, watch_credentials
 from kvstore.service.server import Server
 from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.tokens import credentials_of
 from kvstore.testing.waiting import soon
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address
@@ -30,7 +31,7 @@ def sha256(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-CREDENTIALS = Credentials({sha256("red token"): "red", sha256("red, next token"): "red", sha256("blue token"): "blue"})
+CREDENTIALS = credentials_of({"red token": Grant("red"), "red, next token": Grant("red"), "blue token": Grant("blue")})
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -159,7 +160,7 @@ async def test_a_token_without_the_scope_may_not_save(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         behind = TieredStore(MemoryTier(8 << 20), limits=StoreLimits(stage_bytes=4 << 20))
         stack.push_async_callback(behind.aclose)
-        server = Server(behind, credentials=read_credentials(path))
+        server = Server(behind, credentials=watch_credentials(path))
         stack.push_async_callback(server.aclose)
         await server.listen([parse_address("tcp://127.0.0.1:0")])
         store = connect(str(server.addresses[0]), token="1")
@@ -180,26 +181,26 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path, caplog: pytest.LogCap
     """
 
     def polled() -> list[bool]:
-        return [credentials.file.poll() for _ in range(3)]
+        return [credentials.poll() for _ in range(3)]
 
-    credentials = CredentialsFile(write(tmp_path, entry("red", "1")))
+    credentials = watch_credentials(write(tmp_path, entry("red", "1")))
     write(tmp_path, entry("red", "2"))
-    assert credentials.grant_of("1") is not None
+    assert credentials.value.grant_of("1") is not None
     assert polled() == [False, True, False]
-    assert credentials.grant_of("1") is None and credentials.grant_of("2") is not None
+    assert credentials.value.grant_of("1") is None and credentials.value.grant_of("2") is not None
     for text in ("not toml", "a = " + "[" * 100_000):
         write(tmp_path, text)
         caplog.clear()
-        assert polled() == [False] * 3 and credentials.grant_of("2") is not None
+        assert polled() == [False] * 3 and credentials.value.grant_of("2") is not None
         assert caplog.text.count("keeping the previous credentials until this is corrected") == 1
     write(tmp_path, entry("blue", "3"))
     assert polled() == [False, True, False]
-    assert credentials.grant_of("2") is None and credentials.num_tokens == 1
+    assert credentials.value.grant_of("2") is None and credentials.value.num_tokens == 1
     for text in ("", "# no entry", "credential = []"):
         write(tmp_path, text)
         caplog.clear()
         assert polled() == [False, True, False]
-        assert credentials.grant_of("3") is None and credentials.num_tokens == 0
+        assert credentials.value.grant_of("3") is None and credentials.value.num_tokens == 0
         assert caplog.text.count("no token is accepted: add a [[credential]]") == 1
 
 

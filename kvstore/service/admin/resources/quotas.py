@@ -121,14 +121,14 @@ async def _quota_of(context: AdminContext, grant: Grant, tenant: str) -> TenantQ
 
 
 def _quotas_of(context: AdminContext, tenants: list[str], used: dict[str, int] | None) -> list[TenantQuota]:
-    rules, credentials = context.rules, context.service.credentials
+    rules, watched = context.rules, context.service.credentials
     return [
         TenantQuota(
             tenant=tenant,
             **asdict(rules.quotas.get(tenant, Quota())),
             is_ordered=tenant in rules.ordered,
             used_bytes=None if used is None else used.get(tenant, 0),
-            is_known=used is None or tenant in used or (credentials is not None and credentials.has_tenant(tenant)),
+            is_known=used is None or tenant in used or (watched is not None and watched.value.has_tenant(tenant)),
         )
         for tenant in tenants
     ]
