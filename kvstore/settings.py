@@ -1,4 +1,4 @@
-"""Settings of a service: flags over environment over one TOML file over defaults. Only `kvstore.compose` reads them."""
+"""Settings of a service: flags over environment over one TOML file over defaults. No part of a store knows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes the components of a service's store from its settings; the only package that reads settings."""
+"""Makes the components of a service's store from its settings, which the components do not know."""
 
 from __future__ import annotations
 
