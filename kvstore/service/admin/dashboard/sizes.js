@@ -1,4 +1,4 @@
-// Sizes as people write them, read as the command line and the settings read them (parse_bytes in kvstore/settings.py).
+// Sizes as people write them, read as the command line and the settings read them (parse_bytes in kvstore/runtime/sizes.py).
 
 const FORM = /^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$/;
 const UNITS = new Map([["", 1], ["b", 1], ...["k", "m", "g", "t", "p"].flatMap((letter, power) => [[`${letter}ib`, 1024 ** (power + 1)], [`${letter}b`, 1000 ** (power + 1)]])]);
