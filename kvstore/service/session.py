@@ -111,7 +111,6 @@ class Session:
         reader.room_for_head, reader.head_arrived = self._take_head_room, self._return_head_room
         self.grant: Grant | None = None
         self.client = ""
-        self.role = ""
         self.tenant = ""
         self.number = 0
         self.engine: ConnectedEngine | None = None
@@ -335,7 +334,7 @@ class Session:
         self.grant, self.tenant = grant, grant.tenant or NO_TENANT
         self._is_own_user = self._find_own_user()
         self._incoming.tenant = self.tenant
-        self.client, self.role = convert.plain_text(message.client, 128), convert.plain_text(message.role, 16)
+        self.client = convert.plain_text(message.client, 128)
         if self._greeting is not None:
             self._greeting.cancel()
         if self._entry is not None:

@@ -56,7 +56,7 @@ class StoreLimits:
     description_bytes: int = 64 * _MIB
     quarantine_bytes: int = 256 * _MIB
     save_bytes_in_flight: int = 256 * _MIB
-    write_back_bytes: int = 256 * _MIB
+    write_back_bytes: int = 96 * _MIB
     write_back_in_flight: int = 4
     pending_bytes: int = 8192 * _MIB
     finish_bytes_in_flight: int = 16 * _MIB

@@ -53,7 +53,7 @@ class Hello(Message):
     Attributes:
         version: Highest protocol version that the client speaks.
         token: Shared secret, empty for none.
-        role: `control` or `data`.
+        role: `control`, `data` or `memory`: what the connection is for. For readers of captured frames.
         client: A readable name for logs, e.g. `pid 17`.
     """
 
