@@ -68,7 +68,7 @@ class Saver:
         self._clock = context.clock
         self._in_flight = ByteBudget(context.limits.save_bytes_in_flight)
         log = pending if context.cold is not None else None
-        self._pending_writes = PendingWrites(log, context, self._left_to_others)
+        self._pending_writes = PendingWrites(log, context, self._pending_ended)
         self._queues = [(tier, WriteBack(tier, self._pending_writes, context)) for tier in context.slower]
         self._copies: set[asyncio.Task[None]] = set()
         self._finisher: Finisher | None = None
@@ -201,12 +201,18 @@ class Saver:
             self._admission.copied(namespace, boundary.prefix)
 
     async def _write_through(self, record: Record, tier: Tier, retention: Retention, deadline: Deadline) -> SaveOutcome:
-        """Write the record to the tier whose answer the caller waits for."""
+        """Write the record to the tier whose answer the caller waits for. If it is not written now, it waits for that
+        tier like any other."""
         is_short, is_promise = retention is Retention.SHORT, tier is self._hot
         write = self._pending_writes.begin(record, tier, is_short=is_short, is_promise=is_promise)
+        outcome = None
         try:
             outcome = await self._pending_writes.put(write, deadline)
         finally:
+            if outcome is None and not is_short and record.key in self._memory:
+                # later saves find it in memory, and would not write it
+                with suppress(Closed):
+                    self.queues()[tier.name].offer_saved(record)
             self._pending_writes.end(write)
         return SaveOutcome.BUSY if outcome is None else _OUTCOMES[outcome]
 
@@ -230,9 +236,8 @@ class Saver:
         for _, queue in self._queues:
             queue.left_memory(key)
 
-    def _left_to_others(self, key: RecordKey) -> None:
-        """Note that any service will copy a record from the hot tier to the cold one."""
-        self._queues[-1][1].leave(key)
+    def _pending_ended(self, key: RecordKey, is_left: bool) -> None:
+        self._queues[-1][1].pending_ended(key, is_left=is_left)
 
     def forget(self, key: RecordKey) -> None:
         """Stop writing `key`: it is bad."""

@@ -63,6 +63,10 @@ class _Pending:
     """The log may have an entry."""
     in_hot: bool = False
     """The hot tier has the record, or may have it."""
+    is_confirmed: bool = False
+    """The hot tier has said that it has the record."""
+    is_promised: bool = False
+    """A caller relies on the hot tier until the cold tier has the record."""
     is_ours: bool = False
     """We were the first to put it into the hot tier: no other service relies on it there."""
     in_cold_s: float | None = None
@@ -76,10 +80,14 @@ class _Pending:
     def key(self) -> RecordKey:
         return self.entry.key
 
-    def may_be_relied_on(self, now_s: float) -> bool:
-        """Whether another service may rely on the record in the hot tier, so that its owners must be looked up."""
+    def is_known_in_cold(self, now_s: float) -> bool:
+        """Whether the cold tier has said just now that it has the record."""
+        return self.in_cold_s is not None and now_s - self.in_cold_s <= _BELIEVED_S
+
+    def needs_owners(self, now_s: float) -> bool:
+        """Whether the hot tier may evict the record only if no other service relies on it there."""
         if self.in_cold_s is not None:
-            return now_s - self.in_cold_s > _BELIEVED_S
+            return not self.is_promised and not self.is_known_in_cold(now_s)
         return self.is_short and self.is_ours
 
 
@@ -90,14 +98,18 @@ class PendingWrites:
 
     Args:
         log: The pending entries; `None`: other services cannot finish what this process leaves.
-        on_left: Called for a record that the hot tier has, and that any service will copy from there to the cold one.
+        on_end: Called with a record of which no write is under way any more, and with whether the hot tier has it and
+            any service will copy it from there to the cold one.
     """
 
     def __init__(
-        self, log: PendingLog | None, context: StoreContext, on_left: Callable[[RecordKey], object] = lambda _: None
+        self,
+        log: PendingLog | None,
+        context: StoreContext,
+        on_end: Callable[[RecordKey, bool], object] = lambda *_: None,
     ) -> None:
         self._log = log
-        self._on_left = on_left
+        self._on_end = on_end
         self._hot = context.hot
         self._background = context.background
         self._meters = context.meters
@@ -141,8 +153,8 @@ class PendingWrites:
         Args:
             is_short: The record is not to be written to the cold tier.
             in_cold: The cold tier has it, as far as is known.
-            is_promise: A caller will rely on the hot tier until the cold tier has the record. An earlier report that
-                the cold tier has it no longer counts then: it may have evicted the record since.
+            is_promise: A caller will rely on the hot tier until the cold tier has the record. What was heard of the
+                cold tier does not count then: it may have evicted the record since.
         """
         if self._log is not None:
             pending = self._records.get(record.key)
@@ -150,10 +162,10 @@ class PendingWrites:
                 entry = PendingEntry(record.key, record.num_bytes, record.header.span.stop)
                 pending = self._records[record.key] = _Pending(entry, is_short)
             pending.is_short = pending.is_short and is_short
-            if in_cold:
+            if is_promise:
+                pending.is_promised, pending.in_cold_s = True, None
+            elif in_cold and not pending.is_promised:
                 pending.in_cold_s = -math.inf
-            elif is_promise:
-                pending.in_cold_s = None
             pending.num_open += 1
         return TierWrite(record, tier)
 
@@ -222,7 +234,7 @@ class PendingWrites:
     async def _confirm(self, pending: _Pending, outcome: PutOutcome, deadline: Deadline) -> None:
         """Note that the hot tier has the record. If another service claimed its entry during the write, it may have
         ended the entry before the record arrived: then the entry is written again."""
-        pending.in_hot = True
+        pending.in_hot = pending.is_confirmed = True
         pending.is_ours |= outcome is PutOutcome.STORED
         if pending.renewed_at_s is None or pending.key not in await self._renewals.run(pending.key, deadline):
             await self._add_entry(pending, deadline)
@@ -254,6 +266,7 @@ class PendingWrites:
     def _settle(self, pending: _Pending) -> None:
         if not pending.touched:
             del self._records[pending.key]
+            self._on_end(pending.key, False)
             return
         with suppress(Closed):  # then `aclose` releases the entry at once
             pending.settling = self._background.spawn(self._settled(pending), "pending entry")
@@ -269,7 +282,7 @@ class PendingWrites:
             self._meters.add("pending_failures", step="end")
         pending.settling, pending.renewed_at_s = None, None
         pending.touched = pending.in_hot
-        pending.is_ours = pending.is_unsure = False
+        pending.is_ours = pending.is_unsure = pending.is_confirmed = pending.is_promised = False
         pending.in_cold_s = None
         if pending.num_open == 0 and not pending.touched:
             self._records.pop(pending.key, None)
@@ -282,32 +295,37 @@ class PendingWrites:
         """End entries by where their records are now."""
         assert self._log is not None
         deadline, now_s = self._step_deadline(), self._clock.monotonic_s()
-        done, evictable, left = list[RecordKey](), list[RecordKey](), list[_Pending]()
-        num_owners = await self._owners_of([one.key for one in several if one.may_be_relied_on(now_s)])
+        num_owners = await self._owners_of([one.key for one in several if one.needs_owners(now_s)])
+        done, evictable, left = list[_Pending](), list[RecordKey](), list[_Pending]()
         for one in several:
-            is_relied_on = num_owners.get(one.key, 1) != 1  # zero: a service that claimed it will end its entry
-            is_in_cold, is_short = one.in_cold_s is not None, one.is_short and one.is_ours
-            if (is_in_cold or is_short) and not is_relied_on:
-                evictable.append(one.key)
-            is_unfinished = is_relied_on if is_in_cold else (one.in_hot or one.is_unsure) and not is_short
-            if is_unfinished:
-                left.append(one)
+            is_sole = num_owners.get(one.key) == 1
+            if one.is_known_in_cold(now_s):
+                may_go = is_done = True  # no matter which service wrote it to the hot tier
+            elif one.in_cold_s is not None:
+                may_go = is_done = is_sole
+            elif one.is_short and one.is_ours:
+                may_go, is_done = is_sole, True
             else:
-                done.append(one.key)
+                may_go, is_done = False, not (one.in_hot or one.is_unsure)
+            if may_go:
+                evictable.append(one.key)
+            (done if is_done else left).append(one)
         if evictable and self._hot is not None:
             await self._hot.allow_eviction(evictable, deadline=deadline)
         if done:
-            await self._log.finish(done, deadline=deadline)
+            await self._log.finish([one.key for one in done], deadline=deadline)
+            num_bytes = sum(one.entry.num_bytes for one in done if one.renewed_at_s is not None)
+            self._pending_bytes = max(0, self._pending_bytes - num_bytes)
         if left:  # any service that has time looks whether they are in the cold tier, and else copies them
             self._meters.add("pending_left", len(left))
             await self._log.release([one.key for one in left], deadline=deadline)
-            for one in left:
-                if one.in_hot:
-                    self._on_left(one.key)
+        for one in several:
+            self._on_end(one.key, one.is_confirmed and one in left)
 
     async def _owners_of(self, keys: Sequence[RecordKey]) -> dict[RecordKey, int]:
-        """The number of owners of each entry; zero: it is not ours any more."""
-        return dict.fromkeys(keys, 0) | await self._renew(keys) if keys else {}
+        """The number of owners of each entry. Those that are not ours are left out: a service that has claimed them
+        will end them."""
+        return await self._renew(keys) if keys else {}
 
     async def _renew(self, keys: Sequence[RecordKey]) -> dict[RecordKey, int]:
         """Renew the leases of entries; returns those that are ours, with the number of owners of each."""

@@ -94,11 +94,13 @@ class WriteBack:
         self._deferred: list[_Job] = []  # failed often, or must wait: written after all others
         self._jobs: dict[RecordKey, _Job] = {}  # all that wait or are being written
         self._in_memory: OrderedDict[RecordKey, _Job] = OrderedDict()  # those without their record, by arrival
+        self._only_in_hot: set[RecordKey] = set()  # left memory before their turn, on their way to the hot tier
         self._num_written = 0
         self._num_arrived = 0
         self._num_workers = 0
         self._failures = 0
-        self._is_busy = False  # too much is pending over all services
+        self._probe_s = 0.0  # when a tier that failed is tried again
+        self._busy_until_s = 0.0  # too much was pending over all services
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -143,10 +145,27 @@ class WriteBack:
 
     def left_memory(self, key: RecordKey) -> None:
         """Note that the memory tier has no record of this key any more."""
-        if self.leave(key) and (self._is_hot or key not in self._pending_writes):
-            self._count_drop("evicted")  # unless the hot tier gets it: then it is copied from there
+        if not self._leave(key):
+            return
+        if not self._is_hot and key in self._pending_writes:
+            self._only_in_hot.add(key)
+        else:
+            self._count_drop("evicted")
 
-    def leave(self, key: RecordKey) -> bool:
+    def pending_ended(self, key: RecordKey, *, is_left: bool) -> None:
+        """Note that no write of a record is under way any more.
+
+        Args:
+            is_left: The hot tier has it, and any service copies it from there.
+        """
+        if is_left:
+            self._leave(key)
+        if key in self._only_in_hot:
+            self._only_in_hot.remove(key)
+            if not is_left:
+                self._count_drop("evicted")
+
+    def _leave(self, key: RecordKey) -> bool:
         """Do not write what waits in memory under `key`; False: nothing does."""
         job = self._in_memory.get(key)
         if job is not None:
@@ -214,7 +233,7 @@ class WriteBack:
     def forget(self, key: RecordKey) -> None:
         """Drop `key` from what waits: it is bad. A write that has begun may still complete."""
         job = self._jobs.get(key)
-        if job is None or self.leave(key):
+        if job is None or self._leave(key):
             return
         if job in self._heap:
             self._heap.remove(job)
@@ -247,16 +266,13 @@ class WriteBack:
                     if self._is_busy:  # what is left needs pending entries
                         if self._num_workers > 1:
                             return
-                        await asyncio.sleep(self._limits.backoff_s_max)
-                        self._is_busy = False
+                        await self._sleep_until(self._busy_until_s)
                     self._requeue_deferred()
                     continue
                 if self._failures:
                     if self._num_workers > 1:
                         return
-                    limits = self._limits
-                    pause_s = backoff_s(self._failures, shortest_s=limits.backoff_s_min, longest_s=limits.backoff_s_max)
-                    await asyncio.sleep(pause_s)
+                    await self._sleep_until(self._probe_s)
                     if self.is_paused or (not self._heap and not self._requeue_deferred()):
                         return
                 await self._write(heapq.heappop(self._heap))
@@ -264,6 +280,13 @@ class WriteBack:
                 self._grow()
         finally:
             self._num_workers -= 1
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._clock.monotonic_s() < self._busy_until_s
+
+    async def _sleep_until(self, at_s: float) -> None:
+        await asyncio.sleep(max(0.0, at_s - self._clock.monotonic_s()))
 
     def _grow(self) -> None:
         """Start the other workers again after an outage."""
@@ -275,7 +298,6 @@ class WriteBack:
         self._background.spawn(self._work(), f"write back to {self._tier.name}", is_shared=True)
 
     async def _write(self, job: _Job) -> None:
-        job.attempts += 1
         try:
             if self._tracing is None:
                 outcome = await self._put(job)
@@ -283,7 +305,11 @@ class WriteBack:
                 with self._tracing.span("kvstore.write_back", job.trace, tier=self._tier.name):
                     outcome = await self._put(job)
         except Unavailable as error:
+            job.attempts += 1
             self._failures += 1
+            limits = self._limits
+            pause_s = backoff_s(self._failures, shortest_s=limits.backoff_s_min, longest_s=limits.backoff_s_max)
+            self._probe_s = self._clock.monotonic_s() + pause_s
             if self._failures == _FAILURES_TOLD:
                 _log.warning("saved records cannot be written to %s, they are tried again: %s", self._tier.name, error)
             self._meters.add("write_back_failures", tier=self._tier.name)
@@ -299,13 +325,15 @@ class WriteBack:
             self._end(job)
             raise
         if outcome is None:  # says nothing about the tier
-            self._is_busy = True
+            if not self._is_busy:
+                self._busy_until_s = self._clock.monotonic_s() + self._limits.backoff_s_max
             if job.in_cold:
                 # nothing is lost, and the cold tier may evict it while it waits
                 self._count_drop("queue_full")
                 self._end(job)
             else:
                 self._deferred.append(job)
+            await asyncio.sleep(0)  # thousands may follow, and none of them waits
             return
         self._failures = 0
         self._num_written += 1

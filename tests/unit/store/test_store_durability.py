@@ -437,9 +437,13 @@ async def test_an_outage_of_the_hot_tier_does_not_hold_up_the_cold_one(world: Sh
 
 
 class Full(FaultyTier):
-    """Has no room."""
+    """Has no room, unless `has_room` is set."""
+
+    has_room = False
 
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        if self.has_room:
+            return await super().put(record, deadline=deadline)
         await self._fault("put", deadline)
         return PutOutcome.FULL
 
@@ -504,6 +508,55 @@ async def test_what_memory_evicts_is_not_lost_to_the_cold_tier_if_the_hot_one_ge
     world.cold.down = False
     await world.finished()
     assert set(world.cold.keys_put) == {record.key for record in prompt.records()}
+
+
+class Unsure(FaultyTier):
+    """Takes nothing, and does not say so."""
+
+    async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
+        if self.refused:
+            raise Unavailable("no answer", tier=self.name)
+        return await super().put(record, deadline=deadline)
+
+
+async def test_a_save_that_the_hot_tier_did_not_answer_still_reaches_both(world: SharedTiers) -> None:
+    """Its record waits in memory for the cold tier, and goes on waiting: nobody knows that the hot one has it. Later
+    saves find it in memory and write nothing, so it is written to the hot tier too once that one answers."""
+    prompt = Prompt(ATTENTION, "a", 64)
+    first, record = prompt.records()
+    hot = Unsure(MemoryTier(MIB), name="redis")
+    world.cold.down = True
+    store = await world.store(prompt, hot=hot, limits=replace(PATIENT, write_back_bytes=1192))
+    await store.save(first, ack=Ack.HOT, deadline=soon())
+    hot.refused = {record.key}
+    with pytest.raises(Unavailable):
+        await store.save(record, ack=Ack.HOT, deadline=soon())
+    assert await store.save(record, deadline=soon()) is SaveOutcome.EXISTS
+    await asyncio.sleep(2 * LEASE_S)  # a finisher looks for it in the hot tier
+    world.cold.down, hot.refused = False, set()
+    await until(lambda: {first.key, record.key} <= set(world.cold.keys_put) & set(hot.keys_put))
+    await world.finished()
+    assert not [name for name in store.meters.snapshot() if name.startswith("write_back_dropped")]
+
+
+async def test_what_memory_evicts_and_the_hot_tier_has_no_room_for_is_counted(world: SharedTiers) -> None:
+    """The cold tier is down. Memory evicts a record that is on its way to the hot tier, which then has no room for it:
+    the cold one does not get it either."""
+    prompt = Prompt(ATTENTION, "a", 320)
+    limits = replace(PATIENT, write_back_bytes=4 * 1192, stage_bytes=4 * 1192)
+    hot = Full(MemoryTier(MIB), name="redis")
+    hot.has_room = world.cold.down = True
+    store = await world.store(prompt, hot=hot, limits=limits, memory=MemoryTier(5 * (1192 + RECORD_OVERHEAD_BYTES)))
+    for number, record in enumerate(prompt.records()):
+        hot.down = number >= 4
+        await store.save(record, deadline=soon())
+        await until(lambda number=number: len(hot.keys_put) == min(4, number + 1))  # type: ignore[misc]
+    hot.has_room = hot.down = False
+    await until(lambda: store.meters.get("write_back_dropped", tier="redis", reason="tier_full") == 6)
+    world.cold.down = False
+    assert await store.drain(soon()) == 0
+    assert len(world.cold.keys_put) == 9
+    assert store.meters.get("write_back_dropped", tier="s3", reason="evicted") == 1
 
 
 async def test_without_a_hot_tier_a_crash_is_told_of(tmp_path: Path) -> None:

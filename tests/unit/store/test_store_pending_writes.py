@@ -10,7 +10,7 @@ from typing import Self, TypeVar
 import pytest
 from store_harness import LIMITS, MIB, slow_tier
 
-from kvstore.catalog.pending import PendingEntry
+from kvstore.catalog.pending import PendingEntry, PendingTotals
 from kvstore.errors import Unavailable
 from kvstore.format.record import Record
 from kvstore.runtime.background import Background
@@ -20,6 +20,7 @@ from kvstore.runtime.meters import Meters
 from kvstore.store.context import StoreContext
 from kvstore.store.limits import StoreLimits
 from kvstore.store.write_back.pending_writes import PendingWrites
+from kvstore.store.write_back.queue import WriteBack
 from kvstore.testing.dict_pending import DictPendingLog, PendingBooks
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.waiting import soon, until
@@ -34,6 +35,7 @@ LEASE_S = 0.3
 PROMPT = Prompt(ATTENTION, "a", 128)
 RECORD = PROMPT.record(64, 0, 0)
 KEY = RECORD.key
+OTHERS = Prompt(ATTENTION, "b", 64 * 100).records()
 FULL = MemoryTier(1)
 
 
@@ -55,8 +57,10 @@ class PendingHarness:
         self.steps: list[str] = []
         self.background = Background("test")
         instruments = Instruments(meters=self.meters)
-        context = StoreContext(MemoryTier(MIB), self.hot, None, limits, instruments, self.background)
+        self.memory = MemoryTier(MIB)
+        context = StoreContext(self.memory, self.hot, self.cold, limits, instruments, self.background)
         self.writes = PendingWrites(DictPendingLog(self.books, lease_s=LEASE_S, ask=self._ask), context)
+        self.queue = WriteBack(self.hot, self.writes, context)
 
     async def __aenter__(self) -> Self:
         return self
@@ -82,6 +86,18 @@ class PendingHarness:
         write = self.writes.begin(record, self.cold if arrives else FULL)
         assert await self.writes.put(write, soon()) is (PutOutcome.STORED if arrives else PutOutcome.FULL)
         self.writes.end(write)
+
+    def save(self, record: Record, *, is_evictable: bool = False) -> None:
+        """Queue a record for the hot tier."""
+        self.memory.insert(record)
+        self.queue.offer_saved(record, is_evictable=is_evictable)
+
+    def others_have_pending(self, num_bytes: int) -> None:
+        """Note what other services have pending."""
+        self.writes.set_totals(PendingTotals(1, num_bytes))
+
+    def dropped(self, reason: str) -> int:
+        return int(self.meters.get("write_back_dropped", tier="redis", reason=reason))
 
     async def settled(self) -> None:
         await until(lambda: not len(self.writes))
@@ -169,3 +185,76 @@ async def test_an_end_that_takes_long_does_not_take_away_the_next_entry() -> Non
         await writing
         await harness.settled()
         assert KEY in harness.books.entries
+
+
+async def test_a_promise_does_not_rest_on_what_was_heard_of_the_cold_tier(harness: PendingHarness) -> None:
+    """A caller waits for the hot tier while a copy of what the cold one had is written there: the cold tier may have
+    evicted it since, and nobody else would look."""
+    promised = harness.writes.begin(RECORD, harness.hot, is_promise=True)
+    copied = harness.writes.begin(RECORD, harness.hot, in_cold=True)
+    for write in (promised, copied):
+        assert await harness.writes.put(write, soon()) is not PutOutcome.FULL
+        harness.writes.end(write)
+    await harness.settled()
+    assert harness.hot.keys_allowed == []
+    assert KEY in harness.books.entries
+
+
+async def test_what_is_finished_is_not_pending_any_more() -> None:
+    """There is room again at once, not when somebody counts what is pending."""
+    async with PendingHarness(replace(LIMITS, pending_bytes=RECORD.num_bytes - 1)) as harness:
+        write = harness.writes.begin(RECORD, harness.hot)
+        await harness.writes.put(write, soon())
+        assert harness.writes.is_over_limit
+        await harness.write_cold(arrives=True)
+        harness.writes.end(write)
+        await harness.settled()
+        assert not harness.writes.is_over_limit
+
+
+async def test_to_wait_for_others_is_no_failure() -> None:
+    """A record waits while too much is pending, then the log fails once, twice over, and other records are written
+    meanwhile. It is written in the end: it failed twice, not as often as it looked."""
+    async with PendingHarness(replace(LIMITS, write_back_attempts=3)) as harness:
+        for number in range(2):
+            harness.others_have_pending(LIMITS.pending_bytes + 1)
+            harness.save(RECORD)
+            await asyncio.sleep(10 * LIMITS.backoff_s_max)
+            harness.save(OTHERS[number], is_evictable=True)
+            await until(lambda number=number: OTHERS[number].key in harness.hot.keys_put)  # type: ignore[misc]
+            harness.refused = {"pending add"}
+            harness.others_have_pending(0)
+            await until(lambda number=number: harness.steps.count("pending add") > number)  # type: ignore[misc]
+            harness.others_have_pending(LIMITS.pending_bytes + 1)
+            harness.refused = set()
+        harness.others_have_pending(0)
+        await until(lambda: KEY in harness.hot.keys_put)
+        assert not harness.dropped("attempts")
+
+
+async def test_what_waits_for_others_is_not_overtaken_for_long(harness: PendingHarness) -> None:
+    """Records that need no entry come without end: those that had to wait are written all the same."""
+    harness.hot.put_s = 0.02
+    for number, record in enumerate(OTHERS):
+        harness.save(record, is_evictable=True)
+        if number == 10:
+            harness.others_have_pending(LIMITS.pending_bytes + 1)
+            harness.save(RECORD)
+        if number == 50:
+            harness.others_have_pending(0)
+        await asyncio.sleep(0.002)
+    assert KEY in harness.hot.keys_put
+
+
+async def test_what_waits_for_others_is_no_probe(harness: PendingHarness) -> None:
+    """The hot tier is back, and too much is pending: records that need no entry do not wait behind the pauses of all
+    that do."""
+    harness.hot.down, harness.refused = True, {"pending add"}
+    for record in OTHERS[:50]:
+        harness.save(record)
+    harness.save(OTHERS[50], is_evictable=True)
+    await asyncio.sleep(10 * LIMITS.backoff_s_max)
+    harness.others_have_pending(LIMITS.pending_bytes + 1)
+    harness.hot.down = False
+    await asyncio.sleep(2 * LIMITS.backoff_s_max)
+    assert OTHERS[50].key in harness.hot.keys_put
