@@ -225,8 +225,9 @@ class PendingWrites:
             self._log_unused_until_s = self._clock.monotonic_s() + _LOG_PAUSE_S
             raise
         if has_room:
+            if pending.renewed_at_s is None:
+                self._pending_bytes += pending.entry.num_bytes
             pending.renewed_at_s = started_s
-            self._pending_bytes += pending.entry.num_bytes
             if self._renewer is None or self._renewer.done():
                 self._renewer = self._background.spawn(self._renew_regularly(self._log), "renewing pending entries")
         return has_room
