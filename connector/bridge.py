@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from kvstore.api import PageStore
 from kvstore.client import trace_parent
+from kvstore.errors import Closed
 
 Value = TypeVar("Value")
 
@@ -16,8 +18,18 @@ class Bridge(Protocol):
     """One loop thread with one store on it; `kvstore.client.BlockingStore` is the real one."""
 
     def submit(self, work: Callable[[PageStore], Coroutine[Any, Any, Value]]) -> Future[Value]:
-        """Run `work(store)` on the loop. Cancelling the future cancels the task."""
+        """Run `work(store)` on the loop. Cancelling the future cancels the task.
+
+        Raises:
+            Closed: The engine is shutting down.
+        """
         ...
+
+
+def post(bridge: Bridge, work: Callable[[PageStore], Coroutine[Any, Any, None]]) -> None:
+    """Run `work(store)` on the loop; its result and its errors are dropped. At shutdown it may not run."""
+    with suppress(Closed):
+        bridge.submit(work)
 
 
 def traced(

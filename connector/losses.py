@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from enum import StrEnum
-from typing import Any
 
-from connector.bridge import Bridge
+from connector.bridge import Bridge, post
 from kvstore.api import Outcome, PageStore
 from kvstore.errors import Closed
 from kvstore.model.keys import Boundary, NamespaceId
@@ -105,9 +104,9 @@ class LossReporter:
                 detail = {**outcome.detail, "records": num_before + outcome.num_lost}
                 self._sums[namespace, group, reason] = replace(outcome, detail=detail)
         if not is_summed:
-            self._submit(lambda store: _send(store, outcome))
+            post(self._bridge, lambda store: _send(store, outcome))
         elif is_first_sum:
-            self._submit(self._send_sums_later)
+            post(self._bridge, self._send_sums_later)
 
     def report_always(
         self, *, namespace: NamespaceId, group: int, reason: LossReason, detail: Mapping[str, object]
@@ -127,11 +126,11 @@ class LossReporter:
                     self._repeating = self._bridge.submit(self._repeat)
         if before is None:
             _log.warning("kvstore: records of group %d are never saved: %s", group, _in_words(reason, detail))
-        self._submit(lambda store: _send(store, outcome))
+        post(self._bridge, lambda store: _send(store, outcome))
 
     def close(self) -> None:
         """Send the sums, and stop repeating. Idempotent."""
-        self._submit(self._send_sums)
+        post(self._bridge, self._send_sums)
         with self._lock:
             repeating, self._repeating = self._repeating, None
             self._always.clear()
@@ -155,10 +154,6 @@ class LossReporter:
                 always = list(self._always.values())
             for outcome in always:
                 store.report(outcome)
-
-    def _submit(self, work: Callable[[PageStore], Coroutine[Any, Any, None]]) -> None:
-        with suppress(Closed):  # at shutdown
-            self._bridge.submit(work)
 
 
 async def _send(store: PageStore, outcome: Outcome) -> None:

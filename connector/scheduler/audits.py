@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
 
-from connector.bridge import Bridge
 from connector.facts import EngineFacts
 from connector.identity import CacheShape
 from connector.jobs import AuditJob, BlockIds, LoadPiece, RankReport
 from connector.scheduler.facts import StepFacts
+from connector.scheduler.leases import Lease
 from connector.scheduler.plans import blocks_of
-from kvstore.api import Deadline, LeaseId, PageStore, Staged
-from kvstore.errors import Closed, InternalError
+from kvstore.api import Staged
+from kvstore.errors import InternalError
 from kvstore.model.keys import PrefixHash, RecordKey
-from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.meters import Meters
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
@@ -28,8 +25,6 @@ _SEEN_MAX = 1 << 16
 
 _OPEN_MAX = 64
 """Audits at a time: each keeps its records leased."""
-
-_RENEW_SHARE = 3
 
 TRIAL_POINTS = 3
 """Resume points that an engine of an untested vLLM computes again, and finds equal, before it loads anything. The same
@@ -55,7 +50,7 @@ class _Audit:
     """Records of a hit that its request computes instead.
 
     Attributes:
-        lease: Keeps the records readable, for `lease_s` from `renewed_s` (monotonic).
+        lease: Keeps the records readable.
         waiting: Records that are not computed yet.
         open_jobs: Unanswered comparisons: by id the number of ranks that have yet to answer.
         from_tokens: Where the request began to compute; it did not compute what is below.
@@ -63,9 +58,7 @@ class _Audit:
     """
 
     request_id: str
-    lease: LeaseId
-    lease_s: float
-    renewed_s: float
+    lease: Lease
     waiting: list[_Record]
     open_jobs: dict[int, int] = field(default_factory=dict)
     from_tokens: int | None = None
@@ -86,23 +79,12 @@ class Audits:
         refusal: Why an engine of an untested release must not be cached: it does not compute what is stored.
     """
 
-    def __init__(
-        self,
-        rate: float,
-        shape: CacheShape,
-        bridge: Bridge,
-        *,
-        facts: EngineFacts,
-        meters: Meters,
-        clock: Clock = SYSTEM_CLOCK,
-    ) -> None:
+    def __init__(self, rate: float, shape: CacheShape, *, facts: EngineFacts, meters: Meters) -> None:
         self._rate = rate
         self._shape = shape
-        self._bridge = bridge
         self._num_ranks = facts.num_ranks
         self._untested_release = facts.untested_release
         self._meters = meters
-        self._clock = clock
         self._seen: dict[tuple[PrefixHash, int], None] = {}
         self._audits: list[_Audit] = []
         self._computing: set[str] = set()  # requests that have begun to compute for an audit
@@ -112,20 +94,20 @@ class Audits:
 
     # ---- hits
 
-    def claim(self, request_id: str, staged: Staged, local_tokens: int) -> int | None:
+    def claim(self, request_id: str, staged: Staged, lease: Lease, local_tokens: int) -> int | None:
         """Take over a staged hit if some of it is to be audited.
 
         The rest of the hit is staged again and may have to be audited as well, until nothing is left or all of it was
         audited. A request that lost its blocks takes its hit: no request computes twice for an audit.
 
         Args:
-            staged: The hit. If it is taken over, `Audits` ends its lease.
+            staged: The hit.
+            lease: Its lease. If the hit is taken over, `Audits` renews and ends it.
             local_tokens: Tokens that the engine has itself.
 
         Returns:
             Up to where the request may still resume from the store, or `None`: the hit is not taken over.
         """
-        assert staged.lease is not None
         is_trial = self._points_left > 0
         if not self._rate and not is_trial:
             return None
@@ -135,13 +117,13 @@ class Audits:
         if not due:
             if not is_trial:
                 return None
-            self._release(staged.lease)  # nothing is loaded before the trial has ended
+            lease.release()  # nothing is loaded before the trial has ended
             return 0
         for record in due:
             self._seen[record.name] = None
         while len(self._seen) > _SEEN_MAX:
             del self._seen[next(iter(self._seen))]
-        self._audits.append(_Audit(request_id, staged.lease, staged.lease_s, self._clock.monotonic_s(), due))
+        self._audits.append(_Audit(request_id, lease, due))
         self._meters.add("connector_audits")
         # a state ends where it starts: it is computed from the boundary before
         step = self._shape.boundary_tokens
@@ -176,10 +158,10 @@ class Audits:
                 if audit.from_tokens is None:
                     audit.from_tokens = step.computed_tokens.get(audit.request_id, final_tokens)
                 if pieces := self._pieces(audit, audit.from_tokens, final_tokens, step):
-                    jobs.append(AuditJob(self._next_id, audit.lease, pieces))
+                    jobs.append(AuditJob(self._next_id, audit.lease.id, pieces))
                     audit.open_jobs[self._next_id] = self._num_ranks
                     self._next_id += 1
-            self._renew(audit)
+            audit.lease.renew_if_due()
         self._end_done()
         return tuple(jobs)
 
@@ -252,7 +234,7 @@ class Audits:
         """Audit nothing any more. An engine of an untested release that has not ended its trial loads nothing."""
         self._rate = 0.0
         for audit in self._audits:
-            self._release(audit.lease)
+            audit.lease.release()
         self._audits.clear()
 
     def _leave(self, audit: _Audit, records: Sequence[_Record]) -> None:
@@ -266,34 +248,11 @@ class Audits:
     def _end_done(self) -> None:
         for audit in [audit for audit in self._audits if not audit.waiting and not audit.open_jobs]:
             self._audits.remove(audit)
-            self._release(audit.lease)
+            audit.lease.release()
             if self._points_left > 0 and audit.is_whole:
                 self._points_left -= 1
                 if self._points_left == 0:
                     _log.info("kvstore: %d resume points were computed again and are equal: hits load", TRIAL_POINTS)
-
-    # ---- leases
-
-    def _renew(self, audit: _Audit) -> None:
-        now = self._clock.monotonic_s()
-        if now - audit.renewed_s <= audit.lease_s / _RENEW_SHARE:
-            return
-        audit.renewed_s = now
-
-        async def renew(store: PageStore) -> None:
-            await store.renew(audit.lease, deadline=Deadline.after(1.0))
-
-        self._submit(renew)
-
-    def _release(self, lease: LeaseId) -> None:
-        async def release(store: PageStore) -> None:
-            await store.release(lease)
-
-        self._submit(release)
-
-    def _submit(self, work: Callable[[PageStore], Coroutine[Any, Any, None]]) -> None:
-        with suppress(Closed):  # the engine stops: leases end with the connection
-            self._bridge.submit(work)
 
 
 def is_sampled(prefix: PrefixHash, rate: float) -> bool:

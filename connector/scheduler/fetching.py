@@ -1,4 +1,4 @@
-"""Fetches: stage a hit on the store's thread, prove that it restores the prompt, renew its lease and end it."""
+"""Fetches: stage a hit on the store's thread, prove that it restores the prompt, and end its lease."""
 
 from __future__ import annotations
 
@@ -8,24 +8,21 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from connector.bridge import Bridge, traced
+from connector.bridge import Bridge, post, traced
 from connector.scheduler.costs import Costs
-from kvstore.api import Deadline, LeaseId, PageStore, PrefixQuery, Staged
-from kvstore.errors import Closed, InternalError, InvalidRequest
+from connector.scheduler.leases import Lease
+from kvstore.api import Deadline, PageStore, PrefixQuery, Staged
+from kvstore.errors import InternalError, InvalidRequest
 from kvstore.model.coverage import ends_to_resume
 from kvstore.model.keys import Boundary, NamespaceId
 from kvstore.model.layout import Layout
 from kvstore.runtime.instruments import Instruments
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
-
-_RENEW_SHARE = 3
-"""A lease is renewed after a third of its time, so that two lost renewals do not end it."""
 
 _STEADY_SHARE = 0.9
 """A fetch that used this share of its time and delivered less was slow. One that used less of it stalled."""
@@ -49,8 +46,7 @@ class Fetch:
 
     Attributes:
         ceiling_s: The call ends by itself after this long.
-        started_s: Monotonic time, as `renewed_s`.
-        renewed_s: When its lease was granted or last renewed.
+        started_s: Monotonic time.
         shortened: Why it fetches less than is stored, in numbers; empty if it fetches all.
         reach_tokens: The furthest resume point that it may deliver.
         local_tokens: The engine's own hit that the last answer was for.
@@ -58,14 +54,13 @@ class Fetch:
         is_measured: Costs were learned from its time.
         end: `None` while it is under way.
         task: The call's task. This and the following are written on the store's thread.
-        took_s: How long the call took; written before the future is done.
-        lease_lost: The service reported that the lease has ended.
+        lease: Of what is staged; written before the future is done, as `took_s`. `None`: nothing is staged.
+        took_s: How long the call took.
     """
 
     query: PrefixQuery
     ceiling_s: float
     started_s: float
-    renewed_s: float
     shortened: Mapping[str, object]
     reach_tokens: int
     future: Future[Staged] = field(init=False)
@@ -74,9 +69,8 @@ class Fetch:
     is_measured: bool = False
     end: FetchEnd | None = None
     task: asyncio.Task[Any] | None = None
-    lease: LeaseId | None = None
+    lease: Lease | None = None
     took_s: float = 0.0
-    lease_lost: bool = False
 
 
 class Fetches:
@@ -100,8 +94,7 @@ class Fetches:
 
     def start(self, query: PrefixQuery, ceiling_s: float, *, shortened: Mapping[str, object], trace: str) -> Fetch:
         """Stage a query; the deadline `ceiling_s` starts now."""
-        now_s = self._clock.monotonic_s()
-        fetch = Fetch(query, ceiling_s, now_s, now_s, shortened, reach_tokens=query.cap_tokens)
+        fetch = Fetch(query, ceiling_s, self._clock.monotonic_s(), shortened, reach_tokens=query.cap_tokens)
         fetch.future = self._bridge.submit(traced(trace, self._staging(fetch)))
         fetch.future.add_done_callback(lambda _: self._answered.set())
         self._under_way[id(fetch)] = fetch
@@ -113,7 +106,10 @@ class Fetches:
         async def stage(store: PageStore) -> Staged:
             fetch.task = asyncio.current_task()
             staged = await store.stage(fetch.query, deadline=deadline)
-            fetch.lease = staged.lease
+            if staged.lease is not None:
+                fetch.lease = Lease(
+                    self._bridge, self._clock, staged.lease, lease_s=staged.lease_s, granted_s=fetch.started_s
+                )
             fetch.took_s = self._clock.monotonic_s() - fetch.started_s
             self._meters.observe("connector_stage_seconds", fetch.took_s)
             _log.debug(
@@ -145,24 +141,6 @@ class Fetches:
         if is_whole or fetch.took_s >= _STEADY_SHARE * fetch.ceiling_s:
             self._costs.on_staged(staged, fetch.took_s, now_s=self._clock.monotonic_s())
 
-    def renew_if_due(self, fetch: Fetch, staged: Staged) -> None:
-        """Renew the lease after a third of its time."""
-        now_s = self._clock.monotonic_s()
-        if now_s - fetch.renewed_s > staged.lease_s / _RENEW_SHARE:
-            fetch.renewed_s = now_s
-            self.renew(fetch)
-
-    def renew(self, fetch: Fetch) -> None:
-        """Renew the lease now. Does not wait: a lease that has ended shows as `lease_lost` later."""
-        lease = fetch.lease
-        assert lease is not None
-
-        async def renew(store: PageStore) -> None:
-            if not await store.renew(lease, deadline=Deadline.after(1.0)):
-                fetch.lease_lost = True
-
-        self._submit(renew)
-
     def end(self, fetch: Fetch, how: FetchEnd, *, release: bool = True) -> None:
         """Note that a fetch is over, and end its lease unless `release` is false. Idempotent: the first end counts."""
         self._under_way.pop(id(fetch), None)
@@ -173,15 +151,11 @@ class Fetches:
         async def end(store: PageStore) -> None:
             # here, on the store's thread: cancelling the future from outside could lose a lease granted just now
             if fetch.lease is not None:
-                await store.release(fetch.lease)
+                await store.release(fetch.lease.id)
             elif fetch.task is not None:
                 fetch.task.cancel()
 
-        self._submit(end)
-
-    def _submit(self, work: Callable[[PageStore], Coroutine[Any, Any, None]]) -> None:
-        with suppress(Closed):  # at shutdown: leases end with the connection
-            self._bridge.submit(work)
+        post(self._bridge, end)
 
     def covering(
         self, namespace: NamespaceId, boundaries: Sequence[Boundary], local_tokens: int, resume_tokens: int

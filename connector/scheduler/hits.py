@@ -169,18 +169,19 @@ class Hits:
         if staged is None:
             return self._miss(state, "stage_failed")
         self._fetches.learn(fetch, staged)
-        if staged.lease is None:
+        lease = fetch.lease
+        if lease is None:
             reason, detail = reason_for_less(staged)
             return self._miss(state, "nothing_staged", reported_as=reason, detail=detail)
         if staged.resume_tokens <= local_tokens:
             return self._held_by_engine(state)
-        lease_ended = fetch.lease_lost or now_s - fetch.renewed_s >= staged.lease_s
-        if lease_ended or local_tokens < fetch.query.local_tokens:
+        if lease.has_ended or local_tokens < fetch.query.local_tokens:
             # In the second case vLLM evicted blocks that it had when we fetched, so what is below is not staged.
             self.drop_fetch(state)
             return self._fetch_again(state, local_tokens)
-        self._fetches.renew_if_due(fetch, staged)
-        if self.audits is not None and (stop := self.audits.claim(state.request_id, staged, local_tokens)) is not None:
+        lease.renew_if_due()
+        stop = self.audits.claim(state.request_id, staged, lease, local_tokens) if self.audits is not None else None
+        if stop is not None:
             self._fetches.end(fetch, FetchEnd.DROPPED, release=False)
             state.fetch = None  # the audit owns it from now on, with its lease; what is left below is fetched again
             if stop <= local_tokens:
@@ -222,11 +223,11 @@ class Hits:
             What is staged, and the engine's own hit at the time of our answer.
         """
         fetch = state.fetch
-        assert fetch is not None
+        assert fetch is not None and fetch.lease is not None
         staged = fetch.future.result()
         fetch.taken_tokens = taken_tokens
         state.fetch, state.loading, state.polled_since_s = None, fetch, None
-        self._fetches.renew(fetch)
+        fetch.lease.renew()
         self._outcomes.report_hit(state, fetch, staged)
         return staged, fetch.local_tokens
 

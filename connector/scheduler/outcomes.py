@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
-from connector.bridge import Bridge
+from connector.bridge import Bridge, post
 from connector.scheduler.fetching import Fetch
 from connector.scheduler.requests import RequestState
 from kvstore.api import Lookup, Outcome, PageStore, Staged
-from kvstore.errors import Closed
 from kvstore.model.coverage import longest_resumable
 from kvstore.model.keys import Boundary
 from kvstore.model.layout import Layout
@@ -73,8 +71,7 @@ class OutcomeReporter:
                 full = replace(full, stop=stop[0], groups=stop[1]) if stop is not None else full
             store.report(full)
 
-        with suppress(Closed):  # at shutdown
-            self._bridge.submit(report)
+        post(self._bridge, report)
 
     def report_hit(self, state: RequestState, fetch: Fetch, staged: Staged) -> None:
         """Report what is being loaded and, if that is less than possible, why."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from connector.bridge import Bridge
+from connector.bridge import Bridge, post
 from connector.canonical.attention import may_lose_blocks
 from connector.facts import EngineFacts
 from connector.host_memory import host_memory_budget, page_bytes
@@ -31,7 +30,7 @@ from connector.scheduler.saves import RunningRequest, Saves
 from connector.settings import ConnectorSettings
 from connector.weights import Adapters
 from kvstore.api import PageStore
-from kvstore.errors import Closed, InternalError
+from kvstore.errors import InternalError
 from kvstore.model.keys import NamespaceId
 from kvstore.model.prompt_hint import EndedPrompt, ends_of_pages
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
@@ -104,7 +103,7 @@ class SchedulerSide:
         self._watchdog = Watchdog(self.save_jobs, clock)
         # vLLM offers a state in the step that writes it, and frees a window's blocks after a few steps
         self._saves_at_once = any(group.is_state or may_lose_blocks(group.facts.kind) for group in shape.groups)
-        self._audits = Audits(settings.audit_rate, shape, bridge, facts=facts, meters=self.meters, clock=clock)
+        self._audits = Audits(settings.audit_rate, shape, facts=facts, meters=self.meters)
         self.hits.audits = self._audits
         if settings.saves:
             budget = format_bytes(self.budget.pinned_bytes)
@@ -301,8 +300,7 @@ class SchedulerSide:
                 ends = ends_of_pages(boundaries[:num], page_tokens)
                 store.end_prompt(EndedPrompt(request, namespace, ends, boundary_tokens, prompt_tokens, wishes))
 
-        with suppress(Closed):  # at shutdown
-            self._bridge.submit(report)
+        post(self._bridge, report)
 
     # ---- steps
 

@@ -6,7 +6,6 @@ import logging
 import sys
 import threading
 from collections.abc import Iterable
-from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -17,6 +16,7 @@ from connector.blend.blender import Blender
 from connector.blend.consent import refuse_engine
 from connector.blend.documents import DocumentStore
 from connector.blend.requests import BlendRequests
+from connector.bridge import post
 from connector.facts import EngineFacts
 from connector.settings import ConnectorSettings, cache_folder
 from connector.vllm.blend_layers import VllmLayers
@@ -24,7 +24,6 @@ from connector.vllm.contract import release_of
 from connector.weights import find_weights_id
 from kvstore.api import Outcome, PageStore
 from kvstore.client import BlockingStore
-from kvstore.errors import Closed
 from kvstore.runtime.meters import Meters
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
@@ -82,8 +81,7 @@ def open_requests(
         async def send(store: PageStore) -> None:
             store.report(outcome)
 
-        with suppress(Closed):
-            store.submit(send)
+        post(store, send)
 
     block_tokens = facts.scheduler_block_tokens
     requests = BlendRequests(settings, block_tokens=block_tokens, report=report, meters=meters)

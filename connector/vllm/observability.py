@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from sys import byteorder
 from typing import TYPE_CHECKING, Any
@@ -14,13 +13,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from connector.bridge import result_or_none
+from connector.bridge import post, result_or_none
 from connector.identity import CacheShape
 from connector.metrics import COUNTERS, GAUGES, TIME_BUCKETS_S, TIMES, Drain, keep_gauges, merge, metric_of, summary
 from connector.scheduler.cache_events import CacheEvents, NamedPage, PageEvent, RequestHashes
 from connector.vllm.engine_facts import hash_block_tokens, read_model_name
 from connector.vllm.guard import guarded
-from kvstore.errors import Closed
 from kvstore.model.media import parse_media
 from kvstore.model.page_blocks import NUMBER_BYTES, BlockGroup, PageBlocks
 
@@ -136,8 +134,7 @@ class ObservabilityHooks:
             for blocks in named:
                 store.name_blocks(blocks)
 
-        with suppress(Closed):  # at shutdown
-            self._bridge.submit(name)
+        post(self._bridge, name)
 
     @guarded()
     def _note_request_hashes(self, request: Any) -> None:

@@ -8,12 +8,12 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from connector.bridge import Bridge
+from connector.bridge import Bridge, post
 from connector.device.base import Fence, PageScatter, SharedRecord, WrongSource
 from connector.jobs import LoadJob, LoadPiece
 from connector.worker.audit import Auditor, Scattered
@@ -104,8 +104,7 @@ class Loader:
         """
         if self.device.batch_bytes and not self._is_following:
             self._is_following = True
-            with suppress(KVStoreError):  # the engine is shutting down
-                self._bridge.submit(self._follow_memory)
+            post(self._bridge, self._follow_memory)
 
     async def _follow_memory(self, store: PageStore) -> None:
         """Also what fills later, and the memory of a service that starts again. Runs until the store's loop ends."""

@@ -16,7 +16,7 @@ from operator import attrgetter
 
 import torch
 
-from connector.bridge import Bridge
+from connector.bridge import Bridge, post
 from connector.device.base import PageGather, Ticket
 from connector.device.host_memory import HostPages
 from connector.jobs import RankReport, SaveJob
@@ -316,8 +316,7 @@ class Saver:
             self._threads.hurry()
 
         if not self.drain(0):
-            with suppress(Closed):
-                self._bridge.submit(hurry)
+            post(self._bridge, hurry)
             self.drain(timeout_s)
         with self._lock:
             lost, self._open = list(self._open.values()), {}

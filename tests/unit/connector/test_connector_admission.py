@@ -317,10 +317,10 @@ def test_a_lease_that_the_service_lost_is_staged_anew(at: SchedulerHarness) -> N
     assert fetch is not None
     assert fetch.lease is not None
     lease = fetch.lease
-    at.bridge.run(lambda store: store.inner.release(lease))
-    fetch.renewed_s -= 15
+    at.bridge.run(lambda store: store.inner.release(lease.id))
+    lease.renewed_s -= 15
     assert at.side.matched_tokens("a", 0) == 160, "the renewal is on its way"
-    eventually(lambda: fetch.lease_lost)
+    eventually(lambda: lease.is_lost)
     assert at.ask("a") == 160
     assert at.store.calls["stage"] == 2
     assert at.store.num_leases == 1
