@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from connector.scheduler.costs import Costs
-from kvstore.api import Lookup
+from kvstore.api import Lookup, Offer
 
 _MARGIN = 2.0
 """Fetching must look this many times as expensive as computing before it is given up. Measurements on a busy machine
@@ -40,12 +40,12 @@ class HitPolicy:
     def choose(self, lookup: Lookup, local_tokens: int, *, now_s: float) -> Choice:
         """How much to take of a hit that reaches beyond `local_tokens`."""
         options = [
-            Option(offer.resume_tokens, _beyond(offer.tier_bytes, offer.resume_tokens, local_tokens))
+            Offer(offer.resume_tokens, _beyond(offer.tier_bytes, offer.resume_tokens, local_tokens))
             for offer in lookup.offers
             if local_tokens < offer.resume_tokens <= lookup.resume_tokens
         ]
         if not options or options[-1].resume_tokens < lookup.resume_tokens:
-            options.append(Option(lookup.resume_tokens, {}))
+            options.append(Offer(lookup.resume_tokens, {}))
         return choose(
             options[-1:] if self._always else options,
             local_tokens=local_tokens,
@@ -60,14 +60,6 @@ class HitPolicy:
         """
         compute_s = None if self._always else self._costs.prefill.seconds(local_tokens, resume_tokens)
         return most_s if compute_s is None else min(most_s, max(_CEILING_S_MIN, compute_s))
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """A resume point, and the bytes to read from each tier to get there."""
-
-    resume_tokens: int
-    tier_bytes: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +78,16 @@ class Choice:
 
 
 def choose(
-    options: Sequence[Option],
+    options: Sequence[Offer],
     *,
     local_tokens: int,
     compute_s: Callable[[int, int], float | None],
-    fetch_s: Callable[[Option], float],
+    fetch_s: Callable[[Offer], float],
 ) -> Choice:
     """Take the longest option, unless a shorter one, or nothing, is clearly faster in total.
 
     Args:
-        options: By ascending resume point, each above `local_tokens`; at least one.
+        options: By ascending resume point, each above `local_tokens`; at least one. Their bytes are those beyond it.
         local_tokens: The engine's own hit.
         compute_s: Seconds to compute the tokens from a start to a stop; `None`: not known.
         fetch_s: Seconds until an option's bytes are in blocks. Unknown parts count as zero, since a fetch makes them

@@ -42,11 +42,11 @@ class Hits:
     Args:
         costs: What this engine has measured.
         adapters: Digests of the adapters that requests name.
-        outcomes: Reports what became of requests.
+        audits: Takes over the hits that are computed instead.
 
     Attributes:
         answered: Set when an answer has arrived that changes what vLLM gets at its next poll.
-        audits: Set if hits are audited.
+        outcomes: Reports what became of requests.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class Hits:
         *,
         costs: Costs,
         adapters: Adapters,
-        outcomes: OutcomeReporter,
+        audits: Audits,
         instruments: Instruments,
     ) -> None:
         self._max_wait_s = settings.max_wait_ms / 1000
         self._has_local_cache = facts.prefix_caching
         self._policy = HitPolicy(costs, always=settings.load_always)
-        self._outcomes = outcomes
+        self.outcomes = OutcomeReporter(bridge, shape.layout)
         self._meters = instruments.meters
         self._clock = instruments.clock
         self.answered = threading.Event()
@@ -72,7 +72,7 @@ class Hits:
             bridge, settings, shape, adapters=adapters, answered=self.answered, instruments=instruments
         )
         self._fetches = Fetches(bridge, shape.layout, costs, self.answered, instruments)
-        self.audits: Audits | None = None
+        self._audits = audits
 
     # ---- answers to vLLM's polls
 
@@ -83,7 +83,7 @@ class Hits:
         state.namespace, state.local_tokens = namespace, local_tokens
         state.cap_tokens = self.lookups.cap_tokens(state.prompt)
         if state.cap_tokens == 0:  # it has no resume point: not worth a step of waiting
-            self._outcomes.report(state, "too_short")
+            self.outcomes.report(state, "too_short")
             return 0
         if state.fetch is not None:
             return self._poll_fetch(state, state.fetch, local_tokens)
@@ -180,8 +180,7 @@ class Hits:
             self.drop_fetch(state)
             return self._fetch_again(state, local_tokens)
         lease.renew_if_due()
-        stop = self.audits.claim(state.request_id, staged, lease, local_tokens) if self.audits is not None else None
-        if stop is not None:
+        if (stop := self._audits.claim(state.request_id, staged, lease, local_tokens)) is not None:
             self._fetches.end(fetch, FetchEnd.DROPPED, release=False)
             state.fetch = None  # the audit owns it from now on, with its lease; what is left below is fetched again
             if stop <= local_tokens:
@@ -200,14 +199,14 @@ class Hits:
 
     def _held_by_engine(self, state: RequestState) -> int:
         """Answer 0 because vLLM has as much itself. Not a miss; vLLM may poll again if it loses its blocks."""
-        self._outcomes.report(state, "held_by_engine")
+        self.outcomes.report(state, "held_by_engine")
         self.drop_fetch(state)
         state.polled_since_s = None
         return 0
 
     def _miss(self, state: RequestState, reason: str, *, reported_as: str = "", **evidence: Any) -> int:
         """Answer 0 to this and every further poll."""
-        self._outcomes.report(state, reported_as or reason, **evidence)
+        self.outcomes.report(state, reported_as or reason, **evidence)
         self._meters.add("connector_misses", reason=reason)
         _log.debug("kvstore: no hit: %s request=%s", reason, state.request_id)
         self.drop_fetch(state, FetchEnd.FAILED)
@@ -228,7 +227,7 @@ class Hits:
         fetch.taken_tokens = taken_tokens
         state.fetch, state.loading, state.polled_since_s = None, fetch, None
         fetch.lease.renew()
-        self._outcomes.report_hit(state, fetch, staged)
+        self.outcomes.report_hit(state, fetch, staged)
         return staged, fetch.local_tokens
 
     def on_loaded(self, state: RequestState, *, failed: bool) -> None:
@@ -237,7 +236,7 @@ class Hits:
         if fetch is None:
             return
         if failed:
-            self._outcomes.report(state, "load_failed")
+            self.outcomes.report(state, "load_failed")
         else:
             # counted now and not before, since a load may fail
             self._meters.add("connector_hits")

@@ -22,7 +22,6 @@ from connector.scheduler.costs import Costs, Stopwatch
 from connector.scheduler.facts import PromptFacts, StepFacts
 from connector.scheduler.hits import Hits
 from connector.scheduler.namespace import EngineNamespace
-from connector.scheduler.outcomes import OutcomeReporter
 from connector.scheduler.plans import plan_load
 from connector.scheduler.requests import RequestState
 from connector.scheduler.save_jobs import BlockPins, SaveJobs, Watchdog
@@ -77,7 +76,7 @@ class SchedulerSide:
         self._may_wait_for_namespace = True
         self.costs = Costs()
         self._stopwatch = Stopwatch(self.costs, self._prompt_tokens_of, clock)
-        self._outcomes = OutcomeReporter(bridge, shape.layout)
+        self._audits = Audits(settings.audit_rate, shape, facts=facts, meters=self.meters)
         self.hits = Hits(
             bridge,
             settings,
@@ -85,7 +84,7 @@ class SchedulerSide:
             shape,
             costs=self.costs,
             adapters=Adapters(cache_folder, facts.adapter_rules, self.meters),
-            outcomes=self._outcomes,
+            audits=self._audits,
             instruments=instruments,
         )
         self.budget = host_memory_budget(settings, facts, shape)
@@ -103,8 +102,6 @@ class SchedulerSide:
         self._watchdog = Watchdog(self.save_jobs, clock)
         # vLLM offers a state in the step that writes it, and frees a window's blocks after a few steps
         self._saves_at_once = any(group.is_state or may_lose_blocks(group.facts.kind) for group in shape.groups)
-        self._audits = Audits(settings.audit_rate, shape, facts=facts, meters=self.meters)
-        self.hits.audits = self._audits
         if settings.saves:
             budget = format_bytes(self.budget.pinned_bytes)
             _log.info("kvstore: pinned_bytes is %s for each rank: %s", budget, self.budget.reason)
@@ -179,7 +176,7 @@ class SchedulerSide:
         if self._saves_at_once and self._awaits_hash(state) and self.hits.lookups.may_wait(state):
             return None  # what is computed before the hash is known could not be saved
         if (reason := self._why_no_lookup(state)) is not None:
-            self._outcomes.report(state, reason[0], detail=reason[1])
+            self.hits.outcomes.report(state, reason[0], detail=reason[1])
             return 0
         namespace = self.namespace.id
         if namespace is None:
@@ -189,7 +186,7 @@ class SchedulerSide:
             self._may_wait_for_namespace = self._may_wait_for_namespace and may_wait
             if self._may_wait_for_namespace:
                 return None
-            self._outcomes.report(state, "not_ready", detail={"because": self.namespace.awaited})
+            self.hits.outcomes.report(state, "not_ready", detail={"because": self.namespace.awaited})
             return 0
         return self.hits.poll(state, namespace, local_tokens)
 

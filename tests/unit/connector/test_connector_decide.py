@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.scheduler.costs import FetchCosts, Fit, PrefillCosts
-from connector.scheduler.decide import Choice, Option, choose
+from connector.scheduler.decide import Choice, choose
+from kvstore.api import Offer
 
 TOKEN_BYTES = 64 << 10
 CHUNK = 2048
@@ -63,17 +64,17 @@ class Measured:
                     num_bytes = tokens * TOKEN_BYTES
                     costs.observe(num_bytes, blur(machine.fetch_s(tier, num_bytes)), now_s=self.now_s)
 
-    def fetch_s(self, option: Option) -> float:
+    def fetch_s(self, option: Offer) -> float:
         known = [self.tiers[tier].seconds(size, now_s=self.now_s) for tier, size in option.tier_bytes.items()]
         return sum(seconds or 0.0 for seconds in known)
 
-    def choose(self, *options: Option, local_tokens: int = 0) -> Choice:
+    def choose(self, *options: Offer, local_tokens: int = 0) -> Choice:
         return choose(options, local_tokens=local_tokens, compute_s=self.prefill.seconds, fetch_s=self.fetch_s)
 
 
-def reach(**tokens: int) -> Option:
+def reach(**tokens: int) -> Offer:
     """An option that reads these tokens from each tier."""
-    return Option(sum(tokens.values()), {tier: count * TOKEN_BYTES for tier, count in tokens.items()})
+    return Offer(sum(tokens.values()), {tier: count * TOKEN_BYTES for tier, count in tokens.items()})
 
 
 def test_everything_is_best() -> None:

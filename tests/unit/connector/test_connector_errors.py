@@ -78,7 +78,7 @@ def test_an_error_of_the_audit_ends_no_trial(tmp_path: Path, monkeypatch: pytest
         assert at.ask("b") == 0
 
 
-@pytest.mark.parametrize("where", ["_outcomes.report_hit", "_stopwatch.on_load_ordered", "hits.admit"])
+@pytest.mark.parametrize("where", ["hits.outcomes.report_hit", "_stopwatch.on_load_ordered", "hits.admit"])
 def test_an_error_in_an_admission(at: SchedulerHarness, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """vLLM waits for the load from here on: the ranks report it as failed, and it is not fetched again."""
     connector = KVStoreConnector.__new__(KVStoreConnector)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from connector.prefix_hash import PrefixChain
+from connector.scheduler.audits import Audits
 from connector.scheduler.costs import Costs
 from connector.scheduler.hits import Hits
-from connector.scheduler.outcomes import OutcomeReporter
 from connector.scheduler.requests import RequestState
 from connector.settings import ConnectorSettings
 from connector.weights import Adapters
@@ -133,7 +133,7 @@ class LookupsHarness:
             at.shape,
             costs=Costs(),
             adapters=Adapters(Path("/nowhere"), {}, self.meters),
-            outcomes=OutcomeReporter(at.bridge, at.shape.layout),
+            audits=Audits(0, at.shape, facts=at.facts, meters=self.meters),
             instruments=Instruments(self.clock, self.meters),
         )
         self.state = RequestState("a", tokens_of("a", 170), PrefixChain(BLOCK))
