@@ -18,7 +18,7 @@ from connector.losses import LossReason, LossReporter
 from connector.prefix_hash import PrefixChain
 from connector.scheduler.audits import Audits
 from connector.scheduler.cache_events import CacheEvents
-from connector.scheduler.costs import Costs, Stopwatch
+from connector.scheduler.costs import Costs
 from connector.scheduler.facts import PromptFacts, StepFacts
 from connector.scheduler.hits import Hits
 from connector.scheduler.namespace import EngineNamespace
@@ -26,6 +26,7 @@ from connector.scheduler.plans import plan_load
 from connector.scheduler.requests import RequestState
 from connector.scheduler.save_jobs import BlockPins, SaveJobs, Watchdog
 from connector.scheduler.saves import RunningRequest, Saves
+from connector.scheduler.stopwatch import Stopwatch
 from connector.settings import ConnectorSettings
 from connector.weights import Adapters
 from kvstore.api import PageStore

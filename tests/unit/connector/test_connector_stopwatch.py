@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from connector.request_parameters import RequestFlags
-from connector.scheduler.costs import StepClock
 from connector.scheduler.facts import StepFacts
+from connector.scheduler.stopwatch import StepClock
 from tests.unit.connector.scheduler_harness import SchedulerHarness
 
 
