@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from connector.host_memory import default_pinned_bytes
+from connector.memory_budget import default_pinned_bytes
 
 __all__ = [
     "Costs",

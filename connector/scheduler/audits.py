@@ -10,7 +10,7 @@ from itertools import groupby
 from connector.facts import EngineFacts
 from connector.identity import CacheShape
 from connector.jobs import AuditJob, BlockIds, LoadPiece, RankReport
-from connector.scheduler.facts import StepFacts
+from connector.scheduler.hook_facts import StepFacts
 from connector.scheduler.leases import Lease
 from connector.scheduler.plans import blocks_of
 from kvstore.api import Staged

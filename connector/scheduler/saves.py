@@ -10,7 +10,7 @@ from functools import partial
 from connector.canonical.attention import may_lose_blocks
 from connector.identity import CacheShape
 from connector.jobs import BlockIds, SaveJob
-from connector.scheduler.facts import StateOffer
+from connector.scheduler.hook_facts import StateOffer
 from connector.scheduler.plans import blocks_of, final_pages
 from connector.scheduler.requests import RequestState
 from connector.scheduler.save_jobs import Priority, SaveJobs

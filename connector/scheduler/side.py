@@ -11,16 +11,16 @@ from pathlib import Path
 from connector.bridge import Bridge, post
 from connector.canonical.attention import may_lose_blocks
 from connector.facts import EngineFacts
-from connector.host_memory import host_memory_budget, page_bytes
 from connector.identity import CacheShape
 from connector.jobs import LoadJob, RankReport, StepJobs
 from connector.losses import LossReason, LossReporter
+from connector.memory_budget import host_memory_budget, page_bytes
 from connector.prefix_hash import PrefixChain
 from connector.scheduler.audits import Audits
 from connector.scheduler.cache_events import CacheEvents
 from connector.scheduler.costs import Costs
-from connector.scheduler.facts import PromptFacts, StepFacts
 from connector.scheduler.hits import Hits
+from connector.scheduler.hook_facts import PromptFacts, StepFacts
 from connector.scheduler.namespace import EngineNamespace
 from connector.scheduler.plans import plan_load
 from connector.scheduler.requests import RequestState

@@ -30,7 +30,7 @@ from connector.jobs import RankReport, StepJobs
 from connector.plugin import register
 from connector.prefix_hash import PromptContent, UncacheableContent
 from connector.request_parameters import RequestFlags, read_flags, read_handoff, wants_receipt, write_receipt
-from connector.scheduler.facts import PromptFacts
+from connector.scheduler.hook_facts import PromptFacts
 from connector.scheduler.requests import RequestState
 from connector.scheduler.side import SchedulerSide
 from connector.settings import ConnectorSettings, cache_folder

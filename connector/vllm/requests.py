@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from connector.prefix_hash import AdapterRequest, EmbeddedPrompt, MediaItem, PromptContent, UncacheableContent
-from connector.scheduler.facts import StateOffer, StepFacts
+from connector.scheduler.hook_facts import StateOffer, StepFacts
 
 _NUMBERED = re.compile(r"renderer\d+-mm-\d+-")
 """vLLM's own names for media that it neither hashes nor caches. Their numbers restart in every process."""

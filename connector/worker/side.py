@@ -12,9 +12,9 @@ from connector.device.base import Device, Fence
 from connector.device.cpu import CpuDevice
 from connector.device.host_memory import HostPages, aligned
 from connector.facts import EngineFacts
-from connector.host_memory import host_memory_budget, page_bytes
 from connector.identity import CacheShape
 from connector.jobs import RankReport, StepJobs
+from connector.memory_budget import host_memory_budget, page_bytes
 from connector.settings import ConnectorSettings
 from connector.worker.audit import Auditor
 from connector.worker.groups import RankGroup, check_bytes, check_round_trip, prove_group

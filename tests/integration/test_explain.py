@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from connector.identity import describe_namespace
-from connector.scheduler.facts import PromptFacts
+from connector.scheduler.hook_facts import PromptFacts
 from connector.scheduler.side import SchedulerSide
 from connector.settings import ConnectorSettings
 from kvstore.api import Ack, Deadline, Outcome

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from connector.scheduler.facts import PromptFacts
+from connector.scheduler.hook_facts import PromptFacts
 from kvstore.store.retention import owner
 from kvstore.testing.faulty_proxy import FaultyProxy
 from kvstore.testing.servers import RedisServer, redis_server

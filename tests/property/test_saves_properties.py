@@ -19,7 +19,7 @@ from connector.identity import CacheShape
 from connector.jobs import RankReport, SaveJob
 from connector.losses import LossReason
 from connector.prefix_hash import PrefixChain
-from connector.scheduler.facts import StateOffer
+from connector.scheduler.hook_facts import StateOffer
 from connector.scheduler.requests import RequestState
 from connector.scheduler.save_jobs import SaveJobs
 from connector.scheduler.saves import RunningRequest, Saves

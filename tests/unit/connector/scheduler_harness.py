@@ -9,7 +9,7 @@ from typing import Any
 
 from connector.identity import describe_namespace
 from connector.jobs import RankReport, StepJobs
-from connector.scheduler.facts import PromptFacts, StateOffer, StepFacts
+from connector.scheduler.hook_facts import PromptFacts, StateOffer, StepFacts
 from connector.scheduler.requests import RequestState
 from connector.scheduler.side import SchedulerSide
 from connector.settings import ConnectorSettings

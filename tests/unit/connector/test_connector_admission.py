@@ -10,8 +10,8 @@ from connector.identity import describe_namespace
 from connector.request_parameters import RequestFlags
 from connector.scheduler.costs import Costs
 from connector.scheduler.decide import HitPolicy
-from connector.scheduler.facts import PromptFacts
 from connector.scheduler.fetching import common_tokens
+from connector.scheduler.hook_facts import PromptFacts
 from connector.scheduler.requests import RequestState
 from kvstore.api import LeaseId, Lookup, Offer, Retention, Staged
 from kvstore.errors import Unavailable

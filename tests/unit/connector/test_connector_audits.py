@@ -9,7 +9,7 @@ import pytest
 
 from connector.jobs import AuditJob, RankReport
 from connector.scheduler.audits import is_sampled
-from connector.scheduler.facts import StepFacts
+from connector.scheduler.hook_facts import StepFacts
 from kvstore.model.keys import PrefixHash
 from kvstore.testing.waiting import eventually
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness

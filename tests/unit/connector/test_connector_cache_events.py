@@ -9,7 +9,7 @@ import pytest
 
 from connector.identity import describe_namespace
 from connector.scheduler.cache_events import CacheEvents, PageEvent, RequestHashes
-from connector.scheduler.facts import StateOffer
+from connector.scheduler.hook_facts import StateOffer
 from kvstore.api import Staged
 from kvstore.model.keys import RecordKey
 from kvstore.model.media import MEDIA, parse_media

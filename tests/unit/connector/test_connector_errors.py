@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from connector.jobs import AuditJob, LoadPiece, StepJobs
-from connector.scheduler.facts import StepFacts
+from connector.scheduler.hook_facts import StepFacts
 from connector.vllm.connector import KVStoreConnector
 from connector.worker.memory import RecordMemory
 from kvstore.testing.waiting import eventually

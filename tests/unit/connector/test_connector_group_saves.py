@@ -13,7 +13,7 @@ from connector.identity import CacheShape, read_shape
 from connector.jobs import RankReport, SaveJob
 from connector.losses import LossReporter
 from connector.prefix_hash import PrefixChain
-from connector.scheduler.facts import StateOffer
+from connector.scheduler.hook_facts import StateOffer
 from connector.scheduler.requests import RequestState
 from connector.scheduler.save_jobs import SaveJobs
 from connector.scheduler.saves import RunningRequest, Saves

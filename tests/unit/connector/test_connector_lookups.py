@@ -12,7 +12,7 @@ import pytest
 
 import connector.scheduler.namespace
 from connector.request_parameters import Handoff
-from connector.scheduler.facts import StateOffer
+from connector.scheduler.hook_facts import StateOffer
 from kvstore.errors import Unavailable
 from kvstore.testing.waiting import eventually
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness, unready_harness

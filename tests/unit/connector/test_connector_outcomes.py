@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from connector.request_parameters import RequestFlags
-from connector.scheduler.facts import PromptFacts
+from connector.scheduler.hook_facts import PromptFacts
 from connector.scheduler.outcomes import stop_of
 from kvstore.api import LeaseId, Staged
 from kvstore.errors import InvalidRequest, Unavailable

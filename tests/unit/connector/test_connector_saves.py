@@ -11,7 +11,7 @@ import pytest
 from connector.facts import GroupFacts
 from connector.jobs import RankReport, StepJobs
 from connector.request_parameters import RequestFlags
-from connector.scheduler.facts import PromptFacts, StateOffer, StepFacts
+from connector.scheduler.hook_facts import PromptFacts, StateOffer, StepFacts
 from kvstore.api import Retention
 from kvstore.errors import InternalError, InvalidRequest, Unavailable, UnsupportedFormat
 from kvstore.testing.waiting import eventually

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from connector.request_parameters import RequestFlags
-from connector.scheduler.facts import StepFacts
+from connector.scheduler.hook_facts import StepFacts
 from connector.scheduler.stopwatch import StepClock
 from tests.unit.connector.scheduler_harness import SchedulerHarness
 

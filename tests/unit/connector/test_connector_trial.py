@@ -14,7 +14,7 @@ from connector.identity import describe_namespace
 from connector.jobs import AuditJob, RankReport
 from connector.losses import LossReason
 from connector.scheduler.audits import TRIAL_POINTS
-from connector.scheduler.facts import StepFacts
+from connector.scheduler.hook_facts import StepFacts
 from connector.scheduler.save_jobs import Watchdog
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
 from tests.unit.connector.support import make_facts, make_shape

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from connector.facts import CellFacts, EngineFacts, GroupFacts, StateFacts
-from connector.host_memory import HostMemoryBudget, default_pinned_bytes, host_memory_budget
 from connector.identity import CacheShape, read_shape
+from connector.memory_budget import HostMemoryBudget, default_pinned_bytes, host_memory_budget
 from connector.settings import ConnectorSettings
 from kvstore.model.kinds import FullAttention, Recurrent
 from tests.unit.connector.support import make_facts
