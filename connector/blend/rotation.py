@@ -21,10 +21,6 @@ class Angles:
     sin: torch.Tensor
     is_neox: bool = True
 
-    def at(self, rows: torch.Tensor) -> Angles:
-        """The angles of some of the tokens."""
-        return Angles(self.cos[rows], self.sin[rows], self.is_neox)
-
 
 def rerotate(keys: torch.Tensor, seen: Angles, wanted: Angles) -> torch.Tensor:
     """Keys as the model would have rotated them for other positions.

@@ -68,7 +68,7 @@ class DeviceKernels:
             self._digests.order(memory, digests, self._verdict)
         if encoded:
             sources, targets, heads = zip(*encoded, strict=True)
-            tiles.decode_many(
+            tiles.decode(
                 [memory[source] for source in sources], [memory[target] for target in targets], heads, self._verdict
             )
         self._read_back.copy_(self._verdict, non_blocking=True)

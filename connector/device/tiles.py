@@ -28,12 +28,7 @@ _CHUNK = 1024
 _WARPS = 4
 
 
-def decode(payload: torch.Tensor, target: torch.Tensor, head: TilesHead, verdict: torch.Tensor) -> None:
-    """Order the decoding of one payload on the current stream, see `decode_many`."""
-    decode_many([payload], [target], [head], verdict)
-
-
-def decode_many(
+def decode(
     payloads: Sequence[torch.Tensor],
     targets: Sequence[torch.Tensor],
     heads: Sequence[TilesHead],

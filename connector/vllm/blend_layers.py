@@ -77,11 +77,6 @@ class VllmLayers:
     def num_layers(self) -> int:
         return len(self._layers)
 
-    @property
-    def max_tokens(self) -> int:
-        """Positions for which the model has cosines and sines."""
-        return int(self._layers[0].self_attn.rotary_emb.cos_sin_cache.shape[0])
-
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         embedded = self._decoder.embed_tokens(tokens)
         self.num_exchanges += 1

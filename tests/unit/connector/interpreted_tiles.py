@@ -76,11 +76,11 @@ def _is_untouched(memory: torch.Tensor, around: torch.Tensor) -> bool:
 
 
 def _decode(payloads: Sequence[bytes], heads: Sequence[TilesHead]) -> tuple[list[bytes], int]:
-    from connector.device.tiles import decode_many
+    from connector.device.tiles import decode
 
     targets = [_memory(head.decoded_bytes) for head in heads]
     verdict = torch.zeros(1, dtype=torch.int32)
-    decode_many([_holding(payload) for payload in payloads], [memory for memory, _ in targets], heads, verdict)
+    decode([_holding(payload) for payload in payloads], [memory for memory, _ in targets], heads, verdict)
     assert all(_is_untouched(*target) for target in targets), "a kernel wrote beside its target"
     return [memory.numpy().tobytes() for memory, _ in targets], int(verdict)
 
