@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvstore.model.layout import Span
 
@@ -74,5 +74,5 @@ class BlendAudit:
 class BlendReports:
     """The reports of one step."""
 
-    blended: tuple[BlendReport, ...] = field(default=())
-    audits: tuple[BlendAudit, ...] = field(default=())
+    blended: tuple[BlendReport, ...] = ()
+    audits: tuple[BlendAudit, ...] = ()

@@ -107,11 +107,11 @@ class BlendRequests:
             self._tell(request_id, request, local_tokens, "held_by_engine", {})
         return max(0, request.stop_tokens - local_tokens)
 
-    def on_allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> bool:
-        """Order the blending of a request whose blocks vLLM has allocated; false: it is not blended."""
+    def on_allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
+        """Order the blending of a request whose blocks vLLM has allocated."""
         request = self._requests.get(request_id)
         if request is None or not external_tokens:
-            return False
+            return
         start_tokens = request.stop_tokens - external_tokens
         self._to_audit += self._audit_rate
         is_audited = self._to_audit >= 1.0
@@ -132,7 +132,6 @@ class BlendRequests:
                 is_audited,
             )
         )
-        return True
 
     def take_jobs(self) -> tuple[BlendJob, ...]:
         """What was ordered since the last step."""

@@ -232,7 +232,7 @@ def test_documents_within_the_first_block() -> None:
 def test_a_job_is_ordered_once() -> None:
     side = Side()
     side.ask("a", 100, [1, 40], [40, 70])
-    assert side.requests.on_allocated("a", [7, 8, 9, 10, 11], 48)
+    side.requests.on_allocated("a", [7, 8, 9, 10, 11], 48)
     (job,) = side.requests.take_jobs()
     assert (job.start_tokens, job.stop_tokens, job.block_ids) == (16, 64, (7, 8, 9, 10))
     assert job.is_audited and side.requests.has_open_audits
@@ -242,7 +242,8 @@ def test_a_job_is_ordered_once() -> None:
 def test_requests_without_a_wish_are_not_known() -> None:
     side = Side()
     assert not side.requests.knows("a") and side.requests.matched_tokens("a", 0) == 0
-    assert not side.requests.on_allocated("a", [1], 16)
+    side.requests.on_allocated("a", [1], 16)
+    assert side.requests.take_jobs() == ()
 
 
 def test_a_wish_without_a_salt_is_refused() -> None:
