@@ -27,7 +27,7 @@ from benchmarks.blend_model import FOLDER, TransformersLayers, load_layers
 from benchmarks.blend_task import NO_LABEL, draw
 from benchmarks.node import temporary_folder
 from benchmarks.program import Column, count, run_rows
-from connector.blend.recompute import Document, blend, compute_document
+from connector.blend.recompute import LayerStates, blend, compute_document
 from kvstore.model.layout import Span
 from kvstore.testing.checkpoints import write_checkpoint
 
@@ -180,7 +180,7 @@ def _run(
     way: _Way,
     model: TransformersLayers,
     prompt: _Prompt,
-    documents: Sequence[tuple[Span, Document]],
+    documents: Sequence[tuple[Span, LayerStates]],
     exact: torch.Tensor | None,
 ) -> torch.Tensor:
     """Compute a prompt in one way, and compare; returns the distribution of a full computation."""

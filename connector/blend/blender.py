@@ -23,7 +23,6 @@ from connector.blend.documents import DocumentStore, document_root
 from connector.blend.jobs import BlendAudit, BlendJob, BlendReport, BlendReports
 from connector.blend.recompute import (
     Blended,
-    Document,
     Exchange,
     LayeredModel,
     LayerStates,
@@ -112,8 +111,8 @@ class _Open:
 
     job: BlendJob
     spans: list[Span]
-    reading: Future[list[Document | None]] | None = None
-    documents: list[Document | None] = field(default_factory=list)
+    reading: Future[list[LayerStates | None]] | None = None
+    documents: list[LayerStates | None] = field(default_factory=list)
     num_stored: int = 0
     layers: Iterator[Blended | None] | None = None
     exchanges: list[list[Exchange]] = field(default_factory=list)
@@ -253,10 +252,10 @@ class Blender:
             opened.reading = Future()
             opened.reading.set_exception(error)
 
-    def _read(self, job: BlendJob, spans: Sequence[Span]) -> list[Document | None]:
+    def _read(self, job: BlendJob, spans: Sequence[Span]) -> list[LayerStates | None]:
         """The documents that are stored. On the blender's thread."""
         store, root = self._store(), _root_of(job)
-        found: list[Document | None] = []
+        found: list[LayerStates | None] = []
         if store is not None:
             deadline = Deadline.after(store.timeout_s)  # of all of them: computing them takes no longer for waiting
             try:
@@ -276,7 +275,7 @@ class Blender:
         assert reading is not None
         if waits:
             wait((reading,), _WAIT_S)
-        found: list[Document | None] = [None] * len(current.spans)
+        found: list[LayerStates | None] = [None] * len(current.spans)
         is_reading, error = not reading.done(), None
         if not is_reading:
             try:
@@ -363,10 +362,10 @@ class Blender:
         return self._together([one for layer in now for one in layer], compute)
 
     def _blend(
-        self, job: BlendJob, spans: Sequence[Span], documents: Sequence[Document | None]
+        self, job: BlendJob, spans: Sequence[Span], documents: Sequence[LayerStates | None]
     ) -> Iterator[Blended | None]:
         placed = [
-            (span, Document(document.states.rows(0, span.num_tokens), document.first_position))
+            (span, document.rows(0, span.num_tokens))
             for span, document in zip(spans, documents, strict=True)
             if document is not None
         ]
@@ -379,7 +378,7 @@ class Blender:
         return _Audit.of(job, made.states)
 
     def _write(
-        self, store: DocumentStore, root: bytes, tokens: Sequence[int], document: Document, deadline: Deadline
+        self, store: DocumentStore, root: bytes, tokens: Sequence[int], document: LayerStates, deadline: Deadline
     ) -> None:
         try:
             store.write(root, tokens, document, deadline)
@@ -490,13 +489,13 @@ def _root_of(job: BlendJob) -> bytes:
     return document_root(job.cache_salt, job.tokens[0])
 
 
-def _finite(document: Document) -> Document:
+def _finite(document: LayerStates) -> LayerStates:
     """The document.
 
     Raises:
         InternalError: It has values that are no numbers, as after an overflow, which would be stored for all others.
     """
-    if not all(part.isfinite().all() for part in (*document.states.keys, *document.states.values)):
+    if not all(part.isfinite().all() for part in (*document.keys, *document.values)):
         raise InternalError("a document has keys or values that are not finite")
     return document
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from connector.blend.recompute import Document, LayerStates
+from connector.blend.recompute import FIRST_POSITION, LayerStates
 from connector.facts import CellFacts, EngineFacts
 from connector.identity import CacheShape, GroupShape, describe_model, read_shape
 from kvstore.api import Deadline
@@ -17,8 +17,6 @@ from kvstore.model.namespace import NamespaceDescription
 
 PAGE_TOKENS = 256
 _FORMAT = 2
-_FIRST_POSITION = 1
-"""A document is computed alone behind the prompt's first token, so its first token has this position."""
 
 
 def describe_documents(facts: EngineFacts, weights_id: str) -> NamespaceDescription:
@@ -34,7 +32,7 @@ def describe_documents(facts: EngineFacts, weights_id: str) -> NamespaceDescript
             **describe_model(facts, weights_id),
             "documents": {
                 "format": _FORMAT,
-                "first_position": _FIRST_POSITION,
+                "first_position": FIRST_POSITION,
                 "layers": list(facts.groups[0].layer_names),
                 "heads": content.total_heads,
                 "head_size": content.head_size,
@@ -106,8 +104,8 @@ class DocumentStore:
         self._slice_heads = content.rank_heads // len(held)
         self._sizes = content.head_size, content.head_size_v
 
-    def read(self, root: bytes, tokens: Sequence[int], deadline: Deadline) -> Document | None:
-        """A document, or `None` if a page of it is not there, or lacks a slice of any rank.
+    def read(self, root: bytes, tokens: Sequence[int], deadline: Deadline) -> LayerStates | None:
+        """A document's keys and values, or `None` if a page of it is not there, or lacks a slice of any rank.
 
         Raises:
             KVStoreError: The store does not answer, or it is too late.
@@ -122,16 +120,16 @@ class DocumentStore:
         for page_places, page in zip(places, pages, strict=True):
             for place, piece in zip(page_places, page, strict=True):
                 place.copy_(piece)
-        return Document(states, _FIRST_POSITION)
+        return states
 
-    def write(self, root: bytes, tokens: Sequence[int], document: Document, deadline: Deadline) -> None:
-        """Store a document; a page that is stored stays as it is.
+    def write(self, root: bytes, tokens: Sequence[int], document: LayerStates, deadline: Deadline) -> None:
+        """Store a document's keys and values; a page that is stored stays as it is.
 
         Raises:
             KVStoreError: The store does not answer, or refuses it, or it is too late.
         """
         keys = page_keys(root, tokens)
-        pages = [[_view(part.contiguous()) for part in page] for page in self._pages(document.states, len(tokens))]
+        pages = [[_view(part.contiguous()) for part in page] for page in self._pages(document, len(tokens))]
         self._door.write_from(keys, pages, timeout_s=deadline.remaining_s)
 
     def _pages(self, states: LayerStates, num_tokens: int) -> list[list[torch.Tensor]]:

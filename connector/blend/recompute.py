@@ -14,12 +14,16 @@ from typing import Literal, Protocol
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from connector.blend.choice import always_computed, choose_rows, num_chosen
+from connector.blend.choice import choose_rows, num_chosen
 from connector.blend.rotation import Angles, rerotate
 from kvstore.model.layout import Span
 
 FULL_LAYERS = 2
 """Layers that are computed for all tokens. Keys and values of the layer behind them are fresh for all tokens too."""
+
+FIRST_POSITION = 1
+"""A document is computed alone behind the prompt's first token, so its first token has this position. Its keys were
+rotated for it, and those of the other tokens for the positions that follow."""
 
 _ROWS_AT_ONCE = 256
 
@@ -94,19 +98,6 @@ class LayerStates:
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
-    """A document that was computed alone.
-
-    Attributes:
-        states: Its keys and values.
-        first_position: The position for which its first token's keys were rotated; the others follow.
-    """
-
-    states: LayerStates
-    first_position: int
-
-
-@dataclass(frozen=True, slots=True)
 class Blended:
     """What blending made of a prompt.
 
@@ -121,8 +112,8 @@ class Blended:
     hidden: torch.Tensor | None
 
 
-def compute_document(model: LayeredModel, first_token: int, tokens: torch.Tensor) -> Document:
-    """Compute a document alone, behind the first token of a prompt.
+def compute_document(model: LayeredModel, first_token: int, tokens: torch.Tensor) -> LayerStates:
+    """Keys and values of a document, computed alone behind the first token of a prompt.
 
     Many models attend to a prompt's first token from everywhere. Without it a document's own first tokens would take
     that place, and differ most from what they are in a prompt.
@@ -139,15 +130,15 @@ def behind(first_token: int, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat((torch.tensor([first_token], dtype=tokens.dtype), tokens))
 
 
-def document_of(made: Blended) -> Document:
-    """The document of which, with `behind`, all tokens were computed."""
-    return Document(made.states.rows(1, len(made.rows)), 1)
+def document_of(made: Blended) -> LayerStates:
+    """Keys and values of a document of which, with `behind`, all tokens were computed."""
+    return made.states.rows(FIRST_POSITION, len(made.rows))
 
 
 def blend(
     model: LayeredModel,
     tokens: torch.Tensor,
-    documents: Sequence[tuple[Span, Document]],
+    documents: Sequence[tuple[Span, LayerStates]],
     *,
     ratio: float | None,
     rotates: bool = True,
@@ -163,7 +154,7 @@ def blend(
 def blend_by_layer(
     model: LayeredModel,
     tokens: torch.Tensor,
-    documents: Sequence[tuple[Span, Document]],
+    documents: Sequence[tuple[Span, LayerStates]],
     *,
     ratio: float | None,
     rotates: bool = True,
@@ -175,7 +166,8 @@ def blend_by_layer(
     Args:
         model: Its layers.
         tokens: The whole prompt: [num_tokens].
-        documents: Where documents stand, ascending, without overlap. None: all is computed.
+        documents: Where documents stand, ascending, without overlap, and their keys and values as `document_of` has
+            them. None: all is computed.
         ratio: Share of the documents' tokens that are computed again. `None`: none of them, not in the first layers
             either, for comparison.
         rotates: False: keys stay as they were rotated, for comparison.
@@ -187,7 +179,7 @@ def blend_by_layer(
     reused = _place(model, positions, documents, rotates=rotates)
     rows = positions
     if ratio is None:
-        outside = always_computed(num_tokens, ())
+        outside = torch.ones(num_tokens, dtype=torch.bool)
         for span in spans:
             outside[span.start : span.stop] = False
         rows = outside.nonzero().flatten()
@@ -287,7 +279,7 @@ def attend(
 
 
 def _place(
-    model: LayeredModel, positions: torch.Tensor, documents: Sequence[tuple[Span, Document]], *, rotates: bool
+    model: LayeredModel, positions: torch.Tensor, documents: Sequence[tuple[Span, LayerStates]], *, rotates: bool
 ) -> LayerStates:
     """The documents' keys and values at their places in the prompt; zeros elsewhere, which nothing reads."""
     placed = LayerStates([], [])
@@ -296,14 +288,14 @@ def _place(
     moves = [
         (
             span,
-            document.states,
-            model.angles(torch.arange(document.first_position, document.first_position + span.num_tokens)),
+            states,
+            model.angles(torch.arange(FIRST_POSITION, FIRST_POSITION + span.num_tokens)),
             model.angles(positions[span.start : span.stop]),
         )
-        for span, document in documents
+        for span, states in documents
     ]
     for layer in range(model.num_layers):
-        first = documents[0][1].states
+        first = documents[0][1]
         keys = first.keys[layer].new_zeros((len(positions), *first.keys[layer].shape[1:]))
         values = first.values[layer].new_zeros((len(positions), *first.values[layer].shape[1:]))
         for span, states, seen, wanted in moves:

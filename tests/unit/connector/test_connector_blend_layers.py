@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.blend_model import FOLDER, TransformersLayers, load_layers
 from benchmarks.blend_task import NO_LABEL, draw
-from connector.blend.recompute import Document, LayerStates, blend, compute_document, extend
+from connector.blend.recompute import LayerStates, blend, compute_document, extend
 from connector.blend.rotation import Angles, rerotate
 from kvstore.model.layout import Span
 
@@ -96,7 +96,7 @@ def prompt_of(seed: int) -> tuple[torch.Tensor, tuple[Span, ...], int]:
 
 def documents_of(
     model: TransformersLayers, tokens: torch.Tensor, spans: tuple[Span, ...]
-) -> list[tuple[Span, Document]]:
+) -> list[tuple[Span, LayerStates]]:
     first = int(tokens[0])
     return [(span, compute_document(model, first, tokens[span.start : span.stop])) for span in spans]
 
@@ -181,6 +181,6 @@ def test_stored_keys_and_values_are_used(model: TransformersLayers) -> None:
     inside = kept[span.start : span.stop]
     assert inside.sum() > 10
     layer = model.num_layers - 1
-    wanted = rerotate(document.states.keys[layer], model.angles(at - span.start + 1), model.angles(at))
+    wanted = rerotate(document.keys[layer], model.angles(at - span.start + 1), model.angles(at))
     assert torch.equal(made.states.keys[layer][span.start : span.stop][inside], wanted[inside])
-    assert torch.equal(made.states.values[layer][span.start : span.stop][inside], document.states.values[layer][inside])
+    assert torch.equal(made.states.values[layer][span.start : span.stop][inside], document.values[layer][inside])

@@ -18,7 +18,7 @@ from benchmarks.blend_task import NO_LABEL, draw
 from connector.blend.blender import Blender, divergence
 from connector.blend.documents import PAGE_TOKENS, DocumentStore, describe_documents, document_root, page_keys
 from connector.blend.jobs import BlendAudit, BlendJob, BlendReport
-from connector.blend.recompute import Document, Exchange, LayerStates, blend, compute_document
+from connector.blend.recompute import Exchange, LayerStates, blend, compute_document
 from connector.facts import CellFacts
 from connector.identity import describe_namespace
 from kvstore.client import BlockingStore
@@ -137,10 +137,8 @@ def test_documents_come_back(documents: DocumentStore, model: Written) -> None:
             made = compute_document(model, 1, torch.tensor(tokens))
             documents.write(ROOT, tokens, made, soon())
             found = documents.read(ROOT, tokens, soon())
-            assert found is not None and found.first_position == made.first_position
-            for one, other in zip(
-                [*made.states.keys, *made.states.values], [*found.states.keys, *found.states.values], strict=True
-            ):
+            assert found is not None
+            for one, other in zip([*made.keys, *made.values], [*found.keys, *found.values], strict=True):
                 assert torch.equal(one, other)
             with pytest.raises(Unavailable):
                 documents.read(ROOT, tokens, soon(0.0))
@@ -165,7 +163,7 @@ def test_all_sizes_share_documents(store: BlockingStore, model: Written) -> None
         for first in (1, 2):
             root = document_root(SALT, first)
             made = compute_document(model, first, torch.tensor(tokens))
-            shares = [Document(heads_of(made.states, rank), 1) for rank in range(2)]
+            shares = [heads_of(made, rank) for rank in range(2)]
             if first == 1:
                 for rank, share in zip(ranks, shares, strict=True):
                     assert [one.read(root, tokens, soon()) for one in (whole, *ranks)] == [None] * 3
@@ -175,8 +173,8 @@ def test_all_sizes_share_documents(store: BlockingStore, model: Written) -> None
             for reader, wanted in zip((whole, *ranks), (made, *shares), strict=True):
                 found = reader.read(root, tokens, soon())
                 assert found is not None
-                assert all(map(torch.equal, found.states.keys, wanted.states.keys))
-                assert all(map(torch.equal, found.states.values, wanted.states.values))
+                assert all(map(torch.equal, found.keys, wanted.keys))
+                assert all(map(torch.equal, found.values, wanted.values))
 
 
 def test_names_of_pages() -> None:
@@ -246,7 +244,7 @@ def test_a_request_is_blended_and_its_documents_stored(
         ]
         cut = parts[-1][0], parts[-1][1]
         room = job.stop_tokens - cut[0].start
-        parts[-1] = Span(cut[0].start, job.stop_tokens), replace(cut[1], states=cut[1].states.rows(0, room))
+        parts[-1] = Span(cut[0].start, job.stop_tokens), cut[1].rows(0, room)
         wanted = blend(model, whole, parts, ratio=0.3)
     assert report.recomputed_tokens == len(wanted.rows)
     assert torch.equal(first[job.block_ids[3]], wanted.states.keys[-1][3 * BLOCK : 4 * BLOCK])

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from benchmarks.blend_model import FOLDER, TransformersLayers, load_layers
 from connector.blend.blender import Blender, RanksApart
 from connector.blend.jobs import BlendJob, BlendReports
-from connector.blend.recompute import Document, Exchange, LayerStates
+from connector.blend.recompute import Exchange, LayerStates
 from kvstore.errors import Unavailable
 from kvstore.model.layout import Span
 from kvstore.runtime.deadline import Deadline
@@ -139,21 +139,21 @@ class Rank(TransformersLayers):
 class Shelf:
     """A rank's documents in the store."""
 
-    documents: dict[tuple[int, ...], Document] = field(default_factory=dict)
-    written: list[tuple[tuple[int, ...], Document]] = field(default_factory=list)
+    documents: dict[tuple[int, ...], LayerStates] = field(default_factory=dict)
+    written: list[tuple[tuple[int, ...], LayerStates]] = field(default_factory=list)
     error: Exception | None = None
     slow_s: float = 0.0
     timeout_s: float = WAIT_S
     num_reads: int = 0
 
-    def read(self, root: bytes, tokens: Sequence[int], deadline: Deadline) -> Document | None:
+    def read(self, root: bytes, tokens: Sequence[int], deadline: Deadline) -> LayerStates | None:
         self.num_reads += 1
         self._wait(deadline)
         if self.error is not None:
             raise self.error
         return self.documents.get(tuple(tokens))
 
-    def write(self, root: bytes, tokens: Sequence[int], document: Document, deadline: Deadline) -> None:
+    def write(self, root: bytes, tokens: Sequence[int], document: LayerStates, deadline: Deadline) -> None:
         self._wait(deadline)
         self.documents[tuple(tokens)] = document
         self.written.append((tuple(tokens), document))
@@ -300,7 +300,7 @@ def test_a_rank_that_fails_anywhere(engine_of: Callable[..., Engine], rank: int)
     assert all(torch.equal(engine.ranks[0].blocks[block], right[block]) for block in right)
     for shelf, wanted in zip(engine.shelves, documents, strict=True):
         for tokens, document in shelf.written:
-            assert all(map(torch.equal, document.states.keys, wanted[tokens].states.keys))
+            assert all(map(torch.equal, document.keys, wanted[tokens].keys))
 
 
 def test_a_document_that_a_rank_lacks_is_computed_on_all(engine_of: Callable[..., Engine]) -> None:
