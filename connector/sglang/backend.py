@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from connector.guard import never_raises
 from connector.settings import cache_folder
 from connector.sglang.engine import identify_weights, read_engine, weights_now
-from connector.sglang.pools import KV, PoolMemory, Ranks, splits_heads, view_of
+from connector.sglang.pools import KV, PoolMemory, Ranks, view_of
 from connector.sglang.settings import read_settings
 from kvstore.client import PageDoor, describe_pages
 from kvstore.codec import CodecPool
@@ -306,8 +306,8 @@ class KVStoreHiCache(HiCacheStorage):
         ranks = Ranks.of(self._config, name)
         if name not in self.registered_pools:
             raise InvalidRequest("SGLang did not register this pool", pool=name)
-        split = len(ranks.slices) if splits_heads(self._config, name) else 1
-        memory = PoolMemory(self.registered_pools[name], in_place=self._in_place or name != KV, split=split)
+        in_place = self._in_place or name != KV
+        memory = PoolMemory(self.registered_pools[name], in_place=in_place, split=len(ranks.slices))
         description = describe_pages(
             {
                 **fields,

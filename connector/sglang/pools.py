@@ -21,7 +21,7 @@ class Ranks:
     """How the ranks of an engine share a page.
 
     Attributes:
-        slices: The slices that this rank holds.
+        slices: The slices that this rank holds; several only if heads are split.
         num_slices: Of a page.
         writes: This rank stores them.
     """
@@ -38,15 +38,10 @@ class Ranks:
         rank, size = int(config.tp_rank), int(config.tp_size)
         if config.is_mla_model and pool != MAMBA:
             return cls((0,), 1, bool(config.is_storage_writer))
-        if splits_heads(config, pool):
+        if pool == KV and config.should_split_heads:  # engines of another tensor-parallel size can read such slices
             share = int(config.tp_lcm_size) // size
             return cls(tuple(range(rank * share, (rank + 1) * share)), int(config.tp_lcm_size), writes=True)
         return cls((rank,), size, writes=True)
-
-
-def splits_heads(config: Any, pool: str) -> bool:
-    """Whether a rank writes several groups of heads, so that engines of another tensor-parallel size can read them."""
-    return pool == KV and bool(config.should_split_heads)
 
 
 class PoolMemory:
@@ -58,10 +53,10 @@ class PoolMemory:
     Args:
         pool: SGLang's host pool.
         in_place: Use the buffers, where the pool tells them.
-        split: Groups of heads that a page is divided into.
+        split: Groups of heads that a page is divided into; 1: it is not divided.
     """
 
-    def __init__(self, pool: Any, *, in_place: bool, split: int = 1) -> None:
+    def __init__(self, pool: Any, *, in_place: bool, split: int) -> None:
         self._pool = pool
         self._split = split
         self.page_tokens = int(getattr(pool, "page_size", 1) or 1)
