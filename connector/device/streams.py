@@ -1,6 +1,7 @@
-"""A small interface to a device's streams and events, as copies need them. The only file that names `torch.cuda`.
+"""A small interface to a device's streams and events, as copies need them.
 
-A stream runs its work in order, after the call that ordered it. Streams are synchronised by events only.
+Besides the command `python -m connector.device` this is the only file that names `torch.cuda`. A stream runs its work
+in order, after the call that ordered it. Streams are synchronised by events only.
 """
 
 from __future__ import annotations
@@ -207,8 +208,8 @@ class CudaStreams:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError as error:
             raise InvalidRequest(
-                "the GPU has no room for the connector's ring; lower pinned_bytes or gpu_memory_utilization",
-                ring_bytes=num_bytes,
+                "the GPU has no room for the connector; lower pinned_bytes or gpu_memory_utilization",
+                num_bytes=num_bytes,
             ) from error
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:

@@ -276,7 +276,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         self._pins = PoolPins(gpu_block_pool)
 
     def has_pending_push_work(self) -> bool:
-        """Whether an idle engine must keep stepping: blocks are pinned for saves of requests that have ended."""
+        """Whether an idle engine must keep stepping: for saves, audits, or cache events that are not published yet."""
         if self._cache_events is not None and self._cache_events.has_pending:
             return True
         if self._blends is not None and self._blends.has_open_audits:

@@ -2,8 +2,9 @@
 
 vLLM guarantees none of these names to code outside of it. This module finds missing names before another module of ours
 imports them. Two names are not in the table, since a front end would need seconds to import them: `engine_facts.py`
-imports them late, on a rank. A release that has all names may still call its hooks in another order, so a release is
-used only once it was tested.
+imports them late, on a rank. Nor are those in it that only blending or the tier of vLLM's offloading uses: each checks
+the release itself. A release that has all names may still call its hooks in another order, so a release is used only
+once it was tested.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _MEDIA_SETTINGS = (
 
 
 def read_rules(vllm_config: Any) -> dict[str, Any]:
-    """Some fields of `EngineFacts`: the weights' folder, the model's configuration, and settings that affect output."""
+    """Some fields of `ModelFacts`: the weights' folder, the model's configuration, and settings that affect output."""
     model = vllm_config.model_config
     return {
         "model_path": _weights_folder(vllm_config, model),
