@@ -66,12 +66,12 @@ class CpuCopier:
 
     Args:
         layers: One tensor per layer, dimension 0 = blocks; any strides.
-        feeds: For each layer the feed that places its blocks; all in the first one by default.
+        feeds: For each layer the feed that places its blocks.
     """
 
     plane_width = 1  # the codec splits elements itself, faster than a strided copy could
 
-    def __init__(self, layers: Sequence[torch.Tensor], feeds: Sequence[int] | None = None) -> None:
+    def __init__(self, layers: Sequence[torch.Tensor], feeds: Sequence[int]) -> None:
         memories: dict[int, Any] = {}
         for layer in layers:
             memories.setdefault(layer.untyped_storage().data_ptr(), storage_bytes(layer).numpy().data)
@@ -84,7 +84,7 @@ class CpuCopier:
                 block_stride=layer.stride(0) * layer.element_size(),
                 feed=feed,
             )
-            for layer, feed in zip(layers, feeds or (0,) * len(layers), strict=True)
+            for layer, feed in zip(layers, feeds, strict=True)
         ]
         self._strips = RunsMemo(lambda runs, _: fold_runs(runs, places))
 

@@ -40,7 +40,6 @@ from connector.vllm.guard import guarded
 from connector.vllm.observability import ObservabilityHooks
 from connector.vllm.requests import PoolPins, RequestReader, read_step, read_trace
 from connector.worker.side import WorkerSide
-from kvstore.client import BlockingStore
 
 if TYPE_CHECKING:
     from connector.blend.blender import Blender
@@ -92,10 +91,6 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self.guarded_errors = 0
-        self.scheduler_side: SchedulerSide | None = None
-        self.worker_side: WorkerSide | None = None
-        self._bridge: BlockingStore | None = None
         self._pins: PoolPins | None = None
         transfer = vllm_config.kv_transfer_config
         self._settings = ConnectorSettings.parse(transfer.kv_connector_extra_config or {}).for_role(transfer.kv_role)

@@ -14,8 +14,11 @@ from connector.vllm.contract import BASE, advice_on_releases, missing
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
-_BASES = ((BASE, "KVConnectorBase_V1"), (BASE.rpartition(".")[0], "KVConnectorBase_V1"))
-"""Where vLLM's base class is, and another module that names it. vLLM accepts every subclass as a connector."""
+_BASE_CLASS = "KVConnectorBase_V1"
+"""vLLM accepts every subclass of it as a connector."""
+
+_BASES = (BASE, BASE.rpartition(".")[0])
+"""Where that class is, and another module that names it."""
 
 
 @functools.cache
@@ -86,16 +89,16 @@ def _inert_class(reason: str) -> type:
 
 def _base_class() -> tuple[type, Any]:
     """vLLM's base class of connectors, and its module."""
-    for name, attribute in _BASES:
+    for name in _BASES:
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name == "vllm":
                 raise
             continue
-        if isinstance(found := getattr(module, attribute, None), type):
+        if isinstance(found := getattr(module, _BASE_CLASS, None), type):
             return found, module
     raise ImportError(
-        f"vLLM {_version()} has no {_BASES[0][1]} in {BASE}, and takes no connector without it: start the engine"
+        f"vLLM {_version()} has no {_BASE_CLASS} in {BASE}, and takes no connector without it: start the engine"
         f" without --kv-transfer-config, or {advice_on_releases()}"
     )

@@ -3,8 +3,8 @@
     class TestCpuCopier(BlockCopierContract):
         device = "cpu"
 
-        def make(self, layers):
-            return CpuCopier(layers)
+        def make(self, layers, feeds=None):
+            return CpuCopier(layers, feeds or [0] * len(layers))
 
 Each test compares with copies made byte by byte from the documented meaning of `BlockRun`.
 """

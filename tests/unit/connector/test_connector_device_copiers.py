@@ -23,7 +23,7 @@ class TestCpuCopier(BlockCopierContract):
     device = "cpu"
 
     def make(self, layers: Sequence[torch.Tensor], feeds: Sequence[int] | None = None) -> CpuCopier:
-        return CpuCopier(layers, feeds)
+        return CpuCopier(layers, feeds or [0] * len(layers))
 
 
 class StreamCopierContract(BlockCopierContract):
