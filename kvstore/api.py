@@ -327,11 +327,6 @@ class PageStore(ABC):
             InvalidRequest: The blocks are not of one page of this namespace.
         """
 
-    @property
-    def takes_hints(self) -> bool:
-        """Whether it is of use to report prompts that have ended."""
-        return False
-
     def end_prompt(self, prompt: EndedPrompt) -> None:  # noqa: B027 - most stores keep nothing of it
         """Learn that a prompt's request has ended, and what its client wishes for it. Returns at once, never fails, and
         may be lost.

@@ -294,9 +294,8 @@ class SchedulerSide:
         num = min(len(boundaries), tokens // boundary_tokens)
 
         async def report(store: PageStore) -> None:
-            if store.takes_hints:
-                ends = ends_of_pages(boundaries[:num], page_tokens)
-                store.end_prompt(EndedPrompt(request, namespace, ends, boundary_tokens, prompt_tokens, wishes))
+            ends = ends_of_pages(boundaries[:num], page_tokens)
+            store.end_prompt(EndedPrompt(request, namespace, ends, boundary_tokens, prompt_tokens, wishes))
 
         post(self._bridge, report)
 

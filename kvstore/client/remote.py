@@ -281,10 +281,6 @@ class RemoteStore(PageStore):
         if not self._closed and not blocks.is_too_large:  # a service would end the connection
             self._names.add(blocks)
 
-    @property
-    def takes_hints(self) -> bool:
-        return True  # as far as is known before a service has answered
-
     def end_prompt(self, prompt: EndedPrompt) -> None:
         if not self._closed:
             self._prompts.add(prompt)

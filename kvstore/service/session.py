@@ -356,7 +356,7 @@ class Session:
                 locates=True,
                 instances=True,
                 blocks=self._may_save and self._answers.store.takes_blocks,
-                hints=self._may_save and self._answers.store.takes_hints,
+                hints=self._may_save,
                 save_memory=self._may_save and arena is not None,
                 save_places=True,
                 page_names=self._may_save and self._answers.store.takes_blocks,

@@ -419,10 +419,6 @@ class TieredStore(PageStore):
         """Whether engines have named any page of a namespace."""
         return self._cache_events is not None and self._cache_events.knows(namespace)
 
-    @property
-    def takes_hints(self) -> bool:
-        return True
-
     def end_prompt(self, prompt: EndedPrompt) -> None:
         if not self._closed:
             self.hints.end(prompt)

@@ -264,10 +264,6 @@ class EncryptedStore(PageStore):
         """As `TieredStore.knows_blocks`."""
         return self.inner.knows_blocks(namespace)
 
-    @property
-    def takes_hints(self) -> bool:
-        return True
-
     def end_prompt(self, prompt: EndedPrompt) -> None:
         """As `PageStore.end_prompt`, under the current names."""
         self.inner.end_prompt(self._renamed(prompt))

@@ -10,13 +10,11 @@ from connector.request_parameters import RequestFlags
 from kvstore.model.prompt_hint import EndedPrompt, Wishes
 from kvstore.testing.waiting import eventually
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import SteeredStore
 
 
 def listen(made: SchedulerHarness, patch: pytest.MonkeyPatch) -> list[EndedPrompt]:
     """The prompts that are reported from now on."""
     told: list[EndedPrompt] = []
-    patch.setattr(SteeredStore, "takes_hints", True)
     patch.setattr(made.store, "end_prompt", told.append)
     return told
 
