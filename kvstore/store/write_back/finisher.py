@@ -16,7 +16,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.store.context import StoreContext
 from kvstore.store.namespaces import read_description
 from kvstore.store.recorder import Recorder
-from kvstore.store.write_back.pending_writes import PendingWrites
+from kvstore.store.write_back.pending_writes import BELIEVED_S, PendingWrites
 from kvstore.tiers.base import PutOutcome, Tier
 
 _log = logging.getLogger(__name__)
@@ -139,6 +139,7 @@ class Finisher:
         key = entry.key
         try:
             await self._register(key.namespace, deadline)
+            started_s = self._clock.monotonic_s()
             outcome = await self._copy(entry, deadline)
             if outcome == "lost" and self._hot is not None and await self._hot.head([key], deadline=deadline) != [None]:
                 return False  # it was written again since: the entry now belongs to that write
@@ -148,7 +149,10 @@ class Finisher:
             if outcome == "refused":
                 _log.error("the cold tier refused a record for good, it stays in the hot tier key=%s", key)
             elif self._hot is not None and outcome != "lost":
-                await self._hot.allow_eviction([key], deadline=deadline)
+                took_s = self._clock.monotonic_s() - started_s
+                if took_s <= BELIEVED_S or await self._log.renew([key], deadline=deadline) == [1]:
+                    await self._hot.allow_eviction([key], deadline=deadline)
+                # else a service that has written the record since relies on it, and ends its own entry
                 await self._report(self._hot, Level.HOT, entry, deadline)
             await self._log.finish([key], deadline=deadline)
         except Closed:

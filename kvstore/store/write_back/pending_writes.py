@@ -29,7 +29,7 @@ _RENEWED_TOGETHER = 512
 _OPTIONAL_ENTRY_S = 3.0
 """How long a write to the cold tier, which can do without an entry, waits for one. Long enough for a busy Redis: if
 this service is killed, a record without an entry may stay missing from the catalog."""
-_BELIEVED_S = 0.2
+BELIEVED_S = 0.2
 """How long it is believed that the cold tier has a record, once it has said so: others may delete it there."""
 _LOG_PAUSE_S = 5.0
 """How long a log that did not answer is not used for entries that a write can do without."""
@@ -82,7 +82,7 @@ class _Pending:
 
     def is_known_in_cold(self, now_s: float) -> bool:
         """Whether the cold tier has said just now that it has the record."""
-        return self.in_cold_s is not None and now_s - self.in_cold_s <= _BELIEVED_S
+        return self.in_cold_s is not None and now_s - self.in_cold_s <= BELIEVED_S
 
     def needs_owners(self, now_s: float) -> bool:
         """Whether the hot tier may evict the record only if no other service relies on it there."""

@@ -422,6 +422,42 @@ async def test_that_the_cold_tier_had_a_record_is_not_believed_later(world: Shar
     assert await world.cold.head([record.key], deadline=soon()) != [None]
 
 
+class LateHead(FaultyTier):
+    """Says what it has when it is let go: by then it may not be so."""
+
+    def __init__(self, inner: Tier) -> None:
+        super().__init__(inner, name="s3")
+        self.let_go, self.asked = asyncio.Event(), asyncio.Event()
+
+    async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
+        found = await super().head(keys, deadline=deadline)
+        self.asked.set()
+        await self.let_go.wait()
+        return found
+
+
+async def test_a_finisher_does_not_believe_a_late_answer(world: SharedTiers) -> None:
+    """It finds the record of a dead service in the cold tier, and hears of it late. Until then the record has left both
+    tiers, and another service has acknowledged it at hot: from there it may not go."""
+    prompt, cold, late = Prompt(ATTENTION, "a", 64), world.cold, LateHead(world.cold.inner)
+    record = prompt.records()[0]
+    await cold.put(record, deadline=soon())
+    await world.log().add([PendingEntry(record.key, record.num_bytes, 64)], deadline=soon())
+    world.cold = late
+    finishing = await world.store(prompt)
+    await late.asked.wait()
+    world.cold, cold.down = cold, True
+    await cold.inner.delete(record.key, deadline=soon())
+    assert await (await world.store(prompt)).save(record, ack=Ack.HOT, deadline=soon()) is SaveOutcome.STORED
+    await asyncio.sleep(0.25)
+    late.let_go.set()
+    await until(lambda: finishing.meters.get("pending_finished", outcome="present"))
+    assert world.hot.keys_allowed == []
+    cold.down = False
+    await world.finished()
+    assert await cold.head([record.key], deadline=soon()) != [None]
+
+
 async def test_an_outage_of_the_hot_tier_does_not_hold_up_the_cold_one(world: SharedTiers) -> None:
     """The hot tier is away: records reach the cold one; when it is back it gets them too, and they may go there."""
     prompt = Prompt(ATTENTION, "a", 320)
