@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import redis.asyncio
-from store_harness import LIMITS, MIB, slow_tier, stage
+from store_harness import LEASE_S, MIB, PATIENT, SharedTiers, slow_tier, stage
 
 from kvstore.api import Ack, Retention, SaveOutcome
 from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals
@@ -19,7 +18,6 @@ from kvstore.errors import Unavailable
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.limits import StoreLimits
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.faults import FaultyTier
 from kvstore.testing.prompts import ATTENTION, Prompt
@@ -30,50 +28,7 @@ from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES, MemoryTier
 
 pytestmark = pytest.mark.servers
 
-LEASE_S = 0.3
 NOTHING = PendingTotals(0, 0)
-PATIENT = replace(LIMITS, write_back_attempts=1_000_000)
-
-
-class SharedTiers:
-    """Two slower tiers and a log that any number of stores share."""
-
-    def __init__(self, url: str, scope: str) -> None:
-        self.hot, self.cold = slow_tier("redis"), slow_tier("s3")
-        self.scope = scope
-        self.client = redis.asyncio.Redis.from_url(url, socket_timeout=None)  # as `kvstore.tiers.redis.control`
-        self.stores: list[TieredStore] = []
-
-    def log(self, lease_s: float = LEASE_S) -> RedisPendingLog:
-        return RedisPendingLog(self.client, self.scope, lease_s=lease_s)
-
-    async def store(
-        self,
-        prompt: Prompt,
-        *,
-        limits: StoreLimits = PATIENT,
-        memory: MemoryTier | None = None,
-        hot: Tier | None = None,
-        lease_s: float = LEASE_S,
-    ) -> TieredStore:
-        memory = MemoryTier(16 * MIB) if memory is None else memory  # an empty one is false
-        store = TieredStore(memory, hot or self.hot, self.cold, pending=self.log(lease_s), limits=limits)
-        await store.open_namespace(prompt.description, deadline=soon())
-        self.stores.append(store)
-        return store
-
-    async def totals(self) -> PendingTotals:
-        return await self.log().totals(deadline=soon())
-
-    async def finished(self) -> None:
-        async with asyncio.timeout(10.0):
-            while await self.totals() != NOTHING:
-                await asyncio.sleep(0.02)
-
-    async def die(self, store: TieredStore) -> None:
-        """As a crash does: nothing is written any more, and nothing is given back."""
-        self.stores.remove(store)
-        await store._context.background.aclose()
 
 
 @pytest.fixture
