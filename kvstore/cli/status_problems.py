@@ -69,7 +69,8 @@ def _of_tiers(values: Mapping[str, Any]) -> Iterator[Problem]:
             what = f"{name} does not answer ({cause}), and is used again as soon as it does"
             yield Problem(f"{what}: requests are served without it", step or "kvstore doctor names the fix")
         elif tier.get("refuses_writes"):
-            yield Problem(f"{name} accepts no writes: {tier['refuses_writes']}", "kvstore doctor")
+            cause, step = next_step(tier["refuses_writes"])
+            yield Problem(f"{name} accepts no writes: {cause}", step or "kvstore doctor")
         elif is_open.get(name):
             yield Problem(f"{name} failed and is not used until a probe succeeds", "kvstore doctor")
         elif queue.get("failing"):

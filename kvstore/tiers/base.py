@@ -95,6 +95,9 @@ class Tier(ABC):
     name: str
     """Short and stable: `memory`, `filesystem`, `redis`, `s3`; shown in metrics and answers."""
 
+    no_room = ""
+    """Why the last put was `FULL`, with the next step, in fixed words; empty: the tier does not say."""
+
     on_quarantine: Callable[[RecordKey, str], None] | None = None
     """Called with each quarantined record and the reason, in any thread; set by the tier's owner."""
 

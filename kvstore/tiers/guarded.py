@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -20,13 +21,13 @@ from kvstore.runtime.events import EventKind, Events
 from kvstore.runtime.instruments import Instruments
 from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage, TierWrapper
 from kvstore.tiers.breaker import Breaker
+from kvstore.tiers.refusals import WRITES, Refusals
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _PROBE_KEY = RecordKey(NamespaceId(bytes(NAMESPACE_BYTES)), PrefixHash(bytes(PREFIX_BYTES)), 0, 0)
-_WRITES = {"put", "delete", "delete_all", "allow_eviction", "quarantine", "put_manifest"}
 _PROBE_S = 2.0
 _VERSION_S = 10.0
 """How long writes trust the tier's version while calls succeed."""
@@ -72,6 +73,7 @@ class GuardedTier(TierWrapper):
         self._num_calls = 0
         self._background = Background(f"guard of tier {inner.name}")
         self._reason = ""  # for the last outage
+        self._refusals = Refusals(inner.name, instruments.clock)
         # the version was read when the tier was opened
         self._version_read_s = self._clock.monotonic_s()
         self._reading_version = asyncio.Lock()
@@ -121,8 +123,11 @@ class GuardedTier(TierWrapper):
     def _counted(self, record: Record, outcome: PutOutcome) -> PutOutcome:
         if outcome is PutOutcome.STORED:
             self._meters.add("tier_put_bytes", record.num_bytes, tier=self.name)
+            self._refusals.done("put")
         elif outcome is PutOutcome.FULL:
             self._meters.add("tier_full", tier=self.name)
+            if self.inner.no_room:
+                self._refusals.add("put", self.inner.no_room)
         return outcome
 
     async def delete_all(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
@@ -130,7 +135,7 @@ class GuardedTier(TierWrapper):
 
     async def _pass(self, what: str, call: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
         with self._call(what, deadline):
-            if what in _WRITES:
+            if what in WRITES:
                 await self._check_version(deadline)
             return await call()
 
@@ -142,11 +147,13 @@ class GuardedTier(TierWrapper):
 
     async def usage(self, *, deadline: Deadline) -> TierUsage:
         """As `Tier.usage`. A tier that knows its usage without a request is asked for its version, at most every 2 s.
-        So one that does not answer is found out, and one that was taken over, though no call reads or writes.
+        So one that does not answer is found out, and one that was taken over, though no call reads or writes. It also
+        refuses writes if it had no room for the last record, up to half a minute ago.
         """
         with self._call("usage", deadline, is_asked=not self._version_holds(_USAGE_S)):
             await self._check_version(deadline, _USAGE_S)
-            return await self.inner.usage(deadline=deadline)
+            usage = await self.inner.usage(deadline=deadline)
+        return replace(usage, refuses_writes=usage.refuses_writes or self._refusals.of_writes)
 
     async def aclose(self) -> None:
         self._closed = True

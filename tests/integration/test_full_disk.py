@@ -26,6 +26,7 @@ async def main(root):
     records = [make_record(number, 500_000) for number in range(12)]
     outcomes = [await tier.put(record, deadline=Deadline.after(9)) for record in records]
     assert outcomes[0] is PutOutcome.STORED and outcomes[-1] is PutOutcome.FULL, outcomes
+    assert "make room there" in (await tier.usage(deadline=Deadline.after(9))).refuses_writes
     assert list((root / "tmp").iterdir()) == []
     for record, outcome in zip(records, outcomes):
         stored = await tier.get(record.key, deadline=Deadline.after(9))
@@ -33,6 +34,7 @@ async def main(root):
         assert stored is None or stored.data == record.data
     for record in records[:3]:
         assert await tier.delete(record.key, deadline=Deadline.after(9))
+    assert (await tier.usage(deadline=Deadline.after(9))).refuses_writes == ""
     assert await tier.put(records[-1], deadline=Deadline.after(9)) is PutOutcome.STORED
     await tier.aclose()
     print(outcomes.count(PutOutcome.STORED))
@@ -58,6 +60,7 @@ async def test_write_that_stops_half_way(tmp_path: Path) -> None:
     small, large = make_record(1, 1000), make_record(2, 3_000_000)
     with file_size_limit(1_000_000):
         assert await tier.put(large, deadline=Deadline.after(9)) is PutOutcome.FULL
+        assert "raise the limit" in (await tier.usage(deadline=Deadline.after(9))).refuses_writes
         assert await tier.put(small, deadline=Deadline.after(9)) is PutOutcome.STORED
     assert list((tmp_path / "tmp").iterdir()) == []
     assert await tier.get(large.key, deadline=Deadline.after(9)) is None
@@ -67,5 +70,5 @@ async def test_write_that_stops_half_way(tmp_path: Path) -> None:
 
 
 def test_full_disk(tmp_path: Path) -> None:
-    """A real disk of 3 MB runs full: the same, and after a delete there is room again."""
+    """A real disk of 3 MB runs full: the same, and its usage says so; after a delete there is room again."""
     assert 1 <= int(run_on_disk(tmp_path / "disk", "3m", _ON_A_TINY_DISK)) <= 6

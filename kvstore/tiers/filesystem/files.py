@@ -35,7 +35,11 @@ Fsync = Literal["none", "data"]
 (about 1 ms on NVMe, 10 ms on a disk). Directories are never synced: a lost name is a miss too."""
 
 _QUARANTINE_FILES_MAX = 64
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NO_ROOM = {
+    errno.ENOSPC: "the disk is full: make room there, or set a smaller disk_bytes",
+    errno.EDQUOT: "the quota of the disk is used up: raise it, or set a smaller disk_bytes",
+    errno.EFBIG: "a record is larger than a file may be: raise the limit (ulimit -f)",
+}
 _NEXT_STEP = {
     errno.EACCES: "check the owner and the permissions of the directory",
     errno.EPERM: "check the permissions, and that the filesystem has hard links",
@@ -67,6 +71,7 @@ class RecordFiles:
     Attributes:
         quarantined_bytes: Bytes in the quarantine now.
         num_quarantined: Records quarantined since the start.
+        no_room: Why the last record found no room, and the next step; empty: it found room, or there is room now.
     """
 
     def __init__(self, root: Path, fsync: Fsync = "none", *, quarantine_bytes_max: int = 256 << 20) -> None:
@@ -75,6 +80,8 @@ class RecordFiles:
         self.root = root
         self.num_quarantined = 0
         self.quarantined_bytes = 0
+        self.no_room = ""
+        self._missing_bytes = 0
         self._quarantine_bytes_max = quarantine_bytes_max
         self.on_quarantine: Callable[[RecordKey, str], None] | None = None
         self._fsync = fsync
@@ -205,14 +212,25 @@ class RecordFiles:
                 except OSError:
                     self._log_size(record.key, path)
                     raise
+            self.no_room = ""
             return PutOutcome.STORED, record.num_bytes
         except OSError as error:
-            if error.errno in _FULL:
+            if error.errno in _NO_ROOM:
+                self.no_room, self._missing_bytes = _NO_ROOM[error.errno], record.num_bytes
                 return PutOutcome.FULL, 0
             raise _unavailable(error, "write a record", path) from error
         finally:
             with contextlib.suppress(OSError):
                 temp.unlink()
+
+    def look_for_room(self) -> None:
+        """Clear `no_room` if the disk has room by now. Whether a quota has any shows only when a record is written."""
+        if self.no_room == _NO_ROOM[errno.ENOSPC]:
+            with _translated("read the size of the disk", self.root):
+                disk = os.statvfs(self.root)
+            has_files = disk.f_favail > 0 or disk.f_files == 0  # 0: they are not counted
+            if has_files and disk.f_bavail * disk.f_frsize >= self._missing_bytes:
+                self.no_room = ""
 
     def read(self, key: RecordKey, buffer: memoryview) -> Record | None:
         """Read a record of exactly `len(buffer)` bytes and verify it. A corrupt one is quarantined.

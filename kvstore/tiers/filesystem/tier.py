@@ -25,6 +25,7 @@ T = TypeVar("T")
 _THREADS = 4
 _JOBS_MAX = 256
 _CLOSE_S = 5.0
+_OVER_BUDGET = "the records that are being written exceed the budget: set a larger disk_bytes"
 _QUARANTINE_BYTES_MAX, _QUARANTINE_SHARE = 256 << 20, 1 / 16
 """Limits of the quarantine: in bytes, and as a share of the budget, which includes it."""
 
@@ -148,6 +149,7 @@ class FilesystemTier(Tier):
         self._check_load()
         victims = self._index.reserve(record.num_bytes)
         if victims is None:
+            self.no_room = _OVER_BUDGET
             return PutOutcome.FULL
         if victims and self.on_drop is not None:
             self.on_drop(victims)
@@ -158,6 +160,7 @@ class FilesystemTier(Tier):
                 outcome, num_bytes = await write()
             finally:
                 self._index.unreserve(record.num_bytes)
+            self.no_room = self._files.no_room
             if num_bytes:
                 self._index.add(record.key, num_bytes)
             return outcome
@@ -221,9 +224,11 @@ class FilesystemTier(Tier):
 
     async def usage(self, *, deadline: Deadline) -> TierUsage:
         self._check(deadline)
-        index = self._index
-        used_bytes = index.used_bytes + self._files.quarantined_bytes
-        return TierUsage(len(index), used_bytes, index.limit_bytes, self._files.num_quarantined, "disk_bytes")
+        index, files = self._index, self._files
+        if files.no_room:
+            await self._run_to_end(self._job(files.look_for_room), "read the size of the disk", deadline)
+        used_bytes = index.used_bytes + files.quarantined_bytes
+        return TierUsage(len(index), used_bytes, index.limit_bytes, files.num_quarantined, "disk_bytes", files.no_room)
 
     async def aclose(self) -> None:
         """Wait up to five seconds for running writes, then release the directory. Idempotent."""

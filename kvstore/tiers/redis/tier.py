@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable
@@ -14,7 +13,6 @@ from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.background import Background, gather_all
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.buffers import fresh_buffer
-from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.io_loops import IoLoop
 from kvstore.tiers.base import Concern, Entry, PutOutcome, Tier, TierUsage
@@ -37,8 +35,6 @@ _EVICTABLE_S = 7 * 24 * 3600
 """Expiry of a record that the cold tier has too. Until then Redis decides whether to evict it."""
 _PUT_ATTEMPTS = 3
 _SCAN_COUNT = 512
-_FULL_S = 30.0
-"""How long the server counts as full after it had no room for a record, unless a later one found room."""
 _SCAN_STEP_S = 10.0
 
 
@@ -57,6 +53,7 @@ class RedisTier(Tier):
     """
 
     name = "redis"
+    no_room = NO_ROOM
 
     def __init__(
         self,
@@ -76,7 +73,6 @@ class RedisTier(Tier):
         self._striped_puts = StripedPuts(self._topology, self._values)
         self._background = Background("redis tier")
         self._quarantine_budget = QuarantineBudget()
-        self._full_s = -math.inf  # when a record last found no room
 
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         """One round trip per node. A striped record's bytes are unknown here: 0."""
@@ -129,17 +125,13 @@ class RedisTier(Tier):
 
     async def _put_once(self, record: Record, deadline: Deadline, expires_s: int | None = None) -> PutOutcome:
         if is_striped(record.header):
-            outcome = await self._background.run_to_end(
+            return await self._background.run_to_end(
                 lambda: self._striped_puts.put(record, expires_s=expires_s, deadline=deadline),
                 "write a striped record to Redis",
                 deadline,
             )
-        else:
-            options = ("NX",) if expires_s is None else ("NX", "EX", expires_s)
-            outcome = await self._values.store(format_name(record.key), record.data, *options, deadline=deadline)
-        if outcome is not PutOutcome.EXISTS:
-            self._full_s = SYSTEM_CLOCK.monotonic_s() if outcome is PutOutcome.FULL else -math.inf
-        return outcome
+        options = ("NX",) if expires_s is None else ("NX", "EX", expires_s)
+        return await self._values.store(format_name(record.key), record.data, *options, deadline=deadline)
 
     async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
         self._check(deadline)
@@ -259,16 +251,10 @@ class RedisTier(Tier):
         return TierUsage(None, used_bytes, limit_bytes, self._num_quarantined, name, refused)
 
     async def _refuses_writes(self, deadline: Deadline) -> str:
-        """Why one of the servers refuses writes; empty: all accept them.
-
-        A server with room only for small values accepts the probe, but has refused a record recently.
-        """
+        """Why one of the servers refuses writes; empty: all accept the probe. Large values may not fit all the same."""
         nodes = await self._topology.nodes(deadline)
         replies = await gather_all([node.control(WRITE_PROBE, deadline=deadline) for node in nodes])
-        refused = [why for (reply,) in replies if (why := writes_refused(reply))]
-        if not refused and SYSTEM_CLOCK.monotonic_s() - self._full_s < _FULL_S:
-            refused = [NO_ROOM]
-        return refused[0] if refused else ""
+        return next((why for (reply,) in replies if (why := writes_refused(reply))), "")
 
     async def facts(self, *, deadline: Deadline) -> list[ServerFacts]:
         """What the servers that hold records report."""

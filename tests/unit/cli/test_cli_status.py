@@ -235,6 +235,12 @@ def test_a_tier_in_an_outage_keeps_its_last_known_sizes(name: str, tier: dict[st
     assert line in [shown.strip() for shown in printed(values, 400)]
 
 
+def test_a_tier_that_accepts_no_writes_is_a_problem_with_its_next_step() -> None:
+    values = healthy()
+    values["tiers"]["s3"] = {"healthy": True, "used_bytes": None, "refuses_writes": "it is full: make room"}
+    assert any("s3 accepts no writes: it is full. Next: make room" in line for line in printed(values, 400))
+
+
 @pytest.mark.parametrize("at", ["catalog", "s3"])
 def test_what_has_failed_in_an_eviction_is_named(at: str) -> None:
     values = healthy()

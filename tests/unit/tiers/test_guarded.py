@@ -13,6 +13,7 @@ from kvstore.runtime.events import EventKind, Events
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.testing.records import make_key, make_record
+from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.breaker import Breaker
 from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.memory import MemoryTier
@@ -25,8 +26,8 @@ class FailingTier(MemoryTier):
 
     def __init__(self) -> None:
         super().__init__(1 << 20, name="failing")
-        self.fails = False
-        self.hangs = False
+        self.fails = self.hangs = self.is_full = False
+        self.no_room = "the medium is full: empty it"
         self.num_heads = self.num_versions = 0
 
     async def _maybe_fail(self, deadline: Deadline) -> None:
@@ -49,6 +50,9 @@ class FailingTier(MemoryTier):
     async def get(self, key, *, deadline, allocate=None):  # type: ignore[no-untyped-def]
         await self._maybe_fail(deadline)
         return await super().get(key, deadline=deadline)
+
+    async def put(self, record, *, deadline):  # type: ignore[no-untyped-def]
+        return PutOutcome.FULL if self.is_full else await super().put(record, deadline=deadline)
 
 
 @pytest.fixture
@@ -240,6 +244,32 @@ async def test_one_warning_one_info(guard: GuardedTier, inner: FailingTier, capl
         ("WARNING", True),
         ("INFO", False),
     ]
+
+
+async def test_no_room_is_told_and_shown_until_there_is(
+    guard: GuardedTier, inner: FailingTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the next step: one line when it begins, one once nothing has been refused for a while, however often both
+    alternate. The usage tells of the last put; an idle tier is not judged by an old one."""
+    caplog.set_level("INFO")
+
+    async def refused() -> str:
+        return (await guard.usage(deadline=Deadline.after(5))).refuses_writes
+
+    for number in range(20):
+        inner.is_full = number % 2 == 0
+        await guard.put(make_record(number), deadline=Deadline.after(5))
+        assert await refused() == ("the medium is full: empty it" if inner.is_full else "")
+    assert not guard.is_open
+    assert [line.levelname for line in caplog.records] == ["WARNING"] and "empty it" in caplog.text
+    await asyncio.sleep(15)
+    await guard.put(make_record(20), deadline=Deadline.after(5))
+    assert [line.levelname for line in caplog.records] == ["WARNING", "INFO"]
+    inner.is_full = True
+    await guard.put(make_record(21), deadline=Deadline.after(5))
+    assert await refused() and len(caplog.records) == 3
+    await asyncio.sleep(31)
+    assert not await refused()
 
 
 async def test_events(guard: GuardedTier, inner: FailingTier, events: Events) -> None:
