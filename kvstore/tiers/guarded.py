@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from kvstore.errors import KVStoreError, Unavailable, UnsupportedFormat
+from kvstore.errors import KVStoreError, Unavailable, UnsupportedFormat, next_step
 from kvstore.format.manifest import STORE_VERSION_PLACE, check_store_version
 from kvstore.format.record import Record
 from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, NamespaceId, PrefixHash, RecordKey
@@ -72,7 +72,7 @@ class GuardedTier(TierWrapper):
         self._calls_max = calls_max
         self._num_calls = 0
         self._background = Background(f"guard of tier {inner.name}")
-        self._reason = ""  # for the last outage
+        self._reason = ""  # for the outage, by the last probe
         self._refusals = Refusals(inner.name, instruments.clock)
         # the version was read when the tier was opened
         self._version_read_s = self._clock.monotonic_s()
@@ -230,20 +230,22 @@ class GuardedTier(TierWrapper):
 
     async def _probe_until_closed(self) -> None:
         opened_s = self._clock.monotonic_s()
+        told = {next_step(self._reason)[1]}
         while self._breaker.is_open:
             await asyncio.sleep(self._breaker.delay_s)
             try:
-                await self.inner.head([_PROBE_KEY], deadline=Deadline.after(_PROBE_S, self._clock))
+                # first, because S3 gives no cause when it refuses a `head`
                 await self._read_version(Deadline.after(_PROBE_S, self._clock))
-            except UnsupportedFormat as error:
+                await self.inner.head([_PROBE_KEY], deadline=Deadline.after(_PROBE_S, self._clock))
+            except KVStoreError as error:
                 self._breaker.probe_failed()
-                if (reason := str(error)) != self._reason:
-                    _log.error("tier %s answers again, and stays off: %s", self.name, reason)
-                    self._reason = reason
-            except Exception as error:  # noqa: BLE001 - a task's top: if it ended here, the tier would stay off
+                self._reason = str(error)
+                if (step := next_step(self._reason)[1]) not in told:
+                    told.add(step)
+                    _log.warning("tier %s stays off, by now for another cause: %s", self.name, error)
+            except Exception:  # noqa: BLE001 - a task's top: if it ended here, the tier would stay off
                 self._breaker.probe_failed()
-                if not isinstance(error, KVStoreError):
-                    _log.exception("a probe of tier %s failed, it is probed again", self.name)
+                _log.exception("a probe of tier %s failed, it is probed again", self.name)
             else:
                 self._breaker.probe_succeeded()
         self._meters.set("tier_open", 0, tier=self.name)

@@ -27,6 +27,7 @@ class FailingTier(MemoryTier):
     def __init__(self) -> None:
         super().__init__(1 << 20, name="failing")
         self.fails = self.hangs = self.is_full = False
+        self.failure = "out of order: mend it"
         self.no_room = "the medium is full: empty it"
         self.num_heads = self.num_versions = 0
 
@@ -35,7 +36,7 @@ class FailingTier(MemoryTier):
             async with deadline.scope("hanging"):
                 await asyncio.sleep(60)
         if self.fails:
-            raise Unavailable("out of order: mend it")
+            raise Unavailable(self.failure)
 
     async def head(self, keys, *, deadline):  # type: ignore[no-untyped-def]
         self.num_heads += 1
@@ -205,7 +206,7 @@ async def test_probes_with_growing_delay_and_closes(guard: GuardedTier, inner: F
         await fail(guard, "out of order")
     await asyncio.sleep(0.5)
     assert guard.is_open
-    assert 3 <= inner.num_heads <= 7  # at 30, 90, 190, 290, ... ms
+    assert 3 <= inner.num_versions <= 7  # at 30, 90, 190, 290, ... ms
     inner.fails = False
     await closed_again(guard)
     assert await guard.get(make_key(1), deadline=Deadline.after(5)) is None
@@ -244,6 +245,21 @@ async def test_one_warning_one_info(guard: GuardedTier, inner: FailingTier, capl
         ("WARNING", True),
         ("INFO", False),
     ]
+
+
+async def test_another_cause_is_shown_and_told(
+    guard: GuardedTier, inner: FailingTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An outage that goes on for another cause: the next probe shows it, and the log has each cause once, by its next
+    step, whatever its details are."""
+    inner.fails = True
+    for _ in range(3):
+        await fail(guard, "out of order")
+    for number in range(10):
+        inner.failure = f"key {number} has expired: renew it" if number % 2 else f"out of order: mend it at={number}"
+        await asyncio.sleep(0.2)
+        await fail(guard, f"not used until.*reason=({inner.failure})")
+    assert ["renew it" in line.getMessage() for line in caplog.records] == [False, True]
 
 
 async def test_no_room_is_told_and_shown_until_there_is(
