@@ -52,15 +52,26 @@ class Breaker:
         self.is_open = False
 
     @contextmanager
-    def observe(self, deadline: Deadline, clock: Clock = SYSTEM_CLOCK, *, is_asked: bool = True) -> Iterator[None]:
+    def observe(
+        self,
+        deadline: Deadline,
+        clock: Clock = SYSTEM_CLOCK,
+        *,
+        is_asked: bool = True,
+        answers: tuple[type[Unavailable], ...] = (),
+    ) -> Iterator[None]:
         """Run a call, and count how it ended.
 
         Args:
             is_asked: False: it may end without a request to the tier, so its success proves nothing.
+            answers: Errors that prove that the tier answers: a probe would not meet them, and would close the breaker.
         """
         started_s = clock.monotonic_s()
         try:
             yield
+        except answers:
+            self._answered(clock)
+            raise
         except Unavailable as error:
             waited_s = clock.monotonic_s() - started_s
             if not deadline.expired:
@@ -72,8 +83,10 @@ class Breaker:
             if self._is_hang(started_s, clock.monotonic_s() - started_s):
                 self._count("its callers were cancelled before it answered: check its load and the network")
             raise
-        if not is_asked:
-            return
+        if is_asked:
+            self._answered(clock)
+
+    def _answered(self, clock: Clock) -> None:
         self._answered_s = clock.monotonic_s()
         self._num_failures = 0
         if not self.is_open:

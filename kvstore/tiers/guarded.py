@@ -21,13 +21,15 @@ from kvstore.runtime.events import EventKind, Events
 from kvstore.runtime.instruments import Instruments
 from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage, TierWrapper
 from kvstore.tiers.breaker import Breaker
-from kvstore.tiers.refusals import WRITES, Refusals
+from kvstore.tiers.refusals import WRITES, Refusals, Refused
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _PROBE_KEY = RecordKey(NamespaceId(bytes(NAMESPACE_BYTES)), PrefixHash(bytes(PREFIX_BYTES)), 0, 0)
+_READS = {"head", "get", "get_manifest"}
+"""Calls that need the rights that a probe needs."""
 _PROBE_S = 2.0
 _VERSION_S = 10.0
 """How long writes trust the tier's version while calls succeed."""
@@ -148,7 +150,7 @@ class GuardedTier(TierWrapper):
     async def usage(self, *, deadline: Deadline) -> TierUsage:
         """As `Tier.usage`. A tier that knows its usage without a request is asked for its version, at most every 2 s.
         So one that does not answer is found out, and one that was taken over, though no call reads or writes. It also
-        refuses writes if it had no room for the last record, up to half a minute ago.
+        refuses writes if it did so with the last one, up to half a minute ago.
         """
         with self._call("usage", deadline, is_asked=not self._version_holds(_USAGE_S)):
             await self._check_version(deadline, _USAGE_S)
@@ -166,7 +168,10 @@ class GuardedTier(TierWrapper):
 
     @contextmanager
     def _call(self, what: str, deadline: Deadline, *, is_asked: bool = True) -> Iterator[None]:
-        """Refuse the call, or run it in a span and report its end to the breaker. `is_asked`: as `Breaker.observe`."""
+        """Refuse the call, or run it in a span and report its end to the breaker. `is_asked`: as `Breaker.observe`.
+
+        A tier that refuses a call which no probe makes, as a write without the right for it, is used on for others.
+        """
         tracing = self._tracing
         with tracing.span(f"{self.name}.{what}", tier=self.name) if tracing is not None else nullcontext():
             if not self._closed:  # otherwise the inner tier raises `Closed`
@@ -177,12 +182,19 @@ class GuardedTier(TierWrapper):
             self._num_calls += 1
             self._meters.set("tier_calls", self._num_calls, tier=self.name)
             try:
-                with self._breaker.observe(deadline, self._clock, is_asked=is_asked):
+                answers = () if what in _READS else (Refused,)
+                with self._breaker.observe(deadline, self._clock, is_asked=is_asked, answers=answers):
                     yield
-            except Unavailable:
+            except Unavailable as error:
                 self._meters.add("tier_errors", tier=self.name)
-                self._version_read_s = -math.inf
+                if isinstance(error, Refused) and what not in _READS:
+                    self._refusals.add(what, error.message, str(error))
+                else:
+                    self._version_read_s = -math.inf
                 raise
+            else:
+                if what != "put":  # which may have written nothing
+                    self._refusals.done(what)
             finally:
                 self._num_calls -= 1
                 self._meters.set("tier_calls", self._num_calls, tier=self.name)
@@ -205,6 +217,8 @@ class GuardedTier(TierWrapper):
         except UnsupportedFormat as error:
             if self._breaker.open():
                 self._opened(str(error))
+            raise Unavailable(error.message, **error.details) from error
+        except Refused as error:  # of a read: it counts, also before a write
             raise Unavailable(error.message, **error.details) from error
         finally:
             self._reading_version.release()

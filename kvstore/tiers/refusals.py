@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
+from kvstore.errors import Unavailable
 from kvstore.runtime.clock import Clock
 
 _log = logging.getLogger(__name__)
@@ -16,6 +17,10 @@ _SHOWN_S = 30.0
 """How long a refused write says something about the tier, unless a later one is done."""
 _QUIET_S = 10.0
 """A tier that is nearly full refuses some writes and does others: the log says so once, until it refuses none."""
+
+
+class Refused(Unavailable):
+    """The medium answers, and refuses this kind of call: for want of a right, over a quota, as a replica."""
 
 
 @dataclass(slots=True)

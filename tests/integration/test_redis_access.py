@@ -21,6 +21,7 @@ from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisServer, TlsRedis, redis_server, valkey_server
 from kvstore.testing.servers.redis_tls import TLS_PASSWORD
 from kvstore.tiers.base import PutOutcome, Severity
+from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.locations import parse_redis
 from kvstore.tiers.redis import RedisTier, open_control
 from kvstore.tiers.redis.examine import examine_redis
@@ -83,6 +84,25 @@ async def test_a_user_that_lacks_rights(tls: TlsRedis) -> None:
         with pytest.raises(Unavailable, match=r"commands and keys that it lacks \(ACL SETUSER\).*'set'"):
             await tier.put(make_record(1), deadline=Deadline.after(5))
         await tier.aclose()
+
+
+async def test_a_user_that_may_only_read_is_served(caplog: pytest.LogCaptureFixture) -> None:
+    """It may not write, nor ask the server for its memory. The log says each once, and the tier is not switched off."""
+    from redis import Redis
+
+    with redis_server() as server, Redis(port=server.port) as admin:
+        reads = ["+get", "+getrange", "+strlen", "+ping"]
+        admin.acl_setuser("reader", enabled=True, passwords=["+hunter2"], commands=reads, keys=["*"])
+        tier = GuardedTier(RedisTier(f"redis://reader:hunter2@127.0.0.1:{server.port}"), Instruments())
+        for number in range(5):
+            with pytest.raises(Unavailable, match=r"it lacks.*'set'"):
+                await tier.put(make_record(number), deadline=Deadline.after(5))
+            with pytest.raises(Unavailable, match=r"it lacks.*'info'"):
+                await tier.usage(deadline=Deadline.after(5))
+            assert await tier.head([make_key(number)], deadline=Deadline.after(5)) == [None]
+        await tier.aclose()
+        refused = [line.getMessage().partition(",")[0] for line in caplog.records]
+        assert refused == ["tier redis refuses put", "tier redis refuses usage"]
 
 
 async def test_the_user_of_the_documentation_may_do_all_that_is_tried(tls: TlsRedis) -> None:

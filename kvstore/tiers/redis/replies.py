@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvstore.errors import Unavailable
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
+from kvstore.tiers.refusals import Refused
 
 _NEXT_STEP = {
     "NOAUTH": "put user and password into the url",
@@ -14,6 +15,8 @@ _NEXT_STEP = {
     "LOADING": "wait until it has read its data set",
     "READONLY": "name the primary, not a replica",
     "MISCONF": "make room for its snapshots or switch them off",
+    "NOREPLICAS": "bring its replicas back",
+    "OOM": "raise maxmemory, or set maxmemory-policy volatile-lru",
     "MOVED": "this is a Redis Cluster: use redis+cluster://",
     "CLUSTERDOWN": "bring the cluster's missing nodes back",
     "MASTERDOWN": "bring its primary back",
@@ -62,6 +65,8 @@ _WRITES_REFUSED = {
     "MISCONF": "it cannot save to its disk: make room there, or switch its snapshots off",
     "NOREPLICAS": "it has fewer replicas than it wants for a write: bring them back",
 }
+_REFUSED = frozenset(("NOPERM", *_WRITES_REFUSED))
+"""Codes with which a server that answers refuses some kinds of commands."""
 
 
 def writes_refused(reply: Reply) -> str:
@@ -109,4 +114,5 @@ def check_reply(reply: Reply) -> None:
         next_step = _NEXT_STEP.get(reply.code, "see its message")
         if "cluster support disabled" in reply.message:
             next_step = "this is no cluster: use redis://"
-        raise Unavailable(f"Redis refused a command: {next_step}", address=reply.address, seen=reply.message[:200])
+        kind = Refused if reply.code in _REFUSED else Unavailable
+        raise kind(f"Redis refused a command: {next_step}", address=reply.address, seen=reply.message[:200])

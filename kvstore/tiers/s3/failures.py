@@ -11,6 +11,7 @@ from botocore.exceptions import BotoCoreError, ClientError, EndpointConnectionEr
 from botocore.parsers import ResponseParserError
 
 from kvstore.errors import Unavailable
+from kvstore.tiers.refusals import Refused
 
 _CREDENTIALS = "check the access key, the secret key and that they belong to this endpoint"
 _POLICY = "give the credentials s3:GetObject, PutObject, DeleteObject and ListBucket on the bucket, or use others"
@@ -29,6 +30,8 @@ _NEXT_STEP = {
 }
 _BUSY_CODES = frozenset({"SlowDown", "503", "429", "Throttling", "ThrottlingException", "RequestLimitExceeded"})
 _PASSING_CODES = frozenset({"InternalError", "RequestTimeout", "ServiceUnavailable"})
+_REFUSED_CODES = frozenset({"AccessDenied", "QuotaExceeded"})
+"""Codes with which an endpoint that answers refuses some kinds of requests."""
 _PASSING_STATUS = frozenset({500, 502, 504})
 
 
@@ -69,7 +72,8 @@ def refusal(code: str, status: int | None, where: dict[str, str]) -> Exception:
     if code in _BUSY_CODES or status in (429, 503):
         return Throttled(f"S3 refused a request: {_BUSY}", **where, code=code, status=status)
     next_step = _NEXT_STEP.get(code, "see the endpoint's log")
-    kind = Transient if code in _PASSING_CODES or status in _PASSING_STATUS else Unavailable
+    is_passing = code in _PASSING_CODES or status in _PASSING_STATUS
+    kind = Transient if is_passing else Refused if code in _REFUSED_CODES else Unavailable
     return kind(f"S3 refused a request: {next_step}", **where, code=code, status=status)
 
 

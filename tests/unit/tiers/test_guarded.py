@@ -17,6 +17,7 @@ from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.breaker import Breaker
 from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.refusals import Refused
 
 pytestmark = pytest.mark.virtual_time
 
@@ -28,8 +29,13 @@ class FailingTier(MemoryTier):
         super().__init__(1 << 20, name="failing")
         self.fails = self.hangs = self.is_full = False
         self.failure = "out of order: mend it"
+        self.refuses: set[str] = set()
         self.no_room = "the medium is full: empty it"
         self.num_heads = self.num_versions = 0
+
+    def _maybe_refuse(self, call: str) -> None:
+        if call in self.refuses:
+            raise Refused("not allowed: give us the right", call=call)
 
     async def _maybe_fail(self, deadline: Deadline) -> None:
         if self.hangs:
@@ -40,11 +46,13 @@ class FailingTier(MemoryTier):
 
     async def head(self, keys, *, deadline):  # type: ignore[no-untyped-def]
         self.num_heads += 1
+        self._maybe_refuse("head")
         await self._maybe_fail(deadline)
         return await super().head(keys, deadline=deadline)
 
     async def get_manifest(self, namespace, *, deadline):  # type: ignore[no-untyped-def]
         self.num_versions += 1
+        self._maybe_refuse("get_manifest")
         await self._maybe_fail(deadline)
         return await super().get_manifest(namespace, deadline=deadline)
 
@@ -53,6 +61,7 @@ class FailingTier(MemoryTier):
         return await super().get(key, deadline=deadline)
 
     async def put(self, record, *, deadline):  # type: ignore[no-untyped-def]
+        self._maybe_refuse("put")
         return PutOutcome.FULL if self.is_full else await super().put(record, deadline=deadline)
 
 
@@ -260,6 +269,38 @@ async def test_another_cause_is_shown_and_told(
         await asyncio.sleep(0.2)
         await fail(guard, f"not used until.*reason=({inner.failure})")
     assert ["renew it" in line.getMessage() for line in caplog.records] == [False, True]
+
+
+async def test_a_refused_write_is_no_outage(
+    guard: GuardedTier, inner: FailingTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tier is used on for what it does, and its usage says what it refuses. One line of the log, also for many."""
+    inner.refuses = {"put"}
+    for number in range(10):
+        with pytest.raises(Unavailable, match="give us the right"):
+            await guard.put(make_record(number), deadline=Deadline.after(5))
+    assert not guard.is_open and await guard.get(make_key(1), deadline=Deadline.after(5)) is None
+    assert (await guard.usage(deadline=Deadline.after(5))).refuses_writes == "not allowed: give us the right"
+    assert [line.getMessage() for line in caplog.records] == [
+        "tier failing refuses put, its other calls go on: not allowed: give us the right call=put"
+    ]
+    inner.refuses = set()
+    assert await guard.put(make_record(1), deadline=Deadline.after(5)) is PutOutcome.STORED
+    assert (await guard.usage(deadline=Deadline.after(5))).refuses_writes == ""
+
+
+@pytest.mark.parametrize("refused", [{"head", "get_manifest"}, {"head", "get_manifest", "put"}])
+async def test_refused_reads_are_an_outage(guard: GuardedTier, inner: FailingTier, refused: set[str]) -> None:
+    """A probe is refused too: the tier stays off. A write whose reading of the version is refused counts as well."""
+    inner.refuses = refused
+    await asyncio.sleep(11)  # the version is read before the next write
+    for _ in range(3):
+        with pytest.raises(Unavailable, match="give us the right"):
+            await guard.put(make_record(1), deadline=Deadline.after(5))
+    await asyncio.sleep(1)
+    assert guard.is_open
+    inner.refuses = set()
+    await closed_again(guard)
 
 
 async def test_no_room_is_told_and_shown_until_there_is(

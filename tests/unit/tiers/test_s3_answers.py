@@ -10,8 +10,10 @@ import pytest
 
 from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
 from kvstore.testing.records import make_key, make_record
 from kvstore.tiers.base import PutOutcome
+from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.locations import S3Location
 from kvstore.tiers.s3 import S3Tier
 
@@ -85,6 +87,23 @@ async def test_records_that_s3_did_not_remove_are_told() -> None:
         with pytest.raises(Unavailable, match="s3:GetObject"):
             await tier.delete_all([make_key(1), make_key(2)], deadline=Deadline.after(30))
     assert len(requests) == 1
+
+
+@pytest.mark.parametrize("code", ["AccessDenied", "QuotaExceeded"])
+async def test_an_endpoint_that_refuses_writes_is_not_switched_off(code: str) -> None:
+    """Its reads would succeed, and those of a probe too: it would be off and back again and again."""
+    async with tier_that_hears(error_answer("403 Forbidden", code)) as (tier, _):
+        guard = GuardedTier(tier, Instruments())
+        for number in range(5):
+            with pytest.raises(Unavailable, match="S3 refused a request"):
+                await guard.put(make_record(number), deadline=Deadline.after(30))
+        assert not guard.is_open
+        assert "S3 refused a request" in (await guard.usage(deadline=Deadline.after(30))).refuses_writes
+        for number in range(3):
+            with pytest.raises(Unavailable, match="S3 refused a request"):
+                await guard.get(make_key(number), deadline=Deadline.after(30))
+        assert guard.is_open
+        await guard.aclose()
 
 
 async def test_an_endpoint_that_removes_one_by_one() -> None:
