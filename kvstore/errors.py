@@ -29,10 +29,15 @@ def next_step(text: str) -> tuple[str, str]:
     Of `cannot connect: check the address url=tcp://a:1` these are `cannot connect, url tcp://a:1` and `check the
     address`.
     """
-    detail = _DETAIL.search(text)
-    message, details = (text[: detail.start()], text[detail.start() :]) if detail is not None else (text, "")
+    message = without_details(text)
     cause, _, step = message.partition(": ")
-    return in_words(cause + details), step
+    return in_words(cause + text[len(message) :]), step
+
+
+def without_details(text: str) -> str:
+    """The message of an error alone: without addresses, paths and foreign texts, except at a deadline."""
+    detail = _DETAIL.search(text)
+    return text[: detail.start()] if detail is not None else text
 
 
 def in_words(text: str) -> str:

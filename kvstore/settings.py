@@ -323,7 +323,8 @@ class Settings(BaseModel):
         """`disk_bytes`, or a tenth of what is free where `directory` is or will be."""
         if self.disk_bytes is not None:
             return self.disk_bytes
-        existing = next(path for path in (directory, *directory.parents) if path.exists())
+        # not `Path.exists`, which raises where this user may not look
+        existing = next(path for path in (directory, *directory.parents) if os.path.exists(path))
         return max(1, shutil.disk_usage(existing).free // 10)
 
 

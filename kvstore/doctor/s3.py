@@ -67,7 +67,8 @@ def judge_refusal(location: S3Location, error: KVStoreError) -> Finding | None:
     if code == "AccessDenied":
         return None
     if code in _LOGIN_CODES or "credentials" in error.message:
-        return it.failed(f"the credentials are refused: {code or error.message}", _LOGIN_FIX)
+        fix = f"{_LOGIN_FIX}; temporary keys also need AWS_SESSION_TOKEN" if "Token" in str(code) else _LOGIN_FIX
+        return it.failed(f"the credentials are refused: {code or error.message}", fix)
     if code == "RequestTimeTooSkewed":
         fix = "set this machine's clock: timedatectl set-ntp true"
         return it.failed("requests are refused because of their time", fix)

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from kvstore.errors import Unavailable
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 
+LATE = "did not end before its deadline"
+"""How the message of an error at a deadline ends."""
+
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
@@ -52,4 +55,4 @@ class Deadline:
             # such a cycle would keep what the caller's frames have until the cyclic collector runs
             is_late = True
         if is_late:
-            raise Unavailable(f"{what} did not end before its deadline")
+            raise Unavailable(f"{what} {LATE}")

@@ -23,6 +23,8 @@ from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.runtime.background import on_loose_exception
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.files import open_regular, try_lock
+from kvstore.runtime.machine import usable_bytes
+from kvstore.runtime.sizes import format_bytes
 from kvstore.service.admin.port import Administered, admin_port, check_admin_listen
 from kvstore.service.authentication import read_token, watch_credentials
 from kvstore.service.hidden_secrets import secrets_of
@@ -56,6 +58,7 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None]) -> No
     """
     shape_logs(settings.log_format, secrets_of(settings))
     _allow_descriptors()
+    warn_of_memory(settings.memory_bytes, usable_bytes())
     token = read_token(settings.token_file) if settings.token_file is not None else ""
     credentials = watch_credentials(settings.credentials_file) if settings.credentials_file is not None else None
     if isinstance(settings.listen, TcpAddress) and not token and credentials is None:
@@ -80,6 +83,15 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None]) -> No
         )
         sys.setswitchinterval(SWITCH_S)
         uvloop.run(serving)
+
+
+def warn_of_memory(wanted_bytes: int, usable: int) -> None:
+    """Say once that `memory_bytes` does not fit: the kernel would kill the service only when its memory is full."""
+    if wanted_bytes > usable * 3 // 4:
+        _log.warning(
+            "memory_bytes is %s, and this machine or container has %s: set at most %s, or the service may be killed",
+            *map(format_bytes, (wanted_bytes, usable, usable * 3 // 4)),
+        )
 
 
 def _allow_descriptors() -> None:

@@ -69,6 +69,8 @@ def test_defaults_work_without_any_set_up(tmp_path: Path) -> None:
     assert settings.disk_bytes is None
     free_bytes = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     assert settings.disk_budget_bytes(tmp_path / "not" / "there") == pytest.approx(free_bytes // 10, rel=0.05)
+    unknown = tmp_path / ("x" * 300)  # whether it is there cannot be found out, as below a folder of another user
+    assert settings.disk_budget_bytes(unknown / "y") == pytest.approx(free_bytes // 10, rel=0.05)
     assert settings.idle_exit_s is None
     assert (settings.log_format, settings.otlp_traces_endpoint, settings.traces_share) == ("text", None, 0.01)
 

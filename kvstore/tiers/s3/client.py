@@ -122,7 +122,13 @@ class S3Client:
                     pace=self._pace,
                     meters=meters,
                 )
-        except (BotoCoreError, ValueError, OSError) as error:
+        except OSError as error:
+            await stack.aclose()
+            text = (
+                "the authorities of S3 cannot be read: AWS_CA_BUNDLE, or ca_bundle of the profile, must name a PEM file"
+            )
+            raise InvalidRequest(text, bucket=location.bucket, error=error) from error
+        except (BotoCoreError, ValueError) as error:
             await stack.aclose()
             raise InvalidRequest("the AWS settings are wrong", bucket=location.bucket, error=error) from error
         except BaseException:

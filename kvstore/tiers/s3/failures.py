@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,17 +16,19 @@ from kvstore.tiers.refusals import Refused
 
 _CREDENTIALS = "check the access key, the secret key and that they belong to this endpoint"
 _POLICY = "give the credentials s3:GetObject, PutObject, DeleteObject and ListBucket on the bucket, or use others"
+_REGION = "name the bucket's own region with ?region= in the url of cold or in AWS_REGION, and its endpoint"
 _BUSY = "the endpoint is over its limits: try again later"
 
 _NEXT_STEP = {
     "InvalidAccessKeyId": _CREDENTIALS,
     "SignatureDoesNotMatch": _CREDENTIALS,
-    "InvalidToken": _CREDENTIALS,
-    "ExpiredToken": "renew the credentials",
+    "InvalidToken": f"{_CREDENTIALS}; AWS_SESSION_TOKEN belongs to temporary keys, and to no others",
+    "ExpiredToken": "renew AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or the login of AWS_PROFILE",
     "AccessDenied": _POLICY,
     "403": f"{_CREDENTIALS}; {_POLICY}",
     "RequestTimeTooSkewed": "set this machine's clock",
-    "PermanentRedirect": "name the bucket's own region and endpoint",
+    "AuthorizationHeaderMalformed": _REGION,
+    "PermanentRedirect": _REGION,
     "QuotaExceeded": "raise the quota or remove objects",
 }
 _BUSY_CODES = frozenset({"SlowDown", "503", "429", "Throttling", "ThrottlingException", "RequestLimitExceeded"})
@@ -33,6 +36,9 @@ _PASSING_CODES = frozenset({"InternalError", "RequestTimeout", "ServiceUnavailab
 _REFUSED_CODES = frozenset({"AccessDenied", "QuotaExceeded"})
 """Codes with which an endpoint that answers refuses some kinds of requests."""
 _PASSING_STATUS = frozenset({500, 502, 504})
+
+REGION_FIELD = "x-amz-bucket-region"
+"""Field of an answer."""
 
 
 class Absent(Exception):
@@ -59,8 +65,15 @@ class Throttled(Transient):
     """The endpoint asks for fewer requests."""
 
 
-def refusal(code: str, status: int | None, where: dict[str, str]) -> Exception:
-    """The error for an unsuccessful answer: one of the outcomes above, or `Unavailable` with the next step."""
+def refusal(code: str, status: int | None, where: dict[str, str], region: str = "") -> Exception:
+    """The error for an unsuccessful answer: one of the outcomes above, or `Unavailable` with the next step.
+
+    Args:
+        code: S3's code for the error; without one the status.
+        status: As HTTP has it; `None`: the answer was on several objects.
+        where: Details of the error.
+        region: The bucket's, as the answer names it.
+    """
     if code == "NoSuchBucket":
         return NoBucket()
     if code in ("NoSuchKey", "404", "NotFound"):
@@ -72,6 +85,8 @@ def refusal(code: str, status: int | None, where: dict[str, str]) -> Exception:
     if code in _BUSY_CODES or status in (429, 503):
         return Throttled(f"S3 refused a request: {_BUSY}", **where, code=code, status=status)
     next_step = _NEXT_STEP.get(code, "see the endpoint's log")
+    if next_step is _REGION and re.fullmatch("[a-z0-9-]{1,32}", region):
+        next_step = f"the bucket is in {region}: write ?region={region} in the url of cold, or set AWS_REGION"
     is_passing = code in _PASSING_CODES or status in _PASSING_STATUS
     kind = Transient if is_passing else Refused if code in _REFUSED_CODES else Unavailable
     return kind(f"S3 refused a request: {next_step}", **where, code=code, status=status)
@@ -108,7 +123,9 @@ def translated(where: dict[str, str]) -> Iterator[None]:
     except ClientError as error:
         answer = error.response.get("Error", {})
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        raise refusal(str(answer.get("Code", status)), status, where) from error
+        fields = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        region = str(answer.get("Region", fields.get(REGION_FIELD, "")))
+        raise refusal(str(answer.get("Code", status)), status, where, region) from error
     except NoCredentialsError as error:
         raise Unavailable(
             "there are no S3 credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE", **where

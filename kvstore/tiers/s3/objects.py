@@ -20,11 +20,21 @@ from botocore.utils import percent_encode
 
 from kvstore.runtime.meters import Meters
 from kvstore.tiers.locations import without_secrets
-from kvstore.tiers.s3.failures import Absent, NoBucket, broken_off, cannot_connect, refusal, translated, untrusted
+from kvstore.tiers.s3.failures import (
+    REGION_FIELD,
+    Absent,
+    NoBucket,
+    broken_off,
+    cannot_connect,
+    refusal,
+    translated,
+    untrusted,
+)
 from kvstore.tiers.s3.http import Answer, Connections, Lost, Place
 from kvstore.tiers.s3.pacing import Pace
 
 _CODE = re.compile(rb"<Code>([A-Za-z0-9]{1,64})</Code>")
+_REGION = re.compile(rb"<Region>([a-z0-9-]{1,32})</Region>")
 _UNSIGNED = "UNSIGNED-PAYLOAD"
 """Records carry their own checksums: hashing every byte again would triple the cost of a transfer."""
 
@@ -142,8 +152,13 @@ class Objects:
                     # without a length, a body that was cut short would be quarantined as damaged
                     raise broken_off(where, "a body without a length: check what stands between us and the endpoint")
                 return answer
-            code = _CODE.search(answer.body)
-            raise refusal(code[1].decode() if code is not None else str(answer.status), answer.status, where)
+            code, region = _CODE.search(answer.body), _REGION.search(answer.body)
+            raise refusal(
+                code[1].decode() if code is not None else str(answer.status),
+                answer.status,
+                where,
+                region[1].decode() if region is not None else answer.fields.get(REGION_FIELD, ""),
+            )
 
     async def _signed(self, verb: str, name: str, body_bytes: int | None, fields: Mapping[str, str]) -> bytes:
         """Request line and fields, the empty line included."""

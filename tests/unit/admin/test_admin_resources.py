@@ -244,8 +244,8 @@ async def test_bad_bodies_are_named(made: ServiceHarness) -> None:
 
 
 async def test_readiness_names_the_tier(tmp_path: Path) -> None:
-    """Without Redis the service is alive and not ready; it names the tier and nothing more. Metrics and tiers agree,
-    and a list is answered with 503.
+    """Without Redis the service is alive and not ready; it names the tier and the cause, but no place. Metrics and
+    tiers agree, and a list is answered with 503.
     """
     hot = f"redis://{free_address()}"
     async with open_service(tmp_path, hot=hot, drain_timeout_s=0) as made, made.client() as client:
@@ -255,6 +255,7 @@ async def test_readiness_names_the_tier(tmp_path: Path) -> None:
         assert answer.status_code == 503 and not answer.json()["ready"]
         assert [name for name, tier in tiers.items() if not tier["ready"]] == ["redis"]
         assert "127.0.0.1" not in answer.text
+        assert "cannot connect to Redis: check that a server runs there" in tiers["redis"]["reason"]
         async with made.client("operator") as operator:
             assert 'kvstore_tier_healthy{tier="redis"} 0' in (await operator.get("/metrics")).text
             listed = (await operator.get("/v1/tiers")).json()["tiers"]

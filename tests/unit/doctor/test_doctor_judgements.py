@@ -333,6 +333,7 @@ def test_buckets() -> None:
     for error, seen, fix in (
         (missing, "no bucket pages", "aws s3 mb s3://pages"),
         (refused("InvalidAccessKeyId"), "InvalidAccessKeyId", "AWS_ACCESS_KEY_ID"),
+        (refused("ExpiredToken", 400), "ExpiredToken", "AWS_SESSION_TOKEN"),
         (refused("RequestTimeTooSkewed"), "time", "timedatectl"),
         (Unavailable("there are no S3 credentials: set AWS_ACCESS_KEY_ID"), "credentials", "AWS_ACCESS_KEY_ID"),
         (refused("PermanentRedirect", 301), "PermanentRedirect", "see the endpoint's log"),

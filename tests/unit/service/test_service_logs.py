@@ -20,6 +20,7 @@ from kvstore.runtime.watched_file import Watched
 from kvstore.service.authentication import Credentials, Grant
 from kvstore.service.hidden_secrets import secrets_of
 from kvstore.service.logs import ServiceFormatter, shape_logs
+from kvstore.service.main import warn_of_memory
 from kvstore.service.server import Server
 from kvstore.settings import load_settings
 from kvstore.store.tiered import TieredStore
@@ -32,6 +33,15 @@ from kvstore.wire.address import parse_address
 from tests.unit.admin.service_harness import open_service, prompt_of
 
 PROMPT = Prompt(ATTENTION, "a", 128, tenant="red")
+
+
+def test_memory_that_the_machine_does_not_have_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """With what fits, by the rule of the doctor. What fits is not told."""
+    warn_of_memory(18 << 30, 24 << 30)
+    assert not caplog.records
+    warn_of_memory(1 << 40, 24 << 30)
+    (line,) = caplog.records
+    assert line.levelname == "WARNING" and "memory_bytes is 1TiB" in line.message and "at most 18GiB" in line.message
 
 
 class Lines(logging.Handler):

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from kvstore.errors import Unavailable
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.testing.records import make_key, make_record
@@ -48,6 +48,34 @@ async def tier_that_hears(*answers: bytes) -> AsyncIterator[tuple[S3Tier, list[b
 
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+async def test_a_wrong_region_is_told_with_the_right_one() -> None:
+    """For reading a record and for a request of the general client, by the body or a field of the answer."""
+    body = b"<Error><Code>AuthorizationHeaderMalformed</Code><Region>eu-west-1</Region></Error>"
+    answer = b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: %d\r\n%s\r\n%s"
+    told = answer % (len(body), b"", body)
+    redirect = b"<Error><Code>PermanentRedirect</Code></Error>"
+    by_field = answer % (len(redirect), b"x-amz-bucket-region: eu-west-1\r\n", redirect)
+    for one in (told, by_field):
+        async with tier_that_hears(one) as (tier, _):
+            with pytest.raises(Unavailable, match=r"write \?region=eu-west-1 in the url of cold"):
+                await tier.get(make_key(1), deadline=Deadline.after(30))
+            with pytest.raises(Unavailable, match=r"write \?region=eu-west-1 in the url of cold"):
+                await tier.get_manifest(make_key(1).namespace, deadline=Deadline.after(30))
+
+
+async def test_expired_credentials_are_three_variables() -> None:
+    async with tier_that_hears(error_answer("400 Bad Request", "ExpiredToken")) as (tier, _):
+        with pytest.raises(Unavailable, match="AWS_SESSION_TOKEN"):
+            await tier.get(make_key(1), deadline=Deadline.after(30))
+
+
+async def test_authorities_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable is named: the system's message has not even the path."""
+    monkeypatch.setenv("AWS_CA_BUNDLE", "/not/there.pem")
+    with pytest.raises(InvalidRequest, match="AWS_CA_BUNDLE"):
+        await S3Tier.open(S3Location("pages", "", "https://127.0.0.1:9"), credentials=("A", "b"))
 
 
 async def test_overload_is_retried_and_then_unavailable() -> None:

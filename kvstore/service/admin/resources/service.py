@@ -11,7 +11,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, Field
 
 from kvstore.catalog.entry import Level
-from kvstore.errors import Unavailable
+from kvstore.errors import Unavailable, without_details
+from kvstore.runtime.deadline import LATE
 from kvstore.service.admin.access import Operator
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.problems import refusals
@@ -89,19 +90,27 @@ async def _readiness(context: AdminContext) -> Readiness:
 
 
 def _tier_readiness(state: TierState) -> TierReadiness:
-    """With fixed reasons: the route needs no token, so error texts of a tier do not belong here.
+    """With reasons in fixed words: the route needs no token, so details of a tier's errors do not belong here.
 
     A cold tier that refuses writes is ready: a directory evicts within its budget, and what does not fit stays in the
     hot tier and in memory. A hot tier that refuses writes is not: it shares nothing new with other nodes.
     """
     reason = None
     if state.is_open:
-        reason = "it failed and is not used until a probe succeeds"
+        reason = f"it failed and is not used until a probe succeeds{_cause(state.reason)}"
     elif state.usage is None:
-        reason = "it does not answer"
+        reason = f"it does not answer{_cause(state.reason)}"
     elif state.level is Level.HOT and state.usage.refuses_writes:
         reason = f"it takes no writes: {state.usage.refuses_writes}"
     return TierReadiness(name=state.name, ready=reason is None, reason=reason)
+
+
+def _cause(reason: str) -> str:
+    """Cause and next step, behind a colon; empty if the error has none."""
+    if LATE in reason:  # such a text may name a place in its message
+        return ": its calls do not end in time"
+    message = without_details(reason.partition(" reason=")[2] or reason)
+    return f": {message}" if ": " in message else ""
 
 
 class _MetricsText(PlainTextResponse):
