@@ -50,6 +50,7 @@ def problems_of(values: Mapping[str, Any]) -> list[Problem]:
     counters = values.get("counters", {})
     found = [*_of_tiers(values), *_of_catalog(values.get("catalog", {})), *_of_pending(counters), *_of_memory(values)]
     recent = values.get("recent", {})
+    found += _of_keys(values.get("encryption", {}))
     found += [*_of_requests(recent), *_of_losses(recent)]
     if counters.get("catalog_complete") == 0:
         what = "the catalog may be incomplete, so that lookups query the tiers too, which is slower"
@@ -111,6 +112,15 @@ def _of_memory(values: Mapping[str, Any]) -> Iterator[Problem]:
     if limit_bytes and leased_bytes >= _NEARLY_LEASED * limit_bytes:
         what = f"engines lease {share_text(leased_bytes, limit_bytes)} of the memory, so further hits are cut short"
         yield Problem(what, "set a larger memory_bytes")
+
+
+def _of_keys(encryption: Mapping[str, Any]) -> Iterator[Problem]:
+    if not encryption.get("problems"):
+        return
+    from kvstore.doctor.service import key_problems  # slow to import
+
+    for what, step in key_problems(encryption["problems"]):
+        yield Problem(what, step)
 
 
 def _of_requests(recent: Mapping[str, Any]) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""The service: whether it answers, its release, its tiers, its administration interface, and lost saves."""
+"""The service: whether it answers, its release, its tiers, encryption keys, administration interface, lost saves."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ from kvstore.wire.address import TcpAddress, UnixAddress, parse_address
 from kvstore.wire.private_place import default_directory, private_socket_path
 from kvstore.wire.tls import ClientTls
 
-_NAMES = ("service", "service.release", "service.tiers", "service.saves", "service.admin")
+_NAMES = ("service", "service.release", "service.tiers", "service.encryption", "service.saves", "service.admin")
 _CERTIFICATE_FIX = (
     "set tls_ca_file (KVSTORE_TLS_CA_FILE) to the authority of its certificate, and use a host name that the "
     "certificate contains; if the service requires a client certificate, set tls_certificate_file"
 )
+_NOTHING_SAVED = {"no_key", "wrong_key"}
+"""Problems of a tenant's keys for which nothing of it is saved."""
 _ANSWER_S_MIN = 0.1
 _MIB = 1 << 20
 
@@ -78,6 +80,7 @@ def service_check(address: ServiceAddress) -> Check:
         yield it.ok(f"answers at {url}")
         yield judge_release(status, kvstore.__version__)
         yield judge_tiers(status)
+        yield judge_encryption(status)
         yield judge_saves(status)
         yield await examine_admin(address.admin, address.tls, deadline)
 
@@ -133,6 +136,25 @@ def judge_tiers(status: Mapping[str, object]) -> Finding:
         fix = "kvstore verify hot; kvstore verify cold; if they find more, check that medium for failing hardware"
         return it.warning(seen, fix)
     return it.ok(f"{', '.join(tiers)} answer" if tiers else "it reports none")
+
+
+def judge_encryption(status: Mapping[str, object]) -> Finding:
+    """Judge whether the service has the keys that its tenants' records were written with."""
+    it = Criterion("service.encryption", "the keys that records were written with")
+    encryption = status.get("encryption")
+    if not isinstance(encryption, Mapping) or "problems" not in encryption:
+        return it.skipped("it has no encryption_keys")
+    problems = _mapping(encryption["problems"])
+    if not problems:
+        return it.ok("the tenants that use it have the keys that their records were written with")
+    found = key_problems(problems)
+    seen, fix = "; ".join(cause for cause, _ in found), "; ".join(dict.fromkeys(step for _, step in found))
+    return it.failed(seen, fix) if problems.keys() & _NOTHING_SAVED else it.warning(seen, fix)
+
+
+def key_problems(problems: Mapping[str, object]) -> list[tuple[str, str]]:
+    """What is wrong with encryption keys, and the next step of each, from a service's status."""
+    return [next_step(str(text)) for texts in problems.values() if isinstance(texts, list | tuple) for text in texts]
 
 
 def judge_saves(status: Mapping[str, object]) -> Finding:

@@ -77,6 +77,7 @@ COUNTERS = {
 """Meters that only grow; shown as `kvstore_<name>_total`."""
 
 GAUGES = {
+    "encryption_problems": "tenants whose encryption keys are not those of their records, by what is wrong",
     "catalog_complete": "1 while the catalog has every stored record, apart from the changes that wait in services",
     "pending_bytes": "bytes in the hot tier that the cold tier does not have yet, of all services",
     "pending_limit_bytes": "limit of pending_bytes; beyond it new records are not written to the hot tier",
@@ -132,6 +133,8 @@ ALWAYS_OF_TIERS = (
 )
 """Likewise, with a series for each tier."""
 ALWAYS_BY_LABEL = (
+    'encryption_misses{reason="tampered"}',
+    *(f'encryption_problems{{reason="{reason}"}}' for reason in ("missing_key", "no_key", "wrong_key")),
     *(
         f'hints{{hint="{hint}",outcome="{outcome}"}}'
         for hint in ("demote", "prefetch", "priority", "release", "retain_s")

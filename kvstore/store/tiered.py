@@ -29,6 +29,7 @@ from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.turns import PIECE, LongWork
 from kvstore.store.cache_events.placements import PlacementEvents
 from kvstore.store.context import StoreContext
+from kvstore.store.encryption.tenant_keys import TenantKeys
 from kvstore.store.explain.absence import AbsenceFinder
 from kvstore.store.explain.explainer import Explainer
 from kvstore.store.hints.ended_prompts import KeptPrompt
@@ -165,6 +166,7 @@ class TieredStore(PageStore):
             catalog=catalog,
         )
         self._explainer.hints_of = self.hints.explain
+        self._keys: TenantKeys | None = None
         self._closed = False
 
     @property
@@ -194,6 +196,8 @@ class TieredStore(PageStore):
         else:
             self._explainer.keep_name(namespace)
         self._manifests.open(namespace, pack_manifest(description))
+        if self._keys is not None:
+            self._keys.know(description.tenant)
         return namespace
 
     async def lookup(self, query: PrefixQuery, *, deadline: Deadline, learns: bool = True) -> Lookup:
@@ -440,9 +444,10 @@ class TieredStore(PageStore):
         if self._cache_events is not None:
             self._cache_events.changed(key)
 
-    def explain_keys(self, reason: Callable[[str], str]) -> None:
-        """Have misses explained by keys: `reason` returns a key of `REASONS` for a tenant, or an empty text."""
-        self._explainer.key_reason = reason
+    def check_keys_of(self, keys: TenantKeys) -> None:
+        """Have the keys of tenants that open namespaces checked, shown, and named as reasons of misses; they stay the
+        caller's."""
+        self._keys, self._explainer.key_reason = keys, keys.reason
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
         self._check_open()
@@ -477,6 +482,7 @@ class TieredStore(PageStore):
             "counters": self.meters.snapshot(),
             "recent": self._explainer.recent(),
             "quotas": self.operations.quotas(),
+            "encryption": self._keys.status() if self._keys is not None else {},
         }
 
     def _status_for(self, tenant: str, tiers: Mapping[str, Mapping[str, object]]) -> Mapping[str, object]:

@@ -16,6 +16,8 @@ import pytest
 from kvstore.api import Ack, Outcome, SaveOutcome
 from kvstore.client import EmbeddedOptions, connect
 from kvstore.compose import open_served_store
+from kvstore.doctor.check import Verdict
+from kvstore.doctor.service import judge_encryption
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.encrypted import ENCRYPTION_BYTES, encrypt_record
 from kvstore.format.header_v1 import HEADER_BYTES
@@ -103,10 +105,11 @@ async def test_a_wrong_or_missing_key_is_a_counted_miss_and_destroys_nothing(
         "no_key": ([("blue", 1, 2)], "add one to encryption_keys"),
     }
     for reason, (keys, words) in cases.items():
-        async with opened(place, write_keys(tmp_path / f"{reason}.toml", keys)) as store:
+        path = write_keys(tmp_path / f"{reason}.toml", keys)
+        async with opened(place, path) as store:
             assert isinstance(store, EncryptedStore)
             await store.open_namespace(RED.description, deadline=soon())
-            await store.check_keys("red")
+            await store.tenant_keys.check("red")
             assert (await store.lookup(RED.query(), deadline=soon())).resume_tokens == 0
             assert (await stage(store, RED)).lease is None
             assert store.meters.get("encryption_misses", reason=reason) == 1
@@ -119,6 +122,16 @@ async def test_a_wrong_or_missing_key_is_a_counted_miss_and_destroys_nothing(
             if reason != "missing_key":  # a new current key is a right one
                 assert await store.save(RED.records()[0], deadline=soon()) is SaveOutcome.FULL
                 assert store.meters.get("encryption_refused_saves", reason=reason) == 1
+            finding = judge_encryption(await store.status(deadline=soon()))
+            assert finding.verdict is (Verdict.WARNING if reason == "missing_key" else Verdict.FAILED)
+            assert "red" in finding.seen and words in finding.fix
+            assert store.meters.get("encryption_problems", reason=reason) == 1
+            write_keys(path, [*KEYS, ("red", 2, 2)])
+            store.keys.poll()
+            store.keys.poll()  # a change counts when it is seen twice
+            await store.tenant_keys.check("red")
+            assert judge_encryption(await store.status(deadline=soon())).verdict is Verdict.OK
+            assert store.meters.get("encryption_problems", reason=reason) == 0
         caplog.clear()
     async with opened(place, None) as store:
         assert (await stage(store, RED)).lease is None

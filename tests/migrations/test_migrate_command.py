@@ -71,7 +71,7 @@ async def save(*prompts: Prompt) -> None:
             await store.lookup(prompt.query(), deadline=soon())
             for record in prompt.records():
                 await store.save(record, ack=Ack.COLD, deadline=soon())
-            await store.check_keys(prompt.tenant)
+            await store.tenant_keys.check(prompt.tenant)
         assert await store.drain(soon()) == 0
 
 
@@ -79,7 +79,7 @@ async def resumes(prompt: Prompt) -> int:
     """How far the prompt is resumed, all of it exact."""
     async with service() as store:
         await store.open_namespace(prompt.description, deadline=soon())
-        await store.check_keys(prompt.tenant)
+        await store.tenant_keys.check(prompt.tenant)
         await store.lookup(prompt.query(), deadline=soon())
         staged = await store.stage(prompt.query(), deadline=soon())
         saved = {record.key: bytes(record.data) for record in prompt.records()}

@@ -17,20 +17,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from kvstore.api import Ack, LeaseId, Lookup, Outcome, PageStore, PrefixQuery, Progress, Retention, SaveOutcome, Staged
-from kvstore.errors import Closed, CorruptRecord, InvalidRequest, KVStoreError, Unavailable
+from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable
 from kvstore.format.encrypted import ENCRYPTION_BYTES, decrypt_record, encrypt_record
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.model.page_blocks import PageBlocks
 from kvstore.model.prompt_hint import EndedPrompt
-from kvstore.runtime.background import Background
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.watched_file import Watched
-from kvstore.store.encryption import key_ledger
-from kvstore.store.encryption.key_ledger import KeyLedger, KeyState
 from kvstore.store.encryption.key_ring import Generation, KeyRing
+from kvstore.store.encryption.tenant_keys import TenantKeys
 from kvstore.store.hints.ended_prompts import KeptPrompt
 from kvstore.store.hints.hints import Hints
 from kvstore.store.presence import Reach, ResumePoints
@@ -46,9 +44,6 @@ _INLINE_BYTES = 64 << 10
 """Smaller records are not worth a thread."""
 _NAMED_AT_ONCE = 1024
 """Names computed before the event loop gets a turn; `benchmarks.encryption` prints names a second."""
-_CHECK_S = 10.0
-_CHECK_AGAIN_S = 300.0
-_NO_STATE = KeyState()
 
 
 class EncryptedStore(PageStore):
@@ -57,6 +52,9 @@ class EncryptedStore(PageStore):
     Args:
         inner: Closed with this store.
         keys: Where the tenants' keys come from; read again while this store is open.
+
+    Attributes:
+        tenant_keys: The keys of each tenant, and what is wrong with them.
     """
 
     def __init__(self, inner: TieredStore, keys: Watched[KeyRing]) -> None:
@@ -64,14 +62,10 @@ class EncryptedStore(PageStore):
         self.meters = inner.meters
         self.events = inner.events
         self.keys = keys
-        self._ledger = KeyLedger(inner.slower)
+        self.tenant_keys = TenantKeys(inner.slower, keys, inner.meters)
         self._tenants: dict[NamespaceId, str] = {}
-        self._states: dict[str, KeyState] = {}
-        self._warned: set[str] = set()
         self._turns = asyncio.Semaphore(_THREADS)
-        self._background = Background("encryption")
-        self._background.keep_running(self._refresh, "keys")
-        inner.explain_keys(lambda tenant: self._key_reason(tenant, self.generations(tenant)))
+        inner.check_keys_of(self.tenant_keys)
 
     @property
     def operations(self) -> StoreOperations:
@@ -83,21 +77,18 @@ class EncryptedStore(PageStore):
 
     def generations(self, tenant: str) -> tuple[Generation, ...]:
         """As `KeyRing.generations`. Safe from any thread."""
-        return self.keys.value.generations(tenant)
+        return self.tenant_keys.generations(tenant)
 
     async def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:
         namespace = await self.inner.open_namespace(description, deadline=deadline)
         self._tenants[namespace] = description.tenant
-        if description.tenant not in self._states:
-            self._states[description.tenant] = _NO_STATE
-            self._background.spawn(self.check_keys(description.tenant), "check of keys")
         return namespace
 
     async def lookup(self, query: PrefixQuery, *, deadline: Deadline) -> Lookup:
         tenant = self._tenant(query.namespace)
         generations = self.generations(tenant)
         if not generations:
-            self._count_miss(tenant, generations)
+            self._count_miss(tenant)
             return Lookup(query.local_tokens, (0,) * len(query.boundaries))
         named = await self._named(query, generations, deadline)
         # With names of several generations the catalog learns no parents: a boundary whose parent goes by another name
@@ -105,7 +96,7 @@ class EncryptedStore(PageStore):
         learns = len(generations) == 1 or named == await _under(query, generations[0])
         found = await self.inner.lookup(named, deadline=deadline, learns=learns)
         if found.resume_tokens + query.step_tokens <= query.cap_tokens:
-            self._count_miss(tenant, generations)
+            self._count_miss(tenant)
         return found
 
     async def reaches(self, query: PrefixQuery, points: Sequence[ResumePoints], *, deadline: Deadline) -> list[Reach]:
@@ -213,12 +204,12 @@ class EncryptedStore(PageStore):
         if record.header.key_id:
             raise InvalidRequest("records are saved plain: the service encrypts them", key_id=record.header.key_id)
         if not generations:
-            return self._refused(tenant, "no_key")
+            return self._refused("no_key")
         key = generations[0]
         if key is None:
             return await self.inner.save(record, ack=ack, retention=retention, deadline=deadline)
-        if key.key_id in self._states.get(tenant, _NO_STATE).wrong:
-            return self._refused(tenant, "wrong_key")
+        if self.tenant_keys.is_wrong(tenant, key.key_id):
+            return self._refused("wrong_key")
         async with deadline.scope("encrypting a record"):
             if not record.is_verified:
                 await verify_record(record)
@@ -288,65 +279,16 @@ class EncryptedStore(PageStore):
         return await self.inner.explain(request, deadline=deadline, tenant=tenant)
 
     async def status(self, *, deadline: Deadline, tenant: str = "") -> Mapping[str, object]:
-        status = await self.inner.status(deadline=deadline, tenant=tenant)
-        return status if tenant else {**status, "encryption": {"keys": len(self.keys.value)}}
+        return await self.inner.status(deadline=deadline, tenant=tenant)
 
-    # keys
-
-    async def _refresh(self) -> None:
-        """Reload the keys when they change; check each tenant's keys then, and every few minutes."""
-        rests_s = _CHECK_AGAIN_S
-        while True:
-            await asyncio.sleep(self.keys.poll_s)
-            rests_s -= self.keys.poll_s
-            if await asyncio.to_thread(self.keys.poll) or rests_s <= 0:
-                rests_s = _CHECK_AGAIN_S
-                for tenant in list(self._states):
-                    await self.check_keys(tenant)
-
-    async def check_keys(self, tenant: str) -> KeyState:
-        """Compare a tenant's keys with those that its records were written with, and warn about differences."""
-        generations = self.generations(tenant)
-        try:
-            state = await self._ledger.check(tenant, generations, deadline=Deadline.after(_CHECK_S))
-        except Closed:
-            return _NO_STATE
-        except KVStoreError as error:
-            self._warn(key_ledger.failed(error))
-            return self._states.get(tenant, _NO_STATE)
-        self._states[tenant] = state
-        for text in key_ledger.explain(tenant, state):
-            self._warn(text)
-        return state
-
-    def _key_reason(self, tenant: str, generations: Sequence[Generation]) -> str:
-        """Why a tenant's keys may cost hits, as a key of `REASONS`; empty: they do not."""
-        state = self._states.get(tenant, _NO_STATE)
-        if not generations:
-            return "no_key"
-        return "wrong_key" if state.wrong else "missing_key" if state.missing else ""
-
-    def _count_miss(self, tenant: str, generations: Sequence[Generation]) -> None:
+    def _count_miss(self, tenant: str) -> None:
         """Count a lookup that found less than its whole prompt, if a key may be the reason."""
-        if reason := self._key_reason(tenant, generations):
+        if reason := self.tenant_keys.reason(tenant):
             self.meters.add("encryption_misses", reason=reason)
-        if reason == "no_key":
-            self._warn_no_key(tenant)
 
-    def _refused(self, tenant: str, reason: str) -> SaveOutcome:
+    def _refused(self, reason: str) -> SaveOutcome:
         self.meters.add("encryption_refused_saves", reason=reason)
-        if reason == "no_key":
-            self._warn_no_key(tenant)
         return SaveOutcome.FULL
-
-    def _warn_no_key(self, tenant: str) -> None:
-        self._warn(f"a tenant has no key and stores nothing: add one to encryption_keys tenant={tenant!r}")
-
-    def _warn(self, text: str) -> None:
-        """Log each text once."""
-        if text not in self._warned:
-            self._warned.add(text)
-            _log.warning("%s", text)
 
     async def drain(self, deadline: Deadline) -> int:
         """As `TieredStore.drain`."""
@@ -354,7 +296,7 @@ class EncryptedStore(PageStore):
 
     async def aclose(self) -> None:
         """As `TieredStore.aclose`, of the inner store too."""
-        await self._background.aclose()
+        await self.tenant_keys.aclose()
         await self.inner.aclose()
 
     def _tenant(self, namespace: NamespaceId) -> str:

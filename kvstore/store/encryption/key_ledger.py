@@ -98,6 +98,11 @@ def explain(tenant: str, state: KeyState) -> list[str]:
     return wrong + missing
 
 
+def without_key(tenant: str) -> str:
+    """As `explain`, for a tenant that has no key."""
+    return f"a tenant has no key and stores nothing: add one to encryption_keys tenant={tenant!r}"
+
+
 def failed(error: KVStoreError) -> str:
     """As `explain`, for a `check` that raised."""
     return f"the encryption keys could not be compared with those that records were written with: {error}"

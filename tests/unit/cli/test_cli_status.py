@@ -142,6 +142,11 @@ def change(*path: str, to: object) -> Callable[[dict[str, Any]], None]:
             "has taken no changes since 2025-11-22 08:26:40 UTC: 29 changes of this service wait",
             "doctor",
         ),
+        (
+            change("encryption", to={"problems": {"wrong_key": ["no saves: give key 1 its secret tenant='' id=1"]}}),
+            "no saves, tenant '', id 1",
+            "give key 1 its secret",
+        ),
         (change("leases", "pinned_bytes", to=2 * GIB), "engines lease 100% of the memory", "memory_bytes"),
         (
             change("recent", "losses", to={"save_busy": 1200, "save_no_room": 4}),

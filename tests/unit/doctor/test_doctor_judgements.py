@@ -19,7 +19,7 @@ from kvstore.doctor.namespaces import differences, judge_namespaces
 from kvstore.doctor.redis import REDIS_NAMES, judge_redis, judge_refusal
 from kvstore.doctor.s3 import judge_conditional, judge_lifecycle, judge_rights, judge_s3_clock
 from kvstore.doctor.s3 import judge_refusal as judge_s3_refusal
-from kvstore.doctor.service import judge_release, judge_tiers, judge_unreachable
+from kvstore.doctor.service import judge_encryption, judge_release, judge_tiers, judge_unreachable
 from kvstore.doctor.versions import (
     DISTRIBUTION,
     PYTHON_MIN,
@@ -207,6 +207,12 @@ def test_services() -> None:
     check(judge_tiers({"tiers": tiers}), WARNING, "3 corrupt records quarantined in redis", "kvstore verify")
     tiers["redis"] = {"healthy": False, "reason": "the breaker is open"}
     check(judge_tiers({"tiers": tiers}), FAILED, "the breaker is open", "redis")
+    check(judge_encryption({"encryption": {"keys": 2}}), SKIPPED)  # an earlier release
+    check(judge_encryption({"encryption": {"keys": 2, "problems": {}}}), OK)
+    lost = {"missing_key": ["records are misses: put key 1 back tenant='red' id=1"]}
+    check(judge_encryption({"encryption": {"problems": lost}}), WARNING, "tenant 'red', id 1", "put key 1 back")
+    both = {"encryption": {"problems": {**lost, "no_key": ["a tenant has no key: add one tenant='blue'"]}}}
+    check(judge_encryption(both), FAILED, "'blue'", "put key 1 back; add one")
 
 
 # Redis

@@ -1,0 +1,128 @@
+"""The keys of the tenants of a service, and whether their records were written with the same ones."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+
+from kvstore.errors import Closed, KVStoreError
+from kvstore.runtime.background import Background
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
+from kvstore.runtime.watched_file import Watched
+from kvstore.store.encryption import key_ledger
+from kvstore.store.encryption.key_ledger import KeyLedger, KeyState
+from kvstore.store.encryption.key_ring import Generation, KeyRing
+from kvstore.tiers.base import Tier
+
+_log = logging.getLogger(__name__)
+
+_CHECK_S = 10.0
+_CHECK_AGAIN_S = 300.0
+_TOLD_MAX = 4
+_NO_STATE = KeyState()
+
+
+class TenantKeys:
+    """Compares the keys of each tenant with the notes beside its records: when the tenant first opens a namespace, when
+    keys change, and every few minutes. Warns once of each difference.
+
+    Args:
+        tiers: Those with notes.
+        keys: Where the keys come from; read again until this is closed.
+        meters: Count the tenants whose keys have a problem.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], keys: Watched[KeyRing], meters: Meters) -> None:
+        self._keys = keys
+        self._meters = meters
+        self._ledger = KeyLedger(tiers)
+        self._states: dict[str, KeyState] = {}  # of tenants that have opened a namespace
+        self._counted: dict[str, str] = {}  # the problem that each of them is counted with
+        self._warned: set[str] = set()
+        self._background = Background("encryption")
+        self._background.keep_running(self._refresh, "keys")
+
+    def generations(self, tenant: str) -> tuple[Generation, ...]:
+        """As `KeyRing.generations`. Safe from any thread."""
+        return self._keys.value.generations(tenant)
+
+    def know(self, tenant: str) -> None:
+        """Note that a tenant has opened a namespace."""
+        if tenant not in self._states:
+            self._states[tenant] = _NO_STATE
+            self._background.spawn(self.check(tenant), "check of keys")
+
+    def is_wrong(self, tenant: str, key_id: int) -> bool:
+        """Whether a key is known to have another secret than the one that records were written with."""
+        return key_id in self._states.get(tenant, _NO_STATE).wrong
+
+    def reason(self, tenant: str) -> str:
+        """Why a tenant's keys may cost hits, as a key of `REASONS`; empty: they do not."""
+        state = self._states.get(tenant, _NO_STATE)
+        if not self.generations(tenant):
+            return "no_key"
+        return "wrong_key" if state.wrong else "missing_key" if state.missing else ""
+
+    def status(self) -> Mapping[str, object]:
+        """`keys`: their number. `problems`: by reason a sentence with the next step for each of the first tenants."""
+        problems: dict[str, list[str]] = {}
+        for tenant in self._states:
+            for text in self._problems(tenant):
+                told = problems.setdefault(self.reason(tenant), [])
+                if len(told) < _TOLD_MAX:
+                    told.append(text)
+        return {"keys": len(self._keys.value), "problems": problems}
+
+    async def check(self, tenant: str) -> KeyState:
+        """Compare a tenant's keys with those that its records were written with, and warn about differences."""
+        state = _NO_STATE
+        if generations := self.generations(tenant):
+            try:
+                state = await self._ledger.check(tenant, generations, deadline=Deadline.after(_CHECK_S))
+            except Closed:
+                return _NO_STATE
+            except KVStoreError as error:
+                self._warn(key_ledger.failed(error))
+                return self._states.get(tenant, _NO_STATE)
+        self._states[tenant] = state
+        self._count(tenant)
+        for text in self._problems(tenant):
+            self._warn(text)
+        return state
+
+    def _count(self, tenant: str) -> None:
+        before, now = self._counted.get(tenant, ""), self.reason(tenant)
+        if before != now:
+            self._counted[tenant] = now
+            for reason, change in ((before, -1), (now, 1)):
+                if reason:
+                    num = self._meters.get("encryption_problems", reason=reason) + change
+                    self._meters.set("encryption_problems", num, reason=reason)
+
+    def _problems(self, tenant: str) -> list[str]:
+        if not self.generations(tenant):
+            return [key_ledger.without_key(tenant)]
+        return key_ledger.explain(tenant, self._states.get(tenant, _NO_STATE))
+
+    def _warn(self, text: str) -> None:
+        """Log each text once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            _log.warning("%s", text)
+
+    async def _refresh(self) -> None:
+        """Reload the keys when they change; check each tenant's keys then, and every few minutes."""
+        rests_s = _CHECK_AGAIN_S
+        while True:
+            await asyncio.sleep(self._keys.poll_s)
+            rests_s -= self._keys.poll_s
+            if await asyncio.to_thread(self._keys.poll) or rests_s <= 0:
+                rests_s = _CHECK_AGAIN_S
+                for tenant in list(self._states):
+                    await self.check(tenant)
+
+    async def aclose(self) -> None:
+        """End the checks."""
+        await self._background.aclose()
