@@ -28,7 +28,7 @@ from kvstore.settings import Settings
 from kvstore.store.cache_events.placements import PlacementEvents, Topics
 from kvstore.store.catalogued_tier import CataloguedTier
 from kvstore.store.encryption.encrypted import EncryptedStore
-from kvstore.store.encryption.key_ring import watch_keys
+from kvstore.store.encryption.key_ring import no_keys, watch_keys
 from kvstore.store.limits import StoreLimits
 from kvstore.store.recorder import Recorder
 from kvstore.store.tiered import TieredStore
@@ -105,7 +105,8 @@ async def open_store(settings: Settings, instruments: Instruments | None = None)
 async def open_served_store(
     settings: Settings, *, tracing: Tracing | None = None
 ) -> AsyncIterator[TieredStore | EncryptedStore]:
-    """`open_store`, behind an `EncryptedStore` where `encryption_keys` is set.
+    """`open_store`, behind an `EncryptedStore` where `encryption_keys` is set. Without it, a tenant whose records other
+    services encrypt is warned of.
 
     Raises:
         InvalidRequest: The keys cannot be used, or the package for it is not installed; else as `open_store`.
@@ -113,6 +114,7 @@ async def open_served_store(
     instruments = Instruments(tracing=tracing)
     if settings.encryption_keys is None:
         async with open_store(settings, instruments) as store:
+            store.check_keys(no_keys())
             yield store
         return
     if find_spec("cryptography") is None:

@@ -143,10 +143,10 @@ def judge_encryption(status: Mapping[str, object]) -> Finding:
     it = Criterion("service.encryption", "the keys that records were written with")
     encryption = status.get("encryption")
     if not isinstance(encryption, Mapping) or "problems" not in encryption:
-        return it.skipped("it has no encryption_keys")
+        return it.skipped("this service is of an older release, which does not report it")
     problems = _mapping(encryption["problems"])
     if not problems:
-        return it.ok("the tenants that use it have the keys that their records were written with")
+        return it.ok("as expected" if encryption.get("keys") else "it has none, and its tenants' records need none")
     found = key_problems(problems)
     seen, fix = "; ".join(cause for cause, _ in found), "; ".join(dict.fromkeys(step for _, step in found))
     return it.failed(seen, fix) if problems.keys() & _NOTHING_SAVED else it.warning(seen, fix)

@@ -27,8 +27,10 @@ from kvstore.runtime.budget import Shares, share_left
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.turns import PIECE, LongWork
+from kvstore.runtime.watched_file import Watched
 from kvstore.store.cache_events.placements import PlacementEvents
 from kvstore.store.context import StoreContext
+from kvstore.store.encryption.key_ring import KeyRing
 from kvstore.store.encryption.tenant_keys import TenantKeys
 from kvstore.store.explain.absence import AbsenceFinder
 from kvstore.store.explain.explainer import Explainer
@@ -444,10 +446,11 @@ class TieredStore(PageStore):
         if self._cache_events is not None:
             self._cache_events.changed(key)
 
-    def check_keys_of(self, keys: TenantKeys) -> None:
-        """Have the keys of tenants that open namespaces checked, shown, and named as reasons of misses; they stay the
-        caller's."""
-        self._keys, self._explainer.key_reason = keys, keys.reason
+    def check_keys(self, keys: Watched[KeyRing]) -> TenantKeys:
+        """Have the keys of tenants that open namespaces checked: status and `explain` show what is wrong with them."""
+        self._keys = TenantKeys(self._context, keys)
+        self._explainer.key_reason = self._keys.reason
+        return self._keys
 
     async def explain(self, request: str, *, deadline: Deadline, tenant: str | None = "") -> Mapping[str, object]:
         self._check_open()

@@ -29,7 +29,7 @@ from kvstore.settings import load_settings
 from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.testing.keys import tenant_key, write_keys
 from kvstore.testing.tokens import credentials_of
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.tiers.base import PutOutcome
 from kvstore.wire.address import parse_address
 from tests.integration.encrypted_world import (
@@ -135,6 +135,12 @@ async def test_a_wrong_or_missing_key_is_a_counted_miss_and_destroys_nothing(
         caplog.clear()
     async with opened(place, None) as store:
         assert (await stage(store, RED)).lease is None
+        await until(lambda: "all who can read a tier can read what this one saves" in caplog.text)
+        store.report(Outcome("request", RED.namespace, 272, 272, 0, 0, "nothing_stored", stop=stop, tenant="red"))
+        told = await store.explain("request", deadline=soon(), tenant="red")
+        assert told["reason"] == "missing_key"
+        finding = judge_encryption(await store.status(deadline=soon()))
+        assert finding.verdict is Verdict.WARNING and finding.fix.startswith("set encryption_keys to those of")
     names = {name for name, _ in before}
     after = sorted((name, len(data)) for kind, name, data in place.contents() if name in names)
     if "hot" in place.flags:  # a directory's catalog grows

@@ -28,7 +28,6 @@ from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.watched_file import Watched
 from kvstore.store.encryption.key_ring import Generation, KeyRing
-from kvstore.store.encryption.tenant_keys import TenantKeys
 from kvstore.store.hints.ended_prompts import KeptPrompt
 from kvstore.store.hints.hints import Hints
 from kvstore.store.presence import Reach, ResumePoints
@@ -62,10 +61,9 @@ class EncryptedStore(PageStore):
         self.meters = inner.meters
         self.events = inner.events
         self.keys = keys
-        self.tenant_keys = TenantKeys(inner.slower, keys, inner.meters)
+        self.tenant_keys = inner.check_keys(keys)
         self._tenants: dict[NamespaceId, str] = {}
         self._turns = asyncio.Semaphore(_THREADS)
-        inner.check_keys_of(self.tenant_keys)
 
     @property
     def operations(self) -> StoreOperations:
@@ -296,7 +294,6 @@ class EncryptedStore(PageStore):
 
     async def aclose(self) -> None:
         """As `TieredStore.aclose`, of the inner store too."""
-        await self.tenant_keys.aclose()
         await self.inner.aclose()
 
     def _tenant(self, namespace: NamespaceId) -> str:

@@ -103,6 +103,16 @@ def without_key(tenant: str) -> str:
     return f"a tenant has no key and stores nothing: add one to encryption_keys tenant={tenant!r}"
 
 
+def unencrypted(tenant: str, state: KeyState) -> str:
+    """As `explain`, for a tenant whose records this service stores plain, while others have keys for it."""
+    ids = ", ".join(map(str, sorted(state.missing)))
+    return (
+        "other services encrypt what they store here, but this one has no key, so their records are misses, and all "
+        "who can read a tier can read what this one saves: set encryption_keys to those of the others "
+        f"(docs/encryption.md) tenant={tenant!r} ids={ids}"
+    )
+
+
 def failed(error: KVStoreError) -> str:
     """As `explain`, for a `check` that raised."""
     return f"the encryption keys could not be compared with those that records were written with: {error}"

@@ -49,7 +49,7 @@ class KeyRing:
         self._generations: dict[str, tuple[Generation, ...]] = {}
 
     def __len__(self) -> int:
-        return sum(len(entries) for entries in self._entries.values())
+        return sum(entry.key_id > 0 for entries in self._entries.values() for entry in entries)
 
     def generations(self, tenant: str) -> tuple[Generation, ...]:
         """A tenant's keys, the current one first: records are written with it, and read with any. Empty: the tenant has
@@ -121,6 +121,11 @@ def parse_keys(content: bytes, source: str) -> KeyRing:
                 seen=table.tenant,
             )
     return KeyRing(entries)
+
+
+def no_keys() -> Watched[KeyRing]:
+    """For a service without `encryption_keys`: the records of every tenant are plain."""
+    return Watched("encryption keys", lambda: None, lambda: KeyRing({EVERY_TENANT: [_Entry(0, b"")]}), poll_s=60.0)
 
 
 def watch_keys(value: str) -> Watched[KeyRing]:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from kvstore.errors import Closed, KVStoreError
-from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.meters import Meters
 from kvstore.runtime.watched_file import Watched
+from kvstore.store.context import StoreContext
 from kvstore.store.encryption import key_ledger
 from kvstore.store.encryption.key_ledger import KeyLedger, KeyState
 from kvstore.store.encryption.key_ring import Generation, KeyRing
-from kvstore.tiers.base import Tier
 
 _log = logging.getLogger(__name__)
 
@@ -29,19 +27,18 @@ class TenantKeys:
     keys change, and every few minutes. Warns once of each difference.
 
     Args:
-        tiers: Those with notes.
-        keys: Where the keys come from; read again until this is closed.
-        meters: Count the tenants whose keys have a problem.
+        context: Of the store that the tenants use.
+        keys: Where the keys come from; read again while the store is open.
     """
 
-    def __init__(self, tiers: Sequence[Tier], keys: Watched[KeyRing], meters: Meters) -> None:
+    def __init__(self, context: StoreContext, keys: Watched[KeyRing]) -> None:
         self._keys = keys
-        self._meters = meters
-        self._ledger = KeyLedger(tiers)
+        self._meters = context.meters
+        self._ledger = KeyLedger(context.slower)
         self._states: dict[str, KeyState] = {}  # of tenants that have opened a namespace
         self._counted: dict[str, str] = {}  # the problem that each of them is counted with
         self._warned: set[str] = set()
-        self._background = Background("encryption")
+        self._background = context.background
         self._background.keep_running(self._refresh, "keys")
 
     def generations(self, tenant: str) -> tuple[Generation, ...]:
@@ -104,7 +101,10 @@ class TenantKeys:
     def _problems(self, tenant: str) -> list[str]:
         if not self.generations(tenant):
             return [key_ledger.without_key(tenant)]
-        return key_ledger.explain(tenant, self._states.get(tenant, _NO_STATE))
+        state = self._states.get(tenant, _NO_STATE)
+        if state.missing and not any(self.generations(tenant)):
+            return [key_ledger.unencrypted(tenant, state)]
+        return key_ledger.explain(tenant, state)
 
     def _warn(self, text: str) -> None:
         """Log each text once."""
@@ -122,7 +122,3 @@ class TenantKeys:
                 rests_s = _CHECK_AGAIN_S
                 for tenant in list(self._states):
                     await self.check(tenant)
-
-    async def aclose(self) -> None:
-        """End the checks."""
-        await self._background.aclose()

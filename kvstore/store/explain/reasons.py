@@ -150,8 +150,8 @@ REASONS = {
         "give the id its old secret back: docs/encryption.md",
     ),
     "missing_key": Reason(
-        "some records were written with a key that is no longer in encryption_keys, and this one may be among them",
-        "put the key back behind the current one: docs/encryption.md",
+        "some records were written with a key that is not in encryption_keys, and this one may be among them",
+        "give this service every key of the others; an earlier one stands behind the current one: docs/encryption.md",
     ),
     "nothing_stored": Reason(
         "nothing usable was found; whether it was stored before is not known here",

@@ -208,7 +208,8 @@ def test_services() -> None:
     tiers["redis"] = {"healthy": False, "reason": "the breaker is open"}
     check(judge_tiers({"tiers": tiers}), FAILED, "the breaker is open", "redis")
     check(judge_encryption({"encryption": {"keys": 2}}), SKIPPED)  # an earlier release
-    check(judge_encryption({"encryption": {"keys": 2, "problems": {}}}), OK)
+    check(judge_encryption({"encryption": {"keys": 2, "problems": {}}}), OK, "as expected")
+    check(judge_encryption({"encryption": {"keys": 0, "problems": {}}}), OK, "it has none")
     lost = {"missing_key": ["records are misses: put key 1 back tenant='red' id=1"]}
     check(judge_encryption({"encryption": {"problems": lost}}), WARNING, "tenant 'red', id 1", "put key 1 back")
     both = {"encryption": {"problems": {**lost, "no_key": ["a tenant has no key: add one tenant='blue'"]}}}
