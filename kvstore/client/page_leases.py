@@ -1,4 +1,4 @@
-"""What `PageDoor.exists` has staged, until it is read."""
+"""What queries of a `PageDoor` left behind: what is staged until it is read, and why they reached no further."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kvstore.model.keys import PrefixHash
 from kvstore.runtime.clock import SYSTEM_CLOCK
 
 _LEASES_MAX = 256
+_CUTS_MAX = 256
 _LEASE_SHARE = 0.8
 """A lease counts as ended this early: reading takes time."""
 
@@ -69,3 +70,26 @@ class Leases:
             if self._of.get(prefix) is held:
                 del self._of[prefix]
         return held.lease
+
+
+class Cuts:
+    """Why the latest query that ended at a page went no further, where the store itself cut it short. Belongs to the
+    loop's thread.
+    """
+
+    def __init__(self) -> None:
+        self._cuts: dict[PrefixHash, str] = {}
+
+    def note(self, prefixes: Sequence[PrefixHash], num_found: int, cut: str) -> None:
+        """Note how many pages of a query were found, and why not more, as `Staged.cut` says it."""
+        if self._cuts:
+            for prefix in prefixes[: num_found + 1]:
+                self._cuts.pop(prefix, None)
+        if cut and num_found < len(prefixes):
+            self._cuts[prefixes[num_found]] = cut
+        if len(self._cuts) > _CUTS_MAX:
+            del self._cuts[next(iter(self._cuts))]
+
+    def at(self, prefix: PrefixHash) -> str:
+        """Why the latest query that ended at this page did so; empty: the store did not have the page."""
+        return self._cuts.get(prefix, "")

@@ -13,7 +13,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from kvstore.api import LeasedRecord, LeaseId, Outcome, PageStore, PrefixQuery, SaveOutcome
@@ -31,7 +31,7 @@ from kvstore.client.page_arguments import (
     wrong,
 )
 from kvstore.client.page_buffers import BufferGuard, CallEnded, Pieces, Views, decode_page, encode_page
-from kvstore.client.page_leases import Leases
+from kvstore.client.page_leases import Cuts, Leases
 from kvstore.codec import RAW, CodecPool, chain_for_element_bytes
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, KVStoreError, Unavailable
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
@@ -124,7 +124,7 @@ class PageDoor:
         self._timeout_s = timeout_s
         self._owns_pool = pool is None
         self._pool = pool or CodecPool(num_threads=2, limit_bytes=_CODEC_BYTES)
-        self._leases = Leases()
+        self._leases, self._cuts = Leases(), Cuts()
         self._namespace: NamespaceId | None = None
         self._closed = False
 
@@ -224,7 +224,8 @@ class PageDoor:
             request: The name under which it is explained.
             keys: What was wanted, in the order of the chain.
             num_found: How many of them, from the first on, can be used.
-            reason: Why not more, as docs/explain.md lists; not used if all can.
+            reason: Why not more, as docs/explain.md lists; not used if all can. For `nothing_stored` and `gone` the
+                report has the reason for which the store cut the latest query short at this page, if it did.
             held: Pages before them that the engine has itself.
             detail: Plain values to show beside the reason: text, numbers, booleans.
 
@@ -253,10 +254,18 @@ class PageDoor:
         )
 
         async def send(store: PageStore) -> None:
-            store.report(outcome)
+            store.report(self._with_cut(outcome))
 
         with suppress(Closed):
             self._store.submit(send)
+
+    def _with_cut(self, outcome: Outcome) -> Outcome:
+        """An outcome with the reason that the store gave for the page where it stops, if it gave one."""
+        word, _, tier = self._cuts.at(outcome.stop.prefix).partition(":") if outcome.stop is not None else ("", "", "")
+        if not word:
+            return outcome
+        detail = {**outcome.detail, "tier": tier} if tier else outcome.detail
+        return replace(outcome, reason=word, detail=detail, stop=outcome.stop if word in _SEARCHED else None)
 
     def close(self) -> None:
         """End the door's own threads; later calls fail `Closed`. Idempotent."""
@@ -302,19 +311,24 @@ class PageDoor:
         if not boundaries:
             return []
         found = await call.store.lookup(await self._query(call, boundaries, 0), deadline=call.deadline)
-        return [bool(bits & 1) for bits in found.groups_present]
+        present = [bool(bits & 1) for bits in found.groups_present]
+        num_found = present.index(False) if False in present else len(present)
+        cut = f"tier_failed:{found.silent[0]}" if found.silent else ""
+        self._cuts.note([boundary.prefix for boundary in boundaries], num_found, cut)
+        return present
 
     async def _stage(self, call: _Call, boundaries: Sequence[Boundary], skipped: int) -> int:
         if len(boundaries) <= skipped:
             return 0
         query = await self._query(call, boundaries, skipped)
         staged = await call.store.stage(query, deadline=call.deadline)
-        num_pages = staged.resume_tokens // self._layout.page_tokens - skipped
+        num_pages = max(0, staged.resume_tokens // self._layout.page_tokens - skipped)
+        prefixes = [boundary.prefix for boundary in boundaries[skipped:]]
+        self._cuts.note(prefixes, num_pages, staged.cut)
         if staged.lease is not None:
-            prefixes = [boundary.prefix for boundary in boundaries[skipped:][:num_pages]]
-            for ended in self._leases.add(staged.lease, prefixes, staged.lease_s):
+            for ended in self._leases.add(staged.lease, prefixes[:num_pages], staged.lease_s):
                 await call.store.release(ended)
-        return max(0, num_pages)
+        return num_pages
 
     # reading
 

@@ -43,8 +43,8 @@ _SEARCHES, _EXPLAIN_S = 4, 30.0
 """Explanations that read the catalog at a time, since each reads all tombstones; and how long one may take for it."""
 _NOT_SAVED = ("never_stored", "group_incomplete", "stored_since", "nothing_stored", "catalog_incomplete")
 """Reasons behind which there may be a loss: the record is not stored, and it was not removed."""
-_NOT_FOUND = ("nothing_stored", "not_looked_into", "no_answer")
-"""Reasons of a request for which no search has found one."""
+_NOT_SEARCHED = ("nothing_stored", "not_looked_into")
+"""Reasons of a request for which there was no search."""
 _UNKNOWN = ("never_stored", "nothing_stored")
 """Reasons that other requests, or the tenant's keys, may explain."""
 
@@ -233,9 +233,11 @@ class Explainer:
                 searched = await self._search(reported, deadline.earlier(_EXPLAIN_S))
             async with self._work.turn(PIECE):
                 found = self._judge(reported, searched, tenant)
-            # what was stored since then may hide that the tiers held it all along
+            # what was stored since then may hide that the tiers held it all along, also one that did not answer
             is_late = found.reason == "never_stored" and "stored_after_s" in found.detail
-            if (is_late or found.reason == "no_answer") and (before := reported.reason_for(tenant)) not in _NOT_FOUND:
+            if (is_late or found.reason == "no_answer") and (
+                before := reported.reason_for(tenant)
+            ) not in _NOT_SEARCHED:
                 found = Absence(before, found.detail)
         if tenant is None:  # lists say the same from now on
             reported.operators_reason = found.reason

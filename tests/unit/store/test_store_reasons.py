@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
@@ -14,9 +15,11 @@ from kvstore.api import Ack, Outcome
 from kvstore.catalog.base import LeaveReason, Leaving, Removal
 from kvstore.catalog.entry import Level
 from kvstore.cli.status_problems import LATE
+from kvstore.client import BlockingStore, PageDoor, describe_pages
 from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
+from kvstore.service.server import Server
 from kvstore.store.catalogued_tier import CataloguedTier
 from kvstore.store.explain.reasons import LEFT, REASONS
 from kvstore.store.recorder import Recorder
@@ -25,6 +28,7 @@ from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.prompts import ATTENTION, Prompt, describe
 from kvstore.testing.waiting import soon
 from kvstore.tiers.memory import MemoryTier
+from kvstore.wire.address import parse_address
 from tests.virtual_time import ShiftedClock
 
 T = TypeVar("T")
@@ -71,7 +75,8 @@ class ExplainedStore:
         self.redis, self.s3 = slow_tier("redis"), slow_tier("s3")
         self.clock = ShiftedClock()
         instruments = Instruments(self.clock)
-        self.catalog = DictCatalog(CatalogBooks(complete=True), clock=self.clock, ask=self._ask)
+        self.books = CatalogBooks(complete=True)
+        self.catalog = DictCatalog(self.books, clock=self.clock, ask=self._ask)
         self.recorder = Recorder(self.catalog, instruments)
         hot = CataloguedTier(self.redis, Level.HOT, self.recorder)
         cold = CataloguedTier(self.s3, Level.COLD, self.recorder)
@@ -199,6 +204,20 @@ async def test_what_the_catalog_never_learnt_of(world: ExplainedStore) -> None:
     assert told["reason"] == await world.listed() == "catalog_incomplete"
 
 
+async def test_what_a_silent_tier_may_have_held_is_not_called_never_stored(world: ExplainedStore) -> None:
+    """S3 did not answer when the reason was looked for. What it may have held then is not known later either, once the
+    catalog knows the prompt from what was stored or read since."""
+    await world.store.open_namespace(PROMPT.description, deadline=soon())
+    for record in PROMPT.records():
+        await world.s3.inner.put(record, deadline=soon())
+    world.s3.down = True
+    assert (await world.explain())["reason"] == "no_answer"
+    world.s3.down = False
+    await world.save()
+    told = await world.again()
+    assert told["reason"] == await world.listed() == "no_answer" and "stored_after_s" in told["detail"]
+
+
 @pytest.mark.parametrize("groups", [0, 1])
 async def test_nothing_is_missing_any_more(world: ExplainedStore, groups: int) -> None:
     """Some of it was stored before the request and the rest after it: no loss is to be looked for."""
@@ -242,3 +261,50 @@ async def test_the_background_says_no_answer_too(world: ExplainedStore, monkeypa
     assert searching is not None
     await searching
     assert await world.listed() == "no_answer"
+
+
+async def test_what_cut_a_query_of_pages_short_is_its_reason(world: ExplainedStore, tmp_path: Path) -> None:
+    """A caller with its own keys knows only how many pages it got. Its door knows why the store gave no more: memory
+    has no room for them, or a tier is silent. The latest query counts, and what the store never had stays that.
+    """
+    server = Server(world.store)
+    address = parse_address(f"unix:{tmp_path / 'socket'}")
+    await server.listen([address])
+    keys = [f"page {number}" for number in range(14)]
+
+    def query(door: PageDoor, name: str, keys: list[str], *, is_lookup: bool = False) -> int:
+        num_found = sum(door.present(keys)) if is_lookup else door.exists(keys)
+        door.report(name, keys, num_found, reason="nothing_stored")
+        return num_found
+
+    def ask(door: PageDoor) -> None:
+        assert all(door.write_from(keys, [[bytearray(1 << 20)]] * len(keys)))
+        assert 0 < query(door, "large", keys) < len(keys)  # three quarters of the 16 MiB can be leased
+        world.books.complete, world.s3.down = False, True
+        world.clock.ahead_s += 60  # lookups ask again now whether the catalog is complete
+        assert query(door, "silent", ["unknown"]) == query(door, "silent lookup", ["unknown"], is_lookup=True) == 0
+        world.books.complete, world.s3.down = True, False
+        world.clock.ahead_s += 60
+        assert query(door, "unknown", ["unknown"]) == 0
+
+    try:
+        with BlockingStore(str(address)) as store:
+            door = PageDoor(store, describe_pages({"weights_id": "w", "model": "m"}, page_tokens=64))
+            await asyncio.to_thread(ask, door)
+            told: Any = {"requests": []}
+            async with asyncio.timeout(60):  # reports are sent in the background
+                while len(told["requests"]) < 4:
+                    await asyncio.sleep(0.002)
+                    told = await world.store.explain("", deadline=soon())
+            for name, reason in {
+                "large": "node_memory",
+                "silent": "tier_failed",
+                "silent lookup": "tier_failed",
+                "unknown": "never_stored",
+            }.items():
+                told = await world.store.explain(name, deadline=soon())
+                assert (told["request"], told["reason"]) == (name, reason)
+                assert told["detail"].get("tier") == ("s3" if reason == "tier_failed" else None)
+            door.close()
+    finally:
+        await server.aclose()
