@@ -15,7 +15,9 @@ _LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
 
 LATE = ("deadline", "lookup_failed", "lookup_timeout", "stage_failed", "stage_timeout", "stall", "tier_failed")
 """Reasons for which a request was computed although its pages may have been stored: the store did not answer."""
-_LATE_SHARE, _LATE_REQUESTS_MIN = 0.2, 10
+NO_ROOM = ("node_memory",)
+"""Reasons for which a request was resumed only in part: the node had no room for what is stored."""
+_CUT_SHARE, _CUT_REQUESTS_MIN = 0.2, 10
 _NEARLY_FULL, _NEARLY_LEASED = 0.75, 0.9
 
 _COUNTERS = (
@@ -125,15 +127,16 @@ def _of_keys(encryption: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _of_requests(recent: Mapping[str, Any]) -> Iterator[Problem]:
     num_requests = sum(recent.get("requests", {}).values())
-    late = {word: num for word, num in recent.get("reasons", {}).items() if word in LATE}
-    num_late = sum(late.values())
-    if num_requests < _LATE_REQUESTS_MIN or num_late < _LATE_SHARE * num_requests:
-        return
-    from kvstore.store.explain.reasons import REASONS  # slow to import, and health probes run this verb often
+    for words, what in ((LATE, "got no answer in time"), (NO_ROOM, "were resumed no further than memory has room for")):
+        cut = {word: num for word, num in recent.get("reasons", {}).items() if word in words}
+        num_cut = sum(cut.values())
+        if num_requests < _CUT_REQUESTS_MIN or num_cut < _CUT_SHARE * num_requests:
+            continue
+        from kvstore.store.explain.reasons import REASONS  # slow to import, and health probes run this verb often
 
-    worst = max(late, key=lambda word: late[word])
-    what = f"{num_late:,} of the last {num_requests:,} requests got no answer in time ({worst}: {REASONS[worst].why})"
-    yield Problem(what, f"{REASONS[worst].advice or 'kvstore doctor'}; kvstore explain")
+        worst = max(cut, key=lambda word: cut[word])
+        text = f"{num_cut:,} of the last {num_requests:,} requests {what} ({worst}: {REASONS[worst].why})"
+        yield Problem(text, f"{REASONS[worst].advice or 'kvstore doctor'}; kvstore explain")
 
 
 def _of_losses(recent: Mapping[str, Any]) -> Iterator[Problem]:

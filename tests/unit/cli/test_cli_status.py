@@ -159,6 +159,7 @@ def change(*path: str, to: object) -> Callable[[dict[str, Any]], None]:
             '"pinned_bytes":"309MiB"',
         ),
         (change("recent", "reasons", to={"stall": 20}), "20 of the last 80 requests got no answer", "explain"),
+        (change("recent", "reasons", to={"node_memory": 20}), "no further than memory has room for", "memory_bytes"),
     ],
 )
 def test_what_is_wrong_is_one_line_with_the_next_step(
