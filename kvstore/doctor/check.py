@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -77,11 +77,14 @@ class Check:
         run: Yields each of them once. If it ends before, the rest is skipped; if it raises or is late, the first
             missing finding fails. It may block: it has a thread and an event loop of its own.
         fix: The fix of that failed finding.
+        conclude: Called when all checks have ended, with all findings by name: yields those of its own that it judges
+            otherwise now.
     """
 
     names: tuple[str, ...]
     run: Callable[[Deadline], AsyncIterator[Finding]]
     fix: str
+    conclude: Callable[[Mapping[str, Finding]], Iterable[Finding]] = lambda _: ()
 
 
 def single(finding: Finding) -> Check:
@@ -119,7 +122,10 @@ def run_checks(checks: Sequence[Check], *, timeout_s: float) -> list[Finding]:
     ends = Deadline.after(timeout_s + _GRACE_S + _UNDO_S, SYSTEM_CLOCK)
     for run in runs:
         run.thread.join(ends.remaining_s)
-    return [finding for run in runs for finding in run.findings()]
+    found = {finding.name: finding for run in runs for finding in run.findings()}
+    for check in checks:
+        found |= {finding.name: finding for finding in check.conclude(found)}
+    return list(found.values())
 
 
 class _Run:

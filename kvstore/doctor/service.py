@@ -1,4 +1,4 @@
-"""The service: whether it answers, its release, its tiers, encryption keys, administration interface, lost saves."""
+"""The service: whether it answers, its release, encryption keys, administration interface, lost saves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import http.client
 import ipaddress
 import re
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,8 @@ import kvstore
 from kvstore.client import ClientOptions, connect
 from kvstore.client.remote import EMBEDDED
 from kvstore.doctor.check import Check, Criterion, Finding
-from kvstore.errors import InvalidRequest, KVStoreError, in_words, next_step
+from kvstore.doctor.service_tiers import judge_tiers
+from kvstore.errors import InvalidRequest, KVStoreError, next_step
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.authentication import read_token
 from kvstore.store.explain.reasons import REASONS, UNKNOWN
@@ -63,6 +64,7 @@ def service_check(address: ServiceAddress) -> Check:
     is_embedded = address.url == EMBEDDED
     url = f"unix:{private_socket_path(default_directory())}" if is_embedded else address.url
     parsed = parse_address(url)
+    reported: dict[str, object] = {}
 
     async def run(deadline: Deadline) -> AsyncIterator[Finding]:
         it = Criterion("service", "it answers")
@@ -77,6 +79,7 @@ def service_check(address: ServiceAddress) -> Check:
         except KVStoreError as error:
             yield judge_unreachable(url, error)
             return
+        reported.update(status)
         yield it.ok(f"answers at {url}")
         yield judge_release(status, kvstore.__version__)
         yield judge_tiers(status)
@@ -84,7 +87,11 @@ def service_check(address: ServiceAddress) -> Check:
         yield judge_saves(status)
         yield await examine_admin(address.admin, address.tls, deadline)
 
-    return Check(_NAMES, run, f"check that the process at {url} is not frozen, and restart it if it is")
+    def conclude(found: Mapping[str, Finding]) -> Iterator[Finding]:
+        if reported:
+            yield judge_tiers(reported, found)
+
+    return Check(_NAMES, run, f"check that the process at {url} is not frozen, and restart it if it is", conclude)
 
 
 def judge_unreachable(url: str, error: KVStoreError) -> Finding:
@@ -112,30 +119,6 @@ def judge_release(status: Mapping[str, object], ours: str) -> Finding:
     return it.warning(
         seen, f"install release {later} on both sides, from its wheel or its clone, and restart the service"
     )
-
-
-def judge_tiers(status: Mapping[str, object]) -> Finding:
-    """Judge the service's tiers: open circuit breakers, refused writes, quarantined records."""
-    it = Criterion("service.tiers", "every tier answers, accepts writes, and has no corrupt records")
-    tiers = {tier: values for tier, values in _mapping(status.get("tiers")).items() if isinstance(values, Mapping)}
-    down = {tier: values.get("reason") for tier, values in tiers.items() if values.get("healthy") is False}
-    if down:
-        seen = "; ".join(f"{tier} does not answer: {in_words(str(reason))}" for tier, reason in down.items())
-        fix = f"repair {', '.join(down)} (see its own checks); the service then uses it again, without a restart"
-        return it.failed(seen, fix)
-    refusing = {
-        tier: next_step(str(values["refuses_writes"])) for tier, values in tiers.items() if values.get("refuses_writes")
-    }
-    if refusing:
-        seen = "; ".join(f"{tier} accepts no writes: {cause}" for tier, (cause, _) in refusing.items())
-        steps = [f"{step} ({tier})" for tier, (_, step) in refusing.items() if step]
-        return it.failed(seen, "; ".join(steps) or f"see the checks of {', '.join(refusing)}")
-    quarantined = {tier: values["num_quarantined"] for tier, values in tiers.items() if values.get("num_quarantined")}
-    if quarantined:
-        seen = ", ".join(f"{number} corrupt records quarantined in {tier}" for tier, number in quarantined.items())
-        fix = "kvstore verify hot; kvstore verify cold; if they find more, check that medium for failing hardware"
-        return it.warning(seen, fix)
-    return it.ok(f"{', '.join(tiers)} answer" if tiers else "it reports none")
 
 
 def judge_encryption(status: Mapping[str, object]) -> Finding:

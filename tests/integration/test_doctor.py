@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 import subprocess
 import sys
@@ -297,6 +298,30 @@ def test_planted_faults(
     assert answer.of("failed") == failures, answer.text
     assert answer.status == (1 if failures else 0)
     assert all(secret not in answer.text for secret in ("hunter2", PASSWORD, ENCODED, healthy.rgw.secret_key))
+
+
+def test_a_service_with_another_login_than_this_shell(
+    healthy: Stack, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It is said which setting of the service is wrong and that it needs a restart, for every check passes here."""
+    wrong = {
+        "KVSTORE_HOT": healthy.environment["KVSTORE_HOT"].replace(ENCODED, "hunter2"),
+        "AWS_SECRET_ACCESS_KEY": "hunter2",
+        "KVSTORE_LISTEN": f"unix:{tmp_path / 's'}",
+        "KVSTORE_ADMIN_LISTEN": "off",
+    }
+    command = [sys.executable, "-m", "kvstore.cli", "serve"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ) | wrong) as service:
+        try:
+            assert service.stderr is not None
+            assert any("ready:" in line for line in service.stderr)
+            status = main(["doctor", "--json", "--url", wrong["KVSTORE_LISTEN"], "--timeout", "60"])
+        finally:
+            service.kill()
+    found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+    assert status == 1 and [name for name, one in found.items() if one["verdict"] == "failed"] == ["service.tiers"]
+    for setting in ("KVSTORE_HOT", "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY"):
+        assert f"correct {setting} where the service starts, and restart it" in found["service.tiers"]["fix"]
 
 
 def test_a_backend_that_hangs_does_not_hang_the_rest(

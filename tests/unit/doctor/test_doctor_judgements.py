@@ -19,7 +19,8 @@ from kvstore.doctor.namespaces import differences, judge_namespaces
 from kvstore.doctor.redis import REDIS_NAMES, judge_redis, judge_refusal
 from kvstore.doctor.s3 import judge_conditional, judge_lifecycle, judge_rights, judge_s3_clock
 from kvstore.doctor.s3 import judge_refusal as judge_s3_refusal
-from kvstore.doctor.service import judge_encryption, judge_release, judge_tiers, judge_unreachable
+from kvstore.doctor.service import judge_encryption, judge_release, judge_unreachable
+from kvstore.doctor.service_tiers import judge_tiers
 from kvstore.doctor.versions import (
     DISTRIBUTION,
     PYTHON_MIN,
@@ -214,6 +215,37 @@ def test_services() -> None:
     check(judge_encryption({"encryption": {"problems": lost}}), WARNING, "tenant 'red', id 1", "put key 1 back")
     both = {"encryption": {"problems": {**lost, "no_key": ["a tenant has no key: add one tenant='blue'"]}}}
     check(judge_encryption(both), FAILED, "'blue'", "put key 1 back; add one")
+
+
+_OFF = "redis failed and is not used until a probe succeeds reason="
+_WRONG_PASSWORD = f"{_OFF}Redis refused a command: check user and password in the url address=r:1 seen=WRONGPASS"
+_NO_REDIS = f"{_OFF}cannot connect to Redis: check that a server runs there address=r:1 error=Connection refused"
+_WRONG_KEYS = "s3 failed reason=S3 refused a request: check the access key code=SignatureDoesNotMatch status=403"
+_NO_KEYS = "s3 failed reason=there are no S3 credentials: set AWS_ACCESS_KEY_ID bucket=pages"
+_IN_ITS_FILE = {"settings": {"hot": {"value": "redis://:***@r:1/0", "source": "file"}}}
+
+
+@pytest.mark.parametrize(
+    ("tier", "reason", "more", "own", "fix"),
+    [
+        ("redis", _WRONG_PASSWORD, _IN_ITS_FILE, "ok", "the login of this shell"),
+        ("redis", _WRONG_PASSWORD, _IN_ITS_FILE, "ok", "correct hot in the service's settings file, and restart it"),
+        ("redis", _WRONG_PASSWORD, {}, "warning", "correct KVSTORE_HOT where the service starts, and restart it"),
+        ("redis", _WRONG_PASSWORD, {}, "failed", "see the check redis; the service then uses it again"),
+        ("redis", _NO_REDIS, {}, "ok", "the network, the container or the environment of the service differs"),
+        ("redis", _NO_REDIS, {}, "skipped", "check that a server runs there; the service then uses it again"),
+        ("s3", _WRONG_KEYS, {"credentials": ["AWS_PROFILE"]}, "ok", "correct AWS_PROFILE where the service starts"),
+        ("s3", _NO_KEYS, {"credentials": []}, "skipped", "correct AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or"),
+    ],
+)
+def test_tiers_that_the_service_alone_cannot_use(
+    tier: str, reason: str, more: dict[str, object], own: str, fix: str
+) -> None:
+    """A setting of the service is named where it differs from this shell's; never a check that was not made."""
+    status = {"tiers": {tier: {"healthy": False, "reason": reason}}, **more}
+    found = judge_tiers(status, {tier: Finding(tier, Verdict(own), "as it is")})
+    check(found, FAILED, f"{tier} does not answer", fix)
+    assert ("see the check" in found.fix) == (own == "failed")
 
 
 # Redis

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -66,6 +66,23 @@ def test_checks_that_do_not_end_well() -> None:
     assert told["early"] == (Verdict.FAILED, "broken")
     assert told["e2"] == (Verdict.SKIPPED, "see early")
     assert {finding.fix for finding in found if finding.verdict is Verdict.FAILED} == {FIX}
+
+
+def test_a_check_that_depends_on_others_concludes_when_all_have_ended() -> None:
+    """Whichever ends first, and wherever it stands; the order stays."""
+
+    async def first(deadline: Deadline) -> AsyncIterator[Finding]:
+        yield Criterion("first").failed("b is not known", FIX)
+
+    async def second(deadline: Deadline) -> AsyncIterator[Finding]:
+        await asyncio.sleep(0.01)
+        yield Criterion("second").ok("it is well")
+
+    def conclude(found: Mapping[str, Finding]) -> Iterator[Finding]:
+        yield Criterion("first").ok(found["second"].seen)
+
+    found = run_checks([Check(("first",), first, FIX, conclude), Check(("second",), second, FIX)], timeout_s=20)
+    assert [(one.name, one.seen) for one in found] == [("first", "it is well"), ("second", "it is well")]
 
 
 def test_secrets_are_hidden() -> None:
