@@ -14,10 +14,11 @@ import typer
 from kvstore.cli.options import quieted, tls_of, token_of
 from kvstore.client import BlockingStore, ClientOptions
 from kvstore.client.remote import EMBEDDED
-from kvstore.doctor.store_in_use import StoreInUse, store_of
+from kvstore.doctor.store_in_use import REPORTING, StoreInUse, store_of
+from kvstore.doctor.unreachable import step_of
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable, next_step
 from kvstore.runtime.deadline import Deadline
-from kvstore.settings import TOKEN_VARIABLE, Settings, load_settings
+from kvstore.settings import Settings, load_settings
 from kvstore.tiers.locations import ColdLocation, HotLocation
 from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address
 from kvstore.wire.private_place import default_directory, private_socket_path
@@ -87,7 +88,7 @@ def connected(
         message = "the service refuses this token" if "token" in text else error.message
         reason = next_step(str(error.details.get("reason", "")).replace(f" address={address}", ""))[0]
         where = f"{address}, {found}{f': {reason}' if reason else ''}"
-        step = _next_step(text, is_embedded=address == _embedded_address(), has_token=bool(token))
+        step = _next_step(text, address, has_token=bool(token))
         raise Unavailable(f"{message} ({where}): {step}") from error
 
 
@@ -146,21 +147,11 @@ def _embedded_address() -> str:
     return f"unix:{private_socket_path(default_directory())}"
 
 
-def _next_step(text: str, *, is_embedded: bool, has_token: bool) -> str:
+def _next_step(text: str, address: str, *, has_token: bool) -> str:
     """The next step for an error, by its text."""
-    if "token" in text:
-        which = "another" if has_token else "a"
-        return f"give {which} token of this service with --token-file, KVSTORE_TOKEN_FILE or {TOKEN_VARIABLE}"
-    if "WRONG_VERSION_NUMBER" in text:
-        return "that port does not use TLS; write tcp:// instead of tls://"
-    if "certificate" in text:
-        return "set tls_ca_file (KVSTORE_TLS_CA_FILE) to the authority of its certificate"
-    if "deadline" in text:
-        return (
-            "the service is frozen or very busy; check its process and its log. If both are well, the address may be "
-            "that of its administration interface"
-        )
-    if is_embedded:
+    if step := step_of(text, address, has_token=has_token):
+        return step
+    if address == _embedded_address():
         return "no embedded service is running; the first engine starts one. Use --url for another service"
     return (
         "check that `kvstore serve` runs there, or name another address with --url or KVSTORE_LISTEN (embedded: is "
@@ -177,10 +168,7 @@ def check_store(store: StoreInUse) -> None:
     """
     if store.problem and not store.is_named:
         cause, step = next_step(store.problem)
-        step = step or (
-            "run this as the service's user with --url unix:/path of its socket, or with an operator's token and "
-            f"without --url; or name the store in KVSTORE_HOT and KVSTORE_COLD with --url {NO_SERVICE}"
-        )
+        step = step or f"{REPORTING}; or name the store in KVSTORE_HOT and KVSTORE_COLD with --url {NO_SERVICE}"
         raise Unavailable(f"a service runs, but does not report which store it uses ({cause}): {step}")
     if store.differs:
         raise InvalidRequest(

@@ -14,7 +14,8 @@ from kvstore.doctor.namespaces import namespaces_check
 from kvstore.doctor.redis import REDIS_NAMES, redis_check
 from kvstore.doctor.s3 import S3_NAMES, s3_check
 from kvstore.doctor.service import ServiceAddress, service_check
-from kvstore.doctor.store_in_use import StoreInUse
+from kvstore.doctor.store_in_use import REPORTING, StoreInUse
+from kvstore.doctor.unreachable import step_of
 from kvstore.doctor.versions import versions_check
 from kvstore.errors import next_step
 from kvstore.tiers.locations import FileLocation, RedisLocation, S3Location
@@ -59,7 +60,7 @@ def judge_store(store: StoreInUse) -> Finding:
     if store.service:
         return it.ok(str(store))
     if store.problem:
-        fix = "run this as the service's user on its node, or with an operator's token for admin_listen"
+        fix = step_of(store.problem, store.problem.partition(", ")[0]) or REPORTING
         return it.warning(f"{store}; the service did not report its store: {store.problem}", fix)
     return it.skipped(f"no service reported it: {store}")
 

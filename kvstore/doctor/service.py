@@ -17,6 +17,7 @@ from kvstore.client import ClientOptions, connect
 from kvstore.client.remote import EMBEDDED
 from kvstore.doctor.check import Check, Criterion, Finding
 from kvstore.doctor.service_tiers import judge_tiers
+from kvstore.doctor.unreachable import CERTIFICATE_FIX, step_of
 from kvstore.errors import InvalidRequest, KVStoreError, next_step
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.authentication import read_token
@@ -26,10 +27,6 @@ from kvstore.wire.private_place import default_directory, private_socket_path
 from kvstore.wire.tls import ClientTls
 
 _NAMES = ("service", "service.release", "service.tiers", "service.encryption", "service.saves", "service.admin")
-_CERTIFICATE_FIX = (
-    "set tls_ca_file (KVSTORE_TLS_CA_FILE) to the authority of its certificate, and use a host name that the "
-    "certificate contains; if the service requires a client certificate, set tls_certificate_file"
-)
 _NOTHING_SAVED = {"no_key", "wrong_key"}
 """Problems of a tenant's keys for which nothing of it is saved."""
 _ANSWER_S_MIN = 0.1
@@ -96,18 +93,17 @@ def service_check(address: ServiceAddress) -> Check:
 
 def judge_unreachable(url: str, error: KVStoreError) -> Finding:
     """Judge why a service does not answer."""
-    it, text = Criterion("service", f"a service answers at {url}"), str(error).replace(url, "")
-    fix = f"kvstore serve --listen {url} (with its other settings), or correct --url and the url of the engines"
+    it = Criterion("service", f"a service answers at {url}")
     if isinstance(error, InvalidRequest) and (path := error.details.get("path")) is not None:
         fix = f"check that {path} exists, is PEM, and can be read by this user"
-        if "token" in text:
+        if "token" in error.message:
             fix = f"chmod 600 {path}: it must exist, be readable by this user only, and contain the service's token"
-    elif "certificate" in text or "TLS" in text:
-        fix = _CERTIFICATE_FIX
-    elif "token" in text:
-        fix = "put the service's token into token_file (KVSTORE_TOKEN_FILE, chmod 600) and the engines' token_file"
-    elif isinstance(parse_address(url), TcpAddress):
-        fix += "; check that no firewall blocks it"
+        return it.failed(error.sentence(), fix)
+    fix = step_of(str(error), url)
+    if not fix:
+        fix = f"kvstore serve --listen {url} (with its other settings), or correct --url and the url of the engines"
+        if isinstance(parse_address(url), TcpAddress):
+            fix += "; check that no firewall blocks it"
     return it.failed(error.sentence(), fix)
 
 
@@ -220,7 +216,7 @@ async def examine_admin(address: TcpAddress | None, tls: ClientTls, deadline: De
             return it.ok(f"answers at {url}")
         return it.warning(f"another program answers at {url}: {status}", "give admin_listen a free port")
     if "certificate" in seen or "tls_" in seen:
-        fix = _CERTIFICATE_FIX
+        fix = CERTIFICATE_FIX
     elif address.tls and "SSL" in seen:
         fix = "restart the service: it listens there without TLS, or another program listens there"
     elif not address.tls and "TLS" in seen:

@@ -13,6 +13,11 @@ from kvstore.service.reported_settings import spelled
 from kvstore.settings import Settings, settings_from
 from kvstore.tiers.locations import FileLocation, RedisLocation, S3Location, parse_hot
 
+REPORTING = (
+    "run this as the service's user with --url unix:/path of its socket; or, with an operator's token, without --url "
+    "and with KVSTORE_ADMIN_LISTEN=host:port of its administration interface"
+)
+"""How a tool gets a service's settings."""
 _OWN = ("token_file", "tls_ca_file", "tls_certificate_file", "tls_key_file")
 """Settings with which a tool itself connects: where it has its own, these count."""
 

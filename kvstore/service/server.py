@@ -6,10 +6,11 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import kvstore
 from kvstore.api import PageStore
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.runtime.background import Background
 from kvstore.runtime.budget import ByteBudget, Shares
 from kvstore.runtime.clock import SYSTEM_CLOCK
@@ -30,6 +31,7 @@ _CLOSE_S = 5.0
 _CHECK_S = 1.0
 """Pause between two checks of the files that may change, and of peers that have stopped to read or to send."""
 _UNREAD_S = 1.0
+_REFUSED_S = 60.0
 _VERB = "kvstore "
 """Names of clients that are verbs of the command line begin with this; names of engines do not."""
 
@@ -87,6 +89,7 @@ class Server:
         self._started_s = SYSTEM_CLOCK.monotonic_s()
         self._num_sessions = 0
         self._quiet_since_s = self._started_s
+        self._refused_at_s = float("-inf")
 
     async def listen(self, addresses: Sequence[Address]) -> None:
         """Accept peers on further addresses.
@@ -186,17 +189,29 @@ class Server:
                 session.connection.abort()
 
     def _new_peer(self, entry: UnauthenticatedConnection) -> asyncio.BaseProtocol:
-        return Session(self._context, entry, on_made=self._made, on_ended=self._ended).connection
+        ended = partial(self._ended, entry.source)
+        return Session(self._context, entry, on_made=self._made, on_ended=ended).connection
 
     def _made(self, session: Session) -> None:
         self._sessions.add(session)
         self._num_sessions += 1
         session.number = self._num_sessions
 
-    def _ended(self, session: Session) -> None:
+    def _ended(self, source: str, session: Session) -> None:
+        if session.grant is None and isinstance(session.connection.refusal, InvalidRequest | UnsupportedFormat):
+            self._report_refused(source, session.connection.refusal)
         self._sessions.discard(session)
         self._quiet_since_s = SYSTEM_CLOCK.monotonic_s()
         self._closing.spawn(session.aclose(), "session")
+
+    def _report_refused(self, source: str, error: KVStoreError) -> None:
+        """Log a peer that was refused at its hello, one in a minute: a client that can connect could fill the log."""
+        now_s = SYSTEM_CLOCK.monotonic_s()
+        if now_s < self._refused_at_s + _REFUSED_S:
+            return
+        self._refused_at_s = now_s
+        text = "a peer was refused at its hello (others are not reported for a minute) peer=%s reason=%s"
+        _log.warning(text, source or "a process of this machine", error)
 
     async def aclose(self) -> None:
         """Stop listening, end every session, let received saves finish for a few seconds. Idempotent."""

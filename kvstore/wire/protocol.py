@@ -47,6 +47,9 @@ class FrameConnection(BufferedConnection):
         max_head_bytes: Larger heads end the connection.
         on_made: Called when the connection is established, TLS handshake included. If the handshake fails, neither this
             nor `on_lost` is called.
+
+    Attributes:
+        refusal: Why this side has ended the connection; `None`: it has not.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class FrameConnection(BufferedConnection):
         self.reader = FrameReader(owner, max_payload_bytes, max_head_bytes)
         self.received_bytes = 0
         self.written_bytes = 0
+        self.refusal: KVStoreError | None = None
         self._owner: FrameOwner | None = owner
         self._writable = asyncio.Event()
         self._writable.set()
@@ -106,7 +110,8 @@ class FrameConnection(BufferedConnection):
         owner, self._owner = self._owner, None
         self.reader.end()
         if owner is not None:
-            owner.on_lost(f"connection lost: {error}" if error else "connection closed by the other side")
+            reason = f"connection lost: {error}" if error else "connection closed by the other side"
+            owner.on_lost(reason if self.refusal is None else f"what came is refused: {self.refusal}")
 
     def pause_writing(self) -> None:
         self._writable.clear()
@@ -261,6 +266,7 @@ class FrameConnection(BufferedConnection):
 
     def refuse(self, error: KVStoreError) -> None:
         """Send the reason, and close."""
+        self.refusal = self.refusal or error
         if self.open:
             self._write(messages.Refused(type(error).__name__, str(error)), None)
         self.close()

@@ -142,6 +142,17 @@ async def test_a_wrong_token_is_not_an_absent_service(
     assert "the service refuses this token" in said and "--token-file" in said
 
 
+async def test_another_program_is_not_an_absent_service(tmp_path: Path, run: Run) -> None:
+    """What answers there is no service: that is said, with what it sent."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    async with await asyncio.start_unix_server(answer, tmp_path / "s"):
+        status, said = await run("status", "--url", f"unix:{tmp_path}/s", "--timeout", "30")
+    assert status == 1 and "another program listens there" in said and "got b'HTTP'" in said
+
+
 def test_every_input_of_the_interface_is_named_as_it_is_typed() -> None:
     """Each parameter and field of a request that a verb sends has its flag or argument, and verbs have these."""
     described = json.loads((ROOT / "docs/openapi.json").read_text())

@@ -217,6 +217,28 @@ def test_services() -> None:
     check(judge_encryption(both), FAILED, "'blue'", "put key 1 back; add one")
 
 
+@pytest.mark.parametrize(
+    ("reason", "fix"),
+    [
+        ("cannot connect address=unix:/run/s error=Permission denied", "as that user, whom `stat -c %U /run/s` names"),
+        ("this Unix socket serves its own user only expected=7 seen=9", "as that user, whom `stat -c %U /run/s` names"),
+        ("connecting to the service did not end before its deadline", "do not start a second one"),
+        ("the service sent no greeting in time address=unix:/run/s", "do not start a second one"),
+        ("no common protocol version expected=2 seen=1", "one release of kvstore on both sides"),
+        ("a frame must start with the magic of its version expected=b'KVW1' seen=b'KVW2'", "one release of kvstore"),
+        ("a frame must start with the magic of its version expected=b'KVW1' seen=b'HTTP'", "another program"),
+        ("the service went away: connection closed by the other side", "what listens there ended the connection"),
+        ("cannot connect address=unix:/run/s error=No such file or directory", "kvstore serve --listen unix:/run/s"),
+        ("cannot connect address=unix:/run/s error=Connection refused", "kvstore serve --listen unix:/run/s"),
+    ],
+)
+def test_why_a_service_does_not_answer(reason: str, fix: str) -> None:
+    """Each cause has its own next step: a service is started only where none listens."""
+    found = judge_unreachable("unix:/run/s", Unavailable("the service is not reachable", reason=reason))
+    check(found, FAILED, "not reachable", fix)
+    assert ("kvstore serve" in found.fix) == fix.startswith("kvstore serve")
+
+
 _OFF = "redis failed and is not used until a probe succeeds reason="
 _WRONG_PASSWORD = f"{_OFF}Redis refused a command: check user and password in the url address=r:1 seen=WRONGPASS"
 _NO_REDIS = f"{_OFF}cannot connect to Redis: check that a server runs there address=r:1 error=Connection refused"

@@ -149,6 +149,20 @@ async def test_a_bad_frame_behind_good_ones_spoils_only_what_follows(server: Ser
         assert [answer and answer["type"] for answer in answers] == ["pong", "refused", None]
 
 
+async def test_a_refused_peer_is_logged_once_in_a_minute(
+    server: Server, bystander: RemoteStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it sent instead of a hello is said; those that follow cannot fill the log."""
+    for data, _, _ in (BAD_FRAMES["http"], BAD_FRAMES["another version"], BAD_FRAMES["http"]):
+        async with peer_of(server, greeted=False) as peer:
+            peer.send(data)
+            assert (await peer.receive() or {})["type"] == "refused"
+            assert await peer.receive() is None
+    await until(lambda: server.describe()["sessions"] == 3)
+    (line,) = [record.getMessage() for record in caplog.records if "refused at its hello" in record.message]
+    assert "a process of this machine" in line and "b'GET '" in line
+
+
 async def test_requests_before_the_hello_are_refused(server: Server, bystander: RemoteStore) -> None:
     """Reordered: a request comes first."""
     async with peer_of(server, greeted=False) as peer:
