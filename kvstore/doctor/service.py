@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import ipaddress
+import json
 import re
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -30,6 +31,7 @@ _NAMES = ("service", "service.release", "service.tiers", "service.encryption", "
 _NOTHING_SAVED = {"no_key", "wrong_key"}
 """Problems of a tenant's keys for which nothing of it is saved."""
 _ANSWER_S_MIN = 0.1
+_ANSWER_BYTES_MAX = 1 << 20
 _MIB = 1 << 20
 
 
@@ -82,7 +84,8 @@ def service_check(address: ServiceAddress) -> Check:
         yield judge_tiers(status)
         yield judge_encryption(status)
         yield judge_saves(status)
-        yield await examine_admin(address.admin, address.tls, deadline)
+        instance = _mapping(status.get("service")).get("instance")
+        yield await examine_admin(address.admin, address.tls, deadline, instance=instance)
 
     def conclude(found: Mapping[str, Finding]) -> Iterator[Finding]:
         if reported:
@@ -195,26 +198,41 @@ def _mapping(value: object) -> Mapping[str, object]:
     return value if isinstance(value, Mapping) else {}
 
 
-async def examine_admin(address: TcpAddress | None, tls: ClientTls, deadline: Deadline) -> Finding:
+async def examine_admin(
+    address: TcpAddress | None, tls: ClientTls, deadline: Deadline, *, instance: object = None
+) -> Finding:
     """Request `/livez` of the administration interface. A service works without it, so a problem is a warning.
 
     Args:
         address: Where it listens; `None`: it is off, or not known here.
         tls: Trusted authorities and our certificate for a `tls://` address.
         deadline: When to stop waiting for the answer.
+        instance: What names the examined service; `None`: it does not say.
     """
     if address is None:
         return Criterion("service.admin").skipped("admin_listen is off, or not known here")
     url = f"http{'s' if address.tls else ''}://{str(address).partition('://')[2]}"
     it = Criterion("service.admin", f"it answers at {url}")
+
+    async def get(path: str) -> tuple[int, Mapping[str, object]]:
+        return await asyncio.to_thread(_get, address, path, tls, max(_ANSWER_S_MIN, deadline.remaining_s))
+
     try:
-        status = await asyncio.to_thread(_request_livez, address, tls, max(_ANSWER_S_MIN, deadline.remaining_s))
+        status, alive = await get("/livez")
+        if status != http.HTTPStatus.OK:
+            return it.warning(f"another program answers at {url}: {status}", "give admin_listen a free port")
+        if instance is None or alive.get("instance") in (None, instance):
+            return it.ok(f"answers at {url}")
+        listen = _mapping(_mapping((await get("/v1/settings"))[1].get("settings")).get("listen"))
     except (OSError, http.client.HTTPException, InvalidRequest) as error:
         seen = str(error) or type(error).__name__
     else:
-        if status == http.HTTPStatus.OK:
-            return it.ok(f"answers at {url}")
-        return it.warning(f"another program answers at {url}: {status}", "give admin_listen a free port")
+        whose = f"the service at {listen['value']}" if "value" in listen else "another service"
+        fix = (
+            "give admin_listen of this service a port of its own and restart it: verbs like `kvstore ls` show the other"
+        )
+        step = "" if "value" in listen else f"; `ss -ltnp sport = :{address.port}` names its process"
+        return it.warning(f"{whose} answers at {url}, not this one", f"{fix}{step}")
     if "certificate" in seen or "tls_" in seen:
         fix = CERTIFICATE_FIX
     elif address.tls and "SSL" in seen:
@@ -229,8 +247,8 @@ async def examine_admin(address: TcpAddress | None, tls: ClientTls, deadline: De
     return it.warning(seen, fix)
 
 
-def _request_livez(address: TcpAddress, tls: ClientTls, timeout_s: float) -> int:
-    """The status of `/livez`, which needs no token."""
+def _get(address: TcpAddress, path: str, tls: ClientTls, timeout_s: float) -> tuple[int, Mapping[str, object]]:
+    """The status of an answer, and its object; empty: it is none. No token is sent, since others may answer there."""
     host, is_any = _reachable(address.host)
     if address.tls:
         context = tls.context()
@@ -242,8 +260,12 @@ def _request_livez(address: TcpAddress, tls: ClientTls, timeout_s: float) -> int
     else:
         connection = http.client.HTTPConnection(host, address.port, timeout=timeout_s)
     try:
-        connection.request("GET", "/livez")
-        return connection.getresponse().status
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        try:
+            return answer.status, _mapping(json.loads(answer.read(_ANSWER_BYTES_MAX)))
+        except ValueError:  # it is another program
+            return answer.status, {}
     except ssl.SSLCertVerificationError as error:
         raise OSError(f"its certificate is not trusted: {error.verify_message}") from error
     except ssl.SSLError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -46,6 +47,9 @@ class Server:
             changed, and ends peers whose token is no longer valid.
         tls: For addresses that speak it, on both ports; its files are checked every second, too.
         settings: A part of `status` for peers that may see everything, as `reported_settings` returns it.
+
+    Attributes:
+        instance: Names this run of the service on both ports, so that a client knows whether they belong together.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Server:
         settings: Mapping[str, object] | None = None,
     ) -> None:
         self.listeners: list[Listener] = []
+        self.instance = secrets.token_hex(8)
         self._limits = limits or ServiceLimits()
         self.tls = tls
         self.answers = Answers(store, self.describe, settings or {})
@@ -140,6 +145,7 @@ class Server:
         return {
             **values,
             "pid": os.getpid(),
+            "instance": self.instance,
             "addresses": [str(address) for address in self.addresses],
             "sessions_total": self._num_sessions,
             "request_bytes_used": self._requests.used,

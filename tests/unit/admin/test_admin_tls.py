@@ -161,3 +161,17 @@ async def test_the_doctor_knows_an_interface_without_tls(tmp_path: Path, ours: C
         asked = await examine_admin(TcpAddress("127.0.0.1", port, tls=True), ClientTls(ours[0]), soon())
         assert asked.verdict is Verdict.WARNING and "without TLS" in asked.fix
         assert (await examine_admin(TcpAddress("127.0.0.1", port), ClientTls(), soon())).verdict is Verdict.OK
+
+
+@pytest.mark.parametrize("with_tokens", [False, True])
+async def test_the_doctor_knows_whose_interface_it_is(tmp_path: Path, with_tokens: bool) -> None:
+    """The examined service's own; another's is named by its data port, or where that is not shown, how to find it."""
+    async with open_service(tmp_path, with_tokens=with_tokens) as made:
+        address = TcpAddress("127.0.0.1", int(made.url.rpartition(":")[2]))
+        instance = made.server.describe()["instance"]
+        assert (await examine_admin(address, ClientTls(), soon(), instance=instance)).verdict is Verdict.OK
+        found = await examine_admin(address, ClientTls(), soon(), instance="another")
+    assert found.verdict is Verdict.WARNING and "a port of its own" in found.fix
+    whose = "another service" if with_tokens else f"the service at unix:{tmp_path / 'socket'}"
+    assert found.seen == f"{whose} answers at {made.url}, not this one"
+    assert ("ss -ltnp" in found.fix) == with_tokens

@@ -31,6 +31,10 @@ class Alive(BaseModel):
     """The event loop that answers engines runs."""
 
     status: Literal["alive"] = "alive"
+    instance: str = Field(
+        description="names this run of the service, as `service.instance` in the status of its data port",
+        examples=["7f0c9a1be2d34855"],
+    )
 
 
 class TierReadiness(BaseModel):
@@ -55,7 +59,7 @@ class Readiness(BaseModel):
 async def livez(context: Context) -> Alive:
     """Whether the event loop that answers engines runs. If this fails for long, restart the process."""
     await context.health_loop.call(_nothing, _ANSWER_S)
-    return Alive()
+    return Alive(instance=context.service.server.instance)
 
 
 async def _nothing(_: object) -> None:
