@@ -91,6 +91,8 @@ def judge_redis(location: RedisLocation, seen: RedisExamination) -> list[Finding
 
 def _judge_rights(seen: RedisExamination) -> Finding:
     it = Criterion("redis.rights", "our keys, scripts and writes are allowed")
+    if seen.silent:
+        return it.skipped("see redis.topology")
     if not seen.refused:
         return it.ok("all commands that the store uses are allowed")
     reasons = " ".join(seen.refused.values())
@@ -121,6 +123,11 @@ def _judge_topology(location: RedisLocation, seen: RedisExamination) -> Finding:
 
 def _judge_cluster(seen: RedisExamination) -> Finding:
     it = Criterion("redis.topology", "every hash slot is served, every primary has a replica")
+    if seen.silent:
+        host, _, port = seen.servers[0].address.rpartition(":")
+        fix = f"start it or a replica of it again: redis-cli -h {host} -p {port} CLUSTER NODES shows both"
+        silent = "; ".join(f"{address} serves hash slots: {why}" for address, why in seen.silent.items())
+        return it.failed(silent, f"{fix}; if its data is lost, redis-cli --cluster fix {host}:{port}")
     if seen.num_slots_missing:
         fix = "start the missing nodes again (redis-cli CLUSTER NODES), or redis-cli --cluster fix host:port"
         return it.failed(f"{seen.num_slots_missing} hash slots are not served", fix)

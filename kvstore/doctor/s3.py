@@ -81,6 +81,9 @@ def judge_rights(location: S3Location, trial: Trial) -> Finding:
     it = Criterion("s3.rights", f"{_RIGHTS} on {location}")
     if trial.refused:
         seen = ", ".join(f"{right} is refused ({code})" for right, code in trial.refused.items())
+        if "QuotaExceeded" in trial.refused.values():
+            fix = "raise the quota of the bucket and of its user, or remove objects; cold_bytes keeps records below it"
+            return it.failed(seen, fix)
         objects = ", ".join(right for right in trial.refused if right != "s3:ListBucket")
         fix = f"allow {objects} on arn:aws:s3:::{location.bucket}/{location.prefix}* " if objects else "allow "
         fix += f"s3:ListBucket on arn:aws:s3:::{location.bucket} " if "s3:ListBucket" in trial.refused else ""

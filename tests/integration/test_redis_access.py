@@ -68,6 +68,19 @@ async def test_tls_where_none_is_spoken_and_the_other_way_round(tls: TlsRedis, s
     assert "rediss://" in await refused(f"redis://127.0.0.1:{tls.server.port}")
 
 
+async def test_another_program_than_a_redis() -> None:
+    """What it sends is no reply: the port is wrong, rather than TLS."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        message = await refused(f"redis://127.0.0.1:{port}")
+    assert "does not speak the Redis protocol: check the port" in message
+
+
 async def test_a_user_that_lacks_rights(tls: TlsRedis) -> None:
     """A command that the user may not use is named, with who can help; it is no miss."""
     from redis import Redis

@@ -40,6 +40,20 @@ async def test_a_cluster() -> None:
             assert mixed_up.verdict is Verdict.FAILED and "redis+cluster://" in mixed_up.fix
 
 
+async def test_a_cluster_without_some_slots() -> None:
+    """A primary and its replica are dead: that is said of their slots, and of the others all that they report."""
+    with redis_cluster() as cluster:
+        lost = cluster.primary_of(0)
+        for server in cluster.servers:
+            if server is lost or str(lost.port).encode() in server.ask("INFO", "replication"):
+                server.kill9()
+        found = await look(cluster.url)
+        assert found["redis.topology"].verdict is Verdict.FAILED
+        assert f"127.0.0.1:{lost.port} serves hash slots: cannot connect" in found["redis.topology"].seen
+        assert "CLUSTER NODES" in found["redis.topology"].fix
+        assert found["redis"].verdict is found["redis.version"].verdict is found["redis.clock"].verdict is Verdict.OK
+
+
 async def test_sentinels() -> None:
     """They agree; if one of them is gone, this is reported."""
     with redis_sentinel() as group:

@@ -57,12 +57,12 @@ class Access:
         try:
             return await connection.run(self._greeting, deadline=deadline)
         except Unavailable as error:
-            if deadline.expired or connection.alive:
+            if deadline.expired or connection.alive or "seen" in error.details:  # it sent something else than a reply
                 raise
             # A server that requires TLS, or a certificate, drops other peers. With TLS 1.3 it does so only after the
             # handshake if the certificate is missing.
             next_step = (
-                "if it uses TLS, write rediss://"
+                "check that it is a Redis; if it uses TLS, write rediss://"
                 if self._tls is None
                 else "if it requires a certificate, name ours with ?cert_file=/path and ?key_file=/path"
             )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from kvstore.errors import Unavailable
+from kvstore.errors import Unavailable, next_step
 from kvstore.runtime.background import gather_all
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
@@ -81,6 +81,8 @@ class RedisExamination:
         refused: By attempt, in words: the server's refusal. Empty: this user may do everything that we do.
         num_slots_missing: Hash slots of a cluster that no node serves; 0 without a cluster.
         sentinels: By address: the primary that a sentinel names, or why it names none. Empty without sentinels.
+        silent: By address: why a node of a cluster that should serve slots does not answer. If there is one, what is
+            refused was not tried: names are on all nodes.
     """
 
     servers: tuple[ServerFacts, ...]
@@ -88,6 +90,7 @@ class RedisExamination:
     refused: Mapping[str, str]
     num_slots_missing: int
     sentinels: Mapping[str, str]
+    silent: Mapping[str, str] = field(default_factory=dict)
 
 
 async def examine_redis(location: RedisLocation, *, deadline: Deadline) -> RedisExamination:
@@ -99,18 +102,44 @@ async def examine_redis(location: RedisLocation, *, deadline: Deadline) -> Redis
     """
     topology = open_topology(location, 1)
     try:
-        nodes = list(await topology.nodes(deadline))
-        servers = tuple(await gather_all([read_facts(node, deadline, _PINGS_MAX) for node in nodes]))
+        named = list(await topology.nodes(deadline))
+        facts, silent = await _facts_of(named, deadline)
+        nodes = [node for node in named if node.address in facts]
         offsets = await gather_all([_clock_offset_s(node, deadline) for node in nodes])
         return RedisExamination(
-            servers=servers,
-            clock_offsets_s={facts.address: offset for facts, offset in zip(servers, offsets, strict=True)},
-            refused=await _refused(topology, deadline),
+            servers=tuple(facts.values()),
+            clock_offsets_s={node.address: offset for node, offset in zip(nodes, offsets, strict=True)},
+            refused={} if silent else await _refused(topology, deadline),
             num_slots_missing=await topology.num_slots_missing(deadline) if isinstance(topology, Cluster) else 0,
             sentinels=await _sentinels(location, deadline) if location.mode == "sentinel" else {},
+            silent=silent,
         )
     finally:
         await topology.aclose()
+
+
+async def _facts_of(nodes: Sequence[Node], deadline: Deadline) -> tuple[dict[str, ServerFacts], dict[str, str]]:
+    """By address what each node reports, and why the others of a cluster report nothing.
+
+    Raises:
+        Unavailable: None does.
+    """
+    if len(nodes) > 1:  # the rest of the time is for those that answer
+        deadline = deadline.earlier(deadline.remaining_s / 2)
+    facts: dict[str, ServerFacts] = {}
+    silent: dict[str, Unavailable] = {}
+
+    async def read(node: Node) -> None:
+        try:
+            facts[node.address] = await read_facts(node, deadline, _PINGS_MAX)
+        except Unavailable as error:
+            silent[node.address] = error
+
+    await gather_all([read(node) for node in nodes])
+    if not facts:
+        raise next(iter(silent.values()))
+    ordered = {node.address: facts[node.address] for node in nodes if node.address in facts}
+    return ordered, {address: next_step(str(error))[0] for address, error in silent.items()}
 
 
 async def read_facts(node: Node, deadline: Deadline, num_pings_max: int = 1) -> ServerFacts:

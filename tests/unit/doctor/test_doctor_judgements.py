@@ -358,6 +358,9 @@ def test_topologies() -> None:
 
     check(topology(CLUSTER, SEEN), OK)
     check(topology(CLUSTER, replace(SEEN, num_slots_missing=5461)), FAILED, "5461", "--cluster fix")
+    silent = replace(SEEN, silent={"10.0.0.2:6379": "cannot connect to Redis"})
+    check(topology(CLUSTER, silent), FAILED, "10.0.0.2:6379 serves hash slots: cannot", "-h 10.0.0.1 -p 6379 CLUSTER")
+    check(judge_redis(CLUSTER, silent)[1], SKIPPED, "see redis.topology")
     alone = replace(SEEN, servers=(replace(SERVER, num_replicas=0),))
     check(topology(CLUSTER, alone), WARNING, SERVER.address, "add-node")
     agreed = {"10.0.0.7:26379": "10.0.0.1:6379", "10.0.0.8:26379": "10.0.0.1:6379"}
@@ -409,6 +412,8 @@ def test_buckets() -> None:
     trial = replace(GOOD, refused={"s3:PutObject": "AccessDenied"}, writes_once=None)
     check(judge_rights(BUCKET, trial), FAILED, "s3:PutObject", "arn:aws:s3:::pages/fleet*")
     check(judge_conditional(trial), SKIPPED)
+    trial = replace(GOOD, refused={"s3:PutObject": "QuotaExceeded"}, writes_once=None)
+    check(judge_rights(BUCKET, trial), FAILED, "QuotaExceeded", "raise the quota")
     check(judge_rights(BUCKET, replace(GOOD, wrong="it is not listed")), FAILED, "not listed", "consistency")
     check(judge_conditional(GOOD), OK)
     check(judge_conditional(replace(GOOD, writes_once=False)), FAILED, "not refused", "upgrade")
