@@ -36,11 +36,15 @@ ONLY_OWN = "a tenant's token shows only what is that tenant's, an operator's tok
 INCOMPLETE = "The catalog may lack records that are stored: run `kvstore reindex` (services may keep running)"
 """Behind a list of namespaces."""
 
+ALIVE_S = 5.0
+"""A service that gives no answer at all for so long is taken for frozen."""
+
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 _ANSWER_BYTES_MAX = 64 << 20
 _POLL_S_MIN, _POLL_S_MAX = 0.02, 0.5
 _DURATION = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _LISTED_MAX = 1000
+_FROZEN = "it is frozen or very busy; check its process and its log, and do not start a second one beside it"
 
 
 class AdminClient:
@@ -65,6 +69,7 @@ class AdminClient:
         self.note = ""
         self._headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._timeout_s = timeout_s
+        self._is_alive = False
         # no proxy: those of the environment are for other networks
         self._opener = build_opener(ProxyHandler({}), HTTPSHandler(context=tls))
 
@@ -98,6 +103,7 @@ class AdminClient:
         data = None if body is None else json.dumps(body).encode()
         headers = self._headers | ({"Content-Type": "application/json"} if data is not None else {})
         try:
+            self._check_alive()
             with self._opener.open(Request(url, data, headers, method=method), timeout=self._timeout_s) as answer:
                 found: bytes = answer.read(_ANSWER_BYTES_MAX)
                 if self.note:
@@ -113,10 +119,23 @@ class AdminClient:
             if "WRONG_VERSION_NUMBER" in str(reason):
                 raise Unavailable(f"{self.url} does not use TLS: write http:// instead of https://") from error
             where = f"{self.url}, {self.found}" if self.found else self.url
+            if isinstance(reason, TimeoutError) or "timed out" in str(reason):
+                step = "it is very busy, wait longer with --timeout" if self._is_alive else _FROZEN
+                raise Unavailable(f"the service at {where} does not answer in time: {step}") from error
             raise Unavailable(
                 f"no administration interface answers at {where} ({reason}): check that `kvstore serve` runs there "
                 "with this admin_listen, or name another address with --admin-url or KVSTORE_ADMIN_LISTEN"
             ) from error
+
+    def _check_alive(self) -> None:
+        """Once, wait a short time for any answer: a frozen service is known then, however long an answer may take."""
+        if self._is_alive:
+            return
+        try:
+            self._opener.open(f"{self.url}/livez", timeout=min(self._timeout_s, ALIVE_S)).close()
+        except HTTPError as error:  # its event loop is busy, or it is another program: the request itself shows that
+            error.close()
+        self._is_alive = True
 
 
 TYPED = {

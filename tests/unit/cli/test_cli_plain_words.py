@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,23 @@ async def test_another_program_is_not_an_absent_service(tmp_path: Path, run: Run
     async with await asyncio.start_unix_server(answer, tmp_path / "s"):
         status, said = await run("status", "--url", f"unix:{tmp_path}/s", "--timeout", "30")
     assert status == 1 and "another program listens there" in said and "got b'HTTP'" in said
+
+
+async def test_a_frozen_service_is_known_soon(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its port accepts and answers nothing: no verb waits for that as long as for a slow answer."""
+    monkeypatch.setattr("kvstore.cli.admin.ALIVE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        address = f"127.0.0.1:{frozen.getsockname()[1]}"
+        async with asyncio.timeout(20):
+            status, said = await run("ls", "--admin-url", address, "--timeout", "30")
+    assert status == 1 and "does not answer in time: it is frozen" in said and "do not start a second one" in said
+
+
+def test_a_flag_of_an_earlier_release_is_not_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is known only to say what took its place: help and docs/settings.md do not have it."""
+    assert main(["serve", "--memroy-bytes", "1GiB"]) == 2
+    said = capsys.readouterr().err
+    assert "--memory-bytes" in said and "--stage-bytes" not in said
 
 
 def test_every_input_of_the_interface_is_named_as_it_is_typed() -> None:
