@@ -26,7 +26,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.files import read_regular
 from kvstore.settings import Settings
 from kvstore.store.upkeep.reindexing import ReindexReport, reindex_level
-from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier
+from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier, RedisLocation
 from kvstore.wire.private_place import default_directory
 
 Locations = Mapping[Level, HotLocation | ColdLocation]
@@ -66,6 +66,8 @@ def reindex(  # noqa: PLR0917 - typer makes flags of them
     else:
         for name, report in reports.items():
             _show(name, report)
+        if store.service and isinstance(store.settings.hot, RedisLocation):
+            typer.echo("running services, and so `kvstore status`, take notice of this within 15 s", err=True)
     return 3 if any(report.num_unknown for report in reports.values()) else 0
 
 
@@ -181,6 +183,7 @@ class SavedProgress:
 def _show(name: str, report: ReindexReport) -> None:
     amount = f"{counted(report.num_records, 'record')}, {bytes_text(report.num_bytes)}"
     typer.echo(f"{name}: {amount}, {counted(len(report.namespaces), 'namespace')}")
+    typer.echo(f"  added to the catalog: {report.num_records - report.num_skipped - report.num_unknown:,}")
     if report.num_skipped:
         typer.echo(f"  already in the catalog: {report.num_skipped:,}")
     if report.num_stale:

@@ -51,12 +51,15 @@ def problems_of(values: Mapping[str, Any]) -> list[Problem]:
     """All problems, the most expensive first; a service of a neighbouring release may lack some values."""
     counters = values.get("counters", {})
     found = [*_of_tiers(values), *_of_catalog(values.get("catalog", {})), *_of_pending(counters), *_of_memory(values)]
+    found += _of_files(values)
     recent = values.get("recent", {})
     found += _of_keys(values.get("encryption", {}))
     found += [*_of_requests(recent), *_of_losses(recent)]
     if counters.get("catalog_complete") == 0:
+        from kvstore.doctor.service import reindex_step  # slow to import, and health probes run this verb often
+
         what = "the catalog may be incomplete, so that lookups query the tiers too, which is slower"
-        found.append(Problem(what, "kvstore reindex (services may keep running)"))
+        found.append(Problem(what, reindex_step(values)))
     return [*found, *_of_counters(counters, values.get("tiers", {}))]
 
 
@@ -123,6 +126,15 @@ def _of_keys(encryption: Mapping[str, Any]) -> Iterator[Problem]:
 
     for what, step in key_problems(encryption["problems"]):
         yield Problem(what, step)
+
+
+def _of_files(values: Mapping[str, Any]) -> Iterator[Problem]:
+    if not values.get("service", {}).get("not_reloaded"):
+        return
+    from kvstore.doctor.service import judge_files  # slow to import
+
+    finding = judge_files(values)
+    yield Problem(finding.seen, finding.fix)
 
 
 def _of_requests(recent: Mapping[str, Any]) -> Iterator[Problem]:

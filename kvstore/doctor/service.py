@@ -27,7 +27,16 @@ from kvstore.wire.address import TcpAddress, UnixAddress, parse_address
 from kvstore.wire.private_place import default_directory, private_socket_path
 from kvstore.wire.tls import ClientTls
 
-_NAMES = ("service", "service.release", "service.tiers", "service.encryption", "service.saves", "service.admin")
+_NAMES = (
+    "service",
+    "service.release",
+    "service.tiers",
+    "service.encryption",
+    "service.catalog",
+    "service.files",
+    "service.saves",
+    "service.admin",
+)
 _NOTHING_SAVED = {"no_key", "wrong_key"}
 """Problems of a tenant's keys for which nothing of it is saved."""
 _ANSWER_S_MIN = 0.1
@@ -83,6 +92,8 @@ def service_check(address: ServiceAddress) -> Check:
         yield judge_release(status, kvstore.__version__)
         yield judge_tiers(status)
         yield judge_encryption(status)
+        yield judge_catalog(status)
+        yield judge_files(status)
         yield judge_saves(status)
         instance = _mapping(status.get("service")).get("instance")
         yield await examine_admin(address.admin, address.tls, deadline, instance=instance)
@@ -137,6 +148,38 @@ def judge_encryption(status: Mapping[str, object]) -> Finding:
 def key_problems(problems: Mapping[str, object]) -> list[tuple[str, str]]:
     """What is wrong with encryption keys, and the next step of each, from a service's status."""
     return [next_step(str(text)) for texts in problems.values() if isinstance(texts, list | tuple) for text in texts]
+
+
+def judge_catalog(status: Mapping[str, object]) -> Finding:
+    """Judge whether the catalog has every stored record."""
+    it = Criterion("service.catalog", "the catalog has every stored record")
+    is_complete = _mapping(status.get("counters")).get("catalog_complete")
+    if is_complete is None:
+        return it.skipped("the service has no catalog of several services, or does not report it")
+    if is_complete:
+        return it.ok("it is complete")
+    return it.warning("it may lack records that are stored, so lookups query the tiers too", reindex_step(status))
+
+
+def reindex_step(status: Mapping[str, object]) -> str:
+    """How an incomplete catalog is completed, which needs every tier."""
+    tiers = _mapping(status.get("tiers"))
+    down = [tier for tier, values in tiers.items() if _mapping(values).get("healthy") is False]
+    when = f", once {' and '.join(down)} answers again" if down else " (services may keep running)"
+    return f"kvstore reindex{when}"
+
+
+def judge_files(status: Mapping[str, object]) -> Finding:
+    """Judge whether the files that a service reads again when they change are in force."""
+    it, service = Criterion("service.files", "changed files are in force"), _mapping(status.get("service"))
+    if "not_reloaded" not in service:
+        return it.skipped("this service does not report it to this token, or is of an older release")
+    refused = {what: next_step(str(problem)) for what, problem in _mapping(service["not_reloaded"]).items()}
+    if not refused:
+        return it.ok("none was refused")
+    seen = "; ".join(f"what changed in the {what} is refused ({cause})" for what, (cause, _) in refused.items())
+    steps = "; ".join(f"correct the file of the {what}{step and ': '}{step}" for what, (_, step) in refused.items())
+    return it.warning(f"{seen}, the previous content stays in force", f"{steps}; it is read again without a restart")
 
 
 def judge_saves(status: Mapping[str, object]) -> Finding:

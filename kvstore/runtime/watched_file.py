@@ -28,7 +28,7 @@ class Watched(Generic[Value]):
     corrected.
 
     Args:
-        what: What log lines call the value, like "credentials".
+        what: What people call the value, like "credentials".
         state: Returns a value that differs once the source has changed.
         load: Reads and parses the source.
         poll_s: How often the owner should call `poll`.
@@ -38,6 +38,7 @@ class Watched(Generic[Value]):
         value: The value in force.
         num_loaded: How often a new value was accepted, the first one included.
         num_refused: How often the changed source was invalid.
+        problem: Why the source as it is now is not in force; empty: it is.
 
     Raises:
         InvalidRequest: The source is invalid at the start.
@@ -53,7 +54,7 @@ class Watched(Generic[Value]):
         settles: bool = True,
     ) -> None:
         self.poll_s = poll_s
-        self._what = what
+        self.what = what
         self._state = state
         self._load = load
         self._settles = settles
@@ -61,6 +62,7 @@ class Watched(Generic[Value]):
         self._seen = self._candidate = state()
         self.value = load()
         self.num_loaded, self.num_refused = 1, 0
+        self.problem = ""
 
     def poll(self) -> bool:
         """Check whether the source has changed, and load it then. True: the value is a new one.
@@ -80,14 +82,15 @@ class Watched(Generic[Value]):
                     return False  # it changed again: the next polls decide
                 self._seen = state
                 self.num_refused += 1
-                _log.error("keeping the previous %s until this is corrected: %s", self._what, error)
+                self.problem = str(error)
+                _log.error("keeping the previous %s until this is corrected: %s", self.what, error)
                 return False
             if self._settles and self._state() != state:
                 return False
             self._seen = state
-            self.value = value
+            self.value, self.problem = value, ""
             self.num_loaded += 1
-        _log.info("reloaded the %s", self._what)
+        _log.info("reloaded the %s", self.what)
         return True
 
 

@@ -146,6 +146,7 @@ class Server:
             **values,
             "pid": os.getpid(),
             "instance": self.instance,
+            "not_reloaded": {one.what: one.problem for one in (self._credentials, self.tls) if one and one.problem},
             "addresses": [str(address) for address in self.addresses],
             "sessions_total": self._num_sessions,
             "request_bytes_used": self._requests.used,

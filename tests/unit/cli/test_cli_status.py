@@ -138,6 +138,11 @@ def change(*path: str, to: object) -> Callable[[dict[str, Any]], None]:
         (change("counters", "pending_bytes", to=9 * GIB), "new records are not written to the hot", "pending_bytes"),
         (change("counters", "catalog_complete", to=0), "the catalog may be incomplete", "kvstore reindex"),
         (
+            change("service", "not_reloaded", to={"credentials": "cannot read the file path=/c error=denied"}),
+            "the credentials is refused (cannot read the file, path /c: denied), the previous content stays in force",
+            "correct the file of the credentials",
+        ),
+        (
             change("catalog", to={"waiting_changes": 29, "takes_none_since_ms": 1_763_800_000_000}),
             "has taken no changes since 2025-11-22 08:26:40 UTC: 29 changes of this service wait",
             "doctor",

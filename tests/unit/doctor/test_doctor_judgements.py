@@ -19,7 +19,13 @@ from kvstore.doctor.namespaces import differences, judge_namespaces
 from kvstore.doctor.redis import REDIS_NAMES, judge_redis, judge_refusal
 from kvstore.doctor.s3 import judge_conditional, judge_lifecycle, judge_rights, judge_s3_clock
 from kvstore.doctor.s3 import judge_refusal as judge_s3_refusal
-from kvstore.doctor.service import judge_encryption, judge_release, judge_unreachable
+from kvstore.doctor.service import (
+    judge_catalog,
+    judge_encryption,
+    judge_files,
+    judge_release,
+    judge_unreachable,
+)
 from kvstore.doctor.service_tiers import judge_tiers
 from kvstore.doctor.versions import (
     DISTRIBUTION,
@@ -215,6 +221,27 @@ def test_services() -> None:
     check(judge_encryption({"encryption": {"problems": lost}}), WARNING, "tenant 'red', id 1", "put key 1 back")
     both = {"encryption": {"problems": {**lost, "no_key": ["a tenant has no key: add one tenant='blue'"]}}}
     check(judge_encryption(both), FAILED, "'blue'", "put key 1 back; add one")
+
+
+def test_the_catalog_and_the_files_of_a_service() -> None:
+    """An incomplete catalog needs a reindex, and that every tier; of a refused file it is said why it is refused."""
+    tiers = {"redis": {"healthy": True}, "s3": {"healthy": True}}
+    check(judge_catalog({"counters": {"catalog_complete": 1.0}}), OK)
+    check(judge_catalog({"counters": {}}), SKIPPED)
+    incomplete = {"counters": {"catalog_complete": 0.0}, "tiers": tiers}
+    check(judge_catalog(incomplete), WARNING, "may lack records", "kvstore reindex (services may keep running)")
+    tiers["s3"] = {"healthy": False}
+    check(judge_catalog(incomplete), WARNING, "", "kvstore reindex, once s3 answers again")
+    check(judge_files({"service": {"not_reloaded": {}}}), OK)
+    check(judge_files({"service": {}}), SKIPPED)
+    wrong = "invalid credentials file: line 2 has no value path=/etc/c.toml"
+    found = judge_files({"service": {"not_reloaded": {"credentials": wrong}}})
+    check(
+        found,
+        WARNING,
+        "credentials is refused (invalid credentials file, path /etc/c.toml)",
+        "file of the credentials: line 2",
+    )
 
 
 @pytest.mark.parametrize(

@@ -53,11 +53,11 @@ def test_an_invalid_file_keeps_the_previous_value(path: Path, caplog: pytest.Log
         caplog.clear()
         harm()
         assert [watched.poll() for _ in range(4)] == [False] * 4
-        assert watched.value == 1
+        assert watched.value == 1 and watched.problem.startswith("expected a number")
         assert caplog.text.count("keeping the previous number until this is corrected: expected a number") == 1
     path.write_text("4")
     assert [watched.poll() for _ in range(2)] == [False, True]
-    assert (watched.value, watched.num_loaded, watched.num_refused) == (4, 2, 2)
+    assert (watched.value, watched.num_loaded, watched.num_refused, watched.problem) == (4, 2, 2, "")
 
 
 def test_a_file_that_changes_while_it_is_read_does_not_count(path: Path) -> None:
