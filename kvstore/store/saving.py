@@ -214,6 +214,8 @@ class Saver:
                 with suppress(Closed):
                     self.queues()[tier.name].offer_saved(record)
             self._pending_writes.end(write)
+        if outcome is not None and outcome is not PutOutcome.FULL:
+            self.queues()[tier.name].leave(record.key)  # where it waits if an earlier try failed
         return SaveOutcome.BUSY if outcome is None else _OUTCOMES[outcome]
 
     def _tier_of(self, ack: Ack) -> Tier | None:
@@ -236,12 +238,12 @@ class Saver:
         for _, queue in self._queues:
             queue.left_memory(key)
 
-    def _pending_ended(self, key: RecordKey, is_left: bool) -> None:
-        self._queues[-1][1].pending_ended(key, is_left=is_left)
+    def _pending_ended(self, key: RecordKey, is_kept: bool) -> None:
+        self._queues[-1][1].pending_ended(key, is_kept=is_kept)
 
     def forget(self, key: RecordKey) -> None:
         """Stop writing `key`: it is bad."""
-        for _, queue in self._queues:
+        for _, queue in reversed(self._queues):  # what the hot tier's drops the cold one's does not count
             queue.forget(key)
 
     def queues(self) -> dict[str, WriteBack]:

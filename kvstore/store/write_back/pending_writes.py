@@ -26,6 +26,8 @@ from kvstore.tiers.base import PutOutcome, Tier
 _log = logging.getLogger(__name__)
 
 _RENEWED_TOGETHER = 512
+_SETTLED_TOGETHER = 256
+"""Ends that are tried again before the event loop gets a turn."""
 _OPTIONAL_ENTRY_S = 3.0
 """How long a write to the cold tier, which can do without an entry, waits for one. Long enough for a busy Redis: if
 this service is killed, a record without an entry may stay missing from the catalog."""
@@ -54,6 +56,8 @@ class _Pending:
     entry: PendingEntry
     is_short: bool = False
     """The record is not to be written to the cold tier."""
+    num_putting: int = 0
+    """Writes to the hot tier that run."""
     num_open: int = 0
     """Writes that wait or run. Zero, and not settling: the log did not answer when the entry was to end; it is tried
     again."""
@@ -84,6 +88,12 @@ class _Pending:
         """Whether the cold tier has said just now that it has the record."""
         return self.in_cold_s is not None and now_s - self.in_cold_s <= BELIEVED_S
 
+    @property
+    def may_be_claimed(self) -> bool:
+        """Whether a finisher may look for the record now. A write to the hot tier that has not answered may arrive
+        after a finisher has found nothing and ended the entry: so the lease expires first."""
+        return not self.num_putting and (self.is_confirmed or not self.in_hot)
+
     def needs_owners(self, now_s: float) -> bool:
         """Whether the hot tier may evict the record only if no other service relies on it there."""
         if self.in_cold_s is not None:
@@ -98,8 +108,8 @@ class PendingWrites:
 
     Args:
         log: The pending entries; `None`: other services cannot finish what this process leaves.
-        on_end: Called with a record of which no write is under way any more, and with whether the hot tier has it and
-            any service will copy it from there to the cold one.
+        on_end: Called with a record, and True: the cold tier has it, or any service copies it there from the hot one.
+            False: no write of it is under way any more.
     """
 
     def __init__(
@@ -194,7 +204,13 @@ class PendingWrites:
             elif not await self._add_once_settled(pending, deadline):
                 return PutOutcome.FULL
         was_maybe_there, write.may_be_there = write.may_be_there, True
-        outcome = await write.tier.put(write.record, deadline=deadline)
+        if pending is not None:
+            pending.num_putting += is_hot
+        try:
+            outcome = await write.tier.put(write.record, deadline=deadline)
+        finally:
+            if pending is not None:
+                pending.num_putting -= is_hot
         write.is_there = outcome is not PutOutcome.FULL
         write.may_be_there = was_maybe_there or write.is_there
         if pending is not None and is_hot and write.is_there:
@@ -283,10 +299,13 @@ class PendingWrites:
             self._meters.add("pending_failures", step="end")
         pending.settling, pending.renewed_at_s = None, None
         pending.touched = pending.in_hot
-        pending.is_ours = pending.is_unsure = pending.is_confirmed = pending.is_promised = False
+        pending.is_confirmed &= pending.touched
+        pending.is_promised &= pending.num_open > 0  # of a save that came in the meantime
+        pending.is_ours = pending.is_unsure = False
         pending.in_cold_s = None
         if pending.num_open == 0 and not pending.touched:
             self._records.pop(pending.key, None)
+            self._on_end(pending.key, False)
 
     async def _add(self, entries: Sequence[PendingEntry]) -> bool:
         assert self._log is not None
@@ -297,15 +316,14 @@ class PendingWrites:
         assert self._log is not None
         deadline, now_s = self._step_deadline(), self._clock.monotonic_s()
         num_owners = await self._owners_of([one.key for one in several if one.needs_owners(now_s)])
+        now_s = self._clock.monotonic_s()  # what is no longer certain by now is left to a finisher
         done, evictable, left = list[_Pending](), list[RecordKey](), list[_Pending]()
         for one in several:
             is_sole = num_owners.get(one.key) == 1
             if one.is_known_in_cold(now_s):
                 may_go = is_done = True  # no matter which service wrote it to the hot tier
-            elif one.in_cold_s is not None:
+            elif one.in_cold_s is not None or (one.is_short and one.is_ours):
                 may_go = is_done = is_sole
-            elif one.is_short and one.is_ours:
-                may_go, is_done = is_sole, True
             else:
                 may_go, is_done = False, not (one.in_hot or one.is_unsure)
             if may_go:
@@ -319,9 +337,11 @@ class PendingWrites:
             self._pending_bytes = max(0, self._pending_bytes - num_bytes)
         if left:  # any service that has time looks whether they are in the cold tier, and else copies them
             self._meters.add("pending_left", len(left))
-            await self._log.release([one.key for one in left], deadline=deadline)
+            await self._log.release([one.key for one in left if one.may_be_claimed], deadline=deadline)
         for one in several:
-            self._on_end(one.key, one.is_confirmed and one in left)
+            is_in_cold = one.in_cold_s is not None and math.isfinite(one.in_cold_s)
+            if is_in_cold or (one.is_confirmed and one in left):
+                self._on_end(one.key, True)
 
     async def _owners_of(self, keys: Sequence[RecordKey]) -> dict[RecordKey, int]:
         """The number of owners of each entry. Those that are not ours are left out: a service that has claimed them
@@ -338,9 +358,11 @@ class PendingWrites:
         """Renew the leases of what is under way, since an outage may outlast them, and retry ends that failed."""
         while self._records:
             await asyncio.sleep(log.lease_s / 3)
-            for pending in list(self._records.values()):
-                if pending.num_open == 0 and pending.settling is None:
+            for number, pending in enumerate(list(self._records.values()), start=1):
+                if pending.num_open == 0 and pending.settling is None and pending.key in self._records:
                     self._settle(pending)
+                if number % _SETTLED_TOGETHER == 0:
+                    await asyncio.sleep(0)
             renewable = [one for one in self._records.values() if one.renewed_at_s is not None]
             for start in range(0, len(renewable), _RENEWED_TOGETHER):
                 some = [one for one in renewable[start : start + _RENEWED_TOGETHER] if one.settling is None]
@@ -370,7 +392,7 @@ class PendingWrites:
     async def aclose(self, deadline: Deadline) -> None:
         """Release what is not finished, so that another service need not wait for the leases to expire. The background
         tasks have ended before."""
-        keys = [one.key for one in self._records.values() if one.touched]
+        keys = [one.key for one in self._records.values() if one.touched and one.may_be_claimed]
         self._records.clear()
         if self._log is not None and keys:
             try:

@@ -60,6 +60,7 @@ class _Job:
     """`None`: it waits, or needs no pending entry."""
     attempts: int = field(default=0, compare=False)
     """Failed writes since it came or was deferred."""
+    is_being_written: bool = field(default=False, compare=False)
     deferred_at: int | None = field(default=None, compare=False)
     """How many records had been written when it was deferred; `None`: it was not."""
 
@@ -145,28 +146,24 @@ class WriteBack:
 
     def left_memory(self, key: RecordKey) -> None:
         """Note that the memory tier has no record of this key any more."""
-        if not self._leave(key):
+        if not self.leave(key):
             return
         if not self._is_hot and key in self._pending_writes:
             self._only_in_hot.add(key)
         else:
             self._count_drop("evicted")
 
-    def pending_ended(self, key: RecordKey, *, is_left: bool) -> None:
-        """Note that no write of a record is under way any more.
-
-        Args:
-            is_left: The hot tier has it, and any service copies it from there.
-        """
-        if is_left:
-            self._leave(key)
+    def pending_ended(self, key: RecordKey, *, is_kept: bool) -> None:
+        """Note how the writes of a record have ended, as `PendingWrites.on_end` says it."""
+        if is_kept:
+            self.leave(key)
         if key in self._only_in_hot:
             self._only_in_hot.remove(key)
-            if not is_left:
+            if not is_kept:
                 self._count_drop("evicted")
 
-    def _leave(self, key: RecordKey) -> bool:
-        """Do not write what waits in memory under `key`; False: nothing does."""
+    def leave(self, key: RecordKey) -> bool:
+        """Do not write what waits in memory under `key`, as the tier has it or will get it; False: nothing waits."""
         job = self._in_memory.get(key)
         if job is not None:
             self._end(job)
@@ -178,6 +175,7 @@ class WriteBack:
         trace = self._tracing.current() if self._tracing is not None else ""
         job = _Job(arrival // _WAVE_RECORDS, stop, arrival, record.key, record.num_bytes, is_evictable, in_cold, trace)
         self._jobs[job.key] = job
+        self._only_in_hot.discard(job.key)
         self.num_bytes += job.num_bytes
         self._empty.clear()
         return job
@@ -232,18 +230,12 @@ class WriteBack:
 
     def forget(self, key: RecordKey) -> None:
         """Drop `key` from what waits: it is bad. A write that has begun may still complete."""
+        self._only_in_hot.discard(key)
         job = self._jobs.get(key)
-        if job is None or self._leave(key):
-            return
-        if job in self._heap:
-            self._heap.remove(job)
-            heapq.heapify(self._heap)
-        elif job in self._deferred:
-            self._deferred.remove(job)
-        else:
-            return
-        self._end(job)
-        self._queue_waiting()
+        if job is not None and not self.leave(key) and not job.is_being_written:
+            self._end(job)
+            job.record = None  # the heap has it until its turn, as a search for it takes long
+            self._queue_waiting()
 
     async def drain(self, deadline: Deadline) -> int:
         """Wait until nothing is left to write, or until the deadline; returns how many records are left. Does not wait
@@ -267,6 +259,7 @@ class WriteBack:
                         if self._num_workers > 1:
                             return
                         await self._sleep_until(self._busy_until_s)
+                        self._busy_until_s = 0.0
                     self._requeue_deferred()
                     continue
                 if self._failures:
@@ -275,7 +268,12 @@ class WriteBack:
                     await self._sleep_until(self._probe_s)
                     if self.is_paused or (not self._heap and not self._requeue_deferred()):
                         return
-                await self._write(heapq.heappop(self._heap))
+                job = heapq.heappop(self._heap)
+                if self._jobs.get(job.key) is not job:  # `forget` has ended it
+                    continue
+                job.is_being_written = True
+                await self._write(job)
+                job.is_being_written = False
                 self._queue_waiting()
                 self._grow()
         finally:

@@ -11,6 +11,7 @@ import pytest
 from store_harness import LEASE_S, MIB, PATIENT, SharedTiers, slow_tier, stage
 
 from kvstore.api import Ack, Retention, SaveOutcome
+from kvstore.catalog.entry import Level
 from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals
 from kvstore.catalog.redis.pending import RedisPendingLog
 from kvstore.catalog.sqlite.pending import SqlitePendingLog
@@ -527,6 +528,23 @@ async def test_a_save_that_the_hot_tier_did_not_answer_still_reaches_both(world:
     world.cold.down, hot.refused = False, set()
     await until(lambda: {first.key, record.key} <= set(world.cold.keys_put) & set(hot.keys_put))
     await world.finished()
+    assert not [name for name in store.meters.snapshot() if name.startswith("write_back_dropped")]
+
+
+async def test_a_save_that_is_tried_again_does_not_wait_any_more(world: SharedTiers) -> None:
+    """The first try failed, so its record waits for the hot tier, behind others. The second one wrote it: memory may
+    evict it now, and nothing is counted as lost."""
+    prompt = Prompt(ATTENTION, "a", 64)
+    first, record = prompt.records()
+    store = await world.store(prompt, limits=replace(PATIENT, write_back_bytes=1192))
+    await store.operations.pause(Level.HOT, is_paused=True)
+    await store.save(first, deadline=soon())
+    world.hot.down = True
+    with pytest.raises(Unavailable):
+        await store.save(record, ack=Ack.HOT, deadline=soon())
+    world.hot.down = False
+    assert await store.save(record, ack=Ack.HOT, deadline=soon()) is SaveOutcome.STORED
+    store.memory.remove(record.key)
     assert not [name for name in store.meters.snapshot() if name.startswith("write_back_dropped")]
 
 

@@ -200,6 +200,65 @@ async def test_a_promise_does_not_rest_on_what_was_heard_of_the_cold_tier(harnes
     assert KEY in harness.books.entries
 
 
+async def test_a_promise_that_comes_while_an_entry_is_ended_counts(harness: PendingHarness) -> None:
+    """The end of an earlier write must not forget it: a copy of what the cold tier had could let the record go."""
+    harness.held = {"pending finish"}
+    await harness.write_cold(arrives=True)
+    await until(lambda: "pending finish" in harness.steps)
+    promised = harness.writes.begin(RECORD, harness.hot, is_promise=True)
+    harness.hot.keys_allowed.clear()
+    harness.answer.set()
+    assert await harness.writes.put(promised, soon()) is PutOutcome.STORED
+    copied = harness.writes.begin(RECORD, harness.hot, in_cold=True)
+    harness.writes.end(promised)
+    harness.writes.end(copied)
+    await harness.settled()
+    assert harness.hot.keys_allowed == []
+    assert KEY in harness.books.entries
+
+
+async def test_a_short_record_of_two_services_is_left_to_a_finisher(harness: PendingHarness) -> None:
+    """Neither may let it go while the other may rely on it, and both may end at the same time: then it would stay in
+    the hot tier for good."""
+    write = harness.writes.begin(RECORD, harness.hot, is_short=True)
+    assert await harness.writes.put(write, soon()) is PutOutcome.STORED
+    other = DictPendingLog(harness.books, lease_s=LEASE_S)
+    await other.add([PendingEntry(KEY, RECORD.num_bytes, 64)], deadline=soon())
+    harness.writes.end(write)
+    await harness.settled()
+    await other.finish([KEY], deadline=soon())
+    assert harness.hot.keys_allowed == []
+    assert KEY in harness.books.entries
+
+
+async def test_a_record_that_may_still_arrive_is_not_claimed_before_its_lease_ends(harness: PendingHarness) -> None:
+    """The hot tier did not answer: a finisher that looked now could find nothing, and end the entry just before the
+    record is there."""
+    harness.hot.unanswered = {KEY}
+    write = harness.writes.begin(RECORD, harness.hot)
+    with pytest.raises(Unavailable):
+        await harness.writes.put(write, soon())
+    harness.writes.end(write)
+    await harness.settled()
+    finisher = DictPendingLog(harness.books, lease_s=LEASE_S)
+    assert await finisher.claim(1, deadline=soon()) == []
+    await asyncio.sleep(2 * LEASE_S)
+    assert [entry.key for entry in await finisher.claim(1, deadline=soon())] == [KEY]
+
+
+async def test_what_is_forgotten_and_saved_again_is_written(harness: PendingHarness) -> None:
+    """Of a key that was found bad while it waited only the new record is written, once."""
+    harness.queue.pause()
+    harness.save(RECORD)
+    harness.queue.forget(KEY)
+    assert (len(harness.queue), harness.queue.queued_bytes) == (0, 0)
+    harness.memory.remove(KEY)
+    harness.save(RECORD)
+    harness.queue.resume()
+    assert await harness.queue.drain(soon()) == 0
+    assert harness.hot.keys_put == [KEY]
+
+
 async def test_what_is_finished_is_not_pending_any_more() -> None:
     """There is room again at once, not when somebody counts what is pending."""
     async with PendingHarness(replace(LIMITS, pending_bytes=RECORD.num_bytes - 1)) as harness:
