@@ -338,9 +338,11 @@ class PendingWrites:
         if left:  # any service that has time looks whether they are in the cold tier, and else copies them
             self._meters.add("pending_left", len(left))
             await self._log.release([one.key for one in left if one.may_be_claimed], deadline=deadline)
+        for one in left:
+            if one.is_confirmed:
+                self._on_end(one.key, True)
         for one in several:
-            is_in_cold = one.in_cold_s is not None and math.isfinite(one.in_cold_s)
-            if is_in_cold or (one.is_confirmed and one in left):
+            if one.in_cold_s is not None and math.isfinite(one.in_cold_s):
                 self._on_end(one.key, True)
 
     async def _owners_of(self, keys: Sequence[RecordKey]) -> dict[RecordKey, int]:
