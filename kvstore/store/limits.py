@@ -33,8 +33,8 @@ class StoreLimits:
         pending_bytes: Bytes of pending records over all services. The hot tier must keep each until the cold tier has
             it, so beyond this limit saved records wait for their turn, and copies are dropped, counted.
         finish_bytes_in_flight: Bytes of other services' write-backs that are being finished at a time.
-        write_back_attempts: After this many failures a record waits until others were written; if it then fails as
-            often again, it is dropped, counted. An outage, in which nothing is written, drops nothing.
+        write_back_attempts: A record that has failed so often is dropped, counted, if others were written since its
+            first failure. An outage, in which nothing is written, drops nothing.
         write_back_timeout_s: Timeout of one write of one record.
         backoff_s_min: Pause after the first failure of a tier; it doubles with each further failure.
         backoff_s_max: The longest pause, and so the latest that writing resumes after a tier is back.
@@ -60,7 +60,7 @@ class StoreLimits:
     write_back_in_flight: int = 4
     pending_bytes: int = 8192 * _MIB
     finish_bytes_in_flight: int = 16 * _MIB
-    write_back_attempts: int = 8
+    write_back_attempts: int = 16
     write_back_timeout_s: float = 30.0
     backoff_s_min: float = 0.1
     backoff_s_max: float = 2.0

@@ -23,9 +23,15 @@ _NOBODY = "nobody"
 
 @dataclass
 class PendingBooks:
-    """What several logs share: for each record its entry, and when the lease of each owner ends."""
+    """What several logs share.
+
+    Attributes:
+        entries: For each record its entry, and when the lease of each owner ends.
+        is_full: There is no room for an entry.
+    """
 
     entries: dict[RecordKey, tuple[PendingEntry, dict[object, float]]] = field(default_factory=dict)
+    is_full: bool = False
 
 
 @dataclass
@@ -62,6 +68,8 @@ class DictPendingLog(PendingLog):
 
     async def add(self, entries: Sequence[PendingEntry], *, deadline: Deadline) -> bool:
         def work() -> bool:
+            if self._books.is_full:
+                return False
             for entry in entries:
                 _, ends_s = self._books.entries.get(entry.key, (entry, {}))
                 self._books.entries[entry.key] = (entry, {**ends_s, self._owner: self._end_s()})

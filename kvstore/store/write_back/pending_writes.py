@@ -337,6 +337,10 @@ class PendingWrites:
             self._pending_bytes = max(0, self._pending_bytes - num_bytes)
         if left:  # any service that has time looks whether they are in the cold tier, and else copies them
             self._meters.add("pending_left", len(left))
+            # another service may have ended the entry of a record that reached the hot tier afterwards
+            again = [one.entry for one in left if one.in_hot and not self._is_fresh(one)]
+            if again and not await self._log.add(again, deadline=deadline):
+                raise Unavailable("the log of pending entries has no room")
             await self._log.release([one.key for one in left if one.may_be_claimed], deadline=deadline)
         for one in left:
             if one.is_confirmed:
@@ -371,7 +375,7 @@ class PendingWrites:
                 now_s = self._clock.monotonic_s()
                 try:
                     ours = await self._renew([one.key for one in some])
-                except Unavailable:
+                except KVStoreError:
                     self._meters.add("pending_failures", step="renew")
                     break
                 for pending in some:

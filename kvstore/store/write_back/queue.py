@@ -42,7 +42,7 @@ class _Job:
     """One record to write. Jobs are ordered by the first three fields."""
 
     wave: int
-    """Number of the wave it arrived in."""
+    """Number of the wave it arrived in, or was put back into."""
     stop: int
     """End of its span: within a wave the shortest prefix comes first."""
     arrival: int
@@ -59,10 +59,10 @@ class _Job:
     write: TierWrite | None = field(default=None, compare=False)
     """`None`: it waits, or needs no pending entry."""
     attempts: int = field(default=0, compare=False)
-    """Failed writes since it came or was deferred."""
+    """Failed writes since it came, or since it was last found without blame."""
     is_being_written: bool = field(default=False, compare=False)
-    deferred_at: int | None = field(default=None, compare=False)
-    """How many records had been written when it was deferred; `None`: it was not."""
+    written_before: int = field(default=0, compare=False)
+    """How many records had been written when the first of them failed."""
 
 
 class WriteBack:
@@ -70,8 +70,8 @@ class WriteBack:
 
     While a tier is down, one write probes it after a pause that doubles up to a limit; one success ends the pause. An
     outage drops nothing from the queue, however long it is: a record in it is dropped if the tier has no room or will
-    never take it, or if it fails while others are written. A record that waits in memory is dropped if it is evicted
-    there.
+    never take it, or if it fails while others are written. What failed is tried again after all others: one record
+    whose writes hang does not hold them up. A record that waits in memory is dropped if it is evicted there.
 
     Attributes:
         num_bytes: Bytes that wait or are being written, with those in the memory tier.
@@ -92,7 +92,7 @@ class WriteBack:
         self._limits = context.limits
         self._clock = context.clock
         self._heap: list[_Job] = []
-        self._deferred: list[_Job] = []  # failed often, or must wait: written after all others
+        self._deferred: list[_Job] = []  # too much was pending for them
         self._jobs: dict[RecordKey, _Job] = {}  # all that wait or are being written
         self._in_memory: OrderedDict[RecordKey, _Job] = OrderedDict()  # those without their record, by arrival
         self._only_in_hot: set[RecordKey] = set()  # left memory before their turn, on their way to the hot tier
@@ -215,8 +215,9 @@ class WriteBack:
     def resume(self) -> None:
         """Write again. Idempotent."""
         self.is_paused = False
-        if not self._num_workers and (self._heap or self._requeue_deferred()):
-            self._add_worker()
+        if self._heap or self._requeue_deferred():
+            if not self._num_workers:
+                self._add_worker()
             self._grow()
 
     @property
@@ -344,17 +345,19 @@ class WriteBack:
         self._end(job)
 
     def _try_again(self, job: _Job) -> None:
-        """Queue a failed job again, defer it until all others were tried, or drop it. The record is to blame, rather
-        than the tier, if other records were written since.
+        """Queue a failed job behind all that have arrived so far, or drop it. The record is to blame, rather than the
+        tier, if it fails again and again while other records are written.
         """
-        if job.attempts < self._limits.write_back_attempts:
-            heapq.heappush(self._heap, job)
-        elif job.deferred_at is None or job.deferred_at == self._num_written:
-            job.deferred_at, job.attempts = self._num_written, 0
-            self._deferred.append(job)
-        else:
-            self._count_drop("attempts")
-            self._end(job)
+        if job.attempts == 1:
+            job.written_before = self._num_written
+        if job.attempts >= self._limits.write_back_attempts:
+            if job.written_before != self._num_written:
+                self._count_drop("attempts")
+                self._end(job)
+                return
+            job.attempts = 0
+        job.wave = max(job.wave, self._num_arrived // _WAVE_RECORDS) + 1
+        heapq.heappush(self._heap, job)
 
     def _requeue_deferred(self) -> bool:
         """Queue the deferred jobs again. False: there are none."""

@@ -246,6 +246,26 @@ async def test_a_record_that_may_still_arrive_is_not_claimed_before_its_lease_en
     assert [entry.key for entry in await finisher.claim(1, deadline=soon())] == [KEY]
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+async def test_an_entry_that_is_lost_while_its_record_is_in_the_hot_tier_is_written_again(
+    harness: PendingHarness, has_room: bool
+) -> None:
+    """Another service ended it, and the end of the write finds none to give back. A log that has no room for it is
+    asked again until it has."""
+    write = harness.writes.begin(RECORD, harness.hot, is_promise=True)
+    await harness.writes.put(write, soon())
+    del harness.books.entries[KEY]
+    await asyncio.sleep(LEASE_S)
+    harness.books.is_full = not has_room
+    harness.writes.end(write)
+    if not has_room:
+        await until(lambda: harness.steps.count("pending add") > 3)
+        assert len(harness.writes) == 1
+        harness.books.is_full = False
+    await harness.settled()
+    assert KEY in harness.books.entries
+
+
 async def test_what_is_forgotten_and_saved_again_is_written(harness: PendingHarness) -> None:
     """Of a key that was found bad while it waited only the new record is written, once."""
     harness.queue.pause()
