@@ -26,6 +26,10 @@ pytest_plugins = ["kvstore.testing.fixtures"]
 # time is spent so: four prompts took 96 s beside one busy loop, and 30 s with threads that sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Each of over 150 engines would spend seconds on compiling one small function of vLLM's, which ranks log probabilities.
+# With the stand-in for Triton torch can compile nothing.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
 # A shell starts background jobs with SIGINT ignored. Children inherit that: those that tests interrupt would not end.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -33,8 +33,7 @@ def spec(model: str, work: Path, service: DirectoryService, ranks: int = 1) -> E
         block_size=640 if model.startswith("qwen3next") else None,
         connector={"url": service.url, **PATIENT},
         arguments={"pipeline_parallel_size": STAGES, "tensor_parallel_size": ranks},
-        # torch compiles the embedding of several ranks, which it cannot beside the stand-in for Triton
-        environment={"VLLM_CPU_OMP_THREADS_BIND": "|".join(cores), "TORCHDYNAMO_DISABLE": "1"},
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "|".join(cores)},
     )
 
 

@@ -86,6 +86,8 @@ def _be_engine(parent_pid: int, order: dict[str, Any], stdin: int, output: int, 
     sys.stdin = os.fdopen(0, closefd=False)
     os.environ.update(order["environment"])  # beside what was set while vLLM was imported
     os.set_inheritable(answers, False)
+    # vLLM calls it twice at its end, and then collects what is shared with the fork server, which copies all of that
+    gc.unfreeze = lambda: None
     _fork_workers()
     with os.fdopen(answers, "w", buffering=1) as file:
         serve(order["spec"], file)
