@@ -16,6 +16,8 @@ __all__ = ["OLD_TOKENS", "Prompts", "Sample", "Traffic"]
 OLD_TOKENS, NEW_TOKENS = 2500, 1300
 _OUTPUT_TOKENS = 8
 _STEP_S = 0.02
+_PAUSE_S = 0.2
+"""Between two rounds: an engine that computes without end takes the processors of all that is tested beside it."""
 
 
 class Prompts:
@@ -70,7 +72,7 @@ class Sample:
 
 
 class Traffic:
-    """Rounds of two requests at once, one round after the other, from a thread: a stored prompt beside a new one or one
+    """Rounds of two requests at once, one shortly after the other, from a thread: a stored prompt beside a new one or one
     that the last round brought. A context manager; the engine is its own meanwhile.
 
     Attributes:
@@ -128,6 +130,7 @@ class Traffic:
                 self._may_ask.wait()
                 with self._asking:
                     self._round([old, other])
+                self._ending.wait(_PAUSE_S)
         except BaseException as error:  # noqa: BLE001 - a thread's top: the test tells it
             self.error = error
 
