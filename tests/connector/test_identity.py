@@ -66,6 +66,19 @@ class Place:
     def token_file(self, tenant: str) -> str:
         return str(self.folder / f"{tenant}.token")
 
+    def num_saved(self) -> float:
+        """Records that were saved so far, by anybody."""
+        self.service.settle()
+        counters = self.service.status()["counters"]
+        return sum(count for name, count in counters.items() if name.startswith("saves"))
+
+    def wait_saved(self, num_records: float) -> None:
+        """Return when so many were saved: an answer does not wait for the pages that it brought."""
+        ends_s = time.monotonic() + PATIENCE_S
+        while self.num_saved() < num_records:
+            assert time.monotonic() < ends_s, "what is computed is not saved"
+            time.sleep(0.1)
+
 
 @pytest.fixture(scope="module")
 def place(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
@@ -204,7 +217,9 @@ APART: dict[str, Callable[[Place], EngineSpec]] = {
 def test_never_across(shared: Shared, place: Place, work: Path, axis: str) -> None:
     """An engine that differs in this alone finds nothing of the saver's, saves its own, and finds that."""
     with start_together({f"identity-{axis.replace(' ', '-')}": APART[axis](place)}, work=work) as (engine,):
+        before = place.num_saved()
         first = ask(engine)
+        place.wait_saved(before + WHOLE_RECORDS)
         second = ask(engine)
         assert (first.num_cached_tokens, second.num_cached_tokens) == (0, WHOLE)
         assert second.tokens == first.tokens
@@ -218,7 +233,9 @@ def test_tenants_never_meet(shared: Shared, place: Place, work: Path) -> None:
         for name in ("blue", "nobody")
     }
     with start_together({f"identity-{name}": spec for name, spec in specs.items()}, work=work) as (blue, nobody):
+        before = place.num_saved()
         assert ask(blue).num_cached_tokens == 0
+        place.wait_saved(before + WHOLE_RECORDS)
         assert ask(blue).num_cached_tokens == WHOLE
         for _ in range(2):
             assert ask(nobody).num_cached_tokens == 0
@@ -242,37 +259,28 @@ def changing_engine(place: Place, work: Path, *, multiprocess: bool) -> Iterator
 @pytest.mark.parametrize("multiprocess", [False, True], ids=["in-process", "multi-process"])
 def test_weights_that_change(shared: Shared, place: Place, work: Path, *, multiprocess: bool) -> None:
     """From the reset of the caches to the new id nothing is saved or loaded; then pages of the new weights alone."""
-
-    def saved() -> float:
-        place.service.settle()
-        counters = place.service.status()["counters"]
-        return sum(count for name, count in counters.items() if name.startswith("saves"))
-
     with changing_engine(place, work, multiprocess=multiprocess) as (engine, id_file):
         old = ask(engine)
         assert (old.num_cached_tokens, old.tokens) == (WHOLE, shared.saved["plain"].tokens)
         assert engine.evaluate("llm.reset_prefix_cache(reset_connector=True)")
-        before = saved()
+        before = place.num_saved()
         assert ask(engine).num_cached_tokens == 0
         engine.evaluate("llm.collective_rpc('change_weights', args=(3,))")
         new = ask(engine)
         assert new.num_cached_tokens == 0
         assert new.tokens != old.tokens
-        assert saved() == before
+        assert place.num_saved() == before
         (place.folder / "next").write_text(f"step 1 of {id_file.name}")
         os.replace(place.folder / "next", id_file)
         assert ask(engine).num_cached_tokens == 0  # written, and not taken up yet
-        assert saved() == before
+        assert place.num_saved() == before
         assert engine.evaluate("llm.reset_prefix_cache(reset_connector=True)")
         answers = [ask(engine)]
-        ends_s = time.monotonic() + PATIENCE_S
-        while saved() < before + WHOLE_RECORDS:  # the second answer comes from what the first one saved
-            assert time.monotonic() < ends_s, "what is computed is not saved under the new id"
-            time.sleep(0.1)
+        place.wait_saved(before + WHOLE_RECORDS)  # the second answer comes from what the first one saved
         answers.append(ask(engine))
         assert [answer.num_cached_tokens for answer in answers] == [0, WHOLE]
         assert [answer.tokens for answer in answers] == [new.tokens] * 2
-        assert saved() == before + WHOLE_RECORDS
+        assert place.num_saved() == before + WHOLE_RECORDS
     assert ask(shared.reader).tokens == shared.saved["plain"].tokens
 
 
