@@ -72,8 +72,8 @@ class Sample:
 
 
 class Traffic:
-    """Rounds of two requests at once, one shortly after the other, from a thread: a stored prompt beside a new one or one
-    that the last round brought. A context manager; the engine is its own meanwhile.
+    """Rounds of two requests at once, one shortly after the other, from a thread: a stored prompt beside a new one, or
+    beside one that the last round brought. A context manager; the engine is its own meanwhile.
 
     Attributes:
         samples: What was answered so far.
