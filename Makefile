@@ -10,7 +10,7 @@ VLLM ?=
 BACKENDS ?= embedded
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made
@@ -23,7 +23,7 @@ help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s $$'\t'
 	@echo
 	@echo 'variables: PYTHON (a Python 3.11 to 3.13), VENV (.venv), TORCH_INDEX (an index with CPU builds of torch),'
-	@echo '           BACKENDS=embedded|real for demo, PYTEST_ARGS and WORKERS (2; 0: in one process) for test, BENCH_ARGS for bench-plan'
+	@echo '           BACKENDS=embedded|real for demo, PYTEST_ARGS and WORKERS (3; 0: in one process) for test, BENCH_ARGS for bench-plan'
 
 env: $(STAMP) ## make the virtual environment: vLLM for CPUs, our packages, every tool
 
