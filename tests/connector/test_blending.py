@@ -16,6 +16,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.testing.checkpoints import write_checkpoint
 from kvstore.testing.engine import Answer, EngineProcess, EngineSpec, Request, seeded_prompt
 from kvstore.testing.engine.spec import TrafficRequest
+from kvstore.testing.waiting import eventually
 from tests.connector.support.service import DirectoryService
 
 pytestmark = pytest.mark.engine
@@ -24,6 +25,8 @@ Start = Callable[[EngineSpec], EngineProcess]
 
 BLOCK = 128
 DOCUMENT = 200
+RECORDS = 4
+"""Of a document: a slice for each layer."""
 SALT = "blend:team"
 SCHEDULER = "llm.llm_engine.engine_core.engine_core.scheduler.connector"
 REQUESTS = 10_000 if os.environ.get("KVSTORE_TEST_FULL") == "1" else 120
@@ -68,6 +71,11 @@ def explained(service: DirectoryService, reason: str) -> list[dict[str, Any]]:
         return [dict(store.explain(name, deadline=Deadline.after(5.0))) for name in names]
 
 
+def num_saved(service: DirectoryService) -> float:
+    """Records that were saved so far."""
+    return float(service.status()["counters"].get('saves{outcome="stored"}', 0.0))
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
 def test_at_ratio_one_it_is_a_split(engine: Start, service: DirectoryService, work: Path, kind: str) -> None:
     """With all tokens computed again the answer differs from a full computation by no more than a split prompt does."""
@@ -97,6 +105,7 @@ def test_documents_are_stored_once_and_explained(engine: Start, service: Directo
     """
     first = engine(replace(spec_of(llama, service), multiprocess=True))
     first.generate([blended((0, 1, 2))])
+    eventually(lambda: num_saved(service) == 3 * RECORDS)  # an engine that ends drops what it has not stored yet
     first.stop()
     (told,) = explained(service, "blended")
     assert told["detail"]["stored_documents"] == "0 of 3"

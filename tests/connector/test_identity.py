@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ import pytest
 
 from kvstore.testing.engine import Answer, EngineFailed, EngineProcess, EngineSpec, Request, seeded_prompt
 from kvstore.testing.serve import Service
+from kvstore.testing.waiting import eventually
 from tests.connector.support.identity import copy_checkpoint, write_adapter, write_embeddings
 from tests.connector.support.runs import start_together
 from tests.connector.support.stores import PATIENT
@@ -31,7 +31,6 @@ WHOLE = 1280
 WHOLE_RECORDS = 8
 """What is saved of it: a page and a tail, in four slices each."""
 
-PATIENCE_S = 60.0
 TWO_PAGES = 2048
 HIDDEN = 256
 EXTENSION = "tests.connector.support.identity.WeightsExtension"
@@ -74,10 +73,7 @@ class Place:
 
     def wait_saved(self, num_records: float) -> None:
         """Return when so many were saved: an answer does not wait for the pages that it brought."""
-        ends_s = time.monotonic() + PATIENCE_S
-        while self.num_saved() < num_records:
-            assert time.monotonic() < ends_s, "what is computed is not saved"
-            time.sleep(0.1)
+        eventually(lambda: self.num_saved() >= num_records)
 
 
 @pytest.fixture(scope="module")
