@@ -306,6 +306,11 @@ class Settings(BaseModel):
         """How the value of a setting was given, like `as KVSTORE_LISTEN`; empty: it is the default."""
         return self._typed.get(name, "")
 
+    @property
+    def names_a_store(self) -> bool:
+        """Whether `hot` or `cold` was given. Else the store is a default one, which an embedded store has too."""
+        return bool({"hot", "cold"} & self.model_fields_set)
+
     def tls(self) -> ServerTls | None:
         """The TLS settings of a `tls://` address; `None`: there is no certificate.
 

@@ -137,7 +137,7 @@ def _origin(settings: Settings) -> str:
 
 def service_url(settings: Settings) -> str:
     """The address of these settings' service; the embedded one if nothing was set and no socket exists at `listen`."""
-    is_set = _names_a_store(settings) or "listen" in settings.model_fields_set
+    is_set = settings.names_a_store or "listen" in settings.model_fields_set
     listen = settings.listen
     is_there = isinstance(listen, UnixAddress) and Path(listen.path).exists()
     return str(listen) if is_set or is_there else EMBEDDED
@@ -166,7 +166,7 @@ def check_store(store: StoreInUse) -> None:
         Unavailable: A service answers, does not report which store it uses, and the settings here name none.
         InvalidRequest: The settings here name another store than the service that answers.
     """
-    if store.problem and not store.is_named:
+    if store.problem and not store.settings.names_a_store:
         cause, step = next_step(store.problem)
         step = step or f"{REPORTING}; or name the store in KVSTORE_HOT and KVSTORE_COLD with --url {NO_SERVICE}"
         raise Unavailable(f"a service runs, but does not report which store it uses ({cause}): {step}")
@@ -236,16 +236,12 @@ def store_in_use(url: str, token_file: Path | None, config: Path | None, timeout
         else:
             silent.append(client.url)
     embedded = _embedded_address()
-    is_named = _names_a_store(local) or "listen" in local.model_fields_set
+    is_named = local.names_a_store or "listen" in local.model_fields_set
     if not url and not problem and not is_named and _accepts(parse_address(embedded)):
         with suppress(KVStoreError):
             reported = _reported_settings(embedded, token, local, timeout_s)
             return store_of(reported, local, embedded, found=_EMBEDDED_FOUND)
     return StoreInUse(local, problem=problem, silent=tuple(silent))
-
-
-def _names_a_store(settings: Settings) -> bool:
-    return bool({"hot", "cold"} & settings.model_fields_set)
 
 
 def _accepts(address: Address) -> bool:

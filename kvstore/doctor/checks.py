@@ -43,7 +43,7 @@ def checks_of(store: StoreInUse, address: ServiceAddress, engine: str | None = N
         single(judge_store(store)),
         machine_check(settings, is_here=is_here),
     ]
-    if store.service or is_ours or store.is_named:
+    if store.service or is_ours or store.settings.names_a_store:
         return [*checks, *_tier_checks(store)]
     why = store.problem or (
         "the settings here name no tiers: use the service's settings (--config, KVSTORE_HOT, KVSTORE_COLD)"

@@ -67,11 +67,6 @@ class StoreInUse:
             return f"{value.path} is a directory of the service's machine: run this command there"
         return None
 
-    @property
-    def is_named(self) -> bool:
-        """Whether its settings name a tier, and are not only defaults."""
-        return bool({"hot", "cold"} & self.settings.model_fields_set)
-
 
 def store_of(
     reported: Mapping[str, object],
