@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, suppress
 
 import pytest
-from redis.exceptions import AskError
+from redis.exceptions import AskError, RedisError
 
 from kvstore.catalog.entry import Level
 from kvstore.catalog.redis.catalog import RedisCatalog
@@ -348,3 +348,45 @@ async def test_servers_and_sentinels_that_ask_for_a_login() -> None:
         await tier.aclose()
         async with open_control(parse_redis(f"{url}?sentinel_login=same")) as scripts:
             assert await scripts.exists(format_name(make_key(1))) == 1
+
+
+@on_cluster
+async def test_a_tier_that_nobody_uses_learns_of_a_failover(tier: RedisTier, cluster: RedisCluster) -> None:
+    """Nothing but its use of memory is asked for, as by a service without engines: it is told again once a replica has
+    taken over, while the killed primary is still down."""
+    await tier.usage(deadline=Deadline.after(5))
+    victim = cluster.primaries()[0]
+    await asyncio.to_thread(victim.kill9)
+    await _until_it_works(lambda: tier.usage(deadline=Deadline.after(1)))
+    assert not victim.process.running
+
+
+@on_cluster
+async def test_the_catalogs_client_leaves_a_primary_that_is_frozen(tier: RedisTier, cluster: RedisCluster) -> None:
+    """A frozen primary keeps its connections open. Once a replica has its slots, the client asks the replica."""
+    async with open_control(parse_redis(cluster.url)) as client:
+        victim = cluster.primaries()[0]
+        name = format_name(make_key(number_on(cluster, victim)))
+        await client.set(name, b"1")
+        victim.ask("WAIT", 1, 2000)
+        await asyncio.sleep(1.5)  # the watch has seen who the primaries are
+        victim.freeze()
+        try:
+
+            async def ask() -> None:
+                async with Deadline.after(1).scope("asking for a value"):
+                    assert await client.get(name) == b"1"
+
+            await _until_it_works(ask)
+        finally:
+            victim.thaw()
+
+
+async def _until_it_works(ask: Callable[[], Awaitable[object]]) -> None:
+    ends_s = time.monotonic() + 30
+    while True:
+        with suppress(Unavailable, RedisError):
+            await ask()
+            return
+        assert time.monotonic() < ends_s, "nobody has taken over"
+        await asyncio.sleep(0.2)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ _MAP_S = 1.0
 _RELOAD_FIRST_S = 0.05
 _RELOAD_MAX_S = 0.5
 _PROBE_S = 1.0
+_CURRENT_S = 2.0
+"""How long a map counts as current for who asks for all nodes."""
 
 SlotMap = list[HostPort | None]
 """The primary of each hash slot; `None`: no node serves it."""
@@ -118,6 +121,7 @@ class Cluster:
         self._is_reloading = False
         self._is_outdated = False
         self._turn = 0
+        self._read_s = -math.inf
         self._closed = False
 
     async def query(
@@ -182,8 +186,12 @@ class Cluster:
                 reading.take(await self.transfer(reading.name, command, deadline=deadline))
 
     async def nodes(self, deadline: Deadline) -> Sequence[Node]:
-        """See `Topology.nodes`."""
+        """See `Topology.nodes`. Their callers send commands to a node and not to a slot's owner, so that no redirection
+        and no failed call would tell of a failover: an older map is read again, for the next call.
+        """
         slots = await self._map(deadline)
+        if asyncio.get_running_loop().time() - self._read_s > _CURRENT_S:
+            self._reload_soon()
         return [self._member(address).node for address in dict.fromkeys(slots) if address is not None]
 
     async def num_slots_missing(self, deadline: Deadline) -> int:
@@ -277,6 +285,7 @@ class Cluster:
                 problem = error
                 continue
             if (slots := parse_slots(reply, address)) is not None:
+                self._read_s = asyncio.get_running_loop().time()
                 return slots
             problem = Unavailable("the node serves no slots, and knows none that does", address=str(address))
         raise Unavailable(f"cannot read the map of the Redis Cluster: {problem.message}", **problem.details)

@@ -20,7 +20,9 @@ from kvstore.errors import Unavailable, UnsupportedFormat
 from kvstore.format.manifest import STORE_VERSION_PLACE, check_store_version
 from kvstore.format.names import manifest_name
 from kvstore.runtime.background import Background
+from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.locations import RedisLocation
+from kvstore.tiers.redis.cluster import Cluster
 
 ControlClient = Redis | RedisCluster
 """A client of the primary, or of all nodes of a cluster; replies are `bytes`. Its errors are redis-py's
@@ -32,6 +34,7 @@ _CONNECTIONS_MAX = 32
 """Per node in a cluster. Further commands fail with `ConnectionError`."""
 _WATCH_S = 0.5
 _SENTINEL_S = 0.5
+_MAP_S = 4.0
 
 
 @asynccontextmanager
@@ -53,6 +56,11 @@ async def open_control(location: RedisLocation, *, refuses_newer: bool = False) 
             nodes = [ClusterNode(host, port) for host, port in location.addresses]
             cluster = RedisCluster(startup_nodes=nodes, max_connections=_CONNECTIONS_MAX, retry=_retry(3), **options)
             stack.push_async_callback(_close, cluster)
+            topology = Cluster(location, num_data_connections=1)
+            stack.push_async_callback(topology.aclose)
+            watch = Background("control client of a cluster")
+            stack.push_async_callback(watch.aclose)
+            watch.keep_running(partial(_follow_primaries, cluster, topology), "follow")
             yield cluster
             return
         options |= {"db": location.database, "retry": _retry(1), "max_connections": _CONNECTIONS_MAX}
@@ -92,6 +100,21 @@ async def _follow(client: Redis) -> None:
         with suppress(RedisError, OSError, TimeoutError):
             # drops idle connections if the address has changed
             await pool.get_master_address()  # type: ignore[no-untyped-call]
+
+
+async def _follow_primaries(client: RedisCluster, topology: Cluster) -> None:
+    """Have the client read its map again when other nodes have the slots. It does so by itself when a connection is
+    lost or a reply redirects it. A node that is frozen does neither, although its replica has taken over."""
+    before: set[str] | None = None
+    while True:
+        await asyncio.sleep(_WATCH_S)
+        try:
+            now = {node.address for node in await topology.nodes(Deadline.after(_MAP_S))}
+        except Unavailable:
+            continue
+        if before not in (None, now):
+            await client.aclose()  # the next command connects anew
+        before = now
 
 
 async def _greet(connection: AbstractConnection) -> None:
