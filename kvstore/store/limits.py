@@ -33,8 +33,8 @@ class StoreLimits:
         pending_bytes: Bytes of pending records over all services. The hot tier must keep each until the cold tier has
             it, so beyond this limit saved records wait for their turn, and copies are dropped, counted.
         finish_bytes_in_flight: Bytes of other services' write-backs that are being finished at a time.
-        write_back_attempts: A record that has failed so often is dropped, counted, if others were written since its
-            first failure. An outage, in which nothing is written, drops nothing.
+        write_back_attempts: A record that has failed so often, each time after others were written, is dropped,
+            counted. An outage, in which nothing is written, drops nothing.
         write_back_timeout_s: Timeout of one write of one record.
         backoff_s_min: Pause after the first failure of a tier; it doubles with each further failure.
         backoff_s_max: The longest pause, and so the latest that writing resumes after a tier is back.

@@ -119,6 +119,7 @@ class PendingWrites:
         on_end: Callable[[RecordKey, bool], object] = lambda *_: None,
     ) -> None:
         self._log = log
+        self._late = log.other_owner() if log is not None else None
         self._on_end = on_end
         self._hot = context.hot
         self._background = context.background
@@ -208,6 +209,10 @@ class PendingWrites:
             pending.num_putting += is_hot
         try:
             outcome = await write.tier.put(write.record, deadline=deadline)
+        except BaseException:
+            if pending is not None:
+                pending.in_hot |= is_hot  # it may still arrive
+            raise
         finally:
             if pending is not None:
                 pending.num_putting -= is_hot
@@ -340,6 +345,11 @@ class PendingWrites:
             # another service may have ended the entry of a record that reached the hot tier afterwards
             again = [one.entry for one in left if one.in_hot and not self._is_fresh(one)]
             if again and not await self._log.add(again, deadline=deadline):
+                raise Unavailable("the log of pending entries has no room")
+            # Our share of an entry would end with the next write of the record, although this one may still arrive: so
+            # another owner has the entry as well, whose lease is not renewed.
+            late = [one.entry for one in left if not one.may_be_claimed]
+            if late and self._late is not None and not await self._late.add(late, deadline=deadline):
                 raise Unavailable("the log of pending entries has no room")
             await self._log.release([one.key for one in left if one.may_be_claimed], deadline=deadline)
         for one in left:

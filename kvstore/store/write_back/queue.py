@@ -31,6 +31,9 @@ _WAVE_RECORDS = 64
 """Records that arrive together are written shortest prefix first, so that what a crash leaves behind is usable. A wave
 is short, so that the end of a long prompt does not wait for the start of every later one."""
 
+_BEHIND = 1 << 62
+"""More than the end of any span."""
+
 
 def backoff_s(failures: int, *, shortest_s: float, longest_s: float) -> float:
     """The pause after `failures` failures in a row (1 or more)."""
@@ -44,7 +47,7 @@ class _Job:
     wave: int
     """Number of the wave it arrived in, or was put back into."""
     stop: int
-    """End of its span: within a wave the shortest prefix comes first."""
+    """End of its span: within a wave the shortest prefix comes first. Of failed ones, the one that failed first."""
     arrival: int
     key: RecordKey = field(compare=False)
     num_bytes: int = field(compare=False)
@@ -58,11 +61,13 @@ class _Job:
     """`None`: it waits in the memory tier for room in the queue."""
     write: TierWrite | None = field(default=None, compare=False)
     """`None`: it waits, or needs no pending entry."""
-    attempts: int = field(default=0, compare=False)
-    """Failed writes since it came, or since it was last found without blame."""
     is_being_written: bool = field(default=False, compare=False)
-    written_before: int = field(default=0, compare=False)
-    """How many records had been written when the first of them failed."""
+    attempts: int = field(default=0, compare=False)
+    """Failed writes that are its own fault, rather than the tier's."""
+    written_at_first: int | None = field(default=None, compare=False)
+    """How many records had been written when it failed first; `None`: it has not failed."""
+    written_at_last: int = field(default=0, compare=False)
+    """The same, when it failed last."""
 
 
 class WriteBack:
@@ -97,6 +102,7 @@ class WriteBack:
         self._in_memory: OrderedDict[RecordKey, _Job] = OrderedDict()  # those without their record, by arrival
         self._only_in_hot: set[RecordKey] = set()  # left memory before their turn, on their way to the hot tier
         self._num_written = 0
+        self._num_failed = 0
         self._num_arrived = 0
         self._num_workers = 0
         self._failures = 0
@@ -230,10 +236,14 @@ class WriteBack:
         return sum(job.arrival < mark for job in self._jobs.values())
 
     def forget(self, key: RecordKey) -> None:
-        """Drop `key` from what waits: it is bad. A write that has begun may still complete."""
+        """Drop `key` from what waits: it is bad. A write that has begun may still complete, but is not repeated."""
         self._only_in_hot.discard(key)
         job = self._jobs.get(key)
-        if job is not None and not self.leave(key) and not job.is_being_written:
+        if job is None or self.leave(key):
+            return
+        if job.is_being_written:
+            del self._jobs[key]  # it ends with its write, and what is saved from now on is another record
+        else:
             self._end(job)
             job.record = None  # the heap has it until its turn, as a search for it takes long
             self._queue_waiting()
@@ -270,7 +280,7 @@ class WriteBack:
                     if self.is_paused or (not self._heap and not self._requeue_deferred()):
                         return
                 job = heapq.heappop(self._heap)
-                if self._jobs.get(job.key) is not job:  # `forget` has ended it
+                if self._is_forgotten(job):
                     continue
                 job.is_being_written = True
                 await self._write(job)
@@ -304,7 +314,6 @@ class WriteBack:
                 with self._tracing.span("kvstore.write_back", job.trace, tier=self._tier.name):
                     outcome = await self._put(job)
         except Unavailable as error:
-            job.attempts += 1
             self._failures += 1
             limits = self._limits
             pause_s = backoff_s(self._failures, shortest_s=limits.backoff_s_min, longest_s=limits.backoff_s_max)
@@ -326,7 +335,9 @@ class WriteBack:
         if outcome is None:  # says nothing about the tier
             if not self._is_busy:
                 self._busy_until_s = self._clock.monotonic_s() + self._limits.backoff_s_max
-            if job.in_cold:
+            if self._is_forgotten(job):
+                self._end(job)
+            elif job.in_cold:
                 # nothing is lost, and the cold tier may evict it while it waits
                 self._count_drop("queue_full")
                 self._end(job)
@@ -346,18 +357,28 @@ class WriteBack:
 
     def _try_again(self, job: _Job) -> None:
         """Queue a failed job behind all that have arrived so far, or drop it. The record is to blame, rather than the
-        tier, if it fails again and again while other records are written.
+        tier, if others were written since it failed last; or, when no other is left, since it failed first.
         """
-        if job.attempts == 1:
-            job.written_before = self._num_written
+        if self._is_forgotten(job):
+            self._end(job)
+            return
+        self._num_failed += 1
+        since = job.written_at_last if len(self) > 1 else job.written_at_first
+        if job.written_at_first is None:
+            job.written_at_first = self._num_written
+        elif since != self._num_written:
+            job.attempts += 1
+        job.written_at_last = self._num_written
         if job.attempts >= self._limits.write_back_attempts:
-            if job.written_before != self._num_written:
-                self._count_drop("attempts")
-                self._end(job)
-                return
-            job.attempts = 0
-        job.wave = max(job.wave, self._num_arrived // _WAVE_RECORDS) + 1
-        heapq.heappush(self._heap, job)
+            self._count_drop("attempts")
+            self._end(job)
+        else:
+            job.wave, job.stop = self._num_arrived // _WAVE_RECORDS, _BEHIND + self._num_failed
+            heapq.heappush(self._heap, job)
+
+    def _is_forgotten(self, job: _Job) -> bool:
+        """Whether `forget` was called for its key. Another job may have that now."""
+        return self._jobs.get(job.key) is not job
 
     def _requeue_deferred(self) -> bool:
         """Queue the deferred jobs again. False: there are none."""
@@ -376,14 +397,15 @@ class WriteBack:
         return await self._tier.put_evictable(job.record, deadline=deadline)
 
     def _end(self, job: _Job) -> None:
-        if self._jobs.pop(job.key, None) is not None:
-            self.num_bytes -= job.num_bytes
-            if job.record is None:
-                del self._in_memory[job.key]
-            else:
-                self.queued_bytes -= job.num_bytes
-            if job.write is not None:
-                self._pending_writes.end(job.write)
+        if not self._is_forgotten(job):
+            del self._jobs[job.key]
+        self.num_bytes -= job.num_bytes
+        if job.record is None:
+            del self._in_memory[job.key]
+        else:
+            self.queued_bytes -= job.num_bytes
+        if job.write is not None:
+            self._pending_writes.end(job.write)
         if not self:
             self._empty.set()
 

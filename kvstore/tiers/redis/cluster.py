@@ -186,8 +186,8 @@ class Cluster:
                 reading.take(await self.transfer(reading.name, command, deadline=deadline))
 
     async def nodes(self, deadline: Deadline) -> Sequence[Node]:
-        """See `Topology.nodes`. Their callers send commands to a node and not to a slot's owner, so that no redirection
-        and no failed call would tell of a failover: an older map is read again, for the next call.
+        """See `Topology.nodes`. Callers send commands to these nodes, and not to a slot's owner: no redirection and no
+        failed call would show a failover. So an older map is read again, for the next call.
         """
         slots = await self._map(deadline)
         if asyncio.get_running_loop().time() - self._read_s > _CURRENT_S:

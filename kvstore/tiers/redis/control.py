@@ -113,7 +113,7 @@ async def _follow_primaries(client: RedisCluster, topology: Cluster) -> None:
         except Unavailable:
             continue
         if before not in (None, now):
-            await client.aclose()  # the next command connects anew
+            await client.aclose()  # the next command connects again
         before = now
 
 

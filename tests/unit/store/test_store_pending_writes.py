@@ -266,6 +266,21 @@ async def test_an_entry_that_is_lost_while_its_record_is_in_the_hot_tier_is_writ
     assert KEY in harness.books.entries
 
 
+async def test_the_entry_of_a_record_that_may_still_arrive_outlives_the_next_write(harness: PendingHarness) -> None:
+    """A write to the hot tier is not answered, and the next one fails before it reaches the tier: its end leaves the
+    entry of the first one."""
+    harness.hot.unanswered = {KEY}
+    for refused in (set[str](), {"pending add"}):
+        harness.refused = refused
+        write = harness.writes.begin(RECORD, harness.hot, is_promise=True)
+        with pytest.raises(Unavailable):
+            await harness.writes.put(write, soon())
+        harness.writes.end(write)
+        await harness.settled()
+    assert await harness.hot.inner.head([KEY], deadline=soon()) == [RECORD.num_bytes]
+    assert KEY in harness.books.entries
+
+
 async def test_what_is_forgotten_and_saved_again_is_written(harness: PendingHarness) -> None:
     """Of a key that was found bad while it waited only the new record is written, once."""
     harness.queue.pause()

@@ -13,6 +13,7 @@ from kvstore.api import Ack, Retention, SaveOutcome
 from kvstore.catalog.entry import Level
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.manifest import parse_manifest
+from kvstore.runtime.deadline import Deadline
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.waiting import soon, until
@@ -199,7 +200,7 @@ class TestWriteBack:
                 await store.save(record, deadline=soon())
             assert await store.drain(soon()) == 0
             assert set(cold.keys_put) == {record.key for record in good}
-            assert cold.calls["put"] == 3 + len(good)
+            assert cold.calls["put"] == 1 + 3 + len(good)
             assert store.meters.get("write_back_dropped", tier="s3", reason="attempts") == 1
 
     async def test_a_record_that_fails_does_not_hold_up_the_others(self) -> None:
@@ -242,6 +243,40 @@ class TestWriteBack:
             cold.down = False
             assert await store.drain(soon()) == 0
             assert cold.keys_put == []
+
+    async def test_what_is_found_bad_while_it_is_written_is_not_written_again(self) -> None:
+        """Its write fails later. Meanwhile another record of the same name is saved, and that one is written."""
+        prompt, cold = Prompt(ATTENTION, "a", 64), slow_tier("s3")
+        cold.frozen = True
+        async with opened(prompt, cold=cold, limits=replace(LIMITS, write_back_timeout_s=0.5)) as store:
+            await store.save(prompt.record(64), deadline=soon())
+            await until(lambda: cold.calls["put"] > 0)
+            with pytest.raises(Unavailable):
+                await store.discard(prompt.key(64), "test", deadline=Deadline.after(0.1))
+            other = Prompt(ATTENTION, "a", 64, payload_bytes=2000).record(64)
+            assert await store.save(other, deadline=soon()) is SaveOutcome.STORED
+            cold.frozen = False
+            assert await store.drain(soon()) == 0
+            await asyncio.sleep(1.0)
+            stored = await cold.inner.get(prompt.key(64), deadline=soon())
+            assert stored is not None and stored.data == other.data
+
+    async def test_a_tier_that_comes_and_goes_costs_no_record(self) -> None:
+        """It is down for long, takes one record, and is down again: nothing was its records' fault."""
+        prompt, cold = Prompt(ATTENTION, "a", 640), slow_tier("s3")
+        limits = replace(LIMITS, write_back_attempts=3, write_back_in_flight=1)
+        async with opened(prompt, cold=cold, limits=limits) as store:
+            cold.down, cold.put_s = True, 0.05
+            for record in prompt.records():
+                await store.save(record, deadline=soon())
+            for num_put in range(3):
+                cold.down, wanted = True, cold.calls["put"] + 5 * len(prompt.records())
+                await until(lambda wanted=wanted: cold.calls["put"] > wanted)  # type: ignore[misc]
+                cold.down = False
+                await until(lambda num_put=num_put: len(cold.keys_put) > num_put)  # type: ignore[misc]
+            assert len(cold.keys_put) < len(prompt.records())
+            assert await store.drain(soon()) == 0
+            assert set(cold.keys_put) == {record.key for record in prompt.records()}
 
     async def test_acks_wait_for_their_tier(self) -> None:
         """A save with ack cold returns when the cold tier has it, and raises when it is down; memory keeps it."""
