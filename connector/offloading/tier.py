@@ -28,6 +28,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from connector.logs import join_vllm_logs
 from connector.offloading.engine import Engine, describe_groups, read_engine
 from connector.offloading.lookups import Doors, Lookups
 from connector.offloading.settings import read_settings
@@ -85,6 +86,7 @@ class KVStoreTier(SecondaryTierManager):
         **settings: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        join_vllm_logs()
         self._settings = read = read_settings(settings)
         self.locality = Locality(locality) if locality is not None else None
         self._has_events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events

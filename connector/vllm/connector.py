@@ -27,6 +27,7 @@ from vllm.v1.request import RequestStatus
 from connector.facts import EngineFacts
 from connector.identity import read_shape
 from connector.jobs import RankReport, StepJobs
+from connector.logs import join_vllm_logs
 from connector.plugin import register
 from connector.prefix_hash import PromptContent, UncacheableContent
 from connector.request_parameters import RequestFlags, read_flags, read_handoff, wants_receipt, write_receipt
@@ -91,6 +92,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        join_vllm_logs()
         self._pins: PoolPins | None = None
         transfer = vllm_config.kv_transfer_config
         self._settings = ConnectorSettings.parse(transfer.kv_connector_extra_config or {}).for_role(transfer.kv_role)

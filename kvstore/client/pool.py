@@ -16,7 +16,10 @@ from kvstore.wire.address import Address
 
 _log = logging.getLogger(__name__)
 _NOT_REACHABLE = "the store service does not answer: continuing without it, and trying again in the background"
-_NEXT_STEP = "if it does not run, start it with `kvstore serve --listen ...`, or set url to `embedded:`"
+_NEXT_STEP = (
+    "if it does not run, start it with `kvstore serve --listen ...`; no engine needs a restart for that (only an engine"
+    " that is to have a service of its own needs the url `embedded:`)"
+)
 _NEXT_STEP_PRIVATE = (
     "a private service that has ended is started again, and a frozen one is used as soon as it responds; if no line "
     "says soon that it is reachable, see service.log in its directory"

@@ -1,0 +1,17 @@
+"""Where the lines of the store's client go in an engine of vLLM."""
+
+from __future__ import annotations
+
+import logging
+
+
+def join_vllm_logs() -> None:
+    """Log the client's lines by vLLM's handlers and level, like ours. Without handlers Python writes bare warnings,
+    which have no time and no process, and drops the line that an outage is over.
+
+    Where the process has handlers of its own for them, they are used.
+    """
+    client = logging.getLogger("kvstore")
+    if not client.handlers and not logging.root.handlers:
+        client.parent = logging.getLogger("vllm.kvstore")
+        client.setLevel(logging.NOTSET)  # this also has Python compute the levels of the loggers below it again
