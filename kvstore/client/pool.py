@@ -15,11 +15,8 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.wire.address import Address
 
 _log = logging.getLogger(__name__)
-_NOT_REACHABLE = "the store service does not answer: continuing without it, and trying again in the background"
-_NEXT_STEP = (
-    "if it does not run, start it with `kvstore serve --listen ...`; no engine needs a restart for that (only an engine"
-    " that is to have a service of its own needs the url `embedded:`)"
-)
+_NOT_REACHABLE = "the kvstore service does not answer: continuing without it, and trying again in the background"
+_NEXT_STEP = "if it does not run, start it with `kvstore serve --listen ...`: it is then used without a restart here"
 _NEXT_STEP_PRIVATE = (
     "a private service that has ended is started again, and a frozen one is used as soon as it responds; if no line "
     "says soon that it is reachable, see service.log in its directory"
@@ -175,7 +172,7 @@ class Pool:
             self._attempted.set()
             level = logging.INFO if self._warned else logging.DEBUG
             self._warned = False
-            _log.log(level, "the store service is reachable url=%s", self.url)
+            _log.log(level, "the kvstore service is reachable url=%s", self.url)
 
     def _failed(self, index: int, error: KVStoreError) -> None:
         self._reason = str(error)

@@ -41,9 +41,9 @@ def test_they_go_where_vllms_go(vllm_lines: Lines, monkeypatch: pytest.MonkeyPat
     log = logging.getLogger("kvstore.client.pool")
     assert not log.isEnabledFor(logging.INFO)
     join_vllm_logs()
-    log.info("the store service is reachable")
+    log.info("the kvstore service is reachable")
     log.debug("not this one")
-    assert vllm_lines.texts == ["the store service is reachable"]
+    assert vllm_lines.texts == ["the kvstore service is reachable"]
 
 
 def test_handlers_of_their_own_are_used(vllm_lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,5 +52,5 @@ def test_handlers_of_their_own_are_used(vllm_lines: Lines, monkeypatch: pytest.M
     monkeypatch.setattr(logging.root, "handlers", [])
     monkeypatch.setattr(logging.getLogger("kvstore"), "handlers", [own])
     join_vllm_logs()
-    logging.getLogger("kvstore.client.pool").warning("the store service does not answer")
-    assert (own.texts, vllm_lines.texts) == (["the store service does not answer"], [])
+    logging.getLogger("kvstore.client.pool").warning("the kvstore service does not answer")
+    assert (own.texts, vllm_lines.texts) == (["the kvstore service does not answer"], [])
