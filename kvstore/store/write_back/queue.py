@@ -366,8 +366,8 @@ class WriteBack:
         since = job.written_at_last if len(self) > 1 else job.written_at_first
         if job.written_at_first is None:
             job.written_at_first = self._num_written
-        elif since != self._num_written:
-            job.attempts += 1
+        elif since != self._num_written and (job.write is None or job.write.may_be_there):
+            job.attempts += 1  # the tier was asked, not the log of pending entries alone
         job.written_at_last = self._num_written
         if job.attempts >= self._limits.write_back_attempts:
             self._count_drop("attempts")

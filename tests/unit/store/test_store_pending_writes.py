@@ -326,6 +326,20 @@ async def test_to_wait_for_others_is_no_failure() -> None:
         assert not harness.dropped("attempts")
 
 
+async def test_a_log_that_does_not_answer_is_not_the_records_fault() -> None:
+    """Records that need no entry are written all the time, and one that needs an entry fails again and again."""
+    async with PendingHarness(replace(LIMITS, write_back_attempts=3)) as harness:
+        harness.refused = {"pending add"}
+        harness.save(RECORD)
+        for record in OTHERS:
+            harness.save(record, is_evictable=True)
+            await asyncio.sleep(LIMITS.backoff_s_max)
+        assert harness.steps.count("pending add") > 10
+        harness.refused = set()
+        await until(lambda: KEY in harness.hot.keys_put)
+        assert not harness.dropped("attempts")
+
+
 async def test_what_waits_for_others_is_not_overtaken_for_long(harness: PendingHarness) -> None:
     """Records that need no entry come without end: those that had to wait are written all the same."""
     harness.hot.put_s = 0.02
