@@ -192,8 +192,7 @@ def started(make: Callable[[], RedisServer]) -> RedisServer:
 
 def _arguments(folder: Path, port: int) -> list[str]:
     listening = ["--port", str(port), "--bind", "127.0.0.1"]
-    # replicas write what they copy to a file: one of each server, which a restart would load
-    return [*listening, "--save", "", "--appendonly", "no", "--dir", str(folder), "--dbfilename", f"{port}.rdb"]
+    return [*listening, "--save", "", "--appendonly", "no", "--dir", str(folder)]
 
 
 def _valkey_program() -> str:

@@ -167,6 +167,8 @@ def _server(folder: Path, port: int, options: Sequence[str], certificate: Certif
     if certificate is not None:
         speaking = [*tls_options(port, *certificate), ("tls-replication", "yes")]
         options = [*options, *(part for name, value in speaking for part in (f"--{name}", value))]
+    # a replica writes what it copies to a file, which each server that is started again would load
+    options = [*options, "--dbfilename", f"{port}.rdb"]
     return RedisServer(redis_process(folder, port, options), port, certificate=certificate)
 
 
