@@ -34,7 +34,7 @@ class StoreLimits:
             it, so beyond this limit saved records wait for their turn, and copies are dropped, counted.
         finish_bytes_in_flight: Bytes of other services' write-backs that are being finished at a time.
         write_back_attempts: A record that has failed so often, each time after others were written, is dropped,
-            counted. An outage, in which nothing is written, drops nothing.
+            counted. So is the last one left, if others were written since it failed first. An outage drops no others.
         write_back_timeout_s: Timeout of one write of one record.
         backoff_s_min: Pause after the first failure of a tier; it doubles with each further failure.
         backoff_s_max: The longest pause, and so the latest that writing resumes after a tier is back.

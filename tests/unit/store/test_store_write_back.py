@@ -257,7 +257,7 @@ class TestWriteBack:
             assert await store.save(other, deadline=soon()) is SaveOutcome.STORED
             cold.frozen = False
             assert await store.drain(soon()) == 0
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(1.0)  # the first write is over, and a second try of it would be too
             stored = await cold.inner.get(prompt.key(64), deadline=soon())
             assert stored is not None and stored.data == other.data
 
