@@ -158,7 +158,7 @@ async def test_one_warning_and_one_all_clear(
     await asyncio.sleep(0.05)
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert "kvstore serve --listen" in caplog.text
-    assert "embedded:" in caplog.text
+    assert "without a restart here" in caplog.text
 
 
 async def test_a_client_of_nothing_fails_at_once_and_finds_it_later(tmp_path: Path) -> None:
