@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvstore.api import PageStore
 from kvstore.client import trace_parent
-from kvstore.errors import Closed
+from kvstore.errors import Closed, KVStoreError
 
 Value = TypeVar("Value")
 
@@ -53,3 +53,10 @@ def result_or_none(future: Future[Value]) -> Value | None:
     if future.exception() is not None:
         return None
     return future.result()
+
+
+def failure_of(future: Future[Any] | None) -> dict[str, object]:
+    """Why a future that is done failed, as an outcome's detail; empty: it did not fail, or was cancelled."""
+    if future is None or future.cancelled() or (error := future.exception()) is None:
+        return {}
+    return {"error": str(error) if isinstance(error, KVStoreError) else type(error).__name__}

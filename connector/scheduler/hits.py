@@ -10,7 +10,7 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-from connector.bridge import Bridge, result_or_none
+from connector.bridge import Bridge, failure_of, result_or_none
 from connector.facts import EngineFacts
 from connector.identity import CacheShape
 from connector.scheduler.audits import Audits
@@ -94,7 +94,8 @@ class Hits:
             return None if in_time else self._miss(state, "lookup_timeout")
         answer = state.lookup_answer
         if answer is None:  # also if its adapter could not be identified
-            return self._miss(state, "lookup_failed" if state.chain.adapter is None else "adapter_unknown")
+            reason = "lookup_failed" if state.chain.adapter is None else "adapter_unknown"
+            return self._miss(state, reason, detail=failure_of(state.lookup))
         state.lookup_is_fresh = False
         if self.lookups.awaits_handoff(state, namespace, max(answer.resume_tokens, local_tokens)):
             return None
@@ -167,7 +168,7 @@ class Hits:
             return self._miss(state, "stage_timeout") if is_overdue else None
         staged = result_or_none(fetch.future)
         if staged is None:
-            return self._miss(state, "stage_failed")
+            return self._miss(state, "stage_failed", detail=failure_of(fetch.future))
         self._fetches.learn(fetch, staged)
         lease = fetch.lease
         if lease is None:

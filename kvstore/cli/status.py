@@ -99,7 +99,7 @@ def page_of(address: str, values: Mapping[str, Any], found: str = "") -> Group:
 
 
 def _working(found: list[Problem]) -> Iterator[str]:
-    now, before = [one for one in found if one.is_now], [one for one in found if not one.is_now]
+    now, before = [one for one in found if not one.past], [one for one in found if one.past]
     if not now:
         yield "[green]yes[/green]"
     elif len(now) == 1:
@@ -107,7 +107,7 @@ def _working(found: list[Problem]) -> Iterator[str]:
     else:
         yield f"[yellow]in part[/yellow], {len(now)} problems:"
         yield from (f"- {_problem_text(one)}" for one in now)
-    yield from (f"since its start: {_problem_text(one)}" for one in before)
+    yield from (f"{one.past}: {_problem_text(one)}" for one in before)
 
 
 def _problem_text(problem: Problem) -> str:

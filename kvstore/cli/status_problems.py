@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.cli.printing import bytes_text, counted, share_text, time_text
+from kvstore.cli.printing import bytes_text, counted, share_text, span_text, time_text
 from kvstore.errors import next_step
 
 _SAMPLE = re.compile(r"([a-z0-9_]+)(?:\{(.*)\})?")
@@ -20,31 +20,47 @@ NO_ROOM = ("node_memory",)
 _CUT_SHARE, _CUT_REQUESTS_MIN = 0.2, 10
 _NEARLY_FULL, _NEARLY_LEASED = 0.75, 0.9
 
+_SINCE_START = "since its start"
+_OVER_S = 60
+"""What was counted last so long ago is over: a request that meets the same trouble is counted within seconds."""
+
 _COUNTERS = (
-    ("corrupt_records", "tier", "{} corrupt records were found in {}; none was served", "kvstore verify"),
-    ("discarded_records", "", "engines found {} bad records; they are quarantined", "kvstore verify, engines' logs"),
-    ("write_back_dropped", "tier", "{} records were not copied to {}", "counters.write_back_dropped in --all says why"),
-    ("encryption_refused_saves", "reason", "{} records were not kept ({})", "kvstore doctor"),
+    ("corrupt_records", "tier", "corrupt record", "{} found in {}; none was served", "kvstore verify"),
+    ("discarded_records", "", "bad record", "engines found {}, now in quarantine", "kvstore verify, engines' logs"),
+    ("write_back_dropped", "tier", "record", "{} not copied to {}", "counters.write_back_dropped in --all says why"),
+    ("encryption_refused_saves", "reason", "record", "{} not kept ({})", "kvstore doctor"),
     (
         "retention_failures",
         "at",
-        "eviction from the cold tier failed {} times at {}",
+        "time",
+        "eviction from the cold tier failed {} at {}",
         "kvstore doctor, the service's log",
     ),
-    ("manifest_failures", "tier", "writing descriptions of namespaces failed {} times at {}", "the service's log"),
-    ("manifest_read_failures", "", "descriptions of namespaces could not be read {} times", "the service's log"),
-    ("catalog_changes_lost", "", "the catalog lacks {} changes", "kvstore reindex"),
+    (
+        "manifest_failures",
+        "tier",
+        "time",
+        "writing descriptions of namespaces failed {} at {}, and is repeated until it succeeds",
+        "the service's log",
+    ),
+    ("manifest_read_failures", "", "time", "descriptions of namespaces could not be read {}", "the service's log"),
+    ("catalog_changes_lost", "", "change", "the catalog lacks {}", "kvstore reindex"),
 )
-"""Counters that should not grow: name, a label, what they mean (the number and the label's value), the next step."""
+"""Counters that should not grow: name, a label, what is counted, what it means (the number and the label's value), the
+next step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem in a sentence, the next step, and whether it exists now or happened since the service's start."""
+    """One problem in a sentence, and the next step.
+
+    Attributes:
+        past: When it happened, if it does not exist now; else empty.
+    """
 
     what: str
     step: str
-    is_now: bool = True
+    past: str = ""
 
 
 def problems_of(values: Mapping[str, Any]) -> list[Problem]:
@@ -148,7 +164,8 @@ def _of_requests(recent: Mapping[str, Any]) -> Iterator[Problem]:
 
         worst = max(cut, key=lambda word: cut[word])
         text = f"{num_cut:,} of the last {num_requests:,} requests {what} ({worst}: {REASONS[worst].why})"
-        yield Problem(text, f"{REASONS[worst].advice or 'kvstore doctor'}; kvstore explain")
+        past = _over_since(recent, "reasons", cut)
+        yield Problem(text, f"{REASONS[worst].advice or 'kvstore doctor'}; kvstore explain", past)
 
 
 def _of_losses(recent: Mapping[str, Any]) -> Iterator[Problem]:
@@ -156,20 +173,28 @@ def _of_losses(recent: Mapping[str, Any]) -> Iterator[Problem]:
         return
     from kvstore.doctor.service import loss_fixes, losses_text  # slow to import
 
-    yield Problem(losses_text(recent), "; ".join(loss_fixes(recent)))
+    past = "" if recent.get("too_large") else _over_since(recent, "losses", recent["losses"])
+    yield Problem(losses_text(recent), "; ".join(loss_fixes(recent)), past)
+
+
+def _over_since(recent: Mapping[str, Any], of: str, words: Collection[str]) -> str:
+    """For how long none of these reasons was counted; empty: one was recently, or the service does not say."""
+    last_s = recent.get("last_s", {}).get(of, {})
+    quiet_s = min((last_s.get(word, 0) for word in words), default=0)
+    return f"over for {span_text(quiet_s)}" if quiet_s >= _OVER_S else ""
 
 
 def _of_counters(counters: Mapping[str, float], tiers: Collection[str]) -> Iterator[Problem]:
     places = {"catalog": "the catalog in redis" if "redis" in tiers else "the catalog"}
-    for name, label, text, step in _COUNTERS:
+    for name, label, noun, text, step in _COUNTERS:
         for value, amount in by_label(counters, name, label).items():
             if amount:
-                yield Problem(text.format(f"{amount:,.0f}", places.get(value, value)), step, is_now=False)
+                yield Problem(text.format(counted(amount, noun), places.get(value, value)), step, _SINCE_START)
     refused = by_label(counters, "saves", "outcome")
     for outcome, why in (("full", "the tiers were full"), ("busy", "too many saves were being received")):
         if amount := refused.get(outcome, 0):
             step = "kvstore top shows the tiers; see cold_bytes and pending_bytes"
-            yield Problem(f"{amount:,.0f} saves were refused: {why}", step, is_now=False)
+            yield Problem(f"{counted(amount, 'save')} refused: {why}", step, _SINCE_START)
 
 
 def by_label(samples: Mapping[str, float], name: str, label: str) -> dict[str, float]:

@@ -297,7 +297,7 @@ class Explainer:
                 removals=removals,
             )
         except InvalidRequest:  # the namespace was not opened here, and the catalog knows nothing about it
-            found = Absence(outcome.reason)
+            found = Absence("never_stored" if outcome.reason == "nothing_stored" else outcome.reason)
             return self._lost(reported, found) or found
         except KVStoreError as error:
             return Absence("no_answer", {"no_answer": error.sentence()})

@@ -41,12 +41,12 @@ REASONS = {
     ),
     "lookup_failed": Reason(
         "the lookup failed: the store could not be reached",
-        "`kvstore doctor` says whether the service runs; its log says since when",
+        "`error` in the detail says why; `kvstore doctor` says whether the service runs",
     ),
     "stage_timeout": Reason(
         "the service did not finish the fetch in time", "`kvstore doctor` tests the service and its tiers"
     ),
-    "stage_failed": Reason("the fetch failed", "see the engine's and the service's log"),
+    "stage_failed": Reason("the fetch failed", "`error` in the detail says why; `kvstore doctor` tests the service"),
     "shared_fetch_failed": Reason("another request was fetching the same, and failed", "explain that one"),
     "deadline": Reason(
         "what was fetched by the deadline was used, the rest came too late",
@@ -113,7 +113,7 @@ REASONS = {
         "make the engines equal in the fields named; docs/vllm.md lists the fields of a namespace",
     ),
     "never_stored": Reason(
-        "no record of it being stored was found",
+        "no record was found of it being stored before the request",
         "if a similar prompt was saved: a date, an id or other tools near the start make it another prompt",
     ),
     "save_busy": Reason(
@@ -155,7 +155,7 @@ REASONS = {
     ),
     "nothing_stored": Reason(
         "nothing usable was found; whether it was stored before is not known here",
-        "configure a Redis as hot or a directory as cold: both keep a catalog, which records what was stored",
+        "nothing, if it is new; a catalog records what was stored: a Redis as hot or a directory as cold keeps one",
     ),
     "no_answer": Reason(
         "nothing usable was found; why it was not stored is not known, since the catalog or a tier did not answer",

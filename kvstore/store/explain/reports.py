@@ -148,17 +148,23 @@ class Recent:
 
     def counts(self) -> Mapping[str, object]:
         """Over `window_s`: `requests` by result, `tokens` by part, `reasons` why requests were resumed no further, and
-        `losses`: records that engines computed and did not save, by the reason. `too_large`: of engines that can never
-        save some records, the largest `needs_bytes`, with the `pinned_bytes` that they have. The words are those of the
-        meters `requests`, `request_tokens` and `saves_lost`.
+        `losses`: records that engines computed and did not save, by the reason. `last_s`: at most so long ago each of
+        those reasons was counted last. `too_large`: of engines that can never save some records, the largest
+        `needs_bytes`, with the `pinned_bytes` that they have. The words are those of the meters `requests`,
+        `request_tokens` and `saves_lost`.
         """
-        first = self._first()
+        first, now_s = self._first(), self._clock.monotonic_s()
         total: Counter[tuple[str, str]] = Counter()
         needs_bytes, pinned_bytes = 0, 0
-        for number, step in self._steps.items():
-            if number >= first:
-                total += step.counts
-                needs_bytes, pinned_bytes = max((needs_bytes, pinned_bytes), step.too_large)
+        last_s: dict[str, dict[str, int]] = {"reasons": {}, "losses": {}}
+        for number, step in sorted(self._steps.items()):
+            if number < first:
+                continue
+            total += step.counts
+            needs_bytes, pinned_bytes = max((needs_bytes, pinned_bytes), step.too_large)
+            for (of, name), amount in step.counts.items():
+                if amount and of in last_s:
+                    last_s[of][name] = max(0, int(now_s - number * _STEP_S))
         found: dict[str, dict[str, int]] = {
             "requests": dict.fromkeys(("hit", "part", "miss", "local"), 0),
             "tokens": dict.fromkeys(("prompt", "resumed", "local"), 0),
@@ -168,7 +174,7 @@ class Recent:
         }
         for (of, name), amount in sorted(total.items()):
             found[of][name] = amount
-        return {"window_s": WINDOW_S, **found}
+        return {"window_s": WINDOW_S, **found, "last_s": last_s}
 
     def _number(self, age_s: float = 0.0) -> int:
         """The number of the step `age_s` ago."""

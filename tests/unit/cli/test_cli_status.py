@@ -175,7 +175,7 @@ def test_what_is_wrong_is_one_line_with_the_next_step(
     values = healthy()
     broken(values)
     [found] = problems_of(values)
-    assert found.is_now and what in found.what and step in found.step
+    assert not found.past and what in found.what and step in found.step
     [line] = [line for line in printed(values, 400) if line.startswith("working")]
     assert line == f"working     in part: {found.what}. Next: {found.step}"
 
@@ -187,8 +187,8 @@ def test_several_wrong_things_are_a_line_each() -> None:
     values["counters"] |= {'corrupt_records{reason="header",tier="s3"}': 1.0}
     lines = printed(values, 400)
     assert lines[2] == "working     yes"
-    assert "3 corrupt records were found in s3; none was served. Next: kvstore verify" in lines[3]
-    assert "5 saves were refused: the tiers were full." in lines[4]
+    assert "since its start: 3 corrupt records found in s3; none was served. Next: kvstore verify" in lines[3]
+    assert "5 saves refused: the tiers were full." in lines[4]
     values["tiers"]["s3"] = {"healthy": False, "reason": "away"}
     values["counters"]["catalog_complete"] = 0
     lines = printed(values, 400)
@@ -252,6 +252,19 @@ def test_a_tier_that_accepts_no_writes_is_a_problem_with_its_next_step() -> None
     assert any("s3 accepts no writes: it is full. Next: make room" in line for line in printed(values, 400))
 
 
+def test_what_is_over_is_no_problem_of_now() -> None:
+    """An outage costs requests for as long as it lasts; its counts stay in the window for minutes."""
+    values = healthy()
+    values["recent"] |= {"reasons": {"lookup_failed": 30, "evicted": 9}, "losses": {"save_failed": 2}}
+    values["recent"]["last_s"] = {"reasons": {"lookup_failed": 150, "evicted": 4}, "losses": {"save_failed": 75}}
+    lines = printed(values, 400)
+    assert lines[2] == "working     yes"
+    assert "over for 2 min: 30 of the last 80 requests got no answer in time (lookup_failed" in lines[3]
+    assert "over for 1 min: 2 records were computed in the last 5 minutes, but not saved" in lines[4]
+    values["recent"]["last_s"]["reasons"]["lookup_failed"] = 10
+    assert printed(values, 400)[2].startswith("working     in part: 30 of the last 80 requests got no answer")
+
+
 @pytest.mark.parametrize("at", ["catalog", "s3"])
 def test_what_has_failed_in_an_eviction_is_named(at: str) -> None:
     values = healthy()
@@ -288,6 +301,7 @@ def test_recent_requests_are_forgotten_after_the_window() -> None:
     told = recent.counts()
     assert told["requests"] == {"hit": 1, "part": 0, "miss": 1, "local": 0}
     assert told["tokens"] == {"prompt": 150, "resumed": 80, "local": 16} and told["reasons"] == {"other": 1}
+    assert told["last_s"] == {"reasons": {"other": int(clock.now_s) % 10}, "losses": {}}
     clock.now_s += 10
     assert recent.counts()["tokens"] == {"prompt": 50, "resumed": 0, "local": 0}
     clock.now_s += 10 * WINDOW_S
@@ -307,6 +321,7 @@ def test_recent_losses_are_forgotten_after_the_window() -> None:
     told = recent.counts()
     assert told["losses"] == {"other": 1, "save_busy": 3}
     assert told["too_large"] == {"needs_bytes": 900, "pinned_bytes": 100}
+    assert set(told["last_s"]["losses"]) == {"other", "save_busy"}
     assert told["requests"] == dict.fromkeys(("hit", "part", "miss", "local"), 0) and told["reasons"] == {}
     clock.now_s += WINDOW_S
     assert (recent.counts()["losses"], recent.counts()["too_large"]) == ({}, {})

@@ -136,7 +136,8 @@ def test_a_slow_and_a_failing_lookup(tmp_path: Path) -> None:
         at.store.errors["lookup"] = Unavailable("no service is there")
         at.new("b", 170)
         assert at.ask("b") == 0
-        assert explained(at, "b")["reason"] == "lookup_failed"
+        found = explained(at, "b")
+        assert found["reason"] == "lookup_failed" and found["detail"] == {"error": "no service is there"}
 
 
 def test_a_failing_fetch_and_a_failing_load(at: SchedulerHarness) -> None:
@@ -145,7 +146,7 @@ def test_a_failing_fetch_and_a_failing_load(at: SchedulerHarness) -> None:
     at.store.errors["stage"] = Unavailable("gone")
     at.new("a", 170)
     assert at.ask("a") == 0
-    assert explained(at, "a")["reason"] == "stage_failed"
+    assert explained(at, "a")["reason"] == "stage_failed" and explained(at, "a")["detail"] == {"error": "gone"}
     del at.store.errors["stage"]
     at.new("b", 170, name="a")
     at.admit("b", at.ask("b"))
