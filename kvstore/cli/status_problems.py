@@ -103,9 +103,14 @@ def _of_tiers(values: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _of_catalog(catalog: Mapping[str, Any]) -> Iterator[Problem]:
-    if (since_ms := catalog.get("takes_none_since_ms")) is None:
-        return
-    yield Problem(waiting_text(catalog["waiting_changes"], since_ms // 1000), "kvstore doctor names the fix")
+    if (since_ms := catalog.get("takes_none_since_ms")) is not None:
+        cause, step = next_step(catalog.get("takes_none_reason", ""))
+        what = waiting_text(catalog["waiting_changes"], since_ms // 1000) + (f" ({cause})" if cause else "")
+        yield Problem(what, step or "kvstore doctor names the fix")
+    if (since_ms := catalog.get("answers_none_since_ms")) is not None:
+        cause, step = next_step(catalog["answers_none_reason"])
+        what = f"the catalog has answered no lookups since {time_text(since_ms // 1000)} UTC ({cause})"
+        yield Problem(f"{what}: the tiers are asked instead, which is slower", step or "kvstore doctor names the fix")
 
 
 def waiting_text(num_changes: float, since_s: int) -> str:

@@ -42,6 +42,7 @@ _NOTHING_SAVED = {"no_key", "wrong_key"}
 _ANSWER_S_MIN = 0.1
 _ANSWER_BYTES_MAX = 1 << 20
 _MIB = 1 << 20
+_CATALOG_FIX = "mend what the checks of redis find or, without a Redis, of the directory: it has the catalog"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +153,24 @@ def key_problems(problems: Mapping[str, object]) -> list[tuple[str, str]]:
 
 def judge_catalog(status: Mapping[str, object]) -> Finding:
     """Judge whether the catalog has every stored record."""
-    it = Criterion("service.catalog", "the catalog has every stored record")
+    it = Criterion("service.catalog", "the catalog answers, and has every stored record")
+    if away := list(_catalog_troubles(_mapping(status.get("catalog")))):
+        steps = [step for _, step in away if step]
+        return it.warning("; ".join(what for what, _ in away), "; ".join(dict.fromkeys(steps)) or _CATALOG_FIX)
     is_complete = _mapping(status.get("counters")).get("catalog_complete")
     if is_complete is None:
         return it.skipped("the service has no catalog of several services, or does not report it")
     if is_complete:
         return it.ok("it is complete")
     return it.warning("it may lack records that are stored, so lookups query the tiers too", reindex_step(status))
+
+
+def _catalog_troubles(catalog: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """What the catalog does not do for the service, with why and the next step, which may be empty."""
+    for what, verb in (("takes_none", "takes no changes"), ("answers_none", "answers no lookups")):
+        if catalog.get(f"{what}_since_ms") is not None:
+            cause, step = next_step(str(catalog.get(f"{what}_reason", "")))
+            yield f"it {verb} of the service{f' ({cause})' if cause else ''}", step
 
 
 def reindex_step(status: Mapping[str, object]) -> str:

@@ -21,6 +21,7 @@ from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.turns import PIECE, LongWork, Turns, who_asks
+from kvstore.store.catalog_outage import CatalogOutage
 from kvstore.store.context import StoreContext
 from kvstore.store.presence import (
     PackedSlices,
@@ -48,6 +49,7 @@ _BYTES_OF_ITEM = 1024
 """Bytes of entries that are noted in the time of one probe."""
 _ITEMS_OF_GROUP = 16
 """Probes in whose time one group's sizes are summed."""
+_AWAY = "answers no lookups: the tiers are asked instead, which is slower"
 _CATALOG_SHARE = 0.6
 """The catalog's share of a lookup's time: if it hangs there must be time left to ask the tiers."""
 _COMPLETE_S = 5.0
@@ -280,6 +282,9 @@ class CatalogLookup:
 
     Up to `NAMES_AT_ONCE` boundaries are read in one round trip. Of a longer prompt most of whose boundaries do not end
     a page, the pages are read first, then the tails and states that can still matter.
+
+    Attributes:
+        outage: Whether it answers.
     """
 
     def __init__(self, catalog: Catalog, instruments: Instruments, work: LongWork) -> None:
@@ -288,6 +293,7 @@ class CatalogLookup:
         self._turns = Turns(_CATALOG_QUERIES_MAX)
         self._meters = instruments.meters
         self._clock = instruments.clock
+        self.outage = CatalogOutage(_AWAY, "answers lookups", instruments.clock)
         self._is_complete = False
         self._checked_s = float("-inf")
         self._unused_until_s = float("-inf")
@@ -302,11 +308,14 @@ class CatalogLookup:
         deadline = deadline.earlier(deadline.remaining_s * _CATALOG_SHARE)
         try:
             await self._read_all(presence, deadline, hot=hot, cold=cold)
-        except (Unavailable, Closed, CorruptRecord, InvalidRequest):
+        except (Unavailable, Closed, CorruptRecord, InvalidRequest) as error:
             self._meters.add("catalog_failures", call="lookup")
+            if isinstance(error, Unavailable):
+                self.outage.failed(error)
             self._unused_until_s = self._clock.monotonic_s() + _CATALOG_PAUSE_S
             presence.hot, presence.cold = {}, {}
             return False
+        self.outage.answered()
         self._meters.add("catalog_lookups", complete=str(self._is_complete).lower())
         return self._is_complete
 

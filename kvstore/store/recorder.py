@@ -17,6 +17,7 @@ from kvstore.model.layout import Layout
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
+from kvstore.store.catalog_outage import CatalogOutage
 from kvstore.store.parents import Parents
 
 _BATCH = 512
@@ -27,6 +28,7 @@ _PAUSE_S_MAX = 5.0
 _CLOSE_S = 1.0
 _AGAIN_S = 1.0
 """Time after which a record is reported again that the catalog refused because its boundary was being deleted."""
+_AWAY = "takes no changes: they wait, and other services do not find what is stored here meanwhile"
 _USE_S = 5.0
 """How often reads are reported: there are many, and no reader needs them sooner."""
 
@@ -53,6 +55,8 @@ class Backlog:
     num_changes: int
     since_ms: int | None
     """Since when the catalog has taken none, since the Unix epoch; `None`: it takes them."""
+    reason: str = ""
+    """Why it took none when it was last asked."""
 
 
 class Recorder:
@@ -82,7 +86,7 @@ class Recorder:
         self._flusher: asyncio.Task[None] | None = None
         self._use_reporter: asyncio.Task[None] | None = None
         self._has_lost = False
-        self._refused_since_ms: int | None = None
+        self._outage = CatalogOutage(_AWAY, "takes changes", instruments.clock)
         self._layouts: dict[NamespaceId, tuple[Layout, str]] = {}
         self._registered: set[NamespaceId] = set()
 
@@ -93,7 +97,7 @@ class Recorder:
     @property
     def backlog(self) -> Backlog:
         """What waits. Safe from any thread."""
-        return Backlog(len(self._waiting), self._refused_since_ms)
+        return Backlog(len(self._waiting), self._outage.since_ms, self._outage.reason)
 
     def check_reported(self) -> None:
         """Check that the catalog takes changes: without the latest ones it cannot say that a record is not stored.
@@ -101,7 +105,7 @@ class Recorder:
         Raises:
             Unavailable: It took none of those that were sent last.
         """
-        if self._refused_since_ms is not None:
+        if self._outage.since_ms is not None:
             raise Unavailable(
                 f"the catalog took no changes when it was last asked, and {len(self._waiting)} of this service wait: "
                 "run `kvstore doctor`"
@@ -165,7 +169,7 @@ class Recorder:
 
     async def _report(self, change: Addition | Removal, deadline: Deadline, *, is_new: bool = False) -> bool:
         report = _Report(change, asyncio.get_running_loop().create_future(), is_new)
-        if not self._queue(report) or self._refused_since_ms is not None:  # a write waits for no refusal that is known
+        if not self._queue(report) or self._outage.since_ms is not None:  # a write waits for no refusal that is known
             return True
         try:
             await asyncio.wait({report.taken}, timeout=deadline.remaining_s)
@@ -195,16 +199,16 @@ class Recorder:
             except (InvalidRequest, CorruptRecord):  # the catalog will never take them
                 self._meters.add("catalog_failures", call="refused")
                 taken, self._has_lost = [True] * len(batch), True
-            except (Unavailable, Closed):
+            except (Unavailable, Closed) as error:
                 self._meters.add("catalog_failures", call="change")
-                if self._refused_since_ms is None:
-                    self._refused_since_ms = self._clock.wall_ms()
+                self._outage.failed(error)
                 for report in self._waiting:
                     report.resolve(True)
                 failures += 1
                 await asyncio.sleep(min(_PAUSE_S_MAX, 0.1 * 2 ** min(failures, 10)))
                 continue
-            failures, self._refused_since_ms = 0, None
+            failures = 0
+            self._outage.answered()
             self.num_refused += taken.count(False)
             for report, answer in zip(batch, taken, strict=True):
                 self._waiting.popleft()

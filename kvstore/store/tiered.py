@@ -139,7 +139,7 @@ class TieredStore(PageStore):
         catalog = recorder.catalog if recorder is not None else None
         tiers = {Level.HOT: hot, Level.COLD: cold}
         absence = AbsenceFinder(recorder, self._manifests, tiers) if recorder is not None else None
-        catalog_lookup = CatalogLookup(catalog, context.instruments, self.work) if catalog is not None else None
+        self._catalog_lookup = CatalogLookup(catalog, context.instruments, self.work) if catalog is not None else None
         self._explainer = Explainer(context, absence, self._is_retired, self.work)
         self.operations = StoreOperations(
             context,
@@ -149,7 +149,7 @@ class TieredStore(PageStore):
             operator_rules=self._operator_rules,
             recorder=recorder,
         )
-        self._finder = PresenceFinder(context, self._absent, self.work, catalog_lookup)
+        self._finder = PresenceFinder(context, self._absent, self.work, self._catalog_lookup)
         self._stager = Stager(
             context,
             absent=self._absent,
@@ -480,7 +480,7 @@ class TieredStore(PageStore):
                 }
                 for name, queue in self._saver.queues().items()
             },
-            "catalog": _catalog_status(self.operations.backlog()),
+            "catalog": _catalog_status(self.operations.backlog(), self._catalog_lookup),
             "admission": self._admission.rules() if self._admission is not None else {},
             "counters": self.meters.snapshot(),
             "recent": self._explainer.recent(),
@@ -567,10 +567,18 @@ def _leave_time(deadline: Deadline) -> Deadline:
     return deadline.earlier(remaining_s - min(_ANSWER_S, remaining_s / 10))
 
 
-def _catalog_status(backlog: Backlog | None) -> dict[str, object]:
-    if backlog is None:
+def _catalog_status(backlog: Backlog | None, lookups: CatalogLookup | None) -> dict[str, object]:
+    """What the catalog does not do, since when and why: take changes, answer lookups."""
+    if backlog is None or lookups is None:
         return {}
-    return {"waiting_changes": backlog.num_changes, "takes_none_since_ms": backlog.since_ms}
+    away = lookups.outage if lookups.outage.is_lasting else None
+    return {
+        "waiting_changes": backlog.num_changes,
+        "takes_none_since_ms": backlog.since_ms,
+        "takes_none_reason": backlog.reason,
+        "answers_none_since_ms": away.since_ms if away is not None else None,
+        "answers_none_reason": away.reason if away is not None else "",
+    }
 
 
 def _tier_status(state: TierState) -> dict[str, object]:

@@ -117,10 +117,12 @@ async def test_changes_that_wait_for_the_catalog_are_seen(tmp_path: Path, monkey
             assert re.search(r"kvstore_catalog_waiting_seconds [\d.]*[1-9]", metrics)
             assert f"{num_records} changes of this service wait" in top
             assert status["waiting_changes"] == num_records and status["takes_none_since_ms"] > 0
+            assert status["takes_none_reason"] == "the disk is full"
         await made.settle()
         ready, metrics, top, status = await seen()
         assert ready.status_code == 200 and "kvstore_catalog_waiting_seconds 0\n" in metrics
-        assert "changes" not in top and status == {"waiting_changes": 0, "takes_none_since_ms": None}
+        assert "changes" not in top and status["waiting_changes"] == 0
+        assert status["takes_none_since_ms"] is status["answers_none_since_ms"] is None
 
 
 async def test_a_tenant_sees_its_own_quota_only(tmp_path: Path) -> None:

@@ -148,6 +148,14 @@ def change(*path: str, to: object) -> Callable[[dict[str, Any]], None]:
             "doctor",
         ),
         (
+            change(
+                "catalog",
+                to={"answers_none_since_ms": 1_763_800_000_000, "answers_none_reason": "a node is silent: start it"},
+            ),
+            "the catalog has answered no lookups since 2025-11-22 08:26:40 UTC (a node is silent): the tiers are asked",
+            "start it",
+        ),
+        (
             change("encryption", to={"problems": {"wrong_key": ["no saves: give key 1 its secret tenant='' id=1"]}}),
             "no saves, tenant '', id 1",
             "give key 1 its secret",

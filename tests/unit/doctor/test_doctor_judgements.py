@@ -232,6 +232,11 @@ def test_the_catalog_and_the_files_of_a_service() -> None:
     check(judge_catalog(incomplete), WARNING, "may lack records", "kvstore reindex (services may keep running)")
     tiers["s3"] = {"healthy": False}
     check(judge_catalog(incomplete), WARNING, "", "kvstore reindex, once s3 answers again")
+    away = {"takes_none_since_ms": 5, "takes_none_reason": "no memory is left: raise maxmemory url=redis://a"}
+    seen = "it takes no changes of the service (no memory is left, url redis://a)"
+    check(judge_catalog({**incomplete, "catalog": away}), WARNING, seen, "raise maxmemory")
+    away = {"answers_none_since_ms": 5, "answers_none_reason": "the node does not answer"}
+    check(judge_catalog({**incomplete, "catalog": away}), WARNING, "answers no lookups", "checks of redis")
     check(judge_files({"service": {"not_reloaded": {}}}), OK)
     check(judge_files({"service": {}}), SKIPPED)
     wrong = "invalid credentials file: line 2 has no value path=/etc/c.toml"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 import pytest
@@ -10,6 +11,7 @@ from store_harness import MIB, fill, opened, slow_tier, stage
 
 from kvstore.api import SaveOutcome
 from kvstore.catalog.entry import EntryTable
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
@@ -196,3 +198,45 @@ async def test_many_lookups_ask_once_whether_the_catalog_is_complete() -> None:
     presences = [Presence(ATTENTION, prompt.query()) for _ in range(100)]
     assert all(await asyncio.gather(*(lookup.fill(one, soon(), hot=True, cold=True) for one in presences)))
     assert catalog.num_asked <= 2
+
+
+class Failing(DictCatalog):
+    """Answers no question while it has an error."""
+
+    def __init__(self) -> None:
+        super().__init__(CatalogBooks())
+        self.error: Exception | None = None
+
+    async def lookup(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], *, deadline: Deadline) -> EntryTable:
+        if self.error is not None:
+            raise self.error
+        return await super().lookup(namespace, prefixes, deadline=deadline)
+
+
+async def test_a_catalog_that_answers_no_lookups_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """In the log when it has lasted, and when it is over. One failure alone, or a refused question, is no outage."""
+    caplog.set_level(logging.INFO, "kvstore.store")
+    prompt, catalog = Prompt(ATTENTION, "a", 250), Failing()
+    await catalog.register(prompt.namespace, ATTENTION, "", deadline=soon())
+    lookup = CatalogLookup(catalog, Instruments(), LongWork("lookups"))
+
+    async def ask(num_times: int, error: Exception | None) -> bool:
+        catalog.error = error
+        for _ in range(num_times):
+            await lookup.fill(Presence(ATTENTION, prompt.query()), soon(), hot=True, cold=True)
+            await asyncio.sleep(1.1)  # after a failure it is not asked for a second
+        return lookup.outage.is_lasting
+
+    assert not await ask(1, None)
+    assert not await ask(1, Unavailable("a connection broke"))
+    assert not await ask(1, None)
+    assert not await ask(3, InvalidRequest("no such namespace"))
+    assert not caplog.messages
+    assert await ask(4, Unavailable("a node is silent: start it", node="a:1"))
+    assert lookup.outage.reason == "a node is silent: start it node=a:1"
+    assert not await ask(2, None)
+    assert caplog.messages == [
+        "the catalog answers no lookups: the tiers are asked instead, which is slower (a node is silent, node a:1): "
+        "start it",
+        "the catalog answers lookups again after 4.4 s",
+    ]
