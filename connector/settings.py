@@ -273,6 +273,7 @@ def _check_known(key: str, origin: str, known: Collection[str]) -> None:
     if key not in known:
         near = difflib.get_close_matches(key, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(sorted(known))}"
+        hint += f"; a setting of the service is KVSTORE_{key.upper()} where it starts" if origin == key else ""
         raise InvalidRequest(f"unknown connector setting {origin!r}: {hint}")
 
 

@@ -420,7 +420,8 @@ def _check_names(values: dict[str, Any], what: str, spell: Any = str) -> None:
             _log.warning(message, what, cut(spell(name)), REMOVED_SETTINGS[name])
         elif name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            step = f"did you mean {spell(near[0])}?" if near else "docs/settings.md lists all"
+            step = f"did you mean {spell(near[0])}? Settings" if near else "docs/settings.md lists all; settings"
+            step += " of engines belong in their kv_connector_extra_config"
             raise InvalidRequest(f"unknown {what} {cut(spell(name))}: {step}")
 
 

@@ -104,6 +104,12 @@ def test_unknown_key_like_none_lists_all() -> None:
     assert all(key in str(refusal.value) for key in VALID)
 
 
+def test_it_is_said_where_a_setting_of_the_service_belongs() -> None:
+    """Whether it resembles one of the connector's or none."""
+    with pytest.raises(InvalidRequest, match="'hot'.* a setting of the service is KVSTORE_HOT where it starts"):
+        parse({"hot": "redis://a:1"})
+
+
 def test_a_place_may_have_some_keys_only() -> None:
     """Another key of the connector is refused there, with the nearest of those that it may have; the environment, which
     other engines share, may have all.
