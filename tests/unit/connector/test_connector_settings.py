@@ -106,7 +106,7 @@ def test_unknown_key_like_none_lists_all() -> None:
 
 def test_it_is_said_where_a_setting_of_the_service_belongs() -> None:
     """Whether it resembles one of the connector's or none."""
-    with pytest.raises(InvalidRequest, match="'hot'.* a setting of the service is KVSTORE_HOT where it starts"):
+    with pytest.raises(InvalidRequest, match=r"'hot'.* a setting of the service is KVSTORE_HOT where it starts"):
         parse({"hot": "redis://a:1"})
 
 
