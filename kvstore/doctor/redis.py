@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvstore.doctor.check import Check, Criterion, Finding, worst
@@ -84,9 +85,17 @@ def judge_redis(location: RedisLocation, seen: RedisExamination) -> list[Finding
         Criterion("redis", "it answers and accepts our login").ok(f"answers at {addresses}"),
         _judge_rights(seen),
         _judge_topology(location, seen),
-        *(worst([judge(server) for server in servers]) for judge in judges),
+        *(_of_all(servers, [judge(server) for server in servers]) for judge in judges),
         worst(clocks),
     ]
+
+
+def _of_all(servers: Sequence[ServerFacts], findings: Sequence[Finding]) -> Finding:
+    """The worst finding of one subject, whose fix names the other servers that need it too."""
+    found = worst(findings)
+    alike = zip(servers, findings, strict=True)
+    others = [server.address for server, one in alike if one.verdict is found.verdict and one is not found]
+    return replace(found, fix=f"{found.fix}; likewise on {', '.join(others)}") if found.fix and others else found
 
 
 def _judge_rights(seen: RedisExamination) -> Finding:

@@ -41,7 +41,7 @@ COUNTERS = {
     "manifest_failures": "attempts to write a manifest to a tier that failed; they are repeated",
     "manifest_read_failures": "manifests that `kvstore explain` could not read",
     "pending_failures": "failed operations on pending entries",
-    "pending_finished": "write-backs of other services that were finished here",
+    "pending_finished": "write-backs of other services that were finished here; lost: no tier has the record",
     "pending_left": "pending entries left for other services",
     "prefetched_bytes": "bytes of records that prefetches brought, by what became of them",
     "prefetches": "prefetches, by outcome",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from itertools import islice
 
 from kvstore.catalog.entry import Level
@@ -27,6 +28,8 @@ _PAUSE_S_MAX = 2.0
 _REQUESTS_MAX = 32_768
 """Entries that may wait to be written to the log, some 12 MB."""
 _REQUESTS_TOGETHER = 256
+_TOLD_S = 60.0
+"""A busy service leaves some writes to others all the time."""
 
 
 class Finisher:
@@ -65,6 +68,8 @@ class Finisher:
         self._nameless: dict[NamespaceId, Deadline] = {}  # no manifest found: how long to wait for it
         self._in_flight = ByteBudget(context.limits.finish_bytes_in_flight)
         self._requests: dict[RecordKey, PendingEntry] = {}
+        self._untold: Counter[str] = Counter()  # what was finished since the last line in the log, by outcome
+        self._told_s = float("-inf")
 
     def start(self) -> None:
         """Work in the background, until its owner is closed."""
@@ -102,8 +107,19 @@ class Finisher:
                 raise
             except KVStoreError:
                 self._meters.add("pending_failures", step="claim")
+            if not num_claimed:
+                self._tell()
             if num_claimed < _CLAIMED_TOGETHER or not num_done:
                 await asyncio.sleep(min(_PAUSE_S_MAX, self._log.lease_s / 3))
+
+    def _tell(self) -> None:
+        """Say in the log what was finished for services that have ended, at most once in a while."""
+        now_s = self._clock.monotonic_s()
+        if self._untold and now_s - self._told_s >= _TOLD_S:
+            numbers = ", ".join(f"{outcome} {num:,}" for outcome, num in sorted(self._untold.items()))
+            _log.info("writes to %s that other services had left were finished: %s", self._cold.name, numbers)
+            self._untold.clear()
+            self._told_s = now_s
 
     async def round(self) -> tuple[int, int]:
         """Claim some entries and finish them; returns how many were claimed, and how many of them are done.
@@ -163,6 +179,7 @@ class Finisher:
             self._meters.add("pending_failures", step="finish")
             return False
         self._meters.add("pending_finished", outcome=outcome)
+        self._untold[outcome] += 1
         return True
 
     async def _copy(self, entry: PendingEntry, deadline: Deadline) -> str:

@@ -18,7 +18,7 @@ _NEXT_STEP = {
     "NOREPLICAS": "bring its replicas back",
     "OOM": "raise maxmemory, or set maxmemory-policy volatile-lru",
     "MOVED": "this is a Redis Cluster: use redis+cluster://",
-    "CLUSTERDOWN": "bring the cluster's missing nodes back",
+    "CLUSTERDOWN": "if this lasts longer than a replica needs to take over, bring the cluster's missing nodes back",
     "MASTERDOWN": "bring its primary back",
     "IDONTKNOW": "try again once the sentinel has seen the primary",
 }

@@ -364,6 +364,9 @@ def test_servers(changes: dict[str, object], name: str, verdict: Verdict, seen: 
     if name != "redis.topology":
         pair = judge_redis(CLUSTER, replace(SEEN, servers=(SERVER, server)))
         check(next(finding for finding in pair if finding.name == name), verdict, "", fix)
+        three = judge_redis(CLUSTER, replace(SEEN, servers=(server, SERVER, replace(server, address="third:6379"))))
+        told = next(finding for finding in three if finding.name == name).fix
+        assert told.endswith("; likewise on third:6379") if verdict is not OK else not told
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -89,9 +90,12 @@ async def test_the_hot_tier_keeps_what_the_cold_one_does_not_have(world: SharedT
     assert len(world.hot.keys_allowed) == 10
 
 
-async def test_another_service_finishes_what_a_dead_one_left(world: SharedTiers) -> None:
+async def test_another_service_finishes_what_a_dead_one_left(
+    world: SharedTiers, caplog: pytest.LogCaptureFixture
+) -> None:
     """A service dies with everything in the hot tier alone: after its leases another brings it to the cold one,
-    bit for bit, and serves it."""
+    bit for bit, serves it, and says so in its log."""
+    caplog.set_level(logging.INFO, "kvstore.store.write_back")
     prompt = Prompt(ATTENTION, "a", 640)
     world.cold.down = True
     first = await world.store(prompt)
@@ -106,6 +110,7 @@ async def test_another_service_finishes_what_a_dead_one_left(world: SharedTiers)
         assert found is not None
         assert found.data == record.data
     assert second.meters.get("pending_finished", outcome="stored") == 20
+    await until(lambda: "writes to s3 that other services had left were finished: stored 20" in caplog.messages)
     assert set(world.hot.keys_allowed) == {record.key for record in prompt.records()}
     assert (await stage(second, prompt)).resume_tokens == 640
 
