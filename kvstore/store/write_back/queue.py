@@ -202,8 +202,6 @@ class WriteBack:
             record = self._memory.held(key)  # a mark as used would have others evicted that still wait
             assert record is not None, "`left_memory` was not called"
             self._queue(job, record)
-        if self._heap and not self._num_workers and not self.is_paused:  # the last one ended by an error
-            self._add_worker()
 
     def _has_room(self, num_bytes: int) -> bool:
         return self.queued_bytes + num_bytes <= self._limits.write_back_bytes
@@ -332,9 +330,12 @@ class WriteBack:
             self._end(job)
             return
         except BaseException as error:
-            if isinstance(error, Exception):
-                self._count_drop("failed")
             self._end(job)
+            if isinstance(error, Exception):  # a bug ends this worker; another one writes what is left
+                self._count_drop("failed")
+                self._queue_waiting()
+                if self._heap and not self.is_paused:
+                    self._add_worker()
             raise
         if outcome is None:  # says nothing about the tier
             if not self._is_busy:
