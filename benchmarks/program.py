@@ -110,6 +110,10 @@ def run_sections(
                 rows += map(as_named, sections[name](amounts, say))
             except (CannotInstall, ServerFailed, KVStoreError, OSError, RuntimeError) as error:
                 failures.append(f"{name}: {error}")
+            except KeyboardInterrupt:
+                if rows and not chosen.json:
+                    Console().print(_table_of("the sections that had ended", _ROW_COLUMNS, rows))
+                raise
         return rows
 
     def report(rows: list[Row], console: Console | None) -> tuple[str, list[str]]:

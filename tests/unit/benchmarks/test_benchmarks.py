@@ -182,6 +182,21 @@ def test_a_section_that_fails_does_not_hide_the_others(
     assert len(rows_of(captured.out)) == 5
 
 
+def test_an_interrupted_benchmark_shows_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sections that had ended, in a table; the exit status is that of an interrupt, and there is no last line."""
+
+    def is_interrupted(amounts: object, say: object) -> list[Any]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(quick.SECTIONS, "s3", is_interrupted)
+    assert quick.main(["--only", "codec,s3", "--sizes", "4KiB", *TINY]) == 130
+    captured = capsys.readouterr()
+    assert "codec decode, tiles" in captured.out and "BENCH" not in captured.out
+    assert "interrupted" in captured.err
+
+
 def test_an_engine_that_fails_is_reported_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     """No traceback, exit status 1; a failure of the figures shows them all the same."""
 
