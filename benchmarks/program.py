@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks.measure import Amounts, Row
 from kvstore.errors import KVStoreError
 from kvstore.runtime.sizes import parse_bytes
-from kvstore.testing.program import Say, run_program
+from kvstore.testing.program import Say, open_console, run_program
 from kvstore.testing.servers import CannotInstall
 from kvstore.testing.servers.process import ServerFailed
 
@@ -112,7 +112,7 @@ def run_sections(
                 failures.append(f"{name}: {error}")
             except KeyboardInterrupt:
                 if rows and not chosen.json:
-                    Console().print(_table_of("the sections that had ended", _ROW_COLUMNS, rows))
+                    open_console().print(_table_of("the sections that had ended", _ROW_COLUMNS, rows))
                 raise
         return rows
 

@@ -23,6 +23,14 @@ Say = Callable[[str], None]
 Result = TypeVar("Result")
 
 
+def open_console(*, stderr: bool = False) -> Console:
+    """The terminal; or a log file, whose lines are not wrapped."""
+    console = Console(stderr=stderr)
+    if not console.is_terminal:
+        console.width = _LOG_COLUMNS
+    return console
+
+
 def run_program(
     name: str,
     run: Callable[[Say], Result],
@@ -38,10 +46,7 @@ def run_program(
         report: Shows a table on the console, if there is one; returns the last line and the failures.
         quiet: Print the line alone.
     """
-    errors, out = Console(stderr=True), Console()
-    for console in (errors, out):
-        if not console.is_terminal:  # a log file: do not wrap
-            console.width = _LOG_COLUMNS
+    errors, out = open_console(stderr=True), open_console()
     started_s = time.monotonic()
 
     def say(text: str) -> None:
