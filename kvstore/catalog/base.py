@@ -209,7 +209,21 @@ class Catalog(ABC):
 
     @abstractmethod
     async def set_complete(self, complete: bool, *, deadline: Deadline) -> None:
-        """Set `is_complete`: true after a reindex, or for an empty store; false when changes may have been missed."""
+        """Set `is_complete`: true for an empty store; false when changes may have been missed, which also outlasts the
+        rebuilds that run.
+        """
+
+    @abstractmethod
+    async def start_rebuild(self, *, deadline: Deadline) -> bytes:
+        """A token for `finish_rebuild`. Several rebuilds may run at once, and those that start from the same state get
+        the same token. It is lost with the catalog's data.
+        """
+
+    @abstractmethod
+    async def finish_rebuild(self, token: bytes, *, deadline: Deadline) -> bool:
+        """Mark the catalog complete once every stored record has been added. False: it was marked incomplete, or lost
+        its data, since `start_rebuild` gave the token, and stays incomplete.
+        """
 
     @abstractmethod
     async def lookup(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], *, deadline: Deadline) -> EntryTable:

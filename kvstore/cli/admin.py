@@ -33,7 +33,7 @@ Yes: TypeAlias = Annotated[bool, typer.Option("--yes", help="Do it. Without this
 ONLY_OWN = "a tenant's token shows only what is that tenant's, an operator's token shows all"
 """Behind an empty list."""
 
-INCOMPLETE = "The catalog may lack records that are stored: run `kvstore reindex` (services may keep running)"
+INCOMPLETE = "The catalog may lack records that are stored: a service adds them, and so does `kvstore reindex`"
 """Behind a list of namespaces."""
 
 ALIVE_S = 5.0

@@ -20,12 +20,12 @@ from kvstore.cli.printing import bytes_text, counted, progress_bar
 from kvstore.cli.service import ByService, ServiceUrl, admin_of, check_store, location_of, store_in_use
 from kvstore.compose import open_catalog, open_tier
 from kvstore.doctor.store_in_use import StoreInUse
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.files import read_regular
 from kvstore.settings import Settings
-from kvstore.store.upkeep.reindexing import ReindexReport, reindex_level
+from kvstore.store.upkeep.reindexing import LOST_MORE, ReindexReport, reindex_level
 from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier, RedisLocation
 from kvstore.wire.private_place import default_directory
 
@@ -101,6 +101,9 @@ async def _reindex(
             for level, location in locations.items()
         }
         catalog = await stack.enter_async_context(open_catalog(settings))
+        if (token := saved.token) is None:
+            token = await catalog.start_rebuild(deadline=Deadline.after(_CALL_S))
+            saved.begin(token)
         for level, location in locations.items():
             if saved.is_done(level):
                 typer.echo(f"{location}: an interrupted run finished it", err=True)
@@ -113,7 +116,9 @@ async def _reindex(
                     catalog, tiers[level], level, clock=SYSTEM_CLOCK, manifests=others, progress=show
                 )
             saved.finish(level)
-        await catalog.set_complete(True, deadline=Deadline.after(_CALL_S))
+        if not await catalog.finish_rebuild(token, deadline=Deadline.after(_CALL_S)):
+            saved.clear()
+            raise Unavailable(LOST_MORE)
     return reports
 
 
@@ -146,6 +151,15 @@ class SavedProgress:
             values = {}
         self._values: dict[str, object] = values if isinstance(values, dict) else {}
         self._is_warned = False
+
+    @property
+    def token(self) -> bytes | None:
+        """The catalog's token of the run that was interrupted; `None`: none was."""
+        text = self._values.get("token")
+        return text.encode("latin-1") if isinstance(text, str) else None
+
+    def begin(self, token: bytes) -> None:
+        self._write({"token": token.decode("latin-1")})
 
     def is_done(self, level: Level) -> bool:
         return self._values.get(f"{level.name}_done") is True
@@ -183,7 +197,7 @@ class SavedProgress:
 def _show(name: str, report: ReindexReport) -> None:
     amount = f"{counted(report.num_records, 'record')}, {bytes_text(report.num_bytes)}"
     typer.echo(f"{name}: {amount}, {counted(len(report.namespaces), 'namespace')}")
-    typer.echo(f"  added to the catalog: {report.num_records - report.num_skipped - report.num_unknown:,}")
+    typer.echo(f"  added to the catalog: {report.num_added:,}")
     if report.num_skipped:
         typer.echo(f"  already in the catalog: {report.num_skipped:,}")
     if report.num_stale:

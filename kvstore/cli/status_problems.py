@@ -44,7 +44,7 @@ _COUNTERS = (
         "the service's log",
     ),
     ("manifest_read_failures", "", "time", "descriptions of namespaces could not be read {}", "the service's log"),
-    ("catalog_changes_lost", "", "change", "the catalog lacks {}", "kvstore reindex"),
+    ("catalog_changes_lost", "", "change", "{} did not reach the catalog", "wait: a service adds what is stored"),
 )
 """Counters that should not grow: name, a label, what is counted, what it means (the number and the label's value), the
 next step."""

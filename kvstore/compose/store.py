@@ -32,7 +32,8 @@ from kvstore.store.encryption.key_ring import no_keys, watch_keys
 from kvstore.store.limits import StoreLimits
 from kvstore.store.recorder import Recorder
 from kvstore.store.tiered import TieredStore
-from kvstore.store.upkeep.reindexing import CatalogKeeper, mark_if_empty
+from kvstore.store.upkeep.catalog_keeper import LEASE_S, CatalogKeeper, DirectoryKeeper, Progress
+from kvstore.store.upkeep.reindexing import ReindexReport, mark_if_empty, reindex_level
 from kvstore.tiers.base import Tier
 from kvstore.tiers.guarded import GuardedTier, report_quarantine
 from kvstore.tiers.locations import ColdLocation, FileLocation, HotLocation, NoTier, RedisLocation, S3Location
@@ -77,7 +78,7 @@ async def open_store(settings: Settings, instruments: Instruments | None = None)
         recorder = await _open_recorder(settings, stack, instruments, gate)
         if recorder is not None:
             await _check_catalog(recorder.catalog, hot, cold, stack, instruments)
-            _reconcile(recorder.catalog, settings, stack, instruments)
+            _keep_shared_catalog(recorder.catalog, settings, stack, instruments)
         retention, budget_gate = await open_retention(
             settings, recorder, cold, stack, instruments=instruments, gate=gate
         )
@@ -253,13 +254,13 @@ async def _open_recorder(
 async def _check_catalog(
     catalog: Catalog, hot: Tier | None, cold: Tier | None, stack: AsyncExitStack, instruments: Instruments
 ) -> None:
-    """Mark the catalog of an empty store complete; warn if it may lack records. The catalog of a directory, which has
-    one owner, is rebuilt in the background.
+    """Mark the catalog of an empty store complete; say so if it may lack records. Then it is rebuilt in the background:
+    that of a directory, which has one owner, by a keeper of its own.
     """
     tiers = [tier for tier in (hot, cold) if tier is not None]
     try:
         if hot is None and cold is not None:
-            keeper = CatalogKeeper(catalog, cold, instruments)
+            keeper = DirectoryKeeper(catalog, cold, instruments)
             stack.push_async_callback(keeper.aclose)
             try:
                 await keeper.compare()
@@ -268,15 +269,15 @@ async def _check_catalog(
         elif not await mark_if_empty(catalog, tiers, deadline=Deadline.after(_PROBE_S, instruments.clock)):
             _log.warning(
                 "the catalog may lack records that are stored, so lookups ask the tiers as well, which is slower: "
-                "run `kvstore reindex` once; services may keep running"
+                "one of the services adds them in the background"
             )
     except KVStoreError as error:
         _log.warning("cannot check whether the catalog is complete, it is used as it is: %s", error)
 
 
-def _reconcile(catalog: Catalog, settings: Settings, stack: AsyncExitStack, instruments: Instruments) -> None:
-    """Correct a catalog in Redis in the background. Only once an empty store is marked complete: what the first check
-    finds is what operators see until the next one.
+def _keep_shared_catalog(catalog: Catalog, settings: Settings, stack: AsyncExitStack, instruments: Instruments) -> None:
+    """Correct a catalog in Redis in the background, and rebuild it when it is incomplete. Only once an empty store is
+    marked complete: what the first check finds is what operators see until the next one.
     """
     if not isinstance(settings.hot, RedisLocation):
         return
@@ -288,6 +289,50 @@ def _reconcile(catalog: Catalog, settings: Settings, stack: AsyncExitStack, inst
     stack.push_async_callback(background.aclose)
     reconciler = Reconciler(catalog, instruments.meters, period_s=settings.catalog_look_s, clock=instruments.clock)
     background.keep_running(reconciler.run, "reconcile")
+    keeper = CatalogKeeper(
+        catalog,
+        partial(_add_to_catalog, settings, instruments.clock),
+        catalog.ownership(LEASE_S),
+        instruments,
+        poll_s=settings.catalog_look_s,
+    )
+    stack.push_async_callback(keeper.aclose)
+    keeper.start()
+
+
+async def _add_to_catalog(settings: Settings, clock: Clock, progress: Progress) -> ReindexReport:
+    """Add every record of the tiers to their catalog, over connections of its own in a thread of its own: a list of a
+    thousand names of S3 takes its time to parse.
+
+    Raises:
+        Unavailable: A tier or the catalog failed several times in a row.
+    """
+    report = ReindexReport()
+
+    async def walk() -> None:
+        async with AsyncExitStack() as stack:
+            places = {Level.HOT: settings.hot, Level.COLD: settings.cold}
+            tiers = {
+                level: await stack.enter_async_context(open_tier(place, settings))
+                for level, place in places.items()
+                if not isinstance(place, NoTier)
+            }
+            catalog = await stack.enter_async_context(open_catalog(settings, clock=clock))
+            for level, tier in tiers.items():
+                others = [other for other in tiers.values() if other is not tier]
+                found = await reindex_level(
+                    catalog, tier, level, clock=clock, manifests=others, progress=progress, only_adds=True
+                )
+                report.num_records += found.num_records
+                report.num_skipped += found.num_skipped
+                report.num_unknown += found.num_unknown
+
+    loop = IoLoop("kvstore rebuild")
+    try:
+        await loop.run(walk)
+    finally:
+        await loop.aclose()
+    return report
 
 
 async def _guarded(

@@ -174,11 +174,11 @@ def _catalog_troubles(catalog: Mapping[str, object]) -> Iterator[tuple[str, str]
 
 
 def reindex_step(status: Mapping[str, object]) -> str:
-    """How an incomplete catalog is completed, which needs every tier."""
+    """How an incomplete catalog becomes complete, which needs every tier."""
     tiers = _mapping(status.get("tiers"))
     down = [tier for tier, values in tiers.items() if _mapping(values).get("healthy") is False]
-    when = f", once {' and '.join(down)} answers again" if down else " (services may keep running)"
-    return f"kvstore reindex{when}"
+    when = f", once {' and '.join(down)} answers again" if down else ""
+    return f"wait: one of the services adds them{when}; its log says how far it is, and `kvstore reindex` does the same"
 
 
 def judge_files(status: Mapping[str, object]) -> Finding:

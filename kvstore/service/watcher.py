@@ -132,7 +132,7 @@ class Watcher:
     def _add_catalog_event(self, before: float | None, now: float | None) -> None:
         if now is None or before is None or bool(now) == bool(before):
             return
-        state = "is complete again" if now else "lacks records that are stored: run `kvstore reindex`"
+        state = "is complete again" if now else "may lack records that are stored: a service adds them"
         self._events.add(EventKind.CATALOG, f"the catalog {state}", is_public=True)
 
     def _add_rule_events(self, status: Mapping[str, object]) -> None:

@@ -28,7 +28,7 @@ _PAUSE_S_MAX = 5.0
 _CLOSE_S = 1.0
 _AGAIN_S = 1.0
 """Time after which a record is reported again that the catalog refused because its boundary was being deleted."""
-_AWAY = "takes no changes: they wait, and other services do not find what is stored here meanwhile"
+_AWAY = "takes no changes: they wait, and other services do not find what is stored here until then"
 _USE_S = 5.0
 """How often reads are reported: there are many, and no reader needs them sooner."""
 
@@ -61,7 +61,7 @@ class Backlog:
 
 class Recorder:
     """The way from the store to its catalog. Changes that cannot be reported now are reported later, in the same order.
-    When too many wait, or some are left at the end, the catalog is marked incomplete: until a reindex, lookups do not
+    When too many wait, or some are left at the end, the catalog is marked incomplete: then lookups do not
     trust a missing entry.
 
     Args:

@@ -287,6 +287,28 @@ class CatalogContract:
         await catalog.add([_added(64)], deadline=soon())
         assert await _levels(catalog) == (1, LevelTotals(1, 1, 1000), LevelTotals())
 
+    async def test_a_rebuild_that_missed_something_does_not_make_it_complete(
+        self, catalog: Catalog, other: Catalog
+    ) -> None:
+        """What was lost during the walk may lie behind it. Of two walks that saw the same, both count."""
+        await _open(catalog, other)
+        first = await catalog.start_rebuild(deadline=soon())
+        assert await other.start_rebuild(deadline=soon()) == first
+        assert not await catalog.is_complete(deadline=soon())
+        await other.set_complete(False, deadline=soon())
+        assert not await catalog.finish_rebuild(first, deadline=soon())
+        second = await catalog.start_rebuild(deadline=soon())
+        assert not await catalog.finish_rebuild(first, deadline=soon())
+        assert not await other.is_complete(deadline=soon())
+        assert await catalog.finish_rebuild(second, deadline=soon())
+        assert await other.finish_rebuild(second, deadline=soon())
+        assert await other.is_complete(deadline=soon())
+        third = await catalog.start_rebuild(deadline=soon())  # of a complete one, by hand: it stays so during that
+        assert await catalog.is_complete(deadline=soon())
+        await other.clear(deadline=soon())
+        assert not await catalog.finish_rebuild(third, deadline=soon())
+        assert not await catalog.is_complete(deadline=soon())
+
     async def test_bad_calls_are_refused_by_name(self, catalog: Catalog) -> None:
         """A namespace that was not registered, a slice that the layout lacks, a call after the end."""
         with pytest.raises(InvalidRequest, match="register"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar
 
 from kvstore.catalog.base import TOMBSTONES_MAX, Tombstone
@@ -36,6 +37,7 @@ class CatalogBooks:
     Attributes:
         totals: Boundaries, records and bytes by namespace and level; level -1 counts entries.
         complete: Everything that is stored has an entry.
+        num_doubts: How often it was marked incomplete, or emptied.
         tombstones: The latest first.
     """
 
@@ -43,6 +45,7 @@ class CatalogBooks:
     totals: dict[tuple[NamespaceId, int], tuple[int, int, int]] = field(default_factory=dict)
     tenants: dict[NamespaceId, str] = field(default_factory=dict)
     complete: bool = False
+    num_doubts: int = 0
     tombstones: deque[Tombstone] = field(default_factory=lambda: deque(maxlen=TOMBSTONES_MAX))
 
     def lose_everything(self) -> None:
@@ -54,7 +57,15 @@ class CatalogBooks:
     def clear(self) -> None:
         self.entries.clear()
         self.totals.clear()
-        self.complete = False
+        self.set_complete(False)
+
+    def set_complete(self, complete: bool) -> None:
+        self.complete = complete
+        self.num_doubts += not complete
+
+    def finish_rebuild(self, token: bytes) -> bool:
+        self.complete |= token == b"%d" % self.num_doubts
+        return self.complete
 
     def count(self, namespace: NamespaceId, level: int, boundaries: int, records: int = 0, num_bytes: int = 0) -> None:
         held = self.totals.get((namespace, level), (0, 0, 0))
@@ -79,7 +90,13 @@ class DictCatalog(LocalCatalog):
         return await self._run("is_complete", lambda: self._books.complete, deadline)
 
     async def set_complete(self, complete: bool, *, deadline: Deadline) -> None:
-        await self._run("set_complete", lambda: setattr(self._books, "complete", complete), deadline)
+        await self._run("set_complete", partial(self._books.set_complete, complete), deadline)
+
+    async def start_rebuild(self, *, deadline: Deadline) -> bytes:
+        return await self._run("start_rebuild", lambda: b"%d" % self._books.num_doubts, deadline)
+
+    async def finish_rebuild(self, token: bytes, *, deadline: Deadline) -> bool:
+        return await self._run("finish_rebuild", partial(self._books.finish_rebuild, token), deadline)
 
     async def tombstones(self, *, limit: int, deadline: Deadline) -> list[Tombstone]:
         return await self._run("tombstones", lambda: list(self._books.tombstones)[:limit], deadline)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import secrets
 import signal
 import subprocess
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from kvstore.compose import open_catalog, open_store, open_tier
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
 from kvstore.settings import Settings, load_settings
 from kvstore.testing.prompts import HYBRID, Prompt
@@ -156,6 +159,38 @@ def test_what_redis_forgot_is_found_again(
     assert again.levels[Level.HOT].num_records == 0
     assert asyncio.run(is_complete())
     assert asyncio.run(looked_up()) == asyncio.run(_stage_all(settings, prompts)) == hits
+
+
+async def test_services_rebuild_it_by_themselves(
+    shared_redis: RedisServer, cold: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """FLUSHALL under two services: one of them adds what is stored, and no operator is needed. The totals of the cold
+    tier are those before, and a lookup asks no tier any more."""
+    caplog.set_level(logging.INFO, "kvstore.store.upkeep")
+    prompts = [Prompt(HYBRID, name, 300, model="sixth") for name in "abc"]
+    settings = settings_for(shared_redis, cold).model_copy(update={"catalog_look_s": 0.2})
+    shared_redis.flush()
+    await _save(settings, prompts)
+    before = await _totals(settings, prompts[0].namespace)
+    meters = Meters()
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(open_store(settings, Instruments(meters=meters)))
+        if cold.startswith("s3"):  # a directory belongs to one service
+            await stack.enter_async_context(open_store(settings))
+        await store.open_namespace(prompts[0].description, deadline=soon())
+        shared_redis.flush()
+        async with open_catalog(settings) as catalog, asyncio.timeout(60):
+            assert not await catalog.is_complete(deadline=soon())
+            while not await catalog.is_complete(deadline=soon()):
+                await asyncio.sleep(0.05)
+        again = await _totals(settings, prompts[0].namespace)
+        assert again.levels[Level.COLD] == before.levels[Level.COLD]
+        assert sum("is complete again" in text for text in caplog.messages) == 1
+        async with asyncio.timeout(30):
+            while not meters.get("catalog_lookups", complete="true"):
+                found = await store.lookup(prompts[0].query(), deadline=soon())
+                assert found.resume_tokens == 288
+                await asyncio.sleep(0.2)
 
 
 KILLED = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -31,10 +32,12 @@ from kvstore.catalog.redis.replies import Argument, Command
 from kvstore.catalog.redis.scripts import (
     ADD,
     FINISH,
+    FINISH_REBUILD,
     OBSERVE,
     PIN,
     REMOVE,
     START,
+    START_REBUILD,
     STOP,
     USE,
     Script,
@@ -45,6 +48,7 @@ from kvstore.catalog.redis.scripts import (
     remove_item,
     sum_totals,
 )
+from kvstore.errors import Unavailable
 from kvstore.format.names import format_name, manifest_name, namespace_root
 from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import Layout
@@ -54,6 +58,10 @@ from kvstore.runtime.deadline import Deadline
 _ROOT = "c1"
 _NAMESPACES = f"{_ROOT}/namespaces"
 _COMPLETE = f"{_ROOT}/complete"
+_REBUILD = f"{_ROOT}/rebuild{{{_COMPLETE}}}"
+"""In the same slot, so that both change at once. A token for rebuilds, there since the catalog was last marked
+incomplete."""
+_TOKEN_BYTES = 16
 _BATCH = 512
 """Entries that are changed or read in one round trip."""
 _OBSERVED_AT_ONCE = 2048
@@ -87,7 +95,21 @@ class RedisCatalog(Catalog):
 
     async def set_complete(self, complete: bool, *, deadline: Deadline) -> None:
         self._check_open()
-        await self._nodes.one(("SET", _COMPLETE, self._now_s()) if complete else ("DEL", _COMPLETE), deadline=deadline)
+        command: Command = ("SET", _COMPLETE, self._now_s()) if complete else ("DEL", _COMPLETE, _REBUILD)
+        await self._nodes.one(command, deadline=deadline)
+
+    async def start_rebuild(self, *, deadline: Deadline) -> bytes:
+        self._check_open()
+        fresh = secrets.token_bytes(_TOKEN_BYTES)
+        token = await self._nodes.one(("EVAL", START_REBUILD, 1, _REBUILD, fresh), deadline=deadline)
+        if not isinstance(token, bytes):
+            raise Unavailable("check the address of Redis: malformed reply to the start of a rebuild")
+        return token
+
+    async def finish_rebuild(self, token: bytes, *, deadline: Deadline) -> bool:
+        self._check_open()
+        command: Command = ("EVAL", FINISH_REBUILD, 2, _REBUILD, _COMPLETE, token, self._now_s())
+        return bool(await self._nodes.one(command, deadline=deadline) == 1)
 
     async def lookup(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], *, deadline: Deadline) -> EntryTable:
         shape = self._shape(namespace)

@@ -28,7 +28,7 @@ _LEASE = "reconcile"
 _LEASE_S = 20.0
 _NOTE = "reconciled"
 """Name of the note that holds the servers' counters as of the last complete comparison."""
-_NEXT_STEP = "lookups also query the tiers, which is slower, until `kvstore reindex` has run"
+_NEXT_STEP = "lookups also query the tiers, which is slower, until one of the services has added them"
 _CALL_S = 10.0
 _BATCH = 256
 _DIGITS_MAX = 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -34,6 +35,8 @@ CREATE TABLE IF NOT EXISTS tombstones (
 _VERSION = 1
 """A file of another version is renamed and replaced."""
 _BATCH = 512
+_TOKEN = "SELECT value FROM facts WHERE name = 'rebuild'"
+_TOKEN_BITS = 62
 
 
 class SqliteCatalog(LocalCatalog):
@@ -64,11 +67,30 @@ class SqliteCatalog(LocalCatalog):
 
     async def set_complete(self, complete: bool, *, deadline: Deadline) -> None:
         def work() -> None:
-            self._file.db.execute("DELETE FROM facts WHERE name = 'complete'")
+            names = "('complete')" if complete else "('complete', 'rebuild')"
+            self._file.db.execute(f"DELETE FROM facts WHERE name IN {names}")
             if complete:
                 self._file.db.execute("INSERT INTO facts VALUES ('complete', ?)", (self._now_s(),))
 
         await self._file.change(work, deadline)
+
+    async def start_rebuild(self, *, deadline: Deadline) -> bytes:
+        def work() -> bytes:
+            fresh = secrets.randbits(_TOKEN_BITS)
+            self._file.db.execute("INSERT OR IGNORE INTO facts VALUES ('rebuild', ?)", (fresh,))
+            return str(self._file.db.execute(_TOKEN).fetchone()[0]).encode()
+
+        return await self._file.change(work, deadline)
+
+    async def finish_rebuild(self, token: bytes, *, deadline: Deadline) -> bool:
+        def work() -> bool:
+            found = self._file.db.execute(_TOKEN).fetchone()
+            if found is None or str(found[0]).encode() != token:
+                return False
+            self._file.db.execute("INSERT OR REPLACE INTO facts VALUES ('complete', ?)", (self._now_s(),))
+            return True
+
+        return await self._file.change(work, deadline)
 
     async def tombstones(self, *, limit: int, deadline: Deadline) -> list[Tombstone]:
         columns = 'namespace, prefix, level, "group", slice, bytes, reason, at_s'
@@ -84,7 +106,7 @@ class SqliteCatalog(LocalCatalog):
 
     async def clear(self, *, deadline: Deadline) -> None:
         def work() -> None:
-            for statement in ("entries", "totals", "facts WHERE name = 'complete'"):
+            for statement in ("entries", "totals", "facts"):
                 self._file.db.execute(f"DELETE FROM {statement}")
 
         await self._file.change(work, deadline)

@@ -138,7 +138,7 @@ class CatalogAccess:
             if self._is_complete:
                 return found, None
         if not self._whole.at_s:
-            raise Unavailable("the catalog may lack records that are stored: run `kvstore reindex`")
+            raise Unavailable("the catalog may lack records that are stored: wait until a service has added them")
         return self._whole.value, self._whole.at_s
 
     def forget_totals(self) -> None:

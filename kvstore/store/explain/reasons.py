@@ -166,7 +166,7 @@ REASONS = {
         "`kvstore explain` investigates this one; the reasons of others are those of a sample",
     ),
     "catalog_incomplete": Reason(
-        "the catalog may lack records that are stored", "`kvstore reindex` rebuilds it from the records"
+        "the catalog may lack records that are stored", "nothing: one of the services adds them in the background"
     ),
 }  # fmt: skip
 

@@ -1,8 +1,7 @@
-"""Reindex: rebuild a catalog from a walk over the records of a tier, on request or whenever it is incomplete."""
+"""Reindex: rebuild a catalog from a walk over the records of a tier."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -11,12 +10,9 @@ from typing import TypeVar, cast
 
 from kvstore.catalog.base import Addition, Catalog, LeaveReason, Removal
 from kvstore.catalog.entry import BoundaryEntry, EntryTable, Level
-from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
-from kvstore.runtime.background import Background
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.retries import retry
 from kvstore.store.namespaces import read_description
 from kvstore.store.presence import slices_of
@@ -26,6 +22,7 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+LOST_MORE = "the catalog lost more during its rebuild, as when a Redis is restarted: start another reindex"
 _BATCH = 2048
 _CALL_S = 30.0
 _COMPARE_S = 10.0
@@ -54,6 +51,11 @@ class ReindexReport:
     unknown_namespaces: list[str] = field(default_factory=list)
     """Those without a manifest."""
 
+    @property
+    def num_added(self) -> int:
+        """Records that the catalog lacked."""
+        return self.num_records - self.num_skipped - self.num_unknown
+
     def as_json(self) -> dict[str, object]:
         return asdict(self)
 
@@ -70,6 +72,7 @@ async def reindex_level(
     clock: Clock,
     manifests: Sequence[Tier] = (),
     progress: Callable[[ReindexReport], None] = lambda report: None,
+    only_adds: bool = False,
 ) -> ReindexReport:
     """Add every record of a tier that the catalog lacks, and remove what is not stored. Services may keep running: they
     report what they store and delete, and the walk checks the tier again before it removes an entry. It compares no
@@ -82,17 +85,19 @@ async def reindex_level(
     Args:
         manifests: Further tiers to ask for a manifest that this one lacks, e.g. a Redis after FLUSHALL.
         progress: Called with the report so far, after each batch.
+        only_adds: Remove nothing, and so remember nothing, however much is stored. What is not stored any more is
+            removed from the catalog when it is read.
 
     Raises:
         Unavailable: The tier or the catalog failed several times in a row; call it again to continue.
     """
-    walk = _Walk(catalog, level, [tier, *manifests], clock=clock)
+    walk = _Walk(catalog, level, [tier, *manifests], clock=clock, only_adds=only_adds)
     async for entry in tier.scan():
         if await walk.see(entry):
             await walk.flush()
             progress(walk.report)
     await walk.flush()
-    for namespace in await walk.namespaces():
+    for namespace in [] if only_adds else await walk.namespaces():
         await walk.sweep(namespace)
     progress(walk.report)
     return walk.report
@@ -118,7 +123,9 @@ async def mark_if_empty(catalog: Catalog, tiers: list[Tier], *, deadline: Deadli
 class _Walk:
     """One run over one level."""
 
-    def __init__(self, catalog: Catalog, level: Level, manifests: Sequence[Tier], *, clock: Clock) -> None:
+    def __init__(
+        self, catalog: Catalog, level: Level, manifests: Sequence[Tier], *, clock: Clock, only_adds: bool = False
+    ) -> None:
         self.report = ReindexReport()
         self._known: dict[NamespaceId, bool] = {}
         self._catalog = catalog
@@ -126,7 +133,7 @@ class _Walk:
         self._tier = manifests[0]
         self._level = level
         self._clock = clock
-        self._seen: Seen = {}
+        self._seen: Seen | None = None if only_adds else {}
         self._batch: list[Addition] = []
 
     async def see(self, entry: Entry) -> bool:
@@ -141,14 +148,24 @@ class _Walk:
         if not self._known[key.namespace]:
             report.num_unknown += 1
             return False
-        groups = self._seen.setdefault((key.namespace, key.prefix), {})
-        bits = groups.setdefault(key.group, [0, 0])
-        if bits[0] >> key.slice & 1:
+        if self._seen is not None and not self._note(self._seen, entry):
             return False  # listed twice
-        bits[0] |= 1 << key.slice
-        bits[1] += entry.num_bytes
         self._batch.append(Addition(key, self._level, entry.num_bytes, 0))
         return len(self._batch) >= _BATCH
+
+    @staticmethod
+    def _note(seen: Seen, entry: Entry) -> bool:
+        """False: it was noted before."""
+        key = entry.key
+        bits = seen.setdefault((key.namespace, key.prefix), {}).setdefault(key.group, [0, 0])
+        if bits[0] >> key.slice & 1:
+            return False
+        bits[0] |= 1 << key.slice
+        bits[1] += entry.num_bytes
+        return True
+
+    def _seen_of(self, entry: BoundaryEntry) -> dict[int, list[int]]:
+        return self._seen.get((entry.namespace, entry.prefix), {}) if self._seen is not None else {}
 
     async def flush(self) -> None:
         batch, self._batch = self._batch, []
@@ -189,7 +206,7 @@ class _Walk:
         async for entry in self._catalog.iterate(namespace):
             found = _Corrections()
             if self._level not in entry.leaving:
-                found.note(entry, self._level, self._seen.get((namespace, entry.prefix), {}))
+                found.note(entry, self._level, self._seen_of(entry))
             if found.removals:
                 suspects.append(entry)
                 num_records += entry.num_records(self._level)
@@ -229,7 +246,7 @@ class _Walk:
 
     def _there(self, entry: BoundaryEntry, sizes: dict[RecordKey, int | None]) -> dict[int, list[int]]:
         """What is there of an entry, as `_seen`; where `head` knows no size, the walk's bytes if it saw the same."""
-        seen = self._seen.get((entry.namespace, entry.prefix), {})
+        seen = self._seen_of(entry)
         there: dict[int, list[int]] = {}
         unknown: set[int] = set()
         for key in entry.keys(self._level):
@@ -282,76 +299,3 @@ class _Corrections:
                 key = RecordKey(entry.namespace, entry.prefix, group, slices_of(held & bits)[0])
                 self.removals.append(Removal(key, level, entry_bytes, LeaveReason.LOST))
                 self.additions.append(Addition(key, level, num_bytes, 0))
-
-
-class CatalogKeeper:
-    """Rebuilds the catalog of a directory, which one process owns, whenever it is incomplete: its file is new, was
-    damaged, or missed changes. The store keeps serving.
-
-    Args:
-        catalog: Stays the caller's.
-        tier: Where the records are; stays the caller's.
-    """
-
-    def __init__(self, catalog: Catalog, tier: Tier, instruments: Instruments) -> None:
-        self._catalog = catalog
-        self._tier = tier
-        self._clock = instruments.clock
-        self._background = Background("catalog keeper")
-        self._is_doubtful = False  # it could not be compared
-
-    async def compare(self) -> bool:
-        """Whether the catalog lists as many records as the tier holds; if not, mark it incomplete. Call it before
-        anything is stored: a write in flight would count as a difference.
-
-        Raises:
-            Unavailable: One of them does not answer.
-        """
-        self._is_doubtful = True
-        totals = await self._catalog.totals(deadline=self._deadline())
-        listed = sum(total.levels[Level.COLD].num_records for total in totals.values())
-        usage = await self._tier.usage(deadline=self._deadline())
-        self._is_doubtful = False
-        if usage.num_records != listed:
-            await self._catalog.set_complete(False, deadline=self._deadline())
-            return False
-        if not listed:  # also at the first start
-            await self._catalog.set_complete(True, deadline=self._deadline())
-        return await self._catalog.is_complete(deadline=self._deadline())
-
-    def start(self) -> None:
-        """Check in the background, until `aclose`."""
-        self._background.keep_running(self._run, "keeping it complete")
-
-    async def _run(self) -> None:
-        while True:
-            rest_s = _POLL_S
-            try:
-                await self.rebuild_if_incomplete()
-            except (Unavailable, Closed, CorruptRecord, InvalidRequest) as error:
-                _log.warning("could not rebuild the catalog, will retry: %s", error)
-                rest_s = _REST_S
-            await asyncio.sleep(rest_s)
-
-    async def rebuild_if_incomplete(self) -> bool:
-        """Rebuild the catalog unless it is complete, and could be compared; returns whether that was necessary.
-
-        Raises:
-            Unavailable: The catalog or the tier failed several times in a row.
-        """
-        if self._is_doubtful:
-            await self._catalog.set_complete(False, deadline=self._deadline())
-            self._is_doubtful = False
-        if await self._catalog.is_complete(deadline=self._deadline()):
-            return False
-        report = await reindex_level(self._catalog, self._tier, Level.COLD, clock=self._clock)
-        await self._catalog.set_complete(True, deadline=self._deadline())
-        _log.info("the catalog is complete again records=%d stale=%d", report.num_records, report.num_stale)
-        return True
-
-    async def aclose(self) -> None:
-        """Stop. Idempotent."""
-        await self._background.aclose()
-
-    def _deadline(self) -> Deadline:
-        return Deadline.after(_COMPARE_S, self._clock)

@@ -229,9 +229,9 @@ def test_the_catalog_and_the_files_of_a_service() -> None:
     check(judge_catalog({"counters": {"catalog_complete": 1.0}}), OK)
     check(judge_catalog({"counters": {}}), SKIPPED)
     incomplete = {"counters": {"catalog_complete": 0.0}, "tiers": tiers}
-    check(judge_catalog(incomplete), WARNING, "may lack records", "kvstore reindex (services may keep running)")
+    check(judge_catalog(incomplete), WARNING, "may lack records", "wait: one of the services adds them; its log")
     tiers["s3"] = {"healthy": False}
-    check(judge_catalog(incomplete), WARNING, "", "kvstore reindex, once s3 answers again")
+    check(judge_catalog(incomplete), WARNING, "", "adds them, once s3 answers again; its log")
     away = {"takes_none_since_ms": 5, "takes_none_reason": "no memory is left: raise maxmemory url=redis://a"}
     seen = "it takes no changes of the service (no memory is left, url redis://a)"
     check(judge_catalog({**incomplete, "catalog": away}), WARNING, seen, "raise maxmemory")

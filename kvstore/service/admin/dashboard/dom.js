@@ -19,7 +19,7 @@ export function placeholder(strong, ...rest) {
 }
 
 /** Instead of an empty list, while the catalog may lack records. */
-export const incomplete = () => placeholder("The catalog lists nothing", "It may lack records that are stored: run kvstore reindex.");
+export const incomplete = () => placeholder("The catalog lists nothing", "It may lack records that are stored, until a service has added them.");
 
 export const loading = () => h("div", { class: "card", "aria-busy": "true" }, placeholder("Loading…"));
 

@@ -80,7 +80,7 @@ class _Collection:
         job.progress.total = sum(held.num_boundaries for held in seen.values())
         is_complete = await catalog.is_complete(deadline=context.soon())
         if not is_complete:
-            self._notes.append("incomplete boundaries were skipped: the catalog is not complete, run `kvstore reindex`")
+            self._notes.append("incomplete boundaries were skipped: the catalog is not complete yet")
         try:
             for namespace, held in seen.items():
                 if held.num_boundaries:

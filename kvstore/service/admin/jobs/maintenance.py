@@ -22,7 +22,7 @@ from kvstore.service.admin.jobs.board import Jobs
 from kvstore.service.admin.jobs.job import Job, JobKind, JobStatus
 from kvstore.service.admin.problems import Refused, refusals
 from kvstore.service.authentication import Grant
-from kvstore.store.upkeep.reindexing import ReindexReport, reindex_level
+from kvstore.store.upkeep.reindexing import LOST_MORE, ReindexReport, reindex_level
 from kvstore.store.upkeep.verification import BadRecord, ByteRate, Findings, count_records, verify_tier
 
 router = APIRouter(tags=["tiers"])
@@ -194,8 +194,9 @@ async def _reindex(context: AdminContext, level: Level, job: Job, *, is_last: bo
         job.progress.done, job.report = found.num_records, found.as_json()
 
     catalog = await context.catalog.open()
+    token = await catalog.start_rebuild(deadline=context.soon())
     async with context.catalog.tier(level) as tier:
         report(await reindex_level(catalog, tier, level, clock=SYSTEM_CLOCK, progress=report))
-    if is_last:
-        await catalog.set_complete(True, deadline=context.soon())
+    if is_last and not await catalog.finish_rebuild(token, deadline=context.soon()):
+        raise Unavailable(LOST_MORE)
     context.catalog.forget_totals()

@@ -56,7 +56,7 @@ class NamespaceList(BaseModel):
     next_cursor: str | None = Field(description="for the next page; null: there is none")
     total: dict[str, Amount] = Field(description="what the namespaces of all pages hold together, by tier")
     is_complete: bool = Field(
-        description="false: the catalog may lack records that are stored, until `kvstore reindex` has run"
+        description="false: the catalog may lack records that are stored, until a service has added them"
     )
 
 

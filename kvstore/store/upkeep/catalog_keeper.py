@@ -1,0 +1,180 @@
+"""Who rebuilds a catalog that is incomplete, and when: one service in the background, while all of them serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from kvstore.catalog.base import Catalog
+from kvstore.catalog.coordination import Ownership, SoleOwnership
+from kvstore.catalog.entry import Level
+from kvstore.errors import Closed, CorruptRecord, InvalidRequest, KVStoreError, Unavailable
+from kvstore.runtime.background import Background
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
+from kvstore.store.upkeep.reindexing import LOST_MORE, ReindexReport, reindex_level
+from kvstore.tiers.base import Tier
+
+_log = logging.getLogger(__name__)
+
+_CALL_S = 10.0
+_RELEASE_S = 1.0
+"""Short, since a service that is stopped waits for it."""
+_POLL_S = 1.0
+_REST_S = 30.0
+"""Pause after a rebuild that failed, or that was for nothing since the catalog lost more during it."""
+_LEASE = "rebuild"
+LEASE_S = 30.0
+"""The lease of the service that rebuilds: so long after its death another one begins."""
+
+
+_TOLD_S = 60.0
+"""How often the log says how far a rebuild is."""
+
+Progress = Callable[[ReindexReport], None]
+"""Called now and then with the report so far, from any thread."""
+Rebuild = Callable[[Progress], Awaitable[ReindexReport]]
+
+
+class CatalogKeeper:
+    """Rebuilds a catalog whenever it is incomplete: it is new beside an old store, lost its data, or missed changes.
+
+    Args:
+        catalog: Stays the caller's.
+        rebuild: Adds every stored record to it, and reports its progress.
+        ownership: Decides which of the services that share the catalog rebuilds it.
+        poll_s: Seconds between looks at whether it is complete.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        rebuild: Rebuild,
+        ownership: Ownership,
+        instruments: Instruments,
+        *,
+        poll_s: float,
+    ) -> None:
+        self._catalog = catalog
+        self._rebuild = rebuild
+        self._ownership = ownership
+        self._poll_s = poll_s
+        self._clock = instruments.clock
+        self._background = Background("catalog keeper")
+        self._told = ""
+
+    def start(self) -> None:
+        """Check in the background, until `aclose`."""
+        self._background.keep_running(self._run, "keeping it complete")
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._poll_s)
+            try:
+                await self.rebuild_if_incomplete()
+                self._told = ""
+            except (Unavailable, Closed, CorruptRecord, InvalidRequest) as error:
+                self._tell(error)
+                await asyncio.sleep(_REST_S)
+
+    def _tell(self, error: KVStoreError) -> None:
+        """Say once why the catalog cannot be rebuilt."""
+        if error.message != self._told:
+            self._told = error.message
+            _log.warning("the catalog cannot be rebuilt now, which is tried again: %s", error)
+
+    async def rebuild_if_incomplete(self) -> bool:
+        """Rebuild the catalog unless it is complete, or another service does; returns whether it is complete now
+        because of this.
+
+        Raises:
+            Unavailable: The catalog or a tier failed several times in a row, or the catalog was marked incomplete once
+                more during the rebuild.
+        """
+        if await self._catalog.is_complete(deadline=self._deadline()):
+            return False
+        if not await self._ownership.hold(_LEASE, deadline=self._deadline()):
+            return False
+        token = await self._catalog.start_rebuild(deadline=self._deadline())
+        _log.info("the catalog may lack records that are stored: adding them from the tiers, beside requests")
+        renewals = self._background.spawn(self._renew(), "lease of the rebuild")
+        try:
+            report = await self._rebuild(self._progress())
+            if not await self._catalog.finish_rebuild(token, deadline=self._deadline()):
+                raise Unavailable(LOST_MORE)
+        finally:
+            renewals.cancel()
+            with suppress(Unavailable, Closed):  # then it expires
+                await self._ownership.release(_LEASE, deadline=Deadline.after(_RELEASE_S, self._clock))
+        _log.info("the catalog is complete again records=%d added=%d", report.num_records, report.num_added)
+        return True
+
+    def _progress(self) -> Progress:
+        told_s = self._clock.monotonic_s()
+
+        def progress(report: ReindexReport) -> None:
+            nonlocal told_s
+            if self._clock.monotonic_s() - told_s >= _TOLD_S:
+                told_s = self._clock.monotonic_s()
+                text = "adding records to the catalog: %d of this tier are listed, %d of them were added"
+                _log.info(text, report.num_records, report.num_added)
+
+        return progress
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(LEASE_S / 3)
+            with suppress(Unavailable):
+                await self._ownership.hold(_LEASE, deadline=self._deadline())
+
+    async def aclose(self) -> None:
+        """Stop. Idempotent."""
+        await self._background.aclose()
+
+    def _deadline(self) -> Deadline:
+        return Deadline.after(_CALL_S, self._clock)
+
+
+class DirectoryKeeper(CatalogKeeper):
+    """Of the catalog of a directory, which one process owns: it can be compared with the directory at start.
+
+    Args:
+        catalog: Stays the caller's.
+        tier: Where the records are; stays the caller's.
+    """
+
+    def __init__(self, catalog: Catalog, tier: Tier, instruments: Instruments) -> None:
+        async def rebuild(progress: Progress) -> ReindexReport:
+            return await reindex_level(catalog, tier, Level.COLD, clock=instruments.clock, progress=progress)
+
+        super().__init__(catalog, rebuild, SoleOwnership(), instruments, poll_s=_POLL_S)
+        self._tier = tier
+        self._is_doubtful = False  # it could not be compared
+
+    async def compare(self) -> bool:
+        """Whether the catalog lists as many records as the tier holds; if not, mark it incomplete. Call it before
+        anything is stored: a write in flight would count as a difference.
+
+        Raises:
+            Unavailable: One of them does not answer.
+        """
+        self._is_doubtful = True
+        totals = await self._catalog.totals(deadline=self._deadline())
+        listed = sum(total.levels[Level.COLD].num_records for total in totals.values())
+        usage = await self._tier.usage(deadline=self._deadline())
+        self._is_doubtful = False
+        if usage.num_records != listed:
+            await self._catalog.set_complete(False, deadline=self._deadline())
+            return False
+        if not listed:  # also at the first start
+            await self._catalog.set_complete(True, deadline=self._deadline())
+        return await self._catalog.is_complete(deadline=self._deadline())
+
+    async def rebuild_if_incomplete(self) -> bool:
+        """As of `CatalogKeeper`, also if the catalog could not be compared."""
+        if self._is_doubtful:
+            await self._catalog.set_complete(False, deadline=self._deadline())
+            self._is_doubtful = False
+        return await super().rebuild_if_incomplete()

@@ -1,0 +1,146 @@
+"""The keeper of a catalog: when it rebuilds, and which of several services does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvstore.catalog.coordination import Ownership
+from kvstore.errors import Unavailable
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
+from kvstore.store.upkeep.catalog_keeper import LEASE_S, CatalogKeeper, Progress
+from kvstore.store.upkeep.reindexing import ReindexReport
+from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
+from kvstore.testing.waiting import soon
+
+pytestmark = pytest.mark.virtual_time
+
+WALK_S = 3 * LEASE_S
+POLL_S = 5.0
+
+
+class Leases:
+    """Who holds the only lease, and until when."""
+
+    def __init__(self) -> None:
+        self.owner: object = None
+        self.until_s = 0.0
+
+    def hold(self, owner: object) -> bool:
+        now_s = asyncio.get_running_loop().time()
+        if self.owner not in (None, owner) and now_s < self.until_s:
+            return False
+        self.owner, self.until_s = owner, now_s + LEASE_S
+        return True
+
+
+class Holder(Ownership):
+    """One service's view of it."""
+
+    def __init__(self, leases: Leases) -> None:
+        self._leases = leases
+
+    async def hold(self, name: str, *, deadline: Deadline) -> bool:
+        return self._leases.hold(self)
+
+    async def agree(self, name: str, word: str, *, deadline: Deadline) -> str:
+        raise NotImplementedError
+
+    async def release(self, name: str, *, deadline: Deadline) -> None:
+        if self._leases.owner is self:
+            self._leases.owner = None
+
+
+class World:
+    """Services that share a catalog; their rebuilds take a while."""
+
+    def __init__(self) -> None:
+        self.books = CatalogBooks()
+        self.leases = Leases()
+        self.walks: list[str] = []
+        self.error: Unavailable | None = None
+
+    @asynccontextmanager
+    async def keeper(self, name: str) -> AsyncIterator[CatalogKeeper]:
+        async def walk(progress: Progress) -> ReindexReport:
+            self.walks.append(name)
+            for second in range(int(WALK_S)):
+                await asyncio.sleep(1)
+                progress(ReindexReport(num_records=second, num_skipped=3))
+            if self.error is not None:
+                raise self.error
+            return ReindexReport(num_records=7, num_skipped=3)
+
+        keeper = CatalogKeeper(DictCatalog(self.books), walk, Holder(self.leases), Instruments(), poll_s=POLL_S)
+        keeper.start()
+        try:
+            yield keeper
+        finally:
+            await keeper.aclose()
+
+
+async def test_one_of_the_services_rebuilds(caplog: pytest.LogCaptureFixture) -> None:
+    """For as long as it takes: its lease is renewed, and no other one begins. Then it is complete, and all rest."""
+    caplog.set_level(logging.INFO, "kvstore.store")
+    world = World()
+    async with world.keeper("a"), world.keeper("b"), world.keeper("c"):
+        await asyncio.sleep(POLL_S + WALK_S + 1)
+        assert world.books.complete and len(world.walks) == 1
+        assert caplog.messages[-2:] == [
+            "adding records to the catalog: 59 of this tier are listed, 56 of them were added",
+            "the catalog is complete again records=7 added=4",
+        ]
+        await asyncio.sleep(10 * WALK_S)
+        assert len(world.walks) == 1
+        await DictCatalog(world.books).set_complete(False, deadline=soon())
+        await asyncio.sleep(POLL_S + WALK_S + 1)
+        assert world.books.complete and len(world.walks) == 2
+
+
+async def test_what_is_lost_during_a_rebuild_needs_another_one(caplog: pytest.LogCaptureFixture) -> None:
+    """The walk may have been past it. The log says so once, however often it fails."""
+    world = World()
+    async with world.keeper("a"):
+        for _ in range(3):
+            while world.leases.owner is None:
+                await asyncio.sleep(1)
+            world.books.lose_everything()
+            while world.leases.owner is not None:
+                await asyncio.sleep(1)
+            assert not world.books.complete
+        assert [text for text in caplog.messages if "lost more" in text] == caplog.messages[-1:]
+        await asyncio.sleep(2 * WALK_S)
+        assert world.books.complete and len(world.walks) == 4
+
+
+async def test_another_service_goes_on_for_one_that_has_ended() -> None:
+    """Stopped in the middle of the rebuild: its lease is given back, and another service begins at once."""
+    world = World()
+    async with world.keeper("a"):
+        await asyncio.sleep(POLL_S + 1)
+        async with world.keeper("b"):
+            await asyncio.sleep(POLL_S + 1)
+            assert world.walks == ["a"]
+    async with world.keeper("b"):
+        await asyncio.sleep(POLL_S + WALK_S + 1)
+        assert world.walks == ["a", "b"] and world.books.complete
+
+
+async def test_a_tier_that_does_not_answer_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    world.error = Unavailable("S3 does not answer: check its address", url="http://a")
+    async with world.keeper("a"):
+        await asyncio.sleep(4 * WALK_S)
+        assert len(world.walks) > 1 and not world.books.complete
+        assert caplog.messages == [
+            "the catalog cannot be rebuilt now, which is tried again: S3 does not answer: check its address "
+            "url=http://a"
+        ]
+        world.error = None
+        await asyncio.sleep(3 * WALK_S)
+        assert world.books.complete
