@@ -23,13 +23,15 @@ _CALL_S = 10.0
 _RELEASE_S = 1.0
 """Short, since a service that is stopped waits for it."""
 _POLL_S = 1.0
-_REST_S = 30.0
-"""Pause after a rebuild that failed, or that was for nothing since the catalog lost more during it."""
+_REST_S, _REST_SHARE = 30.0, 3
+"""Pause after a rebuild, also one that failed: so long at least, and so many times as long as it took. A program that
+stores records without the catalog would otherwise have S3 listed all the time."""
 _LEASE = "rebuild"
 LEASE_S = 30.0
 """The lease of the service that rebuilds: so long after its death another one begins."""
 
 
+_FAILURES = (Unavailable, Closed, CorruptRecord, InvalidRequest)
 _TOLD_S = 60.0
 """How often the log says how far a rebuild is."""
 
@@ -73,11 +75,36 @@ class CatalogKeeper:
         while True:
             await asyncio.sleep(self._poll_s)
             try:
-                await self.rebuild_if_incomplete()
+                is_due = await self.is_due()
+            except _FAILURES:  # of a catalog that does not answer others tell
+                continue
+            if is_due:
+                await self._rebuild_and_rest()
+
+    async def is_due(self) -> bool:
+        """Whether the catalog is incomplete, and no other service rebuilds it: then none does before the lease ends.
+
+        Raises:
+            Unavailable: The catalog does not answer.
+        """
+        if await self._catalog.is_complete(deadline=self._deadline()):
+            return False
+        return await self._ownership.hold(_LEASE, deadline=self._deadline())
+
+    async def _rebuild_and_rest(self) -> None:
+        """The lease is kept while this rests, so that all services together rebuild a small part of the time."""
+        renewals, started_s = self._background.spawn(self._renew(), "lease of the rebuild"), self._clock.monotonic_s()
+        try:
+            try:
+                await self.rebuild()
                 self._told = ""
-            except (Unavailable, Closed, CorruptRecord, InvalidRequest) as error:
+            except _FAILURES as error:
                 self._tell(error)
-                await asyncio.sleep(_REST_S)
+            await asyncio.sleep(max(_REST_S, _REST_SHARE * (self._clock.monotonic_s() - started_s)))
+        finally:
+            renewals.cancel()
+            with suppress(Unavailable, Closed):  # then it expires
+                await self._ownership.release(_LEASE, deadline=Deadline.after(_RELEASE_S, self._clock))
 
     def _tell(self, error: KVStoreError) -> None:
         """Say once why the catalog cannot be rebuilt."""
@@ -85,31 +112,19 @@ class CatalogKeeper:
             self._told = error.message
             _log.warning("the catalog cannot be rebuilt now, which is tried again: %s", error)
 
-    async def rebuild_if_incomplete(self) -> bool:
-        """Rebuild the catalog unless it is complete, or another service does; returns whether it is complete now
-        because of this.
+    async def rebuild(self) -> None:
+        """Add what the tiers hold, and mark the catalog complete.
 
         Raises:
             Unavailable: The catalog or a tier failed several times in a row, or the catalog was marked incomplete once
                 more during the rebuild.
         """
-        if await self._catalog.is_complete(deadline=self._deadline()):
-            return False
-        if not await self._ownership.hold(_LEASE, deadline=self._deadline()):
-            return False
         token = await self._catalog.start_rebuild(deadline=self._deadline())
         _log.info("the catalog may lack records that are stored: adding them from the tiers, beside requests")
-        renewals = self._background.spawn(self._renew(), "lease of the rebuild")
-        try:
-            report = await self._rebuild(self._progress())
-            if not await self._catalog.finish_rebuild(token, deadline=self._deadline()):
-                raise Unavailable(LOST_MORE)
-        finally:
-            renewals.cancel()
-            with suppress(Unavailable, Closed):  # then it expires
-                await self._ownership.release(_LEASE, deadline=Deadline.after(_RELEASE_S, self._clock))
+        report = await self._rebuild(self._progress())
+        if not await self._catalog.finish_rebuild(token, deadline=self._deadline()):
+            raise Unavailable(LOST_MORE)
         _log.info("the catalog is complete again records=%d added=%d", report.num_records, report.num_added)
-        return True
 
     def _progress(self) -> Progress:
         told_s = self._clock.monotonic_s()
@@ -172,9 +187,9 @@ class DirectoryKeeper(CatalogKeeper):
             await self._catalog.set_complete(True, deadline=self._deadline())
         return await self._catalog.is_complete(deadline=self._deadline())
 
-    async def rebuild_if_incomplete(self) -> bool:
+    async def is_due(self) -> bool:
         """As of `CatalogKeeper`, also if the catalog could not be compared."""
         if self._is_doubtful:
             await self._catalog.set_complete(False, deadline=self._deadline())
             self._is_doubtful = False
-        return await super().rebuild_if_incomplete()
+        return await super().is_due()
