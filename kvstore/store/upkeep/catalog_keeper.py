@@ -66,6 +66,7 @@ class CatalogKeeper:
         self._clock = instruments.clock
         self._background = Background("catalog keeper")
         self._told = ""
+        self._is_incomplete = False  # when it was asked last
 
     def start(self) -> None:
         """Check in the background, until `aclose`."""
@@ -82,12 +83,16 @@ class CatalogKeeper:
                 await self._rebuild_and_rest()
 
     async def is_due(self) -> bool:
-        """Whether the catalog is incomplete, and no other service rebuilds it: then none does before the lease ends.
+        """Whether the catalog is incomplete, as it was when it was asked last, and no other service rebuilds it: then
+        none does before the lease ends. The second look is for the services that notice the same loss a little later,
+        and mark it incomplete too.
 
         Raises:
             Unavailable: The catalog does not answer.
         """
-        if await self._catalog.is_complete(deadline=self._deadline()):
+        was_incomplete = self._is_incomplete
+        self._is_incomplete = not await self._catalog.is_complete(deadline=self._deadline())
+        if not (was_incomplete and self._is_incomplete):
             return False
         return await self._ownership.hold(_LEASE, deadline=self._deadline())
 
@@ -121,7 +126,16 @@ class CatalogKeeper:
         """
         token = await self._catalog.start_rebuild(deadline=self._deadline())
         _log.info("the catalog may lack records that are stored: adding them from the tiers, beside requests")
-        report = await self._rebuild(self._progress())
+        walk = asyncio.ensure_future(self._rebuild(self._progress()))
+        try:
+            while not (await asyncio.wait({walk}, timeout=LEASE_S / 3))[0]:
+                if await self._catalog.start_rebuild(deadline=self._deadline()) != token:
+                    raise Unavailable(LOST_MORE)
+        finally:
+            if not walk.done():
+                walk.cancel()
+                await asyncio.wait({walk})
+        report = walk.result()
         if not await self._catalog.finish_rebuild(token, deadline=self._deadline()):
             raise Unavailable(LOST_MORE)
         _log.info("the catalog is complete again records=%d added=%d", report.num_records, report.num_added)
