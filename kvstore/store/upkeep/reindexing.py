@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -23,7 +24,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOST_MORE = "the catalog lost more during its rebuild, as when a Redis is restarted: start another reindex"
-_BATCH = 2048
+_BATCH, _SHORT_BATCH = 2048, 256
 _CALL_S = 30.0
 _COMPARE_S = 10.0
 _POLL_S = 1.0
@@ -86,7 +87,7 @@ async def reindex_level(
         manifests: Further tiers to ask for a manifest that this one lacks, e.g. a Redis after FLUSHALL.
         progress: Called with the report so far, after each batch.
         only_adds: Remove nothing, and so remember nothing, however much is stored. What is not stored any more is
-            removed from the catalog when it is read.
+            removed from the catalog when it is read. The catalog is used half of the time, in short calls.
 
     Raises:
         Unavailable: The tier or the catalog failed several times in a row; call it again to continue.
@@ -94,8 +95,11 @@ async def reindex_level(
     walk = _Walk(catalog, level, [tier, *manifests], clock=clock, only_adds=only_adds)
     async for entry in tier.scan():
         if await walk.see(entry):
+            started_s = clock.monotonic_s()
             await walk.flush()
             progress(walk.report)
+            if only_adds:  # beside requests, whose lookups the catalog answers too
+                await asyncio.sleep(clock.monotonic_s() - started_s)
     await walk.flush()
     for namespace in [] if only_adds else await walk.namespaces():
         await walk.sweep(namespace)
@@ -151,7 +155,7 @@ class _Walk:
         if self._seen is not None and not self._note(self._seen, entry):
             return False  # listed twice
         self._batch.append(Addition(key, self._level, entry.num_bytes, 0))
-        return len(self._batch) >= _BATCH
+        return len(self._batch) >= (_BATCH if self._seen is not None else _SHORT_BATCH)
 
     @staticmethod
     def _note(seen: Seen, entry: Entry) -> bool:

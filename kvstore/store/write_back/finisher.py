@@ -113,11 +113,11 @@ class Finisher:
                 await asyncio.sleep(min(_PAUSE_S_MAX, self._log.lease_s / 3))
 
     def _tell(self) -> None:
-        """Say in the log what was finished for services that have ended, at most once in a while."""
+        """Say in the log what was finished for services that left it, at most once in a while."""
         now_s = self._clock.monotonic_s()
         if self._untold and now_s - self._told_s >= _TOLD_S:
             numbers = ", ".join(f"{outcome} {num:,}" for outcome, num in sorted(self._untold.items()))
-            _log.info("writes to %s that other services had left were finished: %s", self._cold.name, numbers)
+            _log.info("writes to %s that a service had left undone were finished: %s", self._cold.name, numbers)
             self._untold.clear()
             self._told_s = now_s
 

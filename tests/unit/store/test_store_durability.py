@@ -110,7 +110,7 @@ async def test_another_service_finishes_what_a_dead_one_left(
         assert found is not None
         assert found.data == record.data
     assert second.meters.get("pending_finished", outcome="stored") == 20
-    await until(lambda: "writes to s3 that other services had left were finished: stored 20" in caplog.messages)
+    await until(lambda: "writes to s3 that a service had left undone were finished: stored 20" in caplog.messages)
     assert set(world.hot.keys_allowed) == {record.key for record in prompt.records()}
     assert (await stage(second, prompt)).resume_tokens == 640
 
