@@ -24,8 +24,8 @@ _RELEASE_S = 1.0
 """Short, since a service that is stopped waits for it."""
 _POLL_S = 1.0
 _REST_S, _REST_SHARE = 30.0, 3
-"""Pause after a rebuild, also one that failed: so long at least, and so many times as long as it took. A program that
-stores records without the catalog would otherwise have S3 listed all the time."""
+"""Pause after a rebuild, also one that failed: at least these seconds, and three times as long as it took. A program
+that stores records without the catalog would otherwise have S3 listed all the time."""
 _LEASE = "rebuild"
 LEASE_S = 30.0
 """The lease of the service that rebuilds: so long after its death another one begins."""
