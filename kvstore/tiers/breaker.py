@@ -59,16 +59,20 @@ class Breaker:
         *,
         is_asked: bool = True,
         answers: tuple[type[Unavailable], ...] = (),
+        ignored: tuple[type[Unavailable], ...] = (),
     ) -> Iterator[None]:
         """Run a call, and count how it ended.
 
         Args:
             is_asked: False: it may end without a request to the tier, so its success proves nothing.
             answers: Errors that prove that the tier answers: a probe would not meet them, and would close the breaker.
+            ignored: Errors that tell neither that the tier answers nor that it does not.
         """
         started_s = clock.monotonic_s()
         try:
             yield
+        except ignored:
+            raise
         except answers:
             self._answered(clock)
             raise

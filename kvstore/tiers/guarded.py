@@ -21,7 +21,7 @@ from kvstore.runtime.events import EventKind, Events
 from kvstore.runtime.instruments import Instruments
 from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage, TierWrapper
 from kvstore.tiers.breaker import Breaker
-from kvstore.tiers.refusals import WRITES, Refusals, Refused
+from kvstore.tiers.refusals import WRITES, PartDown, Refusals, Refused
 
 _log = logging.getLogger(__name__)
 
@@ -170,7 +170,8 @@ class GuardedTier(TierWrapper):
     def _call(self, what: str, deadline: Deadline, *, is_asked: bool = True) -> Iterator[None]:
         """Refuse the call, or run it in a span and report its end to the breaker. `is_asked`: as `Breaker.observe`.
 
-        A tier that refuses a call which no probe makes, as a write without the right for it, is used on for others.
+        A tier that refuses a call which no probe makes, as a write without the right for it, is used on for others. So
+        is one of which only a part does not answer: a probe would meet another part, and close the breaker at once.
         """
         tracing = self._tracing
         with tracing.span(f"{self.name}.{what}", tier=self.name) if tracing is not None else nullcontext():
@@ -183,7 +184,9 @@ class GuardedTier(TierWrapper):
             self._meters.set("tier_calls", self._num_calls, tier=self.name)
             try:
                 answers = () if what in _READS else (Refused,)
-                with self._breaker.observe(deadline, self._clock, is_asked=is_asked, answers=answers):
+                with self._breaker.observe(
+                    deadline, self._clock, is_asked=is_asked, answers=answers, ignored=(PartDown,)
+                ):
                     yield
             except Unavailable as error:
                 self._meters.add("tier_errors", tier=self.name)

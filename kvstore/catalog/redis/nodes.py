@@ -20,20 +20,20 @@ from hiredis import pack_command
 from redis.asyncio import Redis, RedisCluster
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import (
-    AskError,
+    AuthenticationError,
+    ClusterDownError,
     ConnectionError,
-    MovedError,
     NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
     RedisClusterException,
     RedisError,
     ResponseError,
-    TryAgainError,
 )
 
 from kvstore.catalog.base import Gate
 from kvstore.catalog.redis.replies import Command, check_reply, keys_of
+from kvstore.catalog.redis.routes import ClusterClient, Routes, is_elsewhere
 from kvstore.catalog.redis.scripts import ALL, DAMAGED
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
@@ -50,8 +50,6 @@ _CALLS_MAX = 24
 
 _packed = cast(Callable[[Command], bytes], pack_command)  # its stub allows for one argument only
 _TEXTS = {script.sha: script.text for script in ALL}
-_RESOLVED_BY_CLIENT = (MovedError, AskError, TryAgainError, ConnectionError)
-"""Errors that the client resolves itself when a command is sent again: a slot that moved, a primary that died."""
 _NUMBERS = re.compile(r"(\d{1,5})\.(\d{1,5})\.(\d{1,20})", re.ASCII)
 """A cursor: the number of nodes, the index of one, and the position of the SCAN on it."""
 _NOT_UNDERSTOOD = (ValueError, TypeError, AttributeError, LookupError)
@@ -91,6 +89,7 @@ class RedisNodes:
         self._gate = gate
         self._calls = asyncio.Semaphore(calls_max)
         self.is_cluster = isinstance(client, RedisCluster)
+        self._routes = Routes(cast(ClusterClient, client)) if self.is_cluster else None
 
     def slot_of(self, tag: str) -> int:
         """The slot of every key with this hash tag; 0 without a cluster."""
@@ -112,13 +111,11 @@ class RedisNodes:
             return []
         with self._translated():
             async with deadline.scope(f"calling Redis for {self._what}"):
-                if not self.is_cluster:
+                if self._routes is None:
                     return await self._on_node(None, [command for _, command in calls])
-                cluster = cast(RedisCluster, self.client)
-                await cluster.initialize()
                 by_node: dict[Any, list[int]] = {}
                 for index, (slot, _) in enumerate(calls):
-                    by_node.setdefault(cluster.nodes_manager.get_node_from_slot(slot), []).append(index)
+                    by_node.setdefault(await self._routes.owner(slot), []).append(index)
                 parts = await asyncio.gather(
                     *(self._on_node(node, [calls[index][1] for index in part]) for node, part in by_node.items())
                 )
@@ -141,10 +138,27 @@ class RedisNodes:
                 check_reply(command, reply)
                 return reply
 
-    async def _execute(self, command: Command) -> Any:
-        """Send one command through the client, which finds its node."""
-        async with self._calls:
-            return await cast(Awaitable[Any], self.client.execute_command(*command))
+    async def _execute(self, command: Command, asked: Any = None, reply: object = None) -> Any:
+        """Send one command to its node.
+
+        Args:
+            asked: A node of a cluster that it was sent to before.
+            reply: That node's reply, with which it must be sent elsewhere.
+        """
+        if self._routes is None:
+            async with self._calls:
+                return await cast(Awaitable[Any], self.client.execute_command(*command))
+        attempts = self._routes.attempts(_slot_of(command))
+        while True:
+            asked, asking = await attempts.next(asked, reply)
+            try:
+                reply = (await self._exchange(asked, [*([("ASKING",)] if asking else []), command], strict=False))[-1]
+            except ConnectionError as error:
+                reply = error
+            if not is_elsewhere(reply):
+                if isinstance(reply, RedisError):
+                    raise reply
+                return reply
 
     async def scan(
         self, pattern: str, cursor: str, count: int, *, deadline: Deadline
@@ -180,6 +194,10 @@ class RedisNodes:
             step = "check that the hot Redis runs and is not full"
             if isinstance(error, NoPermissionError):
                 step = "give its user the keys and commands of docs/redis.md (ACL SETUSER)"
+            elif isinstance(error, AuthenticationError):
+                step = "check user and password in the url, and that every node of a cluster has the user"
+            elif isinstance(error, ClusterDownError):
+                step = "bring the cluster's missing nodes back"
             elif isinstance(error, _NOT_UNDERSTOOD):
                 step = "check the address: the server does not reply like Redis"
             message = f"{self._what} in Redis cannot be used: {step}"
@@ -187,11 +205,7 @@ class RedisNodes:
 
     async def _primaries(self) -> list[Any]:
         """The nodes that hold keys; `None` is a standalone server."""
-        if not self.is_cluster:
-            return [None]
-        cluster = cast(RedisCluster, self.client)
-        await cluster.initialize()
-        return list(cluster.get_primaries())
+        return [None] if self._routes is None else await self._routes.primaries()
 
     async def info(self, section: str, *, deadline: Deadline) -> list[dict[str, str]]:
         """Each node's `INFO <section>`."""
@@ -213,20 +227,16 @@ class RedisNodes:
         if missing:
             await self._exchange(node, [("SCRIPT", "LOAD", _TEXTS[sha]) for sha in missing], strict=True)
         for index, reply in enumerate(replies):
-            passing = (NoScriptError, *(() if node is None else _RESOLVED_BY_CLIENT))
+            is_redirected = node is not None and is_elsewhere(reply)
             is_repaired = isinstance(reply, ResponseError) and await self._repair(commands[index], reply)
-            if is_repaired or isinstance(reply, passing):
-                replies[index] = await self._retry(commands[index])
+            if is_redirected:
+                replies[index] = await self._execute(_as_text(commands[index]), node, reply)
+            elif is_repaired or isinstance(reply, NoScriptError):
+                replies[index] = await self._execute(_as_text(commands[index]))
             elif isinstance(reply, RedisError):
                 raise reply
             check_reply(commands[index], replies[index])
         return replies
-
-    async def _retry(self, command: Command) -> Any:
-        """Send one command through the client, which finds the slot's new node; a script is sent as text."""
-        if command[0] == "EVALSHA":
-            command = ("EVAL", _TEXTS[str(command[1])], *command[2:])
-        return await self._execute(command)
 
     async def _repair(self, command: Command, error: ResponseError) -> bool:
         """Remove the damaged keys of a command that was refused. False: none of them is damaged."""
@@ -281,6 +291,17 @@ class RedisNodes:
             else:
                 node.release(connection)
         return replies
+
+
+def _as_text(command: Command) -> Command:
+    """The command for a node that may not know its script."""
+    return ("EVAL", _TEXTS[str(command[1])], *command[2:]) if command[0] == "EVALSHA" else command
+
+
+def _slot_of(command: Command) -> int:
+    """The hash slot of a command's first key."""
+    key = command[3] if command[0] in ("EVAL", "EVALSHA") else command[1]
+    return int(key_slot(key if isinstance(key, bytes) else str(key).encode()))
 
 
 @cache

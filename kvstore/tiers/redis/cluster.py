@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
@@ -26,6 +27,7 @@ from kvstore.tiers.redis.node import Node
 from kvstore.tiers.redis.reading import Reading
 from kvstore.tiers.redis.replies import SlotMoves, check_reply
 from kvstore.tiers.redis.resp import Command, ErrorReply, Reply
+from kvstore.tiers.refusals import PartDown
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +53,8 @@ def parse_slots(reply: Reply, asked: HostPort) -> SlotMap | None:
     """Parse the reply to `CLUSTER SLOTS`: items `[first, last, [host, port, ...] of the primary, replicas...]`.
 
     Args:
-        asked: The node that sent it. If it does not know a host, it leaves it empty and means its own.
+        asked: The node that sent it. If it does not know a host, it leaves it empty and means its own. It gives `?` for
+            the host name of a node that has none, and then adds that node's address.
 
     Returns:
         The map; `None` if the reply has another form, or names no slot at all (a node outside any cluster).
@@ -61,13 +64,24 @@ def parse_slots(reply: Reply, asked: HostPort) -> SlotMap | None:
     slots: SlotMap = [None] * REDIS_CLUSTER_HASH_SLOTS
     for item in reply:
         match item:
-            case [int(first), int(last), [host, int(port), *_], *_] if 0 <= first <= last < len(slots):
+            case [int(first), int(last), [host, int(port), *further], *_] if 0 <= first <= last < len(slots):
+                match [host, *further]:
+                    case [b"?", _, [b"ip", bytes(ip), *_]]:
+                        host = ip
                 name = host.decode(errors="replace") if isinstance(host, bytes) else ""
                 address = HostPort(asked.host if name in ("", "?") else name, port)
                 slots[first : last + 1] = [address] * (last + 1 - first)
             case _:
                 return None
     return slots if any(slots) else None
+
+
+def ranges_of(slots: SlotMap) -> Iterator[tuple[int, int, HostPort]]:
+    """First slot, last slot and node of each range that a node serves."""
+    for address, group in groupby(range(len(slots)), key=slots.__getitem__):
+        if address is not None:
+            numbers = list(group)
+            yield numbers[0], numbers[-1], address
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +135,7 @@ class Cluster:
         self._is_reloading = False
         self._is_outdated = False
         self._turn = 0
+        self._silent: set[HostPort] = set()  # did not answer when last asked for the map
         self._read_s = -math.inf
         self._closed = False
 
@@ -189,10 +204,21 @@ class Cluster:
         """See `Topology.nodes`. Callers send commands to these nodes, and not to a slot's owner: no redirection and no
         failed call would show a failover. So an older map is read again, for the next call.
         """
+        slots = await self.owners(deadline)
+        return [self._member(address).node for address in dict.fromkeys(slots) if address is not None]
+
+    async def owners(self, deadline: Deadline) -> SlotMap:
+        """Who has which slots. As for `nodes`, an older map is read again for the next call."""
         slots = await self._map(deadline)
         if asyncio.get_running_loop().time() - self._read_s > _CURRENT_S:
             self._reload_soon()
-        return [self._member(address).node for address in dict.fromkeys(slots) if address is not None]
+        return slots
+
+    async def read_map(self, deadline: Deadline) -> SlotMap:
+        """Who has which slots, as a node says now."""
+        async with deadline.scope("reading the map of the Redis Cluster"):
+            self._slots = await self._load(deadline)
+        return self._slots
 
     async def num_slots_missing(self, deadline: Deadline) -> int:
         """Hash slots that no node serves."""
@@ -276,14 +302,17 @@ class Cluster:
         known = [*dict.fromkeys((*self._members, *self._seeds))]
         self._turn = (self._turn + 1) % len(known)
         problem = Unavailable("no node was queried")
-        for address in sorted(known[self._turn :] + known[: self._turn], key=lambda one: self._member(one).is_refused):
+        in_turn = known[self._turn :] + known[: self._turn]
+        for address in sorted(in_turn, key=lambda one: one in self._silent or self._member(one).is_refused):
             try:
                 node = self._member(address).node
                 (reply,) = await node.control(("CLUSTER", "SLOTS"), deadline=deadline.earlier(_MAP_S))
                 check_reply(reply)
             except Unavailable as error:
                 problem = error
+                self._silent.add(address)
                 continue
+            self._silent.discard(address)
             if (slots := parse_slots(reply, address)) is not None:
                 self._read_s = asyncio.get_running_loop().time()
                 return slots
@@ -363,7 +392,7 @@ class _Member:
         """Refuse a call to the node, or run it and count how it ended."""
         try:
             if self._breaker.is_open:
-                raise Unavailable(
+                raise PartDown(
                     "a node of the Redis Cluster failed and is not used until it answers or another takes its slots",
                     address=str(self.address),
                 )

@@ -14,7 +14,7 @@ from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import ExponentialBackoff
-from redis.exceptions import ConnectionError, RedisError
+from redis.exceptions import ConnectionError, RedisClusterException, RedisError
 
 from kvstore.errors import Unavailable, UnsupportedFormat
 from kvstore.format.manifest import STORE_VERSION_PLACE, check_store_version
@@ -22,7 +22,7 @@ from kvstore.format.names import manifest_name
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.locations import RedisLocation
-from kvstore.tiers.redis.cluster import Cluster
+from kvstore.tiers.redis.cluster import Cluster, SlotMap, ranges_of
 
 ControlClient = Redis | RedisCluster
 """A client of the primary, or of all nodes of a cluster; replies are `bytes`. Its errors are redis-py's
@@ -53,11 +53,10 @@ async def open_control(location: RedisLocation, *, refuses_newer: bool = False) 
     options = _options(location)
     async with AsyncExitStack() as stack:
         if location.mode == "cluster":
-            nodes = [ClusterNode(host, port) for host, port in location.addresses]
-            cluster = RedisCluster(startup_nodes=nodes, max_connections=_CONNECTIONS_MAX, retry=_retry(3), **options)
-            stack.push_async_callback(_close, cluster)
             topology = Cluster(location, num_data_connections=1)
             stack.push_async_callback(topology.aclose)
+            cluster = _ClusterClient(topology, max_connections=_CONNECTIONS_MAX, retry=_retry(3), **options)
+            stack.push_async_callback(_close, cluster)
             watch = Background("control client of a cluster")
             stack.push_async_callback(watch.aclose)
             watch.keep_running(partial(_follow_primaries, cluster, topology), "follow")
@@ -85,6 +84,51 @@ async def open_control(location: RedisLocation, *, refuses_newer: bool = False) 
         yield client
 
 
+class _OurMap(ClusterNode):
+    """What redis-py takes for the only seed of a cluster: it gives the map that our own `Cluster` reads.
+
+    By itself redis-py takes a node that does not tell its host for one on this machine. It waits for a frozen seed
+    until the caller's deadline. It forgets the seeds of the url once it knows other nodes.
+    """
+
+    __slots__ = ("_topology", "given")
+
+    def __init__(self, topology: Cluster) -> None:
+        super().__init__("map", 0)
+        self._topology = topology
+        self.given: SlotMap | None = None
+
+    async def execute_command(self, *args: Any, **kwargs: Any) -> Any:
+        self.given = [*await self._topology.read_map(Deadline.after(_MAP_S))]
+        return [[first, last, [host, port, ""]] for first, last, (host, port) in ranges_of(self.given)]
+
+
+class _ClusterClient(RedisCluster):
+    """redis-py's client of a cluster, with our map."""
+
+    def __init__(self, topology: Cluster, **options: Any) -> None:
+        self.map = _OurMap(topology)
+        super().__init__(startup_nodes=[self.map], require_full_coverage=False, **options)
+
+    async def initialize(self, *arguments: Any, **options: Any) -> RedisCluster:
+        self._seed()
+        return await super().initialize(*arguments, **options)
+
+    async def read_map(self) -> None:
+        """Read who has which slots. Raises `Unavailable` if no node tells."""
+        self._seed()
+        try:
+            await self.nodes_manager.initialize()
+        except RedisClusterException as error:
+            if isinstance(error.__cause__, Unavailable):
+                raise error.__cause__ from error
+            raise
+
+    def _seed(self) -> None:
+        # redis-py replaces its seeds by copies, and by the nodes that it finds
+        self.nodes_manager.startup_nodes = {self.map.name: self.map}
+
+
 async def _close(cluster: RedisCluster) -> None:
     await cluster.aclose()
     # `aclose` closes nothing if the first command was cancelled during the discovery of nodes
@@ -102,19 +146,20 @@ async def _follow(client: Redis) -> None:
             await pool.get_master_address()  # type: ignore[no-untyped-call]
 
 
-async def _follow_primaries(client: RedisCluster, topology: Cluster) -> None:
-    """Have the client read its map again when other nodes have the slots. It does so by itself when a connection is
-    lost or a reply redirects it. A node that is frozen does neither, although its replica has taken over."""
-    before: set[str] | None = None
+async def _follow_primaries(client: _ClusterClient, topology: Cluster) -> None:
+    """Have the client read its map again when other nodes have the slots, and leave nodes that have none. A lost
+    connection or a redirection tells it too. From a node that is frozen neither comes, although its replica has taken
+    over: its calls end with their connections."""
     while True:
         await asyncio.sleep(_WATCH_S)
-        try:
-            now = {node.address for node in await topology.nodes(Deadline.after(_MAP_S))}
-        except Unavailable:
-            continue
-        if before not in (None, now):
-            await client.aclose()  # the next command connects again
-        before = now
+        with suppress(Unavailable, RedisError):
+            now = await topology.owners(Deadline.after(_MAP_S))
+            if client.map.given in (None, now):
+                continue
+            before = list(client.nodes_manager.nodes_cache.values())
+            await client.read_map()
+            left = [node for node in before if client.nodes_manager.nodes_cache.get(node.name) is not node]
+            await asyncio.gather(*(node.disconnect() for node in left), return_exceptions=True)
 
 
 async def _greet(connection: AbstractConnection) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -24,6 +25,7 @@ from kvstore.tiers.redis.resp import Reply
 from kvstore.tiers.redis.striped_puts import StripedPuts
 from kvstore.tiers.redis.topology import open_topology
 from kvstore.tiers.redis.values import Values, each_alone
+from kvstore.tiers.refusals import PartDown
 from kvstore.tiers.verify import QuarantineBudget, allocate_exactly, is_same, open_or_reason
 
 _log = logging.getLogger(__name__)
@@ -259,7 +261,15 @@ class RedisTier(Tier):
     async def facts(self, *, deadline: Deadline) -> list[ServerFacts]:
         """What the servers that hold records report."""
         self._check(deadline)
-        return await gather_all([read_facts(node, deadline) for node in await self._topology.nodes(deadline)])
+        nodes = await self._topology.nodes(deadline)
+        answers = await asyncio.gather(*(read_facts(node, deadline) for node in nodes), return_exceptions=True)
+        facts = [answer for answer in answers if not isinstance(answer, BaseException)]
+        for error in answers:
+            if isinstance(error, Unavailable) and facts:
+                raise PartDown(error.message, **error.details) from error
+            if isinstance(error, BaseException):
+                raise error
+        return facts
 
     async def concerns(self, *, deadline: Deadline) -> list[Concern]:
         return concerns_of(await self.facts(deadline=deadline))

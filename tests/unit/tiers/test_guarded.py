@@ -17,7 +17,7 @@ from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.breaker import Breaker
 from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.refusals import Refused
+from kvstore.tiers.refusals import PartDown, Refused
 
 pytestmark = pytest.mark.virtual_time
 
@@ -29,6 +29,7 @@ class FailingTier(MemoryTier):
         super().__init__(1 << 20, name="failing")
         self.fails = self.hangs = self.is_full = False
         self.failure = "out of order: mend it"
+        self.kind: type[Unavailable] = Unavailable
         self.refuses: set[str] = set()
         self.no_room = "the medium is full: empty it"
         self.num_heads = self.num_versions = 0
@@ -42,7 +43,7 @@ class FailingTier(MemoryTier):
             async with deadline.scope("hanging"):
                 await asyncio.sleep(60)
         if self.fails:
-            raise Unavailable(self.failure)
+            raise self.kind(self.failure)
 
     async def head(self, keys, *, deadline):  # type: ignore[no-untyped-def]
         self.num_heads += 1
@@ -114,6 +115,19 @@ async def test_opens_after_failures_in_a_row(guard: GuardedTier, inner: FailingT
         await fail(guard, "out of order")
     assert guard.is_open
     await fail(guard, "not used until")
+
+
+async def test_a_part_that_does_not_answer_does_not_open_it(guard: GuardedTier, inner: FailingTier) -> None:
+    """Nor does it hide that the whole tier fails."""
+    inner.fails = True
+    for _ in range(3):
+        inner.kind = PartDown
+        for _ in range(3):
+            await fail(guard, "out of order")
+            assert not guard.is_open
+        inner.kind = Unavailable
+        await fail(guard, "out of order")
+    assert guard.is_open
 
 
 async def test_opens_after_one_hang(guard: GuardedTier, inner: FailingTier) -> None:

@@ -34,15 +34,19 @@ def test_names_of_one_record_share_a_slot() -> None:
 
 
 def test_slot_maps() -> None:
-    """Primaries by slot; a node that does not know its own address has the one that it was queried at."""
+    """Primaries by slot; a node that does not know its own address has the one that it was queried at.
+    One without a host name has its own address."""
     reply: Reply = [
         [0, 99, [b"10.0.0.2", 7001, b"id", []], [b"10.0.0.9", 7009, b"id"]],
         [100, 100, [b"", 7002, b"id"]],
+        [102, 102, [b"?", 7004, b"id", [b"ip", b"10.0.0.4"]]],
+        [103, 103, [b"?", 7005, b"id", []]],
         [200, 16383, [None, 7003, b"id"]],
     ]
     slots = parse_slots(reply, ASKED)
     assert slots is not None
     assert (slots[0], slots[99]) == (("10.0.0.2", 7001), ("10.0.0.2", 7001))
+    assert (slots[102], slots[103]) == (("10.0.0.4", 7004), ("10.0.0.1", 7005))
     assert (slots[100], slots[101], slots[16383]) == (("10.0.0.1", 7002), None, ("10.0.0.1", 7003))
 
 

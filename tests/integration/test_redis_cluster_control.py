@@ -1,0 +1,188 @@
+"""A cluster as the client of the catalog and the guard of the tier see it: slots move, nodes are silent."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from kvstore.catalog.redis.nodes import RedisNodes
+from kvstore.errors import Unavailable
+from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
+from kvstore.runtime.meters import Meters
+from kvstore.testing.records import make_key, make_record
+from kvstore.testing.servers import RedisCluster, RedisServer
+from kvstore.testing.servers.ports import free_ports
+from kvstore.testing.servers.redis import redis_process
+from kvstore.tiers.guarded import GuardedTier
+from kvstore.tiers.locations import parse_redis
+from kvstore.tiers.redis import RedisTier, open_control
+from kvstore.tiers.redis.cluster import slot_of
+from tests.integration.redis_traffic import served_everywhere
+from tests.integration.test_redis_groups import number_on
+
+pytestmark = pytest.mark.servers
+
+_SOON_S = 5.0
+
+
+@asynccontextmanager
+async def nodes_at(url: str) -> AsyncIterator[RedisNodes]:
+    async with open_control(parse_redis(url)) as client:
+        yield RedisNodes(client)
+
+
+def names_on(group: RedisCluster, server: RedisServer, count: int) -> list[str]:
+    """Names that live on `server`."""
+    names = (f"{{moving {number}}}" for number in range(10_000))
+    return list(islice((name for name in names if group.primary_of(slot_of(name)) is server), count))
+
+
+@contextmanager
+def moving(names: list[str], source: RedisServer, target: RedisServer) -> Iterator[None]:
+    """The slots of these names are on their way, and no name has been moved yet."""
+    source_id, target_id = (server.ask("CLUSTER", "MYID").decode() for server in (source, target))
+    slots = {slot_of(name) for name in names}
+    for slot in slots:
+        target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", source_id)
+        source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", target_id)
+    yield
+    for slot in slots:
+        for server in (source, target):
+            server.ask("CLUSTER", "SETSLOT", slot, "STABLE")
+
+
+@contextmanager
+def empty_node(group: RedisCluster, folder: Path) -> Iterator[RedisServer]:
+    """A server that has just been added to the cluster, and has no slots."""
+    port, bus_port = free_ports(2)
+    options = ["--cluster-enabled", "yes", "--cluster-port", str(bus_port), "--cluster-node-timeout", "1500"]
+    server = RedisServer(redis_process(folder, port, options), port)
+    server.start()
+    try:
+        known = group.servers[0]
+        [own_line] = [line for line in known.ask("CLUSTER", "NODES").splitlines() if b"myself" in line]
+        known_bus = own_line.split()[1].decode().partition("@")[2].partition(",")[0]
+        server.ask("CLUSTER", "MEET", known.host, known.port, known_bus)
+        own_id = server.ask("CLUSTER", "MYID")
+        for one in group.servers:
+            while own_id not in one.ask("CLUSTER", "NODES"):
+                time.sleep(0.05)
+        while b"cluster_state:ok" not in server.ask("CLUSTER", "INFO"):
+            time.sleep(0.05)
+        yield server
+    finally:
+        server.process.stop()
+        for one in group.servers:
+            one.ask("CLUSTER", "FORGET", own_id.decode())
+
+
+async def write_all(nodes: RedisNodes, names: list[str]) -> None:
+    """Each name by itself, and all of them in one round trip per node."""
+    for name in names:
+        assert await nodes.one(("SET", name, "1"), deadline=Deadline.after(_SOON_S)) in (b"OK", True)
+    calls = [(slot_of(name), ("GET", name)) for name in names]
+    assert await nodes.run(calls, deadline=Deadline.after(_SOON_S)) == [b"1"] * len(names)
+
+
+async def test_slots_that_move_to_another_node(cluster: RedisCluster) -> None:
+    """A command is sent on the connection that `ASKING` was sent on, however many there are to the node."""
+    await asyncio.to_thread(cluster.settle)
+    source, target, _ = cluster.primaries()
+    names, others = names_on(cluster, source, 10), names_on(cluster, target, 2)
+    async with nodes_at(cluster.url) as nodes:
+        # two connections, which take turns
+        await asyncio.gather(*(nodes.one(("SET", name, "1"), deadline=Deadline.after(_SOON_S)) for name in others))
+        with moving(names, source, target):
+            await write_all(nodes, names)
+
+
+async def test_slots_that_move_to_a_node_without_slots(cluster: RedisCluster, tmp_path: Path) -> None:
+    """As when a cluster is given another node: no map names it before it has its first slot."""
+    await asyncio.to_thread(cluster.settle)
+    source = cluster.primaries()[0]
+    names = names_on(cluster, source, 10)
+    with empty_node(cluster, tmp_path) as target:
+        async with nodes_at(cluster.url) as nodes:
+            with moving(names, source, target):
+                await write_all(nodes, names)
+
+
+async def test_nodes_that_do_not_tell_their_host(cluster: RedisCluster) -> None:
+    """They are at the address that was used so far, in maps and in redirections, and not on this machine."""
+    await asyncio.to_thread(cluster.settle)
+    for server in cluster.servers:
+        server.ask("CONFIG", "SET", "cluster-preferred-endpoint-type", "unknown-endpoint")
+    try:
+        async with nodes_at(cluster.url) as nodes:
+            old = cluster.primaries()[0]
+            names = names_on(cluster, old, 10)
+            await write_all(nodes, names)
+            assert {node.host for node in nodes.client.nodes_manager.nodes_cache.values()} == {"127.0.0.1"}
+            await asyncio.to_thread(make_replica, cluster, old)
+            await write_all(nodes, names)
+    finally:
+        for server in cluster.servers:
+            server.ask("CONFIG", "SET", "cluster-preferred-endpoint-type", "ip")
+
+
+def make_replica(group: RedisCluster, primary: RedisServer) -> None:
+    """Have its replica take its slots over, by hand."""
+    port = next(int(value[1]) for value in primary.ask("ROLE")[2])
+    replica = next(server for server in group.servers if server.port == port)
+    replica.ask("CLUSTER", "FAILOVER")
+    while replica.ask("ROLE")[0] != b"master" or primary.ask("ROLE")[0] != b"slave":
+        time.sleep(0.05)
+
+
+async def test_a_seed_that_is_frozen(cluster: RedisCluster) -> None:
+    """The first call waits for it for a second at most, and goes on with the next seed."""
+    await asyncio.to_thread(cluster.settle)
+    primaries = cluster.primaries()
+    frozen = next(server for server in cluster.servers if server not in primaries)
+    url = f"redis+cluster://127.0.0.1:{frozen.port},127.0.0.1:{primaries[0].port}"
+    frozen.freeze()
+    try:
+        for _ in range(6):
+            async with nodes_at(url) as nodes:
+                await nodes.one(("SET", "seeds", "1"), deadline=Deadline.after(3))
+    finally:
+        frozen.thaw()
+
+
+async def test_one_dead_node_does_not_end_the_use_of_others(cluster: RedisCluster) -> None:
+    """Nobody takes its slots over. Its own names are refused at once; those of other nodes are served all along."""
+    await asyncio.to_thread(cluster.settle)
+    dead, alive, _ = cluster.primaries()
+    port = int(dead.ask("ROLE")[2][0][1])
+    here, there = make_key(number_on(cluster, dead)), make_record(number_on(cluster, alive))
+    meters = Meters()
+    guard = GuardedTier(RedisTier(cluster.url), Instruments(meters=meters))
+    await guard.put(there, deadline=Deadline.after(_SOON_S))
+    for server in (dead, next(server for server in cluster.servers if server.port == port)):
+        server.kill9()
+    for _ in range(3):  # until its own breaker is open; three failures in a row also open the guard
+        with pytest.raises(Unavailable):
+            await guard.get(here, deadline=Deadline.after(_SOON_S))
+    async with asyncio.timeout(_SOON_S):
+        while guard.is_open:
+            await asyncio.sleep(0.05)
+    refused = meters.get("tier_refused", tier="redis")
+    for _ in range(5):
+        for _ in range(3):
+            with pytest.raises(Unavailable, match="a node of the Redis Cluster failed"):
+                await guard.get(here, deadline=Deadline.after(_SOON_S))
+            with pytest.raises(Unavailable, match="cannot connect"):
+                await guard.usage(deadline=Deadline.after(_SOON_S))
+        stored = await guard.get(there.key, deadline=Deadline.after(_SOON_S))
+        assert stored is not None and stored.data == there.data
+    assert meters.get("tier_refused", tier="redis") == refused
+    await asyncio.to_thread(cluster.settle)
+    await served_everywhere(guard)
+    await guard.aclose()
