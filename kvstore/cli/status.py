@@ -189,7 +189,7 @@ def _evicted(counters: Mapping[str, float]) -> Iterator[str]:
         if num:
             yield f"evicted by {escape(tier)} itself since its start: {counted(num, 'record')}"
     if num := counters.get("catalog_reconciled", 0):
-        yield f"evicted by the Redis server since its start: {counted(num, 'record')}"
+        yield f"evicted or lost by Redis since its start (a restart or a failover loses some): {counted(num, 'record')}"
 
 
 def _quota_text(quota: Mapping[str, Any]) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
 import pytest
+from redis.exceptions import RedisError
 
 from kvstore.catalog.redis.nodes import RedisNodes
 from kvstore.errors import Unavailable
@@ -136,9 +137,31 @@ def make_replica(group: RedisCluster, primary: RedisServer) -> None:
     """Have its replica take its slots over, by hand."""
     port = next(int(value[1]) for value in primary.ask("ROLE")[2])
     replica = next(server for server in group.servers if server.port == port)
-    replica.ask("CLUSTER", "FAILOVER")
+    give_up = Deadline.after(30)
     while replica.ask("ROLE")[0] != b"master" or primary.ask("ROLE")[0] != b"slave":
-        time.sleep(0.05)
+        assert not give_up.expired
+        with suppress(RedisError):  # it is on its way already; after five seconds it has given up
+            replica.ask("CLUSTER", "FAILOVER")
+        time.sleep(0.3)
+
+
+async def test_a_node_leaves_during_a_scan(cluster: RedisCluster) -> None:
+    """The scan fails, and can be repeated. It does not say that the tier is closed, which would end its callers."""
+    await asyncio.to_thread(cluster.settle)
+    tier = RedisTier(cluster.url)
+    for number in range(30):
+        await tier.put(make_record(number), deadline=Deadline.after(_SOON_S))
+    entries = tier.scan()
+    await anext(entries)
+    last = cluster.primary_of(16383)  # nodes are scanned in the order of their slots
+    await asyncio.to_thread(make_replica, cluster, last)
+    for _ in range(4):  # the map is read again every two seconds, and a node without calls is left then
+        await tier.facts(deadline=Deadline.after(_SOON_S))
+        await asyncio.sleep(2.2)
+    with pytest.raises(Unavailable, match="the node has just left the Redis Cluster"):
+        async for _ in entries:
+            pass
+    await tier.aclose()
 
 
 async def test_a_seed_that_is_frozen(cluster: RedisCluster) -> None:

@@ -20,6 +20,7 @@ from hiredis import pack_command
 from redis.asyncio import Redis, RedisCluster
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import (
+    AskError,
     AuthenticationError,
     ClusterDownError,
     ConnectionError,
@@ -29,6 +30,7 @@ from redis.exceptions import (
     RedisClusterException,
     RedisError,
     ResponseError,
+    TryAgainError,
 )
 
 from kvstore.catalog.base import Gate
@@ -196,6 +198,8 @@ class RedisNodes:
                 step = "give its user the keys and commands of docs/redis.md (ACL SETUSER)"
             elif isinstance(error, AuthenticationError):
                 step = "check user and password in the url, and that every node of a cluster has the user"
+            elif isinstance(error, AskError | TryAgainError):
+                step = "a slot of the cluster moves: wait for its end, redis-cli --cluster check shows what is open"
             elif isinstance(error, ClusterDownError):
                 step = "bring the cluster's missing nodes back"
             elif isinstance(error, _NOT_UNDERSTOOD):
@@ -289,6 +293,8 @@ class RedisNodes:
             if pool is not None:
                 await pool.release(connection)
             else:
+                if self._routes is not None and not self._routes.is_known(node):
+                    await connection.disconnect(nowait=True)
                 node.release(connection)
         return replies
 

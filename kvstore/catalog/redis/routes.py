@@ -26,7 +26,7 @@ _READ_AGAIN_S = 0.2
 _PAUSE_FIRST_S = 0.02
 _LOST_MAX = 2
 """Lost connections until a command is given up."""
-_ROUNDS_MAX = 7
+_ROUNDS_MAX = 5
 
 _ELSEWHERE = (AskError, MovedError, TryAgainError, ClusterDownError, ConnectionError)
 
@@ -73,6 +73,12 @@ class Routes:
         """Every node that has slots."""
         await self._ready()
         return list({owners[0].name: owners[0] for owners in self._client.nodes_manager.slots_cache.values()}.values())
+
+    def is_known(self, node: Any) -> bool:
+        """Whether a node is in the map. If it left while a command waited for it, its connections are not closed with
+        those of the others.
+        """
+        return self._client.nodes_manager.nodes_cache.get(node.name) is node
 
     def attempts(self, slot: int) -> Attempts:
         """For one command, whose keys are in this slot."""

@@ -352,6 +352,7 @@ class Cluster:
             if address not in serving:
                 if member.node.num_in_flight == 0:
                     del self._members[address]
+                    member.node.has_left = True
                     await member.node.aclose()
             elif member.is_refused:
                 await member.probe()
@@ -398,9 +399,6 @@ class _Member:
                 )
             with self._breaker.observe(deadline):
                 yield
-        except Closed as error:  # it left the cluster after we read the map
-            self._on_failure()
-            raise Unavailable("the node has just left the Redis Cluster", address=str(self.address)) from error
         except Unavailable:
             self._on_failure()
             raise

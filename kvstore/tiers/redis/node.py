@@ -43,6 +43,10 @@ class Node:
         num_data_connections: Connections that carry records.
         name: For messages, until the address is known.
         io_loops: Where these connections move their bytes, in turn; none: on the caller's loop, as small commands do.
+
+    Attributes:
+        has_left: It is no longer part of its cluster. Once it is closed, calls raise `Unavailable` instead of `Closed`,
+            which would tell their callers that the whole tier is closed.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Node:
         self._access = access
         self._where = where
         self.address = name or str(where)
+        self.has_left = False
         self._control = _Link(self)
         loops = io_loops or (None,)
         self._data = [_Link(self, loops[number % len(loops)]) for number in range(num_data_connections)]
@@ -160,6 +165,8 @@ class _Link:
         if self._connection is not None and self._connection.alive and not self._connecting.locked():
             return self._connection
         async with deadline.scope(f"connecting to Redis at {self._node.address}"), self._connecting:
+            if self._closed and self._node.has_left:
+                raise Unavailable("the node has just left the Redis Cluster: try again", address=self._node.address)
             if self._closed:
                 raise Closed("the connections to Redis are closed", address=self._node.address)
             if self._connection is not None and self._connection.alive:
