@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable
+from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, next_step
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
 from kvstore.format.names import ROOT, format_name, manifest_name, namespace_root, record_key
 from kvstore.format.record import MAX_RECORD_BYTES, Record
@@ -266,7 +266,9 @@ class RedisTier(Tier):
         facts = [answer for answer in answers if not isinstance(answer, BaseException)]
         for error in answers:
             if isinstance(error, Unavailable) and facts:
-                raise PartDown(error.message, **error.details) from error
+                what, step = next_step(error.message)
+                text = f"{what} at one node of the cluster, the others are used"
+                raise PartDown(f"{text}: {step}" if step else text, **error.details) from error
             if isinstance(error, BaseException):
                 raise error
         return facts
