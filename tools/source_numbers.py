@@ -18,7 +18,6 @@ from pathlib import Path
 PRODUCT = ("connector", "kvstore", "migrations")
 SMALL_LINES = 60
 ARGUMENTS_MAX = 8
-FILES_IN_A_FOLDER_MAX = 25
 
 
 def main() -> None:

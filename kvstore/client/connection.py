@@ -132,14 +132,13 @@ class Connection:
         address: What it is connected to.
     """
 
-    def __init__(self, options: ClientOptions, role: str) -> None:
+    def __init__(self, role: str) -> None:
         self.frames = FrameConnection(self, MAX_RECORD_BYTES)
         self.role = role
         self.closed = asyncio.Event()
         self.reason = ""
         self.socket_id: tuple[int, int] | None = None
         self.num_running = 0
-        self._options = options
         self._ids = count(1)
         self._pending: dict[int, _Pending] = {}
         self._greeting: asyncio.Future[messages.Welcome] = asyncio.get_running_loop().create_future()
@@ -157,7 +156,7 @@ class Connection:
             UnsupportedFormat: No common protocol version.
         """
         loop = asyncio.get_running_loop()
-        self = cls(options, role)
+        self = cls(role)
         self.address = address
         try:
             async with asyncio.timeout(options.hello_timeout_s):

@@ -55,7 +55,7 @@ class Arena:
 
     Each buffer has a stamp in front of it, which is erased before its memory is reused: a reader that finds the same
     stamp after reading knows that it has read this buffer. All methods may be called in any thread, and buffers may be
-    dropped in any: threads that receive records take memory here. `take`, `place` and `free_bytes` wait for each other.
+    dropped in any: threads that receive records take memory here. `take` and `place` wait for each other.
 
     Attributes:
         id: 16 random bytes that identify this arena.
@@ -155,13 +155,6 @@ class Arena:
         with self._lock:
             stamp = self._stamps.get(offset - _HEAD_BYTES) if self._memory is not None else None
         return Place(offset, len(view), stamp) if stamp is not None else None
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes of all free ranges."""
-        with self._lock:
-            self._collect()
-            return self._free.free_bytes
 
     def close(self) -> None:
         """Stop the warming, close the descriptor and allocate no more; live buffers stay valid. Idempotent."""
@@ -354,11 +347,6 @@ class FreeRanges:
             self._unlist(stop, after_bytes)
             stop += after_bytes
         self._list(start, stop - start)
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes of all free ranges."""
-        return sum(self._starts.values())
 
     def _list(self, start: int, size: int) -> None:
         insort(self._sizes, (size, start))

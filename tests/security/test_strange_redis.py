@@ -139,9 +139,9 @@ async def test_every_call_of_the_tier(name: str) -> None:
 def test_facts_of_any_form() -> None:
     """Numbers of a server's report fit into the status."""
     for number in (b"", b"-1", b"abc", HUGE, ENDLESS, "٣".encode(), b"1e9"):
-        report = b"".join(b"%b:%b\r\n" % (name, number) for name in (b"used_memory", b"maxmemory", b"evicted_keys"))
+        report = b"".join(b"%b:%b\r\n" % (name, number) for name in (b"used_memory", b"maxmemory"))
         facts = parse_info(report, "here", 0.1)
-        msgpack.packb([facts.used_bytes, facts.limit_bytes, facts.num_evicted])
+        msgpack.packb([facts.used_bytes, facts.limit_bytes])
 
 
 # Damaged keys

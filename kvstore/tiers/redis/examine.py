@@ -47,7 +47,6 @@ class ServerFacts:
         used_bytes: Its memory in use, also by other users.
         limit_bytes: Its `maxmemory`; `None`: no limit.
         eviction_policy: Its `maxmemory-policy`.
-        num_evicted: Keys evicted since it started.
         latency_s: One small round trip, just now.
         machine_bytes: Memory of its machine; `None`: not reported.
         writes_log: Whether it appends every write to a file.
@@ -63,7 +62,6 @@ class ServerFacts:
     used_bytes: int
     limit_bytes: int | None
     eviction_policy: str
-    num_evicted: int
     latency_s: float
     machine_bytes: int | None = None
     writes_log: bool = False
@@ -227,7 +225,6 @@ def parse_info(info: bytes, address: str, latency_s: float) -> ServerFacts:
         used_bytes=number("used_memory"),
         limit_bytes=number("maxmemory") or None,
         eviction_policy=facts.get("maxmemory_policy", ""),
-        num_evicted=number("evicted_keys"),
         latency_s=latency_s,
         machine_bytes=number("total_system_memory") or None,
         writes_log=facts.get("aof_enabled") == "1",

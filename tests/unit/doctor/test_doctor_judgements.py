@@ -305,7 +305,7 @@ def test_tiers_that_the_service_alone_cannot_use(
 # Redis
 
 SERVER = ServerFacts(
-    *("10.0.0.1:6379", "redis", "7.0.15", "master", 1, GIB, 8 * GIB, "volatile-lru", 0, 0.0004),
+    *("10.0.0.1:6379", "redis", "7.0.15", "master", 1, GIB, 8 * GIB, "volatile-lru", 0.0004),
     machine_bytes=16 * GIB,
 )
 SEEN = RedisExamination((SERVER,), {SERVER.address: (0.01, 0.001)}, {}, 0, {})

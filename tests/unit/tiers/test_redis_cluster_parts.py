@@ -75,7 +75,7 @@ def test_redirections(message: str, expected: Redirect | None) -> None:
 
 INFO = (
     b"# Server\r\nredis_version:7.0.15\r\n# Memory\r\nused_memory:100\r\nmaxmemory:%d\r\nmaxmemory_policy:%s\r\n"
-    b"# Stats\r\nevicted_keys:3\r\n# Replication\r\nrole:master\r\nconnected_slaves:2\r\n"
+    b"# Replication\r\nrole:master\r\nconnected_slaves:2\r\n"
 )
 
 
@@ -91,7 +91,7 @@ INFO = (
 def test_concerns(maxmemory: int, policy: bytes, expected: list[tuple[Severity, str]]) -> None:
     """Each bad setting is named with what follows and the next step, the dangerous first; a good one is silent."""
     facts = parse_info(INFO % (maxmemory, policy), "h:1", latency_s=0.001)
-    assert (facts.version, facts.num_replicas, facts.num_evicted, facts.used_bytes) == ("7.0.15", 2, 3, 100)
+    assert (facts.version, facts.num_replicas, facts.used_bytes) == ("7.0.15", 2, 100)
     concerns = concerns_of([facts])
     assert [concern.severity for concern in concerns] == [severity for severity, _ in expected]
     for concern, (_, text) in zip(concerns, expected, strict=True):
