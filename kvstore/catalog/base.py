@@ -324,10 +324,6 @@ class Catalog(ABC):
     async def tombstones(self, *, limit: int, deadline: Deadline) -> list[Tombstone]:
         """The most recent removals, latest first; a bounded number is kept."""
 
-    @abstractmethod
-    async def clear(self, *, deadline: Deadline) -> None:
-        """Drop all entries and totals, but not the namespaces, before a reindex. The catalog is then not complete."""
-
     async def aclose(self) -> None:
         """Close the files that the catalog opened. Idempotent."""
         self._closed = True

@@ -273,19 +273,14 @@ class CatalogContract:
             (0, 1, 1000, LeaveReason.CORRUPT),
         ]
 
-    async def test_completeness_and_clearing(self, catalog: Catalog, other: Catalog) -> None:
-        """A new catalog does not claim to know everything; a cleared one neither, and it holds nothing."""
+    async def test_completeness(self, catalog: Catalog, other: Catalog) -> None:
+        """A new catalog does not claim to know everything; any service may say whether it does."""
         await _open(catalog, other)
         assert not await catalog.is_complete(deadline=soon())
         await catalog.set_complete(True, deadline=soon())
         assert await other.is_complete(deadline=soon())
-        await catalog.add([*_whole(64), *_whole(128, Level.COLD)], deadline=soon())
-        await other.clear(deadline=soon())
+        await other.set_complete(False, deadline=soon())
         assert not await catalog.is_complete(deadline=soon())
-        assert await _levels(catalog) == (0, LevelTotals(), LevelTotals())
-        assert [entry async for entry in catalog.iterate(_NAMESPACE)] == []
-        await catalog.add([_added(64)], deadline=soon())
-        assert await _levels(catalog) == (1, LevelTotals(1, 1, 1000), LevelTotals())
 
     async def test_a_rebuild_that_missed_something_does_not_make_it_complete(
         self, catalog: Catalog, other: Catalog
@@ -305,9 +300,7 @@ class CatalogContract:
         assert await other.is_complete(deadline=soon())
         third = await catalog.start_rebuild(deadline=soon())  # of a complete one, by hand: it stays so during that
         assert await catalog.is_complete(deadline=soon())
-        await other.clear(deadline=soon())
-        assert not await catalog.finish_rebuild(third, deadline=soon())
-        assert not await catalog.is_complete(deadline=soon())
+        assert await catalog.finish_rebuild(third, deadline=soon())
 
     async def test_bad_calls_are_refused_by_name(self, catalog: Catalog) -> None:
         """A namespace that was not registered, a slice that the layout lacks, a call after the end."""

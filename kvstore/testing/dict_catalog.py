@@ -50,13 +50,10 @@ class CatalogBooks:
 
     def lose_everything(self) -> None:
         """Become empty, like a server that was flushed."""
-        self.clear()
-        self.tenants.clear()
-        self.tombstones.clear()
-
-    def clear(self) -> None:
         self.entries.clear()
         self.totals.clear()
+        self.tenants.clear()
+        self.tombstones.clear()
         self.set_complete(False)
 
     def set_complete(self, complete: bool) -> None:
@@ -100,9 +97,6 @@ class DictCatalog(LocalCatalog):
 
     async def tombstones(self, *, limit: int, deadline: Deadline) -> list[Tombstone]:
         return await self._run("tombstones", lambda: list(self._books.tombstones)[:limit], deadline)
-
-    async def clear(self, *, deadline: Deadline) -> None:
-        await self._run("clear", self._books.clear, deadline)
 
     async def _run(self, what: str, work: Callable[[], T], deadline: Deadline, *, changes: bool = False) -> T:
         self._check_open()

@@ -112,7 +112,6 @@ async def test_a_redis_that_was_replaced_while_nobody_looked(shared_redis: Redis
     settings = settings_for(shared_redis, tmp_path, 15.0)
     async with open_catalog(settings) as catalog:
         assert isinstance(catalog, RedisCatalog)
-        await catalog.clear(deadline=soon())
         await catalog.set_complete(True, deadline=soon())
         await catalog.write_note(
             "reconciled", format_counters([ServerCounters("a run that has ended", 0)]), deadline=soon()

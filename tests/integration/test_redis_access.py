@@ -144,7 +144,6 @@ async def test_a_store_over_it(tls: TlsRedis, tmp_path: Path) -> None:
     prompt, meters = Prompt(ATTENTION, "behind TLS", 128), Meters()
     async with open_store(settings, Instruments(meters=meters)) as store, open_catalog(settings) as catalog:
         assert isinstance(catalog, RedisCatalog)
-        await catalog.clear(deadline=Deadline.after(10))
         await store.open_namespace(prompt.description, deadline=Deadline.after(10))
         for record in prompt.records():
             await store.save(record, ack=Ack.HOT, deadline=Deadline.after(10))

@@ -66,8 +66,6 @@ _BATCH = 512
 """Entries that are changed or read in one round trip."""
 _OBSERVED_AT_ONCE = 2048
 """Records that scripts look for in one round trip: Redis needs some 10 ms for them."""
-_SCAN_S = 10.0
-"""Time limit of each step of a scan."""
 
 
 class RedisCatalog(Catalog):
@@ -295,17 +293,6 @@ class RedisCatalog(Catalog):
         self._check_open()
         text = await self._nodes.one(("GET", f"{_ROOT}/{name}"), deadline=deadline)
         return None if text is None else bytes(text).decode(errors="replace")
-
-    async def clear(self, *, deadline: Deadline) -> None:
-        await self.set_complete(False, deadline=deadline)
-        cursor: str | None = ""
-        while cursor is not None:
-            soon = Deadline.after(_SCAN_S, self._clock)
-            names, cursor = await self._nodes.scan(f"{_ROOT}/*/{{*}}", cursor, _BATCH, deadline=soon)
-            tags = (name.decode(errors="replace").partition("{")[2][:-1] for name in names)
-            calls = [(self._nodes.slot_of(tag), ("UNLINK", name)) for tag, name in zip(tags, names, strict=True)]
-            await self._nodes.run(calls, deadline=soon)
-        await self._everywhere(lambda tag: ("UNLINK", _totals(tag)), Deadline.after(_SCAN_S, self._clock))
 
     async def info(self, section: str, *, deadline: Deadline) -> list[dict[str, str]]:
         """Each node's `INFO <section>`."""

@@ -104,13 +104,6 @@ class SqliteCatalog(LocalCatalog):
 
         return await self._file.run(work, deadline)
 
-    async def clear(self, *, deadline: Deadline) -> None:
-        def work() -> None:
-            for statement in ("entries", "totals", "facts"):
-                self._file.db.execute(f"DELETE FROM {statement}")
-
-        await self._file.change(work, deadline)
-
     async def aclose(self) -> None:
         await super().aclose()
         await self._file.aclose()

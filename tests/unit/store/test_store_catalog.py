@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -142,13 +144,14 @@ async def test_a_prompt_of_many_boundaries_is_asked_for_in_two_rounds(
 
 
 @pytest.mark.parametrize("trouble", ["empty", "closed"])
-async def test_without_an_answer_the_tiers_are_asked(world: CataloguedStore, trouble: str) -> None:
+async def test_without_an_answer_the_tiers_are_asked(world: CataloguedStore, tmp_path: Path, trouble: str) -> None:
     """A catalog that was lost, or that does not answer, costs nothing but its own question."""
     prompt = Prompt(ATTENTION, "a", 250)
     await world.save(prompt)
     await world.forget_memory()
     if trouble == "empty":
-        await world.catalog.clear(deadline=soon())
+        with closing(sqlite3.connect(tmp_path / "catalog.db")) as lost, lost:
+            lost.executescript("DELETE FROM entries; DELETE FROM totals")
     else:
         await world.catalog.aclose()
     found = await world.store.lookup(prompt.query(), deadline=soon())
