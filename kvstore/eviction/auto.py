@@ -82,7 +82,7 @@ class Auto:
             held = one.holdings.leading(path)
             one.score = one.score * (1 - 1 / _MEMORY_PROMPTS) + (tokens[held - 1] if held else 0)
             one.holdings.use(path[:held], now)
-            admitted = path[: one.admission.admit(path, tokens)]
+            admitted = path[: one.admission.admit(path)]
             save_prompt(one.holdings, admitted, tokens, sizes, now=now)
         self._num_sampled += 1
         if self._num_sampled % _DECIDE_EVERY:

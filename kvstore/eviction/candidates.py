@@ -27,13 +27,8 @@ class Admission(ABC):
     """Whether a boundary may be held that no lookup has queried, e.g. one of generated tokens."""
 
     @abstractmethod
-    def admit(self, path: Sequence[Key], tokens: Sequence[int]) -> int:
-        """The number of a prompt's boundaries, from its start, that may be held; called once for each prompt.
-
-        Args:
-            path: The prompt's boundaries, ascending.
-            tokens: Position of each, in tokens.
-        """
+    def admit(self, path: Sequence[Key]) -> int:
+        """How many of a prompt's boundaries (ascending) may be held, from its start; called once for each prompt."""
 
 
 class AdmitAll(Admission):
@@ -42,7 +37,7 @@ class AdmitAll(Admission):
     name: ClassVar[str] = "all"
     admits_unasked: ClassVar[bool] = True
 
-    def admit(self, path: Sequence[Key], tokens: Sequence[int]) -> int:
+    def admit(self, path: Sequence[Key]) -> int:
         return len(path)
 
 
@@ -61,7 +56,7 @@ class SecondSight(Admission):
     def __init__(self, remembered: int) -> None:
         self._marks = array("I", bytes(4 * max(1, remembered)))
 
-    def admit(self, path: Sequence[Key], tokens: Sequence[int]) -> int:
+    def admit(self, path: Sequence[Key]) -> int:
         marks, size = self._marks, len(self._marks)
         known = 0
         for index, key in enumerate(path):

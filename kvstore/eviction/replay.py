@@ -128,8 +128,8 @@ def _play(prompts: Sequence[TracedPrompt], plan: ReplayPlan, on_progress: Callab
             result.followed.append((index, current.name))
         for name, rule in rules.items():
             if name != current.admission:
-                rule.admit(prompt.blocks, tokens)
-        admitted = rules[current.admission].admit(prompt.blocks, tokens)
+                rule.admit(prompt.blocks)
+        admitted = rules[current.admission].admit(prompt.blocks)
         path = prompt.blocks[: hints.admitted(index, prompt, admitted)]
         num_written, num_evicted = save_prompt(holdings, path, tokens, sizes, now=prompt.at_s)
         hints.give(index, prompt, tokens, marks)

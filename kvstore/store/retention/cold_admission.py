@@ -141,7 +141,7 @@ class ColdAdmission:
         boundaries, namespace_bits = query.boundaries, _bits(query.namespace)
         path = [boundaries[at] for at in pages]
         names = [namespace_bits ^ _bits(boundary.prefix) for boundary in path]
-        stop = self._rules[rule].admit(names, [boundary.tokens for boundary in path])
+        stop = self._rules[rule].admit(names)
         return boundaries[-1].tokens if stop == len(path) else path[stop - 1].tokens if stop else 0
 
     def takes(self, record: Record) -> bool:

@@ -129,14 +129,14 @@ def test_what_is_unused_for_long_expires_ends_first() -> None:
 def test_second_sight_admits_what_comes_again() -> None:
     """The first time nothing, then what was seen, as long as it is remembered."""
     rule = SecondSight(1000)
-    assert rule.admit([1, 2, 3], [10, 20, 30]) == 0
-    assert rule.admit([1, 2, 9], [10, 20, 30]) == 2
-    assert rule.admit([1, 2, 9], [10, 20, 30]) == 3
+    assert rule.admit([1, 2, 3]) == 0
+    assert rule.admit([1, 2, 9]) == 2
+    assert rule.admit([1, 2, 9]) == 3
     forgetful = SecondSight(4)
-    forgetful.admit([1, 2], [10, 20])
+    forgetful.admit([1, 2])
     for key in range(100, 200):
-        forgetful.admit([key], [10])
-    assert forgetful.admit([1, 2], [10, 20]) == 0
+        forgetful.admit([key])
+    assert forgetful.admit([1, 2]) == 0
 
 
 def test_the_sample_is_drawn_behind_a_common_start() -> None:
