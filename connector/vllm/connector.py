@@ -393,7 +393,10 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
 
     @guarded()
     def wait_for_save(self) -> None:
-        self._save_once()
+        if self.worker_side is None or (metadata := self._metadata()) is self._saved:
+            return
+        self._saved = metadata  # before: a save that fails has answered its jobs, and must not be tried again
+        self.worker_side.save(metadata.jobs)
 
     @guarded(fallback=KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -401,27 +404,14 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             return KVConnectorTransferResults()
         computes = self._jobs().computes
         if not computes:
-            self._save_ended()
+            # vLLM 0.30 does not call it in a step without a forward. In a step with drafts it calls it after this, when
+            # the drafts' layers and the recurrent states are final. It is guarded: an error loses no load's result.
+            self.wait_for_save()
         finished, failed = self.worker_side.take_results(computes=computes)
         if self._blender is not None:
             blended, not_blended = self._blender.take_results()
             finished, failed = finished | blended, failed | not_blended
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
-
-    @guarded()
-    def _save_ended(self) -> None:
-        """Save in a step without a forward, in which vLLM 0.30 does not call `wait_for_save`.
-
-        Not for a step that computes: with drafts vLLM collects results first, and calls `wait_for_save` when the
-        drafts' layers and the recurrent states are final. Guarded on its own, so that an error loses no load's result.
-        """
-        self._save_once()
-
-    def _save_once(self) -> None:
-        if self.worker_side is None or (metadata := self._metadata()) is self._saved:
-            return
-        self._saved = metadata  # before: a save that fails has answered its jobs, and must not be tried again
-        self.worker_side.save(metadata.jobs)
 
     @guarded()
     def unregister_kv_caches(self) -> None:
