@@ -206,7 +206,7 @@ class Lane:
         device_bytes: Memory of the device that it has taken.
     """
 
-    def __init__(self, streams: Streams, num_bytes: int, kernels: DeviceKernels | None = None) -> None:
+    def __init__(self, streams: Streams, num_bytes: int, kernels: DeviceKernels | None) -> None:
         self._stream: Stream = streams.side()
         self._host_memory = streams.host_memory
         self._copy_in = streams.copy_in

@@ -73,7 +73,7 @@ class Loader:
         scratch: ScratchPages,
         stall_s: float,
         meters: Meters,
-        auditor: Auditor | None = None,
+        auditor: Auditor | None,
     ) -> None:
         self._bridge = bridge
         self._groups = tuple(groups)

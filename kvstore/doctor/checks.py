@@ -22,7 +22,7 @@ from kvstore.tiers.locations import FileLocation, RedisLocation, S3Location
 from kvstore.wire.address import TcpAddress, parse_address
 
 
-def checks_of(store: StoreInUse, address: ServiceAddress, engine: str | None = None) -> list[Check]:
+def checks_of(store: StoreInUse, address: ServiceAddress, engine: str | None) -> list[Check]:
     """All checks; those that do not apply to this set-up report why they are skipped.
 
     Args:

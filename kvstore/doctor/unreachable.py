@@ -12,7 +12,7 @@ CERTIFICATE_FIX = (
 )
 
 
-def step_of(text: str, url: str = "", *, has_token: bool = False) -> str:
+def step_of(text: str, url: str, *, has_token: bool = False) -> str:
     """The next step for an error of a connection attempt; empty: nothing listens there, as far as is known.
 
     Args:

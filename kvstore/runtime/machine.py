@@ -6,7 +6,6 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,9 +17,9 @@ def machine_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def container_bytes(limits: Iterable[Path] = _CGROUP_LIMITS) -> int | None:
+def container_bytes() -> int | None:
     """The container's limit, or `None` where there is none below the machine's memory."""
-    for path in limits:
+    for path in _CGROUP_LIMITS:
         with suppress(OSError, ValueError):
             limit_bytes = int(path.read_text())
             return limit_bytes if limit_bytes < machine_bytes() else None

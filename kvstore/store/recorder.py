@@ -145,7 +145,7 @@ class Recorder:
         return await self._report(Addition(key, level, num_bytes, tokens, self.parents.of(key.prefix)), deadline)
 
     async def removed(
-        self, key: RecordKey, level: Level, reason: LeaveReason, num_bytes: int | None = None, *, deadline: Deadline
+        self, key: RecordKey, level: Level, reason: LeaveReason, num_bytes: int | None, *, deadline: Deadline
     ) -> None:
         """Report that a level no longer holds a record. Returns when `added` would."""
         await self._report(Removal(key, level, num_bytes, reason), deadline)

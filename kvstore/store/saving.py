@@ -54,7 +54,7 @@ class Saver:
         check_open: Callable[[], None],
         admission: ColdAdmission | None,
         absent: AbsentKeys,
-        follows: Callable[[NamespaceId], bool] = lambda _: False,
+        follows: Callable[[NamespaceId], bool],
     ) -> None:
         self._follows = follows
         self._memory = context.memory
@@ -107,7 +107,7 @@ class Saver:
                 async with deadline.scope("verifying a record"):
                     await verify_record(record)
             self._check_open()
-            outcome = self.keep(record, awaited, retention)
+            outcome = self._keep(record, awaited, retention)
             is_wanted = awaited is not None or retention is Retention.RETAINED
             if is_wanted and self._admission is not None:
                 self._copy_start(record, layout, self._admission)
@@ -117,7 +117,7 @@ class Saver:
             self._in_flight.give_back(grant)
         return outcome
 
-    def keep(self, record: Record, awaited: Tier | None = None, retention: Retention = Retention.NORMAL) -> SaveOutcome:
+    def _keep(self, record: Record, awaited: Tier | None, retention: Retention) -> SaveOutcome:
         """Put a verified record into memory and queue it for the tiers that no caller waits for. Never suspends.
 
         Raises:

@@ -173,7 +173,7 @@ class FrameConnection(BufferedConnection):
             if self._posted_bytes > _POSTED_BYTES_MAX:
                 self.abort()
 
-    async def send(self, message: messages.Message, payload: memoryview | None = None, trace: str = "") -> None:
+    async def send(self, message: messages.Message, payload: memoryview | None, trace: str = "") -> None:
         """Send a message, in FIFO order and once the other side reads; the payload is not copied.
 
         Args:

@@ -82,7 +82,7 @@ class RedisNodes:
         client: Redis | RedisCluster,
         what: str = "the catalog",
         *,
-        gate: Gate | None = None,
+        gate: Gate | None,
         calls_max: int = _CALLS_MAX,
     ) -> None:
         self.client = client

@@ -162,7 +162,7 @@ class AdminPort:
         watcher: Adds samples to the history, on the data loop.
     """
 
-    def __init__(self, sock: socket.socket, service: Administered, tls: ServerTls | None = None) -> None:
+    def __init__(self, sock: socket.socket, service: Administered, tls: ServerTls | None) -> None:
         self._sock = sock
         self._service = service
         self._tls = tls

@@ -50,7 +50,7 @@ def serve_admin(
     data_loop: asyncio.AbstractEventLoop,
     stop: threading.Event,
     service: Administered,
-    tls: ServerTls | None = None,
+    tls: ServerTls | None,
 ) -> None:
     """Serve in the calling thread, on an event loop of its own, until `stop`.
 

@@ -62,9 +62,9 @@ class AbsenceFinder:
         groups: int,
         missed_s: int,
         *,
-        late_s: int = 0,
+        late_s: int,
         deadline: Deadline,
-        removals: Removals | None = None,
+        removals: Removals | None,
     ) -> Absence:
         """Why a boundary could not be used by a request.
 

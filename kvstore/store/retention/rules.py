@@ -52,7 +52,7 @@ class RetentionRules:
         """Whether there is no budget, time to live or quota to apply."""
         return self.budget_bytes is None and self.ttl_s is None and not self.quotas
 
-    def excess_bytes(self, used_bytes: int, start_bytes: int | None = None) -> int:
+    def excess_bytes(self, used_bytes: int, start_bytes: int | None) -> int:
         """Bytes to evict; 0: none.
 
         Args:

@@ -83,7 +83,7 @@ class StripedPuts:
         self._topology = topology
         self._values = values
 
-    async def put(self, record: Record, *, expires_s: int | None = None, deadline: Deadline) -> PutOutcome:
+    async def put(self, record: Record, *, expires_s: int | None, deadline: Deadline) -> PutOutcome:
         """Write the stripes with an expiry, then at once the header and that the stripes stay as long as it. Two round
         trips; one for a record that is hardly longer than a value may be, as pages often are.
 

@@ -296,7 +296,7 @@ class Connections:
         tls: ssl.SSLContext,
         *,
         num_idle_max: int,
-        io_loops: Sequence[IoLoop] = (),
+        io_loops: Sequence[IoLoop],
     ) -> None:
         parts = urlsplit(endpoint)
         self._host = parts.hostname or ""
