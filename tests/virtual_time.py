@@ -119,8 +119,8 @@ class VirtualClock:
 class ShiftedClock:
     """The system's clock, and its calendar, each ahead by as much as a test wants, in seconds."""
 
-    def __init__(self, *, ahead_s: float = 0.0, date_ahead_s: float = 0.0) -> None:
-        self.ahead_s = ahead_s
+    def __init__(self, *, date_ahead_s: float = 0.0) -> None:
+        self.ahead_s = 0.0
         self.date_ahead_s = date_ahead_s
 
     def monotonic_s(self) -> float:

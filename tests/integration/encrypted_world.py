@@ -103,12 +103,12 @@ async def opened(place: Place, keys: Path | None) -> AsyncIterator[EncryptedStor
         yield store
 
 
-async def save(store: EncryptedStore | TieredStore, prompt: Prompt, outcome: SaveOutcome = SaveOutcome.STORED) -> None:
+async def save(store: EncryptedStore | TieredStore, prompt: Prompt) -> None:
     """All records, at every tier, after a lookup as an engine makes it: the catalog learns parents."""
     await store.open_namespace(prompt.description, deadline=soon())
     await store.lookup(prompt.query(), deadline=soon())
     for record in prompt.records():
-        assert await store.save(record, ack=Ack.COLD, deadline=soon()) is outcome
+        assert await store.save(record, ack=Ack.COLD, deadline=soon()) is SaveOutcome.STORED
     assert await store.drain(soon()) == 0
 
 

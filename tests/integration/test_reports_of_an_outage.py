@@ -35,8 +35,8 @@ QUICK = ClientOptions(dead_after_s=0.3, hello_timeout_s=0.3)
 """Gives up a frozen connection while the test looks on."""
 
 
-def loss(request: str, tokens: int = 64, num_records: int = 4) -> Outcome:
-    stop = PROMPT.boundary(tokens)
+def loss(request: str, num_records: int = 4) -> Outcome:
+    stop = PROMPT.boundary(64)
     detail = {"records": num_records}
     return Outcome(request, PROMPT.namespace, 0, 0, 0, 0, "save_failed", detail, stop=stop, groups=1)
 
@@ -45,8 +45,8 @@ def failed(request: str) -> Outcome:
     return Outcome(request, PROMPT.namespace, 256, 240, 0, 0, "lookup_failed")
 
 
-def miss(request: str, tokens: int = 64) -> Outcome:
-    return replace(failed(request), reason="nothing_stored", stop=PROMPT.boundary(tokens))
+def miss(request: str) -> Outcome:
+    return replace(failed(request), reason="nothing_stored", stop=PROMPT.boundary(64))
 
 
 class Engine:

@@ -64,9 +64,9 @@ class Peer:
             data += part
         return data
 
-    def ask(self, first: int = 0) -> None:
+    def ask(self) -> None:
         """For a replay."""
-        self.sock.sendall(b"\x01\x00" + b"\x00\x08" + first.to_bytes(8, "big"))
+        self.sock.sendall(b"\x01\x00" + b"\x00\x08" + bytes(8))
 
     def is_ended(self) -> bool:
         try:

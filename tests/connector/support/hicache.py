@@ -202,8 +202,8 @@ class HostPool:
 class StatePool(HostPool):
     """A pool of states: pages of one slot, in one copy."""
 
-    def __init__(self, num_pages: int = 64) -> None:
-        super().__init__(num_pages, 1, 1, head_elements=200, dtype=torch.float32)
+    def __init__(self) -> None:
+        super().__init__(64, 1, 1, head_elements=200, dtype=torch.float32)
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
         raise NotImplementedError

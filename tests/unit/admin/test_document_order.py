@@ -38,9 +38,9 @@ class Stored:
     def ends(self, token_ids: array[int]) -> list[Boundary]:
         return PlainChain(self._salt, self.layout.page_tokens).extend(token_ids)
 
-    def save(self, token_ids: array[int], bits: int | None = None) -> None:
+    def save(self, token_ids: array[int]) -> None:
         for boundary in self.ends(token_ids):
-            self.bits[boundary.prefix] = (1 << len(self.layout.groups)) - 1 if bits is None else bits
+            self.bits[boundary.prefix] = (1 << len(self.layout.groups)) - 1
 
     def resume(self, token_ids: array[int]) -> int:
         ends = self.ends(token_ids)

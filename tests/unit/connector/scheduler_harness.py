@@ -104,11 +104,11 @@ class SchedulerHarness:
         eventually(asked)
         return answers[0]
 
-    def ask_until_staged(self, request_id: str, local_tokens: int = 0) -> None:
+    def ask_until_staged(self, request_id: str) -> None:
         """Ask until records are being staged for the request."""
 
         def staging() -> bool:
-            assert self.side.matched_tokens(request_id, local_tokens) is None
+            assert self.side.matched_tokens(request_id, 0) is None
             return self.state(request_id).fetch is not None
 
         eventually(staging)

@@ -31,10 +31,10 @@ def misses(at: SchedulerHarness, reason: str) -> float:
     return at.side.meters.get("connector_misses", reason=reason)
 
 
-def still_asked(at: SchedulerHarness, request_id: str, local_tokens: int = 0) -> bool:
+def still_asked(at: SchedulerHarness, request_id: str) -> bool:
     """Whether every poll is answered with "ask again", although the lookup is answered."""
     at.hashed(request_id)
-    return {at.side.matched_tokens(request_id, local_tokens) for _ in range(20)} == {None}
+    return {at.side.matched_tokens(request_id, 0) for _ in range(20)} == {None}
 
 
 def teach_prefill(at: SchedulerHarness, token_s: float) -> None:

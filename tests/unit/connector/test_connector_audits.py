@@ -22,11 +22,9 @@ def audited(tmp_path: Path) -> Iterator[SchedulerHarness]:
         yield made
 
 
-def compute(
-    made: SchedulerHarness, request_id: str, start: int, stop: int, *, table: int = 100
-) -> tuple[AuditJob, ...]:
-    """One step that computes some of a request, whose block `i` has the id `table + i`; the records to compare."""
-    tables = {request_id: [tuple(range(table, table + 64))]}
+def compute(made: SchedulerHarness, request_id: str, start: int, stop: int) -> tuple[AuditJob, ...]:
+    """One step that computes some of a request, whose block `i` has the id `100 + i`; the records to compare."""
+    tables = {request_id: [tuple(range(100, 164))]}
     jobs = made.side.plan_step(StepFacts({request_id: stop}, tables, computed_tokens={request_id: start}))
     return jobs.audits
 

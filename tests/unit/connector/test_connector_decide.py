@@ -48,13 +48,13 @@ REDIS, S3 = (0.002, 2e9), (0.06, 100e6)
 class Measured:
     """A machine's costs as they are learned from what it did, each figure off by what `noise` gives."""
 
-    def __init__(self, machine: Machine, *, noise: random.Random | None = None, most: float = 3.0) -> None:
+    def __init__(self, machine: Machine, *, noise: random.Random | None = None) -> None:
         self.now_s = 100.0
         self.prefill = PrefillCosts()
         self.tiers = {tier: FetchCosts() for tier in machine.tiers}
 
         def blur(seconds: float) -> float:
-            return seconds * (noise.uniform(1.0, most) if noise is not None else 1.0)
+            return seconds * (noise.uniform(1.0, 3.0) if noise is not None else 1.0)
 
         for turn in range(6):
             for start in range(0, 16384, CHUNK):

@@ -29,14 +29,13 @@ def untested(tmp_path: Path) -> Iterator[SchedulerHarness]:
         yield made
 
 
-def compute(made: SchedulerHarness, name: str, *, request_id: str | None = None) -> tuple[AuditJob, ...]:
+def compute(made: SchedulerHarness, name: str) -> tuple[AuditJob, ...]:
     """A request whose prompt of 70 tokens is stored computes it; what the ranks are to compare."""
-    request_id = request_id or name
     made.keep(name, 70)
-    made.new(request_id, 70, name)
-    assert made.ask(request_id) == 0
-    tables = {request_id: [tuple(range(100, 164))]}
-    jobs = made.side.plan_step(StepFacts({request_id: 70}, tables, computed_tokens={request_id: 0}))
+    made.new(name, 70, name)
+    assert made.ask(name) == 0
+    tables = {name: [tuple(range(100, 164))]}
+    jobs = made.side.plan_step(StepFacts({name: 70}, tables, computed_tokens={name: 0}))
     return jobs.audits
 
 

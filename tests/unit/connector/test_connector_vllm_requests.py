@@ -23,12 +23,12 @@ def request(tokens: list[int] | None = None, **changes: Any) -> Request:
     return Request("r", tokens, SamplingParams(max_tokens=1), None, **changes)
 
 
-def image(identifier: str = HASH, *, mm_hash: str | None = None, offset: int = 3, length: int = 20) -> Any:
-    return MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset, length), mm_hash)
+def image(identifier: str = HASH, *, mm_hash: str | None = None, offset: int = 3) -> Any:
+    return MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset, 20), mm_hash)
 
 
-def adapter(name: str = "a", number: int = 1, path: str = "/adapters/a", **changes: Any) -> LoRARequest:
-    return LoRARequest(name, number, path, **changes)
+def adapter(name: str = "a", **changes: Any) -> LoRARequest:
+    return LoRARequest(name, 1, "/adapters/a", **changes)
 
 
 def refusal(reader: RequestReader, asked: Request) -> str:

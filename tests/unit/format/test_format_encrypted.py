@@ -22,8 +22,8 @@ from kvstore.testing.records import make_key, make_record
 KEY = tenant_key(7, "tenant")
 
 
-def encrypted(record: Record, key: TenantKey = KEY) -> Record:
-    return encrypt_record(record, key, bytearray(record.num_bytes + ENCRYPTION_BYTES))
+def encrypted(record: Record) -> Record:
+    return encrypt_record(record, KEY, bytearray(record.num_bytes + ENCRYPTION_BYTES))
 
 
 def decrypted(record: Record, key: TenantKey = KEY) -> Record:

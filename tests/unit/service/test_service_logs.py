@@ -78,14 +78,12 @@ def no_request() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def service(
-    *, token: str = "", credentials: Watched[Credentials] | None = None
-) -> AsyncIterator[tuple[Server, str]]:
+async def service(*, credentials: Watched[Credentials] | None = None) -> AsyncIterator[tuple[Server, str]]:
     """On TCP, with the tokens that it knows."""
     async with AsyncExitStack() as stack:
         store = TieredStore(MemoryTier(8 << 20))
         stack.push_async_callback(store.aclose)
-        server = Server(store, token=token, credentials=credentials)
+        server = Server(store, credentials=credentials)
         stack.push_async_callback(server.aclose)
         await server.listen([parse_address("tcp://127.0.0.1:0")])
         yield server, str(server.addresses[0])

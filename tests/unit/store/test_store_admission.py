@@ -99,7 +99,6 @@ class Service:
         self,
         prompt: Prompt,
         *,
-        ack: Ack = Ack.MEMORY,
         records: list[Record] | None = None,
         is_short: bool = False,
         retention: Retention = Retention.NORMAL,
@@ -109,7 +108,7 @@ class Service:
         retention = Retention.SHORT if is_short else retention
         for record in prompt.records() if records is None else records:
             if record.header.span.stop > lookup.resume_tokens:
-                outcome = await self.store.save(record, ack=ack, retention=retention, deadline=soon())
+                outcome = await self.store.save(record, retention=retention, deadline=soon())
                 assert outcome in {SaveOutcome.STORED, SaveOutcome.EXISTS}
         assert await self.store.drain(soon()) == 0
 

@@ -24,9 +24,7 @@ SPACE = NamespaceId(bytes(16))
 BLOCK = 16
 
 
-def blocks_of(
-    name: str, count: int, *, start: int = 0, tokens: bool = True, width: int = 8, window: int | None = None
-) -> PageBlocks:
+def blocks_of(name: str, count: int, *, start: int = 0, width: int = 8, window: int | None = None) -> PageBlocks:
     """Blocks `start..` of a prompt, whose hashes follow from its name and their position."""
     hashes = [f"{name}{index}".encode().rjust(width, b"\0") for index in range(start - 1, start + count)]
     return PageBlocks(
@@ -41,7 +39,7 @@ def blocks_of(
         groups=(BlockGroup(0, "full_attention"), BlockGroup(2, "sliding_window", window))
         if window
         else (BlockGroup(0, "full_attention"),),
-        tokens=struct.pack(f"<{count * BLOCK}I", *range(start * BLOCK, (start + count) * BLOCK)) if tokens else b"",
+        tokens=struct.pack(f"<{count * BLOCK}I", *range(start * BLOCK, (start + count) * BLOCK)),
     )
 
 

@@ -87,9 +87,9 @@ class ExplainedStore:
             raise Unavailable("it does not answer", tier="redis")
         return work()
 
-    async def save(self, prompt: Prompt = PROMPT) -> None:
-        await self.store.open_namespace(prompt.description, deadline=soon())
-        for record in prompt.records():
+    async def save(self) -> None:
+        await self.store.open_namespace(PROMPT.description, deadline=soon())
+        for record in PROMPT.records():
             await self.store.save(record, ack=Ack.COLD, deadline=soon())
         assert await self.store.drain(soon()) == 0
 

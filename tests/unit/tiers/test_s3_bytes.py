@@ -67,8 +67,8 @@ async def tier_on(endpoint: Endpoint, meters: Meters | None = None) -> AsyncIter
             await tier.aclose()
 
 
-def ok(body: bytes = b"", fields: bytes = b"") -> bytes:
-    return b"HTTP/1.1 200 OK\r\n" + fields + b"Content-Length: %d\r\n\r\n" % len(body) + body
+def ok(body: bytes = b"") -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
 
 def xml(code: bytes) -> bytes:
