@@ -26,15 +26,13 @@ Work = Callable[[], Coroutine[Any, Any, T]]
 class Background:
     """A set of named tasks that end with their owner.
 
-    A task that raises is logged with its traceback and counted in `failures`, unless it is awaited. It never ends its
-    siblings.
+    A task that raises is logged with its traceback, unless it is awaited. It never ends its siblings.
     """
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
-        self.failures = 0
 
     def spawn(
         self, work: Coroutine[Any, Any, Any], name: str, *, is_awaited: bool = False, is_shared: bool = False
@@ -42,7 +40,7 @@ class Background:
         """Start `work` now.
 
         Args:
-            is_awaited: The caller awaits the task and gets its exception, which is then neither logged nor counted.
+            is_awaited: The caller awaits the task and gets its exception, which is then not logged.
             is_shared: It works for several callers, and inherits neither this one's request context nor its trace.
 
         Raises:
@@ -60,8 +58,8 @@ class Background:
     def keep_running(self, work: Work[None], name: str) -> None:
         """Start `work` now, and start it again after a pause each time it raises.
 
-        For work that the owner cannot do without. Each failure is logged with its traceback and counted. The task ends
-        when `work` returns or raises `Closed`, or with its owner.
+        For work that the owner cannot do without. Each failure is logged with its traceback. The task ends when `work`
+        returns or raises `Closed`, or with its owner.
 
         Raises:
             Closed: The owner is closed.
@@ -78,7 +76,6 @@ class Background:
             except Closed:
                 return None
             except Exception as error:  # noqa: BLE001 - a task's top
-                self.failures += 1
                 if loop.time() - started_s > _RESTART_S_MAX:
                     pause_s = _RESTART_S
                 text = "a bug, please report it: background task failed, starting it again in %g s task=%s:%s"
@@ -112,7 +109,6 @@ class Background:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.failures += 1
             _log.error("background task failed task=%s", task.get_name(), exc_info=error)
 
     def _ended_awaited(self, task: asyncio.Task[Any]) -> None:
