@@ -41,7 +41,6 @@ TOPS = {
 
 # Accesses to private names that tests have left, by file. A file that is not listed has none; a number only sinks.
 PRIVATE_ACCESSES = {
-    "tests/golden/record_conversation.py": 1,
     "tests/golden/test_golden_conversations.py": 1,
     "tests/integration/test_admin_schema.py": 1,
     "tests/integration/test_explain_departures.py": 3,
@@ -70,7 +69,6 @@ PRIVATE_ACCESSES = {
     "tests/unit/connector/rank_harness.py": 7,
     "tests/unit/connector/scheduler_harness.py": 1,
     "tests/unit/connector/test_connector_contract.py": 1,
-    "tests/unit/connector/test_connector_device_order.py": 1,
     "tests/unit/connector/test_connector_device_ranks.py": 3,
     "tests/unit/connector/test_connector_device_threads.py": 1,
     "tests/unit/connector/test_connector_errors.py": 9,
@@ -87,7 +85,6 @@ PRIVATE_ACCESSES = {
     "tests/unit/connector/test_connector_worker.py": 25,
     "tests/unit/connector/test_connector_worker_audit.py": 3,
     "tests/unit/format/test_format_specification.py": 2,
-    "tests/unit/runtime/test_runtime_arena.py": 1,
     "tests/unit/runtime/test_runtime_turns.py": 1,
     "tests/unit/service/test_service_bad_peers.py": 4,
     "tests/unit/service/test_service_fairness.py": 5,
