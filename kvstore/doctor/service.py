@@ -17,7 +17,7 @@ import kvstore
 from kvstore.client import ClientOptions, connect
 from kvstore.client.remote import EMBEDDED
 from kvstore.doctor.check import Check, Criterion, Finding
-from kvstore.doctor.service_tiers import judge_tiers
+from kvstore.doctor.service_tiers import judge_tiers, mapping_of
 from kvstore.doctor.unreachable import CERTIFICATE_FIX, step_of
 from kvstore.errors import InvalidRequest, KVStoreError, next_step
 from kvstore.runtime.deadline import Deadline
@@ -96,7 +96,7 @@ def service_check(address: ServiceAddress) -> Check:
         yield judge_catalog(status)
         yield judge_files(status)
         yield judge_saves(status)
-        instance = _mapping(status.get("service")).get("instance")
+        instance = mapping_of(status.get("service")).get("instance")
         yield await examine_admin(address.admin, address.tls, deadline, instance=instance)
 
     def conclude(found: Mapping[str, Finding]) -> Iterator[Finding]:
@@ -138,7 +138,7 @@ def judge_encryption(status: Mapping[str, object]) -> Finding:
     encryption = status.get("encryption")
     if not isinstance(encryption, Mapping) or "problems" not in encryption:
         return it.skipped("this service is of an older release, which does not report it")
-    problems = _mapping(encryption["problems"])
+    problems = mapping_of(encryption["problems"])
     if not problems:
         return it.ok("as expected" if encryption.get("keys") else "it has none, and its tenants' records need none")
     found = key_problems(problems)
@@ -154,10 +154,10 @@ def key_problems(problems: Mapping[str, object]) -> list[tuple[str, str]]:
 def judge_catalog(status: Mapping[str, object]) -> Finding:
     """Judge whether the catalog has every stored record."""
     it = Criterion("service.catalog", "the catalog answers, and has every stored record")
-    if away := list(_catalog_troubles(_mapping(status.get("catalog")))):
+    if away := list(_catalog_troubles(mapping_of(status.get("catalog")))):
         steps = [step for _, step in away if step]
         return it.warning("; ".join(what for what, _ in away), "; ".join(dict.fromkeys(steps)) or _CATALOG_FIX)
-    is_complete = _mapping(status.get("counters")).get("catalog_complete")
+    is_complete = mapping_of(status.get("counters")).get("catalog_complete")
     if is_complete is None:
         return it.skipped("the service has no catalog of several services, or does not report it")
     if is_complete:
@@ -175,18 +175,18 @@ def _catalog_troubles(catalog: Mapping[str, object]) -> Iterator[tuple[str, str]
 
 def reindex_step(status: Mapping[str, object]) -> str:
     """How an incomplete catalog becomes complete, which needs every tier."""
-    tiers = _mapping(status.get("tiers"))
-    down = [tier for tier, values in tiers.items() if _mapping(values).get("healthy") is False]
+    tiers = mapping_of(status.get("tiers"))
+    down = [tier for tier, values in tiers.items() if mapping_of(values).get("healthy") is False]
     when = f", once {' and '.join(down)} answers again" if down else ""
     return f"wait: one of the services adds them{when}; its log says how far it is, and `kvstore reindex` does the same"
 
 
 def judge_files(status: Mapping[str, object]) -> Finding:
     """Judge whether the files that a service reads again when they change are in force."""
-    it, service = Criterion("service.files", "changed files are in force"), _mapping(status.get("service"))
+    it, service = Criterion("service.files", "changed files are in force"), mapping_of(status.get("service"))
     if "not_reloaded" not in service:
         return it.skipped("this service does not report it to this token, or is of an older release")
-    refused = {what: next_step(str(problem)) for what, problem in _mapping(service["not_reloaded"]).items()}
+    refused = {what: next_step(str(problem)) for what, problem in mapping_of(service["not_reloaded"]).items()}
     if not refused:
         return it.ok("none was refused")
     seen = "; ".join(f"what changed in the {what} is refused ({cause})" for what, (cause, _) in refused.items())
@@ -196,7 +196,7 @@ def judge_files(status: Mapping[str, object]) -> Finding:
 
 def judge_saves(status: Mapping[str, object]) -> Finding:
     """Judge whether engines save what they compute."""
-    it, recent = Criterion("service.saves", "engines save all that they compute"), _mapping(status.get("recent"))
+    it, recent = Criterion("service.saves", "engines save all that they compute"), mapping_of(status.get("recent"))
     if "losses" not in recent:
         return it.skipped("this service is of an older release, which does not report it")
     if not recent["losses"] and not recent.get("too_large"):
@@ -213,7 +213,7 @@ def losses_text(recent: Mapping[str, object]) -> str:
         parts.append(
             f"{total:,} records were computed in the last {_minutes(recent)} minutes, but not saved ({by_reason})"
         )
-    if sizes := _mapping(recent.get("too_large")):
+    if sizes := mapping_of(recent.get("too_large")):
         parts.append(
             f"an engine never saves some of its pages or states: they need {_mib(sizes.get('needs_bytes'))} of "
             f"pinned_bytes and it has {_mib(sizes.get('pinned_bytes'))}"
@@ -224,7 +224,7 @@ def losses_text(recent: Mapping[str, object]) -> str:
 def loss_fixes(recent: Mapping[str, object]) -> list[str]:
     """What to do about each reason of `losses_text`, the most frequent first."""
     fixes = []
-    sizes = _mapping(recent.get("too_large"))
+    sizes = mapping_of(recent.get("too_large"))
     if sizes:
         fixes.append(f'set "pinned_bytes":"{_mib(sizes.get("needs_bytes"))}" in kv_connector_extra_config of vLLM')
     for reason, _ in _losses(recent):
@@ -235,7 +235,7 @@ def loss_fixes(recent: Mapping[str, object]) -> list[str]:
 
 
 def _losses(recent: Mapping[str, object]) -> list[tuple[str, int]]:
-    found = [(str(reason), num) for reason, num in _mapping(recent.get("losses")).items() if isinstance(num, int)]
+    found = [(str(reason), num) for reason, num in mapping_of(recent.get("losses")).items() if isinstance(num, int)]
     return sorted(found, key=lambda one: -one[1])
 
 
@@ -247,10 +247,6 @@ def _minutes(recent: Mapping[str, object]) -> int:
 def _mib(num_bytes: object) -> str:
     """Rounded up, so that a setting of this size is enough."""
     return f"{-(-num_bytes // _MIB)}MiB" if isinstance(num_bytes, int) else "more"
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    return value if isinstance(value, Mapping) else {}
 
 
 async def examine_admin(
@@ -278,7 +274,7 @@ async def examine_admin(
             return it.warning(f"another program answers at {url}: {status}", "give admin_listen a free port")
         if instance is None or alive.get("instance") in (None, instance):
             return it.ok(f"answers at {url}")
-        listen = _mapping(_mapping((await get("/v1/settings"))[1].get("settings")).get("listen"))
+        listen = mapping_of(mapping_of((await get("/v1/settings"))[1].get("settings")).get("listen"))
     except (OSError, http.client.HTTPException, InvalidRequest) as error:
         seen = str(error) or type(error).__name__
     else:
@@ -318,7 +314,7 @@ def _get(address: TcpAddress, path: str, tls: ClientTls, timeout_s: float) -> tu
         connection.request("GET", path)
         answer = connection.getresponse()
         try:
-            return answer.status, _mapping(json.loads(answer.read(_ANSWER_BYTES_MAX)))
+            return answer.status, mapping_of(json.loads(answer.read(_ANSWER_BYTES_MAX)))
         except ValueError:  # it is another program
             return answer.status, {}
     except ssl.SSLCertVerificationError as error:

@@ -30,7 +30,7 @@ def judge_tiers(status: Mapping[str, object], own: Mapping[str, Finding] = _NONE
         own: By name: what the checks of the tiers found from here; without them: nothing is known from here.
     """
     it = Criterion("service.tiers", "every tier answers, accepts writes, and has no corrupt records")
-    tiers = {tier: values for tier, values in _mapping(status.get("tiers")).items() if isinstance(values, Mapping)}
+    tiers = {tier: values for tier, values in mapping_of(status.get("tiers")).items() if isinstance(values, Mapping)}
     down = {tier: str(values.get("reason")) for tier, values in tiers.items() if values.get("healthy") is False}
     if down:
         seen = "; ".join(f"{tier} does not answer: {in_words(reason)}" for tier, reason in down.items())
@@ -83,9 +83,10 @@ def _setting(tier: str, status: Mapping[str, object], reason: str) -> str:
             f"{', '.join(names) or 'AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or AWS_PROFILE'} where the service starts"
         )
     name = "hot" if tier == "redis" else "cold"
-    source = str(_mapping(_mapping(status.get("settings")).get(name)).get("source"))
+    source = str(mapping_of(mapping_of(status.get("settings")).get(name)).get("source"))
     return _SOURCES.get(source, "KVSTORE_{variable} where the service starts").format(name=name, variable=name.upper())
 
 
-def _mapping(value: object) -> Mapping[str, object]:
+def mapping_of(value: object) -> Mapping[str, object]:
+    """A part of a service's answer; empty if it is missing or of another kind."""
     return value if isinstance(value, Mapping) else {}

@@ -52,7 +52,7 @@ def expectation(problem: Mapping[str, Any]) -> str:
         problem: One of the `errors()` of a pydantic `ValidationError`, with its context. Its own text is returned only
             where a validator of ours wrote it.
     """
-    kind, context = str(problem["type"]), {name: _plain(value) for name, value in (problem.get("ctx") or {}).items()}
+    kind, context = str(problem["type"]), {name: as_whole(value) for name, value in (problem.get("ctx") or {}).items()}
     if kind in ("value_error", "assertion_error"):
         text = str(problem["msg"]).partition(", ")[2]
         if (choices := _CHOICES.fullmatch(text)) is None:
@@ -69,7 +69,8 @@ def expectation(problem: Mapping[str, Any]) -> str:
     return f"expected {_KINDS.get(kind.partition('_')[0], 'another kind of value')}"
 
 
-def _plain(value: object) -> object:
+def as_whole(value: object) -> object:
+    """5 for 5.0; anything else as it is."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -123,11 +123,6 @@ class FrameConnection(BufferedConnection):
     # called by the owner
 
     @property
-    def unsent_bytes(self) -> int:
-        """Bytes that were written and that the kernel has not taken yet."""
-        return self._transport.get_write_buffer_size() if self._transport is not None else 0
-
-    @property
     def queued_bytes(self) -> int:
         """Bytes in this side's kernel that the other side has not taken. With TLS others may wait behind them, which
         `unsent_bytes` does not count.

@@ -11,16 +11,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from kvstore.catalog.base import LevelTotals, NamespaceTotals
 from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.model.keys import NamespaceId, PrefixHash
+from kvstore.runtime.wrong_values import as_whole
 
 NAMESPACE_PATTERN, PREFIX_PATTERN = "^[0-9a-f]{32}$", "^[0-9a-f]{64}$"
 NAMESPACE_EXAMPLE, PREFIX_EXAMPLE = "6b1f0c6d2f7e4a1b9c3d5e7f90a1b2c3", "9f86d081884c7d65" * 4
 
 
-def _as_whole(value: object) -> object:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-WHOLE_NUMBER = BeforeValidator(_as_whole)
+WHOLE_NUMBER = BeforeValidator(as_whole)
 """For a strict integer field: accepts 5.0, since JSON has no integers, and refuses "5" and true."""
 NamespaceText = Annotated[
     str, Path(pattern=NAMESPACE_PATTERN, examples=[NAMESPACE_EXAMPLE], description="32 hex digits, as in the list")
