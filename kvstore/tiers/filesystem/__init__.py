@@ -1,6 +1,5 @@
 """Records as files under one directory, owned by one process. See README.md."""
 
-from kvstore.tiers.filesystem.files import Fsync
 from kvstore.tiers.filesystem.tier import FilesystemTier
 
-__all__ = ["FilesystemTier", "Fsync"]
+__all__ = ["FilesystemTier"]

@@ -4,7 +4,7 @@
 that a setting names: standalone, sentinel or cluster, with or without TLS. `compose` enters it and passes it on.
 """
 
-from kvstore.tiers.redis.control import ControlClient, open_control
+from kvstore.tiers.redis.control import open_control
 from kvstore.tiers.redis.tier import RedisTier
 
-__all__ = ["ControlClient", "RedisTier", "open_control"]
+__all__ = ["RedisTier", "open_control"]
