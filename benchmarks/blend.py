@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.blend_model import FOLDER, TransformersLayers, load_layers
+from benchmarks.blend_model import FOLDER, TransformersLayers, blend, compute_document, load_layers
 from benchmarks.blend_task import NO_LABEL, draw
 from benchmarks.node import temporary_folder
 from benchmarks.program import Column, count, run_rows
-from connector.blend.recompute import LayerStates, blend, compute_document
+from connector.blend.recompute import LayerStates
 from kvstore.model.layout import Span
 from kvstore.testing.checkpoints import write_checkpoint
 

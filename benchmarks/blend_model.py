@@ -19,8 +19,9 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.blend_task import NO_LABEL, VOCABULARY, Batch, draw
-from connector.blend.recompute import attend
+from connector.blend.recompute import Blended, LayerStates, attend, behind, blend_by_layer, document_of
 from connector.blend.rotation import Angles
+from kvstore.model.layout import Span
 
 FOLDER = Path(__file__).parent / "blend_weights"
 
@@ -122,6 +123,20 @@ def load_layers(folder: Path) -> TransformersLayers:
     """A checkpoint of any of these architectures, in its own type."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
     return TransformersLayers(model.eval())
+
+
+def blend(
+    model: TransformersLayers, tokens: torch.Tensor, documents: Sequence[tuple[Span, LayerStates]], **choices: Any
+) -> Blended:
+    """`blend_by_layer`, all layers at once."""
+    *_, made = blend_by_layer(model, tokens, documents, **choices)
+    assert made is not None
+    return made
+
+
+def compute_document(model: TransformersLayers, first_token: int, tokens: torch.Tensor) -> LayerStates:
+    """Keys and values of a document, computed alone behind the first token of a prompt."""
+    return document_of(blend(model, behind(first_token, tokens), (), ratio=1.0))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -112,43 +112,18 @@ class Blended:
     hidden: torch.Tensor | None
 
 
-def compute_document(model: LayeredModel, first_token: int, tokens: torch.Tensor) -> LayerStates:
-    """Keys and values of a document, computed alone behind the first token of a prompt.
+def behind(first_token: int, tokens: torch.Tensor) -> torch.Tensor:
+    """The first token of a prompt, and behind it a document's: what is computed to store the document.
 
     Many models attend to a prompt's first token from everywhere. Without it a document's own first tokens would take
     that place, and differ most from what they are in a prompt.
-
-    Args:
-        first_token: Of the prompt.
-        tokens: Of the document: [num_tokens].
     """
-    return document_of(blend(model, behind(first_token, tokens), (), ratio=1.0))
-
-
-def behind(first_token: int, tokens: torch.Tensor) -> torch.Tensor:
-    """A document's tokens, and before them the first one of a prompt."""
     return torch.cat((torch.tensor([first_token], dtype=tokens.dtype), tokens))
 
 
 def document_of(made: Blended) -> LayerStates:
     """Keys and values of a document of which, with `behind`, all tokens were computed."""
     return made.states.rows(FIRST_POSITION, len(made.rows))
-
-
-def blend(
-    model: LayeredModel,
-    tokens: torch.Tensor,
-    documents: Sequence[tuple[Span, LayerStates]],
-    *,
-    ratio: float | None,
-    rotates: bool = True,
-    wants_hidden: bool = False,
-) -> Blended:
-    """`blend_by_layer`, all layers at once."""
-    layers = blend_by_layer(model, tokens, documents, ratio=ratio, rotates=rotates, wants_hidden=wants_hidden)
-    *_, made = layers
-    assert made is not None
-    return made
 
 
 def blend_by_layer(

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.blend_model import FOLDER, TransformersLayers, load_layers
+from benchmarks.blend_model import FOLDER, TransformersLayers, blend, compute_document, load_layers
 from benchmarks.blend_task import NO_LABEL, draw
-from connector.blend.recompute import LayerStates, blend, compute_document, extend
+from connector.blend.recompute import LayerStates, extend
 from connector.blend.rotation import Angles, rerotate
 from kvstore.model.layout import Span
 

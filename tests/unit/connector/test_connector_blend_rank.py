@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.blend_model import FOLDER, TransformersLayers, load_layers
+from benchmarks.blend_model import FOLDER, TransformersLayers, blend, compute_document, load_layers
 from benchmarks.blend_task import NO_LABEL, draw
 from connector.blend.blender import Blender, divergence
 from connector.blend.documents import PAGE_TOKENS, DocumentStore, describe_documents, document_root, page_keys
 from connector.blend.jobs import BlendAudit, BlendJob, BlendReport
-from connector.blend.recompute import Exchange, LayerStates, blend, compute_document
+from connector.blend.recompute import Exchange, LayerStates
 from connector.facts import CellFacts
 from connector.identity import describe_namespace
 from kvstore.client import BlockingStore
