@@ -196,8 +196,9 @@ class Settings(BaseModel):
         io_threads: Threads that move bytes to and from `hot` and an S3 `cold`, each with an event loop and its share of
             the connections. With 1 the service's own loop moves them. More take processors from the engine, and can be
             faster where the link has room: with several servers, or S3 beside Redis.
-        catalog_look_s: How often one of the services checks whether `hot` evicted records. If it did, the service
-            compares the catalog with what is stored. Longer loads Redis less, but totals are corrected later.
+        catalog_look_s: How often one of the services checks whether `hot` evicted records, and whether the catalog is
+            complete. If not, the service compares the catalog with what is stored, or rebuilds it. Longer loads Redis
+            less, but totals are corrected later.
         cold: `s3://bucket/prefix`, `file:///dir`, or `memory:` for none: then a restart loses everything.
         cold_bytes: What `cold` may hold, over all services; by default only `disk_bytes` limits it. Needs a catalog:
             Redis as `hot`, or a directory as `cold`. Whole boundaries are evicted, longest prefixes first.
