@@ -30,7 +30,6 @@ _LEASE = "rebuild"
 LEASE_S = 30.0
 """The lease of the service that rebuilds: so long after its death another one begins."""
 
-
 _FAILURES = (Unavailable, Closed, CorruptRecord, InvalidRequest)
 _TOLD_S = 60.0
 """How often the log says how far a rebuild is."""
@@ -125,11 +124,12 @@ class CatalogKeeper:
                 more during the rebuild.
         """
         token = await self._catalog.start_rebuild(deadline=self._deadline())
-        _log.info("the catalog may lack records that are stored: adding them from the tiers, beside requests")
+        if not self._told:
+            _log.info("the catalog may lack records that are stored: adding them from the tiers, beside requests")
         walk = asyncio.ensure_future(self._rebuild(self._progress()))
         try:
             while not (await asyncio.wait({walk}, timeout=LEASE_S / 3))[0]:
-                if await self._catalog.start_rebuild(deadline=self._deadline()) != token:
+                if await self._has_lost_more(token):
                     raise Unavailable(LOST_MORE)
         finally:
             if not walk.done():
@@ -139,6 +139,13 @@ class CatalogKeeper:
         if not await self._catalog.finish_rebuild(token, deadline=self._deadline()):
             raise Unavailable(LOST_MORE)
         _log.info("the catalog is complete again records=%d added=%d", report.num_records, report.num_added)
+
+    async def _has_lost_more(self, token: bytes) -> bool:
+        """Whether a walk that began with this token is for nothing."""
+        try:
+            return await self._catalog.start_rebuild(deadline=self._deadline()) != token
+        except Unavailable:  # the walk ends by itself if that lasts
+            return False
 
     def _progress(self) -> Progress:
         told_s = self._clock.monotonic_s()
