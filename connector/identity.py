@@ -126,11 +126,17 @@ def describe_model(facts: ModelFacts, weights_id: str) -> dict[str, Any]:
         "weights_id": weights_id,
         "compute_dtype": facts.compute_dtype,
         "quantization": facts.quantization,
-        # "auto" and its explicit spelling are the same type
-        "cache_dtype": "auto" if facts.cache_dtype == facts.compute_dtype else facts.cache_dtype,
+        "cache_dtype": _cache_dtype(facts),
         **({"model_rules": facts.model_rules} if facts.model_rules else {}),
         **({"untested_release": facts.untested_release} if facts.untested_release else {}),
     }
+
+
+def _cache_dtype(facts: ModelFacts) -> str:
+    """One spelling for each type."""
+    if facts.cache_dtype == facts.compute_dtype:
+        return "auto"
+    return "fp8_e4m3" if facts.cache_dtype == "fp8" else facts.cache_dtype
 
 
 def _note(group: GroupShape, ranks: int) -> Mapping[str, Any]:

@@ -32,6 +32,7 @@ from connector.scheduler.lookups import takes_whole_prompts
 from connector.settings import ConnectorSettings
 from connector.vllm.contract import is_tested, release_of
 from connector.vllm.model_facts import read_rules
+from connector.vllm.model_files import UNKNOWN, code_digest
 from kvstore.errors import InvalidRequest
 from kvstore.model.instance import EngineInstance
 from kvstore.model.kinds import ChunkedLocal, FullAttention, GroupKind, Latent, Recurrent, SlidingWindow
@@ -45,6 +46,10 @@ _TOKEN_BACKENDS = (
     *("FLASH_ATTN_MLA", "FLASHMLA", "FLASHINFER_MLA", "CUTLASS_MLA", "TRITON_MLA"),
 )
 """On a GPU these store a token's key and then its value, or its latent vector, by the tensor's strides (0.32)."""
+
+
+_EXPERTS = "enable_return_routed_experts"
+"""A setting of the model before 0.32."""
 
 
 class _Unsupported(Exception):
@@ -162,8 +167,18 @@ def _refuse_unsupported_engines(vllm_config: Any) -> None:
         raise _Unsupported("diffusion models are not supported: their cache does not hold all answered tokens")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise _Unsupported("with calculate_kv_scales each engine has scales of its own; use the checkpoint's scales")
+    if code_digest(vllm_config) == UNKNOWN:
+        raise _Unsupported("the Python files of the model (trust_remote_code) are not found: name its folder as model")
+    if _returns_experts(vllm_config):
+        # vLLM fails when it answers a request whose blocks it did not compute (0.32)
+        raise _Unsupported("with enable_return_routed_experts vLLM cannot answer prompts that were restored")
     if not current_platform.is_cpu() and not current_platform.is_cuda():
         raise _Unsupported(f"{current_platform.device_name} is not supported; supported are CPUs and Nvidia's GPUs")
+
+
+def _returns_experts(vllm_config: Any) -> bool:
+    own = getattr(vllm_config, "aux_output_config", None)
+    return bool(own.enabled if own is not None else getattr(vllm_config.model_config, _EXPERTS, False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, is_dataclass
-from pathlib import Path
 from typing import Any
+
+from connector.vllm.model_files import code_digest, model_folder, processor_digest
 
 _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "max_model_len")
 """Keys of a model's configuration, nested ones included, that name its origin or that vLLM writes into it."""
@@ -21,6 +22,10 @@ and a description has at most 256 KiB and 16,384 values. Two flat lists just bel
 these numbers gives models with such lists another namespace."""
 
 _LONG_ROPES = ("longrope", "su")
+_LLAMA4 = ("llama4", "llama4_text")
+_TUNING, _TUNED_TOKENS = "attn_temperature_tuning", 32768
+"""A field of Llama 4's configuration that vLLM overwrites, in a copy or in the one that we read; and the longest
+request up to which it does not tune."""
 
 _MEDIA_SETTINGS = (
     *("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method"),
@@ -32,62 +37,63 @@ def read_rules(vllm_config: Any) -> dict[str, Any]:
     """Some fields of `ModelFacts`: the weights' folder, the model's configuration, and settings that affect output."""
     model = vllm_config.model_config
     return {
-        "model_path": _weights_folder(vllm_config, model),
+        "model_path": model_folder(vllm_config, model),
         "draft_path": _draft_folder(vllm_config),
         "load_format": str(vllm_config.load_config.load_format),
         "model_config": _model_config(model.hf_config.to_dict()),
-        "model_rules": _model_rules(model),
+        "model_rules": _model_rules(vllm_config),
         "adapter_rules": _adapter_rules(vllm_config.lora_config, model.dtype),
-        "media_rules": _media_rules(model.multimodal_config),
+        "media_rules": _media_rules(vllm_config),
     }
-
-
-def _weights_folder(vllm_config: Any, model: Any) -> str:
-    """The folder of a model's weights; a name on the hub is resolved to a folder in the hub's cache."""
-    name = str(model.model)
-    if Path(name).exists():
-        return name
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = snapshot_download(
-            name, revision=model.revision, cache_dir=vllm_config.load_config.download_dir, local_files_only=True
-        )
-    except (OSError, ValueError):  # not from the hub, or not cached: the weights need an id from the operator
-        return name
-    return str(folder)
 
 
 def _draft_folder(vllm_config: Any) -> str | None:
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     if draft is None or draft.model == vllm_config.model_config.model:
         return None
-    return _weights_folder(vllm_config, draft)
+    return model_folder(vllm_config, draft)
 
 
 def _model_config(config: Mapping[str, Any]) -> dict[str, Any]:
     lasting = _without_volatile(config)
+    if is_llama4(config):
+        lasting = _without(lasting, _TUNING)
     return {str(key): _shortened(plain(value)) for key, value in lasting.items() if key not in _TYPES}
 
 
 def _without_volatile(value: Any) -> Any:
+    return _without(value, *_VOLATILE)
+
+
+def _without(value: Any, *names: str) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_volatile(item) for key, item in value.items() if key not in _VOLATILE}
+        return {key: _without(item, *names) for key, item in value.items() if key not in names}
     return value
 
 
-def _model_rules(model: Any) -> dict[str, Any]:
-    """An engine's settings that change the model, beside its configuration. Empty for nearly all engines."""
-    rules: dict[str, Any] = {}
+def _model_rules(vllm_config: Any) -> dict[str, Any]:
+    """What changes the model, beside its configuration: settings of the engine, and files. Empty for nearly all."""
+    model, rules = vllm_config.model_config, dict[str, Any]()
     config = model.hf_config.to_dict()
     originals = list(_original_lengths(config, config.get("original_max_position_embeddings")))
     if originals:  # vLLM chooses one set of factors at start, by the longest request that it accepts
         rules["long_rope"] = [model.max_model_len > original for original in originals]
+    if is_llama4(config):  # vLLM decides it at start, also by the longest request that it accepts
+        chosen = {**model.try_get_generation_config(), **model.override_generation_config}
+        rules[_TUNING] = bool(chosen.get(_TUNING, model.max_model_len > _TUNED_TOKENS))
+    if code := code_digest(vllm_config):
+        rules["code"] = code
     if model.quantization_config is not None:
         rules["quantization_config"] = _shortened(plain(_as_mapping(model.quantization_config)))
     if model.model_class_overrides:
         rules["model_class_overrides"] = plain(model.model_class_overrides)
     return rules
+
+
+def is_llama4(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration, or one in it, is that of a Llama 4."""
+    nested = (is_llama4(value) for value in config.values() if isinstance(value, Mapping))
+    return config.get("model_type") in _LLAMA4 or any(nested)
 
 
 def _original_lengths(config: Mapping[str, Any], default: int | None) -> Iterator[int]:
@@ -112,9 +118,13 @@ def _adapter_rules(lora: Any, model_dtype: Any) -> dict[str, str]:
     return rules
 
 
-def _media_rules(media: Any) -> dict[str, Any]:
-    """Settings that affect media items and are not covered by vLLM's hash of an item."""
+def _media_rules(vllm_config: Any) -> dict[str, Any]:
+    """What affects media items and is not covered by vLLM's hash of an item: settings and files."""
+    media = vllm_config.model_config.multimodal_config
+    if media is None:
+        return {}
     found = {name: plain(getattr(media, name, None)) for name in _MEDIA_SETTINGS}
+    found["processor"] = processor_digest(vllm_config)
     return {name: value for name, value in found.items() if value}
 
 

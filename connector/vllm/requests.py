@@ -13,6 +13,7 @@ import torch
 
 from connector.prefix_hash import AdapterRequest, EmbeddedPrompt, MediaItem, PromptContent, UncacheableContent
 from connector.scheduler.hook_facts import StateOffer, StepFacts
+from connector.vllm.model_files import UNKNOWN
 
 _NUMBERED = re.compile(r"renderer\d+-mm-\d+-")
 """vLLM's own names for media that it neither hashes nor caches. Their numbers restart in every process."""
@@ -36,9 +37,12 @@ class RequestReader:
     def of(
         cls, *, trusts_media: bool, media_rules: Mapping[str, Any], adapter_rules: Mapping[str, str]
     ) -> RequestReader:
-        """A reader for the settings of the operator and the engine."""
+        """A reader for the settings of the operator and the engine. Media count as unknown content if the files of the
+        model that say how they are processed are not found.
+        """
         digest = hashlib.sha256(json.dumps(media_rules, sort_keys=True).encode()).hexdigest() if media_rules else ""
-        return cls(trusts_media, digest, "media_towers" in adapter_rules)
+        is_known = UNKNOWN not in media_rules.values()
+        return cls(trusts_media and is_known, digest, "media_towers" in adapter_rules)
 
     def content(self, request: Any) -> PromptContent | None:
         """The parts of a request that are not tokens; `None`: there are none.

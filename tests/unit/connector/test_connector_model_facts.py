@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 from connector.facts import EngineFacts
 from connector.identity import CacheShape, describe_namespace, read_shape
 from connector.vllm.model_facts import read_rules
+from connector.vllm.model_files import UNKNOWN, code_digest
+from connector.vllm.requests import RequestReader
 from kvstore.model.keys import NamespaceId
 from kvstore.model.kinds import SlidingWindow
 from tests.unit.connector.support import make_facts
@@ -185,7 +188,7 @@ def test_what_changes_an_adapter(settings: Any, expected: dict[str, str]) -> Non
 def test_what_changes_media() -> None:
     """Settings of the engine that vLLM's hash of an item does not cover."""
     media = SimpleNamespace(mm_processor_kwargs={"size": 2}, media_io_kwargs={}, video_pruning_rate=0.5)
-    expected = {"mm_processor_kwargs": {"size": 2}, "video_pruning_rate": "0.5"}
+    expected = {"mm_processor_kwargs": {"size": 2}, "video_pruning_rate": "0.5", "processor": UNKNOWN}
     assert rules(multimodal_config=media)["media_rules"] == expected
 
 
@@ -240,3 +243,98 @@ def test_a_quantization_that_names_every_layer_of_every_expert() -> None:
     assert len(described) == 3
     few = {"quant_method": "compressed-tensors", "ignore": names[:1500]}
     assert rules({**CONFIG, "quantization_config": few})["model_config"]["quantization_config"] == few
+
+
+LLAMA4: dict[str, Any] = {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}
+
+
+def tuned(max_model_len: int, written: bool | None = None, **chosen: bool) -> dict[str, Any]:
+    """The rules of an engine with a Llama 4, in whose configuration vLLM may have written already."""
+    text = {**LLAMA4["text_config"], **({} if written is None else {"attn_temperature_tuning": written})}
+    config = vllm_config({**LLAMA4, "text_config": text}, max_model_len=max_model_len)
+    config.model_config.try_get_generation_config = lambda: {"temperature": 0.6}
+    config.model_config.override_generation_config = chosen
+    return read_rules(config)
+
+
+def test_the_tuning_of_a_llama_4_counts() -> None:
+    """vLLM tunes with long requests, or as the generation config says. It notes that in a copy of the configuration, or
+    in the one that is read here, before or after."""
+    assert tuned(32768)["model_rules"] == {"attn_temperature_tuning": False}
+    assert tuned(32769)["model_rules"] == {"attn_temperature_tuning": True}
+    assert tuned(100, attn_temperature_tuning=True)["model_rules"] == {"attn_temperature_tuning": True}
+    assert tuned(40000, attn_temperature_tuning=False)["model_rules"] == {"attn_temperature_tuning": False}
+    assert tuned(100) == tuned(100, written=False) == tuned(100, written=True)
+    other = {**CONFIG, "attn_temperature_tuning": True}  # a model that reads it from its configuration
+    assert rules(other)["model_config"] != rules()["model_config"] and rules(other)["model_rules"] == {}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model with code of its own, and a processor of images."""
+    (tmp_path / "modeling_my.py").write_text("SCALE = 1")
+    (tmp_path / "layers").mkdir()
+    (tmp_path / "layers" / "attention.py").write_text("")
+    (tmp_path / "processor_config.json").write_text('{"image_mean": 0.5}')
+    (tmp_path / "weights.safetensors").write_text("")
+    return tmp_path
+
+
+def with_code(folder: Path | str, reference: str = "modeling_my.MyModel", **changes: Any) -> Any:
+    config = vllm_config({**CONFIG, "auto_map": {"AutoModel": reference}}, model=str(folder))
+    model = {"trust_remote_code": True, "using_transformers_backend": lambda: True, "code_revision": None, **changes}
+    vars(config.model_config).update(model)
+    return config
+
+
+def test_a_models_own_code_counts(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Each of its Python files, wherever the folder is; not where vLLM's own code computes the model."""
+    code = read_rules(with_code(folder))["model_rules"]["code"]
+    assert read_rules(with_code(folder, f"{folder}--modeling_my.MyModel"))["model_rules"]["code"] == code
+    moved = tmp_path_factory.mktemp("moved") / "model"
+    shutil.copytree(folder, moved)
+    assert read_rules(with_code(moved))["model_rules"]["code"] == code
+    (moved / "weights.safetensors").write_text("other")
+    assert read_rules(with_code(moved))["model_rules"]["code"] == code
+    (moved / "layers" / "attention.py").write_text("WINDOW = 3")
+    assert read_rules(with_code(moved))["model_rules"]["code"] != code
+    for changes in ({"trust_remote_code": False}, {"using_transformers_backend": lambda: False}):
+        assert read_rules(with_code(folder, **changes))["model_rules"] == {}
+    assert read_rules(vllm_config(model=str(folder)))["model_rules"] == {}
+
+
+def test_code_that_is_not_found_is_told(folder: Path) -> None:
+    """It may be anything: the engine is not cached."""
+    assert code_digest(with_code("someone/elsewhere")) == UNKNOWN
+    assert code_digest(with_code(folder, "someone/elsewhere--modeling_my.MyModel")) == UNKNOWN
+    (folder / "modeling_my.py").unlink()
+    (folder / "layers" / "attention.py").unlink()
+    assert code_digest(with_code(folder)) == UNKNOWN
+
+
+def test_how_media_are_processed_counts(folder: Path) -> None:
+    """The files that say it, with the settings that vLLM's hash of an item leaves out."""
+
+    def media_rules(folder: Path | str) -> dict[str, Any]:
+        return rules(model=str(folder), multimodal_config=SimpleNamespace(video_pruning_rate=0.5))["media_rules"]
+
+    before = media_rules(folder)
+    assert before["video_pruning_rate"] == "0.5" and len(before["processor"]) == 64
+    (folder / "config.json").write_text("{}")
+    (folder / "modeling_my.py").write_text("it is not trusted, so it is not run")
+    assert media_rules(folder) == before
+    (folder / "processor_config.json").write_text('{"image_mean": 0.4}')
+    changed = media_rules(folder)
+    assert changed != before
+    (folder / "preprocessor_config.json").write_text("{}")
+    assert media_rules(folder) not in (before, changed)
+    assert media_rules("someone/elsewhere")["processor"] == UNKNOWN
+    known, unknown = (
+        RequestReader.of(trusts_media=True, media_rules=media_rules(place), adapter_rules={})
+        for place in (folder, "someone/elsewhere")
+    )
+    assert known.trusts_media and not unknown.trusts_media
+
+
+def test_both_names_of_a_cache_type_are_one() -> None:
+    assert namespace(cache_dtype="fp8") == namespace(cache_dtype="fp8_e4m3") != namespace(cache_dtype="fp8_e5m2")

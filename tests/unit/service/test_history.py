@@ -105,7 +105,7 @@ async def test_sums_become_events(store: TieredStore) -> None:
     assert told[0][2] == {"tier": "s3", "num_bytes": 4096, "evicted": 2, "expired": 1}
     assert told[1][2] == {"records": 3} and told[3][2] == {"tier": "redis", "full": 4}
     assert told[2][1].startswith("9 records of engines are missing: it was computed, but not saved: the engine's proc")
-    assert "6 changes" in told[4][1] and "reindex" in told[5][1]
+    assert "6 changes" in told[4][1] and "a service adds them" in told[5][1]
 
 
 class Silent(MemoryTier):

@@ -1,0 +1,92 @@
+"""The files of a model on which its pages depend beside its weights and configuration; read without importing vLLM."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+UNKNOWN = "unknown"
+"""In place of a digest of files that are not found."""
+
+
+def model_folder(vllm_config: Any, model: Any) -> str:
+    """The folder of a model. A name on the hub becomes a folder in the hub's cache, or stays if there is none."""
+    return _folder(vllm_config, str(model.model), model.revision)
+
+
+def _folder(vllm_config: Any, name: str, revision: str | None) -> str:
+    if Path(name).exists():
+        return name
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(
+            name, revision=revision, cache_dir=vllm_config.load_config.download_dir, local_files_only=True
+        )
+    except (OSError, ValueError):  # not from the hub, or not cached: the weights need an id from the operator
+        return name
+    return str(folder)
+
+
+def code_digest(vllm_config: Any) -> str:
+    """Digest of the Python files that compute a model (`trust_remote_code`); empty: vLLM's own code does. `UNKNOWN`:
+    they are not found.
+
+    Two engines with equal weights and configurations compute other pages with other files. transformers reads them from
+    the model's folder, or from another repository that `auto_map` names in front of `--`.
+    """
+    model = vllm_config.model_config
+    if not getattr(model, "trust_remote_code", False) or not _uses_transformers(model):
+        return ""
+    references = set(_references(model.hf_config.to_dict()))
+    if not references:
+        return ""
+    code_revision = getattr(model, "code_revision", None)
+    repositories = {reference.partition("--")[0] if "--" in reference else str(model.model) for reference in references}
+    folders = [
+        Path(_folder(vllm_config, name, code_revision or (model.revision if name == str(model.model) else None)))
+        for name in sorted(repositories)
+    ]
+    digests = [digest_files(folder.rglob("*.py"), folder) for folder in folders]
+    if not all(folder.is_dir() for folder in folders) or "" in digests:
+        return UNKNOWN
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def _uses_transformers(model: Any) -> bool:
+    """Whether transformers' code computes the model, which may be the model's own."""
+    asked = getattr(model, "using_transformers_backend", None)
+    return bool(asked()) if asked is not None else True
+
+
+def _references(config: Mapping[str, Any]) -> Iterator[str]:
+    """The classes that a configuration takes from the model's own files, nested configurations included."""
+    for name, value in config.items():
+        if name == "auto_map" and isinstance(value, Mapping):
+            for reference in value.values():
+                yield from reference if isinstance(reference, list | tuple) else [str(reference)]
+        elif isinstance(value, Mapping):
+            yield from _references(value)
+
+
+def processor_digest(vllm_config: Any) -> str:
+    """Digest of the files that say how media items become the model's input. vLLM names an item by its content and the
+    model's name, not by these. `UNKNOWN`: the model's folder is not found.
+    """
+    folder = Path(model_folder(vllm_config, vllm_config.model_config))
+    if not folder.is_dir():
+        return UNKNOWN
+    is_own = getattr(vllm_config.model_config, "trust_remote_code", False)
+    return digest_files([*folder.glob("*process*.json"), *(folder.rglob("*.py") if is_own else ())], folder)
+
+
+def digest_files(paths: Iterable[Path], folder: Path) -> str:
+    """SHA-256 over the names and contents of files; empty: there are none."""
+    found = sorted(path for path in paths if path.is_file())
+    digest = hashlib.sha256()
+    for path in found:
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
+    return digest.hexdigest() if found else ""
