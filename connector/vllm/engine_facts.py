@@ -268,7 +268,9 @@ def _kind_of(spec: Any) -> GroupKind:
     # exact types: a subclass may change what a block holds or which blocks are needed
     if type(spec) is MambaSpec:
         if spec.mamba_cache_mode != "align":
-            raise _Unsupported("vLLM keeps recurrent states at block boundaries in its mode 'align' only")
+            raise _Unsupported(
+                "vLLM keeps recurrent states at block boundaries in its mode 'align' only: enable prefix caching"
+            )
         return Recurrent()
     if type(spec) is SlidingWindowSpec:
         return SlidingWindow(spec.sliding_window, spec.extra_retained_tokens)

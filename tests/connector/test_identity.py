@@ -18,7 +18,7 @@ import pytest
 from kvstore.testing.engine import Answer, EngineFailed, EngineProcess, EngineSpec, Request, seeded_prompt
 from kvstore.testing.serve import Service
 from kvstore.testing.waiting import eventually
-from tests.connector.support.identity import copy_checkpoint, write_adapter, write_embeddings
+from tests.connector.support.identity import copy_checkpoint, write_adapter, write_code, write_embeddings
 from tests.connector.support.runs import start_together
 from tests.connector.support.stores import PATIENT
 
@@ -219,6 +219,27 @@ def test_never_across(shared: Shared, place: Place, work: Path, axis: str) -> No
         second = ask(engine)
         assert (first.num_cached_tokens, second.num_cached_tokens) == (0, WHOLE)
         assert second.tokens == first.tokens
+
+
+def test_the_code_of_a_model_counts(place: Place, work: Path) -> None:
+    """Two models differ in a Python file of their own alone: neither engine finds what the other saved."""
+    specs = {
+        f"identity-code-{share}": place.spec(
+            checkpoint=write_code(place.checkpoint, place.folder / f"code-{share}", share=share),
+            arguments={"model_impl": "transformers", "trust_remote_code": True},
+        )
+        for share in (0.0, 0.5)
+    }
+    with start_together(specs, work=work) as engines:
+        answers = []
+        for engine in engines:
+            before = place.num_saved()
+            answers.append(ask(engine))
+            place.wait_saved(before + WHOLE_RECORDS)
+            answers.append(ask(engine))
+    assert [answer.num_cached_tokens for answer in answers] == [0, WHOLE, 0, WHOLE]
+    first, again, other, other_again = (answer.tokens for answer in answers)
+    assert first == again != other == other_again
 
 
 def test_tenants_never_meet(shared: Shared, place: Place, work: Path) -> None:

@@ -10,9 +10,22 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-__all__ = ["WeightsExtension", "copy_checkpoint", "write_adapter", "write_embeddings"]
+__all__ = ["WeightsExtension", "copy_checkpoint", "write_adapter", "write_code", "write_embeddings"]
 
 _RANK = 8
+
+_CODE = """
+from transformers.models.llama.modeling_llama import LlamaModel
+
+class OwnModel(LlamaModel):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, **others):
+        rows = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+        rows = rows + {share} * rows.roll(1, -1)
+        return super().forward(
+            attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=rows, **others
+        )
+"""
+"""vLLM finds the arguments that it compiles for by their names."""
 
 
 def copy_checkpoint(source: Path, target: Path, *, seed: int | None = None) -> Path:
@@ -25,6 +38,16 @@ def copy_checkpoint(source: Path, target: Path, *, seed: int | None = None) -> P
         generator = torch.Generator().manual_seed(seed)
         tensors[name] = tensors[name] + torch.randn(tensors[name].shape, generator=generator) * 0.05
         save_file(tensors, file, metadata={"format": "pt"})
+    return target
+
+
+def write_code(source: Path, target: Path, *, share: float) -> Path:
+    """A copy in another folder whose own code computes it (`trust_remote_code`), with a number in that code."""
+    shutil.copytree(source, target)
+    config = json.loads((target / "config.json").read_text())
+    config |= {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModel": "modeling_own.OwnModel"}}
+    (target / "config.json").write_text(json.dumps(config))
+    (target / "modeling_own.py").write_text(_CODE.format(share=share))
     return target
 
 

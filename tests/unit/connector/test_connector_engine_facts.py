@@ -79,12 +79,15 @@ def facts(*groups: KVCacheGroupSpec, ranks: int = 1, total_heads: int = 2, **cha
     }
     parallel.update({name: changes.pop(name) for name in list(changes) if name in parallel})
     cache.update({name: changes.pop(name) for name in list(changes) if name in cache})
-    is_diffusion = changes.pop("is_diffusion", False)
+    is_diffusion, code = changes.pop("is_diffusion", False), changes.pop("code", "")
+    returns_experts = changes.pop("returns_experts", False)
     assert not changes
     model = SimpleNamespace(
         model="/models/a",
         architectures=["Some"],
-        hf_config=SimpleNamespace(to_dict=lambda: {"hidden_size": 64, "eps": 1e-5}),
+        hf_config=SimpleNamespace(
+            to_dict=lambda: {"hidden_size": 64, "eps": 1e-5, **({"auto_map": {"AutoModel": code}} if code else {})}
+        ),
         dtype=torch.bfloat16,
         quantization=None,
         quantization_config=None,
@@ -93,6 +96,7 @@ def facts(*groups: KVCacheGroupSpec, ranks: int = 1, total_heads: int = 2, **cha
         revision=None,
         max_model_len=4096,
         is_diffusion=is_diffusion,
+        trust_remote_code=bool(code),
         get_total_num_kv_heads=lambda: total_heads,
     )
     config = SimpleNamespace(
@@ -104,6 +108,7 @@ def facts(*groups: KVCacheGroupSpec, ranks: int = 1, total_heads: int = 2, **cha
         speculative_config=None,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
         lora_config=None,
+        aux_output_config=SimpleNamespace(enabled=returns_experts),
     )
     blocks = [block.kv_cache_spec.block_size for block in groups]
     kv = KVCacheConfig(num_blocks=100, kv_cache_tensors=[], kv_cache_groups=list(groups))
@@ -281,6 +286,8 @@ def test_chunked_and_draft_layers() -> None:
         ([group(full(), 0)], {"prefill_context_parallel_size": 2}, "context parallelism"),
         ([group(full(), 0)], {"calculate_kv_scales": True}, "calculate_kv_scales"),
         ([group(full(), 0)], {"is_diffusion": True}, "diffusion"),
+        ([group(full(), 0)], {"returns_experts": True}, "enable_return_routed_experts"),
+        ([group(full(), 0)], {"code": "modeling_own.OwnModel"}, "trust_remote_code"),
         (
             [group(full(num_kv_heads=1), 0)],
             {"ranks": 4, "total_heads": 3},
