@@ -17,7 +17,7 @@ from kvstore.errors import InvalidRequest
 _SETTINGS = (
     *("dtype", "quantization", "kv_cache_dtype", "json_model_override_args", "model_impl", "context_length"),
     *("attention_backend", "prefill_attention_backend", "decode_attention_backend", "page_size"),
-    *("speculative_algorithm", "speculative_draft_kv_cache_dtype"),
+    *("speculative_algorithm", "speculative_draft_kv_cache_dtype", "trust_remote_code"),
 )
 """Settings of SGLang that a namespace holds, also those that change no byte of most models' caches."""
 _CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json")
@@ -120,6 +120,8 @@ def identify_weights(engine: Engine, weights_id: str | None, cache_folder: Path)
                 fields["draft_weights_id"] = digest_weights(files, cache_folder)
         fields["architecture"] = _architecture(folder / _CONFIGS[0])
         fields["model_config_id"] = _digest_of([folder / name for name in _CONFIGS])
+        if engine.settings.get("trust_remote_code") == "True":
+            fields["code_id"] = _digest_of(sorted(folder.rglob("*.py")))
     if engine.scales_path is not None:
         fields["scales_id"] = _digest_of([Path(engine.scales_path)])
     return fields

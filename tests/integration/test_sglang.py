@@ -178,6 +178,25 @@ def test_weights_are_known_by_their_content(make: Make, arguments: SimpleNamespa
     assert found == [0, 2, 0, 0]
 
 
+def test_a_models_own_code_counts(make: Make, arguments: SimpleNamespace, tmp_path: Path) -> None:
+    """Of equal weights with other Python files nothing is shared, if SGLang may run them."""
+    source, keys = filled(2)
+    for number in range(2):
+        model = tmp_path / f"model-{number}"
+        model.mkdir()
+        (model / "model.safetensors").write_bytes(b"weights")
+        (model / "modeling_own.py").write_text(f"SHARE = {number}")
+    found = []
+    for is_trusted in (False, True):
+        arguments.trust_remote_code = is_trusted
+        for number in (0, 1, 0):
+            arguments.model_path = str(tmp_path / f"model-{number}")
+            backend = make(source, extra={"weights_id": None})
+            found.append(backend.batch_exists(keys))
+            backend.batch_set_v1(keys, source.slots(0, 1))
+    assert found == [0, 2, 2, 0, 0, 2]
+
+
 def test_two_ranks_see_what_both_have(make: Make) -> None:
     """Heads are divided over two ranks: a page is there once both have stored their part, and each reads its own."""
     pools = [filled(4, seed=seed)[0] for seed in (10, 20)]
