@@ -99,6 +99,22 @@ async def test_a_user_that_lacks_rights(tls: TlsRedis) -> None:
         await tier.aclose()
 
 
+async def test_a_list_without_the_right_to_sizes() -> None:
+    """It fails: whoever lists the records must not take them for none."""
+    from redis import Redis
+
+    with redis_server() as server, Redis(port=server.port) as admin:
+        tier = RedisTier(server.url)
+        await tier.put(make_record(1), deadline=Deadline.after(5))
+        await tier.aclose()
+        commands = ["+@all", "-strlen"]
+        admin.acl_setuser("lister", enabled=True, passwords=["+hunter2"], commands=commands, keys=["*"])
+        tier = RedisTier(f"redis://lister:hunter2@127.0.0.1:{server.port}")
+        with pytest.raises(Unavailable, match="strlen"):
+            assert [entry async for entry in tier.scan()] == []
+        await tier.aclose()
+
+
 async def test_a_user_that_may_only_read_is_served(caplog: pytest.LogCaptureFixture) -> None:
     """It may not write, nor ask the server for its memory. The log says each once, and the tier is not switched off."""
     from redis import Redis

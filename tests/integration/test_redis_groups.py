@@ -245,6 +245,28 @@ async def test_a_slot_moves(tier: RedisTier, cluster: RedisCluster) -> None:
         assert await tier.delete(record.key, deadline=Deadline.after(5))
 
 
+@on_cluster
+async def test_a_slot_moves_while_records_are_listed(tier: RedisTier, cluster: RedisCluster) -> None:
+    """From a node that is listed later to one that was listed before: its records are listed all the same, once."""
+    target, source = cluster.primary_of(0), cluster.primary_of(16_383)
+    first, moved = (make_record(make_key(number_on(cluster, server))) for server in (target, source))
+    stays = make_record(make_key(next(n for n in range(1000) if make_key(n) not in (first.key, moved.key))))
+    for record in (first, moved, stays):
+        assert await tier.put(record, deadline=Deadline.after(5)) is PutOutcome.STORED
+    slot = slot_of(format_name(moved.key))
+    target_id, source_id = (server.ask("CLUSTER", "MYID").decode() for server in (target, source))
+    listed = []
+    async for entry in tier.scan():
+        listed.append(entry.key)
+        if len(listed) == 1:
+            target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", source_id)
+            source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", target_id)
+            source.ask("MIGRATE", "127.0.0.1", target.port, format_name(moved.key), 0, 5000)
+            for server in (target, source, *cluster.primaries()):
+                server.ask("CLUSTER", "SETSLOT", slot, "NODE", target_id)
+    assert sorted(listed) == sorted(record.key for record in (first, moved, stays))
+
+
 async def test_forms_that_are_mixed_up(sentinel: RedisSentinel, cluster: RedisCluster) -> None:
     """A cluster as if it were one server, and one server as if it were a cluster: the message names the right form."""
     await asyncio.to_thread(cluster.settle)

@@ -14,6 +14,7 @@ from kvstore.errors import Closed, CorruptRecord, InvalidRequest, KVStoreError, 
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
+from kvstore.runtime.retries import retry
 from kvstore.store.upkeep.reindexing import LOST_MORE, ReindexReport, reindex_level
 from kvstore.tiers.base import Tier
 
@@ -124,27 +125,32 @@ class CatalogKeeper:
                 more during the rebuild.
         """
         token = await self._catalog.start_rebuild(deadline=self._deadline())
-        if not self._told:
+        if not self._told:  # else this is one of many attempts
             _log.info("the catalog may lack records that are stored: adding them from the tiers, beside requests")
         walk = asyncio.ensure_future(self._rebuild(self._progress()))
         try:
             while not (await asyncio.wait({walk}, timeout=LEASE_S / 3))[0]:
-                if await self._has_lost_more(token):
+                if await self._is_lost(token):
                     raise Unavailable(LOST_MORE)
         finally:
             if not walk.done():
                 walk.cancel()
                 await asyncio.wait({walk})
         report = walk.result()
-        if not await self._catalog.finish_rebuild(token, deadline=self._deadline()):
+        if not await retry(lambda: self._catalog.finish_rebuild(token, deadline=self._deadline())):
             raise Unavailable(LOST_MORE)
         _log.info("the catalog is complete again records=%d added=%d", report.num_records, report.num_added)
+        if report.num_unknown:
+            text = "%d stored records are of namespaces without a readable description, and are not in the catalog"
+            _log.warning(text, report.num_unknown)
 
-    async def _has_lost_more(self, token: bytes) -> bool:
-        """Whether a walk that began with this token is for nothing."""
+    async def _is_lost(self, token: bytes) -> bool:
+        """Whether the catalog has lost the token, so that the rebuild is in vain. While it does not answer, this is not
+        known: the walk tries again or fails by itself.
+        """
         try:
             return await self._catalog.start_rebuild(deadline=self._deadline()) != token
-        except Unavailable:  # the walk ends by itself if that lasts
+        except Unavailable:
             return False
 
     def _progress(self) -> Progress:

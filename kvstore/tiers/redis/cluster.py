@@ -207,6 +207,10 @@ class Cluster:
         slots = await self.owners(deadline)
         return [self._member(address).node for address in dict.fromkeys(slots) if address is not None]
 
+    async def placement(self, deadline: Deadline, *, is_fresh: bool = False) -> Sequence[HostPort | None]:
+        """See `Topology.placement`."""
+        return [*await (self.read_map(deadline) if is_fresh else self.owners(deadline))]
+
     async def owners(self, deadline: Deadline) -> SlotMap:
         """Who has which slots. As for `nodes`, an older map is read again for the next call."""
         slots = await self._map(deadline)

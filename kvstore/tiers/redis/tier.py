@@ -18,7 +18,9 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.io_loops import IoLoop
 from kvstore.tiers.base import Concern, Entry, PutOutcome, Tier, TierUsage
 from kvstore.tiers.locations import RedisLocation, parse_redis
+from kvstore.tiers.redis.cluster import slot_of
 from kvstore.tiers.redis.examine import ServerFacts, concerns_of, read_facts
+from kvstore.tiers.redis.node import Node
 from kvstore.tiers.redis.reading import STRIPE_BYTES, Reading, is_striped, stripe_names, striped_header
 from kvstore.tiers.redis.replies import NO_ROOM, WRITE_PROBE, check_replies, check_reply, is_wrong_type, writes_refused
 from kvstore.tiers.redis.resp import Reply
@@ -190,30 +192,45 @@ class RedisTier(Tier):
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
         pattern = (namespace_root(namespace) if namespace is not None else f"{ROOT}/") + "*"
         self._check_open()
+        before = await self._topology.placement(Deadline.after(_SCAN_STEP_S))
         for node in await self._topology.nodes(Deadline.after(_SCAN_STEP_S)):
-            seen: set[RecordKey] = set()  # SCAN may answer a name twice
-            cursor: object = b"0"
-            while cursor is not None:
-                self._check_open()
-                deadline = Deadline.after(_SCAN_STEP_S)
-                scan = ("SCAN", cursor if isinstance(cursor, bytes) else b"0", "MATCH", pattern, "COUNT", _SCAN_COUNT)
-                (reply,) = await node.control(scan, deadline=deadline)
-                check_reply(reply)
-                if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[1], list):
-                    raise Unavailable("Redis answered SCAN in an unknown form", address=node.address)
-                cursor = None if reply[0] == b"0" else reply[0]
-                named = (record_key(name) for name in reply[1] if isinstance(name, bytes))
-                keys = list(dict.fromkeys(key for key in named if key is not None and key not in seen))
-                seen.update(keys)
-                for key, num_bytes in zip(keys, await self._sizes(keys, deadline), strict=True):
-                    if num_bytes:
-                        yield Entry(key, num_bytes)
+            async for entry in self._scan_node(node, pattern):
+                yield entry
+        # a slot may have moved from a node that was yet to be listed to one that had been
+        while (now := await self._topology.placement(Deadline.after(_SCAN_STEP_S), is_fresh=True)) != before:
+            moved = {slot for slot, address in enumerate(now) if address != before[slot]}
+            places, before = {str(now[slot]) for slot in moved}, now
+            for node in await self._topology.nodes(Deadline.after(_SCAN_STEP_S)):
+                if node.address in places:
+                    async for entry in self._scan_node(node, pattern):
+                        if slot_of(format_name(entry.key)) in moved:
+                            yield entry
+
+    async def _scan_node(self, node: Node, pattern: str) -> AsyncIterator[Entry]:
+        seen: set[RecordKey] = set()  # SCAN may answer a name twice
+        cursor: object = b"0"
+        while cursor is not None:
+            self._check_open()
+            deadline = Deadline.after(_SCAN_STEP_S)
+            scan = ("SCAN", cursor if isinstance(cursor, bytes) else b"0", "MATCH", pattern, "COUNT", _SCAN_COUNT)
+            (reply,) = await node.control(scan, deadline=deadline)
+            check_reply(reply)
+            if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[1], list):
+                raise Unavailable("Redis answered SCAN in an unknown form", address=node.address)
+            cursor = None if reply[0] == b"0" else reply[0]
+            named = (record_key(name) for name in reply[1] if isinstance(name, bytes))
+            keys = list(dict.fromkeys(key for key in named if key is not None and key not in seen))
+            seen.update(keys)
+            for key, num_bytes in zip(keys, await self._sizes(keys, deadline), strict=True):
+                if num_bytes:
+                    yield Entry(key, num_bytes)
 
     async def _sizes(self, keys: Sequence[RecordKey], deadline: Deadline) -> list[int]:
         """Bytes of records, striped ones included; 0 for records that are gone."""
         if not keys:
             return []
         lengths = await self._topology.query(each_alone("STRLEN", list(map(format_name, keys))), deadline=deadline)
+        check_replies([length for length in lengths if not is_wrong_type(length)])  # else a record would be passed over
         striped = await self._striped(keys, lengths, deadline)
         sizes = {key: HEADER_BYTES + header.payload_bytes for key, header in striped.items()}
         return [

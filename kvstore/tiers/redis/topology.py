@@ -59,6 +59,14 @@ class Topology(Protocol):
         """Every node that holds records, once."""
         ...
 
+    async def placement(self, deadline: Deadline, *, is_fresh: bool = False) -> Sequence[HostPort | None]:
+        """Which node has which hash slot; empty: one node has all of them.
+
+        Args:
+            is_fresh: As a node says now, which `nodes` then follows too.
+        """
+        ...
+
     async def aclose(self) -> None:
         """Drop all connections. Idempotent."""
         ...
@@ -108,6 +116,9 @@ class _SingleNode:
 
     async def nodes(self, deadline: Deadline) -> Sequence[Node]:
         return (self._node,)
+
+    async def placement(self, deadline: Deadline, *, is_fresh: bool = False) -> Sequence[HostPort | None]:
+        return ()
 
     async def aclose(self) -> None:
         await self._node.aclose()

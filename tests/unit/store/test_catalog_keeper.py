@@ -65,6 +65,8 @@ class World:
         self.walks: list[str] = []
         self.num_ended = 0
         self.error: Unavailable | None = None
+        self.num_unknown = 0
+        self.calls_refused = 0
 
     @asynccontextmanager
     async def keeper(self, name: str) -> AsyncIterator[CatalogKeeper]:
@@ -78,14 +80,35 @@ class World:
                 self.num_ended += 1
             if self.error is not None:
                 raise self.error
-            return ReindexReport(num_records=7, num_skipped=3)
+            return ReindexReport(num_records=7, num_skipped=3, num_unknown=self.num_unknown)
 
-        keeper = CatalogKeeper(DictCatalog(self.books), walk, Holder(self.leases), Instruments(), poll_s=POLL_S)
+        keeper = CatalogKeeper(_Catalog(self), walk, Holder(self.leases), Instruments(), poll_s=POLL_S)
         keeper.start()
         try:
             yield keeper
         finally:
             await keeper.aclose()
+
+
+class _Catalog(DictCatalog):
+    """The catalog, which may refuse the calls of rebuilds for a while."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.books)
+        self._world = world
+
+    async def start_rebuild(self, *, deadline: Deadline) -> bytes:
+        self._check_refused()
+        return await super().start_rebuild(deadline=deadline)
+
+    async def finish_rebuild(self, token: bytes, *, deadline: Deadline) -> bool:
+        self._check_refused()
+        return await super().finish_rebuild(token, deadline=deadline)
+
+    def _check_refused(self) -> None:
+        if self._world.calls_refused:
+            self._world.calls_refused -= 1
+            raise Unavailable("Redis does not answer")
 
 
 async def test_one_of_the_services_rebuilds(caplog: pytest.LogCaptureFixture) -> None:
@@ -126,6 +149,30 @@ async def test_what_is_lost_during_a_rebuild_needs_another_one(caplog: pytest.Lo
         assert world.books.complete and len(world.walks) == 4
 
 
+async def test_a_catalog_that_is_away_for_a_moment_ends_no_rebuild() -> None:
+    """Neither in the middle nor at the end: a rebuild may have taken hours, and rests three times as long."""
+    world = World()
+    async with world.keeper("a"):
+        await asyncio.sleep(2 * POLL_S + 1)
+        world.calls_refused = 2
+        await asyncio.sleep(WALK_S - 5)
+        assert not world.calls_refused and len(world.walks) == 1 and not world.num_ended
+        world.calls_refused = 2
+        await asyncio.sleep(10)
+        assert not world.calls_refused and len(world.walks) == 1 and world.books.complete
+
+
+async def test_records_that_no_rebuild_can_add_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """A namespace without a description has no layout, and so no entries."""
+    world = World()
+    world.num_unknown = 4
+    async with world.keeper("a"):
+        await asyncio.sleep(2 * POLL_S + WALK_S + 1)
+        assert world.books.complete and caplog.messages == [
+            "4 stored records are of namespaces without a readable description, and are not in the catalog"
+        ]
+
+
 async def test_another_service_goes_on_for_one_that_has_ended() -> None:
     """Stopped in the middle of the rebuild: its lease is given back, and another service begins at once."""
     world = World()
@@ -140,14 +187,17 @@ async def test_another_service_goes_on_for_one_that_has_ended() -> None:
 
 
 async def test_a_tier_that_does_not_answer_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    """The log has one line for the first attempt and one for the reason, however long it lasts."""
+    caplog.set_level(logging.INFO, "kvstore.store")
     world = World()
     world.error = Unavailable("S3 does not answer: check its address", url="http://a")
     async with world.keeper("a"):
         await asyncio.sleep(6 * WALK_S)
         assert len(world.walks) > 1 and not world.books.complete
-        assert caplog.messages == [
+        assert [text for text in caplog.messages if not text.startswith("adding records")] == [
+            "the catalog may lack records that are stored: adding them from the tiers, beside requests",
             "the catalog cannot be rebuilt now, which is tried again: S3 does not answer: check its address "
-            "url=http://a"
+            "url=http://a",
         ]
         world.error = None
         await asyncio.sleep(6 * WALK_S)
