@@ -18,6 +18,7 @@ from kvstore.catalog.base import LeaveReason, Leaving, Removal
 from kvstore.catalog.entry import Level
 from kvstore.format.names import format_name
 from kvstore.model.keys import PlainChain
+from kvstore.service.admin.jobs import gc
 from kvstore.service.admin.jobs.deletions import descendants
 from kvstore.testing.keys import write_keys
 from kvstore.testing.prompts import ATTENTION, Prompt
@@ -177,6 +178,26 @@ async def test_what_serves_no_hit_is_collected(made: ServiceHarness, tmp_path: P
         assert not (tmp_path / "records" / format_name(key)).exists()
     await orders.retire("red", "old", is_retired=False, deadline=soon())
     assert (await held(made, old), await held(made, broken)) == (0, 64)
+
+
+async def test_a_catalog_that_loses_entries_makes_no_orphans(
+    made: ServiceHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a garbage collection: what the catalog lacks then is kept, and the report says why."""
+    prompt = await made.save(Prompt(ATTENTION, "a", 64, tenant="red"))
+    flush = gc._Orphans.flush
+
+    async def lose(orphans: gc._Orphans) -> None:
+        await made.catalog.set_complete(False, deadline=soon())
+        lost = [Removal(key, Level.COLD, None, LeaveReason.LOST) for key in prompt.record_keys()]
+        await made.catalog.remove(lost, deadline=soon())
+        await flush(orphans)
+
+    monkeypatch.setattr(gc._Orphans, "flush", lose)
+    async with made.client("operator") as client:
+        job = await ended(client, await client.post("/v1/gc?confirm=true"))
+    assert job["report"]["notes"] == ["orphans of filesystem were kept: the catalog is not complete any more"]
+    assert all((tmp_path / "records" / format_name(key)).exists() for key in prompt.record_keys())
 
 
 async def test_the_write_back_is_paused_drained_and_resumed(made: ServiceHarness) -> None:

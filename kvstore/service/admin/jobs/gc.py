@@ -107,7 +107,9 @@ class _Collection:
         except Unavailable:  # no tier has its manifest, or it cannot be read
             self._undescribed.append(namespace.hex())
         else:
+            is_complete = is_complete and await found.catalog.is_complete(deadline=context.soon())
             entries = [entry async for entry in found.catalog.iterate(namespace)]
+            is_complete = is_complete and await found.catalog.is_complete(deadline=context.soon())
             pinned = await pinned_boundaries(context, found, WALK_S)
             if context.is_retired(found):
                 await self._delete(found, entries, pinned, "retired")
@@ -175,8 +177,9 @@ class _Collection:
                 tally.count(name, len(found), sum(found.values()))
                 tally.by_tier[name].num_boundaries = len({(key.namespace, key.prefix) for key in found})
             self._report()
-            if not self._job.is_dry_run:
-                await orphans.delete()
+            if not self._job.is_dry_run and not await orphans.delete():
+                self._notes.append(f"orphans of {name} were kept: the catalog is not complete any more")
+                self._report()
 
 
 def _incomplete(
@@ -258,19 +261,23 @@ class _Orphans:
                 return
             self.found[key] = batch[key]
 
-    async def delete(self) -> None:
-        """Delete what the catalog still lacks.
+    async def delete(self) -> bool:
+        """Delete what the catalog still lacks. False: it has lost data since, so that what it lacks is no orphan.
 
         Raises:
             Unavailable: A tier or the catalog does not answer; what was deleted stays deleted.
         """
         keys, operations = list(self.found), self._context.operations
         for start in range(0, len(keys), PIECE_RECORDS_MAX):
+            missing = await self._missing(keys[start : start + PIECE_RECORDS_MAX])
+            if not await self._catalog.is_complete(deadline=self._context.soon()):
+                return False
             await self._context.data_loop.call_in_pieces(
-                await self._missing(keys[start : start + PIECE_RECORDS_MAX]),
+                missing,
                 lambda piece, deadline: operations.delete(piece, self._level, deadline=deadline),
                 _CALL_S,
             )
+        return True
 
     async def _missing(self, keys: Sequence[RecordKey]) -> list[RecordKey]:
         """Those that the catalog lacks."""
