@@ -197,10 +197,7 @@ async def test_what_the_catalog_never_learnt_of(world: ExplainedStore) -> None:
     assert (await world.explain())["reason"] == "no_answer"
     world.s3.down = False
     told = await world.again()
-    assert (
-        told["reason"] == await world.listed() == "catalog_incomplete"
-        and "one of the services adds them" in told["advice"]
-    )
+    assert told["reason"] == await world.listed() == "catalog_incomplete" and "in the background" in told["advice"]
     assert told["detail"] == {"in_s3": "stored, and unknown to the catalog"}
     await world.save()
     told = await world.again()
