@@ -8,6 +8,7 @@ import logging
 import random
 import sqlite3
 import threading
+from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
 
@@ -17,12 +18,13 @@ import pytest
 from kvstore.catalog.base import LeaveReason, Leaving, Removal
 from kvstore.catalog.entry import Level
 from kvstore.format.names import format_name
-from kvstore.model.keys import PlainChain
-from kvstore.service.admin.jobs import gc
+from kvstore.model.keys import NamespaceId, PlainChain
 from kvstore.service.admin.jobs.deletions import descendants
 from kvstore.testing.keys import write_keys
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.waiting import soon
+from kvstore.tiers.base import Entry
+from kvstore.tiers.filesystem.tier import FilesystemTier
 from tests.unit.admin.service_harness import ServiceHarness, ended, open_service, prompt_of
 
 
@@ -185,15 +187,16 @@ async def test_a_catalog_that_loses_entries_makes_no_orphans(
 ) -> None:
     """In the middle of a garbage collection: what the catalog lacks then is kept, and the report says why."""
     prompt = await made.save(Prompt(ATTENTION, "a", 64, tenant="red"))
-    flush = gc._Orphans.flush
+    scan = FilesystemTier.scan
 
-    async def lose(orphans: gc._Orphans) -> None:
+    async def lose(tier: FilesystemTier, *namespace: NamespaceId) -> AsyncIterator[Entry]:
+        async for entry in scan(tier, *namespace):
+            yield entry
         await made.catalog.set_complete(False, deadline=soon())
         lost = [Removal(key, Level.COLD, None, LeaveReason.LOST) for key in prompt.record_keys()]
         await made.catalog.remove(lost, deadline=soon())
-        await flush(orphans)
 
-    monkeypatch.setattr(gc._Orphans, "flush", lose)
+    monkeypatch.setattr(FilesystemTier, "scan", lose)
     async with made.client("operator") as client:
         job = await ended(client, await client.post("/v1/gc?confirm=true"))
     assert job["report"]["notes"] == ["orphans of filesystem were kept: the catalog is not complete any more"]
