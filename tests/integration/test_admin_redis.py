@@ -12,7 +12,7 @@ from kvstore.settings import load_settings
 from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.servers import RedisServer
 from kvstore.testing.waiting import soon
-from tests.unit.admin.service_harness import open_service
+from tests.unit.admin.service_harness import ended, open_service
 
 
 @pytest.mark.servers
@@ -58,3 +58,22 @@ async def test_a_shared_redis_is_listed_pinned_and_deleted(tmp_path: Path, share
             assert len(names) == 10
             left = (await red.get(f"/v1/namespaces/{namespace}")).json()["held"]
             assert {tier: amount["num_records"] for tier, amount in left.items()} == {"redis": 10, "filesystem": 10}
+
+
+@pytest.mark.servers
+async def test_what_is_lost_between_the_jobs_of_a_reindex(tmp_path: Path, shared_redis: RedisServer) -> None:
+    """The first tier's entries were listed before: the last job does not call the catalog complete. Both again do."""
+    hot = f"redis://{shared_redis.host}:{shared_redis.port}"
+    async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
+        await client.flushdb()
+        async with open_service(tmp_path, hot=hot) as made, made.client("operator") as operator:
+            await made.save(Prompt(HYBRID, "a", 64 * 6, tenant="red"))
+            errors = []
+            for is_first in (True, False):
+                await ended(operator, await operator.post("/v1/tiers/hot/reindex"))
+                if is_first:
+                    await made.catalog.set_complete(False, deadline=soon())
+                job = await ended(operator, await operator.post("/v1/tiers/cold/reindex?confirm=true"))
+                errors.append(job["error"])
+            assert "start another reindex" in str(errors[0]) and errors[1] is None
+            assert await made.catalog.is_complete(deadline=soon())

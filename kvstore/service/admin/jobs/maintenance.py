@@ -197,6 +197,10 @@ async def _reindex(context: AdminContext, level: Level, job: Job, *, is_last: bo
     token = await catalog.start_rebuild(deadline=context.soon())
     async with context.catalog.tier(level) as tier:
         report(await reindex_level(catalog, tier, level, clock=SYSTEM_CLOCK, progress=report))
-    if is_last and not await catalog.finish_rebuild(token, deadline=context.soon()):
-        raise Unavailable(LOST_MORE)
+    context.catalog.reindexed[level] = token
+    if is_last:
+        # another level was listed before the catalog lost more: that level has to be listed again
+        is_lost = any(earlier != token for earlier in context.catalog.reindexed.values())
+        if is_lost or not await catalog.finish_rebuild(token, deadline=context.soon()):
+            raise Unavailable(LOST_MORE)
     context.catalog.forget_totals()
