@@ -73,6 +73,7 @@ def log_to_stderr() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(ServiceFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+    _hush_libraries()
 
 
 def log_to_file(path: Path) -> None:
@@ -82,6 +83,13 @@ def log_to_file(path: Path) -> None:
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.INFO)
+    _hush_libraries()
+
+
+def _hush_libraries() -> None:
+    """Botocore tells where each client has its credentials from. A rebuild of the catalog opens one at each attempt."""
+    for name in ("aiobotocore", "botocore"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def shape_logs(log_format: LogFormat, secrets: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from kvstore.runtime.tracing import NO_REQUEST, RequestContext, request_context
 from kvstore.runtime.watched_file import Watched
 from kvstore.service.authentication import Credentials, Grant
 from kvstore.service.hidden_secrets import secrets_of
-from kvstore.service.logs import ServiceFormatter, shape_logs
+from kvstore.service.logs import ServiceFormatter, log_to_file, shape_logs
 from kvstore.service.main import warn_of_memory
 from kvstore.service.server import Server
 from kvstore.settings import load_settings
@@ -207,3 +207,15 @@ async def test_wrong_tokens_are_counted_on_the_data_port(written: Lines) -> None
         with pytest.raises(Unavailable, match="too many wrong tokens from this address"):
             await greeted("red token ")
     assert sum("sent a wrong token to the data port" in line for line in written.lines) == 10
+
+
+def test_libraries_tell_nothing_of_each_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rebuild of the catalog opens a client at each attempt, and there may be thousands while S3 is away."""
+    root, logs = logging.RootLogger(logging.WARNING), tmp_path / "service.log"
+    monkeypatch.setattr(logging, "root", root)
+    monkeypatch.setattr(logging.Logger, "root", root)
+    monkeypatch.setattr(logging.Logger, "manager", logging.Manager(root))
+    log_to_file(logs)
+    for name in ("aiobotocore.credentials", "botocore.configprovider", "kvstore.store"):
+        logging.getLogger(name).info("told by %s", name)
+    assert logs.read_text().split(" ", 4)[3:] == ["INFO", "kvstore.store: told by kvstore.store\n"]
