@@ -218,4 +218,5 @@ def test_libraries_tell_nothing_of_each_client(tmp_path: Path, monkeypatch: pyte
     log_to_file(logs)
     for name in ("aiobotocore.credentials", "botocore.configprovider", "kvstore.store"):
         logging.getLogger(name).info("told by %s", name)
+    root.handlers[0].close()
     assert logs.read_text().split(" ", 4)[3:] == ["INFO", "kvstore.store: told by kvstore.store\n"]
