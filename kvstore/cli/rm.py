@@ -96,12 +96,12 @@ def gc(client: AdminClient, json_: bool, yes: Yes = False) -> None:
         typer.echo(f"{'deleted' if yes else 'would delete'}, {words}: {amounts_text(report[kind])}")
     for namespace in report["undescribed_namespaces"]:
         typer.echo(f"skipped, without a description: namespace {namespace}")
-    for note in report["notes"]:
-        typer.echo(f"note: {note}")
     _show_rest(report, is_trial=not yes and any(report[kind] for kind in _GARBAGE))
 
 
 def _show_rest(report: Mapping[str, Any], *, is_trial: bool) -> None:
+    for note in report.get("notes", ()):
+        typer.echo(f"note: {note}")
     if report["num_pinned"]:
         typer.echo(f"kept, pinned: {counted(report['num_pinned'], 'boundary', 'boundaries')}")
     if is_trial:

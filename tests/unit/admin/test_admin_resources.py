@@ -18,7 +18,7 @@ from kvstore.model.namespace import NamespaceDescription, describe_layout
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.servers.ports import free_address
 from kvstore.testing.waiting import soon
-from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
+from tests.unit.admin.service_harness import ServiceHarness, ended, open_service, prompt_of
 
 
 async def test_a_namespace_is_described_in_full(made: ServiceHarness) -> None:
@@ -144,6 +144,7 @@ async def test_deletion_asks_first(made: ServiceHarness) -> None:
             "is_complete": True,
             "num_pinned": 0,
             "by_tier": {"memory": one, "filesystem": one},
+            "notes": [],
         }
         assert (await made.store.lookup(prompt.query(), deadline=soon())).resume_tokens == 336
         assert (await client.delete(path, params={"confirm": "true"})).json() == told | {"is_dry_run": False}
@@ -158,6 +159,20 @@ async def test_deletion_asks_first(made: ServiceHarness) -> None:
     assert (await made.store.stage(prompt.query(), deadline=soon())).resume_tokens == 0
     await made.save(prompt)
     assert (await made.store.lookup(prompt.query(), deadline=soon())).resume_tokens == 336
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+async def test_a_deletion_says_that_more_may_be_stored(made: ServiceHarness, is_complete: bool) -> None:
+    """While the catalog is incomplete: what it lacks is not deleted, and a service adds it again."""
+    prompt = await made.save(prompt_of("a"))
+    namespace = prompt.namespace.hex()
+    await made.catalog.set_complete(is_complete, deadline=soon())
+    async with made.client("red") as client:
+        job = await ended(client, await client.post("/v1/deletions?confirm=true", json={"namespace": namespace}))
+        whole = (await client.delete(f"/v1/namespaces/{namespace}?confirm=true")).json()
+    for notes in (job["report"]["notes"], whole["notes"]):
+        assert bool(notes) is not is_complete
+        assert is_complete or "repeat this once a service has added them" in notes[0]
 
 
 async def test_a_failed_deletion_is_undone(made: ServiceHarness, monkeypatch: pytest.MonkeyPatch) -> None:

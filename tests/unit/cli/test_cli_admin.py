@@ -107,6 +107,8 @@ async def test_an_incomplete_catalog_lists_what_it_has(made: ServiceHarness, run
     await made.catalog.set_complete(False, deadline=soon())
     status, out, _ = await run("ls")
     assert status == 0 and prompt.namespace.hex() in out and "`kvstore reindex`" in out
+    status, out, _ = await run("rm", prompt.namespace.hex(), "--yes")
+    assert status == 0 and "note: the catalog may lack records that are stored: repeat this" in out
 
 
 async def test_interrupted_jobs_that_cannot_be_read(made: ServiceHarness, run: Run, tmp_path: Path) -> None:

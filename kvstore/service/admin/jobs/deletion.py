@@ -33,6 +33,9 @@ _DELETE_S = 10.0
 _FIND_PINS_S = 30.0
 
 
+MAY_LACK = "the catalog may lack records that are stored: repeat this once a service has added them"
+
+
 class Deleted(BaseModel):
     """What was deleted, or would be."""
 
@@ -40,6 +43,9 @@ class Deleted(BaseModel):
     is_complete: bool = Field(description="false: there is more, repeat the call")
     num_pinned: int = Field(description="boundaries that a pin protects: on them, or on a later one", examples=[0])
     by_tier: dict[str, Amount]
+    notes: list[str] = Field(
+        default_factory=list, description="what else is to be known", examples=[[MAY_LACK]], max_length=8
+    )
 
     def count(self, tier: str, num_records: int, num_bytes: int) -> None:
         """Add a boundary of a tier."""
@@ -58,6 +64,17 @@ class Deleted(BaseModel):
 def nothing_deleted(*, is_dry_run: bool, is_complete: bool = False) -> Deleted:
     """A report to begin with."""
     return Deleted(is_dry_run=is_dry_run, is_complete=is_complete, num_pinned=0, by_tier={})
+
+
+async def note_what_lacks(context: AdminContext, namespace: Namespace, deleted: Deleted) -> None:
+    """Note that the catalog may lack records, which a rebuild then adds again. Before a deletion and after it: a
+    rebuild may end in between.
+
+    Raises:
+        Unavailable: The catalog does not answer.
+    """
+    if MAY_LACK not in deleted.notes and not await namespace.catalog.is_complete(deadline=context.soon()):
+        deleted.notes.append(MAY_LACK)
 
 
 def audit_deletion(request: Request, deleted: Deleted) -> None:
@@ -107,6 +124,7 @@ async def delete_namespace(context: AdminContext, namespace: Namespace, *, confi
         totals = (await context.catalog.totals()).get(namespace.id, NamespaceTotals())
         deleted.by_tier = amounts_of(totals, context.operations.tier_names)
         return deleted
+    await note_what_lacks(context, namespace, deleted)
     async with context.scans:
         pinned = await pinned_boundaries(context, namespace)
         deadline, is_first = context.soon(_DELETE_S), True
@@ -116,6 +134,7 @@ async def delete_namespace(context: AdminContext, namespace: Namespace, *, confi
                 break
             is_first = False
             await delete_unpinned(context, namespace, part, pinned, deleted)
+    await note_what_lacks(context, namespace, deleted)
     context.catalog.forget_totals()
     return deleted
 

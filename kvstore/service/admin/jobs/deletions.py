@@ -23,6 +23,7 @@ from kvstore.service.admin.jobs.deletion import (
     BOUNDARIES_AT_ONCE,
     WALK_S,
     delete_unpinned,
+    note_what_lacks,
     nothing_deleted,
     parts_of,
     pinned_boundaries,
@@ -109,6 +110,7 @@ async def _delete(context: AdminContext, namespace: Namespace, wanted: NewDeleti
     pinned = await pinned_boundaries(context, namespace, WALK_S)
     used_until_s = context.now_s() - wanted.unused_s if wanted.unused_s is not None else None
     deleted = nothing_deleted(is_dry_run=job.is_dry_run)
+    await note_what_lacks(context, namespace, deleted)
     job.report = deleted.model_dump()
     try:
         async for part in _parts(context, namespace, wanted, job):
@@ -116,6 +118,7 @@ async def _delete(context: AdminContext, namespace: Namespace, wanted: NewDeleti
             await delete_unpinned(context, namespace, old, pinned, deleted)
             job.progress.done += len(part)
             job.report = deleted.model_dump()
+        await note_what_lacks(context, namespace, deleted)
         deleted.is_complete = True
     finally:
         context.catalog.forget_totals()
