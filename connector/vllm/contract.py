@@ -112,6 +112,7 @@ _METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 
 USES: tuple[Use, ...] = (
     Use("vllm", fields=("__version__",)),
+    Use("vllm.envs", fields=_names("environment_variables is_set")),
     # our base class, and what it passes
     Use(BASE, "KVConnectorBase_V1", hooks=_HOOKS),
     Use(BASE, "SupportsHMA", hooks={"request_finished_all_groups": ("request", "block_ids")}),

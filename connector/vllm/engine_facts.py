@@ -31,7 +31,7 @@ from connector.identity import CacheShape
 from connector.scheduler.lookups import takes_whole_prompts
 from connector.settings import ConnectorSettings
 from connector.vllm.contract import is_tested, release_of
-from connector.vllm.model_facts import read_rules
+from connector.vllm.model_facts import plain, read_rules
 from connector.vllm.model_files import UNKNOWN, code_digest
 from kvstore.errors import InvalidRequest
 from kvstore.model.instance import EngineInstance
@@ -48,6 +48,12 @@ _TOKEN_BACKENDS = (
 """On a GPU these store a token's key and then its value, or its latent vector, by the tensor's strides (0.32)."""
 
 
+_ENVIRONMENT = (
+    *("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "VLLM_MARLIN_INPUT_DTYPE", "VLLM_CPU_INT4_W4A8"),
+    *("VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_DEEPEPLL_NVFP4_DISPATCH"),
+)
+"""They choose experts at random, or quantise weights, activations or what experts are sent. Not those that choose a
+kernel: what kernels round differently is no other content, as between kinds of GPUs."""
 _EXPERTS = "enable_return_routed_experts"
 """A setting of the model before 0.32."""
 
@@ -128,7 +134,9 @@ def read_model(vllm_config: Any) -> ModelFacts:
 
 
 def _model_fields(vllm_config: Any) -> dict[str, Any]:
-    model = vllm_config.model_config
+    model, rules = vllm_config.model_config, read_rules(vllm_config)
+    if environment := _environment():
+        rules["model_rules"] = {**rules["model_rules"], "environment": environment}
     return {
         "architecture": str((model.architectures or ["unknown"])[0]),
         "compute_dtype": str(model.dtype).removeprefix("torch."),
@@ -136,8 +144,14 @@ def _model_fields(vllm_config: Any) -> dict[str, Any]:
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "device": str(current_platform.device_type),
         "untested_release": untested_version(),
-        **read_rules(vllm_config),
+        **rules,
     }
+
+
+def _environment() -> dict[str, Any]:
+    """vLLM's variables that are set and change what a model computes."""
+    known = vllm.envs.environment_variables
+    return {name: plain(known[name]()) for name in _ENVIRONMENT if name in known and vllm.envs.is_set(name)}
 
 
 def cache_layers(kv_caches: Mapping[str, torch.Tensor], names: tuple[str, ...], num_blocks: int) -> list[torch.Tensor]:

@@ -302,6 +302,15 @@ def test_what_is_not_proven_is_refused(groups: list[KVCacheGroupSpec], changes: 
     assert read.groups == ()
 
 
+def test_variables_that_change_the_model_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts that are chosen at random, as in a benchmark: nobody else may get such pages."""
+    assert facts(group(full(), 0)).model_rules == {}
+    monkeypatch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    environment = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}
+    assert facts(group(full(), 0)).model_rules == {"environment": environment}
+
+
 def test_blocks_that_do_not_fit_are_refused() -> None:
     """Block sizes that are no multiple of a hash link are refused, in the operator's words."""
     reason = read_shape(facts(group(full(block_size=24), 0)))
