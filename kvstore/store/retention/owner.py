@@ -172,6 +172,7 @@ class RetentionOwner:
         self._evictor.has_unfinished = False
         with ExitStack() as spared:
             with collector_paused():
+                token = await self._token()
                 entries, freed = await self._entries()
                 if owns_all:
                     self._num_seen = num_refused  # else try again to own the rest, until it is gone or ours
@@ -179,7 +180,11 @@ class RetentionOwner:
                 own = sum(held[namespace] for namespace in self._owned)
                 free_bytes = int(excess / self._cost) * own // max(1, sum(held.values())) - freed
                 others = {namespace: num for namespace, num in held.items() if namespace not in self._owned}
-                plan = await self._plan(entries, tenants, free_bytes, _by_tenant(others, tenants))
+                # a record without an entry may be stored, unless the catalog was complete all along
+                is_complete = token is not None and await self._token() == token
+                plan = await self._plan(
+                    entries, tenants, free_bytes, _by_tenant(others, tenants), is_complete=is_complete
+                )
                 await asyncio.to_thread(empty_in_pieces, entries)
                 spared.enter_context(collector_spared())
             freed += await self._evictor.evict(plan.victims)
@@ -219,6 +224,12 @@ class RetentionOwner:
                 await self._choice.agree(leases, self._ownership, self._deadline())
         return held, tenants, excess
 
+    async def _token(self) -> bytes | None:
+        """The same as long as the catalog is complete and loses nothing; `None`: it is incomplete."""
+        if not await self._catalog.is_complete(deadline=self._deadline()):
+            return None
+        return await self._catalog.start_rebuild(deadline=self._deadline())
+
     async def _entries(self) -> tuple[list[BoundaryEntry], int]:
         """The entries owned here, and the bytes freed by finishing deletions that others, or an earlier run, left."""
         entries: list[BoundaryEntry] = []
@@ -239,6 +250,8 @@ class RetentionOwner:
         tenants: Mapping[bytes, str],
         free_bytes: int,
         elsewhere: Mapping[str, int],
+        *,
+        is_complete: bool,
     ) -> EvictionPlan:
         """What to evict. Computed in a thread: a million entries would stop the loop for seconds. Boundaries that are
         written here stay; new ones stay if evicting others is enough, since more of them may be on its way.
@@ -247,8 +260,6 @@ class RetentionOwner:
         writing = set(gate.boundaries_in_flight()) if gate is not None else set()
         recent = gate.boundaries_in_work() if gate is not None else frozenset()
         order = gate.order() if gate is not None else {}
-        # read after the entries: a record without an entry may be stored if the catalog is incomplete
-        is_complete = await self._catalog.is_complete(deadline=self._deadline())
         book = self._choice.marks
         marks = await book.read(self._owned, self._deadline()) if book is not None else {}
         over: list[bytes] = []

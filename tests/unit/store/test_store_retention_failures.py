@@ -88,6 +88,28 @@ async def test_nothing_is_missing_for_certain_while_the_catalog_lacks_some(world
     assert await world.held(path) == [0, 3, 3]
 
 
+async def test_a_rebuild_that_ends_during_a_round_makes_nothing_broken(
+    world: RetainedTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entries were read before the rebuild had added the start."""
+    path = await world.save("a", 3)
+    await world.lose(path[0])
+    await world.catalog.set_complete(False, deadline=world.deadline)
+    world.clock.now_s += 600
+    iterate = world.catalog.iterate
+
+    async def iterate_until_rebuilt(namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
+        async for entry in iterate(namespace):
+            yield entry
+        await world.catalog.set_complete(True, deadline=world.deadline)
+
+    monkeypatch.setattr(world.catalog, "iterate", iterate_until_rebuilt)
+    assert await world.retention(budget_bytes=100 * BOUNDARY_BYTES).round() == 0
+    assert await world.held(path) == [0, 3, 3]
+    monkeypatch.undo()
+    assert await world.retention(budget_bytes=100 * BOUNDARY_BYTES).round() > 0  # complete all along, without the start
+
+
 async def test_what_serves_no_hit_stays_while_it_is_pinned(world: RetainedTier) -> None:
     """An operator's word counts, whatever is missing."""
     path = await world.save("a", 3)
