@@ -36,7 +36,7 @@ _SOON_S = 5.0
 @asynccontextmanager
 async def nodes_at(url: str) -> AsyncIterator[RedisNodes]:
     async with open_control(parse_redis(url)) as client:
-        yield RedisNodes(client)
+        yield RedisNodes(client, gate=None)
 
 
 def names_on(group: RedisCluster, server: RedisServer, count: int) -> list[str]:
