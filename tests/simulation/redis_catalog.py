@@ -90,7 +90,7 @@ class SimulatedRedisCatalog(DictCatalog):
 
     async def register_again(self, *, deadline: Deadline) -> None:
         found, tenants = await self.namespaces(deadline=deadline), self._books.tenants
-        for namespace, tenant in self._tenants.items():
+        for namespace, tenant in list(self._tenants.items()):  # others are opened during the calls
             if namespace not in found:
                 await self._run("register", lambda at=namespace, of=tenant: tenants.__setitem__(at, of), deadline)
 

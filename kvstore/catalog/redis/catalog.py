@@ -260,7 +260,7 @@ class RedisCatalog(Catalog):
     async def register_again(self, *, deadline: Deadline) -> None:
         """Register again those of this catalog's namespaces that Redis has lost."""
         found = await self.namespaces(deadline=deadline)
-        for namespace, tenant in self._tenants.items():
+        for namespace, tenant in list(self._tenants.items()):  # others are opened during the calls
             if namespace not in found:
                 await self._nodes.one(("HSET", _NAMESPACES, namespace, tenant.encode()), deadline=deadline)
 
