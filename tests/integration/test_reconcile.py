@@ -173,6 +173,21 @@ async def test_a_fresh_store_is_not_called_incomplete(client: Redis, shared_redi
         assert store.meters.get("catalog_complete") == 1
 
 
+async def test_namespaces_that_are_opened_while_others_are_registered_again(client: Redis) -> None:
+    """After FLUSHALL the lost ones are registered one by one; engines open others during that."""
+    catalog = RedisCatalog(client)
+    prompts = [Prompt(HYBRID, "a", 64, model=f"model {number}") for number in range(40)]
+
+    async def open_all(some: list[Prompt]) -> None:
+        for prompt in some:
+            await catalog.register(prompt.namespace, prompt.layout, "", deadline=soon())
+
+    await open_all(prompts[:20])
+    await client.flushall()
+    await asyncio.gather(catalog.register_again(deadline=soon()), open_all(prompts[20:]))
+    assert set(await catalog.namespaces(deadline=soon())) == {prompt.namespace for prompt in prompts}
+
+
 async def test_a_redis_that_was_flushed_under_a_service(
     client: Redis, shared_redis: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
