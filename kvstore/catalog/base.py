@@ -209,8 +209,8 @@ class Catalog(ABC):
 
     @abstractmethod
     async def set_complete(self, complete: bool, *, deadline: Deadline) -> None:
-        """Set `is_complete`: true for an empty store; false when changes may have been missed, which also outlasts the
-        rebuilds that run.
+        """Set `is_complete`: true for an empty store; false when changes may have been missed. A rebuild that runs then
+        does not make it true.
         """
 
     @abstractmethod

@@ -72,10 +72,13 @@ def empty_node(group: RedisCluster, folder: Path) -> Iterator[RedisServer]:
         known_bus = own_line.split()[1].decode().partition("@")[2].partition(",")[0]
         server.ask("CLUSTER", "MEET", known.host, known.port, known_bus)
         own_id = server.ask("CLUSTER", "MYID")
+        give_up = Deadline.after(30)
         for one in group.servers:
             while own_id not in one.ask("CLUSTER", "NODES"):
+                assert not give_up.expired
                 time.sleep(0.05)
         while b"cluster_state:ok" not in server.ask("CLUSTER", "INFO"):
+            assert not give_up.expired
             time.sleep(0.05)
         yield server
     finally:
