@@ -140,6 +140,11 @@ def _judge_cluster(seen: RedisExamination) -> Finding:
     if seen.num_slots_missing:
         fix = "start the missing nodes again (redis-cli CLUSTER NODES), or redis-cli --cluster fix host:port"
         return it.failed(f"{seen.num_slots_missing} hash slots are not served", fix)
+    if seen.num_slots_moving:
+        address = next(iter(seen.num_slots_moving))
+        moving = ", ".join(f"{num_slots} at {address}" for address, num_slots in seen.num_slots_moving.items())
+        fix = f"wait until they are moved; if nothing moves them any more: redis-cli --cluster fix {address}"
+        return it.warning(f"hash slots on their way to another node, whose catalog refuses changes: {moving}", fix)
     alone = [server.address for server in seen.servers if not server.num_replicas]
     if alone:
         fix = "add replicas: redis-cli --cluster add-node ... --cluster-slave; without them a dead node's keys are lost"

@@ -13,6 +13,8 @@ import pytest
 from redis.exceptions import RedisError
 
 from kvstore.catalog.redis.nodes import RedisNodes
+from kvstore.doctor.check import Verdict
+from kvstore.doctor.redis import judge_redis
 from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
@@ -21,10 +23,12 @@ from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisCluster, RedisServer
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.redis import redis_process
+from kvstore.testing.waiting import soon
 from kvstore.tiers.guarded import GuardedTier
 from kvstore.tiers.locations import parse_redis
 from kvstore.tiers.redis import RedisTier, open_control
 from kvstore.tiers.redis.cluster import slot_of
+from kvstore.tiers.redis.examine import examine_redis
 from tests.integration.redis_traffic import served_everywhere
 from tests.integration.test_redis_groups import number_on
 
@@ -212,3 +216,16 @@ async def test_one_dead_node_does_not_end_the_use_of_others(cluster: RedisCluste
     await asyncio.to_thread(cluster.settle)
     await served_everywhere(guard)
     await guard.aclose()
+
+
+async def test_slots_that_are_half_moved_are_named(cluster: RedisCluster) -> None:
+    """By `kvstore doctor`, at both nodes, until they are moved or the move is taken back."""
+    await asyncio.to_thread(cluster.settle)
+    location, (source, target, _) = parse_redis(cluster.url), cluster.primaries()
+    with moving(names_on(cluster, source, 2), source, target):
+        seen = await examine_redis(location, deadline=soon())
+        assert sorted(seen.num_slots_moving.values()) == [2, 2]
+        (topology,) = [one for one in judge_redis(location, seen) if one.name == "redis.topology"]
+        assert topology.verdict is Verdict.WARNING and f"2 at {source.host}:{source.port}" in topology.seen
+        assert "redis-cli --cluster fix" in topology.fix
+    assert not (await examine_redis(location, deadline=soon())).num_slots_moving

@@ -20,7 +20,8 @@ _URL_LOGIN = "kvstore:s%25cr%40t%2F%3A"
 # The rights that docs/redis.md tells operators to give: tests with this user prove that they are enough.
 _RIGHTS = (
     "resetchannels ~v1/* ~quarantine:v1/* ~c1/* ~c1t/* ~c1d/* ~c1o/* ~kvstore:* -@all +@read +@write +@connection "
-    "+@scripting +@transaction -@dangerous +info +role +time +asking +command +cluster|slots +cluster|shards"
+    "+@scripting +@transaction -@dangerous +info +role +time +asking +command +cluster|slots +cluster|shards "
+    "+cluster|nodes"
 )
 
 

@@ -81,6 +81,8 @@ class RedisExamination:
         sentinels: By address: the primary that a sentinel names, or why it names none. Empty without sentinels.
         silent: By address: why a node of a cluster that should serve slots does not answer. If there is one, what is
             refused was not tried: names are on all nodes.
+        num_slots_moving: By address: hash slots that this node of a cluster hands over or takes over now. Without the
+            nodes that have none, or do not say.
     """
 
     servers: tuple[ServerFacts, ...]
@@ -89,6 +91,7 @@ class RedisExamination:
     num_slots_missing: int
     sentinels: Mapping[str, str]
     silent: Mapping[str, str] = field(default_factory=dict)
+    num_slots_moving: Mapping[str, int] = field(default_factory=dict)
 
 
 async def examine_redis(location: RedisLocation, *, deadline: Deadline) -> RedisExamination:
@@ -111,6 +114,7 @@ async def examine_redis(location: RedisLocation, *, deadline: Deadline) -> Redis
             num_slots_missing=await topology.num_slots_missing(deadline) if isinstance(topology, Cluster) else 0,
             sentinels=await _sentinels(location, deadline) if location.mode == "sentinel" else {},
             silent=silent,
+            num_slots_moving=await _slots_moving(nodes, deadline) if isinstance(topology, Cluster) else {},
         )
     finally:
         await topology.aclose()
@@ -174,6 +178,19 @@ async def _clock_offset_s(node: Node, deadline: Deadline) -> tuple[float, float]
         time_s = int(digits[0]) + int(digits[1]) / 1e6
         return time_s - (before_ms / 1000 + taken_s / 2), taken_s / 2
     raise strange_reply("TIME", reply, node.address)
+
+
+async def _slots_moving(nodes: Sequence[Node], deadline: Deadline) -> dict[str, int]:
+    """As in `RedisExamination`. A user without the right to `CLUSTER NODES` learns nothing."""
+
+    async def count(node: Node) -> int:
+        (reply,) = await node.control(("CLUSTER", "NODES"), deadline=deadline)
+        text = bytes(reply).decode(errors="replace") if isinstance(reply, bytes | memoryview) else ""
+        own = next((line for line in text.splitlines() if "myself" in line), "")
+        return sum(word.startswith("[") for word in own.split())  # [93->-id] or [93-<-id]
+
+    counts = await gather_all([count(node) for node in nodes])
+    return {node.address: num_slots for node, num_slots in zip(nodes, counts, strict=True) if num_slots}
 
 
 async def _refused(topology: Topology, deadline: Deadline) -> dict[str, str]:
