@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +89,20 @@ def digest_weights(files: Sequence[Path], cache_folder: Path, on_read: Callable[
         name = file.name.encode()
         total.update(len(name).to_bytes(4, "little") + name + bytes.fromhex(known[identity]))
     return total.hexdigest()
+
+
+def digest_files(paths: Iterable[Path], folder: Path) -> str:
+    """SHA-256 over names and contents of small files, as hex; empty: there are none.
+
+    Args:
+        folder: Names are relative to it.
+    """
+    found = sorted(path for path in paths if path.is_file())
+    digest = hashlib.sha256()
+    for path in found:
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
+    return digest.hexdigest() if found else ""
 
 
 def find_weights_id(facts: ModelFacts, cache_folder: Path, on_read: Callable[[], None] = lambda: None) -> str:

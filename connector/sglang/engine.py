@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import importlib
 import json
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from connector.weights import digest_weights, find_weight_files
+from connector.weights import digest_files, digest_weights, find_weight_files
 from kvstore.errors import InvalidRequest
 
 _SETTINGS = (
@@ -119,11 +118,12 @@ def identify_weights(engine: Engine, weights_id: str | None, cache_folder: Path)
                 files = find_weight_files(str(model_folder(engine.draft_path)), engine.load_format)
                 fields["draft_weights_id"] = digest_weights(files, cache_folder)
         fields["architecture"] = _architecture(folder / _CONFIGS[0])
-        fields["model_config_id"] = _digest_of([folder / name for name in _CONFIGS])
+        fields["model_config_id"] = digest_files((folder / name for name in _CONFIGS), folder)
         if engine.settings.get("trust_remote_code") == "True":
-            fields["code_id"] = _digest_of(sorted(folder.rglob("*.py")))
+            fields["code_id"] = digest_files(folder.rglob("*.py"), folder)
     if engine.scales_path is not None:
-        fields["scales_id"] = _digest_of([Path(engine.scales_path)])
+        scales = Path(engine.scales_path)
+        fields["scales_id"] = digest_files([scales], scales.parent)
     return fields
 
 
@@ -149,12 +149,3 @@ def _architecture(config: Path) -> str:
         return str(json.loads(config.read_bytes())["architectures"][0])
     except (OSError, ValueError, LookupError, TypeError):
         return ""
-
-
-def _digest_of(files: list[Path]) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        if file.is_file():
-            content = file.read_bytes()
-            digest.update(f"{file.name}:{len(content)}:".encode() + content)
-    return digest.hexdigest()

@@ -32,7 +32,7 @@ from connector.scheduler.lookups import takes_whole_prompts
 from connector.settings import ConnectorSettings
 from connector.vllm.contract import is_tested, release_of
 from connector.vllm.model_facts import plain, read_rules
-from connector.vllm.model_files import UNKNOWN, code_digest
+from connector.vllm.model_files import UNKNOWN, code_digest, plugin_digests
 from kvstore.errors import InvalidRequest
 from kvstore.model.instance import EngineInstance
 from kvstore.model.kinds import ChunkedLocal, FullAttention, GroupKind, Latent, Recurrent, SlidingWindow
@@ -137,6 +137,8 @@ def _model_fields(vllm_config: Any) -> dict[str, Any]:
     model, rules = vllm_config.model_config, read_rules(vllm_config)
     if environment := _environment():
         rules["model_rules"] = {**rules["model_rules"], "environment": environment}
+    if plugins := plugin_digests(vllm.envs.VLLM_PLUGINS):
+        rules["model_rules"] = {**rules["model_rules"], "plugins": plugins}
     return {
         "architecture": str((model.architectures or ["unknown"])[0]),
         "compute_dtype": str(model.dtype).removeprefix("torch."),

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from connector.weights import digest_files
+
 UNKNOWN = "unknown"
 """In place of a digest of files that are not found."""
+_PLUGINS = "vllm.general_plugins"
+_KNOWN_PLUGINS = ("vllm.", "connector.plugin:")
 
 
 def model_folder(vllm_config: Any, model: Any) -> str:
@@ -71,6 +77,35 @@ def _references(config: Mapping[str, Any]) -> Iterator[str]:
             yield from _references(value)
 
 
+def plugin_digests(allowed: Collection[str] | None) -> dict[str, str]:
+    """By function, a digest of the Python files of each of vLLM's plugins that every process of an engine runs. One may
+    register another class for a model, or change vLLM's own functions. vLLM's own plugins and ours are left out.
+
+    Args:
+        allowed: Names of the plugins that are used; `None`: all.
+    """
+    points = entry_points(group=_PLUGINS)
+    return {
+        point.value: _digest_package(point.module.partition(".")[0])
+        for point in points
+        if (allowed is None or point.name in allowed) and not point.value.startswith(_KNOWN_PLUGINS)
+    }
+
+
+def _digest_package(name: str) -> str:
+    try:
+        spec = find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return UNKNOWN  # vLLM cannot import it either
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    digests = [digest_files(folder.rglob("*.py"), folder) for folder in folders]
+    if not folders and spec.origin is not None:
+        digests = [digest_files([Path(spec.origin)], Path(spec.origin).parent)]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
 def processor_digest(vllm_config: Any) -> str:
     """Digest of the files that say how media items become the model's input. vLLM names an item by its content and the
     model's name, not by these. `UNKNOWN`: the model's folder is not found.
@@ -80,13 +115,3 @@ def processor_digest(vllm_config: Any) -> str:
         return UNKNOWN
     is_own = getattr(vllm_config.model_config, "trust_remote_code", False)
     return digest_files([*folder.glob("*process*.json"), *(folder.rglob("*.py") if is_own else ())], folder)
-
-
-def digest_files(paths: Iterable[Path], folder: Path) -> str:
-    """SHA-256 over the names and contents of files; empty: there are none."""
-    found = sorted(path for path in paths if path.is_file())
-    digest = hashlib.sha256()
-    for path in found:
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
-    return digest.hexdigest() if found else ""

@@ -39,7 +39,7 @@ _FIXES = (
     ("compute_dtype", "the same --dtype"),
     ("quantization", "the same --quantization"),
     ("cache_dtype", "the same --kv-cache-dtype"),
-    ("model_rules", "the same --max-model-len, --hf-overrides and quantisation settings"),
+    ("model_rules", "the same --max-model-len, --hf-overrides, quantisation settings and plugins of vLLM"),
     ("model_config", "the same config.json and --hf-overrides"),
     (r"layout\..*packing\.vllm", "one release of vLLM"),
     (r"layout\..*packing\.(isa|machine)", "processors of one instruction set, or GPUs"),

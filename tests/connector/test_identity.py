@@ -242,6 +242,36 @@ def test_the_code_of_a_model_counts(place: Place, work: Path) -> None:
     assert first == again != other == other_again
 
 
+def test_plugins_count(place: Place, work: Path) -> None:
+    """A plugin of vLLM makes the model's classes compute something else: engines with it find nothing of others."""
+    plugin = place.folder / "plugin"
+    (plugin / "halved-1.0.dist-info").mkdir(parents=True)
+    (plugin / "halved-1.0.dist-info" / "METADATA").write_text("Name: halved\nVersion: 1.0\n")
+    (plugin / "halved-1.0.dist-info" / "entry_points.txt").write_text("[vllm.general_plugins]\nhalved = halved:halve\n")
+    (plugin / "halved.py").write_text(_HALVED)
+    path = os.pathsep.join(filter(None, (str(plugin), os.environ.get("PYTHONPATH"))))
+    specs = {"identity-plugin": place.spec(environment={"PYTHONPATH": path}), "identity-no-plugin": place.spec()}
+    with start_together(specs, work=work) as engines:
+        answers = []
+        for engine in engines:
+            before = place.num_saved()
+            answers.append(ask(engine))
+            place.wait_saved(before + WHOLE_RECORDS)
+            answers.append(ask(engine))
+    assert [answer.num_cached_tokens for answer in answers] == [0, WHOLE, 0, WHOLE]
+    first, again, other, other_again = (answer.tokens for answer in answers)
+    assert first == again != other == other_again
+
+
+_HALVED = """
+def halve():
+    from vllm.model_executor.models.llama import LlamaMLP
+
+    forward = LlamaMLP.forward
+    LlamaMLP.forward = lambda self, x: forward(self, x) * 0.5
+"""
+
+
 def test_tenants_never_meet(shared: Shared, place: Place, work: Path) -> None:
     """What one tenant's engine saved another's does not find; an engine with a token of nobody runs uncached."""
     (place.folder / "nobody.token").write_text("made up\n")

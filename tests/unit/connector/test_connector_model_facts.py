@@ -15,7 +15,7 @@ import torch
 from connector.facts import EngineFacts
 from connector.identity import CacheShape, describe_namespace, read_shape
 from connector.vllm.model_facts import read_rules
-from connector.vllm.model_files import UNKNOWN, code_digest
+from connector.vllm.model_files import UNKNOWN, code_digest, plugin_digests
 from connector.vllm.requests import RequestReader
 from kvstore.model.keys import NamespaceId
 from kvstore.model.kinds import SlidingWindow
@@ -338,3 +338,22 @@ def test_how_media_are_processed_counts(folder: Path) -> None:
 
 def test_both_names_of_a_cache_type_are_one() -> None:
     assert namespace(cache_dtype="fp8") == namespace(cache_dtype="fp8_e4m3") != namespace(cache_dtype="fp8_e5m2")
+
+
+def test_plugins_of_vllm_are_known_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that are installed or those that `VLLM_PLUGINS` names, each with the files of its whole package; one that
+    cannot be imported is named. vLLM's own and the connector are left out."""
+    assert plugin_digests(None) == {}
+    (tmp_path / "patches" / "deep").mkdir(parents=True)
+    for file in ("__init__.py", "deep/__init__.py"):
+        (tmp_path / "patches" / file).touch()
+    (tmp_path / "patches-1.0.dist-info").mkdir()
+    points = "[vllm.general_plugins]\npatch = patches.deep:patch\ngone = no_such_package:patch\n"
+    (tmp_path / "patches-1.0.dist-info" / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = plugin_digests(None)
+    assert found.keys() == {"patches.deep:patch", "no_such_package:patch"}
+    assert found["no_such_package:patch"] == UNKNOWN != found["patches.deep:patch"]
+    assert plugin_digests(["patch"]).keys() == {"patches.deep:patch"} and plugin_digests([]) == {}
+    (tmp_path / "patches" / "deep" / "other.py").write_text("x = 1")
+    assert plugin_digests(["patch"]) != {"patches.deep:patch": found["patches.deep:patch"]}
