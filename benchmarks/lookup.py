@@ -122,7 +122,7 @@ async def _measure(num_entries: int, repetitions: int) -> list[Row]:
             await catalog.register(_DESCRIPTION.id, _LAYOUT, "", deadline=soon())
             num_prompts = max(*_SCALES, -(-num_entries // _BOUNDARIES))
             rows = [await _fill(client, catalog, num_prompts)]
-            await catalog.set_complete(True, deadline=soon())
+            await catalog.mark_complete(await catalog.epoch(deadline=soon()), deadline=soon())
             rows += await _time_lookups(client, catalog, server.url, num_prompts, repetitions)
         finally:
             await client.aclose()

@@ -208,21 +208,19 @@ class Catalog(ABC):
         """Whether every stored record has an entry. If not, a record without an entry may still be stored."""
 
     @abstractmethod
-    async def set_complete(self, complete: bool, *, deadline: Deadline) -> None:
-        """Set `is_complete`: true for an empty store; false when changes may have been missed. A rebuild that runs then
-        does not make it true.
+    async def epoch(self, *, deadline: Deadline) -> bytes:
+        """A name of the time in which the catalog misses nothing more. A new epoch begins when it is marked incomplete
+        and when it loses its data.
         """
 
     @abstractmethod
-    async def start_rebuild(self, *, deadline: Deadline) -> bytes:
-        """A token for `finish_rebuild`. Several rebuilds may run at once, and those that start from the same state get
-        the same token. It is lost with the catalog's data.
-        """
+    async def mark_incomplete(self, *, deadline: Deadline) -> None:
+        """Say that changes may have been missed."""
 
     @abstractmethod
-    async def finish_rebuild(self, token: bytes, *, deadline: Deadline) -> bool:
-        """Mark the catalog complete once every stored record has been added. False: it was marked incomplete, or lost
-        its data, since `start_rebuild` gave the token, and stays incomplete.
+    async def mark_complete(self, epoch: bytes, *, deadline: Deadline) -> bool:
+        """Say that every stored record has been added since this epoch began. False: another one has begun, and
+        nothing is marked.
         """
 
     @abstractmethod

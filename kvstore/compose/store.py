@@ -32,8 +32,8 @@ from kvstore.store.encryption.key_ring import no_keys, watch_keys
 from kvstore.store.limits import StoreLimits
 from kvstore.store.recorder import Recorder
 from kvstore.store.tiered import TieredStore
-from kvstore.store.upkeep.catalog_keeper import LEASE_S, CatalogKeeper, DirectoryKeeper, Progress
-from kvstore.store.upkeep.reindexing import ReindexReport, mark_if_empty, reindex_level
+from kvstore.store.upkeep.catalog_keeper import LEASE_S, CatalogKeeper, DirectoryKeeper
+from kvstore.store.upkeep.reindexing import Progress, Reports, mark_if_empty, reindex_store
 from kvstore.tiers.base import Tier
 from kvstore.tiers.guarded import GuardedTier, report_quarantine
 from kvstore.tiers.locations import ColdLocation, FileLocation, HotLocation, NoTier, RedisLocation, S3Location
@@ -300,16 +300,15 @@ def _keep_shared_catalog(catalog: Catalog, settings: Settings, stack: AsyncExitS
     keeper.start()
 
 
-async def _add_to_catalog(settings: Settings, clock: Clock, progress: Progress) -> ReindexReport:
-    """Add every record of the tiers to their catalog, over connections of its own in a thread of its own: a list of a
-    thousand names of S3 takes its time to parse.
+async def _add_to_catalog(settings: Settings, clock: Clock, progress: Progress) -> Reports:
+    """`reindex_store` that only adds, over connections of its own in a thread of its own: a list of a thousand names of
+    S3 takes its time to parse.
 
     Raises:
-        Unavailable: A tier or the catalog failed several times in a row.
+        Unavailable: As of `reindex_store`.
     """
-    report = ReindexReport()
 
-    async def walk() -> None:
+    async def work() -> Reports:
         async with AsyncExitStack() as stack:
             places = {Level.HOT: settings.hot, Level.COLD: settings.cold}
             tiers = {
@@ -318,21 +317,13 @@ async def _add_to_catalog(settings: Settings, clock: Clock, progress: Progress) 
                 if not isinstance(place, NoTier)
             }
             catalog = await stack.enter_async_context(open_catalog(settings, clock=clock))
-            for level, tier in tiers.items():
-                others = [other for other in tiers.values() if other is not tier]
-                found = await reindex_level(
-                    catalog, tier, level, clock=clock, manifests=others, progress=progress, only_adds=True
-                )
-                report.num_records += found.num_records
-                report.num_skipped += found.num_skipped
-                report.num_unknown += found.num_unknown
+            return await reindex_store(catalog, tiers, clock=clock, progress=progress, only_adds=True)
 
     loop = IoLoop("kvstore rebuild")
     try:
-        await loop.run(walk)
+        return await loop.run(work)
     finally:
         await loop.aclose()
-    return report
 
 
 async def _guarded(

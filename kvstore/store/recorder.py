@@ -245,7 +245,7 @@ class Recorder:
         """Mark the catalog incomplete if changes were lost: a record without an entry may be stored all the same."""
         if self._has_lost:
             try:
-                await self.catalog.set_complete(False, deadline=Deadline.after(within_s, self._clock))
+                await self.catalog.mark_incomplete(deadline=Deadline.after(within_s, self._clock))
             except (Unavailable, Closed):
                 return
             self._has_lost = False

@@ -277,30 +277,28 @@ class CatalogContract:
         """A new catalog does not claim to know everything; any service may say whether it does."""
         await _open(catalog, other)
         assert not await catalog.is_complete(deadline=soon())
-        await catalog.set_complete(True, deadline=soon())
+        await mark_complete(catalog)
         assert await other.is_complete(deadline=soon())
-        await other.set_complete(False, deadline=soon())
+        await other.mark_incomplete(deadline=soon())
         assert not await catalog.is_complete(deadline=soon())
 
-    async def test_a_rebuild_that_missed_something_does_not_make_it_complete(
-        self, catalog: Catalog, other: Catalog
-    ) -> None:
+    async def test_what_ended_its_epoch_cannot_make_it_complete(self, catalog: Catalog, other: Catalog) -> None:
         """What was lost during the walk may lie behind it. Of two walks that saw the same, both count."""
         await _open(catalog, other)
-        first = await catalog.start_rebuild(deadline=soon())
-        assert await other.start_rebuild(deadline=soon()) == first
+        first = await catalog.epoch(deadline=soon())
+        assert await other.epoch(deadline=soon()) == first
         assert not await catalog.is_complete(deadline=soon())
-        await other.set_complete(False, deadline=soon())
-        assert not await catalog.finish_rebuild(first, deadline=soon())
-        second = await catalog.start_rebuild(deadline=soon())
-        assert not await catalog.finish_rebuild(first, deadline=soon())
+        await other.mark_incomplete(deadline=soon())
+        assert not await catalog.mark_complete(first, deadline=soon())
+        second = await catalog.epoch(deadline=soon())
+        assert not await catalog.mark_complete(first, deadline=soon())
         assert not await other.is_complete(deadline=soon())
-        assert await catalog.finish_rebuild(second, deadline=soon())
-        assert await other.finish_rebuild(second, deadline=soon())
+        assert await catalog.mark_complete(second, deadline=soon())
+        assert await other.mark_complete(second, deadline=soon())
         assert await other.is_complete(deadline=soon())
-        third = await catalog.start_rebuild(deadline=soon())  # of a complete one, by hand: it stays so during that
+        third = await catalog.epoch(deadline=soon())  # of a complete one, by hand: it stays so during that
         assert await catalog.is_complete(deadline=soon())
-        assert await catalog.finish_rebuild(third, deadline=soon())
+        assert await catalog.mark_complete(third, deadline=soon())
 
     async def test_bad_calls_are_refused_by_name(self, catalog: Catalog) -> None:
         """A namespace that was not registered, a slice that the layout lacks, a call after the end."""
@@ -313,6 +311,11 @@ class CatalogContract:
         await catalog.aclose()
         with pytest.raises(Closed):
             await catalog.totals(deadline=soon())
+
+
+async def mark_complete(catalog: Catalog) -> None:
+    """Mark it complete, as after a rebuild of which it missed nothing."""
+    assert await catalog.mark_complete(await catalog.epoch(deadline=soon()), deadline=soon())
 
 
 async def _open(*catalogs: Catalog) -> None:

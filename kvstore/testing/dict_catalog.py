@@ -54,15 +54,17 @@ class CatalogBooks:
         self.totals.clear()
         self.tenants.clear()
         self.tombstones.clear()
-        self.set_complete(False)
+        self.mark_incomplete()
 
-    def set_complete(self, complete: bool) -> None:
-        self.complete = complete
-        self.num_doubts += not complete
+    def mark_incomplete(self) -> None:
+        self.complete = False
+        self.num_doubts += 1
 
-    def finish_rebuild(self, token: bytes) -> bool:
-        self.complete |= token == b"%d" % self.num_doubts
-        return self.complete
+    def mark_complete(self, epoch: bytes) -> bool:
+        if epoch != b"%d" % self.num_doubts:
+            return False
+        self.complete = True
+        return True
 
     def count(self, namespace: NamespaceId, level: int, boundaries: int, records: int = 0, num_bytes: int = 0) -> None:
         held = self.totals.get((namespace, level), (0, 0, 0))
@@ -86,14 +88,14 @@ class DictCatalog(LocalCatalog):
     async def is_complete(self, *, deadline: Deadline) -> bool:
         return await self._run("is_complete", lambda: self._books.complete, deadline)
 
-    async def set_complete(self, complete: bool, *, deadline: Deadline) -> None:
-        await self._run("set_complete", partial(self._books.set_complete, complete), deadline)
+    async def epoch(self, *, deadline: Deadline) -> bytes:
+        return await self._run("epoch", lambda: b"%d" % self._books.num_doubts, deadline)
 
-    async def start_rebuild(self, *, deadline: Deadline) -> bytes:
-        return await self._run("start_rebuild", lambda: b"%d" % self._books.num_doubts, deadline)
+    async def mark_incomplete(self, *, deadline: Deadline) -> None:
+        await self._run("mark_incomplete", self._books.mark_incomplete, deadline)
 
-    async def finish_rebuild(self, token: bytes, *, deadline: Deadline) -> bool:
-        return await self._run("finish_rebuild", partial(self._books.finish_rebuild, token), deadline)
+    async def mark_complete(self, epoch: bytes, *, deadline: Deadline) -> bool:
+        return await self._run("mark_complete", partial(self._books.mark_complete, epoch), deadline)
 
     async def tombstones(self, *, limit: int, deadline: Deadline) -> list[Tombstone]:
         return await self._run("tombstones", lambda: list(self._books.tombstones)[:limit], deadline)

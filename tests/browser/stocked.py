@@ -56,7 +56,7 @@ async def stocked(folder: Path, redis: RedisServer) -> AsyncIterator[ServiceHarn
 async def run_jobs(made: ServiceHarness) -> None:
     """Jobs that have ended, and one that takes minutes."""
     async with made.client() as client:
-        for path in ("/v1/gc", "/v1/tiers/hot/reindex", "/v1/tiers/cold/drain"):
+        for path in ("/v1/gc", "/v1/reindex", "/v1/tiers/cold/drain"):
             await ended(client, await client.post(path))
         slow = {"bytes_per_s": 40_000}
         assert (await client.post("/v1/tiers/cold/verify", params=slow)).status_code == 202

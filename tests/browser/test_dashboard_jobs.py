@@ -137,8 +137,9 @@ async def test_work_on_a_tier(made: ServiceHarness, folder: Path, visiting: Visi
         await press(visit, "Resume write-back filesystem")
         await visit.page.get_by_text("paused by an operator").wait_for(state="detached")
 
-        await press(visit, "Reindex… filesystem")
-        await visit.page.get_by_label("mark the catalog complete").check()
+        await press(visit, "Close")
+        await visit.open("jobs")
+        await press(visit, "Reindex…")
         await press(visit, "Start")
         await dialog.get_by_text("Result").wait_for()
         assert (await client.get("/v1/jobs")).json()["jobs"][0]["kind"] == "reindex"

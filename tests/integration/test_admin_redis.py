@@ -61,19 +61,14 @@ async def test_a_shared_redis_is_listed_pinned_and_deleted(tmp_path: Path, share
 
 
 @pytest.mark.servers
-async def test_what_is_lost_between_the_jobs_of_a_reindex(tmp_path: Path, shared_redis: RedisServer) -> None:
-    """The first tier's entries were listed before: the last job does not call the catalog complete. Both again do."""
+async def test_a_reindex_of_both_tiers(tmp_path: Path, shared_redis: RedisServer) -> None:
+    """One job lists both, and makes the catalog complete."""
     hot = f"redis://{shared_redis.host}:{shared_redis.port}"
     async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
         await client.flushdb()
         async with open_service(tmp_path, hot=hot) as made, made.client("operator") as operator:
             await made.save(Prompt(HYBRID, "a", 64 * 6, tenant="red"))
-            errors = []
-            for is_first in (True, False):
-                await ended(operator, await operator.post("/v1/tiers/hot/reindex"))
-                if is_first:
-                    await made.catalog.set_complete(False, deadline=soon())
-                job = await ended(operator, await operator.post("/v1/tiers/cold/reindex?confirm=true"))
-                errors.append(job["error"])
-            assert "start another reindex" in str(errors[0]) and errors[1] is None
+            await made.catalog.mark_incomplete(deadline=soon())
+            job = await ended(operator, await operator.post("/v1/reindex"))
+            assert job["report"].keys() == {"hot", "cold"} and job["error"] is None
             assert await made.catalog.is_complete(deadline=soon())

@@ -21,6 +21,7 @@ from kvstore.model.keys import NamespaceId
 from kvstore.runtime.meters import Meters
 from kvstore.settings import Settings, load_settings
 from kvstore.store.tiered import TieredStore
+from kvstore.testing.catalog_contract import mark_complete
 from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.servers import RedisServer, redis_server
 from kvstore.testing.waiting import soon
@@ -112,13 +113,13 @@ async def test_a_redis_that_was_replaced_while_nobody_looked(shared_redis: Redis
     settings = settings_for(shared_redis, tmp_path, 15.0)
     async with open_catalog(settings) as catalog:
         assert isinstance(catalog, RedisCatalog)
-        await catalog.set_complete(True, deadline=soon())
+        await mark_complete(catalog)
         await catalog.write_note(
             "reconciled", format_counters([ServerCounters("a run that has ended", 0)]), deadline=soon()
         )
         await Reconciler(catalog, Meters()).check()
         assert not await catalog.is_complete(deadline=soon())
-        await catalog.set_complete(True, deadline=soon())
+        await mark_complete(catalog)
         await Reconciler(catalog, Meters()).check()
         assert await catalog.is_complete(deadline=soon())
 

@@ -148,5 +148,5 @@ async def test_what_the_directory_drops_by_itself_is_told(tmp_path: Path) -> Non
 async def _keep_incomplete(settings: Settings) -> None:
     async with open_catalog(settings) as catalog:
         while True:
-            await catalog.set_complete(False, deadline=soon())
+            await catalog.mark_incomplete(deadline=soon())
             await asyncio.sleep(0.001)

@@ -32,11 +32,11 @@ from kvstore.api import SaveOutcome
 from kvstore.compose import open_store
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import load_settings
-from kvstore.store.upkeep import reindexing
+from kvstore.store.upkeep import catalog_keeper
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.waiting import soon
 
-reindexing._REST_S = 0.5
+catalog_keeper._REST_S = 0.5
 
 settings = load_settings({
     "cold": f"file://{root / 'records'}", "memory_bytes": 32 << 20, "disk_bytes": 1 << 30,

@@ -19,6 +19,7 @@ from kvstore.store.limits import StoreLimits
 from kvstore.store.recorder import Recorder
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.attacked import AttackedService, beside
+from kvstore.testing.catalog_contract import mark_complete
 from kvstore.testing.loop_held import LoopHeld
 from kvstore.testing.prompts import Prompt
 from kvstore.testing.servers import RedisServer
@@ -64,7 +65,7 @@ async def test_no_lookup_holds_the_event_loop(
         cold = await FilesystemTier.open(tmp_path / "records", budget_bytes=1 << 30)
     if place == "catalog":
         recorder = Recorder(await SqliteCatalog.open(tmp_path / "catalog"), Instruments(meters=meters))
-        await recorder.catalog.set_complete(True, deadline=deadline)
+        await mark_complete(recorder.catalog)
     limits = StoreLimits(stage_bytes=64 << 20, stall_timeout_s=30.0)
     store = TieredStore(
         MemoryTier(128 << 20), None, cold, recorder=recorder, limits=limits, instruments=Instruments(meters=meters)

@@ -6,10 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from kvstore.catalog.entry import EntryShape, Level, entry_of
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.upkeep.reindexing import reindex_level
+from kvstore.store.upkeep.reindexing import reindex_store
 from kvstore.testing.prompts import Prompt
 from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES
 from tests.simulation.process import Process
@@ -26,6 +26,7 @@ _SAMPLED_S = 60.0
 """The sampler's patience, and its way once round a Redis."""
 _RECONCILED_S = 60.0
 _OVER_BUDGET = 1.05
+_REINDEXES_MAX = 5
 
 
 async def settle(cluster: SimulatedCluster) -> None:
@@ -67,12 +68,15 @@ async def _reindex(cluster: SimulatedCluster) -> None:
     catalog = SimulatedRedisCatalog(deployment.books, clock=clock, ask=to_redis)
     hot = SimulatedTier("redis", deployment.hot, to_redis, clock, suspect)
     cold = SimulatedTier("s3", deployment.cold, to_s3, clock, suspect)
-    for level, tier, to_ask in ((Level.HOT, hot, cold), (Level.COLD, cold, hot)):
-        report = await reindex_level(catalog, tier, level, clock=clock, manifests=[to_ask])
-        cluster.trace.add(
-            "WORLD", f"{tier.name} is reindexed: {report.num_records} records, {report.num_unknown} unknown"
-        )
-    await catalog.set_complete(True, deadline=Deadline.after(30.0, clock))
+    tiers = {Level.HOT: hot, Level.COLD: cold}
+    for _ in range(_REINDEXES_MAX):  # a service may find meanwhile that it had lost something
+        try:
+            reports = await reindex_store(catalog, tiers, clock=clock)
+        except Unavailable:
+            continue
+        listed = {level.name: (one.num_records, one.num_unknown) for level, one in reports.items()}
+        cluster.trace.add("WORLD", f"reindexed: {listed}, records and unknown ones")
+        return
 
 
 def told(cluster: SimulatedCluster, level: Level) -> set[RecordKey]:

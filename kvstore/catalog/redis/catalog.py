@@ -31,13 +31,13 @@ from kvstore.catalog.redis.nodes import NUM_SLOTS, Call, RedisNodes
 from kvstore.catalog.redis.replies import Argument, Command
 from kvstore.catalog.redis.scripts import (
     ADD,
+    EPOCH,
     FINISH,
-    FINISH_REBUILD,
+    MARK_COMPLETE,
     OBSERVE,
     PIN,
     REMOVE,
     START,
-    START_REBUILD,
     STOP,
     USE,
     Script,
@@ -58,10 +58,9 @@ from kvstore.runtime.deadline import Deadline
 _ROOT = "c1"
 _NAMESPACES = f"{_ROOT}/namespaces"
 _COMPLETE = f"{_ROOT}/complete"
-_REBUILD = f"{_ROOT}/rebuild{{{_COMPLETE}}}"
-"""In the same slot, so that both change at once. A token for rebuilds, there since the catalog was last marked
-incomplete."""
-_TOKEN_BYTES = 16
+_EPOCH = f"{_ROOT}/rebuild{{{_COMPLETE}}}"
+"""In the same slot, so that both change at once. It is there since a service first asked for it."""
+_EPOCH_BYTES = 16
 _BATCH = 512
 """Entries that are changed or read in one round trip."""
 _OBSERVED_AT_ONCE = 2048
@@ -91,22 +90,21 @@ class RedisCatalog(Catalog):
         self._check_open()
         return bool(await self._nodes.one(("EXISTS", _COMPLETE), deadline=deadline))
 
-    async def set_complete(self, complete: bool, *, deadline: Deadline) -> None:
+    async def epoch(self, *, deadline: Deadline) -> bytes:
         self._check_open()
-        command: Command = ("SET", _COMPLETE, self._now_s()) if complete else ("DEL", _COMPLETE, _REBUILD)
-        await self._nodes.one(command, deadline=deadline)
+        fresh = secrets.token_bytes(_EPOCH_BYTES)
+        epoch = await self._nodes.one(("EVAL", EPOCH, 1, _EPOCH, fresh), deadline=deadline)
+        if not isinstance(epoch, bytes):
+            raise Unavailable("check the address of Redis: malformed reply to a question for the catalog's epoch")
+        return epoch
 
-    async def start_rebuild(self, *, deadline: Deadline) -> bytes:
+    async def mark_incomplete(self, *, deadline: Deadline) -> None:
         self._check_open()
-        fresh = secrets.token_bytes(_TOKEN_BYTES)
-        token = await self._nodes.one(("EVAL", START_REBUILD, 1, _REBUILD, fresh), deadline=deadline)
-        if not isinstance(token, bytes):
-            raise Unavailable("check the address of Redis: malformed reply to the start of a rebuild")
-        return token
+        await self._nodes.one(("DEL", _COMPLETE, _EPOCH), deadline=deadline)
 
-    async def finish_rebuild(self, token: bytes, *, deadline: Deadline) -> bool:
+    async def mark_complete(self, epoch: bytes, *, deadline: Deadline) -> bool:
         self._check_open()
-        command: Command = ("EVAL", FINISH_REBUILD, 2, _REBUILD, _COMPLETE, token, self._now_s())
+        command: Command = ("EVAL", MARK_COMPLETE, 2, _EPOCH, _COMPLETE, epoch, self._now_s())
         return bool(await self._nodes.one(command, deadline=deadline) == 1)
 
     async def lookup(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], *, deadline: Deadline) -> EntryTable:
@@ -334,7 +332,7 @@ class RedisCatalog(Catalog):
         for start in range(0, len(calls), _BATCH):
             replies += await self._nodes.run(calls[start : start + _BATCH], deadline=deadline)
         if (repaired := self._nodes.num_repaired) != self._repairs_reported:
-            await self.set_complete(False, deadline=deadline)  # a damaged part was removed
+            await self.mark_incomplete(deadline=deadline)  # a damaged part was removed
             self._repairs_reported = repaired
         return replies
 

@@ -149,7 +149,7 @@ class Reconciler:
         self._was_complete = is_complete
 
     async def _mark_incomplete(self, why: str) -> None:
-        await self._catalog.set_complete(False, deadline=self._soon())
+        await self._catalog.mark_incomplete(deadline=self._soon())
         self._was_complete = False
         _log.warning("%s: %s", why, _NEXT_STEP)
 

@@ -96,22 +96,22 @@ ALWAYS = "#!lua flags=allow-oom\n"
 """The first line of scripts that free memory, or take no more of it: they also run on a full server, which could
 otherwise never drain."""
 
-START_REBUILD = """
-local token = redis.call('GET', KEYS[1])
-if not token then
-  token = ARGV[1]
-  redis.call('SET', KEYS[1], token)
+EPOCH = """
+local epoch = redis.call('GET', KEYS[1])
+if not epoch then
+  epoch = ARGV[1]
+  redis.call('SET', KEYS[1], epoch)
 end
-return token
+return epoch
 """
-"""The token for rebuilds, made if there is none."""
+"""The epoch, which begins now if there is none."""
 
-FINISH_REBUILD = """
+MARK_COMPLETE = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 redis.call('SET', KEYS[2], ARGV[2])
 return 1
 """
-"""Mark the catalog complete if its token is still the given one."""
+"""Mark the catalog complete if its epoch is still the given one."""
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ CREATE TABLE IF NOT EXISTS tombstones (
 _VERSION = 1
 """A file of another version is renamed and replaced."""
 _BATCH = 512
-_TOKEN = "SELECT value FROM facts WHERE name = 'rebuild'"
-_TOKEN_BITS = 62
+_EPOCH = "SELECT value FROM facts WHERE name = 'rebuild'"
+_EPOCH_BITS = 62
 
 
 class SqliteCatalog(LocalCatalog):
@@ -65,27 +65,24 @@ class SqliteCatalog(LocalCatalog):
         query = "SELECT 1 FROM facts WHERE name = 'complete'"
         return await self._file.run(lambda: self._file.db.execute(query).fetchone() is not None, deadline)
 
-    async def set_complete(self, complete: bool, *, deadline: Deadline) -> None:
-        def work() -> None:
-            names = "('complete')" if complete else "('complete', 'rebuild')"
-            self._file.db.execute(f"DELETE FROM facts WHERE name IN {names}")
-            if complete:
-                self._file.db.execute("INSERT INTO facts VALUES ('complete', ?)", (self._now_s(),))
-
-        await self._file.change(work, deadline)
-
-    async def start_rebuild(self, *, deadline: Deadline) -> bytes:
+    async def epoch(self, *, deadline: Deadline) -> bytes:
         def work() -> bytes:
-            fresh = secrets.randbits(_TOKEN_BITS)
+            fresh = secrets.randbits(_EPOCH_BITS)
             self._file.db.execute("INSERT OR IGNORE INTO facts VALUES ('rebuild', ?)", (fresh,))
-            return str(self._file.db.execute(_TOKEN).fetchone()[0]).encode()
+            return str(self._file.db.execute(_EPOCH).fetchone()[0]).encode()
 
         return await self._file.change(work, deadline)
 
-    async def finish_rebuild(self, token: bytes, *, deadline: Deadline) -> bool:
+    async def mark_incomplete(self, *, deadline: Deadline) -> None:
+        def work() -> None:
+            self._file.db.execute("DELETE FROM facts WHERE name IN ('complete', 'rebuild')")
+
+        await self._file.change(work, deadline)
+
+    async def mark_complete(self, epoch: bytes, *, deadline: Deadline) -> bool:
         def work() -> bool:
-            found = self._file.db.execute(_TOKEN).fetchone()
-            if found is None or str(found[0]).encode() != token:
+            found = self._file.db.execute(_EPOCH).fetchone()
+            if found is None or str(found[0]).encode() != epoch:
                 return False
             self._file.db.execute("INSERT OR REPLACE INTO facts VALUES ('complete', ?)", (self._now_s(),))
             return True

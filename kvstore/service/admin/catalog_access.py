@@ -79,16 +79,12 @@ class _Cached(Generic[T]):
 class CatalogAccess:
     """Opens the catalog at the first use, and tries again at the next use after a failure. The store is used, over the
     data loop, to find manifests.
-
-    Attributes:
-        reindexed: For each level the catalog's token when this service's last reindex of it began.
     """
 
     def __init__(self, settings: Settings, data_loop: DataLoop, operations: StoreOperations) -> None:
         self._settings = settings
         self._data_loop = data_loop
         self._operations = operations
-        self.reindexed: dict[Level, bytes] = {}
         self._stack = AsyncExitStack()
         self._catalog: Catalog | None = None
         self._opening = asyncio.Lock()

@@ -44,6 +44,7 @@ _EVENT_TEXTS = {
     "DELETE /v1/pins/": "a pin was removed",
     "POST /v1/deletions": "a deletion of many prefixes was started",
     "POST /v1/gc": "a garbage collection was started",
+    "POST /v1/reindex": "a reindex of the catalog was started",
     "PUT /v1/quotas/": "a quota was set",
     "DELETE /v1/quotas/": "a quota was withdrawn",
     "POST /v1/weights/retired": "weights were retired",
@@ -55,7 +56,6 @@ _TIER_EVENT_TEXTS = {
     "resume": "the write-back to the {} tier was resumed",
     "drain": "a drain of the write-back to the {} tier was started",
     "verify": "a verification of the {} tier was started",
-    "reindex": "a reindex of the {} tier was started",
 }
 _EVENT_TEXTS |= {
     f"POST /v1/tiers/{level}/{verb}": text.format(level)

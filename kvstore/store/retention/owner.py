@@ -172,7 +172,7 @@ class RetentionOwner:
         self._evictor.has_unfinished = False
         with ExitStack() as spared:
             with collector_paused():
-                token = await self._token()
+                epoch = await self._epoch()
                 entries, freed = await self._entries()
                 if owns_all:
                     self._num_seen = num_refused  # else try again to own the rest, until it is gone or ours
@@ -181,7 +181,7 @@ class RetentionOwner:
                 free_bytes = int(excess / self._cost) * own // max(1, sum(held.values())) - freed
                 others = {namespace: num for namespace, num in held.items() if namespace not in self._owned}
                 # a record without an entry may be stored, unless the catalog was complete all along
-                is_complete = token is not None and await self._token() == token
+                is_complete = epoch is not None and await self._epoch() == epoch
                 plan = await self._plan(
                     entries, tenants, free_bytes, _by_tenant(others, tenants), is_complete=is_complete
                 )
@@ -224,11 +224,10 @@ class RetentionOwner:
                 await self._choice.agree(leases, self._ownership, self._deadline())
         return held, tenants, excess
 
-    async def _token(self) -> bytes | None:
-        """The same as long as the catalog is complete and loses nothing; `None`: it is incomplete."""
-        if not await self._catalog.is_complete(deadline=self._deadline()):
-            return None
-        return await self._catalog.start_rebuild(deadline=self._deadline())
+    async def _epoch(self) -> bytes | None:
+        """The epoch of a catalog that is complete; `None`: it is not."""
+        epoch = await self._catalog.epoch(deadline=self._deadline())  # first: the catalog is complete in this one
+        return epoch if await self._catalog.is_complete(deadline=self._deadline()) else None
 
     async def _entries(self) -> tuple[list[BoundaryEntry], int]:
         """The entries owned here, and the bytes freed by finishing deletions that others, or an earlier run, left."""

@@ -14,8 +14,7 @@ from kvstore.errors import Closed, CorruptRecord, InvalidRequest, KVStoreError, 
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
-from kvstore.runtime.retries import retry
-from kvstore.store.upkeep.reindexing import LOST_MORE, ReindexReport, reindex_level
+from kvstore.store.upkeep.reindexing import LOST_MORE, Progress, ReindexReport, Reports, reindex_store
 from kvstore.tiers.base import Tier
 
 _log = logging.getLogger(__name__)
@@ -35,9 +34,7 @@ _FAILURES = (Unavailable, Closed, CorruptRecord, InvalidRequest)
 _TOLD_S = 60.0
 """How often the log says how far a rebuild is."""
 
-Progress = Callable[[ReindexReport], None]
-"""Called now and then with the report so far, from any thread."""
-Rebuild = Callable[[Progress], Awaitable[ReindexReport]]
+Rebuild = Callable[[Progress], Awaitable[Reports]]
 
 
 class CatalogKeeper:
@@ -45,7 +42,7 @@ class CatalogKeeper:
 
     Args:
         catalog: Stays the caller's.
-        rebuild: Adds every stored record to it, and reports its progress.
+        rebuild: Adds every stored record to it and marks it complete, as `reindex_store`, in any thread.
         ownership: Decides which of the services that share the catalog rebuilds it.
         poll_s: Seconds between looks at whether it is complete.
     """
@@ -124,44 +121,43 @@ class CatalogKeeper:
             Unavailable: The catalog or a tier failed several times in a row, or the catalog was marked incomplete once
                 more during the rebuild.
         """
-        token = await self._catalog.start_rebuild(deadline=self._deadline())
+        epoch = await self._catalog.epoch(deadline=self._deadline())
         if not self._told:  # else this is one of many attempts
             _log.info("the catalog may lack records that are stored: adding them from the tiers, beside requests")
         walk = asyncio.ensure_future(self._rebuild(self._progress()))
         try:
             while not (await asyncio.wait({walk}, timeout=LEASE_S / 3))[0]:
-                if await self._is_lost(token):
+                if await self._has_ended(epoch):
                     raise Unavailable(LOST_MORE)
         finally:
             if not walk.done():
                 walk.cancel()
                 await asyncio.wait({walk})
-        report = walk.result()
-        if not await retry(lambda: self._catalog.finish_rebuild(token, deadline=self._deadline())):
-            raise Unavailable(LOST_MORE)
-        _log.info("the catalog is complete again records=%d added=%d", report.num_records, report.num_added)
-        if report.num_unknown:
+        reports = walk.result().values()
+        num_records, num_added = sum(one.num_records for one in reports), sum(one.num_added for one in reports)
+        _log.info("the catalog is complete again records=%d added=%d", num_records, num_added)
+        if num_unknown := sum(one.num_unknown for one in reports):
             text = "%d stored records are of namespaces without a readable description, and are not in the catalog"
-            _log.warning(text, report.num_unknown)
+            _log.warning(text, num_unknown)
 
-    async def _is_lost(self, token: bytes) -> bool:
-        """Whether the catalog has lost the token, so that the rebuild is in vain. While it does not answer, this is not
-        known: the walk tries again or fails by itself.
+    async def _has_ended(self, epoch: bytes) -> bool:
+        """Whether the catalog misses more than when this epoch began, so that the rebuild is in vain. While it does not
+        answer, this is not known: the walk tries again or fails by itself.
         """
         try:
-            return await self._catalog.start_rebuild(deadline=self._deadline()) != token
+            return await self._catalog.epoch(deadline=self._deadline()) != epoch
         except Unavailable:
             return False
 
     def _progress(self) -> Progress:
         told_s = self._clock.monotonic_s()
 
-        def progress(report: ReindexReport) -> None:
+        def progress(level: Level, report: ReindexReport) -> None:
             nonlocal told_s
             if self._clock.monotonic_s() - told_s >= _TOLD_S:
                 told_s = self._clock.monotonic_s()
-                text = "adding records to the catalog: %d of this tier are listed, %d of them were added"
-                _log.info(text, report.num_records, report.num_added)
+                text = "adding records to the catalog: %d of the %s tier are listed, %d of them were added"
+                _log.info(text, report.num_records, level.name.lower(), report.num_added)
 
         return progress
 
@@ -188,8 +184,8 @@ class DirectoryKeeper(CatalogKeeper):
     """
 
     def __init__(self, catalog: Catalog, tier: Tier, instruments: Instruments) -> None:
-        async def rebuild(progress: Progress) -> ReindexReport:
-            return await reindex_level(catalog, tier, Level.COLD, clock=instruments.clock, progress=progress)
+        async def rebuild(progress: Progress) -> Reports:
+            return await reindex_store(catalog, {Level.COLD: tier}, clock=instruments.clock, progress=progress)
 
         super().__init__(catalog, rebuild, SoleOwnership(), instruments, poll_s=_POLL_S)
         self._tier = tier
@@ -208,15 +204,16 @@ class DirectoryKeeper(CatalogKeeper):
         usage = await self._tier.usage(deadline=self._deadline())
         self._is_doubtful = False
         if usage.num_records != listed:
-            await self._catalog.set_complete(False, deadline=self._deadline())
+            await self._catalog.mark_incomplete(deadline=self._deadline())
             return False
         if not listed:  # also at the first start
-            await self._catalog.set_complete(True, deadline=self._deadline())
+            epoch = await self._catalog.epoch(deadline=self._deadline())
+            return await self._catalog.mark_complete(epoch, deadline=self._deadline())
         return await self._catalog.is_complete(deadline=self._deadline())
 
     async def is_due(self) -> bool:
         """As of `CatalogKeeper`, also if the catalog could not be compared."""
         if self._is_doubtful:
-            await self._catalog.set_complete(False, deadline=self._deadline())
+            await self._catalog.mark_incomplete(deadline=self._deadline())
             self._is_doubtful = False
         return await super().is_due()

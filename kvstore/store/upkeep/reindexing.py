@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TypeVar, cast
 
 from kvstore.catalog.base import Addition, Catalog, LeaveReason, Removal
 from kvstore.catalog.entry import BoundaryEntry, EntryTable, Level
+from kvstore.errors import Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
@@ -19,17 +20,11 @@ from kvstore.store.namespaces import read_description
 from kvstore.store.presence import slices_of
 from kvstore.tiers.base import Entry, Tier
 
-_log = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 LOST_MORE = "the catalog lost more during its rebuild, as when a Redis is restarted: start another reindex"
 _BATCH, _SHORT_BATCH = 2048, 256
 _CALL_S = 30.0
-_COMPARE_S = 10.0
-_POLL_S = 1.0
-_REST_S = 30.0
-"""Pause after a rebuild that failed."""
 
 
 @dataclass(slots=True)
@@ -40,7 +35,7 @@ class ReindexReport:
     """Records that were listed."""
     num_bytes: int = 0
     num_skipped: int = 0
-    """Records that were in the catalog already: from services, or from a run that was interrupted."""
+    """Records that were in the catalog already."""
     num_stale: int = 0
     """Records in the catalog that are not stored: removed from it."""
     num_resized: int = 0
@@ -61,6 +56,10 @@ class ReindexReport:
         return asdict(self)
 
 
+Reports = dict[Level, ReindexReport]
+Progress = Callable[[Level, ReindexReport], None]
+"""Called now and then with the report on a level so far."""
+
 Seen = dict[tuple[NamespaceId, PrefixHash], dict[int, list[int]]]
 """For each boundary and group a bit per slice, and the bytes of these slices."""
 
@@ -79,9 +78,9 @@ async def reindex_level(
     report what they store and delete, and the walk checks the tier again before it removes an entry. It compares no
     times, so the clocks of the services and of this process need not agree.
 
-    Interrupted and called again, it lists everything again but adds only what the catalog still lacks, in any order of
-    the tier. Every boundary that was listed is remembered until the end (docs/catalog.md gives the memory that this
-    takes). Positions and parents are learnt when the records are read.
+    Interrupted and called again, it lists everything again but adds only what the catalog still lacks. Every boundary
+    that was listed is remembered until the end (docs/catalog.md gives the memory that this takes). Positions and
+    parents are learnt when the records are read.
 
     Args:
         manifests: Further tiers to ask for a manifest that this one lacks, e.g. a Redis after FLUSHALL.
@@ -107,6 +106,36 @@ async def reindex_level(
     return walk.report
 
 
+async def reindex_store(
+    catalog: Catalog,
+    tiers: Mapping[Level, Tier],
+    *,
+    clock: Clock,
+    progress: Progress = lambda level, report: None,
+    only_adds: bool = False,
+) -> Reports:
+    """Reindex every level, and mark the catalog complete.
+
+    Args:
+        progress: Called after each batch.
+        only_adds: As of `reindex_level`.
+
+    Raises:
+        Unavailable: As of `reindex_level`; or the catalog was marked incomplete, or lost its data, during the walk.
+            What was added stays.
+    """
+    epoch = await _retry(lambda deadline: catalog.epoch(deadline=deadline), clock)
+    reports = {}
+    for level, tier in tiers.items():
+        others = [other for other in tiers.values() if other is not tier]
+        reports[level] = await reindex_level(
+            catalog, tier, level, clock=clock, manifests=others, progress=partial(progress, level), only_adds=only_adds
+        )
+    if not await _retry(lambda deadline: catalog.mark_complete(epoch, deadline=deadline), clock):
+        raise Unavailable(LOST_MORE)
+    return reports
+
+
 async def mark_if_empty(catalog: Catalog, tiers: list[Tier], *, deadline: Deadline) -> bool:
     """Mark the catalog complete when nothing is stored at all, as at the first start. Returns whether it is complete.
 
@@ -115,13 +144,13 @@ async def mark_if_empty(catalog: Catalog, tiers: list[Tier], *, deadline: Deadli
     """
     if await catalog.is_complete(deadline=deadline):
         return True
+    epoch = await catalog.epoch(deadline=deadline)
     for tier in tiers:
         scan = cast(AsyncGenerator[Entry, None], tier.scan())
         async with deadline.scope("checking whether anything is stored"), aclosing(scan) as entries:
             async for _ in entries:
                 return False
-    await catalog.set_complete(True, deadline=deadline)
-    return True
+    return await catalog.mark_complete(epoch, deadline=deadline)
 
 
 class _Walk:
@@ -279,7 +308,11 @@ class _Walk:
         return self._known[namespace]
 
     async def _retry(self, call: Callable[[Deadline], Awaitable[T]]) -> T:
-        return await retry(lambda: call(Deadline.after(_CALL_S, self._clock)))
+        return await _retry(call, self._clock)
+
+
+async def _retry(call: Callable[[Deadline], Awaitable[T]], clock: Clock) -> T:
+    return await retry(lambda: call(Deadline.after(_CALL_S, clock)))
 
 
 class _Corrections:

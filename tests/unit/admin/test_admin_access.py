@@ -36,7 +36,7 @@ BODIES: dict[str, dict[str, object]] = {
 WITHOUT_NAMESPACE = ("/v1/query", "/v1/query_by_hash", "/v1/hints", "/v1/prefetch")
 CONFIRMED = (
     *("/v1/namespaces/{namespace}", "/v1/prefixes/{namespace}/{prefix}", "/v1/deletions", "/v1/gc"),
-    *("/v1/weights/retired", "/v1/tiers/{level}/reindex"),
+    "/v1/weights/retired",
 )
 JOBS: dict[NamespaceId, str] = {}
 """A job of whom a namespace belongs to."""

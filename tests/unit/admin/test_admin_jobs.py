@@ -192,7 +192,7 @@ async def test_a_catalog_that_loses_entries_makes_no_orphans(
     async def lose(tier: FilesystemTier, *namespace: NamespaceId) -> AsyncIterator[Entry]:
         async for entry in scan(tier, *namespace):
             yield entry
-        await made.catalog.set_complete(False, deadline=soon())
+        await made.catalog.mark_incomplete(deadline=soon())
         lost = [Removal(key, Level.COLD, None, LeaveReason.LOST) for key in prompt.record_keys()]
         await made.catalog.remove(lost, deadline=soon())
 
@@ -249,8 +249,8 @@ async def test_a_tier_is_verified_and_reindexed(made: ServiceHarness, tmp_path: 
         assert found["num_records"] == 11
         with closing(sqlite3.connect(tmp_path / "records" / "catalog.db")) as lost, lost:
             lost.executescript("DELETE FROM entries; DELETE FROM totals; DELETE FROM facts WHERE name = 'complete'")
-        job = await ended(client, await client.post("/v1/tiers/cold/reindex?confirm=true"))
-        assert (job["state"], job["report"]["num_records"]) == ("done", 11)
+        job = await ended(client, await client.post("/v1/reindex"))
+        assert (job["state"], job["report"]["cold"]["num_records"]) == ("done", 11)
         assert await made.catalog.is_complete(deadline=soon())
 
 

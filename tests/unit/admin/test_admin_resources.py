@@ -15,6 +15,7 @@ from kvstore.catalog.entry import Level
 from kvstore.cli.main import main
 from kvstore.errors import Unavailable
 from kvstore.model.namespace import NamespaceDescription, describe_layout
+from kvstore.testing.catalog_contract import mark_complete
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.servers.ports import free_address
 from kvstore.testing.waiting import soon
@@ -166,7 +167,9 @@ async def test_a_deletion_says_that_more_may_be_stored(made: ServiceHarness, is_
     """While the catalog is incomplete: what it lacks is not deleted, and a service adds it again."""
     prompt = await made.save(prompt_of("a"))
     namespace = prompt.namespace.hex()
-    await made.catalog.set_complete(is_complete, deadline=soon())
+    await made.catalog.mark_incomplete(deadline=soon())
+    if is_complete:
+        await mark_complete(made.catalog)
     async with made.client("red") as client:
         job = await ended(client, await client.post("/v1/deletions?confirm=true", json={"namespace": namespace}))
         whole = (await client.delete(f"/v1/namespaces/{namespace}?confirm=true")).json()

@@ -15,18 +15,15 @@ from pathlib import Path
 import pytest
 
 import kvstore
-from kvstore.catalog.entry import Level
 from kvstore.cli import programs as cli_programs
 from kvstore.cli.main import main
 from kvstore.cli.programs import BENCHMARKS
-from kvstore.cli.reindex import SavedProgress
 from kvstore.format.names import format_name
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings
 from kvstore.testing.records import make_key, make_record
 from kvstore.testing.service_process import ServiceProcess
 from kvstore.tiers.filesystem import FilesystemTier
-from kvstore.tiers.locations import FileLocation
 from tests.architecture.sources import ROOT
 
 COMMAND = [sys.executable, "-m", "kvstore.cli"]
@@ -210,19 +207,6 @@ def test_a_mistyped_directory_is_not_created(
     assert main([verb, "--url", "none"]) == 1
     assert "there are no records: check the path" in capsys.readouterr().err
     assert not (tmp_path / "recrods").exists()
-
-
-def test_a_reindex_continues_where_it_can_save_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    """As in a container with a read-only file system: it says so once."""
-    progress = SavedProgress(Path("/proc/nobody/kvstore"), {Level.COLD: FileLocation(Path("/r"))})
-    for num_records in (1, 2):
-        progress.save(Level.COLD, num_records)
-    progress.finish(Level.COLD)
-    assert progress.num_records(Level.COLD) == 2 and progress.is_done(Level.COLD)
-    progress.clear()
-    assert not progress.is_done(Level.COLD)
-    out, err = capsys.readouterr()
-    assert (out, len(err.splitlines())) == ("", 1) and "--state" in err
 
 
 def test_a_verb_that_is_interrupted_says_so(tmp_path: Path) -> None:

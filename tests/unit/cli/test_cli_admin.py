@@ -25,6 +25,7 @@ from kvstore.service.admin.jobs.board import JobBoard
 from kvstore.service.admin.jobs.job import Job
 from kvstore.service.authentication import Grant
 from kvstore.settings import Settings
+from kvstore.testing.catalog_contract import mark_complete
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers.ports import free_address
 from kvstore.testing.servers.redis_tls import make_certificate
@@ -95,7 +96,9 @@ async def test_what_is_stored_is_listed_and_shown(made: ServiceHarness, run: Run
 @pytest.mark.parametrize("is_complete", [True, False])
 async def test_an_incomplete_catalog_is_not_an_empty_store(made: ServiceHarness, run: Run, is_complete: bool) -> None:
     """A catalog that lost its entries: an empty list says that records may be stored, and how to find them."""
-    await made.catalog.set_complete(is_complete, deadline=soon())
+    await made.catalog.mark_incomplete(deadline=soon())
+    if is_complete:
+        await mark_complete(made.catalog)
     status, out, err = await run("ls")
     assert (status, err, "no engine has saved a page yet" in out) == (0, "", is_complete)
     assert ("`kvstore reindex`" in out) is ("`kvstore reindex`" in (await run("top", "--once"))[1]) is not is_complete
@@ -104,7 +107,7 @@ async def test_an_incomplete_catalog_is_not_an_empty_store(made: ServiceHarness,
 
 async def test_an_incomplete_catalog_lists_what_it_has(made: ServiceHarness, run: Run) -> None:
     prompt = await made.save(prompt_of("a"))
-    await made.catalog.set_complete(False, deadline=soon())
+    await made.catalog.mark_incomplete(deadline=soon())
     status, out, _ = await run("ls")
     assert status == 0 and prompt.namespace.hex() in out and "`kvstore reindex`" in out
     status, out, _ = await run("rm", prompt.namespace.hex(), "--yes")

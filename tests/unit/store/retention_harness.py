@@ -23,6 +23,7 @@ from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.store.retention.owner import RetentionOwner
 from kvstore.store.retention.policy_choice import PolicyChoice
 from kvstore.store.retention.rules import RetentionRules
+from kvstore.testing.catalog_contract import mark_complete
 from kvstore.testing.records import NAMESPACE, make_record
 from kvstore.tiers.memory import MemoryTier
 
@@ -118,7 +119,7 @@ async def open_retained(folder: Path) -> AsyncIterator[RetainedTier]:
     world = RetainedTier(folder / "catalog.sqlite")
     await world.catalog.register(NAMESPACE, LAYOUT, "", deadline=world.deadline)
     await world.catalog.register(OTHER, LAYOUT, "paying", deadline=world.deadline)
-    await world.catalog.set_complete(True, deadline=world.deadline)
+    await mark_complete(world.catalog)
     yield world
     await world.catalog.aclose()
     await world.tier.aclose()

@@ -28,6 +28,7 @@ from kvstore.store.catalogued_tier import CataloguedTier
 from kvstore.store.limits import StoreLimits
 from kvstore.store.recorder import Recorder
 from kvstore.store.tiered import TieredStore
+from kvstore.testing.catalog_contract import mark_complete
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.dict_pending import DictPendingLog, PendingBooks
 from kvstore.testing.faults import FaultyTier
@@ -107,7 +108,7 @@ async def test_a_complete_catalog_is_asked_instead_of_the_tiers(world: Catalogue
     prompt = Prompt(HYBRID, "a", 200)
     await world.save(prompt)
     expected = await world.store.lookup(prompt.query(), deadline=soon())
-    await world.catalog.set_complete(True, deadline=soon())
+    await mark_complete(world.catalog)
     await world.forget_memory()
     world.clock.ahead_s += 10  # the store asks again whether the catalog is complete
     world.hot.down = world.cold.down = True
@@ -125,7 +126,7 @@ async def test_a_prompt_of_many_boundaries_is_asked_for_in_two_rounds(
     """Most boundaries end no page: the pages are asked for first, then what can still matter; the answer is one."""
     prompt = Prompt(HYBRID, "a", 1000)
     await world.save(prompt)
-    await world.catalog.set_complete(True, deadline=soon())
+    await mark_complete(world.catalog)
     world.clock.ahead_s += 10  # the store asks again whether the catalog is complete
     await world.forget_memory()
     asked = []
@@ -164,7 +165,7 @@ async def test_a_record_that_is_gone_is_taken_off(world: CataloguedStore) -> Non
     """The catalog tells of a record that both media have lost: the stage is shorter, and the next lookup knows."""
     prompt = Prompt(ATTENTION, "a", 256)
     await world.save(prompt)
-    await world.catalog.set_complete(True, deadline=soon())
+    await mark_complete(world.catalog)
     world.clock.ahead_s += 10  # the store asks again whether the catalog is complete
     await world.forget_memory()
     for tier in (world.hot, world.cold):
@@ -241,7 +242,7 @@ async def test_records_that_nobody_told_of_cost_one_miss(world: CataloguedStore)
     for record in restored:
         for tier in (world.hot, world.cold):
             await tier.inner.put(record, deadline=soon())
-    await world.catalog.set_complete(True, deadline=soon())
+    await mark_complete(world.catalog)
     await world.store.open_namespace(prompt.description, deadline=soon())
     assert (await world.store.lookup(prompt.query(), deadline=soon())).resume_tokens == 0
     await world.save(prompt)

@@ -19,6 +19,7 @@ from kvstore.runtime.instruments import Instruments
 from kvstore.store.catalogued_tier import CataloguedTier
 from kvstore.store.recorder import Recorder
 from kvstore.store.retention.backpressure import BudgetGate
+from kvstore.testing.catalog_contract import mark_complete
 from kvstore.testing.records import NAMESPACE, make_record
 from kvstore.tiers.base import PutOutcome
 
@@ -80,7 +81,7 @@ async def test_nothing_is_missing_for_certain_while_the_catalog_lacks_some(world
     """Redis was flushed and not reindexed yet: the start may be stored, though the catalog does not tell of it."""
     path = await world.save("a", 3)
     await world.lose(path[0])
-    await world.catalog.set_complete(False, deadline=world.deadline)
+    await world.catalog.mark_incomplete(deadline=world.deadline)
     retention = world.retention(budget_bytes=100 * BOUNDARY_BYTES)
     for _ in range(3):
         world.clock.now_s += 100
@@ -94,14 +95,14 @@ async def test_a_rebuild_that_ends_during_a_round_makes_nothing_broken(
     """The entries were read before the rebuild had added the start."""
     path = await world.save("a", 3)
     await world.lose(path[0])
-    await world.catalog.set_complete(False, deadline=world.deadline)
+    await world.catalog.mark_incomplete(deadline=world.deadline)
     world.clock.now_s += 600
     iterate = world.catalog.iterate
 
     async def iterate_until_rebuilt(namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
         async for entry in iterate(namespace):
             yield entry
-        await world.catalog.set_complete(True, deadline=world.deadline)
+        await mark_complete(world.catalog)
 
     monkeypatch.setattr(world.catalog, "iterate", iterate_until_rebuilt)
     assert await world.retention(budget_bytes=100 * BOUNDARY_BYTES).round() == 0

@@ -2,7 +2,7 @@
 
 import { badge, clock, h, inWords, placeholder, table } from "./dom.js";
 import { aboutOf, isRunning, nameOf, progressOf, resultOf, stateOf, whoseOf } from "./reports.js";
-import { collectGarbage, openJob } from "./running.js";
+import { collectGarbage, openJob, reindex } from "./running.js";
 
 const POLL_MS = 1000; // while a job runs
 
@@ -10,7 +10,8 @@ export async function view({ ask, signal, refresh, keepUp }) {
   const { jobs, unread } = await ask("/v1/jobs");
   signal.throwIfAborted();
   const head = h("div", { class: "title" }, h("h1", {}, "Jobs"), h("div", { class: "controls" },
-    h("button", { type: "button", onclick: () => collectGarbage(refresh) }, "Collect garbage…")));
+    h("button", { type: "button", onclick: () => collectGarbage(refresh) }, "Collect garbage…"),
+    h("button", { type: "button", onclick: () => reindex(refresh) }, "Reindex…")));
   const unknown = unread && h("p", { role: "status" }, badge("interrupted jobs are not known now", "warn"), " ", inWords(unread));
   if (!jobs.length) {
     return [head, unknown, h("section", { class: "card" }, placeholder("No recent jobs",

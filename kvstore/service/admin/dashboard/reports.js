@@ -46,7 +46,7 @@ export function resultOf(job) {
   if (kind === "verify" && "num_whole" in report) {
     return [`${count(report.num_whole)} whole`, `${count(report.num_bad)} corrupt`, report.num_unread && `${count(report.num_unread)} not read`].filter(Boolean).join(", ");
   }
-  if (kind === "reindex" && "num_records" in report) return `${count(report.num_records)} records listed, ${count(report.num_skipped)} already in the catalog`;
+  if (kind === "reindex" && Object.keys(report).length) return Object.entries(report).map(([level, one]) => `${level}: ${count(one.num_records)} records listed, ${count(one.num_skipped)} already in the catalog`).join("; ");
   if (kind === "drain" && "num_records" in report) return `${count(report.num_records)} records written`;
   return isRunning(job) ? "nothing so far" : "–";
 }
@@ -55,6 +55,11 @@ export function resultOf(job) {
 export function reportOf(job) {
   const { kind, report } = job;
   if (kind === "deletion" || kind === "gc") return garbage(job);
+  if (kind === "reindex") return Object.entries(report).flatMap(([level, one]) => [h("h3", {}, level), ...plainReport(one)]);
+  return plainReport(report);
+}
+
+function plainReport(report) {
   const plain = Object.entries(report).filter(([, value]) => typeof value !== "object");
   const lists = Object.entries(report).filter(([, value]) => Array.isArray(value) && value.length);
   return [plain.length ? facts(plain.map(([name, value]) => [WORDS[name] ?? name, name.endsWith("bytes") ? bytes(value) : count(value)])) : null,

@@ -138,11 +138,10 @@ export function verify(tier, done) {
   ], h("label", {}, "At most", select), () => work(tier, "verify", { bytes_per_s: select.value }), done);
 }
 
-export function reindex(tier, done) {
-  const tick = h("input", { type: "checkbox" });
-  confirmStart(`Reindex ${tier.name}?`, [
-    `The names of all records are listed (${count(held(tier)[0])} now). Records that the catalog lacks are added to it, and entries without a record are removed. No record is read or deleted.`,
-  ], h("label", {}, tick, "This is the last tier: mark the catalog complete afterwards"), () => work(tier, "reindex", { confirm: tick.checked }), done);
+export function reindex(done) {
+  confirmStart("Reindex the catalog?", [
+    "The names of all records of the slower tiers are listed. Records that the catalog lacks are added to it, and entries without a record are removed. No record is read or deleted.",
+  ], null, () => ask("/v1/reindex", { method: "POST" }), done);
 }
 
 export function drain(tier, done) {

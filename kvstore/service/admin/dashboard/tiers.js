@@ -1,7 +1,7 @@
 // The state of each tier, how full it is, and what waits to be written.
 
 import { ago, badge, bytes, count, facts, h, inWords, share } from "./dom.js";
-import { drain, pause, reindex, resume, verify } from "./running.js";
+import { drain, pause, resume, verify } from "./running.js";
 
 const LEVEL = { memory: "this node's memory", hot: "hot, shared by all nodes", cold: "cold" };
 
@@ -28,7 +28,7 @@ function actions(tier, refresh) {
   if (tier.level === "memory") return null;
   const act = (text, start) => h("button", { type: "button", "data-key": `${tier.level} ${text}`, "aria-label": `${text} ${tier.name}`, onclick: () => start(tier, refresh) }, text);
   return h("div", { class: "actions" }, tier.write_back === "paused" ? act("Resume write-back", resume) : act("Pause write-back…", pause),
-    act("Drain…", drain), act("Verify…", verify), act("Reindex…", reindex));
+    act("Drain…", drain), act("Verify…", verify));
 }
 
 const state = ({ problem }) => (problem ? badge(problem, "bad") : badge("in use", "good"));

@@ -94,7 +94,7 @@ class Job:
                 confirm = "" if self.is_dry_run else "?confirm=true"
                 return f"the same kvstore rm as before, or POST /v1/deletions{confirm} with the same body"
             case JobKind.REINDEX:
-                return f"POST /v1/tiers/{self.about.get('tier', '')}/reindex, or kvstore reindex"
+                return "POST /v1/reindex, or kvstore reindex"
             case JobKind.VERIFY | JobKind.DRAIN:
                 return f"POST /v1/tiers/{self.about.get('tier', '')}/{self.kind.value}"
 

@@ -1,8 +1,9 @@
-"""Work of operators on one tier: pause, resume and drain its write-back, verify its records, reindex it."""
+"""Work of operators on the slower tiers: pause, resume and drain a write-back, verify records, reindex the catalog."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from enum import Enum
 from typing import Annotated
@@ -22,7 +23,7 @@ from kvstore.service.admin.jobs.board import Jobs
 from kvstore.service.admin.jobs.job import Job, JobKind, JobStatus
 from kvstore.service.admin.problems import Refused, refusals
 from kvstore.service.authentication import Grant
-from kvstore.store.upkeep.reindexing import LOST_MORE, ReindexReport, reindex_level
+from kvstore.store.upkeep.reindexing import ReindexReport, reindex_store
 from kvstore.store.upkeep.verification import BadRecord, ByteRate, Findings, count_records, verify_tier
 
 router = APIRouter(tags=["tiers"])
@@ -114,27 +115,16 @@ async def verify_records(
     return jobs.start(JobKind.VERIFY, grant, work, about={"tier": level.value}, unit="bytes")
 
 
-@router.post("/tiers/{level}/reindex", status_code=202, responses=refusals(404))
-async def reindex_tier(
-    context: Context,
-    grant: OperatorAdministrator,
-    *,
-    jobs: Jobs,
-    request: Request,
-    level: LevelText,
-    confirm: Annotated[bool, Query(description="mark the catalog complete afterwards")] = False,
-) -> JobStatus:
-    """Add every record of a tier to the catalog, as a job. With `confirm` the catalog is marked complete afterwards:
-    set it for the last tier. This service remembers what it listed until the end. For a large store use
-    `kvstore reindex`, which has memory of its own and continues after an interruption.
+@router.post("/reindex", status_code=202)
+async def reindex(context: Context, grant: OperatorAdministrator, jobs: Jobs) -> JobStatus:
+    """Make the catalog equal to what the slower tiers hold and mark it complete, as a job. This service remembers what
+    it listed until the end. For a large store use `kvstore reindex`, which has memory of its own.
     """
-    wanted = _level(context, level)
-    request.state.audit = {"marks_complete": confirm}
 
     async def work(job: Job) -> None:
-        await _reindex(context, wanted, job, is_last=confirm)
+        await _reindex(context, job)
 
-    return jobs.start(JobKind.REINDEX, grant, work, about={"tier": level.value})
+    return jobs.start(JobKind.REINDEX, grant, work, about={})
 
 
 def _level(context: AdminContext, level: TierLevel) -> Level:
@@ -189,18 +179,14 @@ async def _remove_from_catalog(context: AdminContext, grant: Grant, level: Level
     context.catalog.forget_totals()
 
 
-async def _reindex(context: AdminContext, level: Level, job: Job, *, is_last: bool) -> None:
-    def report(found: ReindexReport) -> None:
-        job.progress.done, job.report = found.num_records, found.as_json()
+async def _reindex(context: AdminContext, job: Job) -> None:
+    def show(level: Level, report: ReindexReport) -> None:
+        job.report[level.name.lower()] = report.as_json()
+        job.progress.done = sum(one["num_records"] for one in job.report.values())
 
     catalog = await context.catalog.open()
-    token = await catalog.start_rebuild(deadline=context.soon())
-    async with context.catalog.tier(level) as tier:
-        report(await reindex_level(catalog, tier, level, clock=SYSTEM_CLOCK, progress=report))
-    context.catalog.reindexed[level] = token
-    if is_last:
-        # another level was listed before the catalog lost more: that level has to be listed again
-        is_lost = any(earlier != token for earlier in context.catalog.reindexed.values())
-        if is_lost or not await catalog.finish_rebuild(token, deadline=context.soon()):
-            raise Unavailable(LOST_MORE)
+    async with AsyncExitStack() as stack:
+        levels = [level for level in context.operations.tier_names if level is not None]
+        tiers = {level: await stack.enter_async_context(context.catalog.tier(level)) for level in levels}
+        await reindex_store(catalog, tiers, clock=SYSTEM_CLOCK, progress=show)
     context.catalog.forget_totals()
