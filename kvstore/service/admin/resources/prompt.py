@@ -356,13 +356,16 @@ def _piece_of_numbers(piece: bytes) -> npt.NDArray[np.uint32] | None:
     is_digit = text >= ord("0")
     is_first = is_digit[1:] > is_digit[:-1]
     # what NumPy takes and JSON does not: spaces alone as a zero, and a zero in front of other digits
-    if np.count_nonzero(is_first) != np.count_nonzero(text == ord(",")) + 1:
+    num_entries = np.count_nonzero(text == ord(",")) + 1
+    if np.count_nonzero(is_first) != num_entries:
         return None
     if (is_first[:-1] & (text[1:-1] == ord("0")) & is_digit[2:]).any():
         return None
     try:
         numbers = np.fromstring(piece, dtype=np.int64, sep=",")
-    except ValueError:
+    except (ValueError, DeprecationWarning):
+        return None
+    if len(numbers) != num_entries:  # NumPy before 2.3 returns what is before an error
         return None
     if numbers.max() > _TOKEN_ID_MAX:  # NumPy reads larger numbers than 64 bits hold as the largest of them
         return None
