@@ -137,7 +137,6 @@ async def test_work_on_a_tier(made: ServiceHarness, folder: Path, visiting: Visi
         await press(visit, "Resume write-back filesystem")
         await visit.page.get_by_text("paused by an operator").wait_for(state="detached")
 
-        await press(visit, "Close")
         await visit.open("jobs")
         await press(visit, "Reindex…")
         await press(visit, "Start")
