@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from kvstore.errors import InvalidRequest
 from kvstore.model.kinds import Keyed
 from kvstore.model.layout import MAX_GROUP_SLICES, MAX_PREFIX_TOKENS, Layout
@@ -23,6 +25,8 @@ _INT_MAX = (1 << 63) - 1
 """Messages hold no larger numbers."""
 _SHOWN_MAX = 60
 """Characters of a text that an error shows."""
+_KEYS_MAX = 100_000
+"""A query of more does not fit a message."""
 
 
 def check_fields(fields: Mapping[str, Any], page_tokens: int, num_slices: int, chained: bool) -> None:
@@ -121,7 +125,7 @@ def check_keys(keys: Sequence[PageKey], page_tokens: int, after: PageKey | None 
     """
     if not _is_list(keys):
         raise wrong("keys", "expected the keys of pages", "a list of text or bytes", keys)
-    most = MAX_PREFIX_TOKENS // page_tokens - (after is not None)
+    most = min(_KEYS_MAX, MAX_PREFIX_TOKENS // page_tokens) - (after is not None)
     if len(keys) > most:
         raise wrong("keys", "these are too many pages for one call", f"at most {most} keys", len(keys))
     for at, key in enumerate(keys):
@@ -165,7 +169,7 @@ def check_report(
 def checked_pages(
     keys: Sequence[PageKey], pages: Sequence[Any], num_slices: int, *, writable: bool
 ) -> list[list[memoryview]]:
-    """The pages as views of the caller's memory: contiguous, and writable if need be.
+    """The pages as views of the bytes of the caller's memory: contiguous, and writable if need be.
 
     Raises:
         InvalidRequest: A page is missing, or something in it is not such memory.
@@ -188,7 +192,8 @@ def _checked_page(field: str, page: Any, num_slices: int, writable: bool) -> lis
         try:
             view = memoryview(piece)
         except (TypeError, ValueError, BufferError) as error:  # it is none, or was released
-            raise wrong(f"{field}[{at}]", "this is no memory", "a buffer that is not released", piece) from error
+            expected = "bytes, an array or another buffer that is not released"
+            raise wrong(f"{field}[{at}]", "this is no memory", expected, piece) from error
         if not view.c_contiguous:
             raise InvalidRequest(
                 "a buffer has gaps, or another order",
@@ -203,8 +208,15 @@ def _checked_page(field: str, page: Any, num_slices: int, writable: bool) -> lis
                 expected="writable memory",
                 seen="read-only memory",
             )
-        views.append(view)
+        if view.format.lstrip("@=<>!") == "O":  # addresses of objects, which mean nothing once they were read
+            raise wrong(f"{field}[{at}]", "this memory holds objects of Python", "numbers or bytes", piece)
+        views.append(_bytes_of(view))
     return views
+
+
+def _bytes_of(view: memoryview) -> memoryview:
+    data: Any = np.frombuffer(view, np.uint8) if view.nbytes else bytearray()
+    return memoryview(data)  # a view of some elements, like those of a structure, cannot be cast itself
 
 
 def check_whole(field: str, value: int, least: int, most: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from kvstore.api import LoadedRecord
@@ -33,6 +33,11 @@ class BufferGuard:
         self._users = 0
         self._closed = False
 
+    @property
+    def closed(self) -> bool:
+        """Whether the caller has left."""
+        return self._closed
+
     @contextmanager
     def using(self) -> Iterator[None]:
         """Wraps each use, on any thread.
@@ -56,6 +61,14 @@ class BufferGuard:
         with self._condition:
             self._closed = True
             self._condition.wait_for(lambda: not self._users)
+
+
+def release(pages: Sequence[Views]) -> None:
+    """Free a caller's buffers, so that they can be closed or resized, also while an error of the call is handled."""
+    for page in pages:
+        for piece in page:
+            with suppress(BufferError):  # a thread's array of it is not yet gone
+                piece.release()
 
 
 def encode_page(header: HeaderV1, source: Views, guard: BufferGuard, target: memoryview | None = None) -> Record:
@@ -101,8 +114,8 @@ def decode_page(loaded: LoadedRecord, target: Views, guard: BufferGuard, field: 
         CorruptRecord: The record is damaged.
         InvalidRequest: The page has another size than the buffers.
     """
-    expected = sum(piece.nbytes for piece in target)
     with guard.using(), loaded.reading() as record:
+        expected = sum(piece.nbytes for piece in target)
         verify_payload(record)
         header = record.header
         if header.decoded_bytes != expected:  # the record is whole, so the caller's buffers are not what they should be

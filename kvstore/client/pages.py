@@ -30,7 +30,7 @@ from kvstore.client.page_arguments import (
     layout_of,
     wrong,
 )
-from kvstore.client.page_buffers import BufferGuard, CallEnded, Pieces, Views, decode_page, encode_page
+from kvstore.client.page_buffers import BufferGuard, CallEnded, Pieces, Views, decode_page, encode_page, release
 from kvstore.client.page_leases import Cuts, Leases
 from kvstore.codec import RAW, CodecPool, chain_for_element_bytes
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, KVStoreError, Unavailable
@@ -178,7 +178,7 @@ class PageDoor:
         """
         boundaries = _boundaries(keys, self._layout.page_tokens, None)
         views = checked_pages(keys, pages, len(self._slices), writable=True)
-        return self._call(lambda call: self._read(call, boundaries, views), timeout_s)
+        return self._call(lambda call: self._read(call, boundaries, views), timeout_s, views)
 
     def write_from(
         self,
@@ -205,7 +205,7 @@ class PageDoor:
         """
         boundaries = _boundaries(keys, self._layout.page_tokens, after)
         views = checked_pages(keys, pages, len(self._slices), writable=False)
-        return self._call(lambda call: self._write(call, boundaries, views), timeout_s)
+        return self._call(lambda call: self._write(call, boundaries, views), timeout_s, views)
 
     def report(
         self,
@@ -275,7 +275,13 @@ class PageDoor:
 
     # calls
 
-    def _call(self, work: Callable[[_Call], Coroutine[Any, Any, Value]], timeout_s: float | None = None) -> Value:
+    def _call(
+        self,
+        work: Callable[[_Call], Coroutine[Any, Any, Value]],
+        timeout_s: float | None = None,
+        views: Sequence[Views] = (),
+    ) -> Value:
+        """Wait for `work`. Views of the caller's buffers are released with its end, or they could not be closed yet."""
         if timeout_s is not None:
             check_timeout(timeout_s, may_be_over=True)
         if self._closed:
@@ -285,6 +291,7 @@ class PageDoor:
             return self._store.run(lambda store: self._work(_Call(store, guard, deadline), work), deadline=deadline)
         finally:
             guard.close()
+            release(views)
 
     async def _work(self, call: _Call, work: Callable[[_Call], Coroutine[Any, Any, Value]]) -> Value:
         try:
@@ -292,6 +299,10 @@ class PageDoor:
         except NamespaceNotOpen:  # the client opens again those alone that it used last, and used many others since
             self._namespace = None
             return await work(call)
+        except ValueError:
+            if call.guard.closed:  # the caller has left, and its views were released
+                raise asyncio.CancelledError from None
+            raise
 
     async def _open(self, call: _Call) -> NamespaceId:
         if self._namespace is None:

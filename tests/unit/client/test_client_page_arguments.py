@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -93,7 +94,7 @@ def test_wrong_descriptions(field: str, fields: Any, arguments: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("field", "keys", "after"),
     [
-        *(("keys", keys, None) for keys in ("key", b"key", 1, None, {"a"}, ["k"] * ((1 << 18) + 1))),
+        *(("keys", keys, None) for keys in ("key", b"key", 1, None, {"a"}, [f"{at}" for at in range(100_001)])),
         *(("keys[1]", ["a", key], None) for key in (1, None, bytearray(b"b"), ["b"], "a", b"a")),
         ("keys[0]", ["a"], "a"),
         ("after", ["a"], 1),
@@ -121,7 +122,10 @@ def test_wrong_keys(nowhere: BlockingStore, field: str, keys: Any, after: Any) -
         ),
         *(
             ("pages[1][1]", [[bytearray(2)], [bytearray(2), piece]])
-            for piece in (1, None, "text", [1], RELEASED, memoryview(bytearray(8))[::2], np.zeros((4, 4))[:, :2])
+            for piece in (
+                *(1, None, "text", [1], RELEASED, memoryview(bytearray(8))[::2], np.zeros((4, 4))[:, :2]),
+                np.zeros(4, object),
+            )
         ),
     ],
 )
@@ -198,6 +202,50 @@ def test_buffers_of_any_kind(store: BlockingStore) -> None:
     targets: list[Any] = [bytearray(100), array("I", bytes(200)), np.zeros((4, 2), "f4")]
     assert door.read_into(["bytes", "words", "grid"], [[target] for target in targets]) == 3
     assert targets[0] == b"x" * 100 and targets[1] == words and targets[2].tobytes() == grid.tobytes()
+    door.close()
+
+
+class Pair(ctypes.Structure):
+    _fields_ = [("number", ctypes.c_int32), ("letter", ctypes.c_char)]
+
+
+@pytest.mark.parametrize("element_bytes", [None, 2])
+@pytest.mark.parametrize(
+    "source",
+    [
+        np.linspace(0, 1, 1 << 19).astype("f2"),  # larger than the pieces in which a page is copied
+        np.arange(1 << 18).astype(">i4").reshape(-1, 2),
+        np.array(1.5),
+        np.array([(1, 2.0)], [("a", "i4"), ("b", "f8")]),
+        Pair(7, b"x"),
+    ],
+    ids=["halves", "a grid", "one number", "records", "a structure"],
+)
+def test_buffers_of_other_elements_than_bytes(store: BlockingStore, source: Any, element_bytes: int | None) -> None:
+    """Their bytes are stored and read, whatever shape and elements they have."""
+    door = PageDoor(store, DESCRIPTION, element_bytes=element_bytes)
+    key = f"{source!r} {element_bytes}"
+    assert door.write_from([key], [[source]]) == [True]
+    target = np.zeros_like(source) if isinstance(source, np.ndarray) else type(source)()
+    assert door.read_into([key], [[target]]) == 1  # type: ignore[list-item]
+    assert bytes(target) == bytes(source)
+    door.close()
+
+
+def test_buffers_are_free_after_a_call(store: BlockingStore) -> None:
+    """Whoever handles the error of a call can close its buffers or change their size, also at once."""
+    door = PageDoor(store, DESCRIPTION)
+    calls: list[Callable[[bytearray, float], object]] = [
+        lambda buffer, seconds: door.read_into(["late"], [[buffer]], timeout_s=seconds),
+        lambda buffer, seconds: door.write_from(["late"], [[buffer]], timeout_s=seconds),
+    ]
+    for at in range(20):
+        buffer = bytearray(4096)
+        try:
+            calls[at % 2](buffer, 0.0005 * (at % 3))
+        except Unavailable:
+            buffer.append(1)
+        buffer.append(1)
     door.close()
 
 
