@@ -303,9 +303,9 @@ class KVStoreHiCache(HiCacheStorage):
             return self._pools[name]
 
     def _open(self, name: str, fields: dict[str, Any]) -> _Pool:
-        ranks = Ranks.of(self._config, name)
         if name not in self.registered_pools:
             raise InvalidRequest("SGLang did not register this pool", pool=name)
+        ranks = Ranks.of(self._config, name, self.registered_pools[name])
         in_place = self._in_place or name != KV
         memory = PoolMemory(self.registered_pools[name], in_place=in_place, split=len(ranks.slices))
         description = describe_pages(
@@ -349,9 +349,10 @@ class _Pool:
         """Read pages into slots; returns how many from the first on."""
         if self.memory.in_place:
             return self.door.read_into(keys, self.memory.pages(host_indices, len(keys)))
+        slots = self.memory.checked(host_indices, len(keys))
         pages = [self.memory.new_page() for _ in keys]
         num_read = self.door.read_into(keys, [[_contiguous(page)] for page in pages])
-        self.memory.put(host_indices, pages[:num_read])
+        self.memory.put(slots, pages[:num_read])
         return num_read
 
     def write(self, keys: Sequence[str], host_indices: torch.Tensor | None, after: str | None) -> list[bool]:

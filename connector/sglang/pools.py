@@ -31,12 +31,17 @@ class Ranks:
     writes: bool
 
     @classmethod
-    def of(cls, config: Any, pool: str) -> Ranks:
+    def of(cls, config: Any, pool: str, host_pool: Any) -> Ranks:
         """The share of one pool's pages, from SGLang's `HiCacheStorageConfig`. Where the ranks hold the same, the first
         one writes; Mamba's state is divided even if the KV cache is not.
+
+        Raises:
+            InvalidRequest: The ranks hold the same of other pools, but each has heads of its own in this one.
         """
         rank, size = int(config.tp_rank), int(config.tp_size)
         if config.is_mla_model and pool != MAMBA:
+            if size > 1 and hasattr(host_pool, "head_num"):  # as of an EAGLE draft with heads, for a target with MLA
+                raise InvalidRequest("not cached: SGLang stores the first rank's heads alone of this pool", pool=pool)
             return cls((0,), 1, bool(config.is_storage_writer))
         if pool == KV and config.should_split_heads:  # engines of another tensor-parallel size can read such slices
             share = int(config.tp_lcm_size) // size
@@ -95,13 +100,13 @@ class PoolMemory:
         page: torch.Tensor = self._pool.get_dummy_flat_data_page()
         return page
 
-    def pages(self, host_indices: torch.Tensor, num_pages: int) -> list[Page]:
+    def pages(self, host_indices: torch.Tensor | None, num_pages: int) -> list[Page]:
         """The pages of slots in place.
 
         Raises:
             InvalidRequest: There are not as many slots as these pages have.
         """
-        self._check(host_indices, num_pages)
+        host_indices = self.checked(host_indices, num_pages)
         found = self._find_buffers(host_indices)
         if found is None or len(found) != num_pages * len(self._piece_bytes):
             raise InvalidRequest("the pool tells other buffers than at the start", layout=self._layout)
@@ -109,9 +114,13 @@ class PoolMemory:
         step = len(self._piece_bytes)
         return [views[at : at + step] for at in range(0, len(views), step)]
 
-    def copies(self, host_indices: torch.Tensor, num_pages: int) -> list[Page]:
-        """Copies of the pages of slots."""
-        self._check(host_indices, num_pages)
+    def copies(self, host_indices: torch.Tensor | None, num_pages: int) -> list[Page]:
+        """Copies of the pages of slots.
+
+        Raises:
+            InvalidRequest: There are not as many slots as these pages have.
+        """
+        host_indices = self.checked(host_indices, num_pages)
         return [[view_of(self._pool.get_data_page(slot, flat=True))] for slot in self._first_slots(host_indices)]
 
     def put(self, host_indices: torch.Tensor, pages: Sequence[torch.Tensor]) -> None:
@@ -123,11 +132,17 @@ class PoolMemory:
         slots: list[int] = host_indices[:: self.page_tokens].tolist()
         return slots
 
-    def _check(self, host_indices: torch.Tensor | None, num_pages: int) -> None:
+    def checked(self, host_indices: torch.Tensor | None, num_pages: int) -> torch.Tensor:
+        """The slots of some pages.
+
+        Raises:
+            InvalidRequest: There are not as many slots as these pages have.
+        """
         expected = num_pages * self.page_tokens
         if host_indices is None or host_indices.numel() != expected:
             seen = None if host_indices is None else host_indices.numel()
             raise InvalidRequest("expected the slots of whole pages", expected=expected, seen=seen)
+        return host_indices
 
     def _find_buffers(self, host_indices: torch.Tensor) -> list[tuple[int, int]] | None:
         """Address and bytes of each buffer, page by page; `None`: the pool has none that can be addressed."""

@@ -230,6 +230,27 @@ def test_ranks_that_hold_the_same_store_it_once(make: Make, service: DirectorySe
     assert holds(target, list(range(4)), source, list(range(4)))
 
 
+def test_a_draft_with_heads_is_no_ranks_of_another(sglang: SimpleNamespace, make: Make) -> None:
+    """A target with MLA, and a draft whose heads are divided over the ranks: SGLang has the first rank store the
+    draft's pages, and another rank would read that one's heads. Nothing is found, and KV alone is shared as before.
+    """
+    target, keys = filled(2)
+    ranks, drafts = [], [filled(2, seed=seed)[0] for seed in (100, 200)]
+    for rank, draft in enumerate(drafts):
+        vars(draft)["head_num"] = 4
+        ranks.append(make(target, tp_rank=rank, tp_size=2, is_mla_model=True, more={"draft": draft}))
+    assert ranks[0].batch_set_v1(keys, target.slots(0, 1)) == [True, True]
+    given = transfer(sglang, "draft", keys, last=False, slots=drafts[0].slots(0, 1))
+    assert ranks[0].batch_set_v2([given])["draft"] == [False, False]
+    for rank in ranks:
+        assert rank.batch_exists_v2(keys, [given]).kv_hit_pages == 0 and rank.batch_exists(keys) == 2
+        assert rank.batch_get_v2([given])["draft"] == [False, False]
+    alone = make(target, is_mla_model=True, more={"draft": drafts[0]})
+    assert (
+        alone.batch_set_v2([given])["draft"] == [True, True] and alone.batch_exists_v2(keys, [given]).kv_hit_pages == 2
+    )
+
+
 def test_heads_that_are_split_are_shared_between_sizes(make: Make) -> None:
     """With `tp_lcm_size` an engine of two ranks writes what one of four ranks reads, head by head."""
     pools = [filled(2, seed=seed, layout="page_head")[0] for seed in (1, 5)]
@@ -474,6 +495,12 @@ def test_wrong_arguments_are_answered_too(sglang: SimpleNamespace, make: Make) -
     assert backend.batch_set_v2([nobody])["indexer"] == [False] * 4
     assert backend.batch_exists_v2(keys, [nobody]).kv_hit_pages == 0
     assert backend.batch_get_v2([replace(nobody, host_indices=None)])["indexer"] == [False] * 4
+    states = StatePool()
+    copied = make(pool, more={"mamba": states})
+    given = transfer(sglang, "mamba", keys, last=False, slots=states.slots(*range(4)))
+    assert copied.batch_set_v2([given])["mamba"] == [True] * 4
+    for slots in (None, states.slots(0, 1), states.slots(*range(5))):  # not as many as pages: none can be told
+        assert copied.batch_get_v2([replace(given, host_indices=slots)])["mamba"] == [False] * 4
     assert backend.get(keys[0], torch.zeros(3)) is None
     assert backend.batch_exists(keys) == 4
 
