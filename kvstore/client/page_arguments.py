@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from kvstore.errors import InvalidRequest
+from kvstore.format.header_v1 import HEADER_BYTES
+from kvstore.format.record import MAX_RECORD_BYTES
 from kvstore.model.kinds import Keyed
 from kvstore.model.layout import MAX_GROUP_SLICES, MAX_PREFIX_TOKENS, Layout
 from kvstore.model.namespace import NamespaceDescription
@@ -25,6 +27,7 @@ _INT_MAX = (1 << 63) - 1
 """Messages hold no larger numbers."""
 _SHOWN_MAX = 60
 """Characters of a text that an error shows."""
+_SLICE_BYTES_MAX = MAX_RECORD_BYTES - HEADER_BYTES
 _KEYS_MAX = 100_000
 """A query of more does not fit a message."""
 
@@ -211,6 +214,10 @@ def _checked_page(field: str, page: Any, num_slices: int, writable: bool) -> lis
         if view.format.lstrip("@=<>!") == "O":  # addresses of objects, which mean nothing once they were read
             raise wrong(f"{field}[{at}]", "this memory holds objects of Python", "numbers or bytes", piece)
         views.append(_bytes_of(view))
+    step = len(views) // num_slices
+    for start in range(0, len(views), step):
+        if (seen := sum(view.nbytes for view in views[start : start + step])) > _SLICE_BYTES_MAX:
+            raise wrong(field, "no record is that large", f"at most {_SLICE_BYTES_MAX} bytes of a slice", seen)
     return views
 
 

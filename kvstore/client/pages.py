@@ -238,7 +238,8 @@ class PageDoor:
         page_tokens, wanted, stop, shown = self._layout.page_tokens, held + len(keys), None, dict(detail or {})
         if num_found < len(keys):
             key = keys[num_found]
-            shown["page_key"] = key if isinstance(key, str) else key.hex()
+            page_key = {"page_key": key if isinstance(key, str) else key.hex()}
+            shown = page_key | shown | page_key  # first, since a service keeps the first details
             if reason in _SEARCHED:
                 stop = Boundary((held + num_found + 1) * page_tokens, name_of_page(key))
         outcome = Outcome(

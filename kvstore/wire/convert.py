@@ -331,12 +331,17 @@ def is_whole(value: object, least: int, most: int) -> TypeGuard[int]:
 
 
 def outcome_message(outcome: Outcome) -> messages.Outcome:
-    """A request's outcome as a message."""
+    """A request's outcome as a message, cut to what a service keeps: it ends the connection of one that is larger."""
     stop = outcome.stop
+    detail = {
+        name[:TEXT_MAX]: value[:TEXT_MAX] if isinstance(value, str) else value
+        for name, value in list(outcome.detail.items())[:_DETAILS_MAX]
+    }
     changed = {
         "request": outcome.request[:TEXT_MAX],
         "namespace": outcome.namespace or b"",
-        "detail": dict(outcome.detail),
+        "reason": outcome.reason[:TEXT_MAX],
+        "detail": detail,
         "stop_tokens": stop.tokens if stop is not None else 0,
         "stop_prefix": stop.prefix if stop is not None else b"",
         "groups": outcome.groups.to_bytes((outcome.groups.bit_length() + 7) // 8, "little"),

@@ -137,6 +137,18 @@ def test_wrong_pages(nowhere: BlockingStore, field: str, pages: Any) -> None:
     door.close()
 
 
+def test_a_page_that_no_record_holds(nowhere: BlockingStore) -> None:
+    """It is refused before a byte of it is read: making a record of it would take longer than a call may."""
+    door, memory, half = PageDoor(nowhere, DESCRIPTION), np.zeros(3 << 30, np.uint8), 3 << 29
+    for page in ([memory], [memory[:half], memory[half:]]):
+        refused("pages[0]", lambda page=page: door.write_from(["a"], [page]))  # type: ignore[misc]
+        refused("pages[0]", lambda page=page: door.read_into(["a"], [page]))  # type: ignore[misc]
+    door.close()
+    door = PageDoor(nowhere, SLICED, slices=(0, 1))
+    refused("pages[0]", lambda: door.write_from(["a"], [[b"one", memory]]))
+    door.close()
+
+
 def test_slices_that_are_there_twice(nowhere: BlockingStore) -> None:
     """Both parts of a page would be one record: the first one's bytes were read for the second one's."""
     refused("slices[1]", lambda: PageDoor(nowhere, DESCRIPTION, slices=(0, 0)))

@@ -15,7 +15,7 @@ from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.prompt_hint import NO_WISHES, EndedPrompt, Wishes
 from kvstore.runtime.arena import Place
 from kvstore.wire import convert, messages
-from kvstore.wire.frames import pack_head
+from kvstore.wire.frames import pack_head, unpack_head
 from kvstore.wire.messages import SAVE_PLACES_MAX, decode, encode, error_of, raise_error
 from kvstore.wire.places import located_reply, parse_located, parse_save_places, save_fields
 
@@ -256,6 +256,17 @@ def test_an_outcome_takes_no_more_room_than_it_may() -> None:
     kept = convert.parse_outcome(replace(message, detail=detail, reason="c" * 9999))
     assert (len(kept.request), len(kept.reason), len(kept.detail)) == (256, 256, 15)
     assert {len(str(value)) for value in kept.detail.values()} == {256}
+
+
+def test_an_outcome_fits_a_message_whatever_it_says() -> None:
+    """A service reads no text of more than 64 KiB, and no map of more than 64 values, from a client."""
+    long = "long " * 20_000
+    outcome = Outcome(long, None, 10, 0, 0, 0, reason=long, detail={f"{number} {long}": long for number in range(99)})
+    frame = pack_head(messages.encode(convert.outcome_message(outcome)))
+    message = messages.decode(unpack_head(frame[16:], is_of_client=True))
+    assert isinstance(message, messages.Outcome)
+    kept = convert.parse_outcome(message)
+    assert (len(kept.request), len(kept.reason), len(kept.detail)) == (256, 256, 16)
 
 
 def test_what_did_not_answer_a_lookup_comes_back() -> None:
