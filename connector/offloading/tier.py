@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from connector.logs import join_vllm_logs
 from connector.offloading.engine import Engine, describe_groups, read_engine
-from connector.offloading.lookups import Doors, Lookups
+from connector.offloading.lookups import Doors, Lookups, Request
 from connector.offloading.settings import read_settings
 from connector.offloading.transfers import Done, Job, Transfers
 from connector.request_parameters import RequestFlags, read_flags
@@ -163,7 +163,9 @@ class KVStoreTier(SecondaryTierManager):
 
     def _submit(self, given: TransferJob, refused: str) -> None:
         """Start a job, or report that it failed: vLLM keeps its slots until it is reported."""
-        request, keys = self._lookups.request(given.req_context.req_id), list(given.keys)
+        request_id, keys = given.req_context.req_id, list(given.keys)
+        # vLLM may begin a load for a request that has ended since its lookups: nothing would forget it
+        request = self._lookups.request(request_id) if request_id in self._flags else Request(request_id)
         job = Job(given.job_id, request, keys, given.chunk_ids.tolist(), given.is_promotion)
         if refused or not self._start(job, given.req_context):
             self._transfers.refuse(job, refused or "failed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import threading
@@ -15,6 +16,7 @@ import vllm
 from vllm.v1.kv_offload.base import LookupResult, OffloadingEvent
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from connector.offloading.lookups import Request
 from kvstore.client import BlockingStore
 from kvstore.client.pages import name_of_page
 from kvstore.errors import InvalidRequest
@@ -270,6 +272,31 @@ def test_behind_a_lost_chunk_of_a_window_others_are_loaded(make: OffloaderMaker,
     reader.settle()
     (result,) = reader.results
     assert set(result.successful_keys or ()) == {*keys[:1], *keys[2:]}
+
+
+def test_a_request_that_ends_before_its_load_begins_is_forgotten(make: OffloaderMaker) -> None:
+    """It ends between its lookups and the end of the step, which begins the load: its chunks arrive for others, and
+    nothing is kept of it."""
+    keys = chain("a", 4)
+    stored(make(), keys)
+    reader = make()
+    before = num_requests_known()
+    context = reader.begin("r", keys=keys)
+    reader.poll(context, keys)
+    reader.step()
+    eventually(lambda: all(reader.tier.lookup(key, context) is LookupResult.HIT for key in keys))
+    reader.poll(context, keys)
+    reader.end("r")
+    reader.step()
+    reader.settle()
+    assert [result.success for result in reader.results] == [True]
+    reader.results.clear()
+    assert restored(reader, keys, "another") == 4 and num_requests_known() == before
+
+
+def num_requests_known() -> int:
+    gc.collect()
+    return sum(type(one) is Request for one in gc.get_objects())
 
 
 def test_a_full_primary_tier_loads_nothing(make: OffloaderMaker) -> None:
