@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from kvstore.api import LeasedRecord, LeaseId, Outcome, PageStore, PrefixQuery, SaveOutcome
+from kvstore.api import LeasedRecord, LeaseId, Outcome, PageStore, PrefixQuery, SaveOutcome, Staged
 from kvstore.client.blocking import BlockingStore
 from kvstore.client.page_arguments import (
     PageKey,
@@ -162,7 +162,7 @@ class PageDoor:
         """
         boundaries = _boundaries(keys, self._layout.page_tokens, after)
         skipped = len(boundaries) - len(keys)
-        return self._call(lambda call: self._stage(call, boundaries, skipped))
+        return self._call(lambda call: self._exists(call, boundaries, skipped))
 
     def read_into(self, keys: Sequence[PageKey], pages: Sequence[Pieces], *, timeout_s: float | None = None) -> int:
         """Read pages until one is not there; returns how many. Buffers of the others hold anything.
@@ -329,46 +329,71 @@ class PageDoor:
         self._cuts.note([boundary.prefix for boundary in boundaries], num_found, cut)
         return present
 
-    async def _stage(self, call: _Call, boundaries: Sequence[Boundary], skipped: int) -> int:
-        if len(boundaries) <= skipped:
-            return 0
-        query = await self._query(call, boundaries, skipped)
-        staged = await call.store.stage(query, deadline=call.deadline)
-        num_pages = max(0, staged.resume_tokens // self._layout.page_tokens - skipped)
-        prefixes = [boundary.prefix for boundary in boundaries[skipped:]]
-        self._cuts.note(prefixes, num_pages, staged.cut)
+    async def _exists(self, call: _Call, boundaries: Sequence[Boundary], skipped: int) -> int:
+        staged = await self._stage(call, boundaries, skipped)
+        num_pages = self._num_pages(staged, skipped)
         if staged.lease is not None:
-            for ended in self._leases.add(staged.lease, prefixes[:num_pages], staged.lease_s):
+            prefixes = [boundary.prefix for boundary in boundaries[skipped : skipped + num_pages]]
+            for ended in self._leases.add(staged.lease, prefixes, staged.lease_s):
                 await call.store.release(ended)
         return num_pages
+
+    async def _stage(self, call: _Call, boundaries: Sequence[Boundary], skipped: int) -> Staged:
+        if len(boundaries) <= skipped:
+            return Staged(None, 0)
+        query = await self._query(call, boundaries, skipped)
+        staged = await call.store.stage(query, deadline=call.deadline)
+        prefixes = [boundary.prefix for boundary in boundaries[skipped:]]
+        self._cuts.note(prefixes, self._num_pages(staged, skipped), staged.cut)
+        return staged
+
+    def _num_pages(self, staged: Staged, skipped: int) -> int:
+        return max(0, staged.resume_tokens // self._layout.page_tokens - skipped)
 
     # reading
 
     async def _read(self, call: _Call, boundaries: Sequence[Boundary], pages: Sequence[Views]) -> int:
         prefixes = [boundary.prefix for boundary in boundaries]
-        done, tried = 0, -1
-        while done < len(prefixes):
+        done, tried, staged_at = 0, -1, -1
+        while done < len(prefixes) and staged_at < done:
             lease, num_pages = self._leases.find(prefixes[done:])
-            if lease is None:
-                if tried == done:
-                    break
-                tried = done
-                rest = _renumbered(boundaries[done:], self._layout.page_tokens)
-                try:
-                    if not await self._stage(call, rest, 0):
-                        break
-                except Unavailable as error:
-                    if not done:
-                        raise
-                    _log.debug("of %d pages %d were read: %s", len(prefixes), done, error)
-                    break
+            if lease is not None and tried < done:
+                tried, stop = done, done + num_pages
+                num_read = await self._read_leased(call, lease, prefixes, pages, range(done, stop))
+                for ended in self._leases.used(lease, prefixes[done:stop], all_of_it=num_read < num_pages):
+                    await call.store.release(ended)
+                done += num_read
                 continue
-            stop = done + num_pages
-            num_read = await self._read_leased(call, lease, prefixes, pages, range(done, stop))
-            for ended in self._leases.used(lease, prefixes[done:stop], all_of_it=num_read < num_pages):
-                await call.store.release(ended)
-            done += num_read
+            staged_at = done
+            rest = _renumbered(boundaries[done:], self._layout.page_tokens)
+            try:
+                done += await self._read_staged(call, rest, prefixes, pages, done)
+            except Unavailable as error:
+                if not done:
+                    raise
+                _log.debug("of %d pages %d were read: %s", len(prefixes), done, error)
+                break
         return done
+
+    async def _read_staged(
+        self,
+        call: _Call,
+        rest: Sequence[Boundary],
+        prefixes: Sequence[PrefixHash],
+        pages: Sequence[Views],
+        start: int,
+    ) -> int:
+        """Stage the pages from `start` on for this call alone, and read them; returns how many. Another call can end a
+        lease that they share, as often as it is repeated.
+        """
+        staged = await self._stage(call, rest, 0)
+        if staged.lease is None:
+            return 0
+        try:
+            stop = start + self._num_pages(staged, 0)
+            return await self._read_leased(call, staged.lease, prefixes, pages, range(start, stop))
+        finally:
+            await call.store.release(staged.lease)
 
     async def _read_leased(
         self, call: _Call, lease: LeaseId, prefixes: Sequence[PrefixHash], pages: Sequence[Views], which: range

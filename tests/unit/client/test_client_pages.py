@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.api import Outcome, PageStore
-from kvstore.client import BlockingStore, PageDoor, describe_pages
+from kvstore.client import BlockingStore, PageDoor, RemoteStore, describe_pages
 from kvstore.client.pages import name_of_page
 from kvstore.codec import CodecPool
 from kvstore.errors import Closed, InvalidRequest, Unavailable
@@ -174,6 +176,30 @@ def test_a_report_says_how_far_pages_reach(store: BlockingStore) -> None:
 
 async def _listen(store: PageStore, sent: list[Outcome]) -> None:
     store.report = sent.append  # type: ignore[method-assign]
+
+
+def test_a_read_is_whole_whatever_other_calls_read(store: BlockingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time that a call is about to read pages, another thread looks the same ones up and reads them, which ends
+    the lease that both share."""
+    door, keys = PageDoor(store, DESCRIPTION), ["a", "b", "c"]
+    pages, load_many, others = [page_of(seed, 4096) for seed in range(3)], RemoteStore.load_many, list[int]()
+    assert door.write_from(keys, pages) == [True] * 3
+
+    def read_too() -> None:
+        assert door.exists(keys) == 3 and door.read_into(keys, [empty_like(page) for page in pages]) == 3
+
+    async def late(self: RemoteStore, *args: Any, **kwargs: Any) -> Any:
+        if len(others) % 2 == 0:
+            others.append(1)
+            await asyncio.get_running_loop().run_in_executor(None, read_too)
+            others.append(1)
+        return await load_many(self, *args, **kwargs)
+
+    monkeypatch.setattr(RemoteStore, "load_many", late)
+    targets = [empty_like(page) for page in pages]
+    assert door.exists(keys) == 3 and door.read_into(keys, targets) == 3 and targets == pages
+    assert len(others) > 2
+    door.close()
 
 
 def test_many_threads_at_once(store: BlockingStore) -> None:
