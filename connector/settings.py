@@ -20,6 +20,8 @@ _ENVIRONMENT = "KVSTORE_CONNECTOR_"
 _MODES = ("both", "load", "save", "off")
 _COMPRESSIONS = ("auto", "planes", "tiles", "none")
 _BLOCK_NAMES = ("off", "hashes", "tokens")
+_WAIT_MS_MAX = 7 * 86_400_000
+"""Timers cannot add times without an end."""
 _SAVE_MEMORY_BYTES = 64 << 20
 """For a dozen records of some MiB that are encoded, sent or copied; a client that has no more room sends records."""
 _MODE_OF_ROLE = {"kv_producer": "save", "kv_consumer": "load"}
@@ -226,8 +228,13 @@ class ConnectorSettings:
             expected = ", ".join(_COMPRESSIONS)
             raise InvalidRequest(f"compression must be one of {expected}", field="compression", seen=self.compression)
         for field in ("lookup_timeout_ms", "stall_timeout_ms", "max_wait_ms"):
-            if getattr(self, field) <= 0:
-                raise InvalidRequest("expected a positive number", field=field, seen=getattr(self, field))
+            if not 0 < getattr(self, field) <= _WAIT_MS_MAX:
+                raise InvalidRequest(
+                    "expected a positive number",
+                    field=field,
+                    expected=f"1 to {_WAIT_MS_MAX}",
+                    seen=getattr(self, field),
+                )
         for field in ("pinned_bytes", "memory_bytes", "disk_bytes"):
             value = getattr(self, field)
             if value is not None and value <= 0:

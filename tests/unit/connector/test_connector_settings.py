@@ -147,6 +147,7 @@ def test_a_place_may_have_some_keys_only() -> None:
         ("lookup_timeout_ms", 0, "positive"),
         ("stall_timeout_ms", -5, "positive"),
         ("max_wait_ms", [1], "whole number"),
+        ("max_wait_ms", 10**30, "1 to 604800000"),
         ("audit_rate", 1.5, "from 0 to 1"),
         ("blend", "yes", "true or false"),
         ("blend_recompute_ratio", 1.5, "from 0 to 1"),
