@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import OutOfMemoryError
 
 from kvstore.api import Ack
 from kvstore.catalog.entry import BoundaryEntry, Level
+from kvstore.catalog.redis.catalog import RedisCatalog
 from kvstore.catalog.redis.coordination import RedisOwnership
 from kvstore.compose import open_catalog, open_store, open_tier
 from kvstore.errors import Unavailable
@@ -56,6 +58,24 @@ async def test_an_owner_has_the_word(client: Redis) -> None:
     await first.release("a", deadline=soon())
     assert await second.agree("a", "all", deadline=soon()) == "all"
     assert await first.agree("a", "second_sight", deadline=soon()) == "all"
+
+
+async def test_a_full_redis_tells_its_epoch(client: Redis) -> None:
+    """Also when the catalog was marked incomplete just before: every round of retention asks for the epoch, and
+    evictions are what makes room for entries.
+    """
+    catalog = RedisCatalog(client)
+    memory = await client.info("memory")
+    await client.config_set("maxmemory", memory["used_memory"] // 2)
+    try:
+        await catalog.mark_incomplete(deadline=soon())
+        with pytest.raises(OutOfMemoryError):
+            await client.set("more", "x")
+        epoch = await catalog.epoch(deadline=soon())
+        assert await catalog.epoch(deadline=soon()) == epoch
+        assert await catalog.mark_complete(epoch, deadline=soon())
+    finally:
+        await client.config_set("maxmemory", 0)
 
 
 async def test_a_redis_that_is_not_there_is_unavailable() -> None:

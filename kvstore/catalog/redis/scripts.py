@@ -96,7 +96,9 @@ ALWAYS = "#!lua flags=allow-oom\n"
 """The first line of scripts that free memory, or take no more of it: they also run on a full server, which could
 otherwise never drain."""
 
-EPOCH = """
+EPOCH = (
+    ALWAYS
+    + """
 local epoch = redis.call('GET', KEYS[1])
 if not epoch then
   epoch = ARGV[1]
@@ -104,13 +106,17 @@ if not epoch then
 end
 return epoch
 """
-"""The epoch, which begins now if there is none."""
+)
+"""The epoch, which begins now if there is none. Also on a full server: retention, which frees memory, asks for it."""
 
-MARK_COMPLETE = """
+MARK_COMPLETE = (
+    ALWAYS
+    + """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 redis.call('SET', KEYS[2], ARGV[2])
 return 1
 """
+)
 """Mark the catalog complete if its epoch is still the given one."""
 
 
