@@ -12,13 +12,18 @@ from pathlib import Path
 import pytest
 from redis.exceptions import RedisError
 
+from kvstore.catalog.base import Addition
+from kvstore.catalog.entry import Level
+from kvstore.catalog.redis.catalog import RedisCatalog
 from kvstore.catalog.redis.nodes import RedisNodes
 from kvstore.doctor.check import Verdict
 from kvstore.doctor.redis import judge_redis
 from kvstore.errors import Unavailable
+from kvstore.model.keys import PrefixHash
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.meters import Meters
+from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.records import make_key, make_record
 from kvstore.testing.servers import RedisCluster, RedisServer
 from kvstore.testing.servers.ports import free_ports
@@ -109,6 +114,55 @@ async def test_slots_that_move_to_another_node(cluster: RedisCluster) -> None:
         await asyncio.gather(*(nodes.one(("SET", name, "1"), deadline=Deadline.after(_SOON_S)) for name in others))
         with moving(names, source, target):
             await write_all(nodes, names)
+
+
+@pytest.mark.parametrize("is_half", [False, True])
+async def test_slots_that_move_during_a_walk_over_the_catalog(cluster: RedisCluster, *, is_half: bool) -> None:
+    """From a node that is listed later to one that was listed before: no entry is missed, so that retention and garbage
+    collection take no boundary for one whose parent is gone. Also of slots whose move is not over.
+    """
+    await asyncio.to_thread(cluster.settle)
+    cluster.flush()
+    target, *others = sorted(cluster.primaries(), key=lambda server: f"127.0.0.1:{server.port}")
+    prompt = Prompt(ATTENTION, "walked", 64 * 40)
+    keys = prompt.record_keys()
+    async with open_control(parse_redis(cluster.url)) as client:
+        catalog = RedisCatalog(client)
+        await catalog.register(prompt.namespace, prompt.layout, "", deadline=soon())
+        await catalog.add([Addition(key, Level.COLD, 1000, 0) for key in keys], deadline=soon())
+        walked: set[PrefixHash] = set()
+        moved: list[tuple[int, RedisServer]] = []
+        async for entry in catalog.iterate(prompt.namespace):
+            if not moved and cluster.primary_of(slot_of(f"{{{entry.prefix.hex()}}}")) in others:
+                for key in keys[::8]:
+                    slot = slot_of(f"{{{key.prefix.hex()}}}")
+                    if (source := cluster.primary_of(slot)) in others and slot not in dict(moved):
+                        move_keys(slot, source, target)
+                        moved.append((slot, source))
+                        if not is_half:
+                            settle_slot(cluster, slot, target)
+            walked.add(entry.prefix)
+        assert len(moved) > 1
+        assert walked == {key.prefix for key in keys}
+    for slot, source in moved:
+        if is_half:
+            settle_slot(cluster, slot, target)
+        move_keys(slot, target, source)
+        settle_slot(cluster, slot, source)
+
+
+def move_keys(slot: int, source: RedisServer, target: RedisServer) -> None:
+    """Move what a slot holds; the slot itself stays where it is."""
+    target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", source.ask("CLUSTER", "MYID").decode())
+    source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", target.ask("CLUSTER", "MYID").decode())
+    for name in source.ask("CLUSTER", "GETKEYSINSLOT", slot, 1000):
+        source.ask("MIGRATE", "127.0.0.1", target.port, name, 0, 5000)
+
+
+def settle_slot(group: RedisCluster, slot: int, owner: RedisServer) -> None:
+    """Give a slot, with what it holds, to a node."""
+    for server in (owner, *group.primaries()):
+        server.ask("CLUSTER", "SETSLOT", slot, "NODE", owner.ask("CLUSTER", "MYID").decode())
 
 
 async def test_slots_that_move_to_a_node_without_slots(cluster: RedisCluster, tmp_path: Path) -> None:

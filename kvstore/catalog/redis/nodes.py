@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -37,7 +36,8 @@ from kvstore.catalog.base import Gate
 from kvstore.catalog.redis.replies import Command, check_reply, keys_of
 from kvstore.catalog.redis.routes import ClusterClient, Routes, is_elsewhere
 from kvstore.catalog.redis.scripts import ALL, DAMAGED
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.catalog.redis.walks import MOVING, Position, digest_of_names, digest_of_slots, position_of
+from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
 
 _log = logging.getLogger(__name__)
@@ -52,8 +52,6 @@ _CALLS_MAX = 24
 
 _packed = cast(Callable[[Command], bytes], pack_command)  # its stub allows for one argument only
 _TEXTS = {script.sha: script.text for script in ALL}
-_NUMBERS = re.compile(r"(\d{1,5})\.(\d{1,5})\.(\d{1,20})", re.ASCII)
-"""A cursor: the number of nodes, the index of one, and the position of the SCAN on it."""
 _NOT_UNDERSTOOD = (ValueError, TypeError, AttributeError, LookupError)
 """Errors of redis-py for replies that it cannot convert."""
 
@@ -166,19 +164,38 @@ class RedisNodes:
         self, pattern: str, cursor: str, count: int, *, deadline: Deadline
     ) -> tuple[list[bytes], str | None]:
         """Names that match a pattern among the next `count` of one node, and the cursor to continue with: node by node,
-        `None` after the last. A name may come twice.
+        `None` after the last. A name may come twice. None is missed if slots move, unless one moves twice.
 
         Raises:
-            InvalidRequest: Not a cursor, or the number of nodes has changed since.
+            InvalidRequest: Not a cursor, or the nodes have changed since.
         """
         with self._translated():
             async with deadline.scope("scanning the names in Redis"):
-                nodes = sorted(await self._primaries(), key=lambda node: "" if node is None else str(node.name))
-                index, place = _numbers_of_cursor(cursor, len(nodes))
-                command = ("SCAN", place, "MATCH", pattern, "COUNT", count)
-                ((after, names),) = await self._exchange(nodes[index], [command], strict=True)
-        index += 0 if int(after) else 1
-        return names, f"{len(nodes)}.{index}.{int(after)}" if index < len(nodes) else None
+                nodes = sorted(await self._primaries(), key=_name_of)
+                names = [_name_of(node) for node in nodes]
+                if cursor:
+                    position = position_of(cursor, names)
+                else:
+                    position = Position(digest_of_names(names), await self._slots(nodes))
+                command = ("SCAN", position.place, "MATCH", pattern, "COUNT", count)
+                ((after, found),) = await self._exchange(nodes[position.index % len(nodes)], [command], strict=True)
+                position = position.after(int(after))
+                is_last = position.index == 2 * len(nodes)
+                if position.index == len(nodes) and not position.place:
+                    is_last = MOVING != await self._slots(nodes) == position.slots
+                    if not is_last and self._routes is not None:
+                        await self._routes.read_again()  # if there are other nodes now, the cursor is refused
+        return found, None if is_last else position.cursor
+
+    async def _slots(self, nodes: Sequence[Any]) -> int:
+        """A number for the slots of each node, see `walks.py`."""
+        if self._routes is None:
+            return 1
+        try:
+            replies = [(await self._exchange(node, [("CLUSTER", "NODES")], strict=True))[0] for node in nodes]
+        except NoPermissionError:  # of a user as earlier releases needed it
+            return await self._routes.digest()
+        return digest_of_slots([reply.decode(errors="replace") for reply in replies])
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -321,20 +338,6 @@ def _tags() -> tuple[bytes, ...]:
     raise AssertionError("not reached")
 
 
-def _numbers_of_cursor(cursor: str, num_nodes: int) -> tuple[int, int]:
-    """The index of a node, and the position of the SCAN on it.
-
-    Raises:
-        InvalidRequest: Not a cursor, or one from when the cluster had another number of nodes.
-    """
-    if not cursor:
-        return 0, 0
-    match = _NUMBERS.fullmatch(cursor)
-    of, node, scan = (int(part) for part in match.groups()) if match is not None else (0, 0, 0)
-    if of != num_nodes or node >= num_nodes or scan >= 1 << 64:
-        raise InvalidRequest(
-            "not a cursor of this catalog, or no longer valid: start again without one",
-            field="cursor",
-            seen=cursor[:80],
-        )
-    return node, scan
+def _name_of(node: Any) -> str:
+    """`None` is a standalone server."""
+    return "" if node is None else str(node.name)

@@ -51,7 +51,7 @@ _FORMS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("EXISTS", "DEL", "UNLINK", "HSET", "HLEN", "HDEL"), _is_number),
     "EXPIRE": lambda reply: isinstance(reply, bool) or _is_number(reply),  # redis-py converts it
     "HEXISTS": lambda reply: isinstance(reply, bool) or _is_number(reply),  # redis-py converts it
-    **dict.fromkeys(("INFO", "SCRIPT", "TYPE"), _is_text),
+    **dict.fromkeys(("CLUSTER", "INFO", "SCRIPT", "TYPE"), _is_text),
     # the caller checks the rest
     "EVAL": lambda reply: _is_text_or_none(reply) or _is_number(reply) or isinstance(reply, list),
     "GET": _is_text_or_none,
