@@ -213,6 +213,13 @@ class Catalog(ABC):
         and when it loses its data.
         """
 
+    async def complete_epoch(self, *, deadline: Deadline) -> bytes | None:
+        """The epoch of a catalog that is complete; `None`: it is not, or this cannot be said since a server was
+        restarted. To be asked before and after a walk that takes a missing entry for a record that is not stored.
+        """
+        epoch = await self.epoch(deadline=deadline)  # first: the catalog is complete in this one
+        return epoch if await self.is_complete(deadline=deadline) else None
+
     @abstractmethod
     async def mark_incomplete(self, *, deadline: Deadline) -> None:
         """Say that changes may have been missed."""

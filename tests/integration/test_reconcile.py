@@ -15,7 +15,8 @@ from kvstore.api import Ack, SaveOutcome
 from kvstore.catalog.base import Catalog
 from kvstore.catalog.entry import Level
 from kvstore.catalog.redis.catalog import RedisCatalog
-from kvstore.catalog.redis.reconcile import Reconciler, Sample, Sampler, ServerCounters, format_counters
+from kvstore.catalog.redis.counters import ServerCounters, format_counters
+from kvstore.catalog.redis.reconcile import Reconciler, Sample, Sampler
 from kvstore.compose import open_catalog, open_store, open_tier
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.meters import Meters
@@ -122,6 +123,33 @@ async def test_a_redis_that_was_replaced_while_nobody_looked(shared_redis: Redis
         await mark_complete(catalog)
         await Reconciler(catalog, Meters()).check()
         assert await catalog.is_complete(deadline=soon())
+
+
+async def test_a_redis_that_has_an_older_state_again(tmp_path: Path) -> None:
+    """Restarted from a snapshot, with an older state of the catalog and its mark: until a service has seen that, what
+    the catalog lacks is no reason to delete. The note of what was seen is written again if it is lost.
+    """
+    with redis_server() as server:
+        async with open_catalog(settings_for(server, tmp_path, 15.0)) as catalog:
+            assert isinstance(catalog, RedisCatalog)
+            await mark_complete(catalog)
+            assert await catalog.complete_epoch(deadline=soon()) is None  # no service has looked yet
+            reconciler = Reconciler(catalog, Meters())
+            await reconciler.check()
+            epoch = await catalog.complete_epoch(deadline=soon())
+            assert epoch is not None
+            server.ask("DEL", "c1/reconciled")
+            await reconciler.check()
+            assert await catalog.complete_epoch(deadline=soon()) == epoch
+            server.ask("SAVE")
+            server.kill9()
+            server.start()
+            assert await catalog.is_complete(deadline=soon())
+            assert await catalog.complete_epoch(deadline=soon()) is None
+            await reconciler.check()
+            assert not await catalog.is_complete(deadline=soon())
+            await mark_complete(catalog)
+            assert await catalog.complete_epoch(deadline=soon()) not in (None, epoch)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.1])

@@ -27,6 +27,7 @@ from kvstore.catalog.changes import packed_with
 from kvstore.catalog.coordination import Ownership
 from kvstore.catalog.entry import BoundaryEntry, EntryTable, Level, entry_of
 from kvstore.catalog.redis.coordination import RedisOwnership
+from kvstore.catalog.redis.counters import NOTE, counters_of, parse_counters, run_ids
 from kvstore.catalog.redis.nodes import NUM_SLOTS, Call, RedisNodes
 from kvstore.catalog.redis.replies import Argument, Command
 from kvstore.catalog.redis.scripts import (
@@ -97,6 +98,19 @@ class RedisCatalog(Catalog):
         if not isinstance(epoch, bytes):
             raise Unavailable("check the address of Redis: malformed reply to a question for the catalog's epoch")
         return epoch
+
+    async def complete_epoch(self, *, deadline: Deadline) -> bytes | None:
+        epoch = await super().complete_epoch(deadline=deadline)
+        return None if epoch is None or await self._is_doubtful(deadline) else epoch
+
+    async def _is_doubtful(self, deadline: Deadline) -> bool:
+        """Whether a server was restarted or replaced since entries were last compared with records: it may have an
+        older state of both entries and marks, as from a snapshot. A service then marks the catalog as incomplete.
+        """
+        note = await self.read_note(NOTE, deadline=deadline)
+        seen = parse_counters(note) if note is not None else None
+        servers = await self.info("server", deadline=deadline)
+        return seen is None or run_ids(seen) != run_ids(counters_of(server, {}) for server in servers)
 
     async def mark_incomplete(self, *, deadline: Deadline) -> None:
         self._check_open()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Iterable
 from contextlib import suppress
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from kvstore.catalog.base import Addition
 from kvstore.catalog.entry import Level
 from kvstore.catalog.redis.catalog import RedisCatalog, parse_entry_name
+from kvstore.catalog.redis.counters import NOTE, ServerCounters, counters_of, format_counters, parse_counters, run_ids
 from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, UnsupportedFormat
 from kvstore.format.manifest import parse_manifest
 from kvstore.format.names import record_key
@@ -26,52 +26,15 @@ _PERIOD_S = 15.0
 """How often the servers' counters are read, so that every loss is recorded within 60 s."""
 _LEASE = "reconcile"
 _LEASE_S = 20.0
-_NOTE = "reconciled"
-"""Name of the note that holds the servers' counters as of the last complete comparison."""
 _NEXT_STEP = "lookups also query the tiers, which is slower, until one of the services has added them"
 _CALL_S = 10.0
 _BATCH = 256
-_DIGITS_MAX = 20
-"""A counter of Redis has at most 19 digits."""
 _SAMPLE_NAMES = 512
 """Names that each check reads, of entries and of records. A boundary has one entry and many records."""
 _UNKNOWN_MAX = 256
 _GRACE_S = 40.0
 """A stored record is reported at once. If its service dies, the service that claims its pending entry reports it: by
 default after 30 s (`pending_lease_s`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerCounters:
-    """The removals of a node.
-
-    Attributes:
-        run_id: Changes when the server is restarted or replaced.
-        num_removed: Keys that it evicted or that expired, since its start.
-    """
-
-    run_id: str
-    num_removed: int
-
-
-def counters_of(server: dict[str, str], stats: dict[str, str]) -> ServerCounters:
-    """From `INFO server` and `INFO stats`."""
-    texts = [stats.get(name, "").strip() for name in ("evicted_keys", "expired_keys")]
-    num_removed = sum(int(text) for text in texts if text.isascii() and text.isdecimal() and len(text) < _DIGITS_MAX)
-    return ServerCounters(server.get("run_id", ""), num_removed)
-
-
-def format_counters(counters: list[ServerCounters]) -> str:
-    """The counters as the text of a note for other services."""
-    return json.dumps([[one.run_id, one.num_removed] for one in counters])
-
-
-def parse_counters(text: str) -> list[ServerCounters] | None:
-    """The inverse of `format_counters`; `None`: not such a text."""
-    try:
-        return [ServerCounters(str(run_id), int(num_removed)) for run_id, num_removed in json.loads(text)]
-    except (ValueError, TypeError, OverflowError, RecursionError):
-        return None
 
 
 class Reconciler:
@@ -128,7 +91,8 @@ class Reconciler:
             self._meters.add("catalog_unknown_records", sample.num_unknown)
             await self._mark_incomplete("Redis holds records that were never reported to the catalog")
         counters = await self._read_counters()
-        if (counters == self._counters and not sample.num_lost) or not await self._hold():
+        is_known = counters == self._counters and await self._catalog.read_note(NOTE, deadline=self._soon()) is not None
+        if (is_known and not sample.num_lost) or not await self._hold():
             return sample.num_lost  # the lease's holder may die: `_counters` stays, so that the next check tries again
         try:
             lost = sample.num_lost + await self._reconcile(counters, is_wrong=sample.num_lost > 0)
@@ -168,14 +132,14 @@ class Reconciler:
             counters: Of the servers, now.
             is_wrong: A sample has shown a lost record: compare in any case.
         """
-        note = await self._catalog.read_note(_NOTE, deadline=self._soon())
+        note = await self._catalog.read_note(NOTE, deadline=self._soon())
         seen = self._counters if note is None else parse_counters(note)
-        if seen is not None and {one.run_id for one in counters} != {one.run_id for one in seen}:
+        if seen is not None and run_ids(counters) != run_ids(seen):
             await self._mark_incomplete("a Redis of the catalog was restarted or replaced and may lack entries")
         if note is not None and counters == seen and not is_wrong:  # another service has done it
             return 0
         lost = await self.compare()
-        await self._catalog.write_note(_NOTE, format_counters(counters), deadline=self._soon())
+        await self._catalog.write_note(NOTE, format_counters(counters), deadline=self._soon())
         self._meters.add("catalog_reconciled", lost)
         return lost
 

@@ -225,9 +225,7 @@ class RetentionOwner:
         return held, tenants, excess
 
     async def _epoch(self) -> bytes | None:
-        """The epoch of a catalog that is complete; `None`: it is not."""
-        epoch = await self._catalog.epoch(deadline=self._deadline())  # first: the catalog is complete in this one
-        return epoch if await self._catalog.is_complete(deadline=self._deadline()) else None
+        return await self._catalog.complete_epoch(deadline=self._deadline())
 
     async def _entries(self) -> tuple[list[BoundaryEntry], int]:
         """The entries owned here, and the bytes freed by finishing deletions that others, or an earlier run, left."""

@@ -182,10 +182,13 @@ async def test_what_serves_no_hit_is_collected(made: ServiceHarness, tmp_path: P
     assert (await held(made, old), await held(made, broken)) == (0, 64)
 
 
+@pytest.mark.parametrize("is_marked_again", [False, True])
 async def test_a_catalog_that_loses_entries_makes_no_orphans(
-    made: ServiceHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: ServiceHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_marked_again: bool
 ) -> None:
-    """In the middle of a garbage collection: what the catalog lacks then is kept, and the report says why."""
+    """In the middle of a garbage collection: what the catalog lacks then is kept, and the report says why. Also if it
+    is complete again at the end.
+    """
     prompt = await made.save(Prompt(ATTENTION, "a", 64, tenant="red"))
     scan = FilesystemTier.scan
 
@@ -195,6 +198,8 @@ async def test_a_catalog_that_loses_entries_makes_no_orphans(
         await made.catalog.mark_incomplete(deadline=soon())
         lost = [Removal(key, Level.COLD, None, LeaveReason.LOST) for key in prompt.record_keys()]
         await made.catalog.remove(lost, deadline=soon())
+        if is_marked_again:
+            assert await made.catalog.mark_complete(await made.catalog.epoch(deadline=soon()), deadline=soon())
 
     monkeypatch.setattr(FilesystemTier, "scan", lose)
     async with made.client("operator") as client:

@@ -73,7 +73,7 @@ async def note_what_lacks(context: AdminContext, namespace: Namespace, deleted: 
     Raises:
         Unavailable: The catalog does not answer.
     """
-    if MAY_LACK not in deleted.notes and not await namespace.catalog.is_complete(deadline=context.soon()):
+    if MAY_LACK not in deleted.notes and await namespace.catalog.complete_epoch(deadline=context.soon()) is None:
         deleted.notes.append(MAY_LACK)
 
 

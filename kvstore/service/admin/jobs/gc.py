@@ -78,15 +78,15 @@ class _Collection:
         totals = await context.catalog.totals()
         seen = {namespace: held for namespace, held in totals.items() if self._grant.sees(held.tenant)}
         job.progress.total = sum(held.num_boundaries for held in seen.values())
-        is_complete = await catalog.is_complete(deadline=context.soon())
-        if not is_complete:
+        epoch = await catalog.complete_epoch(deadline=context.soon())
+        if epoch is None:
             self._notes.append("incomplete boundaries were skipped: the catalog is not complete yet")
         try:
             for namespace, held in seen.items():
                 if held.num_boundaries:
-                    await self._collect(namespace, held, is_complete=is_complete)
-            if is_complete and self._grant.tenant is None:
-                await self._collect_orphans(catalog)
+                    await self._collect(namespace, held, epoch)
+            if epoch is not None and self._grant.tenant is None:
+                await self._collect_orphans(catalog, epoch)
         finally:
             context.catalog.forget_totals()
             self._report()
@@ -99,7 +99,11 @@ class _Collection:
             "notes": list(self._notes),
         }
 
-    async def _collect(self, namespace: NamespaceId, held: NamespaceTotals, *, is_complete: bool) -> None:
+    async def _collect(self, namespace: NamespaceId, held: NamespaceTotals, epoch: bytes | None) -> None:
+        """
+        Args:
+            epoch: Of the catalog when it was complete at the start; `None`: it was not.
+        """
         context, progress = self._context, self._job.progress
         before = progress.done
         try:
@@ -107,9 +111,8 @@ class _Collection:
         except Unavailable:  # no tier has its manifest, or it cannot be read
             self._undescribed.append(namespace.hex())
         else:
-            is_complete = is_complete and await found.catalog.is_complete(deadline=context.soon())
             entries = [entry async for entry in found.catalog.iterate(namespace)]
-            is_complete = is_complete and await found.catalog.is_complete(deadline=context.soon())
+            is_complete = epoch is not None and await found.catalog.complete_epoch(deadline=context.soon()) == epoch
             pinned = await pinned_boundaries(context, found, WALK_S)
             if context.is_retired(found):
                 await self._delete(found, entries, pinned, "retired")
@@ -158,13 +161,13 @@ class _Collection:
                 for entry in part:
                     self._found["unfinished"].count_entry(entry, names)
 
-    async def _collect_orphans(self, catalog: Catalog) -> None:
+    async def _collect_orphans(self, catalog: Catalog, epoch: bytes) -> None:
         progress = self._job.progress
         progress.done, progress.total, progress.unit = 0, None, "records"
         for level, name in self._context.operations.tier_names.items():
             if level is None:
                 continue
-            orphans = _Orphans(self._context, catalog, self._grant, level)
+            orphans = _Orphans(self._context, catalog, epoch, self._grant, level)
             async with self._context.catalog.tier(level) as tier:
                 async for entry in tier.scan():
                     progress.done += 1
@@ -219,7 +222,8 @@ class _Orphans:
     checked twice: at the end of its batch, and before it is deleted.
 
     Args:
-        catalog: Complete.
+        catalog: Complete in `epoch`.
+        epoch: What the catalog lacks in another one may be stored.
         grant: An operator's.
 
     Attributes:
@@ -227,11 +231,12 @@ class _Orphans:
         is_full: There are more.
     """
 
-    def __init__(self, context: AdminContext, catalog: Catalog, grant: Grant, level: Level) -> None:
+    def __init__(self, context: AdminContext, catalog: Catalog, epoch: bytes, grant: Grant, level: Level) -> None:
         self.found: dict[RecordKey, int] = {}
         self.is_full = False
         self._context = context
         self._catalog = catalog
+        self._epoch = epoch
         self._grant = grant
         self._level = level
         self._batch: dict[RecordKey, int] = {}
@@ -270,7 +275,7 @@ class _Orphans:
         keys, operations = list(self.found), self._context.operations
         for start in range(0, len(keys), PIECE_RECORDS_MAX):
             missing = await self._missing(keys[start : start + PIECE_RECORDS_MAX])
-            if not await self._catalog.is_complete(deadline=self._context.soon()):
+            if await self._catalog.complete_epoch(deadline=self._context.soon()) != self._epoch:
                 return False
             await self._context.data_loop.call_in_pieces(
                 missing,
