@@ -1,8 +1,8 @@
 """The queue in front of a slower tier: bounded in bytes, shortest prefix first, retries with back-off.
 
 An engine saves faster than Redis or S3 writes. What finds no room in the queue waits in the memory tier, which has it
-anyway, and is queued in its turn. It does not wait for the cold tier any more once the hot one has it: any service that
-has time copies it from there.
+anyway, and is queued in its turn; tenants take turns. It does not wait for the cold tier any more once the hot one has
+it: any service that has time copies it from there.
 
 What must survive the process is in the pending log: see `pending_writes.py`.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from kvstore.errors import KVStoreError, Unavailable
@@ -21,6 +20,7 @@ from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.context import StoreContext
 from kvstore.store.write_back.pending_writes import PendingWrites, TierWrite
+from kvstore.store.write_back.waiting import Waiting
 from kvstore.tiers.base import PutOutcome, Tier
 
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class _Job:
     """One record to write. Jobs are ordered by the first three fields."""
 
     wave: int
-    """Number of the wave it arrived in, or was put back into."""
+    """Number of the wave it was queued in, or put back into."""
     stop: int
     """End of its span: within a wave the shortest prefix comes first. Of failed ones, the one that failed first."""
     arrival: int
@@ -59,6 +59,8 @@ class _Job:
     """The cold tier had it when it was queued."""
     trace: str = field(compare=False)
     """Trace of the save; empty: none."""
+    tenant: str = field(compare=False)
+    """Whose it is; empty: no tenant's."""
     record: Record | None = field(default=None, compare=False)
     """`None`: it waits in the memory tier for room in the queue."""
     write: TierWrite | None = field(default=None, compare=False)
@@ -101,11 +103,12 @@ class WriteBack:
         self._heap: list[_Job] = []
         self._deferred: list[_Job] = []  # too much was pending for them
         self._jobs: dict[RecordKey, _Job] = {}  # all that wait or are being written
-        self._in_memory: OrderedDict[RecordKey, _Job] = OrderedDict()  # those without their record, by arrival
+        self._in_memory: Waiting[_Job] = Waiting()  # those without their record
         self._only_in_hot: set[RecordKey] = set()  # left memory before their turn, on their way to the hot tier
         self._num_written = 0
         self._num_failed = 0
         self._num_arrived = 0
+        self._num_queued = 0
         self._num_workers = 0
         self._failures = 0
         self._probe_s = 0.0  # when a tier that failed is tried again
@@ -150,7 +153,7 @@ class WriteBack:
             self._count_drop("too_large")
             return
         job = self._new_job(record, is_evictable=is_evictable)
-        self._in_memory[job.key] = job
+        self._in_memory.add(job)
         self._queue_waiting()
 
     def left_memory(self, key: RecordKey) -> None:
@@ -182,7 +185,8 @@ class WriteBack:
         arrival, stop = self._num_arrived, record.header.span.stop
         self._num_arrived += 1
         trace = self._tracing.current() if self._tracing is not None else ""
-        job = _Job(arrival // _WAVE_RECORDS, stop, arrival, record.key, record.num_bytes, is_evictable, in_cold, trace)
+        tenant = self._memory.owner_of(record.key.namespace)
+        job = _Job(0, stop, arrival, record.key, record.num_bytes, is_evictable, in_cold, trace, tenant)
         self._jobs[job.key] = job
         self._only_in_hot.discard(job.key)
         self.num_bytes += job.num_bytes
@@ -195,11 +199,11 @@ class WriteBack:
         To be called whenever a record has left the queue.
         """
         for _ in range(min(_WAVE_RECORDS, len(self._in_memory))):
-            key, job = next(iter(self._in_memory.items()))
+            job = self._in_memory.first()
             if not self._has_room(job.num_bytes):
                 break
-            del self._in_memory[key]
-            record = self._memory.held(key)  # a mark as used would have others evicted that still wait
+            self._in_memory.remove(job, is_its_turn=True)
+            record = self._memory.held(job.key)  # a mark as used would have others evicted that still wait
             assert record is not None, "`left_memory` was not called"
             self._queue(job, record)
 
@@ -207,7 +211,8 @@ class WriteBack:
         return self.queued_bytes + num_bytes <= self._limits.write_back_bytes
 
     def _queue(self, job: _Job, record: Record) -> None:
-        job.record = record
+        job.record, job.wave = record, self._num_queued // _WAVE_RECORDS
+        self._num_queued += 1
         self.queued_bytes += job.num_bytes
         if not job.is_evictable:
             job.write = self._pending_writes.begin(record, self._tier, in_cold=job.in_cold)
@@ -361,7 +366,7 @@ class WriteBack:
         self._end(job)
 
     def _try_again(self, job: _Job) -> None:
-        """Queue a failed job behind all that have arrived so far, or drop it. The record is to blame, rather than the
+        """Queue a failed job behind all that wait now, or drop it. The record is to blame, rather than the
         tier, if others were written since it failed last; or, when no other is left, since it failed first.
         """
         if self._is_forgotten(job):
@@ -378,7 +383,8 @@ class WriteBack:
             self._count_drop("attempts")
             self._end(job)
         else:
-            job.wave, job.stop = self._num_arrived // _WAVE_RECORDS, _BEHIND + self._num_failed
+            job.wave = (self._num_queued + len(self._in_memory)) // _WAVE_RECORDS
+            job.stop = _BEHIND + self._num_failed
             heapq.heappush(self._heap, job)
 
     def _is_forgotten(self, job: _Job) -> bool:
@@ -406,7 +412,7 @@ class WriteBack:
             del self._jobs[job.key]
         self.num_bytes -= job.num_bytes
         if job.record is None:
-            del self._in_memory[job.key]
+            self._in_memory.remove(job)
         else:
             self.queued_bytes -= job.num_bytes
         if job.write is not None:

@@ -92,6 +92,24 @@ class TestWriteBack:
             kept = [*prompt.records()[:6], *prompt.records()[10:]]
             assert sorted(cold.keys_put) == sorted(record.key for record in kept)
 
+    async def test_a_backlog_of_one_tenant_delays_no_other(self) -> None:
+        """Red has saved 200 records when blue saves ten: these are written while most of red's wait. What is in the
+        queue already comes first.
+        """
+        red, blue = (Prompt(ATTENTION, name, tokens, tenant=name) for name, tokens in (("red", 6400), ("blue", 320)))
+        cold = slow_tier("s3")
+        async with opened(red, cold=cold, limits=SHORT_QUEUE) as store:
+            await store.open_namespace(blue.description, deadline=soon())
+            await store.operations.pause(Level.COLD, is_paused=True)
+            for record in (*red.records(), *blue.records()):
+                await store.save(record, deadline=soon())
+            await store.operations.pause(Level.COLD, is_paused=False)
+            assert await store.drain(soon()) == 0
+            last = max(index for index, key in enumerate(cold.keys_put) if key.namespace == blue.namespace)
+            assert last < 6 + 2 * 10 + 1
+            ours = [key.prefix for key in cold.keys_put if key.namespace == red.namespace]
+            assert ours == [record.key.prefix for record in red.records()]
+
     async def test_a_drain_waits_for_what_waits_in_memory(self) -> None:
         """Records that were saved before the call count, whether they are in the queue or in memory; later ones not."""
         prompt, cold = Prompt(ATTENTION, "a", 640), slow_tier("s3")
