@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TypeVar, cast
 
-from kvstore.catalog.base import Addition, Catalog, LeaveReason, Removal
-from kvstore.catalog.entry import BoundaryEntry, EntryTable, Level
+from kvstore.catalog.base import TOMBSTONES_MAX, Addition, Catalog, LeaveReason, Removal
+from kvstore.catalog.entry import BoundaryEntry, EntryTable, Level, entry_of
 from kvstore.errors import Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.clock import Clock
@@ -25,6 +25,8 @@ T = TypeVar("T")
 LOST_MORE = "the catalog lost more during its rebuild, as when a Redis is restarted: start another reindex"
 _BATCH, _SHORT_BATCH = 2048, 256
 _CALL_S = 30.0
+_CHECK_S, _CHECKED_MAX = 5.0, 4096
+"""How often the latest removals are read, and how many boundaries may be added in between."""
 
 
 @dataclass(slots=True)
@@ -100,6 +102,7 @@ async def reindex_level(
             if only_adds:  # beside requests, whose lookups the catalog answers too
                 await asyncio.sleep(clock.monotonic_s() - started_s)
     await walk.flush()
+    await walk.check_removed()
     for namespace in [] if only_adds else await walk.namespaces():
         await walk.sweep(namespace)
     progress(walk.report)
@@ -168,6 +171,9 @@ class _Walk:
         self._clock = clock
         self._seen: Seen | None = None if only_adds else {}
         self._batch: list[Addition] = []
+        self._added: dict[NamespaceId, set[PrefixHash]] = {}
+        """The boundaries of what was added since the last `check_removed`."""
+        self._checked_s = clock.monotonic_s()
 
     async def see(self, entry: Entry) -> bool:
         """Take one record; true once there are enough for a `flush`."""
@@ -206,6 +212,34 @@ class _Walk:
         self.report.num_skipped += len(batch) - len(lacking)
         if lacking:
             await self._retry(lambda deadline: self._catalog.add(lacking, deadline=deadline))
+            for one in lacking:
+                self._added.setdefault(one.key.namespace, set()).add(one.key.prefix)
+        is_full = sum(map(len, self._added.values())) >= _CHECKED_MAX
+        if is_full or self._clock.monotonic_s() - self._checked_s >= _CHECK_S:
+            await self.check_removed()
+            self._checked_s = self._clock.monotonic_s()
+
+    async def check_removed(self) -> None:
+        """Correct the entries of what was evicted or deleted after it was listed, and before it was added here: the
+        catalog's latest removals say which these may be.
+        """
+        added, self._added = self._added, {}
+        removed = await self._retry(lambda deadline: self._catalog.tombstones(limit=TOMBSTONES_MAX, deadline=deadline))
+        suspects: dict[NamespaceId, set[PrefixHash]] = {}
+        for one in removed:
+            if one.level is self._level and one.prefix in added.get(one.namespace, ()):
+                suspects.setdefault(one.namespace, set()).add(one.prefix)
+        for namespace, prefixes in suspects.items():
+            listed = list(prefixes)
+            for start in range(0, len(listed), _SHORT_BATCH):
+                await self._correct(await self._entries(namespace, listed[start : start + _SHORT_BATCH]))
+
+    async def _entries(self, namespace: NamespaceId, prefixes: list[PrefixHash]) -> list[BoundaryEntry]:
+        """The entries of boundaries that are not leaving the level."""
+        table = await self._look_up(namespace, prefixes)
+        read = [(prefix, table.entry(index)) for index, prefix in enumerate(prefixes)]
+        entries = [entry_of(table.shape, namespace, prefix, data) for prefix, data in read if data is not None]
+        return [entry for entry in entries if self._level not in entry.leaving]
 
     async def _lacking(self, batch: list[Addition]) -> list[Addition]:
         """Those that the catalog does not have."""

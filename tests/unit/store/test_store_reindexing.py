@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 from store_harness import fill, slow_tier
 
-from kvstore.catalog.base import Addition
+from kvstore.catalog.base import Addition, LeaveReason, Leaving
 from kvstore.catalog.entry import Level
 from kvstore.format.manifest import pack_manifest
 from kvstore.format.names import format_name, parse_name
@@ -123,6 +123,42 @@ class Forgetful(DictCatalog):
 
     async def add(self, additions: Sequence[Addition], *, deadline: Deadline) -> None:
         pass
+
+
+class Evicting(FaultyTier):
+    """Another service evicts a boundary once the walk has listed it."""
+
+    def __init__(self, catalog: DictCatalog) -> None:
+        super().__init__(MemoryTier(16 << 20, name="s3"))
+        self._catalog = catalog
+
+    async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
+        async for entry in super().scan(namespace):
+            yield entry
+        gone = PROMPT.boundary(640).prefix
+        leaving = [Leaving(PROMPT.namespace, gone)]
+        (hidden,) = await self._catalog.start_leaving(leaving, Level.COLD, deadline=soon())
+        assert hidden is not None
+        await self.delete_all(hidden.keys(Level.COLD), deadline=soon())
+        await self._catalog.finish_leaving([(hidden, LeaveReason.EVICTED)], Level.COLD, deadline=soon())
+
+
+@pytest.mark.parametrize("only_adds", [False, True])
+async def test_what_is_evicted_after_it_was_listed_is_not_added(*, only_adds: bool) -> None:
+    """Nor does the catalog have it afterwards, so that retention counts what is stored."""
+    books = CatalogBooks()
+    catalog = DictCatalog(books)
+    tier = Evicting(catalog)
+    await tier.put_manifest(PROMPT.namespace, pack_manifest(PROMPT.description), deadline=soon())
+    await fill(tier, PROMPT)
+    await catalog.register(PROMPT.namespace, PROMPT.layout, "", deadline=soon())
+    known = [Addition(record.key, Level.COLD, record.num_bytes, 640) for record in PROMPT.records([640])]
+    await catalog.add(known, deadline=soon())
+    report = await reindex_level(DictCatalog(books), tier, Level.COLD, clock=SYSTEM_CLOCK, only_adds=only_adds)
+    stored = [entry async for entry in FaultyTier.scan(tier)]
+    assert len(stored) == len(PROMPT.records()) - 2
+    assert report.num_stale == 2
+    assert books.totals[PROMPT.namespace, Level.COLD][1:] == (len(stored), sum(one.num_bytes for one in stored))
 
 
 async def test_memory_that_a_walk_takes() -> None:
