@@ -31,7 +31,7 @@ from connector.identity import CacheShape
 from connector.scheduler.lookups import takes_whole_prompts
 from connector.settings import ConnectorSettings
 from connector.vllm.contract import is_tested, release_of
-from connector.vllm.model_facts import plain, read_rules
+from connector.vllm.model_facts import kv_head_counts, plain, read_rules
 from connector.vllm.model_files import UNKNOWN, code_digest, plugin_digests
 from kvstore.errors import InvalidRequest
 from kvstore.model.instance import EngineInstance
@@ -327,11 +327,14 @@ def _read_content(vllm_config: Any, spec: Any) -> CellFacts | StateFacts:
 
 
 def _total_heads(vllm_config: Any, spec: Any) -> int:
-    """KV heads of the whole model. If each rank has one head, some may be copies of another rank's."""
-    ranks = vllm_config.parallel_config.tensor_parallel_size
+    """KV heads of a layer of the whole model. If each rank has one head, some may be copies of another rank's."""
+    ranks, model = vllm_config.parallel_config.tensor_parallel_size, vllm_config.model_config
     if ranks == 1 or spec.num_kv_heads > 1:
         return int(spec.num_kv_heads) * ranks
-    total = int(vllm_config.model_config.get_total_num_kv_heads())
+    total = int(model.get_total_num_kv_heads())
+    if any(total % heads for heads in kv_head_counts(model.hf_text_config)):
+        # this layer may have other heads than the model's number says: then no two ranks are known to hold one head
+        return int(ranks)
     if ranks % total and total % ranks:
         raise _Unsupported(f"{total} KV heads cannot be divided evenly over {ranks} ranks")
     return min(total, ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
@@ -27,6 +28,10 @@ _TUNING, _TUNED_TOKENS = "attn_temperature_tuning", 32768
 """A field of Llama 4's configuration that vLLM overwrites, in a copy or in the one that we read; and the longest
 request up to which it does not tune."""
 
+_KV_HEADS = re.compile(r"(kv|key_value)_?heads|heads?_kv|kv_n_heads|attention_groups|query_group_num")
+_HEADS_OF_A_KV_HEAD = "n_heads_in_group"
+"""Fields of configurations that say how many KV heads there are, and how many heads share one."""
+
 _MEDIA_SETTINGS = (
     *("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method"),
     *("mm_encoder_attn_dtype", "mm_device_do_normalize"),
@@ -45,6 +50,34 @@ def read_rules(vllm_config: Any) -> dict[str, Any]:
         "adapter_rules": _adapter_rules(vllm_config.lora_config, model.dtype),
         "media_rules": _media_rules(vllm_config),
     }
+
+
+def kv_head_counts(config: Any) -> set[int]:
+    """All numbers of KV heads that a configuration names: layers of some models differ in it (MiMo-V2, Nemotron)."""
+    counts = set[int]()
+    heads = int(getattr(config, "num_attention_heads", None) or 0)
+    for name, value in _fields(config.to_dict()):
+        for number in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(number, bool) or not isinstance(number, int) or number <= 0:
+                continue
+            if _KV_HEADS.search(name):
+                counts.add(number)
+            elif name == _HEADS_OF_A_KV_HEAD:
+                counts.add(max(1, heads // number))
+    return counts
+
+
+def _fields(value: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of a configuration, nested ones included."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield str(name), item
+            yield from _fields(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _fields(item)
+    elif hasattr(value, "__dict__"):
+        yield from _fields(vars(value))
 
 
 def _draft_folder(vllm_config: Any) -> str | None:

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import connector
-from connector.facts import EngineFacts, StateFacts
+from connector.facts import CellFacts, EngineFacts, StateFacts
 from connector.identity import CacheShape, describe_namespace, read_shape
 from connector.vllm.engine_facts import cache_layers, read_facts, read_name
 from kvstore.model.kinds import ChunkedLocal, FullAttention, Latent, Recurrent, SlidingWindow
@@ -80,7 +80,7 @@ def facts(*groups: KVCacheGroupSpec, ranks: int = 1, total_heads: int = 2, **cha
     parallel.update({name: changes.pop(name) for name in list(changes) if name in parallel})
     cache.update({name: changes.pop(name) for name in list(changes) if name in cache})
     is_diffusion, code = changes.pop("is_diffusion", False), changes.pop("code", "")
-    returns_experts = changes.pop("returns_experts", False)
+    returns_experts, text_config = changes.pop("returns_experts", False), changes.pop("text_config", {})
     assert not changes
     model = SimpleNamespace(
         model="/models/a",
@@ -88,6 +88,7 @@ def facts(*groups: KVCacheGroupSpec, ranks: int = 1, total_heads: int = 2, **cha
         hf_config=SimpleNamespace(
             to_dict=lambda: {"hidden_size": 64, "eps": 1e-5, **({"auto_map": {"AutoModel": code}} if code else {})}
         ),
+        hf_text_config=SimpleNamespace(num_attention_heads=8, to_dict=lambda: text_config),
         dtype=torch.bfloat16,
         quantization=None,
         quantization_config=None,
@@ -182,6 +183,28 @@ def test_tensor_parallel_size_matters_for_states_only() -> None:
     hybrid = [group(MambaSpec(**MAMBA), 0), group(full(), 1)]
     halves = [group(MambaSpec(**{**MAMBA, "shapes": ((3, 4), (2, 16, 16))}), 0), group(full(num_kv_heads=1), 1)]
     assert name(*hybrid) != name(*halves, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("text_config", "total_heads", "seen"),
+    [
+        ({"num_key_value_heads": 2}, 2, 2),
+        ({"num_key_value_heads": 2, "num_global_key_value_heads": 1}, 2, 2),  # replicas of both kinds of layers
+        ({"num_key_value_heads": 2, "swa_num_key_value_heads": 4}, 2, 4),
+        ({"block_configs": [{"attention": {"n_heads_in_group": number}} for number in (8, None, 2)]}, 1, 4),
+        ({"block_configs": [SimpleNamespace(attention=SimpleNamespace(n_heads_in_group=2))]}, 1, 4),
+        ({"attention_other_setting": {"num_attention_groups": 4}}, 2, 4),
+        ({"num_key_value_heads": [1, 4]}, 1, 4),
+    ],
+)
+def test_replicas_only_where_all_layers_have_such_heads(
+    text_config: dict[str, Any], total_heads: int, seen: int
+) -> None:
+    """Where layers differ in KV heads, ranks with one head each may hold different ones, whatever the number is."""
+    read = facts(group(full(num_kv_heads=1), 0), ranks=4, total_heads=total_heads, text_config=text_config)
+    content = read.groups[0].content
+    assert isinstance(content, CellFacts)
+    assert content.total_heads == seen
 
 
 def pipeline(*stages: Sequence[KVCacheGroupSpec], **changes: Any) -> list[EngineFacts]:
