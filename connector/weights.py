@@ -6,6 +6,7 @@ Two checkpoints under one name must never share pages, so weights are identified
 from __future__ import annotations
 
 import asyncio
+import glob
 import hashlib
 import json
 import logging
@@ -29,6 +30,11 @@ _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _BY_SUFFIX = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "sharded_state")
 """Load formats that prefer safetensors if there are any."""
 _ANY_FILE = ("pt", "npcache", "gguf", "bitsandbytes")
+_GGUF_PART = re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}\.gguf")
+_INDEX = ".safetensors.index.json"
+_CONSOLIDATED = "consolidated"
+"""With these names begin the files of a second form of the weights, Mistral's own, which may be in the same folder."""
+
 _CHUNK_BYTES = 8 << 20
 _ID_BYTES_MAX = 1024
 _WEIGHTS_ID = re.compile(rb"[!-~]([ -~]{0,254}[!-~])?")
@@ -40,7 +46,7 @@ _ADAPTERS_MAX = 10_000
 
 
 def find_weight_files(model_path: str, load_format: str = "auto") -> list[Path]:
-    """The weight files of a model folder (or the one file that `model_path` is), sorted by name.
+    """The weight files of a model folder (or the file that `model_path` is, with its other parts), sorted by name.
 
     Args:
         load_format: vLLM's setting: which of the files it reads, or that the weights come from elsewhere.
@@ -56,7 +62,8 @@ def find_weight_files(model_path: str, load_format: str = "auto") -> list[Path]:
         )
     path = Path(model_path)
     if path.is_file():
-        return [path]
+        part = _GGUF_PART.fullmatch(path.name)
+        return [path] if part is None else sorted(path.parent.glob(f"{glob.escape(part[1])}-?????-of-?????.gguf"))
     files = sorted(file for file in path.glob("*") if file.suffix in _SUFFIXES and file.is_file())
     if load_format in _BY_SUFFIX and any(file.suffix == ".safetensors" for file in files):
         files = [file for file in files if file.suffix == ".safetensors"]
@@ -105,6 +112,55 @@ def digest_files(paths: Iterable[Path], folder: Path) -> str:
     return digest.hexdigest() if found else ""
 
 
+def digest_model(
+    model_path: str, load_format: str, cache_folder: Path, on_read: Callable[[], None] = lambda: None
+) -> str:
+    """The digest of a model's weight files, and of what chooses among them if the engine does not read all.
+
+    Raises:
+        InvalidRequest: They cannot be digested: the operator has to set `weights_id`.
+        OSError: A file cannot be read.
+    """
+    files = find_weight_files(model_path, load_format)
+    digest = digest_weights(files, cache_folder, on_read)
+    choice = _choice_among(files, load_format)
+    return hashlib.sha256(f"{digest} read as {choice}".encode()).hexdigest() if choice else digest
+
+
+def _choice_among(files: Sequence[Path], load_format: str) -> str:
+    """What chooses the files that are read: the load format, and the indexes. Empty: all of them are read.
+
+    An engine reads one of several forms, and of safetensors only the files that an index names, if there is one.
+    """
+    safetensors = {file.name for file in files if file.suffix == ".safetensors"}
+    forms = {_CONSOLIDATED if file.name.startswith(_CONSOLIDATED) else file.suffix for file in files}
+    indexes = sorted(files[0].parent.glob(f"*{_INDEX}")) if safetensors else []
+    if len(forms) == 1 and all(_names_in(index) == safetensors for index in indexes):
+        return ""
+    digests = {index.name: _digest_file(index) for index in indexes}
+    return json.dumps([load_format, digests], sort_keys=True)
+
+
+def _names_in(index: Path) -> set[str] | None:
+    """The files that an index names; `None`: it is none."""
+    try:
+        return set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def stamp_weights(model_path: str, load_format: str) -> str:
+    """Changes if a weight file is replaced; empty: there are no files. Unlike a file's identity it has only what every
+    file system keeps.
+    """
+    try:
+        files = [(file.resolve(), file.stat()) for file in find_weight_files(model_path, load_format)]
+    except (InvalidRequest, OSError):
+        return ""
+    text = json.dumps([[str(file), stat.st_size, stat.st_mtime_ns] for file, stat in files])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def find_weights_id(facts: ModelFacts, cache_folder: Path, on_read: Callable[[], None] = lambda: None) -> str:
     """The id of an engine's weights, including a draft model's: a digest, which reads all of their bytes once.
 
@@ -112,13 +168,21 @@ def find_weights_id(facts: ModelFacts, cache_folder: Path, on_read: Callable[[],
         on_read: Called before a file is read whose digest is not cached.
 
     Raises:
-        InvalidRequest: They cannot be digested: the operator has to set `weights_id`.
+        InvalidRequest: They cannot be digested, or changed after the engine had read them. For the former the operator
+            has to set `weights_id`.
         OSError: A file cannot be read.
     """
-    own = digest_weights(find_weight_files(facts.model_path, facts.load_format), cache_folder, on_read)
+    own = digest_model(facts.model_path, facts.load_format, cache_folder, on_read)
+    # the engine has the files that were there at its start, and these are digested later, for minutes
+    if facts.weights_stamp and stamp_weights(facts.model_path, facts.load_format) != facts.weights_stamp:
+        raise InvalidRequest(
+            "the weight files changed while the engine started: restart it",
+            field="weights_id",
+            model=facts.model_path,
+        )
     if facts.draft_path is None:
         return own
-    draft = digest_weights(find_weight_files(facts.draft_path, facts.load_format), cache_folder, on_read)
+    draft = digest_model(facts.draft_path, facts.load_format, cache_folder, on_read)
     return hashlib.sha256(f"{own} with the draft model {draft}".encode()).hexdigest()
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from connector.weights import digest_files, digest_weights, find_weight_files
+from connector.weights import digest_files, digest_model
 from kvstore.errors import InvalidRequest
 
 _SETTINGS = (
@@ -113,10 +113,10 @@ def identify_weights(engine: Engine, weights_id: str | None, cache_folder: Path)
         folder = model_folder(engine.model_path)
         with (cache_folder / "weights.lock").open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            fields["weights_id"] = digest_weights(find_weight_files(str(folder), engine.load_format), cache_folder)
+            fields["weights_id"] = digest_model(str(folder), engine.load_format, cache_folder)
             if engine.draft_path is not None:
-                files = find_weight_files(str(model_folder(engine.draft_path)), engine.load_format)
-                fields["draft_weights_id"] = digest_weights(files, cache_folder)
+                draft = str(model_folder(engine.draft_path))
+                fields["draft_weights_id"] = digest_model(draft, engine.load_format, cache_folder)
         fields["architecture"] = _architecture(folder / _CONFIGS[0])
         fields["model_config_id"] = digest_files((folder / name for name in _CONFIGS), folder)
         if engine.settings.get("trust_remote_code") == "True":

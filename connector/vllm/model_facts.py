@@ -10,6 +10,7 @@ from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from connector.vllm.model_files import code_digest, model_folder, processor_digest
+from connector.weights import stamp_weights
 
 _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "max_model_len")
 """Keys of a model's configuration, nested ones included, that name its origin or that vLLM writes into it."""
@@ -40,11 +41,13 @@ _MEDIA_SETTINGS = (
 
 def read_rules(vllm_config: Any) -> dict[str, Any]:
     """Some fields of `ModelFacts`: the weights' folder, the model's configuration, and settings that affect output."""
-    model = vllm_config.model_config
+    model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
+    folder = model_folder(vllm_config, model)
     return {
-        "model_path": model_folder(vllm_config, model),
+        "model_path": folder,
+        "weights_stamp": stamp_weights(folder, load_format),
         "draft_path": _draft_folder(vllm_config),
-        "load_format": str(vllm_config.load_config.load_format),
+        "load_format": load_format,
         "model_config": _model_config(model.hf_config.to_dict()),
         "model_rules": _model_rules(vllm_config),
         "adapter_rules": _adapter_rules(vllm_config.lora_config, model.dtype),

@@ -12,9 +12,18 @@ import pytest
 
 from connector import weights
 from connector.prefix_hash import AdapterRequest, UncacheableContent
-from connector.weights import Adapters, digest_weights, find_adapter_files, find_weight_files
+from connector.weights import (
+    Adapters,
+    digest_model,
+    digest_weights,
+    find_adapter_files,
+    find_weight_files,
+    find_weights_id,
+    stamp_weights,
+)
 from kvstore.errors import InvalidRequest
 from kvstore.runtime.meters import Meters
+from tests.unit.connector.support import make_facts
 
 CONTENT = {"a.safetensors": b"first" * 1000, "b.safetensors": b"second" * 1000}
 
@@ -27,7 +36,7 @@ def folder(path: Path, content: dict[str, bytes] | None = None) -> Path:
 
 
 def digest(path: Path, cache: Path) -> str:
-    return digest_weights(find_weight_files(str(path)), cache)
+    return digest_model(str(path), "auto", cache)
 
 
 @pytest.fixture
@@ -112,6 +121,70 @@ def test_a_single_file_is_a_model(tmp_path: Path) -> None:
     """A GGUF model is one file."""
     file = folder(tmp_path / "model", {"m.gguf": b"x"}) / "m.gguf"
     assert find_weight_files(str(file)) == [file]
+
+
+def test_a_gguf_model_may_have_parts(tmp_path: Path) -> None:
+    """vLLM is told the first one and reads all; parts of another model in the folder are not its own."""
+    names = [f"m[4]-0000{number}-of-00002.gguf" for number in (1, 2)]
+    path = folder(tmp_path / "model", {**dict.fromkeys([*names, "n-00001-of-00002.gguf"], b"x")})
+    assert [file.name for file in find_weight_files(str(path / names[0]))] == names
+
+
+def index(*names: str) -> bytes:
+    """An index of safetensors that names these files."""
+    return json.dumps({"weight_map": {f"weight.{number}": name for number, name in enumerate(names)}}).encode()
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("content", "others", "is_equal"),
+    [
+        (CONTENT, {INDEX: index(*CONTENT)}, True),  # it names all
+        (CONTENT, {INDEX: index("a.safetensors")}, False),
+        ({**CONTENT, INDEX: index("a.safetensors")}, {INDEX: index("b.safetensors")}, False),
+        (CONTENT, {INDEX: b"no index"}, False),
+    ],
+)
+def test_an_index_chooses_files(
+    content: dict[str, bytes], others: dict[str, bytes], is_equal: bool, tmp_path: Path, cache: Path
+) -> None:
+    """vLLM reads the files that an index names: equal files with other indexes are other weights."""
+    one, two = folder(tmp_path / "one", content), folder(tmp_path / "two", {**content, **others})
+    assert (digest(one, cache) == digest(two, cache)) is is_equal
+
+
+def test_the_load_format_chooses_files(tmp_path: Path, cache: Path) -> None:
+    """A folder with two forms of the weights: which one is read depends on the format. It does not with one form."""
+    formats = ("auto", "mistral", "safetensors")
+    one, two = folder(tmp_path / "one"), folder(tmp_path / "two", {**CONTENT, "consolidated.safetensors": b"third"})
+    own = folder(tmp_path / "own", {"consolidated.safetensors": b"third"})
+    assert [len({digest_model(str(path), name, cache) for name in formats}) for path in (one, own, two)] == [1, 1, 3]
+    pickled = folder(tmp_path / "pickled", {"m.bin": b"1", "n.pt": b"2"})
+    assert digest_model(str(pickled), "npcache", cache) != digest_model(str(pickled), "pt", cache)
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_weights_that_are_replaced_at_the_start_have_no_id(kind: str, tmp_path: Path, cache: Path) -> None:
+    """The engine has the old ones: their pages must not get the id of the new ones, which are there when it is made."""
+    old, new = folder(tmp_path / "old"), folder(tmp_path / "new", {**CONTENT, "a.safetensors": b"other" * 1000})
+    current = tmp_path / "current"
+    current.symlink_to(old)
+    facts = make_facts(model_path=str(current), weights_stamp=stamp_weights(str(current), "auto"))
+    assert find_weights_id(facts, cache) == digest(old, cache)
+
+    def replace_weights() -> None:
+        if kind == "file":
+            os.replace(new / "a.safetensors", old / "a.safetensors")
+        else:
+            current.unlink()
+            current.symlink_to(new)
+
+    with pytest.raises(InvalidRequest, match="changed while the engine started"):
+        find_weights_id(facts, tmp_path / "empty", replace_weights)
+    with pytest.raises(InvalidRequest, match="changed while the engine started"):
+        find_weights_id(facts, cache)
 
 
 @pytest.mark.parametrize("content", [{}, {"config.json": b"{}"}, None])
