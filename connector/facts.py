@@ -131,6 +131,7 @@ class ModelFacts:
         cache_dtype: vLLM's name of the cache type.
         device: `cpu` or `cuda`.
         load_format: vLLM's: how it reads weights, and whether from the model's files.
+        part_paths: Folders of weights of parts of the model that are not in its own.
         weights_stamp: Of the weight files once the engine had read them; empty: not known.
         draft_path: Folder of a draft model's own weights.
         model_rules: Settings in use that change what the model computes, beside its configuration.
@@ -147,6 +148,7 @@ class ModelFacts:
     cache_dtype: str
     device: str
     load_format: str = "auto"
+    part_paths: tuple[str, ...] = ()
     weights_stamp: str = ""
     draft_path: str | None = None
     model_rules: Mapping[str, Any] = field(default_factory=dict)

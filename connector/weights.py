@@ -149,12 +149,13 @@ def _names_in(index: Path) -> set[str] | None:
         return None
 
 
-def stamp_weights(model_path: str, load_format: str) -> str:
+def stamp_weights(paths: Sequence[str], load_format: str) -> str:
     """Changes if a weight file is replaced; empty: there are no files. Unlike a file's identity it has only what every
     file system keeps.
     """
     try:
-        files = [(file.resolve(), file.stat()) for file in find_weight_files(model_path, load_format)]
+        found = [file for path in paths for file in find_weight_files(path, load_format)]
+        files = [(file.resolve(), file.stat()) for file in found]
     except (InvalidRequest, OSError):
         return ""
     text = json.dumps([[str(file), stat.st_size, stat.st_mtime_ns] for file, stat in files])
@@ -173,8 +174,12 @@ def find_weights_id(facts: ModelFacts, cache_folder: Path, on_read: Callable[[],
         OSError: A file cannot be read.
     """
     own = digest_model(facts.model_path, facts.load_format, cache_folder, on_read)
+    for path in facts.part_paths:
+        part = digest_model(path, facts.load_format, cache_folder, on_read)
+        own = hashlib.sha256(f"{own} with the part {part}".encode()).hexdigest()
     # the engine has the files that were there at its start, and these are digested later, for minutes
-    if facts.weights_stamp and stamp_weights(facts.model_path, facts.load_format) != facts.weights_stamp:
+    paths = (facts.model_path, *facts.part_paths)
+    if facts.weights_stamp and stamp_weights(paths, facts.load_format) != facts.weights_stamp:
         raise InvalidRequest(
             "the weight files changed while the engine started: restart it",
             field="weights_id",

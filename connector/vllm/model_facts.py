@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-from connector.vllm.model_files import code_digest, model_folder, processor_digest
+from connector.vllm.model_files import code_digest, model_folder, part_folders, processor_digest
 from connector.weights import stamp_weights
 
 _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "max_model_len")
@@ -42,10 +42,11 @@ _MEDIA_SETTINGS = (
 def read_rules(vllm_config: Any) -> dict[str, Any]:
     """Some fields of `ModelFacts`: the weights' folder, the model's configuration, and settings that affect output."""
     model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
-    folder = model_folder(vllm_config, model)
+    folder, parts = model_folder(vllm_config, model), part_folders(vllm_config)
     return {
         "model_path": folder,
-        "weights_stamp": stamp_weights(folder, load_format),
+        "part_paths": parts,
+        "weights_stamp": stamp_weights((folder, *parts), load_format),
         "draft_path": _draft_folder(vllm_config),
         "load_format": load_format,
         "model_config": _model_config(model.hf_config.to_dict()),

@@ -11,6 +11,9 @@ from typing import Any
 
 from connector.weights import digest_files
 
+_PARTS = ("text_model_id", "audio_model_id")
+"""Fields of a configuration that name other models, whose weights are parts of this one (Ultravox)."""
+
 UNKNOWN = "unknown"
 """In place of a digest of files that are not found."""
 _PLUGINS = "vllm.general_plugins"
@@ -20,6 +23,12 @@ _KNOWN_PLUGINS = ("vllm.", "connector.plugin:")
 def model_folder(vllm_config: Any, model: Any) -> str:
     """The folder of a model. A name on the hub becomes a folder in the hub's cache, or stays if there is none."""
     return _folder(vllm_config, str(model.model), model.revision)
+
+
+def part_folders(vllm_config: Any) -> tuple[str, ...]:
+    """The folders of the models of which a model's weights are made, beside its own."""
+    config = vllm_config.model_config.hf_config.to_dict()
+    return tuple(_folder(vllm_config, str(config[name]), None) for name in _PARTS if config.get(name))
 
 
 def _folder(vllm_config: Any, name: str, revision: str | None) -> str:

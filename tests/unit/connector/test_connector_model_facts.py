@@ -357,3 +357,11 @@ def test_plugins_of_vllm_are_known_by_their_files(tmp_path: Path, monkeypatch: p
     assert plugin_digests(["patch"]).keys() == {"patches.deep:patch"} and plugin_digests([]) == {}
     (tmp_path / "patches" / "deep" / "other.py").write_text("x = 1")
     assert plugin_digests(["patch"]) != {"patches.deep:patch": found["patches.deep:patch"]}
+
+
+def test_parts_of_a_model_are_found(tmp_path: Path) -> None:
+    """The other models that a configuration names as parts: their folders, or their names if there are none."""
+    (tmp_path / "text").mkdir()
+    read = rules({**CONFIG, "text_model_id": str(tmp_path / "text"), "audio_model_id": None})
+    assert read["part_paths"] == (str(tmp_path / "text"),)
+    assert rules()["part_paths"] == ()

@@ -165,13 +165,24 @@ def test_the_load_format_chooses_files(tmp_path: Path, cache: Path) -> None:
     assert digest_model(str(pickled), "npcache", cache) != digest_model(str(pickled), "pt", cache)
 
 
+def test_parts_from_other_models_count(tmp_path: Path, cache: Path) -> None:
+    """A model whose language model is in another folder (Ultravox): that folder's weights are its weights."""
+    model, text = folder(tmp_path / "model"), folder(tmp_path / "text", {"t.safetensors": b"one"})
+    facts = make_facts(model_path=str(model), part_paths=(str(text),))
+    first = find_weights_id(facts, cache)
+    (text / "t.safetensors").write_bytes(b"other")
+    assert len({first, find_weights_id(facts, cache), digest(model, cache)}) == 3
+    with pytest.raises(InvalidRequest, match="set weights_id"):
+        find_weights_id(make_facts(model_path=str(model), part_paths=("org/text",)), cache)
+
+
 @pytest.mark.parametrize("kind", ["file", "link"])
 def test_weights_that_are_replaced_at_the_start_have_no_id(kind: str, tmp_path: Path, cache: Path) -> None:
     """The engine has the old ones: their pages must not get the id of the new ones, which are there when it is made."""
     old, new = folder(tmp_path / "old"), folder(tmp_path / "new", {**CONTENT, "a.safetensors": b"other" * 1000})
     current = tmp_path / "current"
     current.symlink_to(old)
-    facts = make_facts(model_path=str(current), weights_stamp=stamp_weights(str(current), "auto"))
+    facts = make_facts(model_path=str(current), weights_stamp=stamp_weights([str(current)], "auto"))
     assert find_weights_id(facts, cache) == digest(old, cache)
 
     def replace_weights() -> None:
