@@ -116,7 +116,7 @@ def read_engine(spec: Any, slot_bytes: int, settings: ConnectorSettings) -> Engi
         "device": str(current_platform.get_device_name()),
         "machine": platform.machine(),
     }
-    return Engine(read_model(config), groups, layout)
+    return Engine(read_model(config, weights_may_change=settings.weights_may_change), groups, layout)
 
 
 def describe_groups(engine: Engine, settings: ConnectorSettings, cache_folder: Path) -> dict[int, NamespaceDescription]:

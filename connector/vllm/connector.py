@@ -114,7 +114,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         if is_scheduler:
             return  # the scheduler side is made once the ranks have reported what they hold
         try:
-            self._facts = read_facts(vllm_config, kv_cache_config)
+            may_change = self._settings.weights_may_change
+            self._facts = read_facts(vllm_config, kv_cache_config, weights_may_change=may_change)
         except (ImportError, AttributeError, TypeError):  # a change of vLLM that the contract's table does not cover
             _log.exception("kvstore: this engine is not cached: vLLM's configuration has changed")
             return

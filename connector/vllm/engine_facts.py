@@ -6,8 +6,10 @@ import math
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from connector.settings import ConnectorSettings
 from connector.vllm.contract import is_tested, release_of
 from connector.vllm.model_facts import kv_head_counts, plain, read_rules
 from connector.vllm.model_files import UNKNOWN, code_digest, plugin_digests
+from connector.weights import digest_files
 from kvstore.errors import InvalidRequest
 from kvstore.model.instance import EngineInstance
 from kvstore.model.kinds import ChunkedLocal, FullAttention, GroupKind, Latent, Recurrent, SlidingWindow
@@ -90,14 +93,14 @@ def read_instance(vllm_config: Any, settings: ConnectorSettings, shape: CacheSha
     )
 
 
-def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
+def read_facts(vllm_config: Any, kv_cache_config: Any, *, weights_may_change: bool = False) -> EngineFacts:
     """Read one engine's facts. A model that is not supported is no error: `unsupported` says why."""
     parallel = vllm_config.parallel_config
     scheduler_block, _ = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     groups: tuple[GroupFacts, ...] = ()
     unsupported = None
     try:
-        _refuse_unsupported_engines(vllm_config)
+        _refuse_unsupported_engines(vllm_config, weights_may_change=weights_may_change)
         stages = _exchange_stages(parallel, _read_layers(vllm_config, kv_cache_config))
         groups = _group(stages, _stage_of(parallel))
     except _Unsupported as reason:
@@ -120,14 +123,14 @@ def read_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
     )
 
 
-def read_model(vllm_config: Any) -> ModelFacts:
+def read_model(vllm_config: Any, *, weights_may_change: bool = False) -> ModelFacts:
     """What an engine computes, in any of its processes.
 
     Raises:
         InvalidRequest: Its cache depends on more than can be known.
     """
     try:
-        _refuse_unsupported_engines(vllm_config)
+        _refuse_unsupported_engines(vllm_config, weights_may_change=weights_may_change)
     except _Unsupported as reason:
         raise InvalidRequest(str(reason)) from None
     return ModelFacts(**_model_fields(vllm_config))
@@ -139,6 +142,8 @@ def _model_fields(vllm_config: Any) -> dict[str, Any]:
         rules["model_rules"] = {**rules["model_rules"], "environment": environment}
     if plugins := plugin_digests(vllm.envs.VLLM_PLUGINS):
         rules["model_rules"] = {**rules["model_rules"], "plugins": plugins}
+    if worker := _own_worker(vllm_config.parallel_config.worker_cls):
+        rules["model_rules"] = {**rules["model_rules"], "worker": worker}
     return {
         "architecture": str((model.architectures or ["unknown"])[0]),
         "compute_dtype": str(model.dtype).removeprefix("torch."),
@@ -148,6 +153,16 @@ def _model_fields(vllm_config: Any) -> dict[str, Any]:
         "untested_release": untested_version(),
         **rules,
     }
+
+
+def _own_worker(worker_cls: Any) -> dict[str, str]:
+    """A worker that is not vLLM's own, and may change the model: its name, and a digest of the file that defines it."""
+    name = worker_cls if isinstance(worker_cls, str) else f"{worker_cls.__module__}.{worker_cls.__qualname__}"
+    if name == "auto" or name.startswith("vllm."):
+        return {}
+    module = sys.modules.get(name.rpartition(".")[0])
+    file = Path(getattr(module, "__file__", None) or "nowhere")
+    return {"class": name, "code": digest_files([file], file.parent) or UNKNOWN}
 
 
 def _environment() -> dict[str, Any]:
@@ -174,8 +189,10 @@ def untested_version() -> str | None:
     return None if is_tested(vllm.__version__) else str(vllm.__version__)
 
 
-def _refuse_unsupported_engines(vllm_config: Any) -> None:
+def _refuse_unsupported_engines(vllm_config: Any, *, weights_may_change: bool) -> None:
     parallel = vllm_config.parallel_config
+    if getattr(vllm_config, "weight_transfer_config", None) is not None and not weights_may_change:
+        raise _Unsupported("with weight_transfer_config the weights will change: set weights_may_change")
     if parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1:
         raise _Unsupported("context parallelism (DCP, PCP) is not supported: its layout of tokens is not proven")
     if vllm_config.model_config.is_diffusion:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -30,6 +31,7 @@ import connector
 from connector.facts import CellFacts, EngineFacts, StateFacts
 from connector.identity import CacheShape, describe_namespace, read_shape
 from connector.vllm.engine_facts import cache_layers, read_facts, read_name
+from connector.vllm.model_files import UNKNOWN
 from kvstore.model.kinds import ChunkedLocal, FullAttention, Latent, Recurrent, SlidingWindow
 
 HEADS: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
@@ -68,6 +70,7 @@ def facts(*groups: KVCacheGroupSpec, ranks: int = 1, total_heads: int = 2, **cha
         "prefill_context_parallel_size": 1,
         "local_world_size": ranks,
         "data_parallel_size_local": 1,
+        "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker",
     }
     cache = {
         "cache_dtype": "auto",
@@ -81,6 +84,7 @@ def facts(*groups: KVCacheGroupSpec, ranks: int = 1, total_heads: int = 2, **cha
     cache.update({name: changes.pop(name) for name in list(changes) if name in cache})
     is_diffusion, code = changes.pop("is_diffusion", False), changes.pop("code", "")
     returns_experts, text_config = changes.pop("returns_experts", False), changes.pop("text_config", {})
+    transfer, may_change = changes.pop("weight_transfer", None), changes.pop("weights_may_change", False)
     assert not changes
     model = SimpleNamespace(
         model="/models/a",
@@ -109,13 +113,14 @@ def facts(*groups: KVCacheGroupSpec, ranks: int = 1, total_heads: int = 2, **cha
         speculative_config=None,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
         lora_config=None,
+        weight_transfer_config=transfer,
         aux_output_config=SimpleNamespace(enabled=returns_experts),
     )
     blocks = [block.kv_cache_spec.block_size for block in groups]
     kv = KVCacheConfig(num_blocks=100, kv_cache_tensors=[], kv_cache_groups=list(groups))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("connector.vllm.engine_facts.resolve_kv_cache_block_sizes", lambda *_: (max(blocks), min(blocks)))
-        return read_facts(config, kv)
+        return read_facts(config, kv, weights_may_change=may_change)
 
 
 def shape_of(*groups: KVCacheGroupSpec, **changes: Any) -> CacheShape:
@@ -310,6 +315,7 @@ def test_chunked_and_draft_layers() -> None:
         ([group(full(), 0)], {"calculate_kv_scales": True}, "calculate_kv_scales"),
         ([group(full(), 0)], {"is_diffusion": True}, "diffusion"),
         ([group(full(), 0)], {"returns_experts": True}, "enable_return_routed_experts"),
+        ([group(full(), 0)], {"weight_transfer": "nccl"}, "set weights_may_change"),
         ([group(full(), 0)], {"code": "modeling_own.OwnModel"}, "trust_remote_code"),
         (
             [group(full(num_kv_heads=1), 0)],
@@ -332,6 +338,24 @@ def test_variables_that_change_the_model_count(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     environment = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}
     assert facts(group(full(), 0)).model_rules == {"environment": environment}
+
+
+def test_updates_of_weights_that_are_foreseen() -> None:
+    """An engine to which a trainer sends weights is cached if the operator has said that they change."""
+    assert facts(group(full(), 0), weight_transfer="nccl", weights_may_change=True).unsupported is None
+
+
+def test_a_worker_of_ones_own_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may change the model: its name counts, and the file that defines it. vLLM's workers do not."""
+    assert facts(group(full(), 0)).model_rules == facts(group(full(), 0), worker_cls="auto").model_rules == {}
+    seen = []
+    for code in ("first", "second"):
+        (tmp_path / "own.py").write_text(code)
+        monkeypatch.setitem(sys.modules, "own", SimpleNamespace(__file__=str(tmp_path / "own.py")))
+        seen.append(facts(group(full(), 0), worker_cls="own.Worker").model_rules["worker"])
+    assert [worker["class"] for worker in seen] == ["own.Worker"] * 2
+    assert seen[0]["code"] != seen[1]["code"]
+    assert facts(group(full(), 0), worker_cls="gone.Worker").model_rules["worker"]["code"] == UNKNOWN
 
 
 def test_blocks_that_do_not_fit_are_refused() -> None:
