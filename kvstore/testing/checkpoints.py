@@ -156,6 +156,35 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         unit_norm=False,
         embedding_scale=1 / 16,
     ),
+    # a sliding window and full attention, with other numbers of KV heads
+    "mimo": Checkpoint(
+        {
+            "architectures": ["MiMoV2FlashForCausalLM"],
+            "model_type": "mimo_v2_flash",
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "v_head_dim": 32,
+            "swa_num_attention_heads": 8,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 32,
+            "swa_v_head_dim": 32,
+            "sliding_window": 256,
+            "sliding_window_size": 256,
+            "hybrid_layer_pattern": [1, 0] * 2,
+            "layer_types": [_SLIDING, _FULL] * 2,
+            "mlp_layer_types": ["dense"] * 4,
+            "moe_layer_freq": [0] * 4,
+            "n_routed_experts": 4,
+            "attention_bias": False,
+            "attention_value_scale": None,
+            "layernorm_epsilon": 1e-5,
+            "add_swa_attention_sink_bias": False,
+            "rope_theta": 1e4,
+            "swa_rope_theta": 1e4,
+        }
+    ),
     # a sliding window and full attention, with attention sinks
     "gptoss": Checkpoint(
         {

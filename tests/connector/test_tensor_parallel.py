@@ -19,7 +19,7 @@ PROMPTS = [seeded_prompt(seed, 1300) for seed in (501, 502)]
 NUM_GENERATED = 8
 """Too few to fill a block: what is saved depends on the prompts alone."""
 
-RESTORED = {"llama": 1280, "gemma3": 1280, "qwen3next": 1280, "deepseek": 1296}
+RESTORED = {"llama": 1280, "gemma3": 1280, "mimo": 1280, "qwen3next": 1280, "deepseek": 1296}
 NOISE = 1e-3
 """Largest difference of a log probability between ranks that sum in another order (seen: some 1e-5)."""
 
@@ -89,3 +89,10 @@ def test_states_are_resumed_at_equal_size(work: Path, service: DirectoryService)
     (restored,) = ask("qwen3next", work, service, 2, PROMPTS[:1])
     assert cached([computed, restored]) == [0, RESTORED["qwen3next"]]
     assert restored.difference(computed) == 0.0
+
+
+def test_layers_with_other_numbers_of_heads(work: Path, service: DirectoryService) -> None:
+    """Two ranks with one KV head each hold copies of it in some layers, and different ones in the others."""
+    saved, found = (ask("mimo", work, service, 2, PROMPTS[:1])[0] for _ in range(2))
+    assert cached([saved, found]) == [0, RESTORED["mimo"]]
+    assert found.difference(saved) < NOISE
