@@ -7,9 +7,10 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, is_dataclass
+from pathlib import Path
 from typing import Any
 
-from connector.vllm.model_files import code_digest, model_folder, part_folders, processor_digest
+from connector.vllm.model_files import UNKNOWN, code_digest, digest_files, model_folder, part_folders, processor_digest
 from connector.weights import stamp_weights
 
 _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "max_model_len")
@@ -162,6 +163,8 @@ def _media_rules(vllm_config: Any) -> dict[str, Any]:
         return {}
     found = {name: plain(getattr(media, name, None)) for name in _MEDIA_SETTINGS}
     found["processor"] = processor_digest(vllm_config)
+    if scales := getattr(media, "mm_encoder_fp8_scale_path", None):
+        found["encoder_scales"] = digest_files([Path(scales)], Path(scales).parent) or UNKNOWN
     return {name: value for name, value in found.items() if value}
 
 

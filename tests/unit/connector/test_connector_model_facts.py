@@ -365,3 +365,17 @@ def test_parts_of_a_model_are_found(tmp_path: Path) -> None:
     read = rules({**CONFIG, "text_model_id": str(tmp_path / "text"), "audio_model_id": None})
     assert read["part_paths"] == (str(tmp_path / "text"),)
     assert rules()["part_paths"] == ()
+
+
+def test_scales_of_a_media_encoder_count(tmp_path: Path) -> None:
+    """A file of scales changes what an encoder in fp8 makes of an image; without the file media are not cached."""
+    seen = []
+    for content in ("{}", '{"layer": {"q": 2.0}}', None):
+        file = tmp_path / "scales.json"
+        file.unlink(missing_ok=True)
+        if content is not None:
+            file.write_text(content)
+        media = SimpleNamespace(mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path=str(file))
+        seen.append(rules(multimodal_config=media)["media_rules"]["encoder_scales"])
+    assert len(set(seen)) == 3
+    assert seen[2] == UNKNOWN
