@@ -37,9 +37,9 @@ def facts(monkeypatch: pytest.MonkeyPatch, backends: dict[int, str], *groups: An
 
     context = {f"model.layers.{number}.attn": layer(backend) for number, backend in backends.items()}
 
-    def read(config: Any, kv: Any) -> EngineFacts:
+    def read(config: Any, kv: Any, **others: Any) -> EngineFacts:
         config.compilation_config = SimpleNamespace(static_forward_context=context)
-        return read_facts(config, kv)
+        return read_facts(config, kv, **others)
 
     monkeypatch.setattr(engines, "read_facts", read)
     return engines.facts(*groups, **changes)

@@ -135,7 +135,7 @@ def test_a_configuration_that_is_not_as_it_was(
 ) -> None:
     """The table cannot foresee everything: the rank stays out, says why, and does not end."""
 
-    def changed(*_: Any) -> Any:
+    def changed(*_: Any, **__: Any) -> Any:
         raise AttributeError("no attribute 'tensor_parallel_size'")
 
     monkeypatch.setattr("connector.vllm.connector.read_facts", changed)
