@@ -138,12 +138,12 @@ def read_model(vllm_config: Any, *, weights_may_change: bool = False) -> ModelFa
 
 def _model_fields(vllm_config: Any) -> dict[str, Any]:
     model, rules = vllm_config.model_config, read_rules(vllm_config)
-    if environment := _environment():
-        rules["model_rules"] = {**rules["model_rules"], "environment": environment}
-    if plugins := plugin_digests(vllm.envs.VLLM_PLUGINS):
-        rules["model_rules"] = {**rules["model_rules"], "plugins": plugins}
-    if worker := _own_worker(vllm_config.parallel_config.worker_cls):
-        rules["model_rules"] = {**rules["model_rules"], "worker": worker}
+    further = {
+        "environment": _environment(),
+        "plugins": plugin_digests(vllm.envs.VLLM_PLUGINS),
+        "worker": _own_worker(vllm_config.parallel_config.worker_cls),
+    }
+    rules["model_rules"] = rules["model_rules"] | {name: rule for name, rule in further.items() if rule}
     return {
         "architecture": str((model.architectures or ["unknown"])[0]),
         "compute_dtype": str(model.dtype).removeprefix("torch."),

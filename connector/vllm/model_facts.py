@@ -10,8 +10,8 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from connector.vllm.model_files import UNKNOWN, code_digest, digest_files, model_folder, part_folders, processor_digest
-from connector.weights import stamp_weights
+from connector.vllm.model_files import UNKNOWN, code_digest, model_folder, part_folders, processor_digest
+from connector.weights import digest_files, stamp_weights
 
 _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "max_model_len")
 """Keys of a model's configuration, nested ones included, that name its origin or that vLLM writes into it."""
