@@ -250,7 +250,11 @@ def test_plugins_count(place: Place, work: Path) -> None:
     (plugin / "halved-1.0.dist-info" / "entry_points.txt").write_text("[vllm.general_plugins]\nhalved = halved:halve\n")
     (plugin / "halved.py").write_text(_HALVED)
     path = os.pathsep.join(filter(None, (str(plugin), os.environ.get("PYTHONPATH"))))
-    specs = {"identity-plugin": place.spec(environment={"PYTHONPATH": path}), "identity-no-plugin": place.spec()}
+    own = {"weights_id": "for plugins"}  # other tests' engines have saved the prompt
+    specs = {
+        "identity-plugin": place.spec(connector=own, environment={"PYTHONPATH": path}),
+        "identity-no-plugin": place.spec(connector=own),
+    }
     with start_together(specs, work=work) as engines:
         answers = []
         for engine in engines:
