@@ -353,6 +353,7 @@ class PageDoor:
     # reading
 
     async def _read(self, call: _Call, boundaries: Sequence[Boundary], pages: Sequence[Views]) -> int:
+        """At each place a lease that calls share is tried once, then staging once: what neither reads is not there."""
         prefixes = [boundary.prefix for boundary in boundaries]
         done, tried, staged_at = 0, -1, -1
         while done < len(prefixes) and staged_at < done:

@@ -182,7 +182,8 @@ class RedisNodes:
                 position = position.after(int(after))
                 is_last = position.index == 2 * len(nodes)
                 if position.index == len(nodes) and not position.place:
-                    is_last = MOVING != await self._slots(nodes) == position.slots
+                    slots = await self._slots(nodes)
+                    is_last = slots == position.slots and slots != MOVING
                     if not is_last and self._routes is not None:
                         await self._routes.read_again()  # if there are other nodes now, the cursor is refused
         return found, None if is_last else position.cursor
