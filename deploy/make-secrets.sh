@@ -24,7 +24,7 @@ if [ ! -e valkey.acl ] || [ ! -e kvstore.toml ]; then
     password=$(random 32)
     cat > valkey.acl <<END
 user default on nopass resetkeys resetchannels -@all +ping
-user kvstore on #$(digest "$password") resetchannels ~v1/* ~quarantine:v1/* ~c1/* ~c1t/* ~c1d/* ~c1o/* ~kvstore:* -@all +@read +@write +@connection +@scripting +@transaction -@dangerous +info +role +time +asking +command +cluster|slots +cluster|shards
+user kvstore on #$(digest "$password") resetchannels ~v1/* ~quarantine:v1/* ~c1/* ~c1t/* ~c1d/* ~c1o/* ~kvstore:* -@all +@read +@write +@connection +@scripting +@transaction -@dangerous +info +role +time +asking +command +cluster|slots +cluster|shards +cluster|nodes
 END
     printf 'hot = "redis://kvstore:%s@valkey:6379/0"\n' "$password" > kvstore.toml
 fi
