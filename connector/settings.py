@@ -21,7 +21,7 @@ _MODES = ("both", "load", "save", "off")
 _COMPRESSIONS = ("auto", "planes", "tiles", "none")
 _BLOCK_NAMES = ("off", "hashes", "tokens")
 _WAIT_MS_MAX = 7 * 86_400_000
-"""Timers cannot add times without an end."""
+"""A week. Timers fail for much longer times."""
 _SAVE_MEMORY_BYTES = 64 << 20
 """For a dozen records of some MiB that are encoded, sent or copied; a client that has no more room sends records."""
 _MODE_OF_ROLE = {"kv_producer": "save", "kv_consumer": "load"}

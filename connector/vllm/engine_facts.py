@@ -6,10 +6,8 @@ import math
 import os
 import re
 import socket
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,8 +32,7 @@ from connector.scheduler.lookups import takes_whole_prompts
 from connector.settings import ConnectorSettings
 from connector.vllm.contract import is_tested, release_of
 from connector.vllm.model_facts import kv_head_counts, plain, read_rules
-from connector.vllm.model_files import UNKNOWN, code_digest, plugin_digests
-from connector.weights import digest_files
+from connector.vllm.model_files import UNKNOWN, code_digest, digest_package, plugin_digests
 from kvstore.errors import InvalidRequest
 from kvstore.model.instance import EngineInstance
 from kvstore.model.kinds import ChunkedLocal, FullAttention, GroupKind, Latent, Recurrent, SlidingWindow
@@ -156,13 +153,11 @@ def _model_fields(vllm_config: Any) -> dict[str, Any]:
 
 
 def _own_worker(worker_cls: Any) -> dict[str, str]:
-    """A worker that is not vLLM's own, and may change the model: its name, and a digest of the file that defines it."""
+    """A worker that is not vLLM's own, and may change the model: its name, and a digest of its package's files."""
     name = worker_cls if isinstance(worker_cls, str) else f"{worker_cls.__module__}.{worker_cls.__qualname__}"
     if name == "auto" or name.startswith("vllm."):
         return {}
-    module = sys.modules.get(name.rpartition(".")[0])
-    file = Path(getattr(module, "__file__", None) or "nowhere")
-    return {"class": name, "code": digest_files([file], file.parent) or UNKNOWN}
+    return {"class": name, "code": digest_package(name.partition(".")[0])}
 
 
 def _environment() -> dict[str, Any]:
@@ -200,6 +195,8 @@ def _refuse_unsupported_engines(vllm_config: Any, *, weights_may_change: bool) -
         raise _Unsupported("diffusion models are not supported: their cache does not hold all answered tokens")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise _Unsupported("with calculate_kv_scales each engine has scales of its own; use the checkpoint's scales")
+    if _own_worker(vllm_config.parallel_config.worker_cls).get("code") == UNKNOWN:
+        raise _Unsupported("the files of the worker's class (worker_cls) are not found: its package must be importable")
     if code_digest(vllm_config) == UNKNOWN:
         raise _Unsupported("the Python files of the model (trust_remote_code) are not found: name its folder as model")
     if _returns_experts(vllm_config):

@@ -88,26 +88,28 @@ def _references(config: Mapping[str, Any]) -> Iterator[str]:
 
 def plugin_digests(allowed: Collection[str] | None) -> dict[str, str]:
     """By function, a digest of the Python files of each of vLLM's plugins that every process of an engine runs. One may
-    register another class for a model, or change vLLM's own functions. vLLM's own plugins and ours are left out.
+    register another class for a model, or change vLLM's own functions. vLLM's own plugins and ours are left out. What
+    cannot be imported is `UNKNOWN`: vLLM does not run it either.
 
     Args:
         allowed: Names of the plugins that are used; `None`: all.
     """
     points = entry_points(group=_PLUGINS)
     return {
-        point.value: _digest_package(point.module.partition(".")[0])
+        point.value: digest_package(point.module.partition(".")[0])
         for point in points
         if (allowed is None or point.name in allowed) and not point.value.startswith(_KNOWN_PLUGINS)
     }
 
 
-def _digest_package(name: str) -> str:
+def digest_package(name: str) -> str:
+    """Digest of the Python files of a package, or of one module. `UNKNOWN`: it cannot be imported."""
     try:
         spec = find_spec(name)
     except (ImportError, ValueError):
         spec = None
     if spec is None:
-        return UNKNOWN  # vLLM cannot import it either
+        return UNKNOWN
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     digests = [digest_files(folder.rglob("*.py"), folder) for folder in folders]
     if not folders and spec.origin is not None:

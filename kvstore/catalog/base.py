@@ -209,8 +209,8 @@ class Catalog(ABC):
 
     @abstractmethod
     async def epoch(self, *, deadline: Deadline) -> bytes:
-        """A name of the time in which the catalog misses nothing more. A new epoch begins when it is marked incomplete
-        and when it loses its data.
+        """Names the present epoch. Another one begins when the catalog is marked incomplete, and when it loses its
+        data.
         """
 
     async def complete_epoch(self, *, deadline: Deadline) -> bytes | None:

@@ -221,15 +221,8 @@ def test_never_across(shared: Shared, place: Place, work: Path, axis: str) -> No
         assert second.tokens == first.tokens
 
 
-def test_the_code_of_a_model_counts(place: Place, work: Path) -> None:
-    """Two models differ in a Python file of their own alone: neither engine finds what the other saved."""
-    specs = {
-        f"identity-code-{share}": place.spec(
-            checkpoint=write_code(place.checkpoint, place.folder / f"code-{share}", share=share),
-            arguments={"model_impl": "transformers", "trust_remote_code": True},
-        )
-        for share in (0.0, 0.5)
-    }
+def assert_never_meet(specs: dict[str, EngineSpec], place: Place, work: Path) -> None:
+    """Of two engines, which compute different tokens, each finds what it saved, and nothing of the other."""
     with start_together(specs, work=work) as engines:
         answers = []
         for engine in engines:
@@ -240,6 +233,18 @@ def test_the_code_of_a_model_counts(place: Place, work: Path) -> None:
     assert [answer.num_cached_tokens for answer in answers] == [0, WHOLE, 0, WHOLE]
     first, again, other, other_again = (answer.tokens for answer in answers)
     assert first == again != other == other_again
+
+
+def test_the_code_of_a_model_counts(place: Place, work: Path) -> None:
+    """Two models differ in a Python file of their own alone: neither engine finds what the other saved."""
+    specs = {
+        f"identity-code-{share}": place.spec(
+            checkpoint=write_code(place.checkpoint, place.folder / f"code-{share}", share=share),
+            arguments={"model_impl": "transformers", "trust_remote_code": True},
+        )
+        for share in (0.0, 0.5)
+    }
+    assert_never_meet(specs, place, work)
 
 
 def test_plugins_count(place: Place, work: Path) -> None:
@@ -255,16 +260,7 @@ def test_plugins_count(place: Place, work: Path) -> None:
         "identity-plugin": place.spec(connector=own, environment={"PYTHONPATH": path}),
         "identity-no-plugin": place.spec(connector=own),
     }
-    with start_together(specs, work=work) as engines:
-        answers = []
-        for engine in engines:
-            before = place.num_saved()
-            answers.append(ask(engine))
-            place.wait_saved(before + WHOLE_RECORDS)
-            answers.append(ask(engine))
-    assert [answer.num_cached_tokens for answer in answers] == [0, WHOLE, 0, WHOLE]
-    first, again, other, other_again = (answer.tokens for answer in answers)
-    assert first == again != other == other_again
+    assert_never_meet(specs, place, work)
 
 
 _HALVED = """

@@ -1,7 +1,7 @@
 """The queue in front of a slower tier: bounded in bytes, shortest prefix first, retries with back-off.
 
 An engine saves faster than Redis or S3 writes. What finds no room in the queue waits in the memory tier, which has it
-anyway, and is queued in its turn; tenants take turns. It does not wait for the cold tier any more once the hot one has
+anyway, until there is room; tenants take turns. It does not wait for the cold tier any more once the hot one has
 it: any service that has time copies it from there.
 
 What must survive the process is in the pending log: see `pending_writes.py`.

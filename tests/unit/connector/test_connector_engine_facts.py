@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from importlib import invalidate_caches
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,6 @@ import connector
 from connector.facts import CellFacts, EngineFacts, StateFacts
 from connector.identity import CacheShape, describe_namespace, read_shape
 from connector.vllm.engine_facts import cache_layers, read_facts, read_name
-from connector.vllm.model_files import UNKNOWN
 from kvstore.model.kinds import ChunkedLocal, FullAttention, Latent, Recurrent, SlidingWindow
 
 HEADS: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
@@ -346,16 +345,18 @@ def test_updates_of_weights_that_are_foreseen() -> None:
 
 
 def test_a_worker_of_ones_own_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may change the model: its name counts, and the file that defines it. vLLM's workers do not."""
+    """It may change the model: its name counts, and the files of its package. vLLM's workers do not. If its files are
+    not found, the engine is not cached."""
     assert facts(group(full(), 0)).model_rules == facts(group(full(), 0), worker_cls="auto").model_rules == {}
+    monkeypatch.syspath_prepend(tmp_path)
     seen = []
     for code in ("first", "second"):
         (tmp_path / "own.py").write_text(code)
-        monkeypatch.setitem(sys.modules, "own", SimpleNamespace(__file__=str(tmp_path / "own.py")))
+        invalidate_caches()
         seen.append(facts(group(full(), 0), worker_cls="own.Worker").model_rules["worker"])
     assert [worker["class"] for worker in seen] == ["own.Worker"] * 2
     assert seen[0]["code"] != seen[1]["code"]
-    assert facts(group(full(), 0), worker_cls="gone.Worker").model_rules["worker"]["code"] == UNKNOWN
+    assert "worker_cls" in str(facts(group(full(), 0), worker_cls="gone.Worker").unsupported)
 
 
 def test_blocks_that_do_not_fit_are_refused() -> None:
