@@ -99,7 +99,7 @@ def digest_weights(files: Sequence[Path], cache_folder: Path, on_read: Callable[
 
 
 def digest_files(paths: Iterable[Path], folder: Path) -> str:
-    """SHA-256 over names and contents of small files, as hex; empty: there are none.
+    """SHA-256 over names and contents of files, as hex; empty: there are none.
 
     Args:
         folder: Names are relative to it.
@@ -108,7 +108,8 @@ def digest_files(paths: Iterable[Path], folder: Path) -> str:
     digest = hashlib.sha256()
     for path in found:
         content = path.read_bytes()
-        digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
+        digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode())
+        digest.update(content)
     return digest.hexdigest() if found else ""
 
 

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ _PARTS = ("text_model_id", "audio_model_id")
 
 UNKNOWN = "unknown"
 """In place of a digest of files that are not found."""
+_CODE = ("*.py", "*.so")
 _PLUGINS = "vllm.general_plugins"
 _KNOWN_PLUGINS = ("vllm.", "connector.plugin:")
 
@@ -87,7 +89,7 @@ def _references(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def plugin_digests(allowed: Collection[str] | None) -> dict[str, str]:
-    """By function, a digest of the Python files of each of vLLM's plugins that every process of an engine runs. One may
+    """By function, a digest of the code of each of vLLM's plugins that every process of an engine runs. One may
     register another class for a model, or change vLLM's own functions. vLLM's own plugins and ours are left out. What
     cannot be imported is `UNKNOWN`: vLLM does not run it either.
 
@@ -103,7 +105,9 @@ def plugin_digests(allowed: Collection[str] | None) -> dict[str, str]:
 
 
 def digest_package(name: str) -> str:
-    """Digest of the Python files of a package, or of one module. `UNKNOWN`: it cannot be imported."""
+    """Digest of the code of a package, or of one module: Python files and compiled ones. `UNKNOWN`: it cannot be
+    imported.
+    """
     try:
         spec = find_spec(name)
     except (ImportError, ValueError):
@@ -111,7 +115,7 @@ def digest_package(name: str) -> str:
     if spec is None:
         return UNKNOWN
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    digests = [digest_files(folder.rglob("*.py"), folder) for folder in folders]
+    digests = [digest_files(chain.from_iterable(map(folder.rglob, _CODE)), folder) for folder in folders]
     if not folders and spec.origin is not None:
         digests = [digest_files([Path(spec.origin)], Path(spec.origin).parent)]
     return hashlib.sha256("".join(digests).encode()).hexdigest()

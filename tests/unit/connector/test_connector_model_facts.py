@@ -355,8 +355,11 @@ def test_plugins_of_vllm_are_known_by_their_files(tmp_path: Path, monkeypatch: p
     assert found.keys() == {"patches.deep:patch", "no_such_package:patch"}
     assert found["no_such_package:patch"] == UNKNOWN != found["patches.deep:patch"]
     assert plugin_digests(["patch"]).keys() == {"patches.deep:patch"} and plugin_digests([]) == {}
-    (tmp_path / "patches" / "deep" / "other.py").write_text("x = 1")
-    assert plugin_digests(["patch"]) != {"patches.deep:patch": found["patches.deep:patch"]}
+    seen = [found]
+    for name in ("other.py", "compiled.so", "deep/compiled.cpython-311-x86_64-linux-gnu.so"):
+        (tmp_path / "patches" / name).write_text("x = 1")
+        seen.append(plugin_digests(["patch"]))
+    assert len({one["patches.deep:patch"] for one in seen}) == 4
 
 
 def test_parts_of_a_model_are_found(tmp_path: Path) -> None:
