@@ -140,7 +140,7 @@ class PageDoor:
 
     def open(self) -> NamespaceId:
         """Open the namespace, which the first call does otherwise."""
-        return self._call(self._open)
+        return self._call(self._open, self._deadline(None))
 
     def present(self, keys: Sequence[PageKey], *, timeout_s: float | None = None) -> list[bool]:
         """Which pages look stored: an answer without I/O where the store has an index. Nothing is fetched.
@@ -149,8 +149,9 @@ class PageDoor:
             keys: In the order of their chain, all different.
             timeout_s: The longest that this call takes; `None`: as the others. Zero or less is too late: `Unavailable`.
         """
+        deadline = self._deadline(timeout_s)
         boundaries = _boundaries(keys, self._layout.page_tokens, None)
-        return self._call(lambda call: self._present(call, boundaries), timeout_s)
+        return self._call(lambda call: self._present(call, boundaries), deadline)
 
     def exists(self, keys: Sequence[PageKey], *, after: PageKey | None = None) -> int:
         """How many of the pages, from the first on, are stored. They were fetched to this node and verified, and stay
@@ -160,9 +161,10 @@ class PageDoor:
             keys: In the order of their chain, all different.
             after: The key of the page before them, where the caller knows it: retention keeps it as long as them.
         """
+        deadline = self._deadline(None)
         boundaries = _boundaries(keys, self._layout.page_tokens, after)
         skipped = len(boundaries) - len(keys)
-        return self._call(lambda call: self._exists(call, boundaries, skipped))
+        return self._call(lambda call: self._exists(call, boundaries, skipped), deadline)
 
     def read_into(self, keys: Sequence[PageKey], pages: Sequence[Pieces], *, timeout_s: float | None = None) -> int:
         """Read pages until one is not there; returns how many. Buffers of the others hold anything.
@@ -176,9 +178,10 @@ class PageDoor:
             InvalidRequest: As of every call; also if a page that is stored has another size than its buffers. Pages
                 before it may have been read, and can be read again.
         """
+        deadline = self._deadline(timeout_s)
         boundaries = _boundaries(keys, self._layout.page_tokens, None)
         views = checked_pages(keys, pages, len(self._slices), writable=True)
-        return self._call(lambda call: self._read(call, boundaries, views), timeout_s, views)
+        return self._call(lambda call: self._read(call, boundaries, views), deadline, views)
 
     def write_from(
         self,
@@ -203,9 +206,10 @@ class PageDoor:
             InvalidRequest: As of every call; also if the service refuses a page, since it is too large or the token may
                 not save. Others may have been stored.
         """
+        deadline = self._deadline(timeout_s)
         boundaries = _boundaries(keys, self._layout.page_tokens, after)
         views = checked_pages(keys, pages, len(self._slices), writable=False)
-        return self._call(lambda call: self._write(call, boundaries, views), timeout_s, views)
+        return self._call(lambda call: self._write(call, boundaries, views), deadline, views)
 
     def report(
         self,
@@ -276,18 +280,22 @@ class PageDoor:
 
     # calls
 
+    def _deadline(self, timeout_s: float | None) -> Deadline:
+        """Of a call that begins now: to check the arguments of a large one takes seconds too."""
+        if timeout_s is not None:
+            check_timeout(timeout_s, may_be_over=True)
+        return Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
+
     def _call(
         self,
         work: Callable[[_Call], Coroutine[Any, Any, Value]],
-        timeout_s: float | None = None,
+        deadline: Deadline,
         views: Sequence[Views] = (),
     ) -> Value:
         """Wait for `work`. Views of the caller's buffers are released with its end, or they could not be closed yet."""
-        if timeout_s is not None:
-            check_timeout(timeout_s, may_be_over=True)
         if self._closed:
             raise Closed("the door is closed")
-        deadline, guard = Deadline.after(self._timeout_s if timeout_s is None else timeout_s), BufferGuard()
+        guard = BufferGuard()
         try:
             return self._store.run(lambda store: self._work(_Call(store, guard, deadline), work), deadline=deadline)
         finally:

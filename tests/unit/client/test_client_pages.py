@@ -125,6 +125,22 @@ def test_no_buffer_is_touched_after_a_call(store: BlockingStore) -> None:
     pool.close()
 
 
+def test_arguments_that_take_long_to_check_count(store: BlockingStore) -> None:
+    """The time of a call begins before the check of its arguments, of which a large call has many."""
+
+    class Slow(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            time.sleep(0.2)
+            return super().__iter__()
+
+    door, page = PageDoor(store, DESCRIPTION), page_of(1, 4096)
+    assert door.write_from(["k"], [page]) == [True]
+    with pytest.raises(Unavailable):
+        door.read_into(["k"], Slow([page]), timeout_s=0.1)
+    assert door.read_into(["k"], Slow([page]), timeout_s=10) == 1
+    door.close()
+
+
 def test_an_outage_and_its_end(service: ServiceProcess, store: BlockingStore) -> None:
     """Calls fail at once while the service is away; afterwards the door goes on, though its leases are gone."""
     door = PageDoor(store, DESCRIPTION, timeout_s=2)
