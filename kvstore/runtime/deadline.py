@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from types import TracebackType
 
 from kvstore.errors import Unavailable
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
@@ -39,20 +39,38 @@ class Deadline:
         """The earlier one of this deadline and `seconds` from now."""
         return Deadline(min(self.at_s, self.clock.monotonic_s() + seconds), self.clock)
 
-    @asynccontextmanager
-    async def scope(self, what: str) -> AsyncIterator[None]:
+    def scope(self, what: str) -> AbstractAsyncContextManager[None]:
         """Cancel the block at the deadline.
 
         Raises:
             Unavailable: The block was still running at the deadline; the message begins with `what`.
         """
-        is_late = False
+        return _Scope(self, what)
+
+
+class _Scope(AbstractAsyncContextManager[None]):
+    """A class, and it raises its own error only after the timeout's: a generator's error (Python 3.12 on) or a cause
+    would refer to the frames of the block, which refer to it. Such a cycle keeps what is in these frames, like records,
+    until the cyclic collector runs.
+    """
+
+    def __init__(self, deadline: Deadline, what: str) -> None:
+        self._deadline = deadline
+        self._what = what
+
+    async def __aenter__(self) -> None:
+        self._timeout = asyncio.timeout(self._deadline.remaining_s)
+        await self._timeout.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        is_late = isinstance(error, TimeoutError)
         try:
-            async with asyncio.timeout(self.remaining_s):
-                yield
+            await self._timeout.__aexit__(kind, error, traceback)
         except TimeoutError:
-            # raised below: the cause's traceback would have the timeout, which has this task, which may have the error:
-            # such a cycle would keep what the caller's frames have until the cyclic collector runs
             is_late = True
+        finally:
+            del self._timeout  # it has the task, which may have the error
         if is_late:
-            raise Unavailable(f"{what} {LATE}")
+            raise Unavailable(f"{self._what} {LATE}")

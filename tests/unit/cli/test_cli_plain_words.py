@@ -148,6 +148,8 @@ async def test_another_program_is_not_an_absent_service(tmp_path: Path, run: Run
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await reader.read()
+        writer.close()
 
     async with await asyncio.start_unix_server(answer, tmp_path / "s"):
         status, said = await run("status", "--url", f"unix:{tmp_path}/s", "--timeout", "30")
