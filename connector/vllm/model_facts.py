@@ -26,6 +26,9 @@ these numbers gives models with such lists another namespace."""
 
 _LONG_ROPES = ("longrope", "su")
 _LLAMA4 = ("llama4", "llama4_text")
+NUMBERED_MEDIA = "numbered"
+"""A rule of media: both caches of vLLM that need hashes are off, so it numbers items from one in every process."""
+
 _TUNING, _TUNED_TOKENS = "attn_temperature_tuning", 32768
 """A field of Llama 4's configuration that vLLM overwrites, in a copy or in the one that we read; and the longest
 request up to which it does not tune."""
@@ -174,6 +177,8 @@ def _as_mapping(value: Any) -> Mapping[str, Any]:
 
 def _shortened(value: Any) -> Any:
     """The same value, with a digest in place of each list or map in it that is too long to be described."""
+    if getattr(media, "mm_processor_cache_gb", None) == 0 and not vllm_config.cache_config.enable_prefix_caching:
+        found[NUMBERED_MEDIA] = True
     if isinstance(value, dict):
         value = {key: _shortened(item) for key, item in value.items()}
     elif isinstance(value, list):
