@@ -10,7 +10,14 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from connector.vllm.model_files import UNKNOWN, code_digest, model_folder, part_folders, processor_digest
+from connector.vllm.model_files import (
+    UNKNOWN,
+    code_digest,
+    model_folder,
+    part_folders,
+    processor_digest,
+    quantization_digest,
+)
 from connector.weights import digest_files, stamp_weights
 
 _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "max_model_len")
@@ -124,6 +131,8 @@ def _model_rules(vllm_config: Any) -> dict[str, Any]:
         rules[_TUNING] = bool(chosen.get(_TUNING, model.max_model_len > _TUNED_TOKENS))
     if code := code_digest(vllm_config):
         rules["code"] = code
+    if files := quantization_digest(vllm_config):
+        rules["quantization_files"] = files
     if model.quantization_config is not None:
         rules["quantization_config"] = _shortened(plain(_as_mapping(model.quantization_config)))
     if model.model_class_overrides:

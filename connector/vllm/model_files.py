@@ -124,5 +124,19 @@ def processor_digest(vllm_config: Any) -> str:
     folder = Path(model_folder(vllm_config, vllm_config.model_config))
     if not folder.is_dir():
         return UNKNOWN
+def quantization_digest(vllm_config: Any) -> str:
+    """Digest of the files that say how the weights are quantised, beside the model's configuration: the same bytes are
+    other weights with other files. Empty: there are none.
+    """
+    model = vllm_config.model_config
+    if not getattr(model, "quantization", None):
+        return ""
+    folder = Path(model_folder(vllm_config, model))
+    found = [digest_files(folder.glob("*quant*config.json"), folder)]
+    if named := model.hf_config.to_dict().get("quantization_config_file"):  # an override of vLLM's
+        found.append(digest_files([Path(named)], Path(named).parent) or UNKNOWN)
+    return hashlib.sha256("".join(found).encode()).hexdigest() if any(found) else ""
+
+
     is_own = getattr(vllm_config.model_config, "trust_remote_code", False)
     return digest_files([*folder.glob("*process*.json"), *(folder.rglob("*.py") if is_own else ())], folder)
