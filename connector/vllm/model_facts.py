@@ -26,6 +26,9 @@ _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "m
 _TYPES = ("torch_dtype", "dtype")
 """Covered by `compute_dtype`, which an operator may have chosen."""
 
+NUMBERED_MEDIA = "numbered"
+"""A rule of media: both caches of vLLM that need hashes are off, so it numbers items from one in every process."""
+
 _LONG_BYTES, _LONG_ITEMS = 96 << 10, 7000
 """A longer list or map is described by its digest. Some quantizations name every layer of every expert, in megabytes,
 and a description has at most 256 KiB and 16,384 values. Two flat lists just below these limits fit in it. A change of
@@ -33,9 +36,6 @@ these numbers gives models with such lists another namespace."""
 
 _LONG_ROPES = ("longrope", "su")
 _LLAMA4 = ("llama4", "llama4_text")
-NUMBERED_MEDIA = "numbered"
-"""A rule of media: both caches of vLLM that need hashes are off, so it numbers items from one in every process."""
-
 _TUNING, _TUNED_TOKENS = "attn_temperature_tuning", 32768
 """A field of Llama 4's configuration that vLLM overwrites, in a copy or in the one that we read; and the longest
 request up to which it does not tune."""
@@ -177,6 +177,8 @@ def _media_rules(vllm_config: Any) -> dict[str, Any]:
     found["processor"] = processor_digest(vllm_config)
     if scales := getattr(media, "mm_encoder_fp8_scale_path", None):
         found["encoder_scales"] = digest_files([Path(scales)], Path(scales).parent) or UNKNOWN
+    if getattr(media, "mm_processor_cache_gb", None) == 0 and not vllm_config.cache_config.enable_prefix_caching:
+        found[NUMBERED_MEDIA] = True
     return {name: value for name, value in found.items() if value}
 
 
@@ -186,8 +188,6 @@ def _as_mapping(value: Any) -> Mapping[str, Any]:
 
 def _shortened(value: Any) -> Any:
     """The same value, with a digest in place of each list or map in it that is too long to be described."""
-    if getattr(media, "mm_processor_cache_gb", None) == 0 and not vllm_config.cache_config.enable_prefix_caching:
-        found[NUMBERED_MEDIA] = True
     if isinstance(value, dict):
         value = {key: _shortened(item) for key, item in value.items()}
     elif isinstance(value, list):
