@@ -19,7 +19,7 @@ _SETTINGS = (
     *("speculative_algorithm", "speculative_draft_kv_cache_dtype", "trust_remote_code"),
 )
 """Settings of SGLang that a namespace holds, also those that change no byte of most models' caches."""
-_CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json")
+_CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quant_config.json", "quantize_config.json")
 
 
 @dataclass(frozen=True, slots=True)

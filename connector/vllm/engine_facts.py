@@ -51,6 +51,7 @@ _TOKEN_BACKENDS = (
 _ENVIRONMENT = (
     *("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "VLLM_MARLIN_INPUT_DTYPE", "VLLM_CPU_INT4_W4A8"),
     *("VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_DEEPEPLL_NVFP4_DISPATCH"),
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
 )
 """They choose experts at random, or quantise weights, activations or what experts are sent. Not those that choose a
 kernel: what kernels round differently is no other content, as between kinds of GPUs."""

@@ -10,7 +10,14 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from connector.vllm.model_files import UNKNOWN, code_digest, model_folder, part_folders, processor_digest
+from connector.vllm.model_files import (
+    UNKNOWN,
+    code_digest,
+    model_folder,
+    part_folders,
+    processor_digest,
+    quantization_digest,
+)
 from connector.weights import digest_files, stamp_weights
 
 _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "max_model_len")
@@ -18,6 +25,9 @@ _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "m
 
 _TYPES = ("torch_dtype", "dtype")
 """Covered by `compute_dtype`, which an operator may have chosen."""
+
+NUMBERED_MEDIA = "numbered"
+"""A rule of media: both caches of vLLM that need hashes are off, so it numbers items from one in every process."""
 
 _LONG_BYTES, _LONG_ITEMS = 96 << 10, 7000
 """A longer list or map is described by its digest. Some quantizations name every layer of every expert, in megabytes,
@@ -121,6 +131,8 @@ def _model_rules(vllm_config: Any) -> dict[str, Any]:
         rules[_TUNING] = bool(chosen.get(_TUNING, model.max_model_len > _TUNED_TOKENS))
     if code := code_digest(vllm_config):
         rules["code"] = code
+    if files := quantization_digest(vllm_config):
+        rules["quantization_files"] = files
     if model.quantization_config is not None:
         rules["quantization_config"] = _shortened(plain(_as_mapping(model.quantization_config)))
     if model.model_class_overrides:
@@ -165,6 +177,8 @@ def _media_rules(vllm_config: Any) -> dict[str, Any]:
     found["processor"] = processor_digest(vllm_config)
     if scales := getattr(media, "mm_encoder_fp8_scale_path", None):
         found["encoder_scales"] = digest_files([Path(scales)], Path(scales).parent) or UNKNOWN
+    if getattr(media, "mm_processor_cache_gb", None) == 0 and not vllm_config.cache_config.enable_prefix_caching:
+        found[NUMBERED_MEDIA] = True
     return {name: value for name, value in found.items() if value}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
+from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from itertools import chain
@@ -23,28 +24,34 @@ _KNOWN_PLUGINS = ("vllm.", "connector.plugin:")
 
 
 def model_folder(vllm_config: Any, model: Any) -> str:
-    """The folder of a model. A name on the hub becomes a folder in the hub's cache, or stays if there is none."""
-    return _folder(vllm_config, str(model.model), model.revision)
+    """The folder of a model's weights. A name on the hub becomes one in the hub's cache, or stays if there is none."""
+    return _folder(str(model.model), model.revision, vllm_config.load_config.download_dir)
 
 
 def part_folders(vllm_config: Any) -> tuple[str, ...]:
     """The folders of the models of which a model's weights are made, beside its own."""
     config = vllm_config.model_config.hf_config.to_dict()
-    return tuple(_folder(vllm_config, str(config[name]), None) for name in _PARTS if config.get(name))
+    download_dir = vllm_config.load_config.download_dir
+    return tuple(_folder(str(config[name]), None, download_dir) for name in _PARTS if config.get(name))
 
 
-def _folder(vllm_config: Any, name: str, revision: str | None) -> str:
+def _folder(name: str, revision: str | None, cache_dir: str | None = None) -> str:
+    """Where the hub that vLLM uses has a model.
+
+    Args:
+        cache_dir: vLLM's `download_dir` for weights. It keeps all other files in the hub's own cache (`None`).
+    """
     if Path(name).exists():
         return name
-    from huggingface_hub import snapshot_download
+    from vllm import envs
 
+    # a name may stand for two models on the two hubs, so the other hub's cache says nothing
+    hub = "modelscope" if envs.VLLM_USE_MODELSCOPE else "huggingface_hub"
     try:
-        folder = snapshot_download(
-            name, revision=revision, cache_dir=vllm_config.load_config.download_dir, local_files_only=True
-        )
-    except (OSError, ValueError):  # not from the hub, or not cached: the weights need an id from the operator
+        download = import_module(hub).snapshot_download
+        return str(download(name, revision=revision, cache_dir=cache_dir, local_files_only=True))
+    except Exception:  # noqa: BLE001 - of a hub's client: then the weights need an id from the operator
         return name
-    return str(folder)
 
 
 def code_digest(vllm_config: Any) -> str:
@@ -63,7 +70,7 @@ def code_digest(vllm_config: Any) -> str:
     code_revision = getattr(model, "code_revision", None)
     repositories = {reference.partition("--")[0] if "--" in reference else str(model.model) for reference in references}
     folders = [
-        Path(_folder(vllm_config, name, code_revision or (model.revision if name == str(model.model) else None)))
+        Path(_folder(name, code_revision or (model.revision if name == str(model.model) else None)))
         for name in sorted(repositories)
     ]
     digests = [digest_files(folder.rglob("*.py"), folder) for folder in folders]
@@ -121,11 +128,25 @@ def digest_package(name: str) -> str:
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
+def quantization_digest(vllm_config: Any) -> str:
+    """Digest of the files that say how the weights are quantised, beside the model's configuration: the same bytes are
+    other weights with other files. Empty: there are none.
+    """
+    model = vllm_config.model_config
+    if not getattr(model, "quantization", None):
+        return ""
+    folder = Path(model_folder(vllm_config, model))
+    found = [digest_files(folder.glob("*quant*config.json"), folder)]
+    if named := model.hf_config.to_dict().get("quantization_config_file"):  # an override of vLLM's
+        found.append(digest_files([Path(named)], Path(named).parent) or UNKNOWN)
+    return hashlib.sha256("".join(found).encode()).hexdigest() if any(found) else ""
+
+
 def processor_digest(vllm_config: Any) -> str:
     """Digest of the files that say how media items become the model's input. vLLM names an item by its content and the
     model's name, not by these. `UNKNOWN`: the model's folder is not found.
     """
-    folder = Path(model_folder(vllm_config, vllm_config.model_config))
+    folder = Path(_folder(str(vllm_config.model_config.model), vllm_config.model_config.revision))
     if not folder.is_dir():
         return UNKNOWN
     is_own = getattr(vllm_config.model_config, "trust_remote_code", False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +12,8 @@ import torch
 
 from connector.prefix_hash import AdapterRequest, EmbeddedPrompt, MediaItem, PromptContent, UncacheableContent
 from connector.scheduler.hook_facts import StateOffer, StepFacts
+from connector.vllm.model_facts import NUMBERED_MEDIA
 from connector.vllm.model_files import UNKNOWN
-
-_NUMBERED = re.compile(r"renderer\d+-mm-\d+-")
-"""vLLM's own names for media that it neither hashes nor caches. Their numbers restart in every process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +23,13 @@ class RequestReader:
     Attributes:
         trusts_media: Identifiers of media count as their content, even if a user chose them.
         media_rules: Digest of the engine's settings that change how media items are processed.
+        numbers_media: Items have numbers instead of hashes. With settings of its own a request's number is hashed.
         adapters_on_media: Adapters change how media items are processed.
     """
 
     trusts_media: bool = False
     media_rules: str = ""
+    numbers_media: bool = False
     adapters_on_media: bool = False
 
     @classmethod
@@ -42,7 +41,8 @@ class RequestReader:
         """
         digest = hashlib.sha256(json.dumps(media_rules, sort_keys=True).encode()).hexdigest() if media_rules else ""
         is_known = UNKNOWN not in media_rules.values()
-        return cls(trusts_media and is_known, digest, "media_towers" in adapter_rules)
+        numbers = NUMBERED_MEDIA in media_rules
+        return cls(trusts_media and is_known, digest, numbers, adapters_on_media="media_towers" in adapter_rules)
 
     def content(self, request: Any) -> PromptContent | None:
         """The parts of a request that are not tokens; `None`: there are none.
@@ -66,7 +66,7 @@ class RequestReader:
         identifier = feature.mm_hash or feature.identifier
         if not self.trusts_media:
             raise UncacheableContent("multimodal", "identifiers of media are not trusted")
-        if _NUMBERED.match(identifier):
+        if self.numbers_media:
             raise UncacheableContent("media_without_hash", "vLLM does not hash media if its media caches are off")
         if lora_request is not None and self.adapters_on_media:
             raise UncacheableContent("media_adapter", "the adapter changes how media are processed")

@@ -30,6 +30,7 @@ HOMES = {
         ),
         *("connector/vllm/blending.py", "connector/vllm/blend_layers.py"),
         *("connector/offloading/engine.py", "connector/offloading/tier.py"),
+        "connector/vllm/model_files.py",  # which hub it uses
         *("connector/vllm/contract.py", "connector/vllm/inert.py"),  # only to look whether vLLM has what the others use
         *("kvstore/testing/engine/main.py", "kvstore/testing/engine/traffic.py"),
     ),

@@ -23,6 +23,7 @@ TOPS = {
     "connector/device/paths.py": "torch, Triton, the compiler that it calls, a GPU: why a way does not work is asked",
     "connector/blend/blender.py": "vLLM waits for each request that is blended, and for each audit",
     "connector/vllm/blending.py": "a thread's top",
+    "connector/vllm/model_files.py": "a hub's client: the errors of ModelScope's have no other class in common",
     "connector/guard.py": "the guard of the engines' calls",
     "connector/offloading/lookups.py": "a thread's top: an answer is due",
     "connector/offloading/tier.py": "a background task's top, and the look for what a vLLM that has changed may lack",

@@ -335,7 +335,10 @@ def test_variables_that_change_the_model_count(monkeypatch: pytest.MonkeyPatch) 
     assert facts(group(full(), 0)).model_rules == {}
     monkeypatch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
-    environment = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}
+    environment: dict[str, Any] = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}
+    assert facts(group(full(), 0)).model_rules == {"environment": environment}
+    monkeypatch.setenv("VLLM_B12X_MOE_FP4_FORCE_A16", "1")  # activations of experts in 16 bits instead of 4 or 8
+    environment |= {"VLLM_B12X_MOE_FP4_FORCE_A16": True}
     assert facts(group(full(), 0)).model_rules == {"environment": environment}
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 
 from connector.facts import EngineFacts
 from connector.identity import CacheShape, describe_namespace, read_shape
-from connector.vllm.model_facts import read_rules
+from connector.vllm.model_facts import NUMBERED_MEDIA, read_rules
 from connector.vllm.model_files import UNKNOWN, code_digest, plugin_digests
 from connector.vllm.requests import RequestReader
 from kvstore.model.keys import NamespaceId
@@ -165,6 +167,30 @@ def test_quantisation_that_is_made_at_start_counts() -> None:
     ]
 
 
+def test_files_that_say_how_weights_are_quantised_count(tmp_path: Path) -> None:
+    """vLLM reads such a file if the configuration does not say it; without quantisation it reads none."""
+
+    def found(quantization: str | None = "auto_awq", **config: Any) -> Any:
+        config = vllm_config({**CONFIG, **config}, model=str(tmp_path))
+        config.model_config.quantization = quantization
+        return read_rules(config)["model_rules"].get("quantization_files")
+
+    assert found() is None
+    seen = set()
+    for name in ("quant_config.json", "quantize_config.json", "hf_quant_config.json"):
+        for text in ('{"zero_point": true}', '{"zero_point": false}'):
+            (tmp_path / name).write_text(text)
+            seen.add(found())
+    assert len(seen) == 6 and None not in seen
+    assert found(None) is None
+    named = tmp_path / "elsewhere" / "torchao.json"
+    named.parent.mkdir()
+    for text in ("{}", "[]"):
+        named.write_text(text)
+        seen.add(found(quantization_config_file=str(named)))
+    assert len(seen) == 8
+
+
 def lora(**changes: Any) -> Any:
     values = {"target_modules": None, "lora_dtype": "auto", "enable_tower_connector_lora": False, **changes}
     return SimpleNamespace(**values)
@@ -192,19 +218,67 @@ def test_what_changes_media() -> None:
     assert rules(multimodal_config=media)["media_rules"] == expected
 
 
-def test_names_of_the_hub(tmp_path: Path) -> None:
-    """A name stands for the folder of the hub's cache that holds it; one that is not there stays a name."""
+@pytest.mark.parametrize(
+    ("gib", "caches_prefixes", "numbered"), [(0, False, True), (0, True, False), (4, False, False)]
+)
+def test_media_are_numbered_where_nothing_needs_hashes(gib: int, *, caches_prefixes: bool, numbered: bool) -> None:
+    """Then vLLM's identifiers are no content, with or without a hash around them."""
+    media = SimpleNamespace(mm_processor_cache_gb=gib)
+    caches = SimpleNamespace(enable_prefix_caching=caches_prefixes)
+    found = rules(multimodal_config=media, cache_config=caches)["media_rules"]
+    assert found.get(NUMBERED_MEDIA, False) is numbered
+
+
+def write_snapshot(cache: Path, **files: str) -> Path:
+    """A cache of the hub with the files of `some/model`, by their names without dots."""
     commit = "a" * 40
-    folder = tmp_path / "models--some--model" / "snapshots" / commit
+    folder = cache / "models--some--model" / "snapshots" / commit
     folder.mkdir(parents=True)
-    (folder / "model.safetensors").write_bytes(b"weights")
-    refs = tmp_path / "models--some--model" / "refs"
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+    refs = cache / "models--some--model" / "refs"
     refs.mkdir()
     (refs / "main").write_text(commit)
+    return folder
+
+
+def test_names_of_the_hub(tmp_path: Path) -> None:
+    """A name stands for the folder of the hub's cache that holds it; one that is not there stays a name."""
+    folder = write_snapshot(tmp_path, model__safetensors="weights")
     load = SimpleNamespace(load_format="auto", download_dir=str(tmp_path))
     assert rules(model="some/model", load_config=load)["model_path"] == str(folder)
     for name in ("some/other", "no such folder/at/all"):
         assert rules(model=name, load_config=load)["model_path"] == name
+
+
+def test_names_of_the_other_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ModelScope a name never stands for what another hub's cache holds under it."""
+    write_snapshot(tmp_path, model__safetensors="weights")
+    load = SimpleNamespace(load_format="auto", download_dir=str(tmp_path))
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    monkeypatch.setitem(sys.modules, "modelscope", None)
+    assert rules(model="some/model", load_config=load)["model_path"] == "some/model"
+    asked: dict[str, Any] = {}
+    client = SimpleNamespace(snapshot_download=lambda name, **options: asked.update(options) or f"/{name}")
+    monkeypatch.setitem(sys.modules, "modelscope", client)
+    assert rules(model="some/model", load_config=load)["model_path"] == "/some/model"
+    assert asked == {"revision": None, "cache_dir": str(tmp_path), "local_files_only": True}
+
+
+def test_a_folder_for_weights_holds_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `download_dir` vLLM reads weights there, and code and settings of a processor in the hub's own cache."""
+    weights = write_snapshot(tmp_path / "weights", model__safetensors="weights")
+    others = write_snapshot(tmp_path / "others", modeling_my__py="SCALE = 1", processor_config__json="{}")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "others"))
+    config = with_code("some/model")
+    config.load_config.download_dir = str(tmp_path / "weights")
+    config.model_config.multimodal_config = SimpleNamespace(video_pruning_rate=0.5)
+    before = read_rules(config)
+    assert before["model_path"] == str(weights)
+    for name, part in (("modeling_my.py", "model_rules"), ("processor_config.json", "media_rules")):
+        assert UNKNOWN not in before[part].values()
+        (others / name).write_text("other")
+        assert read_rules(config)[part] != before[part]
 
 
 def test_draft_models() -> None:

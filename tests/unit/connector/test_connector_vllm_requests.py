@@ -12,6 +12,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
 from connector.prefix_hash import AdapterRequest, MediaItem, PrefixChain, PromptContent, UncacheableContent
+from connector.vllm.model_facts import NUMBERED_MEDIA
 from connector.vllm.requests import RequestReader, read_trace
 
 HASH = "5" * 64
@@ -66,10 +67,12 @@ def test_media_are_refused_unless_trusted() -> None:
         assert content == PromptContent(media=(MediaItem("image", identifier, 3, 20),))
 
 
-@pytest.mark.parametrize("identifier", ["renderer0-mm-1-image-0", "renderer12-mm-345-video-6"])
+@pytest.mark.parametrize("identifier", ["renderer0-mm-1-image-0", HASH])
 def test_numbers_are_no_content(identifier: str) -> None:
-    """Without a cache of its own vLLM numbers media from one at every start: never cached, even with trust."""
-    assert refusal(TRUSTING, request(mm_features=[image(identifier)])) == "media_without_hash"
+    """Without a cache of its own vLLM numbers media from one at every start, and hashes a number with the settings of
+    the request: never cached, even with trust."""
+    reader = RequestReader.of(trusts_media=True, media_rules={NUMBERED_MEDIA: True}, adapter_rules={})
+    assert refusal(reader, request(mm_features=[image(identifier)])) == "media_without_hash"
 
 
 def test_media_under_adapters() -> None:
