@@ -124,6 +124,7 @@ class RankReport:
         audits_done: For each finished audit job the number of ranks that are done with its records.
         audits_partial: Finished audit jobs of which a record was not compared.
         audits_differ: Finished audit jobs of which a record is not what was computed.
+        refusal: Why a rank loads and saves nothing any more; empty: all do.
     """
 
     saves_done: dict[int, int] = field(default_factory=dict)
@@ -131,6 +132,7 @@ class RankReport:
     audits_done: dict[int, int] = field(default_factory=dict)
     audits_partial: set[int] = field(default_factory=set)
     audits_differ: set[int] = field(default_factory=set)
+    refusal: str = ""
 
     def merge(self, other: RankReport) -> RankReport:
         """The sum of two reports."""
@@ -140,6 +142,7 @@ class RankReport:
             _add_up(self.audits_done, other.audits_done),
             self.audits_partial | other.audits_partial,
             self.audits_differ | other.audits_differ,
+            self.refusal or other.refusal,
         )
 
 

@@ -383,6 +383,8 @@ class SchedulerSide:
 
     def on_rank_report(self, report: RankReport) -> None:
         """Note the ranks' reports of saves and audits."""
+        if report.refusal:
+            self.namespace.refuse(report.refusal)
         self.save_jobs.on_rank_report(report)
         self._audits.on_rank_report(report)
         if self._audits.refusal is not None:

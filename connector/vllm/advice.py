@@ -1,4 +1,4 @@
-"""Warnings for the operator, logged once at start: settings of vLLM that cost an engine hits, and untested releases."""
+"""Warnings for the operator, logged once at start: settings of vLLM that cost hits or are unsafe, and untested releases."""
 
 from __future__ import annotations
 
@@ -16,9 +16,18 @@ UNTRUSTED_MEDIA = (
 )
 
 
-def advise_at_start(facts: EngineFacts, settings: ConnectorSettings) -> tuple[str, ...]:
-    """What an engine's settings will cost, each with the field and what to set."""
+def advise_at_start(facts: EngineFacts, settings: ConnectorSettings, worker_extension: str = "") -> tuple[str, ...]:
+    """What an engine's settings will cost, each with the field and what to set.
+
+    Args:
+        worker_extension: A class that an operator adds to vLLM's worker; empty: none.
+    """
     advice = []
+    if worker_extension and not settings.weights_may_change:
+        advice.append(
+            f"worker_extension_cls {worker_extension} may change the weights while the engine runs: if it does, set"
+            " weights_may_change, or pages of the new weights are stored and loaded as pages of the old ones"
+        )
     if facts.load_failure_policy == "fail":
         advice.append(
             "kv_load_failure_policy is 'fail', so that a page that cannot be loaded ends its request with an error;"

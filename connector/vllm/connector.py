@@ -101,6 +101,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         self._refusal: str | None = None
         self._requests = RequestReader()
         self._is_advised = False
+        self._model = vllm_config.model_config.model  # vLLM changes it if it loads weights from another path
         self._saved: _StepMetadata | None = None  # the last step whose saves were begun
         is_scheduler = role is KVConnectorRole.SCHEDULER
         if self._settings.mode == "off":
@@ -312,7 +313,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         if isinstance(shape, str):
             _log.warning("kvstore: this engine is not cached: %s", shape)
             return
-        for advice in advise_at_start(facts, self._settings):
+        extension = self._vllm_config.parallel_config.worker_extension_cls
+        for advice in advise_at_start(facts, self._settings, extension):
             _log.warning("kvstore: %s", advice)
         self._facts = facts
         self._requests = RequestReader.of(
@@ -373,6 +375,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self.worker_side is not None:
+            if self._vllm_config.model_config.model != self._model and not self._settings.weights_may_change:
+                self.worker_side.stop("other weights were loaded into it (reload_weights): set weights_may_change")
             self.worker_side.begin_step(self._jobs())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -69,6 +70,8 @@ class WorkerSide:
         self.auditor: Auditor | None = None
         self._warmer: Warmer | None = None
         self._begun: tuple[StepJobs | None, Fence | None] = (None, None)
+        self._stopped = ""
+        self._unsaved: RankReport | None = None
 
     def register(self, layers_of: Callable[[tuple[str, ...]], Sequence[torch.Tensor]]) -> None:
         """Take the cache tensors and prove their layout.
@@ -168,6 +171,10 @@ class WorkerSide:
         sizes = zip(self._shape.groups, held, strict=True)
         return max(page_bytes(self._shape, group) // slices for group, slices in sizes)
 
+    def stop(self, reason: str) -> None:
+        """Load and save nothing any more: jobs are answered as failed, and the scheduler side gets the reason."""
+        self._stopped = reason
+
     def begin_step(self, jobs: StepJobs) -> None:
         """Note where a step's forward begins, for loads that start behind it. Called when the step's jobs are bound.
 
@@ -190,10 +197,18 @@ class WorkerSide:
         not called for these jobs."""
         (begun, after), self._begun = self._begun, (None, None)
         if self.loader is not None and self._device is not None and jobs.loads:
-            self.loader.load(jobs.loads, after if after is not None and begun is jobs else self._device.fence())
+            loads = [replace(job, pieces=None) for job in jobs.loads] if self._stopped else jobs.loads
+            self.loader.load(loads, after if after is not None and begun is jobs else self._device.fence())
 
     def save(self, jobs: StepJobs) -> None:
         """Order a step's saves and audits, after its forward was ordered."""
+        if self._stopped:
+            saves, audits = [job.job_id for job in jobs.saves], [job.audit_id for job in jobs.audits]
+            undone = RankReport(
+                dict.fromkeys(saves, 1), set(saves), dict.fromkeys(audits, 1), set(audits), refusal=self._stopped
+            )
+            self._unsaved = undone.merge(self._unsaved) if self._unsaved is not None else undone
+            return
         try:
             if self.auditor is not None:
                 self.auditor.compare(jobs.audits)
@@ -219,6 +234,8 @@ class WorkerSide:
         report = self.saver.take_report() if self.saver is not None else None
         if self.auditor is not None and (audited := self.auditor.take_report()) is not None:
             report = (report or RankReport()).merge(audited)
+        if self._unsaved is not None:
+            report, self._unsaved = self._unsaved.merge(report or RankReport()), None
         return report
 
     def drain(self) -> None:

@@ -331,6 +331,23 @@ def test_weights_that_change(shared: Shared, place: Place, work: Path, *, multip
     assert ask(shared.reader).tokens == shared.saved["plain"].tokens
 
 
+def test_weights_from_another_folder(shared: Shared, place: Place, work: Path) -> None:
+    """An engine that loads them while it runs, and whose settings do not say so, saves and loads nothing any more."""
+    other = copy_checkpoint(place.checkpoint, work / "other-weights", seed=5)
+    with start_together({"identity-reloaded": place.spec()}, work=work) as (engine,):
+        old = ask(engine)
+        assert (old.num_cached_tokens, old.tokens) == (WHOLE, shared.saved["plain"].tokens)
+        engine.evaluate(f"llm.collective_rpc('reload_weights', kwargs={{'weights_path': '{other}'}}) and None")
+        engine.reset_prefix_cache()
+        before = place.num_saved()
+        new = ask(engine)  # the load is refused, and the prompt computed
+        assert new.tokens != old.tokens
+        assert ask(engine, cache_salt="of the new weights").num_cached_tokens == 0
+        assert "set weights_may_change" in engine.log_text()
+        assert place.num_saved() == before
+    assert ask(shared.reader).tokens == shared.saved["plain"].tokens
+
+
 def test_a_wrong_setting_is_named(place: Place, work: Path) -> None:
     """An engine with a misspelt setting, or a value that does not fit, does not start, and says which it is."""
     wrong = {"lookup_timeout_msec": 5, "url": "redis://localhost"}
