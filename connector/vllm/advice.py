@@ -1,4 +1,4 @@
-"""Warnings for the operator, logged once at start: settings of vLLM that cost hits or are unsafe, and untested releases."""
+"""Warnings for the operator, logged once at start: settings of vLLM that cost hits or are unsafe, untested releases."""
 
 from __future__ import annotations
 
