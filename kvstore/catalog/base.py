@@ -17,6 +17,7 @@ from kvstore.runtime.deadline import Deadline
 TOMBSTONES_MAX = 16384
 """Tombstones that a catalog keeps; in a Redis Cluster up to four times as many, since each slot keeps 4 of its own."""
 _BATCH = 512
+SERVERS_CHANGED = "the catalog's servers changed during a walk over its entries: repeat it"
 _STEP_S = 10.0
 """Time limit of each step of `Catalog.iterate`."""
 
@@ -250,7 +251,7 @@ class Catalog(ABC):
             except InvalidRequest as error:
                 if not cursor:
                     raise
-                raise Unavailable("the catalog's servers changed during a walk over its entries: repeat it") from error
+                raise Unavailable(SERVERS_CHANGED) from error
             cursor = page.cursor
             for index, prefix in enumerate(page.prefixes):
                 if (data := page.table.entry(index)) is not None:
@@ -324,6 +325,18 @@ class Catalog(ABC):
         """Protect boundaries from retention until a time (seconds since the Unix epoch; 0 unpins). Returns how many
         have an entry.
         """
+
+    async def recount(self) -> int:
+        """Make the totals equal to the sums of the entries, of all namespaces whose layout is known here. Services may
+        keep running. Where totals and entries cannot be lost apart, nothing is done.
+
+        Returns:
+            How many totals differed; 0 if another recount began during this one: that one corrects them.
+
+        Raises:
+            Unavailable: The catalog does not answer.
+        """
+        return 0
 
     @abstractmethod
     async def tombstones(self, *, limit: int, deadline: Deadline) -> list[Tombstone]:

@@ -4,7 +4,7 @@
 |---|---|---|
 | 0 | 1 | version, 1 |
 | 1 | 1 | leaving: a bit per level |
-| 2 | 2 | zero |
+| 2 | 2 | the mark of the last recount, zero before; only in Redis ([scripts](redis/scripts.py)) |
 | 4 | 4 | tokens |
 | 8 | 32 | prefix hash of the parent; zeros: unknown or none |
 | 40 | 4 | first use, s since the Unix epoch |
@@ -42,7 +42,8 @@ class Level(IntEnum):
 
 ENTRY_VERSION = 1
 SUM_BYTES = 6
-LEAVING_AT, TOKENS_AT, PARENT_AT, FIRST_USE_AT, LAST_USE_AT, HITS_AT, PINNED_AT, SUMS_AT = 1, 4, 8, 40, 44, 48, 52, 56
+LEAVING_AT, MARK_AT, TOKENS_AT, PARENT_AT = 1, 2, 4, 8
+FIRST_USE_AT, LAST_USE_AT, HITS_AT, PINNED_AT, SUMS_AT = 40, 44, 48, 52, 56
 
 _HEAD = struct.Struct("<BBHI32sIIII")
 _ENTRY_BYTES_MAX = 1 << 20

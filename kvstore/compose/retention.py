@@ -45,6 +45,7 @@ async def open_retention(
     cold: Tier | None,
     stack: AsyncExitStack,
     *,
+    hot: Tier | None,
     instruments: Instruments,
     gate: Gate | None,
 ) -> tuple[RetentionParts, BudgetGate | None]:
@@ -53,6 +54,7 @@ async def open_retention(
 
     Args:
         cold: Not wrapped in a `CataloguedTier`: retention changes the catalog itself.
+        hot: Likewise.
 
     Raises:
         InvalidRequest: Bounds are set, and there is no catalog for them; or quotas guarantee too much.
@@ -93,6 +95,7 @@ async def open_retention(
         bounds,
         choice=choice,
         instruments=instruments,
+        hot=hot,
         num_refused=lambda: recorder.num_refused,
         budget_gate=budget_gate,
     )

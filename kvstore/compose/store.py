@@ -80,7 +80,7 @@ async def open_store(settings: Settings, instruments: Instruments | None = None)
             await _check_catalog(recorder.catalog, hot, cold, stack, instruments)
             _keep_shared_catalog(recorder.catalog, settings, stack, instruments)
         retention, budget_gate = await open_retention(
-            settings, recorder, cold, stack, instruments=instruments, gate=gate
+            settings, recorder, cold, stack, hot=hot, instruments=instruments, gate=gate
         )
         cache_events = _cache_events(settings, memory, hot=hot, cold=cold, recorder=recorder, clock=instruments.clock)
         if cache_events is not None:  # closed after the store, whose last changes it publishes

@@ -110,6 +110,9 @@ class SimulatedRedisCatalog(DictCatalog):
         self._cursor = names[-1] if len(names) == min(count, _NAMES_MAX) else ""
         return [name.encode() for name in names]
 
+    async def lack_totals(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], *, deadline: Deadline) -> bool:
+        return False  # no fault of the simulation takes totals alone
+
     async def are_stored(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[bool]:
         records = self._redis.records.records
         return await self._run("exists", lambda: [key in records for key in keys], deadline) if keys else []

@@ -138,6 +138,7 @@ class Service:
                 RetentionRules(budget_bytes=budget_bytes, start_share=start, stop_share=stop),
                 choice=choice,
                 instruments=instruments,
+                hot=hot,
                 num_refused=lambda: self.recorder.num_refused,
                 budget_gate=budget_gate,
             )

@@ -25,13 +25,16 @@ from kvstore.catalog.base import (
 )
 from kvstore.catalog.changes import packed_with
 from kvstore.catalog.coordination import Ownership
-from kvstore.catalog.entry import BoundaryEntry, EntryTable, Level, entry_of
+from kvstore.catalog.entry import MARK_AT, BoundaryEntry, EntryTable, Level, entry_of
 from kvstore.catalog.redis.coordination import RedisOwnership
 from kvstore.catalog.redis.counters import NOTE, counters_of, parse_counters, run_ids
 from kvstore.catalog.redis.nodes import NUM_SLOTS, Call, RedisNodes
 from kvstore.catalog.redis.replies import Argument, Command
 from kvstore.catalog.redis.scripts import (
     ADD,
+    BEGIN_RECOUNT,
+    COUNT,
+    END_RECOUNT,
     EPOCH,
     FINISH,
     MARK_COMPLETE,
@@ -62,6 +65,7 @@ _COMPLETE = f"{_ROOT}/complete"
 _EPOCH = f"{_ROOT}/rebuild{{{_COMPLETE}}}"
 """In the same slot, so that both change at once. It is there since a service first asked for it."""
 _EPOCH_BYTES = 16
+_CALL_S = 10.0
 _BATCH = 512
 """Entries that are changed or read in one round trip."""
 _OBSERVED_AT_ONCE = 2048
@@ -259,6 +263,59 @@ class RedisCatalog(Catalog):
         at_once = max(1, _OBSERVED_AT_ONCE // sum(shape.num_slices))
         return sum([sum(await self._run(calls[i : i + at_once], deadline)) for i in range(0, len(calls), at_once)])
 
+    async def recount(self) -> int:
+        namespaces = list(self._shapes)
+        mark = await self._unused_mark(namespaces)
+        await self._in_each_slot(BEGIN_RECOUNT, mark, namespaces)
+        for namespace in namespaces:
+            shape, prefixes = self._shape(namespace), list[PrefixHash]()
+            arguments = (mark, len(shape.num_slices), shape.sum_at(Level.HOT, 0))
+            async for entry in self.iterate(namespace):
+                prefixes.append(entry.prefix)
+                if len(prefixes) == _BATCH:
+                    await self._count(namespace, prefixes, arguments)
+                    prefixes = []
+            await self._count(namespace, prefixes, arguments)
+        return sum(await self._in_each_slot(END_RECOUNT, mark, namespaces))
+
+    async def _unused_mark(self, namespaces: Sequence[NamespaceId]) -> bytes:
+        """Two bytes, not zero, which differ from the mark of the last recount."""
+        used = {bytes(2)}
+        for namespace in namespaces:
+            step = await self.step(namespace, "", count=_BATCH, deadline=self._soon())
+            used |= {bytes(row) for row in step.table.data[:, MARK_AT : MARK_AT + 2]}
+        while (mark := secrets.token_bytes(2)) in used:
+            pass
+        return mark
+
+    async def _count(
+        self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], arguments: Sequence[Argument]
+    ) -> None:
+        """Count entries, each once, in the recount whose mark is in `arguments`, and rest as long as that took, since
+        lookups use the catalog too. Does nothing in a later recount.
+        """
+        started_s = self._clock.monotonic_s()
+        calls = [self._call(COUNT, namespace, prefix, Level.HOT, *arguments) for prefix in prefixes]
+        await self._run(calls, self._soon())
+        await asyncio.sleep(self._clock.monotonic_s() - started_s)
+
+    async def _in_each_slot(self, script: str, mark: bytes, namespaces: Sequence[NamespaceId]) -> list[int]:
+        """Run a script of a recount on the totals of every slot."""
+        slots = range(NUM_SLOTS if self._nodes.is_cluster else 1)
+        replies: list[int] = []
+        for start in range(0, len(slots), _BATCH):
+            tags = [(slot, self._nodes.tag_of(slot)) for slot in slots[start : start + _BATCH]]
+            calls: list[Call] = [(slot, ("EVAL", script, 1, _totals(tag), mark, *namespaces)) for slot, tag in tags]
+            replies += await self._run(calls, self._soon())
+        return replies
+
+    async def lack_totals(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], *, deadline: Deadline) -> bool:
+        """Whether the totals of a namespace are gone from the slot of any of its entries."""
+        self._check_open()
+        slots = {self._nodes.slot_of(prefix.hex()) for prefix in prefixes}
+        calls: list[Call] = [(slot, ("HEXISTS", _totals(self._nodes.tag_of(slot)), namespace)) for slot in slots]
+        return not all(await self._run(calls, deadline))
+
     def is_registered(self, namespace: NamespaceId) -> bool:
         """Whether a namespace was registered with this object, so that its entries can be read."""
         return namespace in self._shapes
@@ -354,6 +411,9 @@ class RedisCatalog(Catalog):
         """Run a command, made from a hash tag, on the totals or tombstones of every slot."""
         slots = range(NUM_SLOTS if self._nodes.is_cluster else 1)
         return await self._nodes.run([(slot, command(self._nodes.tag_of(slot))) for slot in slots], deadline=deadline)
+
+    def _soon(self) -> Deadline:
+        return Deadline.after(_CALL_S, self._clock)
 
     def _tombstones_kept(self) -> int:
         """Tombstones that are kept per slot."""

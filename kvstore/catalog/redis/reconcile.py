@@ -90,6 +90,8 @@ class Reconciler:
         if sample.num_unknown:
             self._meters.add("catalog_unknown_records", sample.num_unknown)
             await self._mark_incomplete("Redis holds records that were never reported to the catalog")
+        if sample.lacks_totals:
+            await self._mark_incomplete("the catalog has lost totals")
         counters = await self._read_counters()
         is_known = counters == self._counters and await self._catalog.read_note(NOTE, deadline=self._soon()) is not None
         if (is_known and not sample.num_lost) or not await self._hold():
@@ -181,10 +183,12 @@ class Sample:
     Attributes:
         num_lost: Records that had an entry and are not stored.
         num_unknown: Stored records that no service reported within the grace period.
+        lacks_totals: There is an entry whose totals are gone. They are not corrected.
     """
 
     num_lost: int
     num_unknown: int
+    lacks_totals: bool = False
 
 
 class Sampler:
@@ -212,11 +216,12 @@ class Sampler:
         names = await self._catalog.next_names(_SAMPLE_NAMES, deadline=deadline)
         entries = [place for place in map(parse_entry_name, names) if place is not None]
         records = [key for key in map(record_key, names) if key is not None]
-        num_lost = 0
+        num_lost, lacks_totals = 0, False
         for namespace, prefixes in _by_namespace(entries).items():
             if await _can_read(self._catalog, namespace, deadline):
+                lacks_totals |= await self._catalog.lack_totals(namespace, prefixes, deadline=deadline)
                 num_lost += await self._catalog.observe_hot(namespace, prefixes, deadline=deadline)
-        return Sample(num_lost, await self._check_records(records, deadline))
+        return Sample(num_lost, await self._check_records(records, deadline), lacks_totals)
 
     async def _check_records(self, records: list[RecordKey], deadline: Deadline) -> int:
         """Add records without an entry once their grace period is over; returns how many."""

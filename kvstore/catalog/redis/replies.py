@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvstore.catalog.redis.scripts import START
+from kvstore.catalog.redis.scripts import BEGIN_RECOUNT, END_RECOUNT, START
 from kvstore.errors import Unavailable
 
 Argument = bytes | str | int
@@ -98,8 +98,11 @@ def keys_of(command: Command) -> dict[Argument, bytes]:
     """The keys of a command that belong to the catalog, each with the type that its value must have."""
     if command[0] == "EVALSHA":
         return dict(zip(command[3:6], _TYPES_OF_A_SCRIPT, strict=True))
+    key = command[1]
     kind = _TYPES.get(str(command[0]))
+    if command[0] == "EVAL" and str(command[1]) in (BEGIN_RECOUNT, END_RECOUNT):
+        key, kind = command[3], b"hash"
     if kind is None:
         return {}
-    name = command[1] if isinstance(command[1], bytes) else str(command[1]).encode()
+    name = key if isinstance(key, bytes) else str(key).encode()
     return {name: kind} if name.startswith(b"c1") else {}

@@ -13,6 +13,10 @@ Each takes three keys, which share a slot: entry, totals, tombstones. Its first 
 Totals of a slot are a hash by namespace. A value is seven numbers of 6 bytes: entries, then boundaries, records and
 bytes of each level. A tombstone is: namespace, prefix, level u8, reason u8, group u16, slice u16 (65535: all), bytes
 u48, time u32. The end of this file has the arguments and values as bytes.
+
+During a recount the hash also has a field `<namespace>r`: the recount's mark of 2 bytes, which are not both zero, and
+the totals of the entries that have this mark. A script that changes a marked entry changes both values, and a new entry
+is marked at once. So the recount is exact while services change entries.
 """
 
 from __future__ import annotations
@@ -50,26 +54,33 @@ local entry = redis.call('GET', KEYS[1])
 if entry and (#entry ~= tonumber(ARGV[2]) or string.byte(entry, 1) ~= 1) then
   return redis.error_reply('{DAMAGED} entry: it has another shape')
 end
-local held = redis.call('HGET', KEYS[2], ARGV[1])
+local held, recount = unpack(redis.call('HMGET', KEYS[2], ARGV[1], ARGV[1] .. 'r'))
 if held and #held ~= 42 then return redis.error_reply('{DAMAGED} totals: they have another shape') end
 redis.call('LLEN', KEYS[3])
 """
 _COMMON += """
 local level = tonumber(ARGV[3])
+local mark = recount and #recount == 44 and string.sub(recount, 1, 2)
+local counted = mark and entry and string.sub(entry, 3, 4) == mark
 local leaving = entry and math.floor(string.byte(entry, 2) / 2 ^ level) % 2 == 1
 local function u32(at) return (struct.unpack('<I4', entry, at + 1)) end
 local function number(at) return (struct.unpack('<I6', redis.call('GETRANGE', KEYS[1], at, at + 5))) end
 local function set_number(at, value) redis.call('SETRANGE', KEYS[1], at, struct.pack('<I6', value)) end
 local function in_level() return redis.call('BITCOUNT', KEYS[1], ARGV[4], ARGV[5]) end
-local function change(entries, boundaries, records, bytes)
-  if entries == 0 and boundaries == 0 and records == 0 and bytes == 0 then return end
-  local t = held and {struct.unpack('<I6I6I6I6I6I6I6', held)} or {0, 0, 0, 0, 0, 0, 0}
+local function sum(packed, entries, boundaries, records, bytes)
+  local t = packed and {struct.unpack('<I6I6I6I6I6I6I6', packed)} or {0, 0, 0, 0, 0, 0, 0}
   local at = 2 + 3 * level
   t[1] = math.max(0, t[1] + entries)
   t[at] = math.max(0, t[at] + boundaries)
   t[at + 1] = math.max(0, t[at + 1] + records)
   t[at + 2] = math.max(0, t[at + 2] + bytes)
-  redis.call('HSET', KEYS[2], ARGV[1], struct.pack('<I6I6I6I6I6I6I6', t[1], t[2], t[3], t[4], t[5], t[6], t[7]))
+  return struct.pack('<I6I6I6I6I6I6I6', t[1], t[2], t[3], t[4], t[5], t[6], t[7])
+end
+local function set_recount(packed) redis.call('HSET', KEYS[2], ARGV[1] .. 'r', mark .. packed) end
+local function change(entries, boundaries, records, bytes)
+  if entries == 0 and boundaries == 0 and records == 0 and bytes == 0 then return end
+  redis.call('HSET', KEYS[2], ARGV[1], sum(held, entries, boundaries, records, bytes))
+  if counted then set_recount(sum(string.sub(recount, 3), entries, boundaries, records, bytes)) end
 end
 local function gone(prefix, reason, group, slice, bytes)
   local rest = struct.pack('<BBI2I2I6I4', level, reason, group, slice, bytes, ARGV[7])
@@ -144,6 +155,8 @@ ADD = Script(
 local items = ARGV[11]
 if not entry then
   redis.call('SET', KEYS[1], ARGV[9])
+  if mark then redis.call('SETRANGE', KEYS[1], 2, mark) end
+  counted = mark
   change(1, 1, #items / 14, tonumber(ARGV[10]))
   return 1
 end
@@ -278,7 +291,57 @@ return lost
 """)
 """Correct a boundary's hot bits and bytes to the records of this server; returns how many records were lost."""
 
-ALL = (ADD, REMOVE, START, FINISH, STOP, USE, PIN, OBSERVE)
+COUNT = Script("""
+-- 9: the mark of the recount; 10: number of groups; 11: offset of the sums
+if not entry or counted or mark ~= ARGV[9] then return 0 end
+redis.call('SETRANGE', KEYS[1], 2, mark)
+local packed, groups, sum_at = string.sub(recount, 3), tonumber(ARGV[10]), tonumber(ARGV[11])
+local row, row_bytes = tonumber(ARGV[6]), tonumber(ARGV[5]) - tonumber(ARGV[4]) + 1
+for one = 0, 1 do
+  level = one
+  local records, bytes = redis.call('BITCOUNT', KEYS[1], row, row + row_bytes - 1), 0
+  for group = 1, groups do
+    bytes, sum_at = bytes + number(sum_at), sum_at + 6
+  end
+  packed, row = sum(packed, one == 0 and 1 or 0, records > 0 and 1 or 0, records, bytes), row + row_bytes
+end
+set_recount(packed)
+return 1
+""")
+"""Count an entry at all levels, once in a recount; returns 0 if nothing was counted, as in a later recount."""
+
+BEGIN_RECOUNT = (
+    ALWAYS
+    + """
+-- 1: the mark; then namespaces
+for at = 2, #ARGV do redis.call('HSET', KEYS[1], ARGV[at] .. 'r', ARGV[1] .. string.rep('\\0', 42)) end
+return #ARGV - 1
+"""
+)
+"""Begin a recount in one slot."""
+
+END_RECOUNT = (
+    ALWAYS
+    + """
+-- 1: the mark; then namespaces
+local corrected = 0
+for at = 2, #ARGV do
+  local held, recount = unpack(redis.call('HMGET', KEYS[1], ARGV[at], ARGV[at] .. 'r'))
+  if recount and string.sub(recount, 1, 2) == ARGV[1] then
+    local counted = string.sub(recount, 3)
+    if counted ~= (held or string.rep('\\0', 42)) then
+      redis.call('HSET', KEYS[1], ARGV[at], counted)
+      corrected = corrected + 1
+    end
+    redis.call('HDEL', KEYS[1], ARGV[at] .. 'r')
+  end
+end
+return corrected
+"""
+)
+"""Take the counted totals of one slot as its totals, unless another recount has begun; returns how many differed."""
+
+ALL = (ADD, REMOVE, START, FINISH, STOP, USE, PIN, OBSERVE, COUNT)
 
 
 _ADD_ITEM = struct.Struct("<IIIH")

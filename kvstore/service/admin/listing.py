@@ -10,7 +10,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.catalog.base import Step
+from kvstore.catalog.base import SERVERS_CHANGED, Step
 from kvstore.catalog.entry import (
     FIRST_USE_AT,
     HITS_AT,
@@ -21,7 +21,7 @@ from kvstore.catalog.entry import (
     Level,
     entry_of,
 )
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.keys import PREFIX_BYTES, PrefixHash
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.catalog_access import Namespace
@@ -147,10 +147,20 @@ async def _ordered(namespace: Namespace, order: Order, cursor: str, limit: int, 
 
 
 async def steps_of(namespace: Namespace, deadline: Deadline, cursor: str = "") -> AsyncIterator[tuple[str, Step]]:
-    """Steps with the cursor that each began at, until the last one or the deadline; at least one."""
+    """Steps with the cursor that each began at, until the last one or the deadline; at least one.
+
+    Raises:
+        InvalidRequest: Of `cursor`, as `Catalog.step`.
+        Unavailable: The catalog does not answer, or its servers changed during the walk.
+    """
     at: str | None = cursor
     while at is not None:
-        step = await namespace.catalog.step(namespace.id, at, count=STEP_ENTRIES, deadline=Deadline.after(_STEP_S))
+        try:
+            step = await namespace.catalog.step(namespace.id, at, count=STEP_ENTRIES, deadline=Deadline.after(_STEP_S))
+        except InvalidRequest as error:
+            if at == cursor:
+                raise
+            raise Unavailable(SERVERS_CHANGED) from error
         yield at, step
         at = None if deadline.expired else step.cursor
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from kvstore.catalog.base import Catalog
+from kvstore.catalog.base import Catalog, LeaveReason
 from kvstore.catalog.coordination import Ownership
 from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
@@ -52,6 +52,8 @@ class RetentionOwner:
         tier: Where to delete; not wrapped in a `CataloguedTier`.
         catalog: Stays the caller's.
         ownership: Leases on namespaces among the services that share the tier.
+        hot: The hot tier, not wrapped either: deletions from it that a service has abandoned are ended too. `None`:
+            there is none with entries in this catalog.
         num_refused: Returns how many additions the catalog has refused because their boundary is being deleted. When
             the number grows, a round starts, which ends deletions that a service has abandoned: until then such a
             boundary takes no record.
@@ -67,10 +69,12 @@ class RetentionOwner:
         *,
         choice: PolicyChoice,
         instruments: Instruments,
+        hot: Tier | None = None,
         num_refused: Callable[[], int] = lambda: 0,
         budget_gate: BudgetGate | None = None,
     ) -> None:
         self._tier = tier
+        self._hot = hot
         self._catalog = catalog
         self._ownership = ownership
         self._rules = rules
@@ -87,6 +91,8 @@ class RetentionOwner:
         self._has_grown = False
         self._stored_bytes = 0
         self._tenant_bytes: Mapping[str, int] | None = None
+        self._present: set[NamespaceId] = set()
+        """The namespaces that had entries when the totals were read last."""
         self._known: set[NamespaceId] = set()
         self._unreadable: set[NamespaceId] = set()
         self._swept_s = float("-inf")
@@ -150,25 +156,25 @@ class RetentionOwner:
         Raises:
             Unavailable: The catalog did not answer. A later round finishes evictions that this one began.
         """
-        if self._rules.hold_nothing:
+        num_refused = self._num_refused()
+        may_finish = self._evictor.has_unfinished or num_refused != self._num_seen
+        if self._rules.hold_nothing and not may_finish:
             return 0
         if self._rules.is_private and not await self._catalog.is_complete(deadline=self._deadline()):
             if self._gate is not None:
                 self._gate.suspend()
             return 0
         held, tenants, excess = await self._read_totals()
-        num_refused = self._num_refused()
         is_due = self._is_over or self._is_due(_by_tenant(held, tenants)) or self._now_s() >= self._find_broken_at_s
-        if not is_due and not self._evictor.has_unfinished and num_refused == self._num_seen:
+        if not is_due and not may_finish:
             return 0
         self._owned = {
             namespace
-            for namespace in held
-            if held[namespace]
-            and await self._register(namespace)
+            for namespace in self._present
+            if await self._register(namespace)
             and await self._ownership.hold(_lease_name(namespace), deadline=self._deadline())
         }
-        owns_all = len(self._owned) == sum(map(bool, held.values()))
+        owns_all = not any(held[namespace] for namespace in self._present - self._owned)
         self._evictor.has_unfinished = False
         with ExitStack() as spared:
             with collector_paused():
@@ -176,6 +182,8 @@ class RetentionOwner:
                 entries, freed = await self._entries()
                 if owns_all:
                     self._num_seen = num_refused  # else try again to own the rest, until it is gone or ours
+                if self._rules.hold_nothing:
+                    return freed
                 # our share of what all owners together must free
                 own = sum(held[namespace] for namespace in self._owned)
                 free_bytes = int(excess / self._cost) * own // max(1, sum(held.values())) - freed
@@ -203,6 +211,7 @@ class RetentionOwner:
         totals = await self._catalog.totals(deadline=self._deadline())
         tenants: dict[bytes, str] = {namespace: total.tenant for namespace, total in totals.items()}
         held = {namespace: total.levels[_LEVEL].num_bytes for namespace, total in totals.items()}
+        self._present = {namespace for namespace, total in totals.items() if total.num_boundaries}
         stored = sum(held.values())
         used = await self._used_bytes(stored)
         self._has_grown, self._stored_bytes = stored > self._stored_bytes, stored
@@ -233,13 +242,26 @@ class RetentionOwner:
         freed = 0
         for namespace in self._owned:
             async for entry in self._catalog.iterate(namespace):
-                if _LEVEL not in entry.leaving:
+                if Level.HOT in entry.leaving and self._hot is not None:
+                    await self._end_hot_deletion(self._hot, entry)
+                if _LEVEL in entry.leaving:
+                    freed += await self._evictor.finish(entry)
+                elif not self._rules.hold_nothing:
                     entries.append(entry)
                     if len(entries) % _READ_AT_ONCE == 0:  # the catalog hands out hundreds without a pause
                         await asyncio.sleep(0)
-                else:
-                    freed += await self._evictor.finish(entry)
         return entries, freed
+
+    async def _end_hot_deletion(self, hot: Tier, entry: BoundaryEntry) -> None:
+        """End a deletion that was interrupted: until then the hot tier takes no record of the boundary. While that tier
+        does not answer, a later round tries again.
+        """
+        try:
+            await hot.delete_all(entry.keys(Level.HOT), deadline=self._deadline())
+        except Unavailable:
+            self._evictor.has_unfinished = True
+        else:
+            await self._catalog.finish_leaving([(entry, LeaveReason.REMOVED)], Level.HOT, deadline=self._deadline())
 
     async def _plan(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
@@ -19,6 +20,8 @@ from kvstore.runtime.retries import retry
 from kvstore.store.namespaces import read_description
 from kvstore.store.presence import slices_of
 from kvstore.tiers.base import Entry, Tier
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -117,7 +120,7 @@ async def reindex_store(
     progress: Progress = lambda level, report: None,
     only_adds: bool = False,
 ) -> Reports:
-    """Reindex every level, and mark the catalog complete.
+    """Reindex every level, count the totals again, and mark the catalog complete.
 
     Args:
         progress: Called after each batch.
@@ -134,6 +137,8 @@ async def reindex_store(
         reports[level] = await reindex_level(
             catalog, tier, level, clock=clock, manifests=others, progress=partial(progress, level), only_adds=only_adds
         )
+    if num_wrong := await retry(catalog.recount):
+        _log.warning("totals of the catalog differed from its entries, and were corrected num_totals=%d", num_wrong)
     if not await _retry(lambda deadline: catalog.mark_complete(epoch, deadline=deadline), clock):
         raise Unavailable(LOST_MORE)
     return reports

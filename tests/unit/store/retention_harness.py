@@ -25,6 +25,7 @@ from kvstore.store.retention.policy_choice import PolicyChoice
 from kvstore.store.retention.rules import RetentionRules
 from kvstore.testing.catalog_contract import mark_complete
 from kvstore.testing.records import NAMESPACE, make_record
+from kvstore.tiers.base import Tier
 from kvstore.tiers.memory import MemoryTier
 
 LAYOUT = Layout(16, (GroupLayout(FullAttention(), 2), GroupLayout(Recurrent(), 1)))
@@ -69,6 +70,7 @@ class RetainedTier:
         ownership: Ownership | None = None,
         *,
         budget_gate: BudgetGate | None = None,
+        hot: Tier | None = None,
         choice: PolicyChoice | None = None,
         **rules: object,
     ) -> RetentionOwner:
@@ -79,6 +81,7 @@ class RetainedTier:
             RetentionRules(**{"start_share": 0.97, "stop_share": 0.92, **rules}),  # type: ignore[arg-type]
             choice=choice or PolicyChoice([Candidate("lru")]),
             instruments=Instruments(self.clock, self.meters),
+            hot=hot,
             budget_gate=budget_gate,
         )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from retention_harness import BOUNDARY_BYTES, LAYOUT, OTHER, RECORD_BYTES, RetainedTier, open_retained
 
-from kvstore.catalog.base import LeaveReason, NamespaceTotals
+from kvstore.catalog.base import Addition, LeaveReason, Leaving, NamespaceTotals
 from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.errors import InvalidRequest, Unavailable, UnsupportedFormat
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
@@ -22,6 +22,7 @@ from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.testing.catalog_contract import mark_complete
 from kvstore.testing.records import NAMESPACE, make_record
 from kvstore.tiers.base import PutOutcome
+from kvstore.tiers.memory import MemoryTier
 
 pytestmark = pytest.mark.virtual_time
 
@@ -148,6 +149,40 @@ async def test_a_tier_that_refuses_leaves_no_hole(
     assert await retention.round() == 3 * BOUNDARY_BYTES
     assert await world.held(path) == [0, 0, 0]
     assert await world.used_bytes() == 0
+
+
+@pytest.mark.parametrize("rules", [{}, {"budget_bytes": 100 * BOUNDARY_BYTES}])
+async def test_deletions_that_died_are_ended_also_without_bounds(
+    world: RetainedTier, rules: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service dies while it deletes a boundary from one tier: the next round of any service ends the deletion there,
+    so that the tier takes the boundary again. While the hot tier does not answer, the next round tries again.
+    """
+    hot, path = MemoryTier(1 << 26), await world.save("a", 3)
+    records = [make_record(RecordKey(NAMESPACE, path[1], group, slice_)) for group, slice_ in ((0, 0), (0, 1), (1, 0))]
+    for record in records:
+        await hot.put(record, deadline=world.deadline)
+    added = [Addition(record.key, Level.HOT, record.num_bytes, 32) for record in records]
+    assert all(await world.catalog.add(added, deadline=world.deadline))
+    for level, prefix in ((Level.HOT, path[1]), (Level.COLD, path[2])):
+        (hidden,) = await world.catalog.start_leaving([Leaving(NAMESPACE, prefix)], level, deadline=world.deadline)
+        assert hidden is not None
+    assert not any(await world.catalog.add(added, deadline=world.deadline))
+    real, retention = hot.delete_all, world.retention(hot=hot, **rules)
+
+    async def refuse(keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        raise Unavailable("not now")
+
+    monkeypatch.setattr(hot, "delete_all", refuse)
+    assert await retention.round() == BOUNDARY_BYTES
+    assert not any(await world.catalog.add(added, deadline=world.deadline))
+    monkeypatch.setattr(hot, "delete_all", real)
+    assert await retention.round() == 0
+    assert await hot.head([record.key for record in records], deadline=world.deadline) == [None] * 3
+    assert await world.held(path) == [3, 3, 0]
+    totals = (await world.catalog.totals(deadline=world.deadline))[NAMESPACE]
+    assert [level.num_records for level in totals.levels] == [0, 6]
+    assert all(await world.catalog.add(added, deadline=world.deadline))
 
 
 async def test_a_round_that_fails_half_way_shows_again_what_it_had_not_begun(

@@ -1,0 +1,53 @@
+"""Walks over entries while the servers of a cluster change: the caller's own cursor is refused as a mistake of the
+caller, one of the walk as a walk to repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvstore.catalog.base import Addition, Step
+from kvstore.catalog.entry import Level
+from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.model.keys import NamespaceId
+from kvstore.runtime.deadline import Deadline
+from kvstore.service.admin import listing
+from kvstore.service.admin.catalog_access import Namespace
+from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
+from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.waiting import soon
+
+PROMPT = Prompt(ATTENTION, "listed", 640)
+
+
+class ChangedCatalog(DictCatalog):
+    """Its servers change after each step."""
+
+    async def step(self, namespace: NamespaceId, cursor: str, *, count: int, deadline: Deadline) -> Step:
+        if cursor:
+            raise InvalidRequest("no longer valid", field="cursor")
+        return await super().step(namespace, cursor, count=count, deadline=deadline)
+
+
+@pytest.fixture
+async def namespace(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Namespace]:
+    monkeypatch.setattr(listing, "STEP_ENTRIES", 4)
+    catalog = ChangedCatalog(CatalogBooks())
+    await catalog.register(PROMPT.namespace, ATTENTION, "", deadline=soon())
+    await catalog.add([Addition(key, Level.COLD, 100, 0) for key in PROMPT.record_keys()], deadline=soon())
+    yield Namespace(PROMPT.namespace, PROMPT.description, ATTENTION, catalog)
+
+
+async def test_a_walk_of_the_service_is_to_be_repeated(namespace: Namespace) -> None:
+    """As when all of a namespace is deleted: nobody has named a cursor."""
+    with pytest.raises(Unavailable, match="servers changed during a walk"):
+        async for _ in listing.steps_of(namespace, soon()):
+            pass
+
+
+async def test_a_cursor_of_the_caller_is_refused(namespace: Namespace) -> None:
+    with pytest.raises(InvalidRequest):
+        async for _ in listing.steps_of(namespace, soon(), "00" * 32):
+            pass
