@@ -137,12 +137,13 @@ class Recorder:
         later; while it takes no changes, this returns at once. If cancelled, the change is reported all the same.
         """
         key, tokens = record.key, record.header.span.stop
-        addition = Addition(key, level, record.num_bytes, tokens, self.parents.of(key.prefix))
+        addition = Addition(key, level, record.num_bytes, tokens, self.parents.of(key.namespace, key.prefix))
         return await self._report(addition, deadline, is_new=True)
 
     async def sized(self, key: RecordKey, level: Level, num_bytes: int, tokens: int, *, deadline: Deadline) -> bool:
         """As `added`, for a record that another process stored."""
-        return await self._report(Addition(key, level, num_bytes, tokens, self.parents.of(key.prefix)), deadline)
+        parent = self.parents.of(key.namespace, key.prefix)
+        return await self._report(Addition(key, level, num_bytes, tokens, parent), deadline)
 
     async def removed(
         self, key: RecordKey, level: Level, reason: LeaveReason, num_bytes: int | None, *, deadline: Deadline
@@ -163,7 +164,7 @@ class Recorder:
             before = self._uses.get((namespace, prefix))
             hits = 1 + (before.hits if before is not None else 0)
             if before is not None or len(self._uses) < _WAITING_MAX:
-                self._uses[namespace, prefix] = Use(prefix, hits, tokens, self.parents.of(prefix))
+                self._uses[namespace, prefix] = Use(prefix, hits, tokens, self.parents.of(namespace, prefix))
         if self._uses and (self._use_reporter is None or self._use_reporter.done()):
             self._use_reporter = self._background.spawn(self._report_uses_regularly(), "uses")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from kvstore.runtime.meters import Meters
 from kvstore.store.catalogued_tier import CataloguedTier
 from kvstore.store.limits import StoreLimits
 from kvstore.store.recorder import Recorder
+from kvstore.store.retention.plan import broken_of
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.catalog_contract import mark_complete
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
@@ -101,6 +103,28 @@ async def test_what_is_saved_is_in_the_catalog(world: CataloguedStore) -> None:
     assert entry is not None and (entry.tokens, entry.parent) == (128, prompt.boundary(64).prefix)
     tail = await world.catalog.get(prompt.namespace, prompt.boundary(192 + 0).prefix, deadline=soon())
     assert tail is not None and tail.parent == prompt.boundary(128).prefix
+
+
+@pytest.mark.parametrize("is_small_first", [False, True])
+async def test_each_namespace_has_its_own_parents(world: CataloguedStore, is_small_first: bool) -> None:
+    """Two models with one tokenizer and pages of 32 and 64 tokens get the same prompt. With a parent of the other's
+    pages a boundary would look broken, and retention would remove it.
+    """
+    large = Prompt(ATTENTION, "same", 256)
+    small = Prompt(replace(ATTENTION, page_tokens=32), "same", 256, model="other")
+    assert large.boundary(128).prefix == small.boundary(128).prefix
+    both = (small, large) if is_small_first else (large, small)
+    for prompt in both:
+        await world.store.open_namespace(prompt.description, deadline=soon())
+        await world.store.lookup(prompt.query(), deadline=soon())
+    for prompt in both:
+        await world.save(prompt)
+        entries = [entry async for entry in world.catalog.iterate(prompt.namespace)]
+        assert not broken_of(entries, int(time.time()))
+        step = prompt.layout.page_tokens
+        parents = {entry.tokens: entry.parent for entry in entries}
+        assert parents.pop(step) is None
+        assert parents == {at: prompt.boundary(at - step).prefix for at in range(2 * step, 257, step)}
 
 
 async def test_a_complete_catalog_is_asked_instead_of_the_tiers(world: CataloguedStore) -> None:
