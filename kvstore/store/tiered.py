@@ -190,6 +190,9 @@ class TieredStore(PageStore):
             layout = description.layout()
             for closed in self._namespaces.open(namespace, layout, description.tenant, len(description.canonical)):
                 self._manifests.close(closed)
+                if self._operator_rules is not None:
+                    self._operator_rules.forget(closed)
+            self._manifests.open(namespace, pack_manifest(description))
             self._explainer.name(namespace, description.name)
             if self._operator_rules is not None:
                 self._operator_rules.know(description)
@@ -197,7 +200,6 @@ class TieredStore(PageStore):
                 self.recorder.register(namespace, layout, description.tenant)
         else:
             self._explainer.keep_name(namespace)
-        self._manifests.open(namespace, pack_manifest(description))
         if self._keys is not None:
             self._keys.know(description.tenant)
         return namespace
