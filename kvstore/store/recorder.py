@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.store.catalog_outage import CatalogOutage
 from kvstore.store.parents import Parents
+
+_log = logging.getLogger(__name__)
 
 _BATCH = 512
 _WAITING_MAX = 65_536
@@ -197,9 +200,6 @@ class Recorder:
             batch = next(list(group) for _, group in groupby(batch, key=lambda report: type(report.change) is first))
             try:
                 taken = await self._send(batch)
-            except (InvalidRequest, CorruptRecord):  # the catalog will never take them
-                self._meters.add("catalog_failures", call="refused")
-                taken, self._has_lost = [True] * len(batch), True
             except (Unavailable, Closed) as error:
                 self._meters.add("catalog_failures", call="change")
                 self._outage.failed(error)
@@ -208,6 +208,11 @@ class Recorder:
                 failures += 1
                 await asyncio.sleep(min(_PAUSE_S_MAX, 0.1 * 2 ** min(failures, 10)))
                 continue
+            except Exception as error:  # noqa: BLE001 - a task's top: the catalog never takes these, and later ones wait
+                if not isinstance(error, InvalidRequest | CorruptRecord):
+                    _log.exception("a bug, please report it: %d changes did not reach the catalog", len(batch))
+                self._meters.add("catalog_failures", call="refused")
+                taken, self._has_lost = [True] * len(batch), True
             failures = 0
             self._outage.answered()
             self.num_refused += taken.count(False)

@@ -105,6 +105,27 @@ async def test_what_is_saved_is_in_the_catalog(world: CataloguedStore) -> None:
     assert tail is not None and tail.parent == prompt.boundary(128).prefix
 
 
+async def test_a_change_on_which_the_catalog_fails_holds_up_no_other(
+    world: CataloguedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug in the catalog costs the changes that meet it: later ones are reported, and it is marked incomplete."""
+    bad, good = Prompt(ATTENTION, "a", 64), Prompt(ATTENTION, "b", 64)
+    await mark_complete(world.catalog)
+    add = world.catalog.add
+
+    async def fail(additions: Sequence[Addition], *, deadline: Deadline) -> list[bool]:
+        if any(one.key.prefix == bad.boundary(64).prefix for one in additions):
+            raise ValueError("a bug")
+        return await add(additions, deadline=deadline)
+
+    monkeypatch.setattr(world.catalog, "add", fail)
+    async with asyncio.timeout(5.0):
+        await world.save(bad)
+        await world.save(good)
+    assert await world.catalog.get(good.namespace, good.boundary(64).prefix, deadline=soon()) is not None
+    assert len(world.recorder) == 0 and not await world.catalog.is_complete(deadline=soon())
+
+
 @pytest.mark.parametrize("is_small_first", [False, True])
 async def test_each_namespace_has_its_own_parents(world: CataloguedStore, is_small_first: bool) -> None:
     """Two models with one tokenizer and pages of 32 and 64 tokens get the same prompt. With a parent of the other's
