@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -21,7 +21,7 @@ from kvstore.model.layout import Layout
 from kvstore.model.prompt_hint import EndedPrompt, Wishes, ends_of_pages
 from kvstore.runtime.background import Work
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.turns import PIECE, Turns
+from kvstore.runtime.turns import PIECE, TenantTasks
 from kvstore.store.context import StoreContext
 from kvstore.store.hints.ended_prompts import EndedPrompts, KeptPrompt
 from kvstore.store.hints.prefetch import Find, Prefetcher
@@ -89,8 +89,7 @@ class Hints:
         self._catalog = catalog
         self._rates: OrderedDict[str, _Rate] = OrderedDict()
         self._numbers = count(1)
-        self._turns = Turns(_RUNS_MAX)
-        self._num_asked: Counter[str] = Counter()  # by tenant: releases and demotions that wait or run
+        self._tasks = TenantTasks(context.background, _RUNS_MAX, of_tenant=_ASKED_MAX)
         self.prompts = EndedPrompts()
 
     def keep(self, prompt: EndedPrompt) -> KeptPrompt:
@@ -176,22 +175,9 @@ class Hints:
 
     def _run_soon(self, kept: KeptPrompt, name: str, work: Work[None]) -> None:
         """Have a wish done when it is the tenant's turn. Never waits; with too many that wait it is not done."""
-        tenant = kept.prompt.tenant
-        if self._num_asked[tenant] >= _ASKED_MAX:
-            kept.hints[name] = "refused: too many releases and demotions wait"
-            return
         kept.hints.pop(name, None)
-        self._num_asked[tenant] += 1
-        self._context.background.spawn(self._run_in_turn(tenant, work), name, is_shared=True)
-
-    async def _run_in_turn(self, tenant: str, work: Work[None]) -> None:
-        try:
-            async with self._turns.turn((tenant, 0)):
-                await work()
-        finally:
-            self._num_asked[tenant] -= 1
-            if not self._num_asked[tenant]:
-                del self._num_asked[tenant]
+        if not self._tasks.start(kept.prompt.tenant, work, name):
+            kept.hints[name] = "refused: too many releases and demotions wait"
 
     async def _release_own(self, prompt: EndedPrompt, layout: Layout) -> None:
         """Have memory evict the prompt's own part first. Records stay until then."""
