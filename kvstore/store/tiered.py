@@ -302,13 +302,15 @@ class TieredStore(PageStore):
         if self.leases.refuses(tenant, len(holding.pins)):  # other stages ended while this one ran
             self._stager.drop(holding)
             return Staged(None, query.local_tokens, cut="node_memory")
+        staged = self._lease(holding, tenant)  # before others are staged: leases are limited
         try:
             self._prefetcher.used(holding.pins)
             await self._note_use(query.namespace, holding)
-        except BaseException:
-            self._stager.drop(holding)
+        except BaseException:  # no caller will have the lease
+            assert staged.lease is not None
+            self.leases.release(staged.lease)
             raise
-        return self._lease(holding, tenant)
+        return staged
 
     async def _note_use(self, namespace: NamespaceId, holding: Holding) -> None:
         if self.recorder is None:

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from store_harness import LIMITS, fill, opened, slow_tier, stage
+from store_harness import LIMITS, MIB, fill, opened, slow_tier, stage
 
 from kvstore.api import Staged
 from kvstore.format.header_v1 import HEADER_BYTES
@@ -14,9 +14,14 @@ from kvstore.format.record import seal
 from kvstore.model.keys import Boundary
 from kvstore.model.kinds import Keyed
 from kvstore.model.layout import GroupLayout, Layout, Span
+from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.tracing import RequestContext, request_context
+from kvstore.store.recorder import Recorder
+from kvstore.store.tiered import TieredStore
+from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
 from kvstore.testing.waiting import soon, until
+from kvstore.tiers.memory import MemoryTier
 
 pytestmark = pytest.mark.virtual_time
 
@@ -263,3 +268,26 @@ class TestStages:
             assert [one for one in staged if one.lease is None] == [Staged(None, 0, cut="node_memory")] * 3
             await store.release(leases[0])
             assert store.memory.pinned_bytes == 0
+
+    async def test_stages_of_long_prompts_keep_to_it_too(self) -> None:
+        """Their uses are noted piece by piece, so that others come between; a cancelled one leaves no lease."""
+        recorder = Recorder(DictCatalog(CatalogBooks()), Instruments())
+        store = TieredStore(MemoryTier(16 * MIB), recorder=recorder, limits=replace(LIMITS, leases_max=2))
+        prompt = Prompt(ATTENTION, "a", 64 * 400, payload_bytes=100)
+        await store.open_namespace(prompt.description, deadline=soon())
+        for record in prompt.records():
+            store.memory.insert(record)
+        staged = await asyncio.gather(*(stage(store, prompt) for _ in range(6)))
+        leases = [one.lease for one in staged if one.lease is not None]
+        assert len(leases) == 2
+        for lease in leases:
+            await store.release(lease)
+        running = asyncio.ensure_future(stage(store, prompt))
+        while not len(store.leases):
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait([running])
+        await until(lambda: store.memory.pinned_bytes == 0)
+        assert running.cancelled() and len(store.leases) == 0
+        await store.aclose()
+        await recorder.aclose()
