@@ -220,13 +220,13 @@ async def test_a_tenant_that_says_too_much_is_not_heard() -> None:
     quiet = Prompt(ATTENTION, "a", 64, tenant="quiet")
     async with opened(prompt) as store:
         await store.open_namespace(quiet.description, deadline=soon())
-        for number in range(int(HINTS_BURST) + 50):
+        for number in range(int(HINTS_BURST) + 500):
             store.end_prompt(ended(prompt, f"r{number}", retain_s=10))
         store.end_prompt(ended(quiet, "q", retain_s=10))
         dropped = store.meters.get("hints", hint="retain_s", outcome="over_rate")
-        assert 0 < dropped <= 50
-        assert store.meters.get("hints", hint="retain_s", outcome="taken") == HINTS_BURST + 51 - dropped
-        last = store.hints.prompts.of_request(f"r{int(HINTS_BURST) + 49}", "noisy")
+        assert 0 < dropped <= 500
+        assert store.meters.get("hints", hint="retain_s", outcome="taken") == HINTS_BURST + 501 - dropped
+        last = store.hints.prompts.of_request(f"r{int(HINTS_BURST) + 499}", "noisy")
         assert last.hints == {"dropped": "over the rate of hints"}
         assert "eviction" in store.hints.prompts.of_request("q", "quiet").hints
 
