@@ -32,6 +32,9 @@ _GRAIN_BYTES = 16 << 10
 _WARM_STEP_BYTES = 8 << 20
 _CALM_S = 2.0
 """Pause before more memory is made resident: the engine whose records used it up computes now, and needs the cores."""
+_COLLECTED_AT_ONCE = 64
+"""Dropped buffers whose memory one call frees if there is room without the others: of thousands, as when a namespace is
+deleted, it would hold its caller's event loop for a tenth of a second."""
 _F_SEAL_FUTURE_WRITE = 0x10
 
 
@@ -131,8 +134,10 @@ class Arena:
             return None
         needed = _rounded(_HEAD_BYTES + num_bytes)
         with self._lock:
-            self._collect()
-            start = self._free.take(needed)
+            start, is_all_free = None, False
+            while start is None and not is_all_free:
+                is_all_free = self._collect()
+                start = self._free.take(needed)
             if start is None:
                 return None
             self._used_stop = max(self._used_stop, start + needed)
@@ -164,15 +169,18 @@ class Arena:
         if descriptor >= 0:
             os.close(descriptor)
 
-    def _collect(self) -> None:
-        """Free the memory of dropped buffers; the caller has the lock. Their stamps are erased first, so that a reader
-        who still has their places sees that the content has changed."""
+    def _collect(self) -> bool:
+        """Free the memory of some dropped buffers; the caller has the lock. Returns whether that of all is free. Their
+        stamps are erased first, so that a reader who still has their places sees that the content has changed."""
         memory = self._memory
-        while self._returned and memory is not None:
+        for _ in range(_COLLECTED_AT_ONCE):
+            if not self._returned or memory is None:
+                return True
             start, size = self._returned.popleft()
             del self._stamps[start]
             _HEAD.pack_into(memory, start, 0)
             self._free.give(start, size)
+        return not self._returned
 
 
 class ArenaView:

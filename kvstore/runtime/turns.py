@@ -1,4 +1,4 @@
-"""A semaphore that is fair among tenants and connections, and long computations that run in such turns."""
+"""A semaphore that is fair among tenants and connections, and tasks and long computations that run in such turns."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from kvstore.errors import Unavailable
+from kvstore.runtime.background import Background, Work
 from kvstore.runtime.pauses import age_objects, collector_paused
 from kvstore.runtime.tracing import request_context
 
@@ -101,6 +102,40 @@ class Turns:
             del connections[connection]
         if not connections:
             del self._waiting[tenant]
+
+
+class TenantTasks:
+    """Tasks for which no call waits: few run at a time, in turns of the tenants, and few of each tenant wait.
+    Belongs to one event loop.
+
+    Args:
+        background: Owns them.
+        limit: How many run at a time.
+        of_tenant: How many of a tenant may wait or run.
+    """
+
+    def __init__(self, background: Background, limit: int, *, of_tenant: int) -> None:
+        self._background = background
+        self._turns = Turns(limit)
+        self._of_tenant = of_tenant
+        self._num: Counter[str] = Counter()
+
+    def start(self, tenant: str, work: Work[None], name: str) -> bool:
+        """Have `work` done when it is the tenant's turn. Never waits. False: too many of the tenant wait or run."""
+        if self._num[tenant] >= self._of_tenant:
+            return False
+        self._num[tenant] += 1
+        self._background.spawn(self._run(tenant, work), name, is_shared=True)
+        return True
+
+    async def _run(self, tenant: str, work: Work[None]) -> None:
+        try:
+            async with self._turns.turn((tenant, 0)):
+                await work()
+        finally:
+            self._num[tenant] -= 1
+            if not self._num[tenant]:
+                del self._num[tenant]
 
 
 T = TypeVar("T")

@@ -212,7 +212,7 @@ class Stall:
             self._from_bytes, self._since_s = num_bytes, now_s
         return now_s - self._since_s
 
-    def ended(self) -> float:
+    def reset(self) -> float:
         """Nothing has to move now: the next check begins again. Returns 0."""
         self._from_bytes = None
         return 0.0

@@ -163,19 +163,19 @@ class Session:
         is_in_head = self.connection.reader.is_in_head
         is_late = self._head_room is not None and now_s - self._head_since_s >= self._limits.receive_timeout_s
         if self.connection.is_held:  # this service does not read now
-            silent_s, is_late = self._sends.ended(), False
+            silent_s, is_late = self._sends.reset(), False
             self._head_since_s = now_s
         elif is_in_head or self._incoming.holds_room:
             silent_s = self._sends.seconds(self.connection.received_bytes, now_s)
         else:
-            silent_s = self._sends.ended()
+            silent_s = self._sends.reset()
         if is_late or silent_s >= self._limits.silence_timeout_s:
             self._give_up()
             if is_in_head:
                 self._return_head_room()
                 self.connection.refuse(InvalidRequest("the rest of a frame's head did not arrive in time"))
         if not self.held_bytes and self.connection.queued_bytes < PROGRESS_BYTES:
-            return self._reads.ended()
+            return self._reads.reset()
         return self._reads.seconds(self.connection.arrived_bytes, now_s)
 
     # called by the connection

@@ -1,4 +1,4 @@
-"""Finds where a query's records are: in memory, by the catalog, or by asking the tiers. `placement` plans it."""
+"""Finds where a query's records are: in memory, by the catalog, or by asking the tiers."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.io_loops import call_on
 from kvstore.runtime.shared_calls import SingleFlight
-from kvstore.runtime.turns import LongWork, Turns
+from kvstore.runtime.turns import LongWork, Turns, who_asks
 from kvstore.store.context import StoreContext
 from kvstore.store.leases import Unpinning
 from kvstore.store.lookup import AbsentKeys
@@ -321,7 +321,8 @@ class Stager:
 
     async def _read_from(self, tier: Tier, item: _Wanted, seconds: float) -> Record | None:
         """Read a record once from one tier. `None`: it is not there, which is remembered for a while."""
-        grant = await self._in_flight.take(min(item.size_bytes, self._in_flight.limit_bytes))
+        tenant = self._memory.owner_of(item.key.namespace)
+        grant = await self._in_flight.take(min(item.size_bytes, self._in_flight.limit_bytes), tenant)
         try:
             async with self._gates[tier.name].turn():
                 deadline = Deadline.after(seconds, self._clock)
@@ -489,7 +490,9 @@ def fitting_resume(presence: Presence, bits: npt.NDArray[Any], budget_bytes: int
 
 
 class FetchGate:
-    """Lets a changing number of reads of one tier run: fewer while it is slow, more while it is fast, in FIFO order."""
+    """Lets a changing number of reads of one tier run: fewer while it is slow, more while it is fast. Turns go round
+    among the tenants and connections that wait. Reads of one connection run in FIFO order.
+    """
 
     def __init__(self, clock: Clock, *, quick_s: float, limit: int) -> None:
         self._turns = Turns(min(4, limit))
@@ -500,7 +503,7 @@ class FetchGate:
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
         """Run a block as one of the reads. If cancelled while waiting, it leaves the queue."""
-        async with self._turns.turn():
+        async with self._turns.turn(who_asks()):
             started_s = self._clock.monotonic_s()
             try:
                 yield

@@ -190,6 +190,9 @@ class TieredStore(PageStore):
             layout = description.layout()
             for closed in self._namespaces.open(namespace, layout, description.tenant, len(description.canonical)):
                 self._manifests.close(closed)
+                if self._operator_rules is not None:
+                    self._operator_rules.forget(closed)
+            self._manifests.open(namespace, pack_manifest(description))
             self._explainer.name(namespace, description.name)
             if self._operator_rules is not None:
                 self._operator_rules.know(description)
@@ -197,7 +200,6 @@ class TieredStore(PageStore):
                 self.recorder.register(namespace, layout, description.tenant)
         else:
             self._explainer.keep_name(namespace)
-        self._manifests.open(namespace, pack_manifest(description))
         if self._keys is not None:
             self._keys.know(description.tenant)
         return namespace
@@ -300,13 +302,15 @@ class TieredStore(PageStore):
         if self.leases.refuses(tenant, len(holding.pins)):  # other stages ended while this one ran
             self._stager.drop(holding)
             return Staged(None, query.local_tokens, cut="node_memory")
+        staged = self._lease(holding, tenant)  # before others are staged: leases are limited
         try:
             self._prefetcher.used(holding.pins)
             await self._note_use(query.namespace, holding)
-        except BaseException:
-            self._stager.drop(holding)
+        except BaseException:  # no caller will have the lease
+            assert staged.lease is not None
+            self.leases.release(staged.lease)
             raise
-        return self._lease(holding, tenant)
+        return staged
 
     async def _note_use(self, namespace: NamespaceId, holding: Holding) -> None:
         if self.recorder is None:

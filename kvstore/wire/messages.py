@@ -531,8 +531,12 @@ _NOT_OPEN = "namespace_not_open"
 
 
 def error_of(request_id: int, error: KVStoreError) -> Error:
-    """An error as the answer to a request, under the name of its public class."""
+    """An error as the answer to a request, under the name of its public class. What is closed is of the service: its
+    client is open, may try again, and does not take it for its own end.
+    """
     kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS)
+    if isinstance(error, errors.Closed):
+        kind = errors.Unavailable.__name__
     return Error(request_id, kind, str(error), _NOT_OPEN if isinstance(error, NamespaceNotOpen) else "")
 
 

@@ -37,6 +37,7 @@ TOPS = {
     "kvstore/runtime/background.py": "the top of a task that is started again",
     "kvstore/service/admin/port.py": "a thread's top",
     "kvstore/service/session.py": "a session's top",
+    "kvstore/store/recorder.py": "a background task's top",
     "kvstore/tiers/guarded.py": "a background task's top",
 }
 

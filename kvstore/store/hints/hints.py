@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -18,8 +19,9 @@ from kvstore.eviction.hints import RELEASED, Hint
 from kvstore.model.keys import Boundary, NamespaceId, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.model.prompt_hint import EndedPrompt, Wishes, ends_of_pages
+from kvstore.runtime.background import Work
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.turns import PIECE, Turns
+from kvstore.runtime.turns import PIECE, TenantTasks
 from kvstore.store.context import StoreContext
 from kvstore.store.hints.ended_prompts import EndedPrompts, KeptPrompt
 from kvstore.store.hints.prefetch import Find, Prefetcher
@@ -31,8 +33,8 @@ HINTS_PER_S, HINTS_BURST = 100.0, 1000.0
 """Prompts with wishes that a tenant may have taken: in the long run, and at once. Beyond, wishes are dropped."""
 _TENANTS_MAX = 1024
 _DEMOTE_S = 30.0
-_RUNS_MAX = 2
-"""Releases and demotions at a time; tenants take turns."""
+_RUNS_MAX, _ASKED_MAX = 2, 64
+"""Releases and demotions at a time; tenants take turns. And of a tenant, waiting or running: each has its prompt."""
 _AT_ONCE = 256
 """Boundaries, or records of one group, before the event loop gets a turn."""
 
@@ -87,7 +89,7 @@ class Hints:
         self._catalog = catalog
         self._rates: OrderedDict[str, _Rate] = OrderedDict()
         self._numbers = count(1)
-        self._turns = Turns(_RUNS_MAX)
+        self._tasks = TenantTasks(context.background, _RUNS_MAX, of_tenant=_ASKED_MAX)
         self.prompts = EndedPrompts()
 
     def keep(self, prompt: EndedPrompt) -> KeptPrompt:
@@ -129,9 +131,9 @@ class Hints:
         if (hint := Hint.of(wishes)) is not None:
             kept.hints["eviction"] = self._order(prompt, hint, layout)
         if wishes.release:
-            self._context.background.spawn(self._release_own(prompt, layout), "release", is_shared=True)
+            self._run_soon(kept, "release", partial(self._release_own, prompt, layout))
         if wishes.demote:
-            self._context.background.spawn(self._demote_in_turn(kept, prompt, layout), "demote", is_shared=True)
+            self._run_soon(kept, "demote", partial(self._demote, kept, prompt, layout))
         self._count(wishes, "taken")
         return Heard.PREFETCH_REFUSED if wishes.prefetch and not self._prefetch(kept, layout) else Heard.YES
 
@@ -171,18 +173,19 @@ class Hints:
         what = "released" if hint.priority == RELEASED else f"priority {hint.priority} for {hint.for_s:.0f} s"
         return f"{what} up to token {prompt.boundaries[-1].tokens}"
 
+    def _run_soon(self, kept: KeptPrompt, name: str, work: Work[None]) -> None:
+        """Have a wish done when it is the tenant's turn. Never waits; with too many that wait it is not done."""
+        kept.hints.pop(name, None)
+        if not self._tasks.start(kept.prompt.tenant, work, name):
+            kept.hints[name] = "refused: too many releases and demotions wait"
+
     async def _release_own(self, prompt: EndedPrompt, layout: Layout) -> None:
         """Have memory evict the prompt's own part first. Records stay until then."""
-        async with self._turns.turn((prompt.tenant, 0)):
-            for number, boundary in enumerate(await self._own_part(prompt), 1):
-                for key in _keys(prompt.namespace, boundary, layout):
-                    self._memory.evict_first(key)
-                if number % _AT_ONCE == 0:
-                    await asyncio.sleep(0)
-
-    async def _demote_in_turn(self, kept: KeptPrompt, prompt: EndedPrompt, layout: Layout) -> None:
-        async with self._turns.turn((prompt.tenant, 0)):
-            await self._demote(kept, prompt, layout)
+        for number, boundary in enumerate(await self._own_part(prompt), 1):
+            for key in _keys(prompt.namespace, boundary, layout):
+                self._memory.evict_first(key)
+            if number % _AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     async def _demote(self, kept: KeptPrompt, prompt: EndedPrompt, layout: Layout) -> None:
         """Drop the prompt's own part from memory where a slower tier has it, and from the hot tier where the cold one

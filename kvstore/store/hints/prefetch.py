@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kvstore.api import PrefixQuery
 from kvstore.errors import KVStoreError
@@ -12,7 +13,7 @@ from kvstore.model.keys import RecordKey
 from kvstore.model.layout import Layout
 from kvstore.runtime.budget import Shares
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.turns import PIECE, LongWork, Turns
+from kvstore.runtime.turns import PIECE, LongWork, TenantTasks
 from kvstore.store.context import StoreContext
 from kvstore.store.presence import Presence, slices_of
 from kvstore.store.staging import Stager, fitting_resume, slice_bytes
@@ -53,15 +54,13 @@ class Prefetcher:
         self._memory = context.memory
         self._meters = context.meters
         self._clock = context.clock
-        self._background = context.background
         self._find = find
         self._stager = stager
         self._work = work
         self._at_once = max(1, int(context.limits.stage_records_in_flight * _READS_SHARE))
         self._room = Shares(int(context.memory.limit_bytes * UNUSED_SHARE))
         self._unused: OrderedDict[RecordKey, _Unused] = OrderedDict()  # fetched first, first
-        self._turns = Turns(_RUNS_MAX)
-        self._num_asked: Counter[str] = Counter()  # by tenant: those that wait or run
+        self._tasks = TenantTasks(context.background, _RUNS_MAX, of_tenant=_ASKED_MAX)
 
     def request(self, query: PrefixQuery, layout: Layout, tenant: str, said: Callable[[str], None]) -> bool:
         """Have a prompt fetched soon. Never waits. False: the tenant has too many that wait.
@@ -69,12 +68,10 @@ class Prefetcher:
         Args:
             said: Called with what became of it, in words.
         """
-        if self._num_asked[tenant] >= _ASKED_MAX:
+        is_taken = self._tasks.start(tenant, partial(self._run, query, layout, tenant, said), "prefetch")
+        if not is_taken:
             self._meters.add("prefetches", outcome="refused")
-            return False
-        self._num_asked[tenant] += 1
-        self._background.spawn(self._run(query, layout, tenant, said), "prefetch", is_shared=True)
-        return True
+        return is_taken
 
     def used(self, keys: Iterable[RecordKey]) -> None:
         """Note that a request reads records."""
@@ -94,20 +91,16 @@ class Prefetcher:
         self._meters.add("prefetched_bytes", one.num_bytes, outcome="wasted")
 
     async def _run(self, query: PrefixQuery, layout: Layout, tenant: str, said: Callable[[str], None]) -> None:
+        started_s = self._clock.monotonic_s()
         try:
-            async with self._turns.turn((tenant, 0)):
-                started_s = self._clock.monotonic_s()
-                outcome, num_bytes, tokens = await self._fetch(query, layout, tenant)
-            took_s = self._clock.monotonic_s() - started_s
-            self._meters.add("prefetches", outcome=outcome)
-            said(f"{outcome}: {num_bytes} bytes up to token {tokens} in {took_s:.3f} s")
+            outcome, num_bytes, tokens = await self._fetch(query, layout, tenant)
         except KVStoreError as error:
             self._meters.add("prefetches", outcome="failed")
             said(f"failed: {error.sentence()}")
-        finally:
-            self._num_asked[tenant] -= 1
-            if not self._num_asked[tenant]:
-                del self._num_asked[tenant]
+            return
+        took_s = self._clock.monotonic_s() - started_s
+        self._meters.add("prefetches", outcome=outcome)
+        said(f"{outcome}: {num_bytes} bytes up to token {tokens} in {took_s:.3f} s")
 
     async def _fetch(self, query: PrefixQuery, layout: Layout, tenant: str) -> tuple[str, int, int]:
         """Fetch what memory lacks; returns the outcome, the bytes fetched, and up to which token memory has all."""

@@ -38,14 +38,14 @@ class ColdAdmission:
 
     Args:
         rule: A name of `ADMISSIONS`, for namespaces whose owner has announced no other rule.
-        parent_of: Returns the boundary before a given one in its prompt, where that is known.
+        parent_of: Returns the boundary before a given one of a namespace in its prompt, where that is known.
     """
 
     def __init__(
         self,
         rule: str,
         instruments: Instruments,
-        parent_of: Callable[[PrefixHash], PrefixHash | None] = lambda prefix: None,
+        parent_of: Callable[[NamespaceId, PrefixHash], PrefixHash | None] = lambda *_: None,
     ) -> None:
         self._own_rule = rule
         self._meters = instruments.meters
@@ -179,7 +179,7 @@ class ColdAdmission:
                 found.append(Boundary(tokens, prefix))
             elif prefix != key.prefix:
                 break
-            prefix = self._parent_of(prefix)
+            prefix = self._parent_of(key.namespace, prefix)
         return found[::-1]
 
     def copied(self, namespace: NamespaceId, prefix: PrefixHash) -> None:

@@ -23,7 +23,6 @@ _log = logging.getLogger(__name__)
 _CALL_S = 5.0
 _PROBE_S = 2.0
 _QUOTA, _RETIRED = "quota", "retired"
-_KNOWN_MAX = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +146,15 @@ class OperatorRules:
     # retired weights
 
     def know(self, description: NamespaceDescription) -> None:
-        """Note that a namespace is used here."""
-        if len(self._known) < _KNOWN_MAX:
-            self._known[description.id] = description.tenant, description.weights_id
+        """Note that a namespace is open here."""
+        self._known[description.id] = description.tenant, description.weights_id
+
+    def forget(self, namespace: NamespaceId) -> None:
+        """Note that a namespace was closed."""
+        self._known.pop(namespace, None)
 
     def is_retired(self, namespace: NamespaceId) -> bool:
-        """Whether the weights of a namespace that is used here are retired, so that all of it counts as missing."""
+        """Whether the weights of a namespace that is open here are retired, so that all of it counts as missing."""
         return bool(self.retired) and namespace in self._known and self.are_retired(*self._known[namespace])
 
     def are_retired(self, tenant: str, weights_id: str) -> bool:

@@ -235,7 +235,6 @@ class FilesystemTier(Tier):
         if self._closed:
             return
         self._closed = True
-        await asyncio.sleep(0)  # jobs that were started just now reach the pool
         try:
             ending = threading.Thread(target=self._end, daemon=True)  # a frozen disk must not delay us
             ending.start()
@@ -256,13 +255,16 @@ class FilesystemTier(Tier):
             self.on_quarantine(key, reason)
 
     def _job(self, function: Callable[..., T], *args: Any, removed: Sequence[RecordKey] = ()) -> Work[T]:
-        """A call in a thread. It removes the files of `removed`, which the index lacks already: puts of them wait."""
+        """A call in a thread, queued now, so that none is refused whose files the index lacks already: `removed`, which
+        it removes. Puts of these wait.
+        """
+        future = self._submit(function, *args)
         ended = asyncio.Event()
         self._removals.update(dict.fromkeys(removed, ended))
 
         async def run() -> T:
             try:
-                return await asyncio.wrap_future(self._submit(function, *args))
+                return await asyncio.wrap_future(future)
             finally:
                 for key in removed:
                     if self._removals.get(key) is ended:

@@ -117,6 +117,17 @@ def test_no_room_is_told(arena: Arena) -> None:
     assert arena.take(1) is None
 
 
+def test_many_dropped_buffers_are_freed_little_by_little(arena: Arena) -> None:
+    """As when a namespace is deleted: the next buffer waits for few of them, and one that needs all memory gets it."""
+    view, buffers = ArenaView(arena.descriptor, arena.capacity_bytes), [arena.take(64) for _ in range(400)]
+    places = [arena.place(buffer) for buffer in buffers if buffer is not None]
+    buffers.clear()
+    assert arena.take(64) is not None
+    assert 300 < sum(map(view.holds, places)) < 400
+    assert is_free(arena)
+    assert not any(map(view.holds, places))
+
+
 def test_a_peer_reads_what_stands_there(arena: Arena) -> None:
     """A reader with the descriptor sees the bytes, of a part of a buffer that part, and cannot change them."""
     buffer = arena.take(MIB)

@@ -84,7 +84,9 @@ class Service:
     ) -> None:
         self.meters = Meters()
         self.parents: dict[PrefixHash, PrefixHash] = {}
-        self.admission = ColdAdmission(rule, Instruments(meters=self.meters), self.parents.get)
+        self.admission = ColdAdmission(
+            rule, Instruments(meters=self.meters), lambda _, prefix: self.parents.get(prefix)
+        )
         self.store = TieredStore(
             MemoryTier(memory_bytes),
             world.hot if has_hot else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from kvstore.runtime.meters import Meters
 from kvstore.store.catalogued_tier import CataloguedTier
 from kvstore.store.limits import StoreLimits
 from kvstore.store.recorder import Recorder
+from kvstore.store.retention.plan import broken_of
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.catalog_contract import mark_complete
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
@@ -101,6 +103,49 @@ async def test_what_is_saved_is_in_the_catalog(world: CataloguedStore) -> None:
     assert entry is not None and (entry.tokens, entry.parent) == (128, prompt.boundary(64).prefix)
     tail = await world.catalog.get(prompt.namespace, prompt.boundary(192 + 0).prefix, deadline=soon())
     assert tail is not None and tail.parent == prompt.boundary(128).prefix
+
+
+async def test_a_change_on_which_the_catalog_fails_holds_up_no_other(
+    world: CataloguedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug in the catalog costs the changes that meet it: later ones are reported, and it is marked incomplete."""
+    bad, good = Prompt(ATTENTION, "a", 64), Prompt(ATTENTION, "b", 64)
+    await mark_complete(world.catalog)
+    add = world.catalog.add
+
+    async def fail(additions: Sequence[Addition], *, deadline: Deadline) -> list[bool]:
+        if any(one.key.prefix == bad.boundary(64).prefix for one in additions):
+            raise ValueError("a bug")
+        return await add(additions, deadline=deadline)
+
+    monkeypatch.setattr(world.catalog, "add", fail)
+    async with asyncio.timeout(5.0):
+        await world.save(bad)
+        await world.save(good)
+    assert await world.catalog.get(good.namespace, good.boundary(64).prefix, deadline=soon()) is not None
+    assert len(world.recorder) == 0 and not await world.catalog.is_complete(deadline=soon())
+
+
+@pytest.mark.parametrize("is_small_first", [False, True])
+async def test_each_namespace_has_its_own_parents(world: CataloguedStore, is_small_first: bool) -> None:
+    """Two models with one tokenizer and pages of 32 and 64 tokens get the same prompt. With a parent of the other's
+    pages a boundary would look broken, and retention would remove it.
+    """
+    large = Prompt(ATTENTION, "same", 256)
+    small = Prompt(replace(ATTENTION, page_tokens=32), "same", 256, model="other")
+    assert large.boundary(128).prefix == small.boundary(128).prefix
+    both = (small, large) if is_small_first else (large, small)
+    for prompt in both:
+        await world.store.open_namespace(prompt.description, deadline=soon())
+        await world.store.lookup(prompt.query(), deadline=soon())
+    for prompt in both:
+        await world.save(prompt)
+        entries = [entry async for entry in world.catalog.iterate(prompt.namespace)]
+        assert not broken_of(entries, int(time.time()))
+        step = prompt.layout.page_tokens
+        parents = {entry.tokens: entry.parent for entry in entries}
+        assert parents.pop(step) is None
+        assert parents == {at: prompt.boundary(at - step).prefix for at in range(2 * step, 257, step)}
 
 
 async def test_a_complete_catalog_is_asked_instead_of_the_tiers(world: CataloguedStore) -> None:

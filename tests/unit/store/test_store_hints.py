@@ -194,19 +194,39 @@ async def test_a_released_prompt_leaves_memory_first() -> None:
         assert held[1] == 8 > held[0]
 
 
+async def test_few_releases_and_demotions_wait() -> None:
+    """Each has its prompt in memory. Those beyond the bound are refused, those of another tenant are not; later ones
+    are taken again.
+    """
+    prompt, cold = Prompt(ATTENTION, "a", 256), slow_tier("s3")
+    other = Prompt(ATTENTION, "a", 256, tenant="other")
+    await fill(cold, prompt)
+    async with opened(prompt, cold=cold) as store:
+        await store.open_namespace(other.description, deadline=soon())
+        for number in range(100):
+            store.end_prompt(ended(prompt, f"r{number}", **{"demote" if number % 2 else "release": True}))
+        store.end_prompt(ended(other, "other", demote=True))
+        refused = [number for number in range(100) if "refused" in str(status(store, f"r{number}"))]
+        assert refused == list(range(64, 100))
+        assert store.hints.prompts.of_request("other", "other").hints == {}
+        await until(lambda: "demote" in status(store, "r63"))
+        store.end_prompt(ended(prompt, "later", demote=True))
+        await until(lambda: status(store, "later").get("demote") == "0 records left memory, 0 the hot tier")
+
+
 async def test_a_tenant_that_says_too_much_is_not_heard() -> None:
     """Beyond the rate wishes are dropped, and told so; another tenant's are taken."""
     prompt = Prompt(ATTENTION, "a", 64, tenant="noisy")
     quiet = Prompt(ATTENTION, "a", 64, tenant="quiet")
     async with opened(prompt) as store:
         await store.open_namespace(quiet.description, deadline=soon())
-        for number in range(int(HINTS_BURST) + 50):
+        for number in range(int(HINTS_BURST) + 500):
             store.end_prompt(ended(prompt, f"r{number}", retain_s=10))
         store.end_prompt(ended(quiet, "q", retain_s=10))
         dropped = store.meters.get("hints", hint="retain_s", outcome="over_rate")
-        assert 0 < dropped <= 50
-        assert store.meters.get("hints", hint="retain_s", outcome="taken") == HINTS_BURST + 51 - dropped
-        last = store.hints.prompts.of_request(f"r{int(HINTS_BURST) + 49}", "noisy")
+        assert 0 < dropped <= 500
+        assert store.meters.get("hints", hint="retain_s", outcome="taken") == HINTS_BURST + 501 - dropped
+        last = store.hints.prompts.of_request(f"r{int(HINTS_BURST) + 499}", "noisy")
         assert last.hints == {"dropped": "over the rate of hints"}
         assert "eviction" in store.hints.prompts.of_request("q", "quiet").hints
 

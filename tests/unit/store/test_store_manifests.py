@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -43,6 +44,21 @@ async def test_a_hot_tier_that_lost_its_manifests_gets_them_again() -> None:
     forget(hot)
     await until(lambda: has(hot, PROMPT))
     assert await hot.get_manifest(PROMPT.description.id, deadline=soon()) == MANIFEST
+    await store.aclose()
+
+
+async def test_a_namespace_that_is_opened_often_is_described_once() -> None:
+    """While a tier hangs, each opening would leave a write that waits for it."""
+    cold = slow_tier("s3")
+    cold.frozen = True
+    store = TieredStore(MemoryTier(16 * MIB), None, cold, limits=OFTEN)
+    await store.open_namespace(PROMPT.description, deadline=soon())
+    num_tasks = len(asyncio.all_tasks())
+    for _ in range(100):
+        await store.open_namespace(PROMPT.description, deadline=soon())
+    assert len(asyncio.all_tasks()) == num_tasks
+    cold.frozen = False
+    await until(lambda: has(cold, PROMPT))
     await store.aclose()
 
 

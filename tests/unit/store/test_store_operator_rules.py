@@ -17,9 +17,14 @@ from kvstore.eviction.holdings import Quota
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.runtime.instruments import Instruments
 from kvstore.settings import load_settings
+from kvstore.store.limits import StoreLimits
+from kvstore.store.retention import RetentionParts
 from kvstore.store.retention.operator_rules import OperatorRules
+from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt, describe
 from kvstore.testing.waiting import soon
+from kvstore.tiers.memory import MemoryTier
+from tests.virtual_time import ManualClock
 
 
 def rules_of(folder: Path, quotas: Mapping[str, Quota] | None = None) -> OperatorRules:
@@ -51,6 +56,25 @@ async def test_weights_are_retired_for_one_tenant_or_all(tmp_path: Path) -> None
     await told.retire(None, "old", is_retired=False, deadline=soon())
     await other.read(soon())
     assert not any(other.is_retired(one.id) for one in (old, new, blue))
+
+
+async def test_a_store_knows_the_namespaces_that_are_open(tmp_path: Path) -> None:
+    """A service that runs for long opens one for each version of the weights. One that is closed is forgotten, and is
+    known again when it is opened again."""
+    rules, clock = rules_of(tmp_path), ManualClock()
+    store = TieredStore(
+        MemoryTier(16 << 20),
+        retention=RetentionParts(operator_rules=rules),
+        limits=replace(StoreLimits(), stage_bytes=1 << 20, namespaces_max=2),
+        instruments=Instruments(clock),
+    )
+    old, new = described("old"), described("new")
+    await rules.retire(None, "old", is_retired=True, deadline=soon())
+    for namespace in (old, new, old):
+        clock.now_s += 1000
+        await store.open_namespace(namespace, deadline=soon())
+        assert [rules.is_retired(one.id) for one in (old, new)] == [namespace is old, False]
+    await store.aclose()
 
 
 async def test_an_order_stands_over_the_settings(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from store_harness import LIMITS, fill, opened, slow_tier, stage
+from store_harness import LIMITS, MIB, fill, opened, slow_tier, stage
 
 from kvstore.api import Staged
 from kvstore.format.header_v1 import HEADER_BYTES
@@ -14,8 +14,14 @@ from kvstore.format.record import seal
 from kvstore.model.keys import Boundary
 from kvstore.model.kinds import Keyed
 from kvstore.model.layout import GroupLayout, Layout, Span
+from kvstore.runtime.instruments import Instruments
+from kvstore.runtime.tracing import RequestContext, request_context
+from kvstore.store.recorder import Recorder
+from kvstore.store.tiered import TieredStore
+from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
 from kvstore.testing.waiting import soon, until
+from kvstore.tiers.memory import MemoryTier
 
 pytestmark = pytest.mark.virtual_time
 
@@ -56,6 +62,30 @@ class TestStages:
             assert {one.resume_tokens for one in staged} == {256}
             assert len({one.lease for one in staged}) == 8
             assert cold.calls["get"] == 8  # four pages of two slices
+
+    async def test_a_tenant_with_many_stages_hardly_delays_another_one(self) -> None:
+        """A slow tier reads for both in turn, however many records of the first one wait for their turn or for room."""
+        many = [Prompt(ATTENTION, f"a{number}", 64 * 20, tenant="a") for number in range(20)]
+        prompt, cold = Prompt(ATTENTION, "b", 64 * 4, tenant="b"), slow_tier("s3")
+        for one in (*many, prompt):
+            await fill(cold, one)
+        cold.get_s = 0.02
+        num_bytes = prompt.records()[0].num_bytes
+
+        async def stage_for(one: Prompt) -> Staged:
+            request_context.set(RequestContext(1, 1, one.tenant, b""))  # of this task alone
+            return await stage(store, one)
+
+        for limits in (LIMITS, replace(LIMITS, stage_bytes_in_flight=16 * num_bytes)):
+            async with opened(prompt, cold=cold, limits=limits) as store:
+                await store.open_namespace(many[0].description, deadline=soon())
+                others = [asyncio.ensure_future(stage_for(one)) for one in many]
+                await asyncio.sleep(0.1)
+                started_s = asyncio.get_running_loop().time()
+                staged = await asyncio.ensure_future(stage_for(prompt))
+                assert staged.resume_tokens == 256
+                assert asyncio.get_running_loop().time() - started_s < 0.15
+                await asyncio.gather(*others)
 
     async def test_a_cancelled_stage_does_not_take_the_others_down(self) -> None:
         """Two stages share their reads; the one that started them is cancelled, the other gets everything."""
@@ -238,3 +268,26 @@ class TestStages:
             assert [one for one in staged if one.lease is None] == [Staged(None, 0, cut="node_memory")] * 3
             await store.release(leases[0])
             assert store.memory.pinned_bytes == 0
+
+    async def test_stages_of_long_prompts_keep_to_it_too(self) -> None:
+        """Their uses are noted piece by piece, so that others come between; a cancelled one leaves no lease."""
+        recorder = Recorder(DictCatalog(CatalogBooks()), Instruments())
+        store = TieredStore(MemoryTier(16 * MIB), recorder=recorder, limits=replace(LIMITS, leases_max=2))
+        prompt = Prompt(ATTENTION, "a", 64 * 400, payload_bytes=100)
+        await store.open_namespace(prompt.description, deadline=soon())
+        for record in prompt.records():
+            store.memory.insert(record)
+        staged = await asyncio.gather(*(stage(store, prompt) for _ in range(6)))
+        leases = [one.lease for one in staged if one.lease is not None]
+        assert len(leases) == 2
+        for lease in leases:
+            await store.release(lease)
+        running = asyncio.ensure_future(stage(store, prompt))
+        while not len(store.leases):
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait([running])
+        await until(lambda: store.memory.pinned_bytes == 0)
+        assert running.cancelled() and len(store.leases) == 0
+        await store.aclose()
+        await recorder.aclose()

@@ -56,6 +56,26 @@ async def test_least_recently_used_file_gives_way(tmp_path: Path) -> None:
     await tier.aclose()
 
 
+async def test_what_leaves_the_index_leaves_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more removals than may wait on a slow disk some are refused, before the index forgets their records: no file
+    is left over that nothing counts.
+    """
+    tier = await filled(tmp_path, 300, num_records=300)
+    hold, remove = threading.Event(), RecordFiles.remove
+    monkeypatch.setattr(RecordFiles, "remove", lambda *args: hold.wait(20) and remove(*args))
+    removals = [asyncio.ensure_future(tier.delete(make_key(number), deadline=soon())) for number in range(300)]
+    await asyncio.sleep(0.05)
+    hold.set()
+    outcomes = await asyncio.gather(*removals, return_exceptions=True)
+    assert outcomes[:256] == [True] * 256
+    assert all(isinstance(outcome, Unavailable) for outcome in outcomes[256:])
+    assert await numbers_in(tier, 300) == list(range(256, 300))
+    assert [number for number in range(300) if (tmp_path / format_name(make_key(number))).exists()] == [
+        *range(256, 300)
+    ]
+    await tier.aclose()
+
+
 async def test_many_writers_stay_within_the_budget(tmp_path: Path) -> None:
     """Concurrent puts reserve their room: the files never cost more than the budget."""
     tier = await open_tier(tmp_path, num_records=5)

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore import errors
 from kvstore.api import LeaseId, Lookup, Offer, Outcome, PrefixQuery, Staged
-from kvstore.errors import InternalError, InvalidRequest, KVStoreError
+from kvstore.errors import InternalError, InvalidRequest, KVStoreError, Unavailable
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.prompt_hint import NO_WISHES, EndedPrompt, Wishes
 from kvstore.runtime.arena import Place
@@ -83,13 +83,19 @@ def test_unknown_types_are_refused(kind: object) -> None:
         decode({"type": kind})
 
 
-@pytest.mark.parametrize("name", [name for name in errors.__all__ if name != "KVStoreError"])
+@pytest.mark.parametrize("name", [name for name in errors.__all__ if name not in ("Closed", "KVStoreError")])
 def test_errors_come_back_as_their_class(name: str) -> None:
     """The class and the whole text survive the wire."""
     error = getattr(errors, name)("what was seen", key="value")
     with pytest.raises(KVStoreError, match="what was seen key=value") as raised:
         raise_error(error_of(3, error))
     assert type(raised.value) is type(error)
+
+
+def test_what_is_closed_in_a_service_is_unavailable_to_its_client() -> None:
+    """An engine takes `Closed` for its own end, and would not be cached any more."""
+    with pytest.raises(Unavailable, match="the tier is closed tier=s3"):
+        raise_error(error_of(3, errors.Closed("the tier is closed", tier="s3")))
 
 
 def test_errors_of_a_later_release_are_internal_errors() -> None:
