@@ -174,6 +174,7 @@ class EngineFacts(ModelFacts):
         step_tokens: Most tokens that the engine computes in a step.
         machine_bytes: Memory of the rank's machine, or of its container; 0: not known.
         machine_ranks: Ranks of all engines of this deployment on that machine.
+        worker_extension: The class that an operator adds to vLLM's worker; empty: none.
     """
 
     scheduler_block_tokens: int
@@ -189,6 +190,7 @@ class EngineFacts(ModelFacts):
     step_tokens: int = 0
     machine_bytes: int = 0
     machine_ranks: int = 1
+    worker_extension: str = ""
 
     @property
     def num_ranks(self) -> int:

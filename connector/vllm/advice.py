@@ -16,16 +16,12 @@ UNTRUSTED_MEDIA = (
 )
 
 
-def advise_at_start(facts: EngineFacts, settings: ConnectorSettings, worker_extension: str = "") -> tuple[str, ...]:
-    """What an engine's settings will cost, each with the field and what to set.
-
-    Args:
-        worker_extension: A class that an operator adds to vLLM's worker; empty: none.
-    """
+def advise_at_start(facts: EngineFacts, settings: ConnectorSettings) -> tuple[str, ...]:
+    """What an engine's settings will cost, each with the field and what to set."""
     advice = []
-    if worker_extension and not settings.weights_may_change:
+    if facts.worker_extension and not settings.weights_may_change:
         advice.append(
-            f"worker_extension_cls {worker_extension} may change the weights while the engine runs: if it does, set"
+            f"worker_extension_cls {facts.worker_extension} may change the weights while the engine runs: if it does, set"
             " weights_may_change, or pages of the new weights are stored and loaded as pages of the old ones"
         )
     if facts.load_failure_policy == "fail":

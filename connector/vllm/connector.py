@@ -85,6 +85,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     Wrong settings raise `InvalidRequest` at start, since the engine would otherwise run for weeks without a cache.
     """
 
+    # a rank's weights; vLLM names another path here once it has loaded others
+    _loaded_from = ""
     # both sides of blending, where it is on
     _blends: BlendRequests | None = None
     _blender: Blender | None = None
@@ -101,7 +103,6 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         self._refusal: str | None = None
         self._requests = RequestReader()
         self._is_advised = False
-        self._model = vllm_config.model_config.model  # vLLM changes it if it loads weights from another path
         self._saved: _StepMetadata | None = None  # the last step whose saves were begun
         is_scheduler = role is KVConnectorRole.SCHEDULER
         if self._settings.mode == "off":
@@ -125,6 +126,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             self._refusal = shape
             return
         self._bridge = self._settings.connect(read_name(vllm_config), self._token, saves=True)
+        if not may_change:
+            self._loaded_from = vllm_config.model_config.model
         num_cores = len(os.sched_getaffinity(0))
         self.worker_side = WorkerSide(self._settings, self._facts, shape, self._bridge, num_cores=num_cores)
 
@@ -313,8 +316,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         if isinstance(shape, str):
             _log.warning("kvstore: this engine is not cached: %s", shape)
             return
-        extension = self._vllm_config.parallel_config.worker_extension_cls
-        for advice in advise_at_start(facts, self._settings, extension):
+        for advice in advise_at_start(facts, self._settings):
             _log.warning("kvstore: %s", advice)
         self._facts = facts
         self._requests = RequestReader.of(
@@ -375,7 +377,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self.worker_side is not None:
-            if self._vllm_config.model_config.model != self._model and not self._settings.weights_may_change:
+            if self._loaded_from and self._vllm_config.model_config.model != self._loaded_from:
                 self.worker_side.stop("other weights were loaded into it (reload_weights): set weights_may_change")
             self.worker_side.begin_step(self._jobs())
 

@@ -117,6 +117,7 @@ def read_facts(vllm_config: Any, kv_cache_config: Any, *, weights_may_change: bo
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         machine_bytes=usable_bytes(),
         machine_ranks=parallel.local_world_size * max(1, parallel.data_parallel_size_local),
+        worker_extension=str(getattr(parallel, "worker_extension_cls", "") or ""),
         **_model_fields(vllm_config),
     )
 

@@ -52,10 +52,10 @@ def test_advice_at_start(engine: EngineFacts, settings: dict[str, Any], fields: 
 
 def test_advice_on_code_beside_the_worker() -> None:
     """It may change the weights, and nobody would see that."""
-    (advice,) = advise_at_start(facts(), ConnectorSettings(), "trainer.Extension")
+    (advice,) = advise_at_start(facts(worker_extension="trainer.Extension"), ConnectorSettings())
     assert "trainer.Extension" in advice and "set weights_may_change" in advice
     settings = ConnectorSettings(weights_may_change=True, weights_id_file="/id")
-    assert advise_at_start(facts(), settings, "trainer.Extension") == ()
+    assert advise_at_start(facts(worker_extension="trainer.Extension"), settings) == ()
 
 
 @pytest.mark.parametrize(
