@@ -289,6 +289,20 @@ def test_unequal_stages_are_refused(last: list[KVCacheGroupSpec], reason: str) -
         assert read.groups == ()
 
 
+def test_a_stage_that_is_refused_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files may be found on one machine of a pipeline and not on another, whose ranks would wait for ever."""
+    told: list[Any] = []
+
+    def exchange(seen: list[Any], mine: Any, group: object) -> None:
+        told.append(mine)
+        seen[:] = [mine, {}]
+
+    monkeypatch.setattr("connector.vllm.engine_facts.get_pp_group", lambda: SimpleNamespace(cpu_group=None))
+    monkeypatch.setattr("torch.distributed.all_gather_object", exchange)
+    read = facts(group(full(), 0), pipeline_parallel_size=2, worker_cls="gone.Worker")
+    assert told == [read.unsupported] and "worker_cls" in told[0]
+
+
 def test_chunked_and_draft_layers() -> None:
     """Chunked-local layers are a kind; a draft model's layers are a group of their own, last."""
     chunks = ChunkedLocalAttentionSpec(block_size=128, attention_chunk_size=8192, **HEADS)
