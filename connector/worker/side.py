@@ -187,10 +187,13 @@ class WorkerSide:
 
     def start_loads(self, jobs: StepJobs) -> None:
         """Start a step's loads, behind the work that was ordered before `begin_step`, or before this call if that was
-        not called for these jobs."""
+        not called for these jobs.
+
+        Each is reported once, even if this raises: vLLM waits for it.
+        """
         (begun, after), self._begun = self._begun, (None, None)
-        if self.loader is not None and self._device is not None and jobs.loads:
-            self.loader.load(jobs.loads, after if after is not None and begun is jobs else self._device.fence())
+        if self.loader is not None and jobs.loads:
+            self.loader.load(jobs.loads, after if begun is jobs else None)
 
     def save(self, jobs: StepJobs) -> None:
         """Order a step's saves and audits, after its forward was ordered."""
