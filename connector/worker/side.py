@@ -81,15 +81,16 @@ class WorkerSide:
         """
         try:
             self._register(layers_of)
-        except InvalidRequest as error:
-            self.refusal = str(error)
         except BaseException as error:
+            self._device, self.groups = None, ()  # the engine runs without a cache, and has their memory
+            if isinstance(error, InvalidRequest):
+                self.refusal = str(error)
+                return
             # an error of CUDA has paragraphs of advice behind its first line
             reason = next(iter(str(error).splitlines()), "")
             self.refusal = f"its cache could not be registered: {type(error).__name__}: {reason}"
             raise
-        else:
-            self.refusal = None
+        self.refusal = None
 
     def _register(self, layers_of: Callable[[tuple[str, ...]], Sequence[torch.Tensor]]) -> None:
         budget, slice_bytes = self._budget, self._largest_slice_bytes()
