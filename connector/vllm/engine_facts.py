@@ -315,6 +315,9 @@ def _kind_of(spec: Any) -> GroupKind:
 
 def _read_content(vllm_config: Any, spec: Any) -> CellFacts | StateFacts:
     if isinstance(spec, MambaSpec):
+        if vllm_config.parallel_config.pipeline_parallel_size > 1 and vllm_config.speculative_config is not None:
+            # a stage learns which drafts were accepted some steps later, and copies the state to its block then
+            raise _Unsupported("with drafts, pipeline stages but the last complete recurrent states after their step")
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
         return StateFacts(
             shapes=tuple(tuple(shape) for shape in spec.shapes),
