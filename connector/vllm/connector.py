@@ -382,9 +382,13 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             self.worker_side.begin_step(self._jobs())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._start_loads()
+        self._work_on_blends()
+
+    @guarded()
+    def _start_loads(self) -> None:
         if self.worker_side is not None:
             self.worker_side.start_loads(self._jobs())
-        self._work_on_blends()
 
     @guarded()
     def _work_on_blends(self) -> None:

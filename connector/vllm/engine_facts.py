@@ -98,9 +98,8 @@ def read_facts(vllm_config: Any, kv_cache_config: Any, *, weights_may_change: bo
     groups: tuple[GroupFacts, ...] = ()
     unsupported = None
     try:
-        _refuse_unsupported_engines(vllm_config, weights_may_change=weights_may_change)
-        stages = _exchange_stages(parallel, _read_layers(vllm_config, kv_cache_config))
-        groups = _group(stages, _stage_of(parallel))
+        mine = _read_layers(vllm_config, kv_cache_config, weights_may_change=weights_may_change)
+        groups = _group(_exchange_stages(parallel, mine), _stage_of(parallel))
     except _Unsupported as reason:
         unsupported = str(reason)
     return EngineFacts(
@@ -223,10 +222,11 @@ _Layers = dict[tuple[Any, ...], list[_Layer]]
 """The layers of one stage by kind and spec, regardless of vLLM's groups."""
 
 
-def _read_layers(vllm_config: Any, kv_cache_config: Any) -> _Layers | str:
-    """The layers on this rank, or why they cannot be cached."""
+def _read_layers(vllm_config: Any, kv_cache_config: Any, *, weights_may_change: bool) -> _Layers | str:
+    """The layers on this rank, or why it cannot be cached: what is not found on one machine may be found on another."""
     layers: _Layers = {}
     try:
+        _refuse_unsupported_engines(vllm_config, weights_may_change=weights_may_change)
         for index, group in enumerate(kv_cache_config.kv_cache_groups):
             if index not in kv_cache_config.prefix_cacheable_group_ids:
                 raise _Unsupported("the model has caches that vLLM does not cache by prefix (rings, replayed windows)")
@@ -247,7 +247,7 @@ def _stage_of(parallel: Any) -> int:
 def _exchange_stages(parallel: Any, mine: _Layers | str) -> list[_Layers]:
     """The layers of every pipeline stage. A rank knows its own layers only, so the ranks exchange them.
 
-    Every rank of a pipeline must call this, even if its layers cannot be cached: the others wait for it.
+    Every rank of a pipeline must call this, even if it cannot be cached: the others wait for it.
     """
     stages = [mine]
     if parallel.pipeline_parallel_size > 1:
@@ -317,6 +317,9 @@ def _kind_of(spec: Any) -> GroupKind:
 
 def _read_content(vllm_config: Any, spec: Any) -> CellFacts | StateFacts:
     if isinstance(spec, MambaSpec):
+        if vllm_config.parallel_config.pipeline_parallel_size > 1 and vllm_config.speculative_config is not None:
+            # a stage learns which drafts were accepted some steps later, and copies the state to its block then
+            raise _Unsupported("with drafts, pipeline stages but the last complete recurrent states after their step")
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
         return StateFacts(
             shapes=tuple(tuple(shape) for shape in spec.shapes),

@@ -118,19 +118,27 @@ class Loader:
                 is_told = True
             await asyncio.sleep(_FOLLOW_S)
 
-    def load(self, jobs: Sequence[LoadJob], after: Fence) -> None:
+    def load(self, jobs: Sequence[LoadJob], after: Fence | None = None) -> None:
         """Start loading; returns at once. Called on the engine's thread.
+
+        Every job is reported once, even if this raises.
 
         Args:
             jobs: What to load.
-            after: The engine's last work that may use the blocks.
+            after: The engine's last work that may use the blocks; `None`: all that was ordered before this call.
         """
-        for job in jobs:
-            with self._lock:
-                self._num_open += 1
-            try:
-                self._bridge.submit(partial(self._run, job, after))
-            except KVStoreError:
+        left = deque(jobs)
+        with self._lock:
+            self._num_open += len(left)
+        try:
+            fence = self.device.fence() if after is None else after
+            while left:
+                self._bridge.submit(partial(self._run, left[0], fence))
+                left.popleft()
+        except Closed:
+            pass  # the engine is shutting down
+        finally:
+            for job in left:
                 self._report(job.request_id, failed=True)
 
     @property

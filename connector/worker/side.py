@@ -84,15 +84,16 @@ class WorkerSide:
         """
         try:
             self._register(layers_of)
-        except InvalidRequest as error:
-            self.refusal = str(error)
         except BaseException as error:
+            self._device, self.groups = None, ()  # the engine runs without a cache, and has their memory
+            if isinstance(error, InvalidRequest):
+                self.refusal = str(error)
+                return
             # an error of CUDA has paragraphs of advice behind its first line
             reason = next(iter(str(error).splitlines()), "")
             self.refusal = f"its cache could not be registered: {type(error).__name__}: {reason}"
             raise
-        else:
-            self.refusal = None
+        self.refusal = None
 
     def _register(self, layers_of: Callable[[tuple[str, ...]], Sequence[torch.Tensor]]) -> None:
         budget, slice_bytes = self._budget, self._largest_slice_bytes()
@@ -194,11 +195,14 @@ class WorkerSide:
 
     def start_loads(self, jobs: StepJobs) -> None:
         """Start a step's loads, behind the work that was ordered before `begin_step`, or before this call if that was
-        not called for these jobs."""
+        not called for these jobs.
+
+        Each is reported once, even if this raises: vLLM waits for it.
+        """
         (begun, after), self._begun = self._begun, (None, None)
-        if self.loader is not None and self._device is not None and jobs.loads:
+        if self.loader is not None and jobs.loads:
             loads = [replace(job, pieces=None) for job in jobs.loads] if self._stopped else jobs.loads
-            self.loader.load(loads, after if after is not None and begun is jobs else self._device.fence())
+            self.loader.load(loads, after if begun is jobs else None)
 
     def save(self, jobs: StepJobs) -> None:
         """Order a step's saves and audits, after its forward was ordered."""

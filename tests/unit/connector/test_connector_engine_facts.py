@@ -84,6 +84,7 @@ def facts(*groups: KVCacheGroupSpec, ranks: int = 1, total_heads: int = 2, **cha
     is_diffusion, code = changes.pop("is_diffusion", False), changes.pop("code", "")
     returns_experts, text_config = changes.pop("returns_experts", False), changes.pop("text_config", {})
     transfer, may_change = changes.pop("weight_transfer", None), changes.pop("weights_may_change", False)
+    drafts = changes.pop("drafts", None)
     assert not changes
     model = SimpleNamespace(
         model="/models/a",
@@ -109,7 +110,7 @@ def facts(*groups: KVCacheGroupSpec, ranks: int = 1, total_heads: int = 2, **cha
         cache_config=SimpleNamespace(**cache),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute"),
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
-        speculative_config=None,
+        speculative_config=drafts,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
         lora_config=None,
         weight_transfer_config=transfer,
@@ -287,6 +288,31 @@ def test_unequal_stages_are_refused(last: list[KVCacheGroupSpec], reason: str) -
     for read in pipeline([group(full(), 0)], last):
         assert read.unsupported is not None and reason in read.unsupported
         assert read.groups == ()
+
+
+def test_a_stage_that_is_refused_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files may be found on one machine of a pipeline and not on another, whose ranks would wait for ever."""
+    told: list[Any] = []
+
+    def exchange(seen: list[Any], mine: Any, group: object) -> None:
+        told.append(mine)
+        seen[:] = [mine, {}]
+
+    monkeypatch.setattr("connector.vllm.engine_facts.get_pp_group", lambda: SimpleNamespace(cpu_group=None))
+    monkeypatch.setattr("torch.distributed.all_gather_object", exchange)
+    read = facts(group(full(), 0), pipeline_parallel_size=2, worker_cls="gone.Worker")
+    assert told == [read.unsupported] and "worker_cls" in told[0]
+
+
+def test_states_that_a_stage_completes_late_are_refused() -> None:
+    """With drafts a stage but the last copies a state to its block some steps after that step's saves."""
+    stages = [[group(MambaSpec(**MAMBA), number)] for number in range(2)]
+    drafts = SimpleNamespace(draft_model_config=None)
+    assert all("drafts" in str(read.unsupported) for read in pipeline(*stages, drafts=drafts))
+    assert {read.unsupported for read in pipeline(*stages)} == {None}
+    assert facts(*stages[0], drafts=drafts).unsupported is None
+    attention = [[group(full(), number)] for number in range(2)]
+    assert {read.unsupported for read in pipeline(*attention, drafts=drafts)} == {None}
 
 
 def test_chunked_and_draft_layers() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -140,6 +141,27 @@ def loaded(rank: Make) -> Rank:
     assert loader is not None
     eventually(lambda: loader._to_read_back)
     return engine
+
+
+def test_loads_that_cannot_begin_are_reported(rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU has no memory for the event that loads wait for: the engine goes on, and computes these requests."""
+    source = rank()
+    source.save()
+    engine = rank(seed=2)
+    before = engine.blocks(SOURCE)
+    connector = KVStoreConnector.__new__(KVStoreConnector)
+    connector.guarded_errors = 0
+    connector.worker_side = engine.side
+    metadata: Any = connector.build_connector_meta(None)
+    metadata.jobs = engine.load_job(engine.stage())
+    assert engine.side.loader is not None
+    monkeypatch.setattr(engine.side.loader.device, "fence", raising)
+    connector.bind_connector_metadata(metadata)
+    connector.start_load_kv(None)
+    assert connector.guarded_errors == 2
+    assert engine.result() == ({"r"}, {"r"})
+    assert not engine.side.loader.is_loading
+    assert engine.blocks(SOURCE).equal(before)
 
 
 def test_a_load_that_cannot_be_read_back_is_reported(rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:

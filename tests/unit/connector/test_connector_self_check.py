@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -62,8 +64,16 @@ def test_kernels_that_do_not_copy(rank: Make, monkeypatch: pytest.MonkeyPatch, n
 
 
 def test_a_rank_that_fails_it_is_refused(rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank whose device does not copy takes no part: its refusal names the layer."""
+    """A rank whose device does not copy takes no part: its refusal names the layer, and its memory is free."""
     one = rank()
+    opened: list[weakref.ref[cpu.CpuDevice]] = []
+
+    def open_device(*_: object, **__: object) -> cpu.CpuDevice:
+        device = cpu.CpuDevice()
+        opened.append(weakref.ref(device))
+        return device
+
+    monkeypatch.setattr("connector.worker.side.open_device", open_device)
 
     def scatter_all(*_: object) -> None:
         return
@@ -72,6 +82,8 @@ def test_a_rank_that_fails_it_is_refused(rank: Make, monkeypatch: pytest.MonkeyP
     one.side.register(lambda _: one.layers)
     assert one.side.refusal is not None
     assert "changes bytes" in one.side.refusal
+    gc.collect()
+    assert [device() for device in opened] == [None]
 
 
 def test_an_error_of_the_device_is_the_refusal(rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:
