@@ -139,7 +139,8 @@ class RetentionOwner:
                 await self._gate.wanted(self._pause_s(self._clock.monotonic_s() - started_s))
 
     def _note_failure(self) -> None:
-        self._count_failure(self._asked)
+        if not self._rules.hold_nothing:  # else nothing is evicted, and deletions of others are ended a round later
+            self._count_failure(self._asked)
         self._evictor.has_unfinished = True  # what was hidden before it failed
         if self._gate is not None:
             self._gate.suspend()

@@ -155,6 +155,7 @@ def test_memory_that_is_reused_before_its_check_reaches_no_block(
 ) -> None:
     """The device has read a record, and its lease ends before the check: no byte is written, no record is blamed."""
     source, target = rank(), rank(seed=2)
+    bridge.overwrite()  # so that all of the memory was used, and is registered
     before = [storage(layer) for layer in target.layers]
     overwrites: list[Callable[[], None]] = []
 
