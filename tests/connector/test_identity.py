@@ -333,7 +333,7 @@ def test_weights_that_change(shared: Shared, place: Place, work: Path, *, multip
 
 def test_weights_from_another_folder(shared: Shared, place: Place, work: Path) -> None:
     """An engine that loads them while it runs, and whose settings do not say so, saves and loads nothing any more."""
-    other = copy_checkpoint(place.checkpoint, work / "other-weights", seed=5)
+    other = copy_checkpoint(place.checkpoint, place.folder / "other-weights", seed=5)
     with start_together({"identity-reloaded": place.spec()}, work=work) as (engine,):
         old = ask(engine)
         assert (old.num_cached_tokens, old.tokens) == (WHOLE, shared.saved["plain"].tokens)
