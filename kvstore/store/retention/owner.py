@@ -242,7 +242,11 @@ class RetentionOwner:
         entries: list[BoundaryEntry] = []
         freed = 0
         for namespace in self._owned:
-            async for entry in self._catalog.iterate(namespace):
+            async for seen in self._catalog.iterate(namespace):
+                # read with many others: by now a deletion may have ended, and the boundary be stored again
+                entry = await self._again(seen) if seen.leaving else seen
+                if entry is None:
+                    continue
                 if Level.HOT in entry.leaving and self._hot is not None:
                     await self._end_hot_deletion(self._hot, entry)
                 if _LEVEL in entry.leaving:
@@ -252,6 +256,9 @@ class RetentionOwner:
                     if len(entries) % _READ_AT_ONCE == 0:  # the catalog hands out hundreds without a pause
                         await asyncio.sleep(0)
         return entries, freed
+
+    async def _again(self, entry: BoundaryEntry) -> BoundaryEntry | None:
+        return await self._catalog.get(entry.namespace, entry.prefix, deadline=self._deadline())
 
     async def _end_hot_deletion(self, hot: Tier, entry: BoundaryEntry) -> None:
         """End a deletion that was interrupted: until then the hot tier takes no record of the boundary. While that tier

@@ -185,6 +185,27 @@ async def test_deletions_that_died_are_ended_also_without_bounds(
     assert all(await world.catalog.add(added, deadline=world.deadline))
 
 
+async def test_a_deletion_that_has_just_ended_is_left_alone(
+    world: RetainedTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round reads that a boundary is being deleted. The deletion ends, and the boundary is stored again: it stays."""
+    (prefix,) = path = await world.save("a", 1)
+    (hidden,) = await world.catalog.start_leaving([Leaving(NAMESPACE, prefix)], Level.COLD, deadline=world.deadline)
+    assert hidden is not None
+    real = world.catalog.iterate
+
+    async def iterate(namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
+        async for entry in real(namespace):
+            ended = [(hidden, LeaveReason.REMOVED)]
+            await world.catalog.finish_leaving(ended, Level.COLD, deadline=world.deadline)
+            await world.save("a", 1)
+            yield entry
+
+    monkeypatch.setattr(world.catalog, "iterate", iterate)
+    assert await world.retention().round() == 0
+    assert await world.held(path) == [3]
+
+
 async def test_a_round_that_fails_half_way_shows_again_what_it_had_not_begun(
     world: RetainedTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
