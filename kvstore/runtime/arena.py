@@ -33,8 +33,8 @@ _WARM_STEP_BYTES = 8 << 20
 _CALM_S = 2.0
 """Pause before more memory is made resident: the engine whose records used it up computes now, and needs the cores."""
 _COLLECTED_AT_ONCE = 64
-"""Dropped buffers whose memory one call frees if there is room without the others: of thousands, as when a namespace is
-deleted, it would hold its caller's event loop for a tenth of a second."""
+"""Dropped buffers whose memory one call frees if there is room without the others. There are thousands when a namespace
+is deleted, and to free them all would hold the caller's event loop."""
 _F_SEAL_FUTURE_WRITE = 0x10
 
 
