@@ -13,7 +13,10 @@ from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.recorder import Recorder
 from kvstore.store.retention.backpressure import BudgetGate
+from kvstore.store.write_back.pending_writes import BELIEVED_S
 from kvstore.tiers.base import PutOutcome, Tier, TierUsage, TierWrapper
+
+_LEFT = "the record has just left the tier: put it again"
 
 
 class CataloguedTier(TierWrapper):
@@ -90,14 +93,19 @@ class CataloguedTier(TierWrapper):
         return await self._reported(record, await self.inner.put_evictable(record, deadline=deadline), deadline)
 
     async def _reported(self, record: Record, outcome: PutOutcome, deadline: Deadline) -> PutOutcome:
-        """The outcome of a put, once the record is reported to the catalog."""
+        """The outcome of a put, once the record is reported to the catalog.
+
+        Raises:
+            Unavailable: The record has left the tier since, or its boundary is being deleted.
+        """
+        left_s = deadline.remaining_s
         if outcome is PutOutcome.STORED:
             is_taken = await self._recorder.added(record, self._level, deadline=deadline)
         elif outcome is PutOutcome.EXISTS:
             # a service that died before its report may have stored it, with another size
             (size,) = await self.inner.head([record.key], deadline=deadline)
             if size is None:  # a caller that gets EXISTS relies on the record
-                raise Unavailable("the record has just left the tier: put it again", key=record.key, tier=self.name)
+                raise Unavailable(_LEFT, key=record.key, tier=self.name)
             is_taken = await self._recorder.sized(
                 record.key, self._level, size or record.num_bytes, record.header.span.stop, deadline=deadline
             )
@@ -105,6 +113,10 @@ class CataloguedTier(TierWrapper):
             return outcome
         if not is_taken:
             raise Unavailable("the record's boundary is being deleted: put it again", key=record.key, tier=self.name)
+        is_late = left_s - deadline.remaining_s > BELIEVED_S and not deadline.expired
+        if is_late and await self.inner.head([record.key], deadline=deadline) == [None]:
+            # another service deleted it while the catalog was slow, and the caller lets the hot tier evict its copy
+            raise Unavailable(_LEFT, key=record.key, tier=self.name)
         return outcome
 
     async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:

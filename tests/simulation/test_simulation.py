@@ -19,6 +19,7 @@ FOUND = {
     708: "a record may never go from Redis: of two that wrote it one ended the entry of both, the other died",
     734: "the catalog tells of what Redis let go: nobody had written the namespace's manifest there again",
     814: "a record may never go from Redis: the end of its entry failed, and a later write that failed took it away",
+    819: "a record may go from Redis: it was discarded while the catalog did not answer for its put into the cold tier",
     929: "a record may go from Redis: a finisher heard late that the cold tier had it, and it was saved again since",
     1068: "a record may go from Redis: it was discarded everywhere and saved again, while the end of its entry waited",
 }

@@ -30,6 +30,7 @@ from kvstore.store.limits import StoreLimits
 from kvstore.store.recorder import Recorder
 from kvstore.store.retention.plan import broken_of
 from kvstore.store.tiered import TieredStore
+from kvstore.store.write_back.pending_writes import BELIEVED_S
 from kvstore.testing.catalog_contract import mark_complete
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.dict_pending import DictPendingLog, PendingBooks
@@ -317,6 +318,28 @@ async def test_a_catalog_that_hangs_holds_up_nobody() -> None:
     back.set()
     assert await recorder.drain(soon()) == 0
     assert len(books.entries) == 1
+    await recorder.aclose()
+
+
+async def test_a_record_that_leaves_while_the_catalog_is_slow() -> None:
+    """Another service deletes it after it was put, before the catalog has answered: nobody may rely on it."""
+    books, answers = CatalogBooks(), asyncio.Event()
+
+    async def ask(what: str, work: Callable[[], T], deadline: Deadline) -> T:
+        async with deadline.scope(what):
+            await answers.wait()
+        return work()
+
+    recorder = Recorder(DictCatalog(books, ask=ask), Instruments())
+    prompt, inner = Prompt(ATTENTION, "a", 64), MemoryTier(16 << 20, name="cold")
+    recorder.register(prompt.namespace, prompt.layout, "")
+    record = prompt.records()[0]
+    put = asyncio.create_task(CataloguedTier(inner, Level.COLD, recorder).put(record, deadline=soon()))
+    await asyncio.sleep(BELIEVED_S * 1.2)
+    await inner.delete(record.key, deadline=soon())
+    answers.set()
+    with pytest.raises(Unavailable, match="has just left the tier"):
+        await put
     await recorder.aclose()
 
 
