@@ -23,8 +23,8 @@ Start = Callable[[EngineSpec], EngineProcess]
 
 STEP_TOKENS = 2048
 LENGTHS = (2500, 2560)
-RESTORED = 2304
-"""The last boundary of blocks of 256 tokens that leaves a token to compute, of both."""
+RESTORED = 2432
+"""The last boundary of blocks of 128 tokens that leaves a token to compute, of both."""
 
 _FULL = os.environ.get("KVSTORE_TEST_FULL") == "1"
 NUM_OF_EACH = 2 if _FULL else 1
@@ -82,7 +82,7 @@ def test_prompts_at_once_in_a_small_cache(work: Path, tmp_path: Path, engine: St
     """Three prompts at once, or four, in a cache that holds two, so that vLLM preempts: room is short everywhere, and
     yet every one of them can be resumed."""
     store = EmbeddedStore(tmp_path)
-    arguments = {"num_gpu_blocks_override": 28}
+    arguments = {"num_gpu_blocks_override": 50}
     saving = engine(spec(work, store, SMALL, arguments=arguments, max_model_len=3072))
     wait_for_engine(store.url)
     together = prompts(711, count=NUM_AT_ONCE)
