@@ -181,8 +181,8 @@ class Step:
 class Catalog(ABC):
     """Keeps one entry per boundary. All methods belong to one event loop and may be called concurrently.
 
-    A namespace must be registered before any other call about it. Every change counts once, however often it is
-    reported. It updates entry and totals together, also while other services change the same entry.
+    A namespace must be registered before any other call about it, and stays known here. Every change counts once,
+    however often it is reported. It updates entry and totals together, also while other services change the same entry.
 
     Every method raises `Unavailable` at its deadline or when the catalog cannot be reached, `Closed` after `aclose`,
     `InvalidRequest` for a namespace that was not registered. If cancelled, a change is made or not, never in part.
@@ -203,6 +203,10 @@ class Catalog(ABC):
         Writes nothing: a medium that is full can still be read.
         """
         self._shapes[namespace], self._tenants[namespace] = EntryShape.of(layout), tenant
+
+    def knows(self, namespace: NamespaceId) -> bool:
+        """Whether the groups and slices of a namespace are known, so that its entries can be read."""
+        return namespace in self._shapes
 
     @abstractmethod
     async def is_complete(self, *, deadline: Deadline) -> bool:

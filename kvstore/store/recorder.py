@@ -90,8 +90,7 @@ class Recorder:
         self._use_reporter: asyncio.Task[None] | None = None
         self._has_lost = False
         self._outage = CatalogOutage(_AWAY, "takes changes", instruments.clock)
-        self._layouts: dict[NamespaceId, tuple[Layout, str]] = {}
-        self._registered: set[NamespaceId] = set()
+        self._unregistered: dict[NamespaceId, tuple[Layout, str]] = {}
 
     def __len__(self) -> int:
         """Changes that wait."""
@@ -116,22 +115,25 @@ class Recorder:
 
     def knows(self, namespace: NamespaceId) -> bool:
         """Whether the namespace was registered here: the catalog refuses changes of any other."""
-        return namespace in self._layouts
+        return namespace in self._unregistered or self.catalog.knows(namespace)
 
     def register(self, namespace: NamespaceId, layout: Layout, tenant: str) -> None:
         """Register a namespace with the catalog, now or before its next change. Never waits."""
-        if namespace not in self._layouts:
-            self._layouts[namespace] = (layout, tenant)
-            self._background.spawn(self._register(namespace), "namespace")
+        self._unregistered[namespace] = (layout, tenant)
+        self._background.spawn(self._register_now(namespace), "namespace")
 
-    async def _register(self, namespace: NamespaceId) -> None:
+    async def _register_now(self, namespace: NamespaceId) -> None:
         try:
-            deadline = Deadline.after(_CALL_S, self._clock)
-            await self.catalog.register(namespace, *self._layouts[namespace], deadline=deadline)
+            await self._register([namespace], Deadline.after(_CALL_S, self._clock))
         except (Unavailable, Closed, InvalidRequest):
             self._meters.add("catalog_failures", call="register")
-        else:
-            self._registered.add(namespace)
+
+    async def _register(self, namespaces: Iterable[NamespaceId], deadline: Deadline) -> None:
+        """Register those that the catalog has not taken yet."""
+        for namespace in namespaces:
+            if (found := self._unregistered.get(namespace)) is not None:
+                await self.catalog.register(namespace, *found, deadline=deadline)
+                self._unregistered.pop(namespace, None)
 
     async def added(self, record: Record, level: Level, *, deadline: Deadline) -> bool:
         """Report that a level holds `record` now. False: its boundary is being deleted there, put the record again.
@@ -232,10 +234,7 @@ class Recorder:
 
     async def _send(self, batch: list[_Report]) -> list[bool]:
         deadline = Deadline.after(_CALL_S, self._clock)
-        for namespace in {report.change.key.namespace for report in batch}.difference(self._registered):
-            if namespace in self._layouts:
-                await self.catalog.register(namespace, *self._layouts[namespace], deadline=deadline)
-                self._registered.add(namespace)
+        await self._register({report.change.key.namespace for report in batch}, deadline)
         additions = [report.change for report in batch if isinstance(report.change, Addition)]
         if additions:
             return await self.catalog.add(additions, deadline=deadline)

@@ -94,9 +94,6 @@ class SimulatedRedisCatalog(DictCatalog):
             if namespace not in found:
                 await self._run("register", lambda at=namespace, of=tenant: tenants.__setitem__(at, of), deadline)
 
-    def is_registered(self, namespace: NamespaceId) -> bool:
-        return namespace in self._shapes
-
     async def manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
         return await self._run("manifest", lambda: self._redis.records.manifests.get(namespace), deadline)
 

@@ -316,10 +316,6 @@ class RedisCatalog(Catalog):
         calls: list[Call] = [(slot, ("HEXISTS", _totals(self._nodes.tag_of(slot)), namespace)) for slot in slots]
         return not all(await self._run(calls, deadline))
 
-    def is_registered(self, namespace: NamespaceId) -> bool:
-        """Whether a namespace was registered with this object, so that its entries can be read."""
-        return namespace in self._shapes
-
     async def manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
         """The manifest beside the namespace's records in this Redis."""
         self._check_open()

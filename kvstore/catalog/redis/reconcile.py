@@ -259,7 +259,7 @@ class Sampler:
 
 async def _can_read(catalog: RedisCatalog, namespace: NamespaceId, deadline: Deadline) -> bool:
     """Whether a namespace is registered, or can be registered now from the manifest beside its records."""
-    if catalog.is_registered(namespace):
+    if catalog.knows(namespace):
         return True
     data = await catalog.manifest(namespace, deadline=deadline)
     if data is None:

@@ -11,10 +11,10 @@ from dataclasses import replace
 from kvstore.catalog.base import Catalog, LeaveReason
 from kvstore.catalog.coordination import Ownership
 from kvstore.catalog.entry import BoundaryEntry, Level
-from kvstore.errors import Closed, CorruptRecord, InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
+from kvstore.errors import Closed, CorruptRecord, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.eviction.holdings import Quota
 from kvstore.format.manifest import parse_manifest
-from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash
+from kvstore.model.keys import NamespaceId
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
@@ -93,7 +93,6 @@ class RetentionOwner:
         self._tenant_bytes: Mapping[str, int] | None = None
         self._present: set[NamespaceId] = set()
         """The namespaces that had entries when the totals were read last."""
-        self._known: set[NamespaceId] = set()
         self._unreadable: set[NamespaceId] = set()
         self._swept_s = float("-inf")
         self._num_refused = num_refused
@@ -354,27 +353,23 @@ class RetentionOwner:
         """Whether this service can read the namespace's entries. One that no engine has opened here is registered from
         its manifest; without a manifest it is left to a service on which it is open.
         """
-        if namespace in self._known:
+        if self._catalog.knows(namespace):
             return True
+        self._asked = self._tier.name
+        manifest = await self._tier.get_manifest(namespace, deadline=self._deadline())
+        self._asked = _CATALOG
+        if manifest is None:
+            return False
         try:
-            await self._catalog.get(namespace, PrefixHash(bytes(PREFIX_BYTES)), deadline=self._deadline())
-        except InvalidRequest:  # not registered here yet
-            self._asked = self._tier.name
-            manifest = await self._tier.get_manifest(namespace, deadline=self._deadline())
-            self._asked = _CATALOG
-            if manifest is None:
-                return False
-            try:
-                description = parse_manifest(manifest, namespace)
-            except (CorruptRecord, UnsupportedFormat) as error:
-                self._count_failure(self._tier.name)
-                if namespace not in self._unreadable:  # once: rounds are many
-                    self._unreadable.add(namespace)
-                    text = "nothing is evicted here of namespace %s, whose description in %s cannot be read: %s"
-                    _log.warning(text, namespace.hex(), self._tier.name, error)
-                return False
-            await self._catalog.register(namespace, description.layout(), description.tenant, deadline=self._deadline())
-        self._known.add(namespace)
+            description = parse_manifest(manifest, namespace)
+        except (CorruptRecord, UnsupportedFormat) as error:
+            self._count_failure(self._tier.name)
+            if namespace not in self._unreadable:  # once: rounds are many
+                self._unreadable.add(namespace)
+                text = "nothing is evicted here of namespace %s, whose description in %s cannot be read: %s"
+                _log.warning(text, namespace.hex(), self._tier.name, error)
+            return False
+        await self._catalog.register(namespace, description.layout(), description.tenant, deadline=self._deadline())
         return True
 
     def _count_failure(self, at: str) -> None:

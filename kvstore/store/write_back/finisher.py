@@ -137,6 +137,7 @@ class Finisher:
         self._meters.set("pending_bytes", totals.num_bytes)
         self._meters.set("pending_limit_bytes", self._limits.pending_bytes)
         if not totals.num_records:
+            self._nameless.clear()
             return 0, 0
         entries = await self._log.claim(_CLAIMED_TOGETHER, deadline=deadline)
         done = await gather_all([self._finish_within_budget(entry) for entry in entries])
