@@ -33,13 +33,14 @@ _IDLE_S = 600.0
 class _Open:
     layout: Layout
     tenant: str
+    weights_id: str
     num_bytes: int
     used_s: float
 
 
 class OpenNamespaces:
-    """The layout and the tenant of each open namespace, in the order of last use. Tenants share the places, and the
-    bytes of descriptions.
+    """What is known of each open namespace, in the order of last use. Tenants share the places, and the bytes of
+    descriptions.
 
     Args:
         limit: Namespaces open at a time.
@@ -58,17 +59,15 @@ class OpenNamespaces:
     def __iter__(self) -> Iterator[NamespaceId]:
         return iter(self._open)
 
-    def open(self, namespace: NamespaceId, layout: Layout, tenant: str, num_bytes: int) -> list[NamespaceId]:
+    def open(self, description: NamespaceDescription, layout: Layout) -> list[NamespaceId]:
         """Open a namespace, or use it again; returns those that were closed for it: the tenant's least recently used,
         or any tenant's if this one has none that is idle.
-
-        Args:
-            num_bytes: Bytes of its description.
 
         Raises:
             Unavailable: All that would have to be closed are in use.
         """
         closed: list[NamespaceId] = []
+        namespace, tenant, num_bytes = description.id, description.tenant, len(description.canonical)
         if namespace not in self._open:
             while self._places.left_for(tenant) < 1 or self._bytes.left_for(tenant) < num_bytes:
                 oldest = self._idle(tenant)
@@ -85,7 +84,7 @@ class OpenNamespaces:
                 closed.append(oldest)
             self._places.take(tenant, 1)
             self._bytes.take(tenant, num_bytes)
-            self._open[namespace] = _Open(layout, tenant, num_bytes, 0.0)
+            self._open[namespace] = _Open(layout, tenant, description.weights_id, num_bytes, 0.0)
         self.use(namespace)
         return closed
 
@@ -113,6 +112,11 @@ class OpenNamespaces:
         """The tenant of an open namespace; empty: it has none, or it is not open."""
         held = self._open.get(namespace)
         return held.tenant if held is not None else ""
+
+    def weights_of(self, namespace: NamespaceId) -> str:
+        """The weights of an open namespace; empty: its description does not say, or it is not open."""
+        held = self._open.get(namespace)
+        return held.weights_id if held is not None else ""
 
     def of_tenant(self, tenant: str) -> int:
         """How many namespaces a tenant has open."""

@@ -188,14 +188,10 @@ class TieredStore(PageStore):
         namespace = description.id
         if self._namespaces.use(namespace) is None:  # an open one is answered without parsing its description
             layout = description.layout()
-            for closed in self._namespaces.open(namespace, layout, description.tenant, len(description.canonical)):
+            for closed in self._namespaces.open(description, layout):
                 self._manifests.close(closed)
-                if self._operator_rules is not None:
-                    self._operator_rules.forget(closed)
             self._manifests.open(namespace, pack_manifest(description))
             self._explainer.name(namespace, description.name)
-            if self._operator_rules is not None:
-                self._operator_rules.know(description)
             if self.recorder is not None:
                 self.recorder.register(namespace, layout, description.tenant)
         else:
@@ -535,7 +531,8 @@ class TieredStore(PageStore):
         return share_left(self.limits.stage_bytes, memory.pinned_bytes, memory.pinned_by[tenant], tenant=tenant)
 
     def _is_retired(self, namespace: NamespaceId) -> bool:
-        return self._operator_rules is not None and self._operator_rules.is_retired(namespace)
+        rules, opened = self._operator_rules, self._namespaces
+        return rules is not None and rules.are_retired(opened.tenant_of(namespace), opened.weights_of(namespace))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -556,6 +553,15 @@ class TieredStore(PageStore):
                 seen=len(query.boundaries),
             )
         return layout
+
+    def tenant_of(self, namespace: NamespaceId) -> str:
+        """The tenant of an open namespace.
+
+        Raises:
+            NamespaceNotOpen: It is not open.
+        """
+        self._layout(namespace)
+        return self._namespaces.tenant_of(namespace)
 
     def _layout(self, namespace: NamespaceId) -> Layout:
         self._check_open()

@@ -21,7 +21,7 @@ from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable
 from kvstore.format.encrypted import ENCRYPTION_BYTES, decrypt_record, encrypt_record
 from kvstore.format.record import Record
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash, RecordKey
-from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
+from kvstore.model.namespace import NamespaceDescription
 from kvstore.model.page_blocks import PageBlocks
 from kvstore.model.prompt_hint import EndedPrompt
 from kvstore.runtime.buffers import fresh_buffer
@@ -62,7 +62,6 @@ class EncryptedStore(PageStore):
         self.events = inner.events
         self.keys = keys
         self.tenant_keys = inner.check_keys(keys)
-        self._tenants: dict[NamespaceId, str] = {}
         self._turns = asyncio.Semaphore(_THREADS)
 
     @property
@@ -78,12 +77,10 @@ class EncryptedStore(PageStore):
         return self.tenant_keys.generations(tenant)
 
     async def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:
-        namespace = await self.inner.open_namespace(description, deadline=deadline)
-        self._tenants[namespace] = description.tenant
-        return namespace
+        return await self.inner.open_namespace(description, deadline=deadline)
 
     async def lookup(self, query: PrefixQuery, *, deadline: Deadline) -> Lookup:
-        tenant = self._tenant(query.namespace)
+        tenant = self.inner.tenant_of(query.namespace)
         generations = self.generations(tenant)
         if not generations:
             self._count_miss(tenant)
@@ -99,7 +96,7 @@ class EncryptedStore(PageStore):
 
     async def reaches(self, query: PrefixQuery, points: Sequence[ResumePoints], *, deadline: Deadline) -> list[Reach]:
         """As `TieredStore.reaches`; nothing for a tenant without a key."""
-        generations = self.generations(self._tenant(query.namespace))
+        generations = self.generations(self.inner.tenant_of(query.namespace))
         if not generations:
             return [Reach(query.local_tokens, query.local_tokens) for _ in points]
         return await self.inner.reaches(await self._named(query, generations, deadline), points, deadline=deadline)
@@ -109,12 +106,12 @@ class EncryptedStore(PageStore):
     ) -> list[Reach]:
         """As `TieredStore.reaches_by_blocks`; nothing for a tenant without a key. Pages are known under the names that
         they had when they were named."""
-        if not self.generations(self._tenant(namespace)):
+        if not self.generations(self.inner.tenant_of(namespace)):
             return [Reach(0, 0) for _ in steps_tokens]
         return await self.inner.reaches_by_blocks(namespace, hashes, steps_tokens, deadline=deadline)
 
     async def stage(self, query: PrefixQuery, *, deadline: Deadline, progress: Progress | None = None) -> Staged:
-        generations = self.generations(self._tenant(query.namespace))
+        generations = self.generations(self.inner.tenant_of(query.namespace))
         if not generations:
             return Staged(None, query.local_tokens, cut="no_key")
         named = await self._named(query, generations, deadline)
@@ -161,7 +158,7 @@ class EncryptedStore(PageStore):
     ) -> Record:
         """As `PageStore.load`. A record whose tag does not match is quarantined in every tier and counts as missing."""
         error = Unavailable("the lease has ended, or does not hold the record", key=key)
-        for generation in self.generations(self._tenant(key.namespace)):
+        for generation in self.generations(self.inner.tenant_of(key.namespace)):
             named = key if generation is None else generation.named(key)
             try:
                 record = await self.inner.load(lease, named, deadline=deadline)
@@ -197,7 +194,7 @@ class EncryptedStore(PageStore):
         deadline: Deadline,
     ) -> SaveOutcome:
         """As `PageStore.save`. `FULL` for a tenant that has no key, or whose current key is known to be wrong."""
-        tenant = self._tenant(record.key.namespace)
+        tenant = self.inner.tenant_of(record.key.namespace)
         generations = self.generations(tenant)
         if record.header.key_id:
             raise InvalidRequest("records are saved plain: the service encrypts them", key_id=record.header.key_id)
@@ -227,7 +224,7 @@ class EncryptedStore(PageStore):
 
     async def discard(self, key: RecordKey, reason: str, *, deadline: Deadline) -> None:
         """As `PageStore.discard`, under every key that the record may have been read with."""
-        for generation in self.generations(self._tenant(key.namespace)):
+        for generation in self.generations(self.inner.tenant_of(key.namespace)):
             named = key if generation is None else generation.named(key)
             await self.inner.discard(named, reason, deadline=deadline)
 
@@ -244,7 +241,7 @@ class EncryptedStore(PageStore):
 
     def name_blocks(self, blocks: PageBlocks) -> None:
         """As `PageStore.name_blocks`, for the page under its current name."""
-        generations = self.generations(self._tenant(blocks.namespace))
+        generations = self.generations(self.inner.memory.owner_of(blocks.namespace))
         if generations and generations[0] is not None:
             blocks = replace(blocks, boundary=_boundary(blocks.boundary, generations[0]))
         self.inner.name_blocks(blocks)
@@ -268,7 +265,7 @@ class EncryptedStore(PageStore):
 
     def _renamed(self, prompt: EndedPrompt) -> EndedPrompt:
         """A prompt under its tenant's current names; without boundaries for a tenant that has no key."""
-        generations = self.generations(self._tenant(prompt.namespace))
+        generations = self.generations(prompt.tenant)
         named = [_boundary(boundary, generations[0]) for boundary in prompt.boundaries] if generations else ()
         return replace(prompt, boundaries=tuple(named))
 
@@ -295,12 +292,6 @@ class EncryptedStore(PageStore):
     async def aclose(self) -> None:
         """As `TieredStore.aclose`, of the inner store too."""
         await self.inner.aclose()
-
-    def _tenant(self, namespace: NamespaceId) -> str:
-        tenant = self._tenants.get(namespace)
-        if tenant is None:
-            raise NamespaceNotOpen("the namespace was not opened: call open_namespace first", namespace=namespace.hex())
-        return tenant
 
 
 async def _under(query: PrefixQuery, generation: Generation) -> PrefixQuery:

@@ -12,8 +12,6 @@ from typing import Any
 from kvstore.catalog.coordination import TextStore
 from kvstore.errors import Closed, InvalidRequest, KVStoreError, Unavailable
 from kvstore.eviction.holdings import Quota
-from kvstore.model.keys import NamespaceId
-from kvstore.model.namespace import NamespaceDescription
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
@@ -67,7 +65,6 @@ class OperatorRules:
         self._meters = instruments.meters
         self._clock = instruments.clock
         self._texts: dict[str, str] = {}
-        self._known: dict[NamespaceId, tuple[str, str]] = {}
         self._turn = asyncio.Lock()  # a reading from before a rule was written must not overwrite it
         self._background = Background("operator rules")
         self._apply: Callable[[Mapping[str, Quota]], None] | None = None
@@ -145,20 +142,8 @@ class OperatorRules:
 
     # retired weights
 
-    def know(self, description: NamespaceDescription) -> None:
-        """Note that a namespace is open here."""
-        self._known[description.id] = description.tenant, description.weights_id
-
-    def forget(self, namespace: NamespaceId) -> None:
-        """Note that a namespace was closed."""
-        self._known.pop(namespace, None)
-
-    def is_retired(self, namespace: NamespaceId) -> bool:
-        """Whether the weights of a namespace that is open here are retired, so that all of it counts as missing."""
-        return bool(self.retired) and namespace in self._known and self.are_retired(*self._known[namespace])
-
     def are_retired(self, tenant: str, weights_id: str) -> bool:
-        """Whether a tenant's weights are."""
+        """Whether a tenant's weights are retired, so that all that was computed with them counts as missing."""
         return bool(weights_id) and ((tenant, weights_id) in self.retired or (None, weights_id) in self.retired)
 
     async def retire(self, tenant: str | None, weights_id: str, *, is_retired: bool, deadline: Deadline) -> None:

@@ -17,14 +17,9 @@ from kvstore.eviction.holdings import Quota
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.runtime.instruments import Instruments
 from kvstore.settings import load_settings
-from kvstore.store.limits import StoreLimits
-from kvstore.store.retention import RetentionParts
 from kvstore.store.retention.operator_rules import OperatorRules
-from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt, describe
 from kvstore.testing.waiting import soon
-from kvstore.tiers.memory import MemoryTier
-from tests.virtual_time import ManualClock
 
 
 def rules_of(folder: Path, quotas: Mapping[str, Quota] | None = None) -> OperatorRules:
@@ -42,39 +37,18 @@ def described(weights_id: str, tenant: str = "red") -> NamespaceDescription:
 async def test_weights_are_retired_for_one_tenant_or_all(tmp_path: Path) -> None:
     """Whoever shares the book follows; other weights and other tenants are left alone; it can be taken back."""
     told, other = rules_of(tmp_path), rules_of(tmp_path)
-    old, new, blue = described("old"), described("new"), described("old", "blue")
-    for one in (old, new, blue):
-        other.know(one)
+    asked = (("red", "old"), ("red", "new"), ("blue", "old"))
     await told.retire("red", "old", is_retired=True, deadline=soon())
-    assert not other.is_retired(old.id)
+    assert not other.are_retired("red", "old")
     await other.read(soon())
-    assert [other.is_retired(one.id) for one in (old, new, blue)] == [True, False, False]
+    assert [other.are_retired(*one) for one in asked] == [True, False, False]
     await told.retire(None, "old", is_retired=True, deadline=soon())
     await told.retire("red", "old", is_retired=False, deadline=soon())
     await other.read(soon())
-    assert [other.is_retired(one.id) for one in (old, new, blue)] == [True, False, True]
+    assert [other.are_retired(*one) for one in asked] == [True, False, True]
     await told.retire(None, "old", is_retired=False, deadline=soon())
     await other.read(soon())
-    assert not any(other.is_retired(one.id) for one in (old, new, blue))
-
-
-async def test_a_store_knows_the_namespaces_that_are_open(tmp_path: Path) -> None:
-    """A service that runs for long opens one for each version of the weights. One that is closed is forgotten, and is
-    known again when it is opened again."""
-    rules, clock = rules_of(tmp_path), ManualClock()
-    store = TieredStore(
-        MemoryTier(16 << 20),
-        retention=RetentionParts(operator_rules=rules),
-        limits=replace(StoreLimits(), stage_bytes=1 << 20, namespaces_max=2),
-        instruments=Instruments(clock),
-    )
-    old, new = described("old"), described("new")
-    await rules.retire(None, "old", is_retired=True, deadline=soon())
-    for namespace in (old, new, old):
-        clock.now_s += 1000
-        await store.open_namespace(namespace, deadline=soon())
-        assert [rules.is_retired(one.id) for one in (old, new)] == [namespace is old, False]
-    await store.aclose()
+    assert not any(other.are_retired(*one) for one in asked)
 
 
 async def test_an_order_stands_over_the_settings(tmp_path: Path) -> None:
@@ -102,7 +76,6 @@ async def test_what_the_book_lost_is_told_again(tmp_path: Path) -> None:
     """
     path = tmp_path / "orders.json"
     rules = rules_of(tmp_path)
-    rules.know(described("old"))
     await rules.retire(None, "old", is_retired=True, deadline=soon())
     path.unlink()
     await rules.read(soon())
@@ -112,11 +85,11 @@ async def test_what_the_book_lost_is_told_again(tmp_path: Path) -> None:
     path.write_text("[")
     with pytest.raises(Unavailable):
         await rules.read(soon())
-    assert rules.is_retired(described("old").id)
+    assert rules.are_retired("red", "old")
     later = '["later kind", "x"]'
     path.write_text(f'{{"{later.replace(chr(34), chr(92) + chr(34))}": "?"}}')
     await rules.read(soon())
-    assert rules.is_retired(described("old").id)
+    assert rules.are_retired("red", "old")
 
 
 async def test_retired_weights_serve_nothing(tmp_path: Path) -> None:
