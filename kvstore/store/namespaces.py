@@ -7,11 +7,11 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstore.errors import CorruptRecord, InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.format.header_v1 import HeaderV1
-from kvstore.format.manifest import parse_manifest
+from kvstore.format.manifest import pack_manifest, parse_manifest
 from kvstore.format.record import MAX_RECORD_BYTES
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.layout import Layout
@@ -30,12 +30,22 @@ _IDLE_S = 600.0
 
 
 @dataclass(slots=True)
-class _Open:
+class OpenNamespace:
+    """What is known of a namespace until it is closed.
+
+    Attributes:
+        num_bytes: Bytes of its description.
+        described_in: Names of the tiers that were seen to have its manifest.
+    """
+
+    id: NamespaceId
     layout: Layout
     tenant: str
     weights_id: str
+    manifest: bytes
     num_bytes: int
-    used_s: float
+    used_s: float = 0.0
+    described_in: set[str] = field(default_factory=set)
 
 
 class OpenNamespaces:
@@ -51,7 +61,7 @@ class OpenNamespaces:
         self._places = Shares(limit)
         self._bytes = Shares(description_bytes)
         self._clock = clock
-        self._open: OrderedDict[NamespaceId, _Open] = OrderedDict()  # the least recently used first
+        self._open: OrderedDict[NamespaceId, OpenNamespace] = OrderedDict()  # the least recently used first
 
     def __len__(self) -> int:
         return len(self._open)
@@ -59,34 +69,38 @@ class OpenNamespaces:
     def __iter__(self) -> Iterator[NamespaceId]:
         return iter(self._open)
 
-    def open(self, description: NamespaceDescription, layout: Layout) -> list[NamespaceId]:
-        """Open a namespace, or use it again; returns those that were closed for it: the tenant's least recently used,
-        or any tenant's if this one has none that is idle.
+    def get(self, namespace: NamespaceId) -> OpenNamespace | None:
+        """What is known of a namespace; `None`: it is not open. This is no use of it."""
+        return self._open.get(namespace)
+
+    def open(self, description: NamespaceDescription) -> OpenNamespace:
+        """Open a namespace that is not open. Closes others for it: the tenant's least recently used, or any tenant's if
+        this one has none that is idle.
 
         Raises:
+            InvalidRequest: The description has no valid layout.
             Unavailable: All that would have to be closed are in use.
         """
-        closed: list[NamespaceId] = []
-        namespace, tenant, num_bytes = description.id, description.tenant, len(description.canonical)
-        if namespace not in self._open:
-            while self._places.left_for(tenant) < 1 or self._bytes.left_for(tenant) < num_bytes:
-                oldest = self._idle(tenant)
-                if oldest is None:
-                    raise Unavailable(
-                        "too many namespaces are in use on this node, or their descriptions are too long",
-                        limit=self._places.limit,
-                        limit_bytes=self._bytes.limit,
-                        tenant=tenant,
-                    )
-                held = self._open.pop(oldest)
-                self._places.give_back(held.tenant, 1)
-                self._bytes.give_back(held.tenant, held.num_bytes)
-                closed.append(oldest)
-            self._places.take(tenant, 1)
-            self._bytes.take(tenant, num_bytes)
-            self._open[namespace] = _Open(layout, tenant, description.weights_id, num_bytes, 0.0)
-        self.use(namespace)
-        return closed
+        layout, tenant, num_bytes = description.layout(), description.tenant, len(description.canonical)
+        while self._places.left_for(tenant) < 1 or self._bytes.left_for(tenant) < num_bytes:
+            oldest = self._idle(tenant)
+            if oldest is None:
+                raise Unavailable(
+                    "too many namespaces are in use on this node, or their descriptions are too long",
+                    limit=self._places.limit,
+                    limit_bytes=self._bytes.limit,
+                    tenant=tenant,
+                )
+            held = self._open.pop(oldest)
+            self._places.give_back(held.tenant, 1)
+            self._bytes.give_back(held.tenant, held.num_bytes)
+        manifest = pack_manifest(description)
+        opened = OpenNamespace(description.id, layout, tenant, description.weights_id, manifest, num_bytes)
+        self._places.take(tenant, 1)
+        self._bytes.take(tenant, num_bytes)
+        self._open[opened.id] = opened
+        self.use(opened.id)
+        return opened
 
     def _idle(self, tenant: str) -> NamespaceId | None:
         """The namespace to close: the tenant's least recently used one, or any tenant's."""
@@ -112,11 +126,6 @@ class OpenNamespaces:
         """The tenant of an open namespace; empty: it has none, or it is not open."""
         held = self._open.get(namespace)
         return held.tenant if held is not None else ""
-
-    def weights_of(self, namespace: NamespaceId) -> str:
-        """The weights of an open namespace; empty: its description does not say, or it is not open."""
-        held = self._open.get(namespace)
-        return held.weights_id if held is not None else ""
 
     def of_tenant(self, tenant: str) -> int:
         """How many namespaces a tenant has open."""
@@ -191,7 +200,8 @@ class Manifests:
         recorder: The way to the catalog, which lists namespaces; `None`: there is no catalog.
     """
 
-    def __init__(self, context: StoreContext, recorder: Recorder | None) -> None:
+    def __init__(self, context: StoreContext, opened: OpenNamespaces, recorder: Recorder | None) -> None:
+        self._opened = opened
         self._hot = context.hot
         self._cold = context.cold
         self._recorder = recorder
@@ -199,23 +209,15 @@ class Manifests:
         self._meters = context.meters
         self._limits = context.limits
         self._clock = context.clock
-        self._open: dict[NamespaceId, bytes] = {}
-        self._kept: set[tuple[NamespaceId, str]] = set()
         self._failing: set[str] = set()  # names of tiers that could not be written; "": a manifest could not be read
         if context.slower:
             context.background.keep_running(self._check_regularly, "manifests")
 
-    def open(self, namespace: NamespaceId, manifest: bytes) -> None:
-        """Note that a namespace was opened, and write its manifest to each tier in the background."""
-        self._open[namespace] = manifest
+    def write(self, opened: OpenNamespace) -> None:
+        """Write the manifest of a namespace that was opened to each tier, in the background."""
         for tier in (self._hot, self._cold):
-            if tier is not None and (namespace, tier.name) not in self._kept:
-                self._background.spawn(self._write(tier, namespace), f"manifest to {tier.name}")
-
-    def close(self, namespace: NamespaceId) -> None:
-        """Stop checking the manifests of a namespace that was closed. They stay in the tiers."""
-        self._open.pop(namespace, None)
-        self._kept = {kept for kept in self._kept if kept[0] != namespace}
+            if tier is not None:
+                self._background.spawn(self._write(tier, opened), f"manifest to {tier.name}")
 
     async def describe(self, namespace: NamespaceId, *, deadline: Deadline) -> NamespaceDescription | None:
         """The description of a namespace; `None`: there is none, or none that this release can read.
@@ -239,7 +241,8 @@ class Manifests:
         Raises:
             Unavailable: A tier that may have it does not answer.
         """
-        found = self._open.get(namespace)
+        opened = self._opened.get(namespace)
+        found = opened.manifest if opened is not None else None
         for tier in (self._hot, self._cold):
             if found is None and tier is not None:
                 found = await tier.get_manifest(namespace, deadline=deadline)
@@ -253,24 +256,22 @@ class Manifests:
     async def check(self) -> None:
         """Write again what could not be written, and what the hot tier has lost."""
         if self._cold is not None:
-            for namespace in list(self._open):
-                if (namespace, self._cold.name) not in self._kept:
-                    await self._write(self._cold, namespace)
+            for namespace in list(self._opened):
+                opened = self._opened.get(namespace)
+                if opened is not None and self._cold.name not in opened.described_in:
+                    await self._write(self._cold, opened)
         if self._hot is not None:
             for namespace in await self._all_namespaces():
                 await self._restore(self._hot, namespace)
 
-    async def _write(self, tier: Tier, namespace: NamespaceId) -> None:
-        manifest = self._open.get(namespace)
-        if manifest is None:  # closed since
-            return
+    async def _write(self, tier: Tier, opened: OpenNamespace) -> None:
         try:
-            await tier.put_manifest(namespace, manifest, deadline=self._deadline())
+            await tier.put_manifest(opened.id, opened.manifest, deadline=self._deadline())
         except KVStoreError as error:
             self._failed(tier, error)
         else:
             self._failing.discard(tier.name)
-            self._kept.add((namespace, tier.name))
+            opened.described_in.add(tier.name)
 
     def _failed(self, tier: Tier, error: KVStoreError) -> None:
         self._meters.add("manifest_failures", tier=tier.name)
@@ -285,7 +286,7 @@ class Manifests:
 
     async def _all_namespaces(self) -> Iterable[NamespaceId]:
         """The namespaces that are open here, and all in the catalog."""
-        found = dict.fromkeys(self._open)
+        found = dict.fromkeys(self._opened)
         if self._recorder is not None:
             with suppress(KVStoreError):  # the next check reads it again
                 found |= dict.fromkeys(await self._recorder.catalog.namespaces(deadline=self._deadline()))
@@ -296,9 +297,7 @@ class Manifests:
         try:
             if await hot.get_manifest(namespace, deadline=deadline) is not None:
                 return
-            manifest = self._open.get(namespace)
-            if manifest is None and self._cold is not None:
-                manifest = await self._cold.get_manifest(namespace, deadline=deadline)
+            manifest = await self.find(namespace, deadline=deadline)
             if manifest is not None:
                 await hot.put_manifest(namespace, manifest, deadline=deadline)
                 self._failing.discard(hot.name)

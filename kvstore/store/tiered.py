@@ -13,7 +13,6 @@ from kvstore.api import Ack, LeaseId, Lookup, Outcome, PageStore, PrefixQuery, P
 from kvstore.catalog.entry import Level
 from kvstore.catalog.pending import PendingLog
 from kvstore.errors import Closed, InvalidRequest, Unavailable
-from kvstore.format.manifest import pack_manifest
 from kvstore.format.record import Record
 from kvstore.model.coverage import MAX_POINTS
 from kvstore.model.keys import NamespaceId, RecordKey
@@ -135,7 +134,7 @@ class TieredStore(PageStore):
             absent=self._absent,
             follows=self._follows_hints,
         )
-        self._manifests = Manifests(context, recorder)
+        self._manifests = Manifests(context, self._namespaces, recorder)
         catalog = recorder.catalog if recorder is not None else None
         tiers = {Level.HOT: hot, Level.COLD: cold}
         absence = AbsenceFinder(recorder, self._manifests, tiers) if recorder is not None else None
@@ -187,13 +186,11 @@ class TieredStore(PageStore):
         self._check_open()
         namespace = description.id
         if self._namespaces.use(namespace) is None:  # an open one is answered without parsing its description
-            layout = description.layout()
-            for closed in self._namespaces.open(description, layout):
-                self._manifests.close(closed)
-            self._manifests.open(namespace, pack_manifest(description))
+            opened = self._namespaces.open(description)
+            self._manifests.write(opened)
             self._explainer.name(namespace, description.name)
             if self.recorder is not None:
-                self.recorder.register(namespace, layout, description.tenant)
+                self.recorder.register(namespace, opened.layout, opened.tenant)
         else:
             self._explainer.keep_name(namespace)
         if self._keys is not None:
@@ -531,8 +528,8 @@ class TieredStore(PageStore):
         return share_left(self.limits.stage_bytes, memory.pinned_bytes, memory.pinned_by[tenant], tenant=tenant)
 
     def _is_retired(self, namespace: NamespaceId) -> bool:
-        rules, opened = self._operator_rules, self._namespaces
-        return rules is not None and rules.are_retired(opened.tenant_of(namespace), opened.weights_of(namespace))
+        rules, opened = self._operator_rules, self._namespaces.get(namespace)
+        return rules is not None and opened is not None and rules.are_retired(opened.tenant, opened.weights_id)
 
     def _check_open(self) -> None:
         if self._closed:
