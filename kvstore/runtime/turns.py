@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
@@ -139,6 +139,7 @@ class TenantTasks:
 
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 PIECE = 1024
 """Items, of some microseconds each, that may be worked on in one go on the event loop. Of a request with more the other
@@ -245,6 +246,17 @@ class LongWork:
             async with self._turns.turn(who_asks()):
                 yield
             await asyncio.sleep(0)  # else the next piece of the only client would follow at once
+
+    async def in_pieces(self, items: Sequence[Item], function: Callable[[Sequence[Item]], T]) -> list[T]:
+        """Call a function on the event loop with at most `PIECE` items at a time, each time when it is its turn.
+
+        If cancelled, it is not called again.
+        """
+        results: list[T] = []
+        for start in range(0, len(items), PIECE):
+            async with self.turn(len(items)):
+                results.append(function(items[start : start + PIECE]))
+        return results
 
     def close(self) -> None:
         """Start no further call in a thread. Idempotent."""

@@ -20,7 +20,7 @@ from kvstore.runtime.background import gather_all
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
-from kvstore.runtime.turns import PIECE, LongWork, Turns, who_asks
+from kvstore.runtime.turns import LongWork, Turns, who_asks
 from kvstore.store.catalog_outage import CatalogOutage
 from kvstore.store.context import StoreContext
 from kvstore.store.presence import (
@@ -209,15 +209,17 @@ class PresenceFinder:
 
     async def _guess(self, presence: Presence, source: _Source, probes: Sequence[Probe]) -> None:
         """Assume that all slices that memory lacks are there, except those that were recently found missing."""
-        for start in range(0, len(probes), PIECE):
-            async with self._work.turn(len(probes)):
-                for probe in probes[start : start + PIECE]:
-                    bits = presence.missing_bits(probe)
-                    if self._absent.has_any(presence.query.boundaries[probe[0]].prefix):
-                        for slice_ in slices_of(bits):
-                            bits &= ~(int(presence.key(probe, slice_) in self._absent) << slice_)
-                    if bits:
-                        source.found[probe] = source.found.get(probe, 0) | bits
+
+        def assume(piece: Sequence[Probe]) -> None:
+            for probe in piece:
+                bits = presence.missing_bits(probe)
+                if self._absent.has_any(presence.query.boundaries[probe[0]].prefix):
+                    for slice_ in slices_of(bits):
+                        bits &= ~(int(presence.key(probe, slice_) in self._absent) << slice_)
+                if bits:
+                    source.found[probe] = source.found.get(probe, 0) | bits
+
+        await self._work.in_pieces(probes, assume)
 
     async def _heads(
         self, presence: Presence, source: _Source, keys: Sequence[RecordKey], deadline: Deadline

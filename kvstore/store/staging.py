@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy.typing as npt
@@ -33,8 +34,6 @@ from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES, MemoryTier, Pin
 
 _REPLANS_MAX = 64
 """Each new plan drops at least one record that turned out to be missing, so this bounds how many holes a prefix has."""
-_PINNED_AT_ONCE = 1024
-"""Records that are pinned or unpinned before the event loop gets a turn: some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,12 +226,14 @@ class Stager:
     async def _fetch(self, run: _StageRun, wanted: Sequence[_Wanted]) -> set[Probe]:
         """Fetch records, ascending, a few at a time; returns what is missing, and stops soon after the first."""
         missed: set[Probe] = set()
-        for start in range(0, len(wanted), _PINNED_AT_ONCE):
-            async with self._work.turn(len(wanted)):
-                for item in wanted[start : start + _PINNED_AT_ONCE]:  # pinned first, so that nothing evicts it
-                    if (cut := self._pin(run, item, self._memory.name)) not in ("", "gone"):
-                        run.cut_by(cut)
-                        missed.add(item.probe)
+
+        def pin(items: Sequence[_Wanted]) -> None:
+            for item in items:
+                if (cut := self._pin(run, item, self._memory.name)) not in ("", "gone"):
+                    run.cut_by(cut)
+                    missed.add(item.probe)
+
+        await self._work.in_pieces(wanted, pin)  # first, so that nothing evicts what memory has
         left = await self._work.run(len(wanted), lambda: [item for item in wanted if item.key not in run.pins])
         todo = iter(left)
         run.waiting = await self._work.run(len(left), lambda: {item.key for item in left})
@@ -412,9 +413,7 @@ class _StageRun:
     async def drop_pins_in_pieces(self, memory: MemoryTier, work: LongWork, *, but: Collection[RecordKey]) -> None:
         """Unpin all but some records."""
         useless = await work.run(len(self.pins), lambda: [key for key in self.pins if key not in but])
-        for start in range(0, len(useless), _PINNED_AT_ONCE):
-            async with work.turn(len(useless)):
-                self._drop(memory, useless[start : start + _PINNED_AT_ONCE])
+        await work.in_pieces(useless, partial(self._drop, memory))
 
     def _drop(self, memory: MemoryTier, keys: Iterable[RecordKey]) -> None:
         before_bytes = memory.pinned_bytes

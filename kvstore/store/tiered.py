@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from math import gcd
 
@@ -25,7 +26,7 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.budget import Shares, share_left
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
-from kvstore.runtime.turns import PIECE, LongWork
+from kvstore.runtime.turns import LongWork
 from kvstore.runtime.watched_file import Watched
 from kvstore.store.cache_events.placements import PlacementEvents
 from kvstore.store.context import StoreContext
@@ -306,13 +307,9 @@ class TieredStore(PageStore):
         return staged
 
     async def _note_use(self, namespace: NamespaceId, holding: Holding) -> None:
-        if self.recorder is None:
-            return
-        read = {key.prefix: stop for key, (_, stop) in zip(holding.pins, holding.spans, strict=True)}
-        uses = list(read.items())
-        for start in range(0, len(uses), PIECE):
-            async with self.work.turn(len(uses)):
-                self.recorder.used(namespace, uses[start : start + PIECE])
+        if self.recorder is not None:
+            read = {key.prefix: stop for key, (_, stop) in zip(holding.pins, holding.spans, strict=True)}
+            await self.work.in_pieces(list(read.items()), partial(self.recorder.used, namespace))
 
     def _lease(self, holding: Holding, tenant: str) -> Staged:
         lease = self.leases.grant(holding.pins, tenant)

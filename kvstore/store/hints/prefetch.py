@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,7 +13,7 @@ from kvstore.model.keys import RecordKey
 from kvstore.model.layout import Layout
 from kvstore.runtime.budget import Shares
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.turns import PIECE, LongWork, TenantTasks
+from kvstore.runtime.turns import LongWork, TenantTasks
 from kvstore.store.context import StoreContext
 from kvstore.store.presence import Presence, slices_of
 from kvstore.store.staging import Stager, fitting_resume, slice_bytes
@@ -113,11 +113,12 @@ class Prefetcher:
             presence = replace(presence, query=replace(query, cap_tokens=cap_tokens))
         held = await self._work.run(presence.num_cells, _in_memory, presence)
         holding = await self._stager.stage(presence, deadline, at_once=self._at_once)
-        num_bytes, keys = 0, list(holding.pins)
+
+        def note(keys: Sequence[RecordKey]) -> int:
+            return self._note([key for key in keys if key not in held], tenant)
+
         try:
-            for start in range(0, len(keys), PIECE):
-                async with self._work.turn(len(keys)):
-                    num_bytes += self._note([key for key in keys[start : start + PIECE] if key not in held], tenant)
+            num_bytes = sum(await self._work.in_pieces(list(holding.pins), note))
         finally:
             self._stager.drop(holding)
         if holding.resume_tokens <= query.local_tokens:
