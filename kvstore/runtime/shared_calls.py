@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any, Generic, TypeVar
 
-from kvstore.errors import Closed, KVStoreError
+from kvstore.errors import Closed, InternalError, KVStoreError
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 
@@ -95,7 +95,7 @@ class Batches(Generic[Item, Answer]):
 
         Raises:
             Unavailable: At the deadline; the call continues.
-            KVStoreError: What the call raised.
+            KVStoreError: What the call raised; `InternalError` for what is no such error, which the log has.
 
         If cancelled, the item may still be sent.
         """
@@ -119,8 +119,10 @@ class Batches(Generic[Item, Answer]):
                     answer = await self._call([item for item, _ in batch])
                 except KVStoreError as error:  # set as a result: an exception that no caller retrieves would be logged
                     answer = error
-                except BaseException:  # the owner closes: those that wait are not sent either
-                    _resolve(batch + self._waiting, Closed("closed before a call was made or had ended"))
+                except BaseException as error:  # a bug, or the owner closes: those that wait are not sent either
+                    is_bug = isinstance(error, Exception)
+                    text = "a batched call failed" if is_bug else "closed before a call was made or had ended"
+                    _resolve(batch + self._waiting, (InternalError if is_bug else Closed)(text))
                     self._waiting = []
                     raise
                 _resolve(batch, answer)

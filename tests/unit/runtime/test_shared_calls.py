@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from kvstore.errors import Closed, Unavailable
+from kvstore.errors import Closed, InternalError, Unavailable
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.shared_calls import Batches, SingleFlight
@@ -129,7 +129,7 @@ class Calls:
         self.carried: list[list[int]] = []
         self.gate = asyncio.Event()
         self.gate.set()
-        self.error: Unavailable | None = None
+        self.error: Exception | None = None
 
     async def __call__(self, items: Sequence[int]) -> int:
         self.carried.append(list(items))
@@ -166,6 +166,19 @@ async def test_an_error_is_everybodys_and_the_next_call_is_made(caplog: pytest.L
     call.error = None
     assert await batches.run(9, Deadline.after(5.0)) == 1
     assert caplog.text == ""
+    await owner.aclose()
+
+
+async def test_a_bug_in_a_call_is_no_closing(caplog: pytest.LogCaptureFixture) -> None:
+    """A call ends with what is no error of ours: all callers get `InternalError`, and the log has it."""
+    call, owner = Calls(), Background("test")
+    batches = Batches(call, owner, items_max=1)
+    call.error = RuntimeError("broken")
+    results = await asyncio.gather(*(batches.run(number, None) for number in range(3)), return_exceptions=True)
+    assert [type(result) for result in results] == [InternalError] * 3
+    call.error = None
+    assert await batches.run(9, Deadline.after(5.0)) == 1
+    assert "broken" in caplog.text
     await owner.aclose()
 
 
