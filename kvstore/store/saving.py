@@ -43,6 +43,9 @@ class Saver:
         admission: Which saves that wait for memory alone the cold tier gets; `None`: all.
         absent: Records that are saved are removed from it.
         follows: Whether the hints of a namespace's tenant are followed now.
+
+    Attributes:
+        queues: The queue of each slower tier, by the tier's name.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class Saver:
         self._in_flight = ByteBudget(context.limits.save_bytes_in_flight)
         log = pending if context.cold is not None else None
         self._pending_writes = PendingWrites(log, context, self._pending_ended)
-        self._queues = [(tier, WriteBack(tier, self._pending_writes, context)) for tier in context.slower]
+        self.queues = {tier.name: WriteBack(tier, self._pending_writes, context) for tier in context.slower}
         self._copies: set[asyncio.Task[None]] = set()
         self._finisher: Finisher | None = None
         if log is not None and context.cold is not None:
@@ -142,9 +145,9 @@ class Saver:
             is_declined = True
         else:
             is_declined = not admission.takes(record)
-        for tier, queue in self._queues:
-            if not (tier is awaited or (is_declined and tier is self._cold)):
-                queue.offer_saved(record, is_evictable=is_declined)
+        for tier in (self._hot, None if is_declined else self._cold):
+            if tier is not None and tier is not awaited:
+                self.queues[tier.name].offer_saved(record, is_evictable=is_declined)
 
     def copy_to_cold(self, presence: Presence, indexes: Sequence[int]) -> None:
         """Have the cold tier get what it lacks of some boundaries of a prompt, shortest prefix first: from memory, or
@@ -189,8 +192,8 @@ class Saver:
 
     def _copy(self, namespace: NamespaceId, boundary: Boundary, wanted: Sequence[tuple[RecordKey, int, bool]]) -> None:
         """Queue records (key, estimated bytes, whether the hot tier may have it) of one boundary."""
-        queue = next(queue for tier, queue in self._queues if tier is self._cold)
-        queued = []
+        assert self._cold is not None
+        queue, queued = self.queues[self._cold.name], []
         for key, num_bytes, in_hot in wanted:
             if (record := self._memory.peek(key)) is not None:
                 queued.append(queue.offer(record))
@@ -212,10 +215,10 @@ class Saver:
             if outcome is None and not is_short and record.key in self._memory:
                 # later saves find it in memory, and would not write it
                 with suppress(Closed):
-                    self.queues()[tier.name].offer_saved(record)
+                    self.queues[tier.name].offer_saved(record)
             self._pending_writes.end(write)
         if outcome is not None and outcome is not PutOutcome.FULL:
-            self.queues()[tier.name].leave(record.key)  # where it waits if an earlier try failed
+            self.queues[tier.name].leave(record.key)  # where it waits if an earlier try failed
         return SaveOutcome.BUSY if outcome is None else _OUTCOMES[outcome]
 
     def _tier_of(self, ack: Ack) -> Tier | None:
@@ -229,32 +232,28 @@ class Saver:
 
     def copy_to_hot(self, record: Record) -> None:
         """Copy a record that was read from the cold tier to the hot one, in the background."""
-        for tier, queue in self._queues:
-            if tier is self._hot:
-                queue.offer(record, in_cold=True)
+        if self._hot is not None:
+            self.queues[self._hot.name].offer(record, in_cold=True)
 
     def left_memory(self, key: RecordKey) -> None:
         """Note that the memory tier has no record of this key any more."""
-        for _, queue in self._queues:
+        for queue in self.queues.values():
             queue.left_memory(key)
 
     def _pending_ended(self, key: RecordKey, is_kept: bool) -> None:
-        self._queues[-1][1].pending_ended(key, is_kept=is_kept)
+        if self._cold is not None:
+            self.queues[self._cold.name].pending_ended(key, is_kept=is_kept)
 
     def forget(self, key: RecordKey) -> None:
         """Stop writing `key`: it is bad."""
-        for _, queue in reversed(self._queues):  # what the hot tier's drops the cold one's does not count
+        for queue in reversed(self.queues.values()):  # what the hot tier's drops the cold one's does not count
             queue.forget(key)
-
-    def queues(self) -> dict[str, WriteBack]:
-        """The queue of each slower tier, by the tier's name."""
-        return {tier.name: queue for tier, queue in self._queues}
 
     def pause(self, tier_name: str, *, is_paused: bool) -> None:
         """Pause or resume all writes to a tier in the background, including other services' write-backs. Saves that
         wait for the tier are written all the same.
         """
-        queue = self.queues().get(tier_name)
+        queue = self.queues.get(tier_name)
         if queue is None:
             return
         if is_paused:
@@ -273,7 +272,7 @@ class Saver:
         left = 0
         if self._copies:
             await asyncio.wait(self._copies, timeout=deadline.remaining_s)
-        for _, queue in self._queues:
+        for queue in self.queues.values():
             left += await queue.drain(deadline)
         await self._pending_writes.drain(deadline)
         return left

@@ -472,7 +472,7 @@ class TieredStore(PageStore):
                     "failing": queue.failing,
                     "paused": queue.is_paused,
                 }
-                for name, queue in self._saver.queues().items()
+                for name, queue in self._saver.queues.items()
             },
             "catalog": _catalog_status(self.operations.backlog(), self._catalog_lookup),
             "admission": self._admission.rules() if self._admission is not None else {},

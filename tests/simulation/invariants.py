@@ -29,7 +29,7 @@ class ServiceWatch:
             ("saves in flight", store._saver._in_flight.used_bytes, limits.save_bytes_in_flight),
             ("reads in flight", store._stager._in_flight.used_bytes, limits.stage_bytes_in_flight),
             ("leases", len(store.leases), limits.leases_max),
-            *((tier.name, queue.queued_bytes, limits.write_back_bytes) for tier, queue in store._saver._queues),
+            *((name, queue.queued_bytes, limits.write_back_bytes) for name, queue in store._saver.queues.items()),
         ):
             if seen > limit:
                 self._violate(f"{what}: {seen} are over the budget of {limit}")
@@ -55,7 +55,7 @@ class ServiceWatch:
             "stages": len(store._stager._runs),
             "flights": len(store._stager._flights),
             "records under way": len(store._saver._pending_writes),
-            **{f"bytes for {tier.name}": queue.num_bytes for tier, queue in store._saver._queues},
+            **{f"bytes for {name}": queue.num_bytes for name, queue in store._saver.queues.items()},
             **{f"reads of {name}": gate.num_running for name, gate in store._stager._gates.items()},
             "changes to tell": len(self._service.recorder),
         }

@@ -131,7 +131,7 @@ def under_way(cluster: SimulatedCluster) -> str:
         if (
             saver._copies
             or len(saver._pending_writes)
-            or any(len(queue) for _, queue in saver._queues)
+            or any(map(len, saver.queues.values()))
             or num_requests
             or len(service.recorder)
         ):

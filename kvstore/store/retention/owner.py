@@ -243,7 +243,9 @@ class RetentionOwner:
         for namespace in self._owned:
             async for seen in self._catalog.iterate(namespace):
                 # read with many others: by now a deletion may have ended, and the boundary be stored again
-                entry = await self._again(seen) if seen.leaving else seen
+                entry: BoundaryEntry | None = seen
+                if seen.leaving:
+                    entry = await self._catalog.get(namespace, seen.prefix, deadline=self._deadline())
                 if entry is None:
                     continue
                 if Level.HOT in entry.leaving and self._hot is not None:
@@ -255,9 +257,6 @@ class RetentionOwner:
                     if len(entries) % _READ_AT_ONCE == 0:  # the catalog hands out hundreds without a pause
                         await asyncio.sleep(0)
         return entries, freed
-
-    async def _again(self, entry: BoundaryEntry) -> BoundaryEntry | None:
-        return await self._catalog.get(entry.namespace, entry.prefix, deadline=self._deadline())
 
     async def _end_hot_deletion(self, hot: Tier, entry: BoundaryEntry) -> None:
         """End a deletion that was interrupted: until then the hot tier takes no record of the boundary. While that tier

@@ -191,7 +191,7 @@ class StoreOperations:
             last_usage, last_at_ms = self._seen.get(tier.name, (None, 0))
         is_open = isinstance(tier, GuardedTier) and tier.is_open
         state = TierState(tier.name, level, is_open, usage, reason, last_usage=last_usage, last_at_ms=last_at_ms)
-        queue = self._saver.queues().get(tier.name)
+        queue = self._saver.queues.get(tier.name)
         if queue is None:
             return state
         return replace(state, waiting_records=len(queue), waiting_bytes=queue.num_bytes, is_paused=queue.is_paused)
@@ -262,7 +262,7 @@ class StoreOperations:
         Raises:
             InvalidRequest: There is no such tier.
         """
-        queue = self._saver.queues()[self._tier(level).name]
+        queue = self._saver.queues[self._tier(level).name]
         mark = queue.mark if mark is None else mark
         return queue.left_before(mark), mark, queue.is_paused
 

@@ -320,7 +320,8 @@ class PendingWrites:
         """End entries by where their records are now."""
         assert self._log is not None
         deadline, now_s = self._step_deadline(), self._clock.monotonic_s()
-        num_owners = await self._owners_of([one.key for one in several if one.needs_owners(now_s)])
+        shared = [one.key for one in several if one.needs_owners(now_s)]
+        num_owners = await self._renew(shared) if shared else {}
         now_s = self._clock.monotonic_s()  # what is no longer certain by now is left to a finisher
         done, evictable, left = list[_Pending](), list[RecordKey](), list[_Pending]()
         for one in several:
@@ -359,13 +360,9 @@ class PendingWrites:
             if one.in_cold_s is not None and math.isfinite(one.in_cold_s):
                 self._on_end(one.key, True)
 
-    async def _owners_of(self, keys: Sequence[RecordKey]) -> dict[RecordKey, int]:
-        """The number of owners of each entry. Those that are not ours are left out: a service that has claimed them
-        will end them."""
-        return await self._renew(keys) if keys else {}
-
     async def _renew(self, keys: Sequence[RecordKey]) -> dict[RecordKey, int]:
-        """Renew the leases of entries; returns those that are ours, with the number of owners of each."""
+        """Renew the leases of entries; returns those that are ours, with the number of owners of each. A service that
+        has claimed one of the others will end it."""
         assert self._log is not None
         owners = await self._log.renew(keys, deadline=self._step_deadline())
         return {key: num_owners for key, num_owners in zip(keys, owners, strict=True) if num_owners}
