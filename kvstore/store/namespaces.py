@@ -34,17 +34,19 @@ class OpenNamespace:
     """What is known of a namespace until it is closed.
 
     Attributes:
+        name: As people use it.
         num_bytes: Bytes of its description.
         described_in: Names of the tiers that were seen to have its manifest.
     """
 
     id: NamespaceId
+    name: str
     layout: Layout
     tenant: str
     weights_id: str
     manifest: bytes
     num_bytes: int
-    used_s: float = 0.0
+    used_s: float
     described_in: set[str] = field(default_factory=set)
 
 
@@ -94,12 +96,19 @@ class OpenNamespaces:
             held = self._open.pop(oldest)
             self._places.give_back(held.tenant, 1)
             self._bytes.give_back(held.tenant, held.num_bytes)
-        manifest = pack_manifest(description)
-        opened = OpenNamespace(description.id, layout, tenant, description.weights_id, manifest, num_bytes)
+        opened = OpenNamespace(
+            id=description.id,
+            name=description.name,
+            layout=layout,
+            tenant=tenant,
+            weights_id=description.weights_id,
+            manifest=pack_manifest(description),
+            num_bytes=num_bytes,
+            used_s=self._clock.monotonic_s(),
+        )
         self._places.take(tenant, 1)
         self._bytes.take(tenant, num_bytes)
         self._open[opened.id] = opened
-        self.use(opened.id)
         return opened
 
     def _idle(self, tenant: str) -> NamespaceId | None:
@@ -113,14 +122,13 @@ class OpenNamespaces:
             others = others or namespace
         return others
 
-    def use(self, namespace: NamespaceId) -> Layout | None:
-        """The layout of a namespace that is used now; `None`: it is not open."""
+    def use(self, namespace: NamespaceId) -> OpenNamespace | None:
+        """As `get`, for a namespace that is used now."""
         held = self._open.get(namespace)
-        if held is None:
-            return None
-        held.used_s = self._clock.monotonic_s()
-        self._open.move_to_end(namespace)
-        return held.layout
+        if held is not None:
+            held.used_s = self._clock.monotonic_s()
+            self._open.move_to_end(namespace)
+        return held
 
     def tenant_of(self, namespace: NamespaceId) -> str:
         """The tenant of an open namespace; empty: it has none, or it is not open."""

@@ -40,7 +40,7 @@ from kvstore.store.hints.prefetch import Prefetcher
 from kvstore.store.leases import LeaseTable
 from kvstore.store.limits import StoreLimits
 from kvstore.store.lookup import NAMES_AT_ONCE, AbsentKeys, CatalogLookup, PresenceFinder
-from kvstore.store.namespaces import Manifests, OpenNamespaces, check_key
+from kvstore.store.namespaces import Manifests, OpenNamespace, OpenNamespaces, check_key
 from kvstore.store.presence import (
     UNKNOWN_BYTES,
     Presence,
@@ -185,18 +185,16 @@ class TieredStore(PageStore):
 
     async def open_namespace(self, description: NamespaceDescription, *, deadline: Deadline) -> NamespaceId:
         self._check_open()
-        namespace = description.id
-        if self._namespaces.use(namespace) is None:  # an open one is answered without parsing its description
+        opened = self._namespaces.use(description.id)
+        if opened is None:  # an open one is answered without parsing its description
             opened = self._namespaces.open(description)
             self._manifests.write(opened)
-            self._explainer.name(namespace, description.name)
             if self.recorder is not None:
-                self.recorder.register(namespace, opened.layout, opened.tenant)
-        else:
-            self._explainer.keep_name(namespace)
+                self.recorder.register(opened.id, opened.layout, opened.tenant)
+        self._explainer.name(opened.id, opened.name)
         if self._keys is not None:
-            self._keys.know(description.tenant)
-        return namespace
+            self._keys.know(opened.tenant)
+        return opened.id
 
     async def lookup(self, query: PrefixQuery, *, deadline: Deadline, learns: bool = True) -> Lookup:
         """As `PageStore.lookup`.
@@ -409,11 +407,10 @@ class TieredStore(PageStore):
         return self._cache_events is not None
 
     def name_blocks(self, blocks: PageBlocks) -> None:
-        layout = self._namespaces.use(blocks.namespace)
-        if self._cache_events is not None and layout is not None:
-            blocks.check_page(layout)
-            tenant = self._namespaces.tenant_of(blocks.namespace)
-            self._cache_events.name(blocks, layout.groups[blocks.group].num_slices, tenant)
+        opened = self._namespaces.use(blocks.namespace)
+        if self._cache_events is not None and opened is not None:
+            blocks.check_page(opened.layout)
+            self._cache_events.name(blocks, opened.layout.groups[blocks.group].num_slices, opened.tenant)
 
     def knows_blocks(self, namespace: NamespaceId) -> bool:
         """Whether engines have named any page of a namespace."""
@@ -428,7 +425,8 @@ class TieredStore(PageStore):
         return self.hints.keep(prompt)
 
     def _layout_for_hints(self, namespace: NamespaceId) -> Layout | None:
-        return None if self._is_retired(namespace) else self._namespaces.use(namespace)
+        opened = self._namespaces.use(namespace)
+        return None if opened is None or self._is_retired(namespace) else opened.layout
 
     def _follows_hints(self, namespace: NamespaceId) -> bool:
         return self._choice is not None and self._choice.follows(self._namespaces.tenant_of(namespace))
@@ -554,15 +552,17 @@ class TieredStore(PageStore):
         Raises:
             NamespaceNotOpen: It is not open.
         """
-        self._layout(namespace)
-        return self._namespaces.tenant_of(namespace)
+        return self._used(namespace).tenant
 
     def _layout(self, namespace: NamespaceId) -> Layout:
+        return self._used(namespace).layout
+
+    def _used(self, namespace: NamespaceId) -> OpenNamespace:
         self._check_open()
-        layout = self._namespaces.use(namespace)
-        if layout is None:
+        opened = self._namespaces.use(namespace)
+        if opened is None:
             raise NamespaceNotOpen("the namespace was not opened: call open_namespace first", namespace=namespace.hex())
-        return layout
+        return opened
 
 
 def _leave_time(deadline: Deadline) -> Deadline:

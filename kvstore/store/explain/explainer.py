@@ -111,16 +111,11 @@ class Explainer:
         self.hints_of: Callable[[str, str], Mapping[str, object]] = lambda tenant, request: {}
 
     def name(self, namespace: NamespaceId, name: str) -> None:
-        """Note the name that people use for a namespace."""
+        """Note the name that people use for a namespace. Those that were noted last are kept."""
         self._names.pop(namespace, None)
         self._names[namespace] = name
         while len(self._names) > _NAMES_KEPT:
             self._names.popitem(last=False)
-
-    def keep_name(self, namespace: NamespaceId) -> None:
-        """Note that a namespace is used again, so that its name is forgotten later."""
-        if namespace in self._names:
-            self._names.move_to_end(namespace)
 
     def recent(self, tenant: str = "") -> Mapping[str, object]:
         """The counts of the last minutes, as `Recent.counts`: of a tenant; empty: of all."""
