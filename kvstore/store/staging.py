@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,6 @@ from kvstore.model.coverage import records_to_resume
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.runtime.budget import ByteBudget
-from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.io_loops import call_on
 from kvstore.runtime.shared_calls import SingleFlight
@@ -34,6 +33,10 @@ from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES, MemoryTier, Pin
 
 _REPLANS_MAX = 64
 """Each new plan drops at least one record that turned out to be missing, so this bounds how many holes a prefix has."""
+_READS_FIRST = 4
+"""Reads of a tier at a time, before any has ended."""
+_QUICK_SHARE = 1 / 6
+"""Of the stall time: a read that takes less is quick."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +134,9 @@ class Stager:
         self._on_cold_hit = on_cold_hit
         self._flights: SingleFlight[RecordKey, _Read | _NotRead] = SingleFlight(context.background)
         self._in_flight = ByteBudget(limits.stage_bytes_in_flight)
-        self._gates = {
-            tier.name: FetchGate(
-                context.clock, quick_s=limits.stall_timeout_s / 6, limit=limits.stage_records_in_flight
-            )
-            for tier in context.slower
-        }
+        # of each tier: a changing number of reads at a time, in turns among tenants and connections
+        self._reads = {tier.name: Turns(min(_READS_FIRST, limits.stage_records_in_flight)) for tier in context.slower}
+        self._quick_s = limits.stall_timeout_s * _QUICK_SHARE
         self._runs: set[_StageRun] = set()
 
     async def stage(
@@ -324,10 +324,16 @@ class Stager:
         """Read a record once from one tier. `None`: it is not there, which is remembered for a while."""
         tenant = self._memory.owner_of(item.key.namespace)
         grant = await self._in_flight.take(min(item.size_bytes, self._in_flight.limit_bytes), tenant)
+        reads, most = self._reads[tier.name], self._limits.stage_records_in_flight
         try:
-            async with self._gates[tier.name].turn():
+            async with reads.turn(who_asks()):
+                started_s = self._clock.monotonic_s()
                 deadline = Deadline.after(seconds, self._clock)
-                record = await tier.get(item.key, deadline=deadline, allocate=self._allocator(item.key))
+                try:
+                    record = await tier.get(item.key, deadline=deadline, allocate=self._allocator(item.key))
+                finally:
+                    took_s = self._clock.monotonic_s() - started_s
+                    reads.limit = next_window(reads.limit, took_s, quick_s=self._quick_s, limit=most)
         finally:
             self._in_flight.give_back(grant)
         if record is None:
@@ -486,32 +492,3 @@ def fitting_resume(presence: Presence, bits: npt.NDArray[Any], budget_bytes: int
     layout = presence.layout
     group_bytes = [group.num_slices * slice_bytes(presence, index) for index, group in enumerate(layout.groups)]
     return affordable_resume(layout, presence.query, bits, group_bytes=group_bytes, budget_bytes=budget_bytes)
-
-
-class FetchGate:
-    """Lets a changing number of reads of one tier run: fewer while it is slow, more while it is fast. Turns go round
-    among the tenants and connections that wait. Reads of one connection run in FIFO order.
-    """
-
-    def __init__(self, clock: Clock, *, quick_s: float, limit: int) -> None:
-        self._turns = Turns(min(4, limit))
-        self._clock = clock
-        self._quick_s = quick_s
-        self._limit = limit
-
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Run a block as one of the reads. If cancelled while waiting, it leaves the queue."""
-        async with self._turns.turn(who_asks()):
-            started_s = self._clock.monotonic_s()
-            try:
-                yield
-            finally:
-                took_s = self._clock.monotonic_s() - started_s
-                window = self._turns.limit
-                self._turns.limit = next_window(window, took_s, quick_s=self._quick_s, limit=self._limit)
-
-    @property
-    def num_running(self) -> int:
-        """Reads under way."""
-        return self._turns.num_running

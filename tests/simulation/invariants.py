@@ -56,7 +56,7 @@ class ServiceWatch:
             "flights": len(store._stager._flights),
             "records under way": len(store._saver._pending_writes),
             **{f"bytes for {name}": queue.num_bytes for name, queue in store._saver.queues.items()},
-            **{f"reads of {name}": gate.num_running for name, gate in store._stager._gates.items()},
+            **{f"reads of {name}": reads.num_running for name, reads in store._stager._reads.items()},
             "changes to tell": len(self._service.recorder),
         }
         for what, amount in held.items():

@@ -1,4 +1,4 @@
-"""Leases, absent keys and the fetch gate, on a clock that the test owns."""
+"""Leases and absent keys, on a clock that the test owns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from kvstore.store.context import StoreContext
 from kvstore.store.leases import LeaseTable
 from kvstore.store.limits import StoreLimits
 from kvstore.store.lookup import AbsentKeys
-from kvstore.store.staging import FetchGate
 from kvstore.testing.records import make_key, make_record
 from kvstore.tiers.memory import MemoryTier
 from tests.virtual_time import ManualClock
@@ -116,28 +115,3 @@ def test_absent_keys_forget_themselves() -> None:
     absent.remove(make_key(1))
     assert make_key(1) not in absent
     assert len(absent) == 0
-
-
-async def test_the_gate_lets_so_many_in_and_the_rest_in_order() -> None:
-    """Four may run, the others enter first come first served; one that gives up frees its place in the queue."""
-    gate = FetchGate(ManualClock(), quick_s=0.0, limit=4)
-    entered: list[int] = []
-    leave = [asyncio.Event() for _ in range(8)]
-
-    async def read(number: int) -> None:
-        async with gate.turn():
-            entered.append(number)
-            await leave[number].wait()
-
-    tasks = [asyncio.ensure_future(read(number)) for number in range(8)]
-    await asyncio.sleep(0)
-    assert entered == [0, 1, 2, 3]
-    tasks[4].cancel()
-    leave[1].set()
-    await asyncio.sleep(0.001)
-    assert entered == [0, 1, 2, 3, 5]
-    for event in leave:
-        event.set()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    assert entered == [0, 1, 2, 3, 5, 6, 7]
-    assert gate.num_running == 0
