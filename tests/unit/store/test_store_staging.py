@@ -63,6 +63,18 @@ class TestStages:
             assert len({one.lease for one in staged}) == 8
             assert cold.calls["get"] == 8  # four pages of two slices
 
+    @pytest.mark.parametrize(("get_s", "is_quick"), [(0.02, True), (0.2, False)])
+    async def test_reads_at_a_time_follow_how_long_they_take(self, get_s: float, is_quick: bool) -> None:
+        """Of a tier that is quick more than four records are read at a time, and fewer of one that is slow."""
+        prompt, cold = Prompt(ATTENTION, "a", 64 * 10), slow_tier("s3")
+        await fill(cold, prompt)
+        cold.get_s = get_s
+        async with opened(prompt, cold=cold) as store:
+            started_s = asyncio.get_running_loop().time()
+            assert (await stage(store, prompt)).sources == {"s3": 20}
+            took_s = asyncio.get_running_loop().time() - started_s
+        assert (took_s < 4.5 * get_s) if is_quick else (took_s > 6 * get_s)
+
     async def test_a_tenant_with_many_stages_hardly_delays_another_one(self) -> None:
         """A slow tier reads for both in turn, however many records of the first one wait for their turn or for room."""
         many = [Prompt(ATTENTION, f"a{number}", 64 * 20, tenant="a") for number in range(20)]
