@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from kvstore.catalog.entry import BoundaryEntry, EntryShape, EntryTable, Level, entry_of
+from kvstore.catalog.entry import LEAVING_AT, BoundaryEntry, EntryShape, EntryTable, Level, entry_of
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import Layout
@@ -19,7 +20,7 @@ TOMBSTONES_MAX = 16384
 _BATCH = 512
 SERVERS_CHANGED = "the catalog's servers changed during a walk over its entries: repeat it"
 _STEP_S = 10.0
-"""Time limit of each step of `Catalog.iterate`."""
+"""Time limit of each step of `Catalog.pages`."""
 
 Gate = Callable[[], None]
 """Called before each call to a shared server; raises `Unavailable` while the server must not be called."""
@@ -247,6 +248,25 @@ class Catalog(ABC):
 
     async def iterate(self, namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
         """Yield every entry of a namespace, as `step` pages through them. Each page has 10 s."""
+        async for page in self.pages(namespace):
+            for index, prefix in enumerate(page.prefixes):
+                if (data := page.table.entry(index)) is not None:
+                    yield entry_of(page.table.shape, namespace, prefix, data)
+
+    async def leaving(self, namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
+        """Yield the entries whose records are being deleted. As there are few, this takes less time than `iterate`. It
+        rests after each page for as long as that took, since requests use the catalog too.
+        """
+        started_s = self._clock.monotonic_s()
+        async for page in self.pages(namespace):
+            for index in page.table.data[:, LEAVING_AT].nonzero()[0]:
+                if (data := page.table.entry(index)) is not None:
+                    yield entry_of(page.table.shape, namespace, page.prefixes[index], data)
+            await asyncio.sleep(self._clock.monotonic_s() - started_s)
+            started_s = self._clock.monotonic_s()
+
+    async def pages(self, namespace: NamespaceId) -> AsyncIterator[Step]:
+        """Yield all steps over the entries of a namespace. Each has 10 s."""
         cursor: str | None = ""
         while cursor is not None:
             deadline = Deadline.after(_STEP_S, self._clock)
@@ -257,9 +277,7 @@ class Catalog(ABC):
                     raise
                 raise Unavailable(SERVERS_CHANGED) from error
             cursor = page.cursor
-            for index, prefix in enumerate(page.prefixes):
-                if (data := page.table.entry(index)) is not None:
-                    yield entry_of(page.table.shape, namespace, prefix, data)
+            yield page
 
     @abstractmethod
     async def step(self, namespace: NamespaceId, cursor: str, *, count: int, deadline: Deadline) -> Step:

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
+from kvstore.catalog import base
 from kvstore.catalog.base import Addition, Catalog, LeaveReason, Leaving, LevelTotals, Removal, Use
 from kvstore.catalog.entry import HITS_AT, TOKENS_AT, BoundaryEntry, Level
 from kvstore.errors import Closed, InvalidRequest
@@ -244,6 +247,25 @@ class CatalogContract:
         for wrong in ("x", "00", "1.7.0", "9" * 90):
             with pytest.raises(InvalidRequest, match="start again"):
                 await catalog.step(_NAMESPACE, wrong, count=7, deadline=soon())
+
+    async def test_what_is_leaving_is_found_beside_requests(
+        self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Among more entries than one batch, at either level. The walk rests as long as it works."""
+        await _open(catalog)
+        await catalog.add([_added(64 * i, level=Level(i % 2)) for i in range(1, 1500)], deadline=soon())
+        for i in (2, 700, 1301):
+            await _start(catalog, 64 * i, Level(i % 2))
+        pauses: list[float] = []
+
+        async def rest(seconds: float) -> None:
+            pauses.append(seconds)
+
+        monkeypatch.setattr(base, "asyncio", SimpleNamespace(sleep=rest))
+        started_s = time.monotonic()
+        found = {entry.prefix: entry.leaving async for entry in catalog.leaving(_NAMESPACE)}
+        assert sum(pauses) > 0.5 * (time.monotonic() - started_s)
+        assert found == {_prefix(64 * i): {Level(i % 2)} for i in (2, 700, 1301)}
 
     async def test_iteration_sees_every_entry_once(self, catalog: Catalog) -> None:
         """More entries than one batch, and none of another namespace."""

@@ -268,14 +268,10 @@ class RedisCatalog(Catalog):
         mark = await self._unused_mark(namespaces)
         await self._in_each_slot(BEGIN_RECOUNT, mark, namespaces)
         for namespace in namespaces:
-            shape, prefixes = self._shape(namespace), list[PrefixHash]()
+            shape = self._shape(namespace)
             arguments = (mark, len(shape.num_slices), shape.sum_at(Level.HOT, 0))
-            async for entry in self.iterate(namespace):
-                prefixes.append(entry.prefix)
-                if len(prefixes) == _BATCH:
-                    await self._count(namespace, prefixes, arguments)
-                    prefixes = []
-            await self._count(namespace, prefixes, arguments)
+            async for page in self.pages(namespace):
+                await self._count(namespace, page.prefixes, arguments)
         return sum(await self._in_each_slot(END_RECOUNT, mark, namespaces))
 
     async def _unused_mark(self, namespaces: Sequence[NamespaceId]) -> bytes:

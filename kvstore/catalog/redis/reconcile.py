@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvstore.catalog.base import Addition
 from kvstore.catalog.entry import Level
 from kvstore.catalog.redis.catalog import RedisCatalog, parse_entry_name
@@ -28,7 +30,6 @@ _LEASE = "reconcile"
 _LEASE_S = 20.0
 _NEXT_STEP = "lookups also query the tiers, which is slower, until one of the services has added them"
 _CALL_S = 10.0
-_BATCH = 256
 _SAMPLE_NAMES = 512
 """Names that each check reads, of entries and of records. A boundary has one entry and many records."""
 _UNKNOWN_MAX = 256
@@ -153,14 +154,9 @@ class Reconciler:
         for namespace in await self._catalog.namespaces(deadline=self._soon()):
             if not await _can_read(self._catalog, namespace, self._soon()):
                 continue  # a service that has opened the namespace compares it
-            prefixes: list[PrefixHash] = []
-            async for entry in self._catalog.iterate(namespace):
-                if any(entry.slices[Level.HOT]):
-                    prefixes.append(entry.prefix)
-                if len(prefixes) >= _BATCH:
-                    lost += await self._observe(namespace, prefixes)
-                    prefixes = []
-            lost += await self._observe(namespace, prefixes)
+            async for page in self._catalog.pages(namespace):
+                hot = np.flatnonzero(page.table.rows(Level.HOT).any(axis=1))
+                lost += await self._observe(namespace, [page.prefixes[index] for index in hot])
         return lost
 
     async def _observe(self, namespace: NamespaceId, prefixes: list[PrefixHash]) -> int:

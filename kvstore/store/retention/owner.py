@@ -176,14 +176,17 @@ class RetentionOwner:
         }
         owns_all = not any(held[namespace] for namespace in self._present - self._owned)
         self._evictor.has_unfinished = False
+        if self._rules.hold_nothing:  # the next round applies what is set during this one
+            freed = await self._finish_all()
+            if owns_all:
+                self._num_seen = num_refused
+            return freed
         with ExitStack() as spared:
             with collector_paused():
                 epoch = await self._epoch()
                 entries, freed = await self._entries()
                 if owns_all:
                     self._num_seen = num_refused  # else try again to own the rest, until it is gone or ours
-                if self._rules.hold_nothing:
-                    return freed
                 # our share of what all owners together must free
                 own = sum(held[namespace] for namespace in self._owned)
                 free_bytes = int(excess / self._cost) * own // max(1, sum(held.values())) - freed
@@ -236,27 +239,37 @@ class RetentionOwner:
     async def _epoch(self) -> bytes | None:
         return await self._catalog.complete_epoch(deadline=self._deadline())
 
+    async def _finish_all(self) -> int:
+        """Finish the deletions that others, or an earlier run, left in what is owned here; returns the bytes freed."""
+        freed = 0
+        for namespace in self._owned:
+            async for entry in self._catalog.leaving(namespace):
+                freed += (await self._finish(entry))[1]
+        return freed
+
     async def _entries(self) -> tuple[list[BoundaryEntry], int]:
-        """The entries owned here, and the bytes freed by finishing deletions that others, or an earlier run, left."""
+        """The entries owned here that are not leaving, and the bytes freed by `_finish`."""
         entries: list[BoundaryEntry] = []
         freed = 0
         for namespace in self._owned:
             async for seen in self._catalog.iterate(namespace):
-                # read with many others: by now a deletion may have ended, and the boundary be stored again
-                entry: BoundaryEntry | None = seen
-                if seen.leaving:
-                    entry = await self._catalog.get(namespace, seen.prefix, deadline=self._deadline())
-                if entry is None:
-                    continue
-                if Level.HOT in entry.leaving and self._hot is not None:
-                    await self._end_hot_deletion(self._hot, entry)
-                if _LEVEL in entry.leaving:
-                    freed += await self._evictor.finish(entry)
-                elif not self._rules.hold_nothing:
+                entry, num_bytes = await self._finish(seen) if seen.leaving else (seen, 0)
+                freed += num_bytes
+                if entry is not None:
                     entries.append(entry)
                     if len(entries) % _READ_AT_ONCE == 0:  # the catalog hands out hundreds without a pause
                         await asyncio.sleep(0)
         return entries, freed
+
+    async def _finish(self, seen: BoundaryEntry) -> tuple[BoundaryEntry | None, int]:
+        """Finish a deletion. Returns the entry if it is not leaving the cold tier, and the bytes freed there."""
+        # it was read with many others: by now the deletion may have ended, and the boundary be stored again
+        entry = await self._catalog.get(seen.namespace, seen.prefix, deadline=self._deadline())
+        if entry is not None and Level.HOT in entry.leaving and self._hot is not None:
+            await self._end_hot_deletion(self._hot, entry)
+        if entry is not None and _LEVEL in entry.leaving:
+            return None, await self._evictor.finish(entry)
+        return entry, 0
 
     async def _end_hot_deletion(self, hot: Tier, entry: BoundaryEntry) -> None:
         """End a deletion that was interrupted: until then the hot tier takes no record of the boundary. While that tier

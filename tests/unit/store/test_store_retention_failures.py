@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from retention_harness import BOUNDARY_BYTES, LAYOUT, OTHER, RECORD_BYTES, RetainedTier, open_retained
+from retention_harness import BOUNDARY_BYTES, LAYOUT, OTHER, RECORD_BYTES, RECORDS, RetainedTier, open_retained
 
-from kvstore.catalog.base import Addition, LeaveReason, Leaving, NamespaceTotals
+from kvstore.catalog.base import Addition, LeaveReason, Leaving, NamespaceTotals, Step
 from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.errors import InvalidRequest, Unavailable, UnsupportedFormat
+from kvstore.eviction.holdings import Quota
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
@@ -185,6 +187,30 @@ async def test_deletions_that_died_are_ended_also_without_bounds(
     assert all(await world.catalog.add(added, deadline=world.deadline))
 
 
+async def test_a_quota_that_is_set_during_the_search_for_abandoned_deletions_evicts_nothing(
+    world: RetainedTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a round that has read all entries may say which boundaries lack their start. The collector stays on during
+    the search, since it takes long.
+    """
+    path = await world.save("a", 12)
+    world.clock.now_s += 600
+    retention, step, num_pages = world.retention(), world.catalog.step, 0
+
+    async def step_and_set(namespace: NamespaceId, cursor: str, *, count: int, deadline: Deadline) -> Step:
+        nonlocal num_pages
+        num_pages += 1
+        assert gc.isenabled()
+        if num_pages == 2:
+            retention.set_quotas({"paying": Quota(guaranteed_bytes=1)})
+        return await step(namespace, cursor, count=min(4, count), deadline=deadline)
+
+    monkeypatch.setattr(world.catalog, "step", step_and_set)
+    assert await retention.round() == 0
+    assert num_pages >= 3
+    assert await world.held(path) == [RECORDS] * 12
+
+
 async def test_a_deletion_that_has_just_ended_is_left_alone(
     world: RetainedTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,16 +218,16 @@ async def test_a_deletion_that_has_just_ended_is_left_alone(
     (prefix,) = path = await world.save("a", 1)
     (hidden,) = await world.catalog.start_leaving([Leaving(NAMESPACE, prefix)], Level.COLD, deadline=world.deadline)
     assert hidden is not None
-    real = world.catalog.iterate
+    real = world.catalog.leaving
 
-    async def iterate(namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
+    async def leaving(namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
         async for entry in real(namespace):
             ended = [(hidden, LeaveReason.REMOVED)]
             await world.catalog.finish_leaving(ended, Level.COLD, deadline=world.deadline)
             await world.save("a", 1)
             yield entry
 
-    monkeypatch.setattr(world.catalog, "iterate", iterate)
+    monkeypatch.setattr(world.catalog, "leaving", leaving)
     assert await world.retention().round() == 0
     assert await world.held(path) == [3]
 
