@@ -65,6 +65,19 @@ class TestRedis(MarkBookContract):
             await client.flushdb()
             yield RedisMarkBook(client)
 
+    async def test_no_command_holds_redis_for_long(self, book: MarkBook, shared_redis: RedisServer) -> None:
+        """Many marks are set, read and dropped in pieces."""
+        marks = {number.to_bytes(PREFIX_BYTES, "big"): b"mark" for number in range(5000)}
+        async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
+            await client.config_resetstat()
+            assert await book.put(ONE, marks, deadline=soon())
+            assert await book.read(ONE, deadline=soon()) == marks
+            await book.drop(ONE, marks.keys(), deadline=soon())
+            assert await book.read(ONE, deadline=soon()) == {}
+            stats = await client.info("commandstats")
+        assert all(stats[f"cmdstat_{verb}"]["calls"] >= 4 for verb in ("hset", "hscan", "hdel"))
+        assert "cmdstat_hgetall" not in stats
+
     async def test_marks_end(self, book: MarkBook, shared_redis: RedisServer) -> None:
         """A week after the last one Redis drops them, if no service does."""
         await book.put(ONE, {prefix(1): b"1"}, deadline=soon())

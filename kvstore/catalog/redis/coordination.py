@@ -17,6 +17,8 @@ from kvstore.runtime.deadline import Deadline
 
 _OWNER_BYTES = 16
 _MARKS_S = 604_800
+_MARKS_AT_ONCE = 1024
+"""Marks that are set, read or dropped in one command: Redis serves no other client until it has ended."""
 
 # A key that is no lease, or one without an end, would block all owners for ever: it is deleted, or gets an end.
 _HOLD = (
@@ -121,17 +123,28 @@ class RedisMarkBook(MarkBook):
     async def put(self, namespace: NamespaceId, marks: Mapping[bytes, bytes], *, deadline: Deadline) -> bool:
         if int(await self._nodes.one(("HLEN", _marks(namespace)), deadline=deadline)) >= MARKS_MAX:
             return False
-        pairs = [part for pair in marks.items() for part in pair]
-        await self._nodes.one(("HSET", _marks(namespace), *pairs), deadline=deadline)
+        listed = list(marks.items())
+        for start in range(0, len(listed), _MARKS_AT_ONCE):
+            pairs = [part for pair in listed[start : start + _MARKS_AT_ONCE] for part in pair]
+            await self._nodes.one(("HSET", _marks(namespace), *pairs), deadline=deadline)
         await self._nodes.one(("EXPIRE", _marks(namespace), _MARKS_S), deadline=deadline)
         return True
 
     async def read(self, namespace: NamespaceId, *, deadline: Deadline) -> Mapping[bytes, bytes]:
-        return dict(hash_items(await self._nodes.one(("HGETALL", _marks(namespace)), deadline=deadline)))
+        marks: dict[bytes, bytes] = {}
+        cursor: bytes | int | None = 0
+        while cursor is not None:
+            command: Command = ("HSCAN", _marks(namespace), cursor, "COUNT", _MARKS_AT_ONCE)
+            after, found = await self._nodes.one(command, deadline=deadline)
+            marks.update(hash_items(found))
+            cursor = after if int(after) else None
+        return marks
 
     async def drop(self, namespace: NamespaceId, prefixes: Collection[bytes], *, deadline: Deadline) -> None:
-        if prefixes:
-            await self._nodes.one(("HDEL", _marks(namespace), *prefixes), deadline=deadline)
+        listed = list(prefixes)
+        for start in range(0, len(listed), _MARKS_AT_ONCE):
+            part = listed[start : start + _MARKS_AT_ONCE]
+            await self._nodes.one(("HDEL", _marks(namespace), *part), deadline=deadline)
 
 
 def _marks(namespace: NamespaceId) -> str:

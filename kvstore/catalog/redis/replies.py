@@ -37,13 +37,13 @@ def _is_pairs(reply: Any) -> bool:
     return _is_texts(reply) and len(reply) % 2 == 0
 
 
-def _is_scan(reply: Any) -> bool:
+def _is_scan(reply: Any, is_page: Callable[[Any], bool] = _is_texts) -> bool:
     return (
         isinstance(reply, list | tuple)
         and len(reply) == 2
         and isinstance(reply[0], bytes | int)
         and str(int(reply[0])).isdecimal()
-        and _is_texts(reply[1])
+        and is_page(reply[1])
     )
 
 
@@ -56,6 +56,7 @@ _FORMS: Mapping[str, Callable[[Any], bool]] = {
     "EVAL": lambda reply: _is_text_or_none(reply) or _is_number(reply) or isinstance(reply, list),
     "GET": _is_text_or_none,
     "HGETALL": _is_pairs,
+    "HSCAN": lambda reply: _is_scan(reply, _is_pairs),
     "LRANGE": _is_texts,
     "SCAN": _is_scan,
     "SET": lambda reply: reply is True or reply == b"OK",
@@ -64,7 +65,7 @@ _FORMS: Mapping[str, Callable[[Any], bool]] = {
 _TYPES: Mapping[str, bytes] = {
     "GET": b"string",
     "LRANGE": b"list",
-    **dict.fromkeys(("HGETALL", "HSET", "HLEN", "HEXISTS", "HDEL"), b"hash"),
+    **dict.fromkeys(("HGETALL", "HSCAN", "HSET", "HLEN", "HEXISTS", "HDEL"), b"hash"),
 }
 _TYPES_OF_A_SCRIPT = (b"string", b"hash", b"list")
 """Of the catalog's keys: an entry, totals, tombstones."""
