@@ -333,7 +333,7 @@ def test_weights_that_change(shared: Shared, place: Place, work: Path, *, multip
 
 
 def test_weights_from_another_folder(shared: Shared, place: Place, work: Path) -> None:
-    """An engine that loads them while it runs, and whose settings do not say so, saves, loads and blends nothing any more."""
+    """An engine that loads them while it runs, undeclared by its settings, saves, loads and blends nothing any more."""
     other = copy_checkpoint(place.checkpoint, place.folder / "other-weights", seed=5)
     with start_together({"identity-reloaded": place.spec(connector={"blend": True})}, work=work) as (engine,):
         old = ask(engine)
