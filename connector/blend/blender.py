@@ -180,8 +180,13 @@ class Blender:
         self._failed: set[str] = set()
         self._blended: list[BlendReport] = []
         self._audits: list[BlendAudit] = []
+        self._stopped = ""
 
     # ---- steps
+
+    def stop(self, reason: str) -> None:
+        """Blend nothing any more, since the documents are not of the model's weights: what was ordered fails."""
+        self._stopped = reason
 
     def work(self, jobs: Sequence[BlendJob], *, ended: Sequence[str] = (), computes: bool) -> None:
         """Begin new jobs, and do one piece of what is ready: layers of a document alone or of a prompt, or a part of an
@@ -254,7 +259,7 @@ class Blender:
 
     def _read(self, job: BlendJob, spans: Sequence[Span]) -> list[LayerStates | None]:
         """The documents that are stored. On the blender's thread."""
-        store, root = self._store(), _root_of(job)
+        store, root = None if self._stopped else self._store(), _root_of(job)
         found: list[LayerStates | None] = []
         if store is not None:
             deadline = Deadline.after(store.timeout_s)  # of all of them: computing them takes no longer for waiting
@@ -276,9 +281,10 @@ class Blender:
         if waits:
             wait((reading,), _WAIT_S)
         found: list[LayerStates | None] = [None] * len(current.spans)
-        is_reading, error = not reading.done(), None
+        is_reading, error = not reading.done() and not self._stopped, None
         if not is_reading:
             try:
+                self._refuse_if_stopped()
                 found = reading.result()
             except Exception as caught:  # noqa: BLE001 - the other ranks wait for this one's word
                 error = caught
@@ -451,6 +457,7 @@ class Blender:
         error: Exception | None = None
         before = self._model.num_exchanges
         try:
+            self._refuse_if_stopped()
             made = piece()
         except Exception as caught:  # noqa: BLE001 - vLLM waits for each of these requests, so each is reported
             error = caught
@@ -459,6 +466,10 @@ class Blender:
         if any(self._sum_over_ranks([error is not None])):
             raise _Failed(error) from error
         return made
+
+    def _refuse_if_stopped(self) -> None:
+        if self._stopped:
+            raise InternalError(self._stopped)
 
     def _known_to_all(self, error: Exception) -> _Failed:
         """An error, as one that all ranks have.

@@ -60,9 +60,10 @@ class BlendRequests:
         self._auditing: set[str] = set()
 
     def refuse(self, reason: str) -> None:
-        """End blending, and say why."""
-        self.refusal = reason
-        _log.warning("kvstore: this engine does not blend: %s", reason)
+        """End blending, and log the first reason."""
+        if not self.refusal:
+            self.refusal = reason
+            _log.warning("kvstore: this engine does not blend: %s", reason)
 
     def on_new_request(
         self, request_id: str, wish: object, tokens: Sequence[int], cache_salt: str | None

@@ -241,6 +241,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, _WorkerMetadata):
             self.scheduler_side.on_rank_report(meta.report)
+            if meta.report.refusal and self._blends is not None:
+                self._blends.refuse(meta.report.refusal)
             if self._blends is not None and meta.blended is not None:
                 self._blends.on_reports(meta.blended)
 
@@ -378,8 +380,15 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         if self.worker_side is not None:
             if self._loaded_from and self._vllm_config.model_config.model != self._loaded_from:
-                self.worker_side.stop("other weights were loaded into it (reload_weights): set weights_may_change")
+                self._loaded_from = ""  # once is enough
+                self._stop("other weights were loaded into it (reload_weights): set weights_may_change")
             self.worker_side.begin_step(self._jobs())
+
+    def _stop(self, reason: str) -> None:
+        if self.worker_side is not None:
+            self.worker_side.stop(reason)
+        if self._blender is not None:
+            self._blender.stop(reason)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._start_loads()

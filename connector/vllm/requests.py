@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,12 +25,14 @@ class RequestReader:
         media_rules: Digest of the engine's settings that change how media items are processed.
         numbers_media: Items have numbers instead of hashes. With settings of its own a request's number is hashed.
         adapters_on_media: Adapters change how media items are processed.
+        replaced_adapters: Numbers that a request with `load_inplace` had: it is not known whose files they mean since.
     """
 
     trusts_media: bool = False
     media_rules: str = ""
     numbers_media: bool = False
     adapters_on_media: bool = False
+    replaced_adapters: set[int] = field(default_factory=set)
 
     @classmethod
     def of(
@@ -57,7 +59,7 @@ class RequestReader:
                 raise UncacheableContent("no_tokens", "the prompt has no tokens")
             return None
         return PromptContent(
-            adapter=_adapter(request.lora_request),
+            adapter=self._adapter(request.lora_request),
             media=tuple(self._item(feature, request.lora_request) for feature in request.mm_features or ()),
             embedded=_embedded(request.prompt_embeds, request.prompt_is_token_ids),
         )
@@ -75,19 +77,21 @@ class RequestReader:
             identifier = f"{self.media_rules}:{identifier}"
         return MediaItem(str(feature.modality), str(identifier), int(position.offset), int(position.length))
 
+    def _adapter(self, lora_request: Any) -> AdapterRequest | None:
+        if lora_request is None:
+            return None
+        number = int(lora_request.lora_int_id)
+        if lora_request.load_inplace:
+            self.replaced_adapters.add(number)
+        if number in self.replaced_adapters:
+            raise UncacheableContent("adapter_replaced", "the adapter is replaced in place, at an unknown time")
+        return AdapterRequest(number, str(lora_request.lora_path))
+
 
 def read_trace(request: Any) -> str:
     """The W3C `traceparent` of a request; empty if vLLM does not trace (`--otlp-traces-endpoint`)."""
     headers = getattr(request, "trace_headers", None)
     return str(headers.get("traceparent", "")) if headers else ""
-
-
-def _adapter(lora_request: Any) -> AdapterRequest | None:
-    if lora_request is None:
-        return None
-    if lora_request.load_inplace:
-        raise UncacheableContent("adapter_replaced", "the adapter is replaced in place, at an unknown time")
-    return AdapterRequest(int(lora_request.lora_int_id), str(lora_request.lora_path))
 
 
 def _embedded(rows: torch.Tensor | None, is_token: list[bool] | None) -> EmbeddedPrompt | None:

@@ -174,7 +174,7 @@ class WorkerSide:
 
     def stop(self, reason: str) -> None:
         """Load and save nothing any more: jobs are answered as failed, and the scheduler side gets the reason."""
-        self._stopped = reason
+        self._stopped, self._unsaved = reason, RankReport(refusal=reason)
 
     def begin_step(self, jobs: StepJobs) -> None:
         """Note where a step's forward begins, for loads that start behind it. Called when the step's jobs are bound.
@@ -207,11 +207,10 @@ class WorkerSide:
     def save(self, jobs: StepJobs) -> None:
         """Order a step's saves and audits, after its forward was ordered."""
         if self._stopped:
-            saves, audits = [job.job_id for job in jobs.saves], [job.audit_id for job in jobs.audits]
-            undone = RankReport(
-                dict.fromkeys(saves, 1), set(saves), dict.fromkeys(audits, 1), set(audits), refusal=self._stopped
-            )
-            self._unsaved = undone.merge(self._unsaved) if self._unsaved is not None else undone
+            if jobs.saves or jobs.audits:
+                saves, audits = [job.job_id for job in jobs.saves], [job.audit_id for job in jobs.audits]
+                undone = RankReport(dict.fromkeys(saves, 1), set(saves), dict.fromkeys(audits, 1), set(audits))
+                self._unsaved = undone.merge(self._unsaved or RankReport(refusal=self._stopped))
             return
         try:
             if self.auditor is not None:

@@ -21,6 +21,7 @@ from kvstore.testing.waiting import eventually
 from tests.connector.support.identity import copy_checkpoint, write_adapter, write_code, write_embeddings
 from tests.connector.support.runs import start_together
 from tests.connector.support.stores import PATIENT
+from tests.connector.test_blending import RECORDS, blended
 
 pytestmark = pytest.mark.engine
 
@@ -332,17 +333,22 @@ def test_weights_that_change(shared: Shared, place: Place, work: Path, *, multip
 
 
 def test_weights_from_another_folder(shared: Shared, place: Place, work: Path) -> None:
-    """An engine that loads them while it runs, and whose settings do not say so, saves and loads nothing any more."""
+    """An engine that loads them while it runs, undeclared by its settings, saves, loads and blends nothing any more."""
     other = copy_checkpoint(place.checkpoint, place.folder / "other-weights", seed=5)
-    with start_together({"identity-reloaded": place.spec()}, work=work) as (engine,):
+    with start_together({"identity-reloaded": place.spec(connector={"blend": True})}, work=work) as (engine,):
         old = ask(engine)
         assert (old.num_cached_tokens, old.tokens) == (WHOLE, shared.saved["plain"].tokens)
+        stored = place.num_saved()
+        assert engine.generate([blended((0, 1, 2))])[0].num_cached_tokens == 512
+        place.wait_saved(stored + 3 * RECORDS)
         engine.evaluate(f"llm.collective_rpc('reload_weights', kwargs={{'weights_path': '{other}'}}) and None")
         engine.reset_prefix_cache()
         before = place.num_saved()
+        assert engine.generate([blended((1, 0, 2))])[0].num_cached_tokens == 0  # the documents are of the old weights
         new = ask(engine)  # the load is refused, and the prompt computed
         assert new.tokens != old.tokens
         assert ask(engine, cache_salt="of the new weights").num_cached_tokens == 0
+        assert "this engine does not blend: other weights" in engine.log_text()
         assert "set weights_may_change" in engine.log_text()
         assert place.num_saved() == before
     assert ask(shared.reader).tokens == shared.saved["plain"].tokens

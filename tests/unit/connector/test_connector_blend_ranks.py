@@ -303,6 +303,35 @@ def test_a_rank_that_fails_anywhere(engine_of: Callable[..., Engine], rank: int)
             assert all(map(torch.equal, document.keys, wanted[tokens].keys))
 
 
+@pytest.mark.parametrize("num_steps", [1, 2, 5, 8])
+def test_a_rank_that_stops(engine_of: Callable[..., Engine], num_steps: int) -> None:
+    """Other weights were loaded while documents are read, computed or audited, here on one rank: both ranks end what
+    is left as failed, and that rank computes nothing more.
+    """
+    engine = engine_of(2)
+    stopped = num_steps % 2
+
+    def work(*jobs: BlendJob) -> None:
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda one: one.work(jobs, computes=False), engine.blenders))
+
+    work(JOB)
+    for _ in range(num_steps - 1):
+        work()
+    engine.blenders[stopped].stop("other weights")
+    asked = len(engine.ranks[stopped].steps)
+    work(replace(JOB, request_id="b"))
+    for _ in range(3):
+        work()
+    assert len(engine.ranks[stopped].steps) == asked
+    results = [one.take_results() for one in engine.blenders]
+    assert results[0] == results[1] and results[0][0] == {"a", "b"} and "b" in results[0][1]
+    for one in engine.blenders:
+        reports = one.take_reports()
+        assert reports is not None and reports.blended[-1].error
+        assert [audit.kl for audit in reports.audits] == [None] * (results[0][1] == {"b"})
+
+
 def test_a_document_that_a_rank_lacks_is_computed_on_all(engine_of: Callable[..., Engine]) -> None:
     """Also one whose store does not answer; a rank that reads slowly is waited for."""
     engine = engine_of(2)

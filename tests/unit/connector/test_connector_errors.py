@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from connector.jobs import AuditJob, LoadPiece, StepJobs
+from connector.jobs import AuditJob, LoadPiece, RankReport, StepJobs
 from connector.scheduler.hook_facts import StepFacts
 from connector.vllm.connector import KVStoreConnector
 from connector.worker.memory import RecordMemory
@@ -162,6 +162,27 @@ def test_loads_that_cannot_begin_are_reported(rank: Make, monkeypatch: pytest.Mo
     assert engine.result() == ({"r"}, {"r"})
     assert not engine.side.loader.is_loading
     assert engine.blocks(SOURCE).equal(before)
+
+
+def test_ranks_that_were_stopped_answer(rank: Make) -> None:
+    """With the reason: at once, and again only with jobs, each of which ends as failed on every rank."""
+    source = rank()
+    source.save()
+    ranks = [rank(rank=0, ranks=2, seed=2), rank(rank=1, ranks=2, seed=3)]
+    for one in ranks:
+        one.side.stop("other weights")
+    reports = [one.side.take_report() for one in ranks]
+    assert reports == [RankReport(refusal="other weights")] * 2
+    jobs = replace(source.jobs(), audits=(AuditJob(7, b"", ()),))
+    for one in ranks:
+        one.side.save(StepJobs())
+        assert one.side.take_report() is None
+        one.side.save(jobs)
+        one.side.save(StepJobs(audits=(AuditJob(8, b"", ()),)))
+    told = reduce(RankReport.merge, [report for one in ranks if (report := one.side.take_report()) is not None])
+    ids = {job.job_id for job in jobs.saves}
+    assert (told.saves_done, told.saves_failed) == (dict.fromkeys(ids, 2), ids)
+    assert (told.audits_done, told.audits_partial, told.refusal) == ({7: 2, 8: 2}, {7, 8}, "other weights")
 
 
 def test_a_load_that_cannot_be_read_back_is_reported(rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,10 @@ def test_adapters() -> None:
     content = RequestReader().content(request(lora_request=adapter()))
     assert content == PromptContent(adapter=AdapterRequest(1, "/adapters/a"))
     assert RequestReader().content(request(lora_request=adapter("another name"))) == content
-    assert refusal(RequestReader(), request(lora_request=adapter(load_inplace=True))) == "adapter_replaced"
+    reader = RequestReader()
+    assert refusal(reader, request(lora_request=adapter(load_inplace=True))) == "adapter_replaced"
+    # its number has these weights from now on, whatever a later request says of its files
+    assert refusal(reader, request(lora_request=adapter())) == "adapter_replaced"
 
 
 def test_media_are_refused_unless_trusted() -> None:
