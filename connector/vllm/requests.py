@@ -52,6 +52,9 @@ class RequestReader:
         Raises:
             UncacheableContent: It depends on something that is not known to be content.
         """
+        adapter = request.lora_request
+        if adapter is not None and adapter.load_inplace:  # noted first: the request may be refused for another reason
+            self.replaced_adapters.add(int(adapter.lora_int_id))
         if getattr(request, "resumable", False):
             raise UncacheableContent("streaming_session", "a streaming session changes its prompt")
         if request.lora_request is None and not request.mm_features and request.prompt_embeds is None:
@@ -81,8 +84,6 @@ class RequestReader:
         if lora_request is None:
             return None
         number = int(lora_request.lora_int_id)
-        if lora_request.load_inplace:
-            self.replaced_adapters.add(number)
         if number in self.replaced_adapters:
             raise UncacheableContent("adapter_replaced", "the adapter is replaced in place, at an unknown time")
         return AdapterRequest(number, str(lora_request.lora_path))

@@ -255,14 +255,16 @@ class Catalog(ABC):
 
     async def leaving(self, namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
         """Yield the entries whose records are being deleted. As there are few, this takes less time than `iterate`. It
-        rests after each page for as long as that took, since requests use the catalog too.
+        rests after each page for as long as reading that took, since requests use the catalog too.
         """
         started_s = self._clock.monotonic_s()
         async for page in self.pages(namespace):
-            for index in page.table.data[:, LEAVING_AT].nonzero()[0]:
+            indexes = page.table.data[:, LEAVING_AT].nonzero()[0]
+            took_s = self._clock.monotonic_s() - started_s
+            for index in indexes:
                 if (data := page.table.entry(index)) is not None:
                     yield entry_of(page.table.shape, namespace, page.prefixes[index], data)
-            await asyncio.sleep(self._clock.monotonic_s() - started_s)
+            await asyncio.sleep(took_s)
             started_s = self._clock.monotonic_s()
 
     async def pages(self, namespace: NamespaceId) -> AsyncIterator[Step]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import cast
 
 import pytest
 from redis.asyncio import Redis
@@ -82,6 +83,15 @@ class TestRedis(MarkBookContract):
         """A week after the last one Redis drops them, if no service does."""
         await book.put(ONE, {prefix(1): b"1"}, deadline=soon())
         async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
+            assert 604_000 < await client.ttl(f"c1/hints/{ONE.hex()}") <= 604_800
+
+    async def test_marks_of_an_interrupted_call_end(self, book: MarkBook, shared_redis: RedisServer) -> None:
+        """Redis does not take the second piece: here one of its values is none."""
+        marks = {number.to_bytes(PREFIX_BYTES, "big"): b"mark" for number in range(1024)}
+        with pytest.raises(Exception, match=r"Invalid input|convert"):
+            await book.put(ONE, marks | {prefix(1): cast(bytes, [])}, deadline=soon())
+        async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
+            assert await client.hlen(f"c1/hints/{ONE.hex()}") == 1024
             assert 604_000 < await client.ttl(f"c1/hints/{ONE.hex()}") <= 604_800
 
 

@@ -127,7 +127,8 @@ class RedisMarkBook(MarkBook):
         for start in range(0, len(listed), _MARKS_AT_ONCE):
             pairs = [part for pair in listed[start : start + _MARKS_AT_ONCE] for part in pair]
             await self._nodes.one(("HSET", _marks(namespace), *pairs), deadline=deadline)
-        await self._nodes.one(("EXPIRE", _marks(namespace), _MARKS_S), deadline=deadline)
+            # after each piece: what is there has an end, although a later one may fail
+            await self._nodes.one(("EXPIRE", _marks(namespace), _MARKS_S), deadline=deadline)
         return True
 
     async def read(self, namespace: NamespaceId, *, deadline: Deadline) -> Mapping[bytes, bytes]:

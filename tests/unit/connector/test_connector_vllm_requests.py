@@ -62,6 +62,14 @@ def test_adapters() -> None:
     assert refusal(reader, request(lora_request=adapter())) == "adapter_replaced"
 
 
+def test_a_streaming_session_replaces_an_adapter_too() -> None:
+    """It is refused for being one, but later requests with that number have its weights."""
+    reader = RequestReader()
+    session = request(lora_request=adapter(load_inplace=True), resumable=True)
+    assert refusal(reader, session) == "streaming_session"
+    assert refusal(reader, request(lora_request=adapter())) == "adapter_replaced"
+
+
 def test_media_are_refused_unless_trusted() -> None:
     """64 hex digits may be vLLM's hash or a user's choice: neither is cached by default."""
     for identifier in (HASH, "my picture"):
