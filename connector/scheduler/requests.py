@@ -48,6 +48,7 @@ class RequestState:
         cap_tokens: The furthest point from which it can be resumed.
         last_outcome: The reason and resume point that were last reported to the store.
         trace: Passed to the store with each call for it; empty: none.
+        adapter: vLLM's number of its adapter.
     """
 
     request_id: str
@@ -80,6 +81,7 @@ class RequestState:
     cap_tokens: int = 0
     last_outcome: tuple[str, int] | None = None
     trace: str = ""
+    adapter: int | None = None
 
     # ---- hashing
 

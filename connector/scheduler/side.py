@@ -163,11 +163,18 @@ class SchedulerSide:
             uncacheable=prompt.uncacheable,
             handoff=prompt.handoff,
             trace=prompt.trace,
+            adapter=chain.adapter.number if chain is not None and chain.adapter is not None else None,
         )
         self.requests[state.request_id] = state
         namespace = self.namespace.id
         if chain is not None and namespace is not None and len(state.prompt) >= self._shape.boundary_tokens:
             self.hits.lookups.start(state, namespace)
+
+    def stop_adapter(self, number: int) -> None:
+        """Save no more of the open requests with this adapter: vLLM may compute them with other weights from now on."""
+        for state in self.requests.values():
+            if state.adapter == number:
+                state.no_more_hits = state.load_failed = state.save_stopped = True
 
     def matched_tokens(self, request_id: str, local_tokens: int) -> int | None:
         """The answer to vLLM's poll: tokens beyond its own hit that can be loaded; `None`: ask again."""

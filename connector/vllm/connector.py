@@ -38,6 +38,7 @@ from connector.settings import ConnectorSettings, cache_folder
 from connector.vllm.advice import UNTRUSTED_MEDIA, advise_at_start, advise_on_block_size, warn_of_untested_release
 from connector.vllm.engine_facts import cache_layers, read_facts, read_instance, read_name, untested_version
 from connector.vllm.guard import guarded
+from connector.vllm.model_facts import weights_source
 from connector.vllm.observability import ObservabilityHooks
 from connector.vllm.requests import PoolPins, RequestReader, read_step, read_trace
 from connector.worker.side import WorkerSide
@@ -85,8 +86,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     Wrong settings raise `InvalidRequest` at start, since the engine would otherwise run for weeks without a cache.
     """
 
-    # a rank's weights; vLLM names another path here once it has loaded others
-    _loaded_from = ""
+    # where a rank's weights are from; vLLM names another source once it has loaded others, or will
+    _loaded_from: tuple[str, ...] | None = None
     # both sides of blending, where it is on
     _blends: BlendRequests | None = None
     _blender: Blender | None = None
@@ -127,7 +128,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             return
         self._bridge = self._settings.connect(read_name(vllm_config), self._token, saves=True)
         if not may_change:
-            self._loaded_from = vllm_config.model_config.model
+            self._loaded_from = weights_source(vllm_config)
         num_cores = len(os.sched_getaffinity(0))
         self.worker_side = WorkerSide(self._settings, self._facts, shape, self._bridge, num_cores=num_cores)
 
@@ -193,6 +194,9 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         except UncacheableContent as reason:
             if reason.reason == "multimodal":
                 _warn_once(UNTRUSTED_MEDIA)
+            number = request.lora_request.lora_int_id if request.lora_request is not None else None
+            if number in self._requests.replaced_adapters and self.scheduler_side is not None:
+                self.scheduler_side.stop_adapter(number)
             return None, reason.reason
 
     @guarded(fallback=lambda: (0, False))
@@ -379,8 +383,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self.worker_side is not None:
-            if self._loaded_from and self._vllm_config.model_config.model != self._loaded_from:
-                self._loaded_from = ""  # once is enough
+            if self._loaded_from and weights_source(self._vllm_config) != self._loaded_from:
+                self._loaded_from = None  # once is enough
                 self._stop("other weights were loaded into it (reload_weights): set weights_may_change")
             self.worker_side.begin_step(self._jobs())
 

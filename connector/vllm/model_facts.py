@@ -67,6 +67,12 @@ def read_rules(vllm_config: Any) -> dict[str, Any]:
     }
 
 
+def weights_source(vllm_config: Any) -> tuple[str, ...]:
+    """What chooses the weights that vLLM reads; `reload_weights` and `update_config` change it in a running engine."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    return str(model.model), str(model.revision), str(load.load_format)
+
+
 def kv_head_counts(config: Any) -> set[int]:
     """All numbers of KV heads that a configuration names: layers of some models differ in it (MiMo-V2, Nemotron)."""
     counts = set[int]()

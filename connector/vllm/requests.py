@@ -25,13 +25,16 @@ class RequestReader:
         media_rules: Digest of the engine's settings that change how media items are processed.
         numbers_media: Items have numbers instead of hashes. With settings of its own a request's number is hashed.
         adapters_on_media: Adapters change how media items are processed.
-        replaced_adapters: Numbers that a request with `load_inplace` had: it is not known whose files they mean since.
+        adapter_paths: The folder that each adapter's number first had.
+        replaced_adapters: Numbers that a request with `load_inplace` or two folders had: it is not known whose files
+            they mean since.
     """
 
     trusts_media: bool = False
     media_rules: str = ""
     numbers_media: bool = False
     adapters_on_media: bool = False
+    adapter_paths: dict[int, str] = field(default_factory=dict)
     replaced_adapters: set[int] = field(default_factory=set)
 
     @classmethod
@@ -83,10 +86,13 @@ class RequestReader:
     def _adapter(self, lora_request: Any) -> AdapterRequest | None:
         if lora_request is None:
             return None
-        number = int(lora_request.lora_int_id)
+        number, path = int(lora_request.lora_int_id), str(lora_request.lora_path)
+        # vLLM reads the folder of the request that it schedules first, which need not be the first one that arrived
+        if self.adapter_paths.setdefault(number, path) != path:
+            self.replaced_adapters.add(number)
         if number in self.replaced_adapters:
             raise UncacheableContent("adapter_replaced", "the adapter is replaced in place, at an unknown time")
-        return AdapterRequest(number, str(lora_request.lora_path))
+        return AdapterRequest(number, path)
 
 
 def read_trace(request: Any) -> str:

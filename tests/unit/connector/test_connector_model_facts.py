@@ -16,7 +16,7 @@ import torch
 
 from connector.facts import EngineFacts
 from connector.identity import CacheShape, describe_namespace, read_shape
-from connector.vllm.model_facts import NUMBERED_MEDIA, read_rules
+from connector.vllm.model_facts import NUMBERED_MEDIA, read_rules, weights_source
 from connector.vllm.model_files import UNKNOWN, code_digest, plugin_digests
 from connector.vllm.requests import RequestReader
 from kvstore.model.keys import NamespaceId
@@ -57,6 +57,14 @@ def vllm_config(config: Mapping[str, Any] | None = None, **changes: Any) -> Any:
 
 def rules(config: Mapping[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     return read_rules(vllm_config(config, **changes))
+
+
+def test_what_a_reload_may_read_instead() -> None:
+    """`update_config` changes a revision or a load format in a running engine, and `reload_weights` follows it."""
+    other_format = SimpleNamespace(load_format="mistral", download_dir=None)
+    others = [vllm_config(model="/models/b"), vllm_config(revision="v2"), vllm_config(load_config=other_format)]
+    assert weights_source(vllm_config()) == weights_source(vllm_config())
+    assert len({weights_source(config) for config in (vllm_config(), *others)}) == 4
 
 
 def namespace(weights_id: str = "w", **changes: Any) -> NamespaceId:

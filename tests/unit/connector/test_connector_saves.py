@@ -10,6 +10,7 @@ import pytest
 
 from connector.facts import GroupFacts
 from connector.jobs import RankReport, StepJobs
+from connector.prefix_hash import AdapterRequest, PromptContent
 from connector.request_parameters import RequestFlags
 from connector.scheduler.hook_facts import PromptFacts, StateOffer, StepFacts
 from kvstore.api import Retention
@@ -42,6 +43,21 @@ def test_pages_are_saved_as_they_become_final(at: SchedulerHarness) -> None:
     by_tokens = {boundary.tokens: boundary.prefix for boundary in state.chain.boundaries}
     assert [job.prefix for job in jobs] == [by_tokens[job.stop_tokens] for job in jobs]
     assert len({job.job_id for job in jobs}) == 3
+
+
+def test_a_replaced_adapter_stops_the_saves_of_open_requests(at: SchedulerHarness, tmp_path: Path) -> None:
+    """Their next chunk may be computed with other weights; requests with another adapter go on."""
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text("{}")
+        (folder / "adapter_model.safetensors").write_bytes(b"%d" % number)
+        at.new(str(number), 170, content=PromptContent(adapter=AdapterRequest(number, str(folder))))
+    at.hashed("1", "2")
+    assert [job.stop_tokens for job in at.step({"1": 64, "2": 64}).saves] == [64, 64]
+    at.side.stop_adapter(1)
+    last = at.step({"1": 130, "2": 130}).saves
+    assert [(job.stop_tokens, job.prefix == at.state("2").prefix_at(128, 16)) for job in last] == [(128, True)]
 
 
 def test_an_idle_engine_steps_on_until_its_saves_are_done(at: SchedulerHarness) -> None:

@@ -70,6 +70,16 @@ def test_a_streaming_session_replaces_an_adapter_too() -> None:
     assert refusal(reader, request(lora_request=adapter())) == "adapter_replaced"
 
 
+def test_a_number_of_two_adapters() -> None:
+    """vLLM may schedule the second request first, and compute both with its files."""
+    reader = RequestReader()
+    assert reader.content(request(lora_request=adapter())) is not None
+    other = adapter()
+    other.lora_path = "/adapters/b"
+    assert refusal(reader, request(lora_request=other)) == "adapter_replaced"
+    assert refusal(reader, request(lora_request=adapter())) == "adapter_replaced"
+
+
 def test_media_are_refused_unless_trusted() -> None:
     """64 hex digits may be vLLM's hash or a user's choice: neither is cached by default."""
     for identifier in (HASH, "my picture"):
