@@ -385,7 +385,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         if self.worker_side is not None:
             if self._loaded_from and weights_source(self._vllm_config) != self._loaded_from:
                 self._loaded_from = None  # once is enough
-                self._stop("other weights were loaded into it (reload_weights): set weights_may_change")
+                self._stop("other weights were loaded into it (reload_weights, update_config): set weights_may_change")
             self.worker_side.begin_step(self._jobs())
 
     def _stop(self, reason: str) -> None:

@@ -55,9 +55,8 @@ class RequestReader:
         Raises:
             UncacheableContent: It depends on something that is not known to be content.
         """
-        adapter = request.lora_request
-        if adapter is not None and adapter.load_inplace:  # noted first: the request may be refused for another reason
-            self.replaced_adapters.add(int(adapter.lora_int_id))
+        if request.lora_request is not None:
+            self._note_adapter(request.lora_request)  # first: the request may be refused for another reason
         if getattr(request, "resumable", False):
             raise UncacheableContent("streaming_session", "a streaming session changes its prompt")
         if request.lora_request is None and not request.mm_features and request.prompt_embeds is None:
@@ -83,16 +82,20 @@ class RequestReader:
             identifier = f"{self.media_rules}:{identifier}"
         return MediaItem(str(feature.modality), str(identifier), int(position.offset), int(position.length))
 
+    def _note_adapter(self, lora_request: Any) -> None:
+        """Note whether an adapter's number has the files of its path. vLLM reads those of the request that it schedules
+        first, which need not be the first one that arrived."""
+        number, path = int(lora_request.lora_int_id), str(lora_request.lora_path)
+        if lora_request.load_inplace or self.adapter_paths.setdefault(number, path) != path:
+            self.replaced_adapters.add(number)
+
     def _adapter(self, lora_request: Any) -> AdapterRequest | None:
         if lora_request is None:
             return None
-        number, path = int(lora_request.lora_int_id), str(lora_request.lora_path)
-        # vLLM reads the folder of the request that it schedules first, which need not be the first one that arrived
-        if self.adapter_paths.setdefault(number, path) != path:
-            self.replaced_adapters.add(number)
+        number = int(lora_request.lora_int_id)
         if number in self.replaced_adapters:
-            raise UncacheableContent("adapter_replaced", "the adapter is replaced in place, at an unknown time")
-        return AdapterRequest(number, path)
+            raise UncacheableContent("adapter_replaced", "its number has meant other files, nobody knows until when")
+        return AdapterRequest(number, str(lora_request.lora_path))
 
 
 def read_trace(request: Any) -> str:

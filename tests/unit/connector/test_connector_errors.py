@@ -10,9 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.lora.request import LoRARequest
+from vllm.v1.request import Request
 
 from connector.jobs import AuditJob, LoadPiece, RankReport, StepJobs
-from connector.scheduler.hook_facts import StepFacts
+from connector.scheduler.hook_facts import PromptFacts, StepFacts
 from connector.vllm.connector import KVStoreConnector
 from connector.worker.memory import RecordMemory
 from kvstore.testing.waiting import eventually
@@ -125,6 +129,28 @@ def test_a_reset_that_fails_says_so() -> None:
     connector.scheduler_side = SimpleNamespace(reset_cache=raising)  # type: ignore[assignment]
     assert connector.reset_cache() is False
     assert connector.guarded_errors == 1
+
+
+@pytest.mark.parametrize("changes", [{"load_inplace": True}, {"lora_path": "/adapters/b"}])
+@pytest.mark.parametrize("resumable", [False, True])
+def test_open_requests_of_a_replaced_adapter_are_stopped(changes: dict[str, Any], *, resumable: bool) -> None:
+    """Also if the request that replaces it is refused for another reason."""
+    transfer = SimpleNamespace(kv_connector_extra_config={"mode": "off"}, kv_role="kv_both")
+    connector = KVStoreConnector(SimpleNamespace(kv_transfer_config=transfer), KVConnectorRole.SCHEDULER, None)
+    seen, stopped = list[PromptFacts](), list[int]()
+    connector.scheduler_side = SimpleNamespace(  # type: ignore[assignment]
+        on_new_request=seen.append, stop_adapter=stopped.append
+    )
+
+    def ask(resumable: bool = False, **changes: Any) -> str | None:
+        adapter = LoRARequest("a", 7, **{"lora_path": "/adapters/a", **changes})
+        asked = Request("r", [1] * 64, SamplingParams(max_tokens=1), None, lora_request=adapter, resumable=resumable)
+        connector.on_new_request(asked)
+        return seen.pop().uncacheable
+
+    assert ask() is None and not stopped
+    assert ask(resumable, **changes) == ("streaming_session" if resumable else "adapter_replaced")
+    assert stopped == [7]
 
 
 # ---- on the ranks
