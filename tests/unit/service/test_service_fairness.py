@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 import weakref
 from collections.abc import AsyncIterator, Mapping
@@ -152,7 +151,6 @@ async def test_cancelled_saves_are_let_go_at_once(node: Node) -> None:
     await asyncio.gather(*saves, return_exceptions=True)
     async with asyncio.timeout(5):
         while node.used_bytes or node.store.living:
-            gc.collect()
             await asyncio.sleep(0.005)
     assert time.monotonic() - started_s < 5  # and not at their deadline
     node.store.gate.set()
@@ -183,7 +181,6 @@ async def test_a_dead_engine_in_the_middle_of_a_record(node: Node) -> None:
         assert await save is SaveOutcome.STORED
     async with asyncio.timeout(5):
         while node.used_bytes or node.store.living:
-            gc.collect()
             await asyncio.sleep(0.005)
 
 
@@ -203,7 +200,6 @@ async def test_engines_that_stop_in_the_middle_of_a_record(node: Node) -> None:
     assert await client.save(prompt.records()[0], deadline=Deadline.after(60)) is SaveOutcome.STORED
     async with asyncio.timeout(60):
         while node.used_bytes or node.store.living:
-            gc.collect()
             await asyncio.sleep(0.005)
     for reader, writer in stopped:
         writer.write(bytes(PAYLOAD_BYTES // 2) + pack_head(encode(messages.Ping(77, 5000))))
