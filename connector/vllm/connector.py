@@ -194,10 +194,20 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         except UncacheableContent as reason:
             if reason.reason == "multimodal":
                 _warn_once(UNTRUSTED_MEDIA)
-            number = request.lora_request.lora_int_id if request.lora_request is not None else None
-            if number in self._requests.replaced_adapters and self.scheduler_side is not None:
-                self.scheduler_side.stop_adapter(number)
+            if request.lora_request is not None:
+                self._stop_if_replaced(request.lora_request)
             return None, reason.reason
+
+    def _stop_if_replaced(self, lora_request: Any) -> None:
+        number = lora_request.lora_int_id
+        if number in self._requests.replaced_adapters and self.scheduler_side is not None:
+            self.scheduler_side.stop_adapter(number)
+
+    @guarded()
+    def on_adapter_load(self, lora_request: Any) -> None:
+        """An operator lets vLLM load an adapter before a request names it, maybe in place of one that requests use."""
+        self._requests.note_adapter(lora_request)
+        self._stop_if_replaced(lora_request)
 
     @guarded(fallback=lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -330,6 +340,10 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             media_rules=facts.media_rules,
             adapter_rules=facts.adapter_rules,
         )
+        if self._vllm_config.lora_config is not None:
+            from connector.vllm.adapter_loads import watch_adapter_loads
+
+            watch_adapter_loads(self)
         instance = read_instance(self._vllm_config, self._settings, shape)
         self._bridge = self._settings.connect(read_name(self._vllm_config), self._token, instance=instance)
         self.scheduler_side = SchedulerSide(

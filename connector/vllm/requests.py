@@ -26,8 +26,8 @@ class RequestReader:
         numbers_media: Items have numbers instead of hashes. With settings of its own a request's number is hashed.
         adapters_on_media: Adapters change how media items are processed.
         adapter_paths: The folder that each adapter's number first had.
-        replaced_adapters: Numbers that a request with `load_inplace` or two folders had: it is not known whose files
-            they mean since.
+        replaced_adapters: Numbers that were loaded with `load_inplace`, or that had two folders: it is not known whose
+            files they mean since.
     """
 
     trusts_media: bool = False
@@ -56,7 +56,7 @@ class RequestReader:
             UncacheableContent: It depends on something that is not known to be content.
         """
         if request.lora_request is not None:
-            self._note_adapter(request.lora_request)  # first: the request may be refused for another reason
+            self.note_adapter(request.lora_request)  # first: the request may be refused for another reason
         if getattr(request, "resumable", False):
             raise UncacheableContent("streaming_session", "a streaming session changes its prompt")
         if request.lora_request is None and not request.mm_features and request.prompt_embeds is None:
@@ -82,9 +82,9 @@ class RequestReader:
             identifier = f"{self.media_rules}:{identifier}"
         return MediaItem(str(feature.modality), str(identifier), int(position.offset), int(position.length))
 
-    def _note_adapter(self, lora_request: Any) -> None:
+    def note_adapter(self, lora_request: Any) -> None:
         """Note whether an adapter's number has the files of its path. vLLM reads those of the request that it schedules
-        first, which need not be the first one that arrived."""
+        first, which need not be the first one that arrived, or those that an operator lets it load before."""
         number, path = int(lora_request.lora_int_id), str(lora_request.lora_path)
         if lora_request.load_inplace or self.adapter_paths.setdefault(number, path) != path:
             self.replaced_adapters.add(number)

@@ -189,6 +189,19 @@ def test_an_adapter_whose_files_change_is_not_cached(shared: Shared, place: Plac
     assert ask(shared.reader, adapter=("fresh", 12, path)).num_cached_tokens == 0
 
 
+def test_an_adapter_that_is_replaced_under_a_request(shared: Shared, place: Place) -> None:
+    """A trainer loads new files in place while a request waits: what they compute gets no name of the old ones."""
+    path, other = place.adapter("under a request", seed=21), place.adapter("under a request-new", seed=22)
+    asking = "__import__('tests.connector.support.identity', fromlist=['ask_while_replaced']).ask_while_replaced"
+    before = place.num_saved()
+    answered = shared.reader.evaluate(f"{asking}(llm, {list(PROMPT)}, 21, {path!r}, {other!r})")
+    assert shared.reader.reset_prefix_cache()
+    old = ask(shared.reader, adapter=("old", 22, path))
+    place.wait_saved(before + WHOLE_RECORDS)  # of the old adapter, which nobody has stored before
+    assert old.num_cached_tokens == 0
+    assert list(old.tokens) != answered  # computed with the new files
+
+
 def test_embeddings_are_content(shared: Shared, place: Place) -> None:
     """The same rows from another file are found; one changed row ends the hit at the page before it."""
     found(shared, "embedded", tokens=2432, embeddings=place.embeddings("copy.pt", seed=7))

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-__all__ = ["WeightsExtension", "copy_checkpoint", "write_adapter", "write_code", "write_embeddings"]
+__all__ = [
+    "WeightsExtension",
+    "ask_while_replaced",
+    "copy_checkpoint",
+    "write_adapter",
+    "write_code",
+    "write_embeddings",
+]
 
 _RANK = 8
 
@@ -81,6 +88,23 @@ def write_embeddings(path: Path, num_tokens: int, hidden: int, *, seed: int, cha
         rows[changed_row] += 1.0
     torch.save(rows, path)
     return path
+
+
+def ask_while_replaced(llm: Any, tokens: list[int], number: int, path: str, other_path: str) -> list[int]:
+    """Answer a prompt with an adapter whose number gets the files of another folder before the first step."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    engine = llm.llm_engine
+    engine.add_lora(LoRARequest("replaced", number, path))
+    adapter = LoRARequest("replaced", number, path)
+    prompt = {"prompt_token_ids": tokens}
+    engine.add_request("replaced", prompt, SamplingParams(max_tokens=4, temperature=0.0), lora_request=adapter)
+    engine.add_lora(LoRARequest("replaced", number, other_path, load_inplace=True))
+    outputs: list[Any] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    return list(outputs[-1].outputs[0].token_ids)
 
 
 class WeightsExtension:

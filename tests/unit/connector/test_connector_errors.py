@@ -13,10 +13,12 @@ import pytest
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
+from vllm.v1.executor.abstract import Executor
 from vllm.v1.request import Request
 
 from connector.jobs import AuditJob, LoadPiece, RankReport, StepJobs
 from connector.scheduler.hook_facts import PromptFacts, StepFacts
+from connector.vllm.adapter_loads import watch_adapter_loads
 from connector.vllm.connector import KVStoreConnector
 from connector.worker.memory import RecordMemory
 from kvstore.testing.waiting import eventually
@@ -151,6 +153,31 @@ def test_open_requests_of_a_replaced_adapter_are_stopped(changes: dict[str, Any]
     assert ask() is None and not stopped
     assert ask(resumable, **changes) == ("streaming_session" if resumable else "adapter_replaced")
     assert stopped == [7]
+
+
+def test_adapters_that_no_request_names_yet() -> None:
+    """`/v1/load_lora_adapter` swaps weights of requests that run: they are stopped before vLLM reads the new files."""
+    transfer = SimpleNamespace(kv_connector_extra_config={"mode": "off"}, kv_role="kv_both")
+    connector = KVStoreConnector(SimpleNamespace(kv_transfer_config=transfer), KVConnectorRole.SCHEDULER, None)
+    told = list[object]()
+    connector.scheduler_side = SimpleNamespace(stop_adapter=told.append)  # type: ignore[assignment]
+    watch_adapter_loads(connector)
+    executor = SimpleNamespace(collective_rpc=lambda method, args: told.append(method) or [True])
+
+    def load(number: int, **changes: Any) -> None:
+        assert Executor.add_lora(executor, LoRARequest("a", number, **{"lora_path": "/adapters/a", **changes}))
+
+    load(7)
+    load(7)
+    assert told == ["add_lora", "add_lora"]
+    load(7, load_inplace=True)
+    assert told[2:] == [7, "add_lora"]
+    load(8)
+    load(8, lora_path="/adapters/b")
+    assert told[4:] == ["add_lora", 8, "add_lora"]
+    unknown: Any = SimpleNamespace(lora_int_id=9)  # an error of ours is counted, and the adapter is loaded
+    assert Executor.add_lora(executor, unknown)
+    assert (connector.guarded_errors, told[7:]) == (1, ["add_lora"])
 
 
 # ---- on the ranks
