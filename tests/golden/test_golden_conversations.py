@@ -28,7 +28,7 @@ from kvstore.model.namespace import NamespaceDescription
 from kvstore.runtime.arena import Arena, ArenaView, memory_file
 from kvstore.service.server import Server
 from kvstore.store.tiered import TieredStore
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import convert, messages
 from kvstore.wire.address import TcpAddress, parse_address
@@ -349,9 +349,7 @@ async def makes_records(
     client = connect(f"unix:{folder}/s", options=options)
     try:
         await client.open_namespace(SAVED.description, deadline=soon())
-        async with asyncio.timeout(60.0):
-            while client.shared_buffer(70_192) is None:
-                await asyncio.sleep(0.001)
+        await until(lambda: client.shared_buffer(70_192) is not None)
         yield service, client
     finally:
         await client.aclose()

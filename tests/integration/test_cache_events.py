@@ -32,7 +32,7 @@ from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer
 from kvstore.testing.servers.ports import free_address
 from kvstore.testing.tokens import credentials_of
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.wire.address import parse_address
 
 pytestmark = pytest.mark.servers
@@ -350,9 +350,7 @@ async def test_names_that_come_together_share_a_ping(tmp_path: Path, monkeypatch
         for prompt in prompts:
             engine.name_blocks(named(prompt, prompt.boundary(64)))
             await asyncio.sleep(0.002)
-        async with asyncio.timeout(20):
-            while not store.knows_blocks(namespace):
-                await asyncio.sleep(0.02)
+        await until(lambda: store.knows_blocks(namespace))
         assert 0 < len(pings) < len(prompts) / 2
 
 

@@ -22,7 +22,7 @@ from kvstore.service.server import Server
 from kvstore.settings import load_settings
 from kvstore.testing.prompts import HYBRID, Prompt
 from kvstore.testing.tokens import credentials_of
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.wire.address import parse_address
 
 PROMPT = Prompt(HYBRID, "a", 256)
@@ -191,9 +191,7 @@ async def test_a_service_that_was_away(service: Service) -> None:
     """What it did not take because it was down it learns of when it is back."""
     engine, other = await service.client(), await service.client()
     await service.stop()
-    async with asyncio.timeout(20):
-        while engine.pool.now() is not None:
-            await asyncio.sleep(0.01)
+    await until(lambda: engine.pool.now() is None)
     engine.report(loss("first", 64, "save_failed", group=0))
     await service.start()
     await engine.wait_ready(deadline=soon())

@@ -48,7 +48,7 @@ async def test_the_loss_of_one_connection_fails_what_was_on_it(server: RedisServ
     async with redis.asyncio.Redis.from_url(server.url) as operator:
         await operator.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
         puts = [asyncio.ensure_future(tier.put(record, deadline=soon())) for record in records[:2]]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(waiting := [one for one in await operator.client_list() if one["cmd"] == "set"]) < 2:
                 await asyncio.sleep(0.01)
         await operator.client_kill_filter(_id=waiting[0]["id"])

@@ -17,6 +17,7 @@ from kvstore.testing.attacked import HEALTHY, AttackedService, beside
 from kvstore.testing.dict_store import DictStore
 from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.servers.redis_tls import make_certificate
+from kvstore.testing.waiting import until
 from kvstore.wire import messages
 from kvstore.wire.address import parse_address
 from kvstore.wire.frames import HELLO_HEAD_BYTES_MAX
@@ -133,9 +134,7 @@ async def test_silence_has_an_end(folder: Path, kind: str) -> None:
         return [*silent, *halves]
 
     peers = await asyncio.to_thread(come, 5)
-    async with asyncio.timeout(5):
-        while server.describe()["sessions"] or sum(not peer.is_ended() for peer in peers):
-            await asyncio.sleep(0.05)
+    await until(lambda: not server.describe()["sessions"] and all(peer.is_ended() for peer in peers), 20)
     for peer in peers:
         peer.die()
     await server.aclose()

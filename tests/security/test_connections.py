@@ -19,6 +19,7 @@ from kvstore.service.server import Server
 from kvstore.testing.attacked import HEALTHY, AttackedService, beside
 from kvstore.testing.dict_store import DictStore
 from kvstore.testing.tokens import credentials_of
+from kvstore.testing.waiting import until
 from kvstore.wire import messages
 from kvstore.wire.address import parse_address
 from kvstore.wire.frames import MAX_HEAD_BYTES, pack_head
@@ -104,9 +105,7 @@ async def test_connections_are_shared(server: Server) -> None:
         with ExitStack() as stack:
             assert (await asyncio.to_thread(greet_as_many, url, GREEDY, stack))[0] == 30
             assert (await asyncio.to_thread(greet_as_many, url, MODEST, stack))[0] >= 5
-        async with asyncio.timeout(5):
-            while server.describe()["sessions"]:
-                await asyncio.sleep(0.02)
+        await until(lambda: not server.describe()["sessions"])
 
 
 async def test_unfinished_heads(server: Server, tell: Callable[[str], None]) -> None:
@@ -133,9 +132,7 @@ async def test_unfinished_heads(server: Server, tell: Callable[[str], None]) -> 
             assert answer is not None and answer["type"] == "error"
             tell(f"a long lookup took {time.monotonic() - started_s:.2f} s")
             assert time.monotonic() - started_s < 1.5
-        async with asyncio.timeout(20):
-            while not any(peer.is_ended() for peer in peers):
-                await asyncio.sleep(0.1)
+        await until(lambda: any(peer.is_ended() for peer in peers))
         async with asyncio.timeout(30):
             assert heads.used_bytes <= 24 * MIB
             for peer in peers:

@@ -16,6 +16,7 @@ from kvstore.service.server import Server
 from kvstore.testing.attacked import AttackedService
 from kvstore.testing.dict_store import DictStore
 from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.waiting import until
 from kvstore.wire import convert, messages
 from kvstore.wire.address import parse_address
 from tests.security.raw_peer import RawPeer, head_bytes, wait_until_greeted
@@ -94,9 +95,7 @@ async def test_answers_that_cannot_be_packed(served: tuple[OddStore, str], case:
     peer.send(head_bytes(request))
     answer = await asyncio.to_thread(peer.receive)
     assert answer is not None and (answer["type"], answer["id"], answer["kind"]) == ("error", 7, "InternalError")
-    async with asyncio.timeout(20):
-        while store.leases:
-            await asyncio.sleep(0.01)
+    await until(lambda: not store.leases)
     store.odd.clear()
     peer.send(head_bytes(request) + head_bytes(messages.Ping(8, 1000)))
     answers = [await asyncio.to_thread(peer.receive) for _ in range(2)]

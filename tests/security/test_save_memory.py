@@ -43,6 +43,7 @@ from kvstore.store.tiered import TieredStore
 from kvstore.testing.attacked import AttackedService, beside
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.tokens import credentials_of
+from kvstore.testing.waiting import until
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import messages
 from kvstore.wire.address import parse_address
@@ -181,9 +182,7 @@ async def test_other_places_and_other_memory(folder: Path) -> None:
 
         await asyncio.to_thread(attack)
         assert service.held(RECORD)
-        async with asyncio.timeout(20):
-            while service.server.describe()["save_memory_bytes_used"]:
-                await asyncio.sleep(0.01)
+        await until(lambda: not service.server.describe()["save_memory_bytes_used"])
         assert service.server.describe()["receive_bytes_used"] == 0
 
 
@@ -421,9 +420,7 @@ async def test_saves_count_as_those_that_are_sent(folder: Path) -> None:
             attacker.die()
 
         await asyncio.wait_for(asyncio.to_thread(attack), 30)
-        async with asyncio.timeout(20):
-            while service.server.describe()["receive_bytes_used"]:
-                await asyncio.sleep(0.01)
+        await until(lambda: not service.server.describe()["receive_bytes_used"])
 
 
 async def test_saves_in_one_go_are_copied_a_few_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import pytest
 from kvstore.client import connect
 from kvstore.service import save_memory
 from kvstore.store.tiered import TieredStore
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.wire import messages
 from tests.security.raw_peer import RawPeer, head_bytes
 from tests.security.test_save_memory import PROMPT, MemoryPeer, service_at
@@ -96,11 +96,8 @@ async def test_bursts_of_small_saves(
             num_lookups += 1
         await attacking
         await client.aclose()
-        async with asyncio.timeout(20):
-            while (
-                service.server.describe()["receive_bytes_used"] or service.server.describe()["save_memory_bytes_used"]
-            ):
-                await asyncio.sleep(0.01)
+        held = ("receive_bytes_used", "save_memory_bytes_used")
+        await until(lambda: not any(service.server.describe()[name] for name in held))
     tell(f"{num_lookups} lookups beside {outcomes.total()} records, of which at most {most_held} were held at a time")
     num_new = BURSTS * messages.SAVE_PLACES_MAX
     assert outcomes == {"stored": num_new, "exists": num_new * CONNECTIONS * REQUESTS - num_new}

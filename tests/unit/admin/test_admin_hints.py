@@ -15,7 +15,7 @@ from kvstore.model.prompt_hint import EndedPrompt, Wishes, ends_of_pages
 from kvstore.store.hints.prefetch import Prefetcher
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from tests.unit.admin.service_harness import ServiceHarness, open_service
 from tests.unit.admin.test_admin_query import TOKENS, chain, engine, instance
 
@@ -93,9 +93,7 @@ async def test_hints_after_the_request(tmp_path: Path) -> None:
         assert taken["hints"]["eviction"] == "released up to token 336"
         told = made.store.hints.explain("", "r-1")
         assert told["retain_s"] == 60.0 and "not followed now" in str(told["eviction"])
-        async with asyncio.timeout(30):
-            while "demote" not in made.store.hints.explain("", "r-1"):
-                await asyncio.sleep(0.01)
+        await until(lambda: "demote" in made.store.hints.explain("", "r-1"))
 
 
 WRONG: list[tuple[str, dict[str, Any], int, str]] = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,7 +17,7 @@ from kvstore.model.page_blocks import BlockGroup, PageBlocks
 from kvstore.service.server import Server
 from kvstore.testing.dict_store import DictStore
 from kvstore.testing.prompts import ATTENTION, Prompt
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.wire import messages
 from kvstore.wire.address import parse_address
 from kvstore.wire.page_names import blocks_message
@@ -73,9 +72,7 @@ async def served(folder: Path) -> AsyncIterator[tuple[NamedStore, RemoteStore]]:
 
 
 async def until_named(store: NamedStore, num_pages: int) -> None:
-    async with asyncio.timeout(20):
-        while len(store.named) < num_pages:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(store.named) >= num_pages)
 
 
 def sent_names(monkeypatch: pytest.MonkeyPatch, *, is_old: bool) -> list[messages.Message]:

@@ -28,7 +28,7 @@ from kvstore.service.limits import ServiceLimits
 from kvstore.service.save_memory import SaveMemory
 from kvstore.store import saving
 from kvstore.testing.attacked import AttackedService
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.wire import messages
 from tests.unit.client.sharing_node import LARGE, SMALL, Node, node_at
 
@@ -43,16 +43,12 @@ async def until_shared(node: Node) -> None:
     """Return when the client has memory that it shares with the service."""
     await node.client.wait_ready(deadline=soon())
     await node.client.open_namespace(LARGE.description, deadline=soon())
-    async with asyncio.timeout(10):
-        while node.client.shared_buffer(ROOM_BYTES) is None:
-            await asyncio.sleep(0.001)
+    await until(lambda: node.client.shared_buffer(ROOM_BYTES) is not None)
 
 
 async def until_refused(node: Node) -> None:
     """Return when the client has asked for memory, after it has mapped the service's, and has none."""
-    async with asyncio.timeout(10):
-        while (node.server.describe()["sessions_total"], len(node.client.sockets())) != (5, 3):
-            await asyncio.sleep(0.001)
+    await until(lambda: (node.server.describe()["sessions_total"], len(node.client.sockets())) == (5, 3))
 
 
 def made(node: Node, record: Record) -> Record:
@@ -76,9 +72,7 @@ def address(data: memoryview) -> int:
 
 async def until_idle(node: Node) -> None:
     """Return when the service works on no save."""
-    async with asyncio.timeout(10):
-        while node.server.describe()["receive_bytes_used"]:
-            await asyncio.sleep(0.001)
+    await until(lambda: not node.server.describe()["receive_bytes_used"])
 
 
 @contextmanager
@@ -255,9 +249,7 @@ async def test_memory_is_not_used_again_before_the_answer(
             else:
                 for connection in connections[1:]:
                     connection.close()
-            async with asyncio.timeout(10):
-                while place not in free_places(node):
-                    await asyncio.sleep(0.001)
+            await until(lambda: place in free_places(node))
         await until_idle(node)
         assert not stored(node, RECORDS[0]) or ends == "answered"
 
@@ -323,9 +315,7 @@ async def test_a_late_save_is_answered_when_its_copy_has_ended(tmp_path: Path, m
             del record
             assert place not in free_places(node)
             go_on.set()
-            async with asyncio.timeout(10):
-                while place not in free_places(node):
-                    await asyncio.sleep(0.001)
+            await until(lambda: place in free_places(node))
 
 
 async def test_a_service_that_is_restarted(tmp_path: Path) -> None:
@@ -336,9 +326,7 @@ async def test_a_service_that_is_restarted(tmp_path: Path) -> None:
         await until_shared(first)
         old = made(first, RECORDS[0])
         await first.server.aclose()
-        async with asyncio.timeout(10):
-            while first.client.shared_buffer(ROOM_BYTES) is not None:
-                await asyncio.sleep(0.001)
+        await until(lambda: first.client.shared_buffer(ROOM_BYTES) is None)
         async with node_at(url) as second:
             await until_shared(first)
             assert await first.client.save(old, deadline=soon()) is SaveOutcome.STORED
@@ -355,13 +343,9 @@ async def test_a_new_control_connection(tmp_path: Path) -> None:
         control = node.client.pool.now()
         assert control is not None
         control.close()
-        async with asyncio.timeout(10):
-            while node.client.pool.now() in (None, control):
-                await asyncio.sleep(0.001)
+        await until(lambda: node.client.pool.now() not in (None, control))
         await until_shared(node)
-        async with asyncio.timeout(10):
-            while node.server.describe()["save_memory_bytes_used"] != MEMORY_BYTES:
-                await asyncio.sleep(0.001)
+        await until(lambda: node.server.describe()["save_memory_bytes_used"] == MEMORY_BYTES)
         assert len(node.client.sockets()) == 4
         for record in (old, made(node, RECORDS[1])):
             assert await node.client.save(record, deadline=soon()) is SaveOutcome.STORED
@@ -391,15 +375,11 @@ async def test_two_new_control_connections(tmp_path: Path, monkeypatch: pytest.M
         control = node.client.pool.now()
         assert control is not None
         control.close()
-        async with asyncio.timeout(10):
-            while node.client.pool.now() in (None, control):
-                await asyncio.sleep(0.001)
+        await until(lambda: node.client.pool.now() not in (None, control))
         await asyncio.sleep(0.05)  # a second request, if it did not wait for the first one, would be answered
         go_on.set()
         await until_shared(node)
-        async with asyncio.timeout(10):
-            while node.server.describe()["save_memory_bytes_used"] != MEMORY_BYTES:
-                await asyncio.sleep(0.001)
+        await until(lambda: node.server.describe()["save_memory_bytes_used"] == MEMORY_BYTES)
         assert len(node.client.sockets()) == 4
         assert await node.client.save(made(node, RECORDS[0]), deadline=soon()) is SaveOutcome.STORED
 
@@ -461,9 +441,7 @@ async def test_a_client_that_leaves_frees_its_memory(tmp_path: Path) -> None:
         assert node.server.describe()["save_memory_bytes_used"] == MEMORY_BYTES
         await node.client.aclose()
         assert node.client.shared_buffer(ROOM_BYTES) is None
-        async with asyncio.timeout(10):
-            while node.server.describe()["save_memory_bytes_used"]:
-                await asyncio.sleep(0.001)
+        await until(lambda: not node.server.describe()["save_memory_bytes_used"])
 
 
 async def test_saves_wait_for_room_as_sent_records_do(tmp_path: Path) -> None:
@@ -481,9 +459,7 @@ def test_pages_of_a_door_are_made_there(tmp_path: Path) -> None:
     page = np.random.default_rng(1).integers(0, 256, 200_000, np.uint8).tobytes()
 
     async def sent_bytes(store: RemoteStore) -> int:
-        async with asyncio.timeout(10):
-            while store.shared_buffer(ROOM_BYTES) is None:
-                await asyncio.sleep(0.001)
+        await until(lambda: store.shared_buffer(ROOM_BYTES) is not None)
         return sum(connection.frames.written_bytes for connection in store.pool.connections())
 
     with AttackedService(tmp_path) as service, BlockingStore(service.url, options=MAKES_RECORDS) as store:

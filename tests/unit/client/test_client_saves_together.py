@@ -19,7 +19,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.service.limits import ServiceLimits
 from kvstore.testing.attacked import AttackedService
 from kvstore.testing.prompts import ATTENTION, Prompt
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.wire import messages
 from tests.unit.client.sharing_node import LARGE, Node, node_at
 from tests.unit.client.test_client_save_memory import (
@@ -182,9 +182,7 @@ async def test_the_memory_of_cancelled_saves_is_kept_until_the_answer(
             if ends == "answered":
                 assert len(free_places(node)) == free
             go_on.set()
-            async with asyncio.timeout(10):
-                while len(free_places(node)) < free + len(RECORDS):
-                    await asyncio.sleep(0.001)
+            await until(lambda: len(free_places(node)) >= free + len(RECORDS))
         await until_idle(node)
         assert len({stored(node, record) for record in RECORDS}) == 1
 
@@ -218,9 +216,7 @@ async def test_failed_saves_leave_nothing_to_the_collector(tmp_path: Path, why: 
                     await saving
                     assert why == "late", "it was saved"
                 del saving
-            async with asyncio.timeout(10):
-                while len(free_places(node)) < free:
-                    await asyncio.sleep(0.01)
+            await until(lambda: len(free_places(node)) >= free)
         finally:
             gc.enable()
 
@@ -265,9 +261,7 @@ def test_failed_calls_of_a_thread_leave_nothing_to_the_collector(tmp_path: Path)
 
 async def until_there(store: PageStore) -> None:
     """Return when there is shared memory."""
-    async with asyncio.timeout(10):
-        while store.shared_buffer(300_000) is None:
-            await asyncio.sleep(0.001)
+    await until(lambda: store.shared_buffer(300_000) is not None)
 
 
 def test_pages_of_many_sizes_come_back(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from kvstore.codec import CodecPool
 from kvstore.errors import Closed, CorruptRecord, InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.pauses import collector_paused
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 
 
 class Gate:
@@ -253,6 +253,4 @@ async def test_what_failed_work_held_is_freed_at_once(pool: CodecPool, is_cancel
         with pytest.raises(asyncio.CancelledError if is_cancelled else CorruptRecord):
             await call
         del call
-        async with asyncio.timeout(1):
-            while made[0]() is not None:
-                await asyncio.sleep(0.01)
+        await until(lambda: made[0]() is None)

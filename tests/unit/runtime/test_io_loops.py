@@ -13,6 +13,7 @@ import pytest
 from kvstore.errors import Closed, Unavailable
 from kvstore.runtime.io_loops import IoLoop, call_on, open_io_loops
 from kvstore.runtime.pauses import collector_paused
+from kvstore.testing.waiting import until
 
 _request: contextvars.ContextVar[str] = contextvars.ContextVar("request", default="")
 
@@ -158,6 +159,4 @@ async def test_what_failed_work_held_is_freed_at_once(is_late: bool) -> None:
             with pytest.raises(asyncio.CancelledError if is_late else Unavailable):
                 await call
             del call
-            async with asyncio.timeout(1):
-                while made[0]() is not None:
-                    await asyncio.sleep(0.01)
+            await until(lambda: made[0]() is None)

@@ -19,6 +19,7 @@ from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.runtime.retries import retry
+from kvstore.testing.waiting import until
 from tests.virtual_time import ManualClock
 
 
@@ -153,9 +154,7 @@ async def test_work_that_must_not_end_is_started_again(caplog: pytest.LogCapture
         raise Closed("gone")
 
     background.keep_running(fail_for_a_while, "loop")
-    async with asyncio.timeout(600):
-        while len(background):
-            await asyncio.sleep(1)
+    await until(lambda: not len(background), 600)
     pauses = [round(after - before) for before, after in pairwise(starts)]
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     assert sum("task=tests:loop" in record.message and record.exc_info is not None for record in caplog.records) == 9

@@ -11,6 +11,7 @@ import pytest
 import uvloop
 
 from kvstore.runtime.buffers import send
+from kvstore.testing.waiting import until
 
 Loops = asyncio.AbstractEventLoopPolicy
 
@@ -48,9 +49,7 @@ async def test_bytes_arrive_in_order(slow: bool) -> None:
         await asyncio.sleep(0)
     may_read.set()
     transport.close()
-    async with asyncio.timeout(20):
-        while len(received) < len(expected):
-            await asyncio.sleep(0.01)
+    await until(lambda: len(received) >= len(expected))
     assert received == expected
     server.close()
     await server.wait_closed()

@@ -22,7 +22,7 @@ from kvstore.service.limits import ServiceLimits, Stall
 from kvstore.service.server import Server
 from kvstore.testing.dict_store import DictStore
 from kvstore.testing.prompts import ATTENTION, Prompt
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.wire import convert, messages
 from kvstore.wire.address import UnixAddress, parse_address
 from kvstore.wire.frames import pack_head
@@ -141,17 +141,13 @@ async def test_cancelled_saves_are_let_go_at_once(node: Node) -> None:
     client = await node.client(prompt)
     node.store.gate.clear()
     saves = [asyncio.ensure_future(client.save(record, deadline=soon())) for record in prompt.records()]
-    async with asyncio.timeout(5):
-        while node.used_bytes < 4 * PAYLOAD_BYTES:
-            await asyncio.sleep(0.005)
+    await until(lambda: node.used_bytes >= 4 * PAYLOAD_BYTES)
     assert len(node.store.living) == 4
     started_s = time.monotonic()
     for save in saves:
         save.cancel()
     await asyncio.gather(*saves, return_exceptions=True)
-    async with asyncio.timeout(5):
-        while node.used_bytes or node.store.living:
-            await asyncio.sleep(0.005)
+    await until(lambda: not (node.used_bytes or node.store.living))
     assert time.monotonic() - started_s < 5  # and not at their deadline
     node.store.gate.set()
     assert await client.save(prompt.records()[0], deadline=soon()) is SaveOutcome.STORED
@@ -169,9 +165,7 @@ async def test_a_dead_engine_in_the_middle_of_a_record(node: Node) -> None:
         writer.write(pack_head(encode(messages.Hello(1, role="data"))))
         writer.write(pack_head(encode(messages.Save(number, 9000, "memory")), 200_000) + bytes(100_000))
         dying.append(writer)
-    async with asyncio.timeout(5):
-        while node.used_bytes < 1_000_000:
-            await asyncio.sleep(0.005)
+    await until(lambda: node.used_bytes >= 1_000_000)
     save = asyncio.ensure_future(client.save(prompt.records()[0], deadline=soon()))
     await asyncio.sleep(0.1)
     assert not save.done()
@@ -179,9 +173,7 @@ async def test_a_dead_engine_in_the_middle_of_a_record(node: Node) -> None:
         writer.transport.abort()
     async with asyncio.timeout(5):
         assert await save is SaveOutcome.STORED
-    async with asyncio.timeout(5):
-        while node.used_bytes or node.store.living:
-            await asyncio.sleep(0.005)
+    await until(lambda: not (node.used_bytes or node.store.living))
 
 
 async def test_engines_that_stop_in_the_middle_of_a_record(node: Node) -> None:
@@ -198,9 +190,7 @@ async def test_engines_that_stop_in_the_middle_of_a_record(node: Node) -> None:
         writer.write(pack_head(encode(messages.Save(number, 500, "memory")), PAYLOAD_BYTES) + bytes(PAYLOAD_BYTES // 2))
         stopped.append((reader, writer))
     assert await client.save(prompt.records()[0], deadline=Deadline.after(60)) is SaveOutcome.STORED
-    async with asyncio.timeout(60):
-        while node.used_bytes or node.store.living:
-            await asyncio.sleep(0.005)
+    await until(lambda: not (node.used_bytes or node.store.living))
     for reader, writer in stopped:
         writer.write(bytes(PAYLOAD_BYTES // 2) + pack_head(encode(messages.Ping(77, 5000))))
         async with asyncio.timeout(60):
@@ -228,13 +218,9 @@ async def test_leases_of_an_engine_that_dies_before_it_reads_of_them(
         writer.write(pack_head(encode(messages.Ping(number, 60_000))) * 100)
     for number in range(5):
         writer.write(pack_head(encode(messages.Stage(2000 + number, 60_000, **fields))))
-    async with asyncio.timeout(60):
-        while len(node.store.leases) < 5:
-            await asyncio.sleep(0.005)
+    await until(lambda: len(node.store.leases) >= 5)
     writer.transport.abort()
-    async with asyncio.timeout(60):
-        while node.store.leases:
-            await asyncio.sleep(0.005)
+    await until(lambda: not node.store.leases)
 
 
 async def test_an_engine_that_does_not_read_holds_little(node: Node) -> None:

@@ -88,7 +88,7 @@ class SharedTiers:
         return await self.log().totals(deadline=soon())
 
     async def finished(self) -> None:
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(60.0):
             while await self.totals() != PendingTotals(0, 0):
                 await asyncio.sleep(0.02)
 

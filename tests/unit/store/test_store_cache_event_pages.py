@@ -27,6 +27,7 @@ from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.event_subscriber import Entry, apply
 from kvstore.testing.loop_held import LoopHeld
 from kvstore.testing.prompts import ATTENTION, HYBRID
+from kvstore.testing.waiting import until
 from kvstore.tiers.memory import MemoryTier
 
 RED, BLUE = NamespaceId(b"r" * 16), NamespaceId(b"b" * 16)
@@ -105,11 +106,6 @@ class Service:
         del self.memory.at[blocks.namespace][blocks.boundary.prefix]
         self.events.changed(RecordKey(blocks.namespace, blocks.boundary.prefix, blocks.group, 0))
 
-    async def until(self, is_so: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not is_so():
-                await asyncio.sleep(0.02)
-
     @property
     def blocks(self) -> set[object]:
         return {entry[3] for entry in self.published.index}
@@ -159,23 +155,23 @@ async def test_a_block_is_gone_when_the_last_page_with_it_is(service: Service) -
     """Also if another tenant's page has it, at another place in another page."""
     mine, others, third = page("mine", [1, 2, 3]), page("others", [9, 2, 2], namespace=BLUE), page("third", [3])
     service.save(mine, "red")
-    await service.until(lambda: service.blocks == {1, 2, 3})
+    await until(lambda: service.blocks == {1, 2, 3})
     service.save(others, "blue")
-    await service.until(lambda: service.blocks == {1, 2, 3, 9})
+    await until(lambda: service.blocks == {1, 2, 3, 9})
     service.drop(others)
-    await service.until(lambda: service.blocks == {1, 2, 3})
+    await until(lambda: service.blocks == {1, 2, 3})
     service.save(third, "red")
     service.drop(mine)
-    await service.until(lambda: service.blocks == {3})
+    await until(lambda: service.blocks == {3})
     service.drop(third)
-    await service.until(lambda: not service.blocks)
+    await until(lambda: not service.blocks)
 
 
 async def test_a_page_whose_blocks_are_known_publishes_nothing(service: Service) -> None:
     """Not even a batch without events, when it comes and when it goes."""
     first, same = page("first", [1, 2]), page("same", [1, 2], namespace=BLUE)
     service.save(first, "red")
-    await service.until(lambda: service.blocks == {1, 2})
+    await until(lambda: service.blocks == {1, 2})
     num_batches = len(service.published.batches)
     service.save(same, "blue")
     await asyncio.sleep(0.3)  # some rounds
@@ -183,7 +179,7 @@ async def test_a_page_whose_blocks_are_known_publishes_nothing(service: Service)
     await asyncio.sleep(0.3)
     assert len(service.published.batches) == num_batches
     service.drop(same)
-    await service.until(lambda: not service.blocks)
+    await until(lambda: not service.blocks)
 
 
 async def test_pages_that_do_not_change_are_not_looked_at(service: Service) -> None:
@@ -191,12 +187,12 @@ async def test_pages_that_do_not_change_are_not_looked_at(service: Service) -> N
     pages = [page(f"p{number}", [number]) for number in range(50)]
     for one in pages:
         service.save(one)
-    await service.until(lambda: len(service.blocks) == 50)
+    await until(lambda: len(service.blocks) == 50)
     looks = service.memory.num_looks
     await asyncio.sleep(0.5)
     assert service.memory.num_looks == looks
     service.drop(pages[7])
-    await service.until(lambda: len(service.blocks) == 49)
+    await until(lambda: len(service.blocks) == 49)
     assert service.memory.num_looks == looks + 1
 
 
@@ -225,17 +221,17 @@ async def test_changes_of_memory_hardly_wait_for_a_catalog_that_hangs() -> None:
     async with running(catalog) as service:
         for one in (red, blue, gone):
             service.save(one)
-        await service.until(lambda: service.blocks == {1, 2, 3})
+        await until(lambda: service.blocks == {1, 2, 3})
         ask.hangs = True
         await other.add([Addition(key, Level.HOT, 10, 64)], deadline=Deadline.after(60))
         service.events.changed(key)
         for one in (red, blue):
             service.drop(one)
         started_s = time.monotonic()
-        await service.until(lambda: service.blocks == {3})
+        await until(lambda: service.blocks == {3})
         assert time.monotonic() - started_s < 4.0  # a second, on a machine that does nothing else
         ask.hangs = False
-        await service.until(lambda: service.blocks == {1, 3})
+        await until(lambda: service.blocks == {1, 3})
 
 
 async def test_what_the_catalog_did_not_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,13 +242,13 @@ async def test_what_the_catalog_did_not_answer_is_asked_again(monkeypatch: pytes
     await other.add([Addition(key, Level.HOT, 10, 64)], deadline=Deadline.after(60))
     async with running(catalog) as service:
         service.events.name(one, 1, "red")
-        await service.until(lambda: service.blocks == {1})
+        await until(lambda: service.blocks == {1})
         ask.fails = True
         await other.remove([Removal(key, Level.HOT, 10, LeaveReason.EVICTED)], deadline=Deadline.after(60))
-        await service.until(lambda: ask.num_failed > 0)
+        await until(lambda: ask.num_failed > 0)
         await asyncio.sleep(0.5)  # some rounds
         ask.fails = False
-        await service.until(lambda: not service.blocks)
+        await until(lambda: not service.blocks)
 
 
 async def test_a_page_that_another_service_removes_twice_in_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,18 +261,18 @@ async def test_a_page_that_another_service_removes_twice_in_a_second(monkeypatch
         for _ in range(3):
             await other.add([Addition(key, Level.HOT, 10, 64)], deadline=Deadline.after(60))
             service.events.changed(key)
-            await service.until(lambda: service.blocks == {1})
+            await until(lambda: service.blocks == {1})
             await other.remove([Removal(key, Level.HOT, 10, LeaveReason.EVICTED)], deadline=Deadline.after(60))
-            await service.until(lambda: not service.blocks)
+            await until(lambda: not service.blocks)
 
 
 async def test_groups_of_a_page_count_on_their_own(service: Service) -> None:
     wide, narrow = page("wide", [1, 2], groups=2), page("narrow", [1, 2], namespace=BLUE)
     service.save(wide)
     service.save(narrow)
-    await service.until(lambda: len(service.published.index) == 4)
+    await until(lambda: len(service.published.index) == 4)
     service.drop(wide)
-    await service.until(lambda: {entry[2:] for entry in service.published.index} == {(0, 1), (0, 2)})
+    await until(lambda: {entry[2:] for entry in service.published.index} == {(0, 1), (0, 2)})
 
 
 async def test_a_page_that_is_not_stored_keeps_no_other_tenants_page_out(
@@ -288,7 +284,7 @@ async def test_a_page_that_is_not_stored_keeps_no_other_tenants_page_out(
     for number in range(17_000):
         service.events.name(page(f"absent{number}", [number], namespace=BLUE), 1, "blue")
     service.save(early, "red")
-    await service.until(lambda: service.blocks == {7})
+    await until(lambda: service.blocks == {7})
 
 
 async def test_of_too_many_pages_those_of_the_greedy_tenant_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +295,7 @@ async def test_of_too_many_pages_those_of_the_greedy_tenant_are_taken_back(monke
         for number in range(60):
             service.save(page(f"blue{number}", [1000 + number], namespace=BLUE), "blue")
         expected = set[object]([*range(20), *range(1040, 1060)])
-        await service.until(lambda: service.blocks == expected)
+        await until(lambda: service.blocks == expected)
 
 
 def test_pages_of_engines_are_not_too_large() -> None:
@@ -318,7 +314,7 @@ async def test_a_node_is_cleared_once(service: Service) -> None:
     """With its first message, not with that of each model: llm-d drops the blocks of all models."""
     for number, model in enumerate(("one", "two", "three")):
         service.save(page(model, [number], model=model))
-        await service.until(lambda upto=number: service.blocks == set(range(upto + 1)))  # type: ignore[misc]
+        await until(lambda upto=number: service.blocks == set(range(upto + 1)))  # type: ignore[misc]
     cleared = [b"AllBlocksCleared" in batch for _, batch in service.published.batches]
     assert cleared == [True, False, False, False]
     assert service.published.batches[0][0] == "kv@node:here@one"
@@ -354,10 +350,10 @@ async def test_large_pages_do_not_hold_the_loop(service: Service) -> None:
     async with held.watching():
         for one in large:
             service.save(one)
-        await service.until(lambda: len(service.blocks) == 10 * 256)
+        await until(lambda: len(service.blocks) == 10 * 256)
         for one in large:
             service.drop(one)
-        await service.until(lambda: not service.blocks)
+        await until(lambda: not service.blocks)
     assert max(len(batch) for _, batch in service.published.batches) <= 64 << 10
     assert held.longest_s < 0.2, held.longest_s
 

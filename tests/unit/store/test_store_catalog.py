@@ -36,7 +36,7 @@ from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.dict_pending import DictPendingLog, PendingBooks
 from kvstore.testing.faults import FaultyTier
 from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.memory import MemoryTier
 from tests.virtual_time import ShiftedClock
@@ -420,9 +420,7 @@ async def test_a_save_whose_end_is_not_known_is_looked_at_again() -> None:
     cold.unanswered.add(record.key)
     with pytest.raises(Unavailable):
         await store.save(record, ack=Ack.COLD, deadline=soon())
-    async with asyncio.timeout(60):
-        while pending.entries:
-            await asyncio.sleep(0.01)
+    await until(lambda: not pending.entries)
     totals = (await catalog.totals(deadline=soon()))[prompt.namespace].levels[Level.COLD]
     assert (totals.num_records, totals.num_bytes) == (1, record.num_bytes)
     await store.aclose()
@@ -452,9 +450,7 @@ async def test_a_manifest_of_a_later_release_holds_no_write_back_up() -> None:
         instruments=Instruments(meters=meters),
     )
     await store.open_namespace(known.description, deadline=soon())
-    async with asyncio.timeout(60):
-        while pending.entries:
-            await asyncio.sleep(0.01)
+    await until(lambda: not pending.entries)
     assert set(cold.keys_put) == {record.key for record in [*known.records(), *later.records()]}
     await store.aclose()
     await recorder.aclose()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from kvstore.runtime.instruments import Instruments
 from kvstore.settings import load_settings
 from kvstore.store.retention.operator_rules import OperatorRules
 from kvstore.testing.prompts import ATTENTION, Prompt, describe
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 
 
 def rules_of(folder: Path, quotas: Mapping[str, Quota] | None = None) -> OperatorRules:
@@ -138,13 +137,9 @@ async def test_a_book_that_takes_nothing_back_is_read_all_the_same(
     await told.retire("red", "old", is_retired=True, deadline=soon())
     path.unlink()
     book.kind = replace(OPERATOR_RULES, texts_max=0)
-    async with asyncio.timeout(60):
-        while not instruments.meters.get("catalog_failures", call="orders"):
-            await asyncio.sleep(0.01)
+    await until(lambda: instruments.meters.get("catalog_failures", call="orders"))
     book.kind = OPERATOR_RULES
     await other.retire("red", "older", is_retired=True, deadline=soon())
-    async with asyncio.timeout(60):
-        while not told.are_retired("red", "older"):
-            await asyncio.sleep(0.01)
+    await until(lambda: told.are_retired("red", "older"))
     assert told.are_retired("red", "old")
     await told.aclose()
