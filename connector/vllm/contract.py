@@ -191,7 +191,8 @@ USES: tuple[Use, ...] = (
         "ModelConfig",
         fields=_names(
             "model served_model_name revision architectures dtype quantization quantization_config hf_config "
-            "hf_text_config max_model_len model_class_overrides multimodal_config is_diffusion get_total_num_kv_heads"
+            "hf_text_config max_model_len model_class_overrides multimodal_config is_diffusion get_total_num_kv_heads "
+            "pooler_config is_prefix_caching_supported"
         ),
     ),
     Use(

@@ -186,14 +186,19 @@ def untested_version() -> str | None:
 
 
 def _refuse_unsupported_engines(vllm_config: Any, *, weights_may_change: bool) -> None:
-    parallel = vllm_config.parallel_config
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
     if getattr(vllm_config, "weight_transfer_config", None) is not None and not weights_may_change:
         raise _Unsupported("with weight_transfer_config the weights will change: set weights_may_change")
     if parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1:
         raise _Unsupported("context parallelism (DCP, PCP) is not supported: its layout of tokens is not proven")
-    if vllm_config.model_config.is_diffusion:
+    if model.is_diffusion:
         # a request may end with a canvas that no forward has written to its blocks (`diffusion_read_only`)
         raise _Unsupported("diffusion models are not supported: their cache does not hold all answered tokens")
+    if model.pooler_config is not None and not model.is_prefix_caching_supported:
+        # vLLM's pooler raises at a prompt that is not computed whole, which ends the engine (0.32)
+        raise _Unsupported(
+            "this model's pooling (MEAN, CLS, STEP) needs each token of a prompt: nothing can be resumed"
+        )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise _Unsupported("with calculate_kv_scales each engine has scales of its own; use the checkpoint's scales")
     if _own_worker(vllm_config.parallel_config.worker_cls).get("code") == UNKNOWN:

@@ -84,7 +84,7 @@ def facts(*groups: KVCacheGroupSpec, ranks: int = 1, total_heads: int = 2, **cha
     is_diffusion, code = changes.pop("is_diffusion", False), changes.pop("code", "")
     returns_experts, text_config = changes.pop("returns_experts", False), changes.pop("text_config", {})
     transfer, may_change = changes.pop("weight_transfer", None), changes.pop("weights_may_change", False)
-    drafts = changes.pop("drafts", None)
+    drafts, resumes = changes.pop("drafts", None), changes.pop("pooling_resumes", None)
     assert not changes
     model = SimpleNamespace(
         model="/models/a",
@@ -101,6 +101,8 @@ def facts(*groups: KVCacheGroupSpec, ranks: int = 1, total_heads: int = 2, **cha
         revision=None,
         max_model_len=4096,
         is_diffusion=is_diffusion,
+        pooler_config=None if resumes is None else object(),
+        is_prefix_caching_supported=resumes is not False,
         trust_remote_code=bool(code),
         get_total_num_kv_heads=lambda: total_heads,
     )
@@ -339,6 +341,7 @@ def test_chunked_and_draft_layers() -> None:
         ([group(full(), 0)], {"prefill_context_parallel_size": 2}, "context parallelism"),
         ([group(full(), 0)], {"calculate_kv_scales": True}, "calculate_kv_scales"),
         ([group(full(), 0)], {"is_diffusion": True}, "diffusion"),
+        ([group(full(), 0)], {"pooling_resumes": False}, "pooling"),
         ([group(full(), 0)], {"returns_experts": True}, "enable_return_routed_experts"),
         ([group(full(), 0)], {"weight_transfer": "nccl"}, "set weights_may_change"),
         ([group(full(), 0)], {"code": "modeling_own.OwnModel"}, "trust_remote_code"),
