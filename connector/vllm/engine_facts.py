@@ -30,7 +30,7 @@ from connector.facts import CellFacts, EngineFacts, GroupFacts, ModelFacts, Stat
 from connector.identity import CacheShape
 from connector.scheduler.lookups import takes_whole_prompts
 from connector.settings import ConnectorSettings
-from connector.vllm.contract import is_tested, release_of
+from connector.vllm.contract import Release, is_tested, release_of
 from connector.vllm.model_facts import kv_head_counts, plain, read_rules
 from connector.vllm.model_files import UNKNOWN, code_digest, digest_package, plugin_digests
 from kvstore.errors import InvalidRequest
@@ -57,6 +57,8 @@ _ENVIRONMENT = (
 kernel: what kernels round differently is no other content, as between kinds of GPUs."""
 _EXPERTS = "enable_return_routed_experts"
 """A setting of the model before 0.32."""
+_NO_CASCADES: Release = (0, 32)
+"""vLLM has no cascade attention since; its setting is still there."""
 
 
 class _Unsupported(Exception):
@@ -199,6 +201,10 @@ def _refuse_unsupported_engines(vllm_config: Any, *, weights_may_change: bool) -
         raise _Unsupported(
             "this model's pooling (MEAN, CLS, STEP) needs each token of a prompt: nothing can be resumed"
         )
+    has_cascades = (release_of(vllm.__version__) or _NO_CASCADES) < _NO_CASCADES
+    if has_cascades and not getattr(model, "disable_cascade_attn", True):
+        # vLLM counts a block's references, of which a save holds one, to see whether all requests share it
+        raise _Unsupported("cascade attention would take blocks of a save for shared ones: leave disable_cascade_attn")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise _Unsupported("with calculate_kv_scales each engine has scales of its own; use the checkpoint's scales")
     if _own_worker(vllm_config.parallel_config.worker_cls).get("code") == UNKNOWN:

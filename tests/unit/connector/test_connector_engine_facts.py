@@ -84,6 +84,7 @@ def facts(*groups: KVCacheGroupSpec, ranks: int = 1, total_heads: int = 2, **cha
     is_diffusion, code = changes.pop("is_diffusion", False), changes.pop("code", "")
     returns_experts, text_config = changes.pop("returns_experts", False), changes.pop("text_config", {})
     transfer, may_change = changes.pop("weight_transfer", None), changes.pop("weights_may_change", False)
+    cascades = changes.pop("cascades", False)
     drafts, resumes = changes.pop("drafts", None), changes.pop("pooling_resumes", None)
     assert not changes
     model = SimpleNamespace(
@@ -101,6 +102,7 @@ def facts(*groups: KVCacheGroupSpec, ranks: int = 1, total_heads: int = 2, **cha
         revision=None,
         max_model_len=4096,
         is_diffusion=is_diffusion,
+        disable_cascade_attn=not cascades,
         pooler_config=None if resumes is None else object(),
         is_prefix_caching_supported=resumes is not False,
         trust_remote_code=bool(code),
@@ -357,6 +359,14 @@ def test_what_is_not_proven_is_refused(groups: list[KVCacheGroupSpec], changes: 
     read = facts(*groups, **changes)
     assert read.unsupported is not None and reason in read.unsupported
     assert read.groups == ()
+
+
+@pytest.mark.parametrize(("release", "is_refused"), [("0.30.0", True), ("0.31.1", True), ("0.32.0", False)])
+def test_cascade_attention_is_refused(monkeypatch: pytest.MonkeyPatch, release: str, *, is_refused: bool) -> None:
+    """Of two requests one has a block that is being saved: two references, as if both had it."""
+    monkeypatch.setattr("vllm.__version__", release)
+    assert ("cascade" in (facts(group(full(), 0), cascades=True).unsupported or "")) is is_refused
+    assert facts(group(full(), 0)).unsupported is None
 
 
 def test_variables_that_change_the_model_count(monkeypatch: pytest.MonkeyPatch) -> None:
