@@ -20,8 +20,7 @@ from connector.identity import describe_model
 from connector.settings import ConnectorSettings
 from connector.vllm.contract import release_of
 from connector.vllm.engine_facts import read_model
-from connector.vllm.model_facts import plain
-from connector.vllm.model_files import UNKNOWN
+from connector.vllm.model_facts import media_refusal, plain
 from connector.weights import find_weights_id
 from kvstore.client import describe_pages
 from kvstore.errors import InvalidRequest
@@ -127,12 +126,8 @@ def describe_groups(engine: Engine, settings: ConnectorSettings, cache_folder: P
         OSError: A file cannot be read.
     """
     weights_id = settings.weights_id or find_weights_id(engine.model, cache_folder)
-    if UNKNOWN in engine.model.media_rules.values():  # vLLM's hashes name media by content and the model's name
-        raise InvalidRequest(
-            "not cached: no folder has the model's files for media: name its folder as model",
-            field="model",
-            seen=engine.model.model_path,
-        )
+    if (refusal := media_refusal(engine.model.media_rules)) is not None:
+        raise InvalidRequest(f"not cached: {refusal[1]}", field="model", seen=engine.model.model_path)
     common = {
         "format": _FORMAT,
         "engine": f"vllm {vllm.__version__} offloading",

@@ -183,7 +183,7 @@ USES: tuple[Use, ...] = (
         "VllmConfig",
         fields=_names(
             "model_config parallel_config cache_config load_config lora_config speculative_config "
-            "compilation_config kv_transfer_config kv_events_config scheduler_config"
+            "compilation_config kv_transfer_config ec_transfer_config kv_events_config scheduler_config"
         ),
     ),
     Use(
@@ -191,10 +191,12 @@ USES: tuple[Use, ...] = (
         "ModelConfig",
         fields=_names(
             "model served_model_name revision architectures dtype quantization quantization_config hf_config "
-            "hf_text_config max_model_len model_class_overrides multimodal_config is_diffusion get_total_num_kv_heads "
-            "pooler_config is_prefix_caching_supported"
+            "hf_text_config max_model_len model_class_overrides multimodal_config is_diffusion is_mm_prefix_lm "
+            "get_total_num_kv_heads pooler_config is_prefix_caching_supported"
         ),
     ),
+    Use("vllm.config", "MultiModalConfig", fields=_names("video_pruning_rate mm_encoder_attn_dtype")),
+    Use("vllm.config", "ECTransferConfig", fields=("is_ec_consumer",)),
     Use(
         "vllm.config",
         "ParallelConfig",

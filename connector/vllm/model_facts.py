@@ -13,6 +13,7 @@ from typing import Any
 from connector.vllm.model_files import (
     UNKNOWN,
     code_digest,
+    media_libraries,
     model_folder,
     part_folders,
     processor_digest,
@@ -26,8 +27,28 @@ _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "m
 _TYPES = ("torch_dtype", "dtype")
 """Covered by `compute_dtype`, which an operator may have chosen."""
 
-NUMBERED_MEDIA = "numbered"
-"""A rule of media: both caches of vLLM that need hashes are off, so it numbers items from one in every process."""
+_NUMBERED, _ENCODED_ELSEWHERE, _ATTENDS_AHEAD = "numbered", "encoded_elsewhere", "attends_ahead"
+_ADAPTIVE_SCALES, _PRUNED = "adaptive_scales", "video_pruning_rate"
+_MEDIA_REFUSALS = {
+    _NUMBERED: ("media_without_hash", "vLLM does not hash media if its media caches are off"),
+    _ENCODED_ELSEWHERE: (
+        "media_encoded_elsewhere",
+        "with ec_transfer_config another engine may encode them, and nobody knows with which weights",
+    ),
+    _ATTENDS_AHEAD: (
+        "media_attention",
+        "an item's tokens attend to later ones of it, and vLLM may compute it in parts: its cache depends on them",
+    ),
+    _ADAPTIVE_SCALES: (
+        "media_scales",
+        "without mm_encoder_fp8_scale_path the scales of an encoder in fp8 follow from what it has encoded",
+    ),
+    _PRUNED: (
+        "media_pruned",
+        "with video_pruning_rate vLLM gives tokens behind a video other positions if it resumes there",
+    ),
+}
+"""Rules under which an item's cache is not determined by its hash: the label of a counter, and why."""
 
 _LONG_BYTES, _LONG_ITEMS = 96 << 10, 7000
 """A longer list or map is described by its digest. Some quantizations name every layer of every expert, in megabytes,
@@ -45,7 +66,7 @@ _HEADS_OF_A_KV_HEAD = "n_heads_in_group"
 """Fields of configurations that say how many KV heads there are, and how many heads share one."""
 
 _MEDIA_SETTINGS = (
-    *("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method"),
+    *("mm_processor_kwargs", "media_io_kwargs", _PRUNED, "video_pruning_method"),
     *("mm_encoder_attn_dtype", "mm_device_do_normalize"),
 )
 
@@ -174,17 +195,30 @@ def _adapter_rules(lora: Any, model_dtype: Any) -> dict[str, str]:
     return rules
 
 
+def media_refusal(rules: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Why no item of an engine with these rules of media is cached: the label of a counter, and the reason in words."""
+    if UNKNOWN in rules.values():
+        return "media_files", "no folder has the model's files for media: name its folder as model"
+    return next((refusal for rule, refusal in _MEDIA_REFUSALS.items() if rule in rules), None)
+
+
 def _media_rules(vllm_config: Any) -> dict[str, Any]:
-    """What affects media items and is not covered by vLLM's hash of an item: settings and files."""
-    media = vllm_config.model_config.multimodal_config
+    """What affects media items and is not covered by vLLM's hash of an item: settings, files and libraries."""
+    model = vllm_config.model_config
+    media = model.multimodal_config
     if media is None:
         return {}
-    found = {name: plain(getattr(media, name, None)) for name in _MEDIA_SETTINGS}
-    found["processor"] = processor_digest(vllm_config)
+    found = {name: plain(getattr(media, name, None) or None) for name in _MEDIA_SETTINGS}
+    found |= {"processor": processor_digest(vllm_config), "libraries": media_libraries()}
     if scales := getattr(media, "mm_encoder_fp8_scale_path", None):
         found["encoder_scales"] = digest_files([Path(scales)], Path(scales).parent) or UNKNOWN
+    elif found["mm_encoder_attn_dtype"] == "fp8":
+        found[_ADAPTIVE_SCALES] = True
     if getattr(media, "mm_processor_cache_gb", None) == 0 and not vllm_config.cache_config.enable_prefix_caching:
-        found[NUMBERED_MEDIA] = True
+        found[_NUMBERED] = True
+    transfer = vllm_config.ec_transfer_config
+    found[_ENCODED_ELSEWHERE] = transfer is not None and transfer.is_ec_consumer
+    found[_ATTENDS_AHEAD] = model.is_mm_prefix_lm
     return {name: value for name, value in found.items() if value}
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 from collections.abc import Collection, Iterator, Mapping
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -19,6 +21,7 @@ _PARTS = ("text_model_id", "audio_model_id")
 UNKNOWN = "unknown"
 """In place of a digest of files that are not found."""
 _CODE = ("*.py", "*.so")
+_MEDIA_LIBRARIES = ("transformers", "mistral_common", "torchvision", "pillow")
 _PLUGINS = "vllm.general_plugins"
 _KNOWN_PLUGINS = ("vllm.", "connector.plugin:")
 
@@ -144,10 +147,42 @@ def quantization_digest(vllm_config: Any) -> str:
 
 def processor_digest(vllm_config: Any) -> str:
     """Digest of the files that say how media items become the model's input. vLLM names an item by its content and the
-    model's name, not by these. `UNKNOWN`: the model's folder is not found.
+    model's name, not by these. `UNKNOWN`: the model's folder, or one with code of its processor, is not found.
     """
-    folder = Path(_folder(str(vllm_config.model_config.model), vllm_config.model_config.revision))
+    model = vllm_config.model_config
+    folder = Path(_folder(str(model.model), model.revision))
     if not folder.is_dir():
         return UNKNOWN
-    is_own = getattr(vllm_config.model_config, "trust_remote_code", False)
-    return digest_files([*folder.glob("*process*.json"), *(folder.rglob("*.py") if is_own else ())], folder)
+    is_own = getattr(model, "trust_remote_code", False)
+    settings = [*folder.glob("*process*.json"), folder / "tekken.json"]  # Mistral's are in its tokenizer
+    files = [*filter(Path.is_file, settings), *(folder.rglob("*.py") if is_own else ())]
+    digests = [digest_files(files, folder)]
+    for name in sorted(_code_repositories(folder)) if is_own else ():
+        code = Path(_folder(name, getattr(model, "code_revision", None)))
+        digests.append(digest_files(code.rglob("*.py"), code) or UNKNOWN)
+    if UNKNOWN in digests or len(digests) == 1:
+        return UNKNOWN if UNKNOWN in digests else digests[0]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def _code_repositories(folder: Path) -> set[str]:
+    """The other repositories whose code a model's files name, e.g. for its processor."""
+    found = set[str]()
+    for file in (folder / "config.json", folder / "tokenizer_config.json", *folder.glob("*process*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            references = _references(json.loads(file.read_text(encoding="utf-8")))
+            found |= {reference.partition("--")[0] for reference in references if reference and "--" in reference}
+    return found
+
+
+def media_libraries() -> dict[str, str]:
+    """The versions of what makes a model's input of media items. With equal files another version may do it
+    differently.
+    """
+    from vllm.version import __version__ as own
+
+    found = {"vllm": str(own)}
+    for name in _MEDIA_LIBRARIES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

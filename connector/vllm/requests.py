@@ -6,14 +6,14 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from connector.prefix_hash import AdapterRequest, EmbeddedPrompt, MediaItem, PromptContent, UncacheableContent
 from connector.scheduler.hook_facts import StateOffer, StepFacts
-from connector.vllm.model_facts import NUMBERED_MEDIA
-from connector.vllm.model_files import UNKNOWN
+from connector.vllm.model_facts import media_refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class RequestReader:
     Attributes:
         trusts_media: Identifiers of media count as their content, even if a user chose them.
         media_rules: Digest of the engine's settings that change how media items are processed.
-        numbers_media: Items have numbers instead of hashes. With settings of its own a request's number is hashed.
+        media_refusal: Why no item of the engine is cached: the label of a counter, and the reason in words.
         adapters_on_media: Adapters change how media items are processed.
         adapter_paths: The folder that each adapter's number first had.
         replaced_adapters: Numbers that were loaded with `load_inplace`, or that had two folders: it is not known whose
@@ -32,7 +32,7 @@ class RequestReader:
 
     trusts_media: bool = False
     media_rules: str = ""
-    numbers_media: bool = False
+    media_refusal: tuple[str, str] | None = None
     adapters_on_media: bool = False
     adapter_paths: dict[int, str] = field(default_factory=dict)
     replaced_adapters: set[int] = field(default_factory=set)
@@ -41,13 +41,10 @@ class RequestReader:
     def of(
         cls, *, trusts_media: bool, media_rules: Mapping[str, Any], adapter_rules: Mapping[str, str]
     ) -> RequestReader:
-        """A reader for the settings of the operator and the engine. Media count as unknown content if the files of the
-        model that say how they are processed are not found.
-        """
+        """A reader for the settings of the operator and the engine."""
         digest = hashlib.sha256(json.dumps(media_rules, sort_keys=True).encode()).hexdigest() if media_rules else ""
-        is_known = UNKNOWN not in media_rules.values()
-        numbers = NUMBERED_MEDIA in media_rules
-        return cls(trusts_media and is_known, digest, numbers, adapters_on_media="media_towers" in adapter_rules)
+        towers = "media_towers" in adapter_rules
+        return cls(trusts_media, digest, media_refusal(media_rules), adapters_on_media=towers)
 
     def content(self, request: Any) -> PromptContent | None:
         """The parts of a request that are not tokens; `None`: there are none.
@@ -65,18 +62,28 @@ class RequestReader:
             return None
         return PromptContent(
             adapter=self._adapter(request.lora_request),
-            media=tuple(self._item(feature, request.lora_request) for feature in request.mm_features or ()),
+            media=self._media(request.mm_features or (), request.lora_request),
             embedded=_embedded(request.prompt_embeds, request.prompt_is_token_ids),
         )
 
-    def _item(self, feature: Any, lora_request: Any) -> MediaItem:
-        identifier = feature.mm_hash or feature.identifier
+    def _media(self, features: Sequence[Any], lora_request: Any) -> tuple[MediaItem, ...]:
+        if not features:
+            return ()
         if not self.trusts_media:
             raise UncacheableContent("multimodal", "identifiers of media are not trusted")
-        if self.numbers_media:
-            raise UncacheableContent("media_without_hash", "vLLM does not hash media if its media caches are off")
+        if self.media_refusal is not None:
+            raise UncacheableContent(*self.media_refusal)
         if lora_request is not None and self.adapters_on_media:
             raise UncacheableContent("media_adapter", "the adapter changes how media are processed")
+        items = sorted(map(self._item, features), key=lambda item: item.start_tokens)
+        if any(one.start_tokens + one.num_tokens > other.start_tokens for one, other in pairwise(items)):
+            # e.g. a video and its sound: vLLM's hash of a block names one of them (0.32), so that its own cache may
+            # hold blocks of another sound, and what is computed behind them is wrong
+            raise UncacheableContent("media_overlap", "two items share tokens, and vLLM's own cache ignores one")
+        return tuple(items)
+
+    def _item(self, feature: Any) -> MediaItem:
+        identifier = feature.mm_hash or feature.identifier
         position = feature.mm_position
         if self.media_rules:
             identifier = f"{self.media_rules}:{identifier}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +18,8 @@ import torch
 
 from connector.facts import EngineFacts
 from connector.identity import CacheShape, describe_namespace, read_shape
-from connector.vllm.model_facts import NUMBERED_MEDIA, read_rules, weights_source
-from connector.vllm.model_files import UNKNOWN, code_digest, plugin_digests
-from connector.vllm.requests import RequestReader
+from connector.vllm.model_facts import media_refusal, read_rules, weights_source
+from connector.vllm.model_files import UNKNOWN, code_digest, plugin_digests, processor_digest
 from kvstore.model.keys import NamespaceId
 from kvstore.model.kinds import SlidingWindow
 from tests.unit.connector.support import make_facts
@@ -44,11 +45,13 @@ def vllm_config(config: Mapping[str, Any] | None = None, **changes: Any) -> Any:
         "quantization_config": None,
         "model_class_overrides": {},
         "multimodal_config": None,
+        "is_mm_prefix_lm": False,
     }
     others: dict[str, Any] = {
         "load_config": SimpleNamespace(load_format="auto", download_dir=None),
         "speculative_config": None,
         "lora_config": None,
+        "ec_transfer_config": None,
     }
     for name in list(changes):
         (model if name in model else others)[name] = changes.pop(name)
@@ -221,9 +224,44 @@ def test_what_changes_an_adapter(settings: Any, expected: dict[str, str]) -> Non
 
 def test_what_changes_media() -> None:
     """Settings of the engine that vLLM's hash of an item does not cover."""
-    media = SimpleNamespace(mm_processor_kwargs={"size": 2}, media_io_kwargs={}, video_pruning_rate=0.5)
-    expected = {"mm_processor_kwargs": {"size": 2}, "video_pruning_rate": "0.5", "processor": UNKNOWN}
-    assert rules(multimodal_config=media)["media_rules"] == expected
+    media = SimpleNamespace(mm_processor_kwargs={"size": 2}, media_io_kwargs={}, video_pruning_rate=0.0)
+    found = rules(multimodal_config=media)["media_rules"]
+    assert {"vllm", "transformers"} <= found.pop("libraries").keys()
+    assert found == {"mm_processor_kwargs": {"size": 2}, "processor": UNKNOWN}
+
+
+def test_another_release_of_a_library_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may make something else of an image with the same files; a library that is not installed counts too."""
+    seen = []
+    for release in ("5.16.1", "5.19.0", None):
+
+        def version(name: str, release: str | None = release) -> str:
+            if release is None:
+                raise PackageNotFoundError(name)
+            return release
+
+        monkeypatch.setattr("connector.vllm.model_files.version", version)
+        seen.append(rules(multimodal_config=SimpleNamespace())["media_rules"])
+    assert seen[0] != seen[1] != seen[2] != seen[0]
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes"),
+    [
+        ("media_pruned", {"multimodal_config": SimpleNamespace(video_pruning_rate=0.5)}),
+        ("media_encoded_elsewhere", {"ec_transfer_config": SimpleNamespace(is_ec_consumer=True)}),
+        ("media_attention", {"is_mm_prefix_lm": True}),
+        ("media_scales", {"multimodal_config": SimpleNamespace(mm_encoder_attn_dtype="fp8")}),
+        (None, {"ec_transfer_config": SimpleNamespace(is_ec_consumer=False)}),
+        (None, {"is_mm_prefix_lm": False}),
+    ],
+)
+def test_media_whose_cache_depends_on_more_than_them(folder: Path, reason: str | None, changes: dict[str, Any]) -> None:
+    """Pruned videos, encoders of other engines, items whose tokens attend to later ones, and scales that follow from
+    what was encoded before."""
+    media = SimpleNamespace()
+    refusal = media_refusal(rules(**{"model": str(folder), "multimodal_config": media, **changes})["media_rules"])
+    assert (refusal and refusal[0]) == reason
 
 
 @pytest.mark.parametrize(
@@ -234,7 +272,8 @@ def test_media_are_numbered_where_nothing_needs_hashes(gib: int, *, caches_prefi
     media = SimpleNamespace(mm_processor_cache_gb=gib)
     caches = SimpleNamespace(enable_prefix_caching=caches_prefixes)
     found = rules(multimodal_config=media, cache_config=caches)["media_rules"]
-    assert found.get(NUMBERED_MEDIA, False) is numbered
+    refusal = media_refusal({**found, "processor": "known"})
+    assert (refusal is not None and refusal[0] == "media_without_hash") is numbered
 
 
 def write_snapshot(cache: Path, **files: str) -> Path:
@@ -398,10 +437,10 @@ def test_how_media_are_processed_counts(folder: Path) -> None:
     """The files that say it, with the settings that vLLM's hash of an item leaves out."""
 
     def media_rules(folder: Path | str) -> dict[str, Any]:
-        return rules(model=str(folder), multimodal_config=SimpleNamespace(video_pruning_rate=0.5))["media_rules"]
+        return rules(model=str(folder), multimodal_config=SimpleNamespace(media_io_kwargs={"a": 1}))["media_rules"]
 
     before = media_rules(folder)
-    assert before["video_pruning_rate"] == "0.5" and len(before["processor"]) == 64
+    assert before["media_io_kwargs"] == {"a": 1} and len(before["processor"]) == 64
     (folder / "config.json").write_text("{}")
     (folder / "modeling_my.py").write_text("it is not trusted, so it is not run")
     assert media_rules(folder) == before
@@ -410,12 +449,31 @@ def test_how_media_are_processed_counts(folder: Path) -> None:
     assert changed != before
     (folder / "preprocessor_config.json").write_text("{}")
     assert media_rules(folder) not in (before, changed)
+    (folder / "tekken.json").write_text("{}")
+    assert media_rules(folder)["processor"] not in (before["processor"], changed["processor"])
     assert media_rules("someone/elsewhere")["processor"] == UNKNOWN
-    known, unknown = (
-        RequestReader.of(trusts_media=True, media_rules=media_rules(place), adapter_rules={})
-        for place in (folder, "someone/elsewhere")
-    )
-    assert known.trusts_media and not unknown.trusts_media
+    known, unknown = (media_refusal(media_rules(place)) for place in (folder, "someone/elsewhere"))
+    assert known is None and unknown is not None and unknown[0] == "media_files"
+
+
+def test_code_of_a_processor_in_another_repository_counts(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A model's files may name it, as those of a fine-tuned copy do: not found, media are not cached."""
+    other = tmp_path_factory.mktemp("other")
+    (other / "processing.py").write_text("SIZE = 1")
+    config = vllm_config(model=str(folder))
+    before = processor_digest(config)
+    for place in (str(other), "someone/elsewhere"):
+        named = {"auto_map": {"AutoImageProcessor": [None, f"{place}--processing.Own"]}}
+        (folder / "preprocessor_config.json").write_text(json.dumps(named))
+        assert processor_digest(config) not in (before, UNKNOWN)  # code that is not trusted is not run
+        config.model_config.trust_remote_code = True
+        first = processor_digest(config)
+        (other / "processing.py").write_text("SIZE = 2")
+        assert (first == UNKNOWN) == (place != str(other))
+        assert (processor_digest(config) == first) == (place != str(other))
+        config.model_config.trust_remote_code = False
 
 
 def test_both_names_of_a_cache_type_are_one() -> None:

@@ -9,10 +9,11 @@ import torch
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from connector.prefix_hash import AdapterRequest, MediaItem, PrefixChain, PromptContent, UncacheableContent
-from connector.vllm.model_facts import NUMBERED_MEDIA
 from connector.vllm.requests import RequestReader, read_trace
 
 HASH = "5" * 64
@@ -92,8 +93,26 @@ def test_media_are_refused_unless_trusted() -> None:
 def test_numbers_are_no_content(identifier: str) -> None:
     """Without a cache of its own vLLM numbers media from one at every start, and hashes a number with the settings of
     the request: never cached, even with trust."""
-    reader = RequestReader.of(trusts_media=True, media_rules={NUMBERED_MEDIA: True}, adapter_rules={})
+    reader = RequestReader.of(trusts_media=True, media_rules={"numbered": True}, adapter_rules={})
     assert refusal(reader, request(mm_features=[image(identifier)])) == "media_without_hash"
+
+
+def test_items_that_share_tokens_are_refused() -> None:
+    """A video and its sound: vLLM's hashes of blocks leave out the sound, so its own cache may hold another one's."""
+    video, sound = (MultiModalFeatureSpec(None, name, HASH, PlaceholderRange(3, 20)) for name in ("video", "audio"))
+    assert refusal(TRUSTING, request(mm_features=[video, sound])) == "media_overlap"
+    following = MultiModalFeatureSpec(None, "audio", HASH, PlaceholderRange(23, 20))
+    content = TRUSTING.content(request(mm_features=[following, video]))
+    assert content is not None and [item.start_tokens for item in content.media] == [3, 23]
+    init_none_hash(sha256)
+    hashes_of = [
+        request(
+            mm_features=[video, MultiModalFeatureSpec(None, "audio", other, PlaceholderRange(3, 20))],
+            block_hasher=get_request_block_hasher(16, sha256),
+        ).block_hashes
+        for other in (HASH, "6" * 64)
+    ]
+    assert hashes_of[0][0] == hashes_of[1][0], "vLLM names both items now: the refusal is not needed any more"
 
 
 def test_media_under_adapters() -> None:
