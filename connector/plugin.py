@@ -6,7 +6,9 @@ connector, and torch with it, if an engine is configured to use it.
 
 from __future__ import annotations
 
+import functools
 import logging
+from typing import Any
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
 
@@ -29,3 +31,33 @@ def register() -> None:
             ' "kv_connector_module_path": "connector" beside its name',
             error,
         )
+        return
+    _require_embeddings()
+
+
+def _require_embeddings() -> None:
+    """Let an engine with this connector refuse media without their embeddings, as an engine without connectors does.
+
+    Of each engine that loads by a connector vLLM (0.30 to 0.33) assumes that another one computes its prompts. It then
+    accepts a request that names the size of an image and nothing else, and ends once it has to compute that. Our store
+    may always miss.
+    """
+    from vllm.config import VllmConfig
+
+    resolve = getattr(VllmConfig, "_resolve_mm_embedding_inputs", None)
+    if resolve is None or hasattr(resolve, "__wrapped__"):
+        return
+
+    @functools.wraps(resolve)
+    def resolve_unless_ours(self: Any) -> None:
+        transfer = self.kv_transfer_config
+        if transfer is None or transfer.kv_connector != _NAME:
+            resolve(self)
+            return
+        self.kv_transfer_config = None
+        try:
+            resolve(self)
+        finally:
+            self.kv_transfer_config = transfer
+
+    VllmConfig._resolve_mm_embedding_inputs = resolve_unless_ours

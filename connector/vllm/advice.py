@@ -43,11 +43,6 @@ def advise_at_start(facts: EngineFacts, settings: ConnectorSettings) -> tuple[st
         )
     if settings.trust_mm_uuids and (refusal := media_refusal(facts.media_rules)) is not None:
         advice.append(f"requests with media are not cached although trust_mm_uuids is set: {refusal[1]}")
-    if settings.loads and facts.media_rules:
-        advice.append(
-            "with kv_role kv_both or kv_consumer vLLM takes embeddings of media from every user, and a request that"
-            " leaves them out ends the engine (0.32): set a proxy before it that refuses content of types *_embeds"
-        )
     if settings.weights_id_file is not None and not settings.weights_may_change:
         advice.append("weights_id_file is not read without weights_may_change; set both or neither")
     return tuple(advice)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import vllm
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
@@ -263,6 +264,7 @@ register()
 ours = [name for name in sys.modules if name.split(".")[0] in ("connector", "kvstore")]
 assert sorted(ours) == ["connector", "connector.plugin"], ours
 
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 found = KVConnectorFactory.get_connector_class_by_name("KVStoreConnector")
@@ -271,6 +273,25 @@ from connector import KVStoreConnector
 assert found is KVStoreConnector
 print("found")
 """
+
+
+@pytest.mark.parametrize(
+    ("connector", "encodes_elsewhere", "may_lack"),
+    [("KVStoreConnector", False, False), ("KVStoreConnector", True, True), ("NixlConnector", False, True)],
+)
+def test_media_without_their_embeddings(connector: str, *, encodes_elsewhere: bool, may_lack: bool) -> None:
+    """Our engines refuse them, unless another engine encodes. Else vLLM takes them, and ends if it must compute one."""
+    register()
+    transfer = KVTransferConfig(kv_connector=connector, kv_role="kv_both")
+    media = SimpleNamespace(allow_missing_mm_embeddings=None, enable_mm_embeds=False)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=media),
+        ec_transfer_config=SimpleNamespace(is_ec_consumer=encodes_elsewhere),
+        kv_transfer_config=transfer,
+    )
+    vars(VllmConfig)["_resolve_mm_embedding_inputs"](config)
+    assert (media.allow_missing_mm_embeddings, media.enable_mm_embeds) == (may_lack, may_lack)
+    assert config.kv_transfer_config is transfer
 
 
 def test_the_package_names_its_plugin() -> None:
