@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -154,14 +155,20 @@ def _run_in_processes(
 ) -> list[dict[str, object]]:
     """Run the plans, which are independent, in one process per processor."""
     num_processes = min(len(plans), len(os.sched_getaffinity(0)))
-    with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        jobs = {
-            plan: pool.submit(replay, prompts, plan)
-            for plan in sorted(plans, key=lambda plan: plan.policy != AUTO)  # the long ones first
-        }
-        for job in as_completed(jobs.values()):
-            job.result()
-            on_done()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_processes, context, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+        try:
+            jobs = {
+                plan: pool.submit(replay, prompts, plan)
+                for plan in sorted(plans, key=lambda plan: plan.policy != AUTO)  # the long ones first
+            }
+            for job in as_completed(jobs.values()):
+                job.result()
+                on_done()
+        except BaseException:  # Ctrl-C: without this the pool would first run all other plans, for minutes
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
         return [_row(plan, jobs[plan].result()) for plan in plans]
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings
 from kvstore.testing.records import make_key, make_record
 from kvstore.testing.service_process import ServiceProcess
+from kvstore.testing.waiting import eventually
 from kvstore.tiers.filesystem import FilesystemTier
 from tests.architecture.sources import ROOT
 
@@ -219,6 +221,30 @@ def test_a_verb_that_is_interrupted_says_so(tmp_path: Path) -> None:
             assert verb.stderr is not None
             assert verb.stderr.read() == "kvstore: interrupted\n"
         assert verb.wait(60) == 130
+
+
+def test_a_simulation_ends_with_ctrl_c(tmp_path: Path) -> None:
+    """From a terminal it interrupts all processes. What they had still to replay would take minutes."""
+    trace, line = tmp_path / "trace", '{"timestamp": %d, "input_length": 5120, "hash_ids": %s}\n'
+    trace.write_text("".join(line % (at, list(range(at * 10, at * 10 + 10))) for at in range(10_000)))
+    budgets = ",".join(f"{share}%" for share in range(1, 100))
+    command = [*COMMAND, "simulate", str(trace), "--policy", "auto", "--budget-blocks", budgets]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as verb:
+        eventually(lambda: _busy_s(verb.pid) > 2)  # longer than they take to start
+        os.killpg(verb.pid, signal.SIGINT)
+        try:
+            _, err = verb.communicate(timeout=20)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(verb.pid, signal.SIGKILL)
+    assert (verb.returncode, err) == (130, "kvstore: interrupted\n")
+
+
+def _busy_s(parent: int) -> float:
+    """Processor seconds of the child that used the most."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    ticks = (int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[11]) for child in children)
+    return max(ticks, default=0) / os.sysconf("SC_CLK_TCK")
 
 
 def test_every_verb_is_in_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
