@@ -8,7 +8,7 @@ import re
 import ssl
 import time
 from collections.abc import Callable, Mapping
-from http.client import HTTPException
+from http.client import HTTPException, RemoteDisconnected
 from typing import Annotated, Any, TypeAlias, get_type_hints
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlencode
@@ -18,6 +18,7 @@ import typer
 
 from kvstore.cli.options import AsJson, Config, TokenFile, tls_of, token_of
 from kvstore.cli.printing import bytes_text, progress_bar
+from kvstore.doctor.unreachable import CERTIFICATE_FIX
 from kvstore.errors import InvalidRequest, Unavailable, next_step
 from kvstore.settings import TOKEN_VARIABLE, Settings, load_settings
 from kvstore.wire.address import parse_admin_url
@@ -119,12 +120,19 @@ class AdminClient:
             if "WRONG_VERSION_NUMBER" in str(reason):
                 raise Unavailable(f"{self.url} does not use TLS: write http:// instead of https://") from error
             where = f"{self.url}, {self.found}" if self.found else self.url
+            if "CERTIFICATE_VERIFY_FAILED" in str(reason):
+                raise Unavailable(
+                    f"the certificate of {where} is not believed ({reason}): {CERTIFICATE_FIX}"
+                ) from error
             if isinstance(reason, TimeoutError) or "timed out" in str(reason):
                 step = "it is very busy, wait longer with --timeout" if self._is_alive else _FROZEN
                 raise Unavailable(f"the service at {where} does not answer in time: {step}") from error
+            step = "check that `kvstore serve` runs there with this admin_listen"
+            if isinstance(error, RemoteDisconnected):  # so does a TLS port
+                step += ", write https:// if that is at tls://"
             raise Unavailable(
-                f"no administration interface answers at {where} ({reason}): check that `kvstore serve` runs there "
-                "with this admin_listen, or name another address with --admin-url or KVSTORE_ADMIN_LISTEN"
+                f"no administration interface answers at {where} ({reason}): {step}, "
+                "or name another address with --admin-url or KVSTORE_ADMIN_LISTEN"
             ) from error
 
     def _check_alive(self) -> None:

@@ -172,7 +172,8 @@ async def test_orders_are_given(made: ServiceHarness, run: Run) -> None:
     assert await hit(made, old) == 0
     status, out, _ = await run("gc")
     assert status == 0 and "would delete, of retired weights: 2 boundaries in filesystem" in out
-    assert (await run("weights", "restore", "old", "--yes"))[0] == 0 and await hit(made, old) == 128
+    status, out, _ = await run("weights", "restore", "old", "--yes")
+    assert status == 0 and "restored: every service serves within seconds" in out and await hit(made, old) == 128
     assert (await told(run, "gc", "--yes"))["report"]["retired"] == {}
     await run("weights", "retire", "old", "--yes")
     assert (await told(run, "gc", "--yes"))["report"]["retired"]["filesystem"]["num_records"] == 4
@@ -309,7 +310,9 @@ async def test_a_service_behind_tls_is_asked(tmp_path: Path, run: Run, monkeypat
     monkeypatch.setenv("KVSTORE_TOKEN", "operator token")
     async with open_service(tmp_path, **flags) as made:
         code, _, err = await run("ls", "--admin-url", made.url)
-        assert code == 1 and "certificate" in err
+        assert code == 1 and "is not believed" in err and "set tls_ca_file (KVSTORE_TLS_CA_FILE)" in err
+        code, _, err = await run("ls", "--admin-url", made.url.replace("https://", "http://"))
+        assert code == 1 and "write https:// if that is at tls://" in err
         monkeypatch.setenv("KVSTORE_TLS_CA_FILE", str(cert))
         for url in (made.url, made.url.replace("https://", "tls://")):
             assert (await run("ls", "--admin-url", url))[0] == 0
