@@ -178,7 +178,8 @@ def retire(client: AdminClient, json_: bool, weights_id: WeightsArgument, yes: Y
 @admin_verb(60.0)
 def restore(client: AdminClient, json_: bool, weights_id: WeightsArgument, yes: Yes = False) -> None:
     """Undo a retirement: services serve again what was not deleted since."""
-    _change_weights(client, "DELETE", weights_id, yes=yes, json_=json_)
+    if _change_weights(client, "DELETE", weights_id, yes=yes, json_=json_):
+        typer.echo("restored: every service serves within seconds what was not deleted since")
 
 
 def _change_weights(client: AdminClient, method: str, weights_id: str, *, yes: bool, json_: bool) -> bool:
