@@ -212,7 +212,7 @@ def _waiting(values: Mapping[str, Any]) -> Iterator[str]:
         limit = counters.get("pending_limit_bytes")
         most = f", at most {bytes_text(limit)}" if limit else ""
         held = bytes_text(counters.get("pending_bytes", 0))
-        yield f"{counted(num_records, 'record')} ({held}{most}) of all services are in the hot tier and not yet cold"
+        yield f"{counted(num_records, 'record')} ({held}{most}) of all services are not in the cold tier yet"
     if not has_any:
         yield "nothing waits"
 

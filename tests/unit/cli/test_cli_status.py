@@ -88,7 +88,7 @@ def test_a_healthy_service_says_so_first() -> None:
         "            redis: works, its server uses 3.0 GiB of memory, without a limit",
         "            s3: works, its bytes are not counted here (kvstore top)",
         "write-back  12 records (24.0 MiB) wait here for s3",
-        "            40 records (90.0 MiB, at most 8.0 GiB) of all services are in the hot tier and not yet cold",
+        "            40 records (90.0 MiB, at most 8.0 GiB) of all services are not in the cold tier yet",
         "engines     6 connections; 2 namespaces opened since its start",
         "            vllm llama, pid 17",
         "            vllm [x], pid 18",
