@@ -260,7 +260,8 @@ class Authenticator:
         if not is_local:
             self._limit(_host(connection.extra("peername")), token, grant)
         if grant is None:
-            raise InvalidRequest("the token is wrong: name a token of this service in token_file", field="token")
+            what = "wrong" if token else "missing"
+            raise InvalidRequest(f"the token is {what}: name a token of this service in token_file", field="token")
         return grant
 
     def still_admits(self, grant: Grant) -> bool:
