@@ -9,6 +9,7 @@ import importlib.util
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Generator, Mapping
 
 import pytest
@@ -29,6 +30,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Each of over 150 engines would spend seconds on compiling one small function of vLLM's, which ranks log probabilities.
 # With the stand-in for Triton torch can compile nothing.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+# Without it each of thousands of processes, and each worker, compiles all of our modules again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A shell starts background jobs with SIGINT ignored. Children inherit that: those that tests interrupt would not end.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

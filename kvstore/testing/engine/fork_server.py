@@ -27,6 +27,8 @@ _NUM_DESCRIPTORS = 4
 _MODULES = ("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
 _STARTERS = ("vllm.v1.engine.utils", "vllm.v1.engine.coordinator", "vllm.v1.executor.multiproc_executor")
 """Modules that start processes."""
+_COSTLY = ("vllm.model_executor.models.registry", "vllm.distributed.device_communicators.shm_broadcast")
+_SPIN_S = 0.002
 
 
 def main() -> None:
@@ -34,6 +36,7 @@ def main() -> None:
     tie_to_parent(int(sys.argv[2]))
     for module in _MODULES:
         importlib.import_module(module)
+    _spare_the_processors()
     gc.freeze()  # what is never freed should not be copied page by page where engines collect garbage
     woken, waking = os.pipe()
     os.set_blocking(waking, False)
@@ -64,6 +67,14 @@ def main() -> None:
     for descriptor in (woken, waking, report, *reports.values()):
         os.close(descriptor)
     _be_engine(parent, json.loads(message), *streams)
+
+
+def _spare_the_processors() -> None:
+    """Change what costs many engines on few processors most, and no result: vLLM inspects the class of a model in a new
+    process, which imports all again, and an engine's processes wait for each other for a second without sleeping."""
+    registry, queues = map(importlib.import_module, _COSTLY)
+    registry._run_in_subprocess = lambda inspect: inspect()  # type: ignore[attr-defined]
+    queues.SpinCondition.__init__.__defaults__ = (_SPIN_S,)
 
 
 def _report_ended(reports: dict[int, int]) -> None:
