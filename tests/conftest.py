@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +18,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from kvstore.runtime.clock import SystemClock
+from kvstore.testing.warm_services import warm_services
 from tests.virtual_time import VirtualClock, VirtualLoop
 from tests.workers import EnginesInTurn, comes_last
 
@@ -89,6 +90,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if full:
         items[:] = [item for item in items if item not in full]
         config.hook.pytest_deselected(items=full)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm() -> Iterator[None]:
+    """Hundreds of services start here; what they import is imported once."""
+    with warm_services():
+        yield
 
 
 @pytest.fixture

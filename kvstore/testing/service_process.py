@@ -7,17 +7,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import IO
 
 import uvloop
 
-import kvstore
 from kvstore.api import PageStore
 from kvstore.service.main import serve
 from kvstore.service.server import Server
 from kvstore.testing.dict_store import DictStore
+from kvstore.testing.forking import ForkedProcess
+from kvstore.testing.serve import ROOT, bare_environment
+from kvstore.testing.warm_services import start_warm
 from kvstore.wire.address import parse_address
 
 _START_S = 60.0
@@ -34,16 +37,20 @@ class ServiceProcess:
     def __init__(self, url: str, *, slow: bool = False) -> None:
         self.url = url
         self._slow = slow
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
+        self._output: IO[bytes] | None = None
 
     def start(self) -> None:
         """Return when it accepts."""
         command = [sys.executable, "-m", "kvstore.testing.service_process", self.url, *(["slow"] if self._slow else [])]
-        root = Path(kvstore.__file__).parent.parent
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root)
-        assert self._process.stdout is not None
-        ready = self._process.stdout.readline()
-        if b"ready" not in ready:
+        read_end, write_end = os.pipe()
+        self._output = os.fdopen(read_end, "rb")
+        with os.fdopen(write_end, "wb") as output:
+            environment = bare_environment()
+            self._process = start_warm(command, environment, write_end) or subprocess.Popen(
+                command, stdout=output, cwd=ROOT, env=environment
+            )
+        if not any(b"ready" in line for line in self._output):
             raise RuntimeError(f"the service of the test did not start on {self.url}")
 
     @property
@@ -68,11 +75,11 @@ class ServiceProcess:
     def kill(self) -> None:
         """SIGKILL, and return when it is gone. Idempotent."""
         if self._process is not None:
-            self._process.kill()
+            self._process.send_signal(signal.SIGKILL)
             self._process.wait()
-            assert self._process.stdout is not None
-            self._process.stdout.close()
             self._process = None
+        if self._output is not None:
+            self._output.close()
 
     def __enter__(self) -> ServiceProcess:
         self.start()
@@ -90,10 +97,13 @@ async def _store(slow: bool) -> AsyncIterator[PageStore]:
     yield store
 
 
-def _main(url: str, *options: str) -> None:
+def main(arguments: Sequence[str]) -> int:
+    """Serve on an address until killed; `slow` may follow it."""
+    url, *options = arguments
     store, addresses = _store("slow" in options), [parse_address(url)]
     uvloop.run(serve(store, Server, addresses, on_ready=lambda _: print("ready", flush=True)))
+    return 0
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

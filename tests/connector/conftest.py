@@ -23,7 +23,7 @@ RESTORED = (2432, 1280, 2432)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm() -> Iterator[None]:
+def warm_engines() -> Iterator[None]:
     """Some 150 engines start here; what they import is imported a few times."""
     with warm_starts():
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.serve import bare_environment
 from kvstore.testing.servers import CephRgw, RedisServer
-from tests.integration.forked_service import ForkedService
+from kvstore.testing.servers.process import ServerProcess
 
 PENDING_LEASE_S = 1.0
 
@@ -29,7 +30,7 @@ _LARGE_BYTES = 5 << 20
 """More than one Redis value."""
 
 
-def service(folder: Path, name: str, redis: RedisServer, rgw: CephRgw, bucket: str, io_threads: int) -> ForkedService:
+def service(folder: Path, name: str, redis: RedisServer, rgw: CephRgw, bucket: str, io_threads: int) -> ServerProcess:
     """A service that is not started yet; it listens on a socket in `folder`."""
     flags = {
         "listen": f"unix:{folder / name}.sock",
@@ -41,7 +42,11 @@ def service(folder: Path, name: str, redis: RedisServer, rgw: CephRgw, bucket: s
         "io-threads": str(io_threads),
     }
     arguments = [part for flag, value in flags.items() for part in (f"--{flag}", value)]
-    return ForkedService(arguments, folder / f"{name}.log", {**bare_environment(), **rgw.environment})
+    return ServerProcess(
+        [sys.executable, "-m", "kvstore.service", *arguments],
+        folder / f"{name}.log",
+        {**bare_environment(), **rgw.environment},
+    )
 
 
 @dataclass
@@ -87,7 +92,7 @@ class Node:
         numbers: Decides which prompts, levels and moments.
     """
 
-    def __init__(self, process: ForkedService, url: str, promises: Promises, numbers: random.Random) -> None:
+    def __init__(self, process: ServerProcess, url: str, promises: Promises, numbers: random.Random) -> None:
         self.process = process
         self.num_kills = 0
         self.num_kills_in_flight = 0

@@ -82,7 +82,7 @@ async def test_what_was_acknowledged_survives_kills(
         await everything_is_served(promises, f"unix:{tmp_path / 'two'}.sock")
     finally:
         for node in nodes:
-            node.process.close()
+            node.process.kill9()
     assert promises.num_acknowledged.keys() == {level for level, count in promises.num_acknowledged.items() if count}
     assert sum(node.num_kills_in_flight for node in nodes) > kills // 2
 

@@ -1,29 +1,19 @@
 """`python -m kvstore.testing.engine.fork_server CONTROL_FD PARENT_PID`: has imported vLLM, and forks into engines.
 
-The imports are most of an engine's start, some 9 s of one core, and the same each time. An order is one message on the
-control socket with an engine's environment and spec, and four descriptors: its stdin, its output, where it answers, and
-where its exit status goes. The answer is its process number.
+The imports are most of an engine's start, some 9 s of one core, and the same each time.
 """
 
 from __future__ import annotations
 
-import atexit
 import gc
 import importlib
-import json
 import multiprocessing
 import os
-import select
-import signal
-import socket
 import sys
-import threading
-from typing import Any, NoReturn
 
-from kvstore.testing.engine.forked import ORDER_BYTES_MAX
-from kvstore.testing.engine.main import serve, tie_to_parent
+from kvstore.testing.engine.main import serve
+from kvstore.testing.forking import Order, end_process, fork_on_demand, tie_to_parent
 
-_NUM_DESCRIPTORS = 4
 _MODULES = ("vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
 _STARTERS = ("vllm.v1.engine.utils", "vllm.v1.engine.coordinator", "vllm.v1.executor.multiproc_executor")
 """Modules that start processes."""
@@ -37,36 +27,7 @@ def main() -> None:
     for module in _MODULES:
         importlib.import_module(module)
     _spare_the_processors()
-    gc.freeze()  # what is never freed should not be copied page by page where engines collect garbage
-    woken, waking = os.pipe()
-    os.set_blocking(waking, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(waking)
-    reports: dict[int, int] = {}
-    with socket.socket(fileno=int(sys.argv[1])) as control:
-        while True:
-            ready = select.select([control.fileno(), woken], [], [])[0]
-            if woken in ready:
-                os.read(woken, 4096)
-                _report_ended(reports)
-            if control.fileno() not in ready:
-                continue
-            message, descriptors, _, _ = socket.recv_fds(control, ORDER_BYTES_MAX, _NUM_DESCRIPTORS)
-            if not message:
-                return
-            *streams, report = descriptors
-            parent, pid = os.getpid(), os.fork()
-            if pid == 0:
-                break
-            for stream in streams:
-                os.close(stream)
-            reports[pid] = report
-            control.send(b"%d" % pid)
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for descriptor in (woken, waking, report, *reports.values()):
-        os.close(descriptor)
-    _be_engine(parent, json.loads(message), *streams)
+    fork_on_demand(int(sys.argv[1]), _be_engine)
 
 
 def _spare_the_processors() -> None:
@@ -77,32 +38,13 @@ def _spare_the_processors() -> None:
     queues.SpinCondition.__init__.__defaults__ = (_SPIN_S,)
 
 
-def _report_ended(reports: dict[int, int]) -> None:
-    while reports:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            return
-        report = reports.pop(pid)
-        os.write(report, b"%d" % os.waitstatus_to_exitcode(status))
-        os.close(report)
-
-
-def _be_engine(parent_pid: int, order: dict[str, Any], stdin: int, output: int, answers: int) -> None:
-    os.setsid()
-    tie_to_parent(parent_pid)
-    for stream, standard in ((stdin, 0), (output, 1), (output, 2)):
-        os.dup2(stream, standard)
-    os.close(stdin)
-    os.close(output)
-    sys.stdin = os.fdopen(0, closefd=False)
-    os.environ.update(order["environment"])  # beside what was set while vLLM was imported
-    os.set_inheritable(answers, False)
+def _be_engine(order: Order, answers: int) -> None:
     # vLLM calls it twice at its end, and then collects what is shared with the fork server, which copies all of that
     gc.unfreeze = lambda: None
     _fork_workers()
     with os.fdopen(answers, "w", buffering=1) as file:
         serve(order["spec"], file)
-    _end()
+    end_process()
 
 
 def _fork_workers() -> None:
@@ -124,16 +66,6 @@ def _begin_worker() -> None:
         os.environ["NUMBA_NUM_THREADS"] = num_threads
         if (numba := sys.modules.get("numba")) is not None:
             numba.config.NUMBA_NUM_THREADS = int(num_threads)
-
-
-def _end() -> NoReturn:
-    """What the interpreter does at its end, but for taking every module apart: that is seconds of copying pages which
-    are shared with the fork server."""
-    threading._shutdown()  # type: ignore[attr-defined]  # the one way to end the threads of executors as well
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":

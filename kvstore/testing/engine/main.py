@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
-import signal
 import sys
 import time
 import traceback
 from typing import IO, Any
 
-_PR_SET_PDEATHSIG = 1
+from kvstore.testing.forking import tie_to_parent
 
 
 def main() -> None:
@@ -22,13 +20,6 @@ def main() -> None:
     spec = json.loads(sys.argv[3])
     with os.fdopen(answers_fd, "w", buffering=1) as answers:
         serve(spec, answers)
-
-
-def tie_to_parent(parent_pid: int) -> None:
-    """End this process when its parent's thread that started it ends, or at once if that is gone."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        sys.exit("the process that wanted an engine is gone")
 
 
 def serve(spec: dict[str, Any], answers: IO[str]) -> None:

@@ -16,8 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from kvstore.testing.engine.forked import ForkedEngine, start_warm
+from kvstore.testing.engine.forked import start_warm
 from kvstore.testing.engine.spec import Answer, EngineSpec, Request, TrafficReport, TrafficRequest, engine_environment
+from kvstore.testing.forking import ForkedProcess
 
 _READY_S = 180.0
 """A start takes 8 to 25 s on a quiet machine."""
@@ -42,7 +43,7 @@ class EngineProcess:
         self._log_start = log.stat().st_size if log.exists() else 0
         read_end, write_end = os.pipe()
         command = [sys.executable, "-m", "kvstore.testing.engine.main", str(write_end), str(os.getpid())]
-        self._child: subprocess.Popen[bytes] | ForkedEngine
+        self._child: subprocess.Popen[bytes] | ForkedProcess
         try:
             with log.open("ab") as output:
                 # A session of its own: Ctrl-C reaches us, and we end it with all that it started.

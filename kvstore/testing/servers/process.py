@@ -10,6 +10,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from kvstore.testing.forking import ForkedProcess
+from kvstore.testing.warm_services import start_warm
+
 # PR_SET_PDEATHSIG = 1: the kernel kills the child when its parent dies, however that happened.
 _LAUNCHER = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); "
@@ -37,7 +40,7 @@ class ServerProcess:
         self.command = [str(part) for part in command]
         self.log = log
         self._env = dict(os.environ if env is None else env)
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: subprocess.Popen[bytes] | ForkedProcess | None = None
         self.exit_status: int | None = None
 
     @property
@@ -62,7 +65,7 @@ class ServerProcess:
         launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *self.command]
         with self.log.open("ab") as log:
             # A session of its own: Ctrl-C reaches us, and we end it.
-            self._child = subprocess.Popen(
+            self._child = start_warm(self.command, self._env, log.fileno()) or subprocess.Popen(
                 launcher, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._env, start_new_session=True
             )
 
