@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,9 @@ from kvstore.errors import Unavailable
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.limits import ServiceLimits
 from kvstore.testing.prompts import ATTENTION, Prompt
-from kvstore.testing.serve import ROOT, Service
+from kvstore.testing.serve import ROOT, Service, bare_environment
 from kvstore.testing.servers.ports import free_address
+from kvstore.testing.warm_services import start_warm
 
 HEALTHY = "healthy"
 """The tenant, and the token, of the healthy client of a service with tenants."""
@@ -173,19 +174,16 @@ async def beside(service: AttackedService, attack: Callable[[], Awaitable[object
         AssertionError: The client was refused, or the service has ended.
     """
     await service.ready()
-    log = service.folder / "healthy.log"
-    with log.open("wb") as errors:
-        client = subprocess.Popen(
-            [sys.executable, "-m", "kvstore.testing.attacked", service.url, service.token],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+    command = [sys.executable, "-m", "kvstore.testing.attacked", service.url, service.token]
+    read_end, write_end = os.pipe()
+    with os.fdopen(write_end, "wb") as output:
+        client = start_warm(command, bare_environment(), write_end) or subprocess.Popen(
+            command, stdout=output, cwd=ROOT, env=bare_environment()
         )
-    assert client.stdout is not None
+    answers = os.fdopen(read_end, "rb")
     try:
-        line = await asyncio.to_thread(client.stdout.readline)
-        assert b"ready" in line, log.read_text(errors="replace")[-2000:]
+        line = await asyncio.to_thread(answers.readline)
+        assert b"ready" in line, line
         await asyncio.sleep(_CALM_S)
         before_bytes = during_bytes = service.resident_bytes
         attacking = asyncio.ensure_future(attack())
@@ -199,12 +197,13 @@ async def beside(service: AttackedService, attack: Callable[[], Awaitable[object
             await asyncio.gather(attacking, return_exceptions=True)
         attacking.result()
         client.send_signal(signal.SIGTERM)
-        told, _ = await asyncio.to_thread(client.communicate, timeout=_START_S)
+        async with asyncio.timeout(_START_S):
+            told = await asyncio.to_thread(answers.read)
     finally:
-        client.kill()
-        client.wait()
-        client.stdout.close()
-    assert client.returncode == 0, log.read_text(errors="replace")[-2000:]
+        client.send_signal(signal.SIGKILL)
+        status = client.wait()
+        answers.close()
+    assert status == 0, told[-2000:]
     limit_bytes = before_bytes + service.memory_bytes + 100 * _MIB
     after_bytes = service.resident_bytes
     ends_s = time.monotonic() + _SETTLE_S
@@ -254,5 +253,12 @@ def _credential(token: str, tenant: str, scopes: tuple[str, ...] | None) -> str:
     return f'[[credential]]\ntenant = "{tenant}"\ntoken_sha256 = "{digest}"\n{given}'
 
 
+def main(arguments: Sequence[str]) -> int:
+    """Be the healthy client: of an address, with a token."""
+    url, token = arguments
+    asyncio.run(_look_up_until_told(url, token))
+    return 0
+
+
 if __name__ == "__main__":
-    asyncio.run(_look_up_until_told(sys.argv[1], sys.argv[2]))
+    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,7 @@
 """Services that are forked from a process which has imported what they need; `python -m` this is that process.
 
-The imports are most of a service's start, over a second of one core on a slow machine, and the same each time.
+So is the client of `attacked.py`. The imports are most of their start, over a second of one core on a slow machine, and
+the same each time.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvstore.testing.forking import ForkedProcess, ForkServers, Order, end_process, fork_on_demand
 
-_OF_TESTS = "kvstore.testing.service_process"
-_PROGRAMS = {"kvstore.cli": "kvstore.cli.main", "kvstore.service": "kvstore.service.main", _OF_TESTS: _OF_TESTS}
+_OF_TESTS = ("kvstore.testing.service_process", "kvstore.testing.attacked")
+_PROGRAMS = {"kvstore.cli": "kvstore.cli.main", "kvstore.service": "kvstore.service.main"}
+_PROGRAMS |= {name: name for name in _OF_TESTS}
 """By what `python -m` runs, the module with its `main`."""
 _MODULES = (
-    *(_OF_TESTS, "kvstore.cli.serve", "kvstore.cli.verbs", "kvstore.tiers.redis", "kvstore.tiers.s3"),
+    *(*_OF_TESTS, "kvstore.cli.serve", "kvstore.cli.verbs", "kvstore.tiers.redis", "kvstore.tiers.s3"),
     *("kvstore.catalog.redis.pending", "kvstore.catalog.redis.reconcile"),
+    *("kvstore.catalog.sqlite.catalog", "kvstore.tiers.filesystem.tier", "kvstore.service.admin.app"),
 )
 _LATE = ("AWS_", "KVSTORE_", "XDG_")
 _SERVERS_MAX = 3
@@ -42,7 +45,7 @@ def start_warm(command: Sequence[str], environment: Mapping[str, str], output: i
     """Fork a service; `None` outside of `warm_services`, and for other commands.
 
     Args:
-        command: `python -m` with one of three modules, and its arguments.
+        command: `python -m` with one of four modules, and its arguments.
         environment: All of it.
         output: Descriptor for what it prints. It stays open here.
 
