@@ -288,6 +288,6 @@ class Recorder:
         await self._background.aclose()
         if self._waiting:
             self._lose(len(self._waiting))
-            await self._mark_incomplete_if_lost(_CLOSE_S)
+        await self._mark_incomplete_if_lost(_CLOSE_S)
         while self._waiting:
             self._waiting.popleft().resolve(True)

@@ -19,7 +19,7 @@ from kvstore.catalog.base import Addition, LeaveReason, Leaving, Removal
 from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.catalog.pending import PendingEntry
 from kvstore.catalog.sqlite.catalog import SqliteCatalog
-from kvstore.errors import Unavailable
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.record import Record
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
@@ -514,3 +514,26 @@ async def test_changes_that_are_left_at_the_end_mark_it_incomplete() -> None:
     assert not books.complete and instruments.meters.get("catalog_changes_lost") == 2
     await recorder.aclose()
     assert instruments.meters.get("catalog_changes_lost") == 2
+
+
+async def test_a_mark_that_failed_is_set_at_the_end() -> None:
+    """The catalog refuses a change and, at that moment, the mark that it is incomplete too; then nothing more comes."""
+    books, num_marks = CatalogBooks(complete=True), 0
+
+    async def ask(what: str, work: Callable[[], T], deadline: Deadline) -> T:
+        nonlocal num_marks
+        if what == "add":
+            raise InvalidRequest("no such slice")
+        num_marks += what == "mark_incomplete"
+        if what == "mark_incomplete" and num_marks == 1:
+            raise Unavailable("it is restarted")
+        return work()
+
+    recorder = Recorder(DictCatalog(books, ask=ask), Instruments())
+    prompt = Prompt(ATTENTION, "a", 64)
+    recorder.register(prompt.namespace, prompt.layout, "")
+    assert await recorder.added(prompt.record(64), Level.COLD, deadline=soon())
+    assert await recorder.drain(soon()) == 0
+    assert books.complete
+    await recorder.aclose()
+    assert not books.complete
