@@ -118,13 +118,13 @@ class Recorder:
         return namespace in self._unregistered or self.catalog.knows(namespace)
 
     def register(self, namespace: NamespaceId, layout: Layout, tenant: str) -> None:
-        """Register a namespace with the catalog, now or before its next change. Never waits."""
+        """Register a namespace with the catalog: now, or before its next change, or with the next one. Never waits."""
         self._unregistered[namespace] = (layout, tenant)
-        self._background.spawn(self._register_now(namespace), "namespace")
+        self._background.spawn(self._register_all(), "namespace")
 
-    async def _register_now(self, namespace: NamespaceId) -> None:
+    async def _register_all(self) -> None:
         try:
-            await self._register([namespace], Deadline.after(_CALL_S, self._clock))
+            await self._register(list(self._unregistered), Deadline.after(_CALL_S, self._clock))
         except (Unavailable, Closed, InvalidRequest):
             self._meters.add("catalog_failures", call="register")
 

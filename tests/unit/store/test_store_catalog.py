@@ -516,6 +516,26 @@ async def test_changes_that_are_left_at_the_end_mark_it_incomplete() -> None:
     assert instruments.meters.get("catalog_changes_lost") == 2
 
 
+async def test_a_namespace_that_is_opened_in_an_outage_is_registered_after_it() -> None:
+    """Nothing is written to it, as for an engine that only reads: it is registered when the next one is opened."""
+    books, is_away = CatalogBooks(), True
+
+    async def ask(what: str, work: Callable[[], T], deadline: Deadline) -> T:
+        if is_away:
+            raise Unavailable("it is restarted")
+        return work()
+
+    instruments = Instruments()
+    recorder = Recorder(DictCatalog(books, ask=ask), instruments)
+    first, second = Prompt(ATTENTION, "a", 64), Prompt(ATTENTION, "a", 64, model="other")
+    recorder.register(first.namespace, first.layout, "red")
+    await until(lambda: instruments.meters.get("catalog_failures", call="register"))
+    is_away = False
+    recorder.register(second.namespace, second.layout, "blue")
+    await until(lambda: books.tenants == {first.namespace: "red", second.namespace: "blue"})
+    await recorder.aclose()
+
+
 async def test_a_mark_that_failed_is_set_at_the_end() -> None:
     """The catalog refuses a change and, at that moment, the mark that it is incomplete too; then nothing more comes."""
     books, num_marks = CatalogBooks(complete=True), 0
