@@ -291,11 +291,11 @@ class EntryTable:
         return bool(self.data[index][LEAVING_AT] >> level & 1)
 
     def has(self, index: int, level: Level, group: int, slice_: int) -> bool:
-        """Whether one boundary has a slice at a level, and is not leaving it.
-
-        Raises:
-            InvalidRequest: The layout has no such slice.
+        """Whether one boundary has a slice at a level, and is not leaving it. False for a slice that the layout lacks:
+        tiers may list any name.
         """
+        if not self.shape.holds(group, slice_):
+            return False
         byte_at, bit = self.shape.bit_at(level, group, slice_)
         return bool(self.data[index][byte_at] >> bit & 1) and not self.leaves(index, level)
 

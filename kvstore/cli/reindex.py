@@ -37,7 +37,7 @@ def reindex(
 ) -> int:
     """Rebuild the catalog from the records in Redis and S3, or in the directory, while services keep running.
 
-    What an interrupted run added stays: run it again. Exit status: 0 done, 3 some records are of unknown namespaces,
+    What an interrupted run added stays: run it again. Exit status: 0 done, 3 the catalog cannot hold some records,
     1 a tier failed, 2 a wrong call, 130 interrupted.
     """
     store = store_in_use(url, token_file, config)
@@ -107,5 +107,7 @@ def _show(name: str, report: ReindexReport) -> None:
         typer.echo(f"  removed from the catalog, no longer stored: {report.num_stale:,}")
     if report.num_resized:
         typer.echo(f"  sizes corrected: {report.num_resized:,}")
+    if report.num_unknown:
+        typer.echo(f"  skipped, as the catalog cannot hold them: {report.num_unknown:,}")
     for namespace in report.unknown_namespaces:
         typer.echo(f"  skipped, without a readable manifest: namespace {namespace}")

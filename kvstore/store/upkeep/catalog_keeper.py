@@ -137,7 +137,7 @@ class CatalogKeeper:
         num_records, num_added = sum(one.num_records for one in reports), sum(one.num_added for one in reports)
         _log.info("the catalog is complete again records=%d added=%d", num_records, num_added)
         if num_unknown := sum(one.num_unknown for one in reports):
-            text = "%d stored records are of namespaces without a readable description, and are not in the catalog"
+            text = "%d stored records are not in the catalog: no readable description of a namespace has such ones"
             _log.warning(text, num_unknown)
 
     async def _has_ended(self, epoch: bytes) -> bool:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeVar, cast
 
 from kvstore.catalog.base import TOMBSTONES_MAX, Addition, Catalog, LeaveReason, Removal
-from kvstore.catalog.entry import BoundaryEntry, EntryTable, Level, entry_of
+from kvstore.catalog.entry import BoundaryEntry, EntryShape, EntryTable, Level, entry_of
 from kvstore.errors import Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.clock import Clock
@@ -46,7 +46,8 @@ class ReindexReport:
     num_resized: int = 0
     """Groups of a boundary whose size in the catalog was corrected, since a record had been replaced."""
     num_unknown: int = 0
-    """Records of namespaces without a readable manifest, which the catalog cannot hold."""
+    """Records that the catalog cannot hold: of namespaces without a readable manifest, or of a group or slice that a
+    namespace does not have."""
     namespaces: list[str] = field(default_factory=list)
     """Namespaces found, in hex."""
     unknown_namespaces: list[str] = field(default_factory=list)
@@ -168,7 +169,7 @@ class _Walk:
         self, catalog: Catalog, level: Level, manifests: Sequence[Tier], *, clock: Clock, only_adds: bool = False
     ) -> None:
         self.report = ReindexReport()
-        self._known: dict[NamespaceId, bool] = {}
+        self._known: dict[NamespaceId, EntryShape | None] = {}
         self._catalog = catalog
         self._manifests = manifests
         self._tier = manifests[0]
@@ -187,9 +188,10 @@ class _Walk:
         report.num_bytes += entry.num_bytes
         if key.namespace not in self._known:
             report.namespaces.append(key.namespace.hex())
-            if not await self._is_known(key.namespace):
+            if not await self._shape_of(key.namespace):
                 report.unknown_namespaces.append(key.namespace.hex())
-        if not self._known[key.namespace]:
+        shape = self._known[key.namespace]
+        if shape is None or not shape.holds(key.group, key.slice):
             report.num_unknown += 1
             return False
         if self._seen is not None and not self._note(self._seen, entry):
@@ -271,7 +273,7 @@ class _Walk:
 
     async def sweep(self, namespace: NamespaceId) -> None:
         """Remove what the catalog has at the level and is not stored, and correct byte counts."""
-        if not await self._is_known(namespace):
+        if not await self._shape_of(namespace):
             return
         suspects: list[BoundaryEntry] = []
         num_records = 0
@@ -334,8 +336,8 @@ class _Walk:
             there[group][1] = seen_bytes if bits == seen_bits else entry_bytes
         return there
 
-    async def _is_known(self, namespace: NamespaceId) -> bool:
-        """Whether the namespace's manifest could be read, so that the catalog knows its layout."""
+    async def _shape_of(self, namespace: NamespaceId) -> EntryShape | None:
+        """The shape of the namespace's entries, which the catalog knows too; `None`: no manifest could be read."""
         if namespace not in self._known:
             described = await self._retry(
                 lambda deadline: read_description(namespace, self._manifests, deadline=deadline)
@@ -343,7 +345,7 @@ class _Walk:
             if described is not None:
                 layout, tenant = described.layout(), described.tenant
                 await self._retry(lambda deadline: self._catalog.register(namespace, layout, tenant, deadline=deadline))
-            self._known[namespace] = described is not None
+            self._known[namespace] = None if described is None else EntryShape.of(described.layout())
         return self._known[namespace]
 
     async def _retry(self, call: Callable[[Deadline], Awaitable[T]]) -> T:

@@ -18,7 +18,7 @@ import pytest
 from kvstore.catalog.base import LeaveReason, Leaving, Removal
 from kvstore.catalog.entry import Level
 from kvstore.format.names import format_name
-from kvstore.model.keys import NamespaceId, PlainChain
+from kvstore.model.keys import NamespaceId, PlainChain, RecordKey
 from kvstore.service.admin.jobs.deletions import descendants
 from kvstore.testing.keys import write_keys
 from kvstore.testing.prompts import ATTENTION, Prompt
@@ -292,3 +292,22 @@ def test_a_cycle_of_parents_ends_the_search() -> None:
 
 def array(names: list[bytes]) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
     return np.frombuffer(b"".join(names), dtype=np.uint8).reshape(-1, 32)
+
+
+async def test_a_name_that_no_record_can_have_ends_no_collection(
+    made: ServiceHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tier lists a group and a slice that the namespace does not have; it has nothing there when it is asked."""
+    prompt = await made.save(Prompt(ATTENTION, "a", 64, tenant="red"))
+    key, scan = prompt.record_keys()[0], FilesystemTier.scan
+
+    async def list_more(tier: FilesystemTier, *namespace: NamespaceId) -> AsyncIterator[Entry]:
+        yield Entry(RecordKey(key.namespace, key.prefix, 7, 0), 100)
+        yield Entry(RecordKey(key.namespace, key.prefix, 0, 300), 100)
+        async for entry in scan(tier, *namespace):
+            yield entry
+
+    monkeypatch.setattr(FilesystemTier, "scan", list_more)
+    async with made.client("operator") as client:
+        job = await ended(client, await client.post("/v1/gc?confirm=true"))
+    assert (job["state"], job["error"], job["report"]["orphans"]) == ("done", None, {})

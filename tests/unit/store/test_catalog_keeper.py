@@ -167,7 +167,7 @@ async def test_records_that_no_rebuild_can_add_are_named(caplog: pytest.LogCaptu
     async with world.keeper("a"):
         await asyncio.sleep(2 * POLL_S + WALK_S + 1)
         assert world.books.complete and caplog.messages == [
-            "4 stored records are of namespaces without a readable description, and are not in the catalog"
+            "4 stored records are not in the catalog: no readable description of a namespace has such ones"
         ]
 
 

@@ -181,3 +181,26 @@ async def test_memory_that_a_walk_takes() -> None:
     taken_bytes = (await peak_bytes(many) - await peak_bytes(few)) / (many - few)
     print(f"{taken_bytes:.0f} bytes of memory for each boundary")
     assert 400 < taken_bytes < 600
+
+
+class WithStrayNames(FaultyTier):
+    """Lists two more records of a known namespace: of a group, and of a slice, that its layout does not have."""
+
+    async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
+        key = PROMPT.records()[0].key
+        yield Entry(RecordKey(key.namespace, key.prefix, 7, 0), 100)
+        yield Entry(RecordKey(key.namespace, key.prefix, 0, 300), 100)
+        async for entry in self.inner.scan(namespace):
+            yield entry
+
+
+@pytest.mark.parametrize("only_adds", [False, True])
+async def test_a_name_that_no_record_can_have_ends_no_rebuild(only_adds: bool) -> None:
+    """Something else was stored under such names, or another layout's records: they are counted, and left out."""
+    books, hot = CatalogBooks(), WithStrayNames(MemoryTier(16 << 20, name="redis"))
+    await fill(hot, PROMPT)
+    report = await reindex_level(
+        DictCatalog(books), hot, Level.HOT, clock=SYSTEM_CLOCK, manifests=[await described()], only_adds=only_adds
+    )
+    assert (report.num_added, report.num_unknown) == (len(PROMPT.records()), 2)
+    assert books.totals[PROMPT.namespace, Level.HOT][1] == len(PROMPT.records())
