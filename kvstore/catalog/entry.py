@@ -46,7 +46,6 @@ LEAVING_AT, MARK_AT, TOKENS_AT, PARENT_AT = 1, 2, 4, 8
 FIRST_USE_AT, LAST_USE_AT, HITS_AT, PINNED_AT, SUMS_AT = 40, 44, 48, 52, 56
 
 _HEAD = struct.Struct("<BBHI32sIIII")
-_ENTRY_BYTES_MAX = 1 << 20
 _NO_PARENT = bytes(PREFIX_BYTES)
 _LEVELS = tuple(frozenset(level for level in Level if bits >> level & 1) for bits in range(256))
 """The levels that are being left, by the value of the entry's `leaving` byte."""
@@ -106,18 +105,8 @@ class EntryShape:
 
     @classmethod
     def of(cls, layout: Layout) -> EntryShape:
-        """The shape of a layout's entries.
-
-        Raises:
-            InvalidRequest: They would be over 1 MiB.
-        """
-        shape = cls(tuple(group.num_slices for group in layout.groups))
-        if shape.num_bytes > _ENTRY_BYTES_MAX:
-            raise InvalidRequest(
-                f"an entry of the catalog has at most {_ENTRY_BYTES_MAX} bytes: the layout has too many slices",
-                seen=shape.num_bytes,
-            )
-        return shape
+        """The shape of a layout's entries: at most 1,464 bytes, for 64 groups of 2,048 slices in all."""
+        return cls(tuple(group.num_slices for group in layout.groups))
 
     @cached_property
     def group_at(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from kvstore.errors import CorruptRecord, InvalidRequest, KVStoreError, Unavailable, UnsupportedFormat
+from kvstore.errors import CorruptRecord, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.format.header_v1 import HeaderV1
 from kvstore.format.manifest import pack_manifest, parse_manifest
 from kvstore.format.record import MAX_RECORD_BYTES
@@ -191,7 +191,7 @@ async def read_description(
     """
     for tier in tiers:
         manifest = await tier.get_manifest(namespace, deadline=deadline) if tier is not None else None
-        with suppress(CorruptRecord, UnsupportedFormat, InvalidRequest):
+        with suppress(CorruptRecord, UnsupportedFormat):
             if manifest is not None:
                 return parse_manifest(manifest, namespace)
     return None

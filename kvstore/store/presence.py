@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from kvstore.api import Offer, PrefixQuery
 from kvstore.catalog.entry import EntryShape
-from kvstore.errors import InvalidRequest
 from kvstore.model.coverage import Numbers, ends_to_resume, longest_resumable
 from kvstore.model.keys import RecordKey
 from kvstore.model.layout import Layout, cell_of
@@ -30,7 +29,6 @@ UNKNOWN_BYTES = 4 << 20
 """Assumed for a record whose size no tier knows: encoded records aim at 2 to 4 MiB."""
 _CELLS_OF_ITEM = 16
 """Cells that NumPy works on in the time of one probe."""
-_TABLE_BYTES_MAX = 256 << 20
 
 Probe = tuple[int, int]
 """Index of a boundary in the query, index of a group in the layout."""
@@ -493,13 +491,6 @@ def groups_present(layout: Layout, num_boundaries: int, maps: Sequence[Mapping[P
     if not any(isinstance(one, PackedSlices) for one in maps):
         return _groups_in_dicts(layout, num_boundaries, maps)
     shape = EntryShape.of(layout)
-    if num_boundaries * shape.row_bytes > _TABLE_BYTES_MAX:
-        raise InvalidRequest(
-            "the prompt has too many boundaries for the number of slices of its layout",
-            field="boundaries",
-            expected=f"at most {_TABLE_BYTES_MAX // shape.row_bytes}",
-            seen=num_boundaries,
-        )
     together = _packed(layout, num_boundaries, maps[0])
     for one in maps[1:]:
         together = together | _packed(layout, num_boundaries, one)

@@ -125,7 +125,7 @@ class Recorder:
     async def _register_all(self) -> None:
         try:
             await self._register(list(self._unregistered), Deadline.after(_CALL_S, self._clock))
-        except (Unavailable, Closed, InvalidRequest):
+        except (Unavailable, Closed):
             self._meters.add("catalog_failures", call="register")
 
     async def _register(self, namespaces: Iterable[NamespaceId], deadline: Deadline) -> None:

@@ -262,10 +262,9 @@ async def _can_read(catalog: RedisCatalog, namespace: NamespaceId, deadline: Dea
         return False
     try:
         description = parse_manifest(data, namespace)
-        layout = description.layout()
-    except (CorruptRecord, UnsupportedFormat, InvalidRequest):
+    except (CorruptRecord, UnsupportedFormat):
         return False
-    await catalog.register(namespace, layout, description.tenant, deadline=deadline)
+    await catalog.register(namespace, description.layout(), description.tenant, deadline=deadline)
     return True
 
 
