@@ -17,8 +17,8 @@ from kvstore.runtime.deadline import Deadline
 
 TOMBSTONES_MAX = 16384
 """Tombstones that a catalog keeps; in a Redis Cluster up to four times as many, since each slot keeps 4 of its own."""
-_BATCH = 512
-SERVERS_CHANGED = "the catalog's servers changed during a walk over its entries: repeat it"
+STEP_ENTRIES = 512
+"""Entries per step of a walk. Between steps other users of this thread and of Python's lock get a turn."""
 _STEP_S = 10.0
 """Time limit of each step of `Catalog.pages`."""
 
@@ -267,17 +267,23 @@ class Catalog(ABC):
             await asyncio.sleep(took_s)
             started_s = self._clock.monotonic_s()
 
-    async def pages(self, namespace: NamespaceId) -> AsyncIterator[Step]:
-        """Yield all steps over the entries of a namespace. Each has 10 s."""
-        cursor: str | None = ""
+    async def pages(self, namespace: NamespaceId, start: str = "") -> AsyncIterator[Step]:
+        """Yield the steps over the entries of a namespace from a cursor on, by default all. Each has 10 s.
+
+        Raises:
+            InvalidRequest: Of `start`, as `step`.
+            Unavailable: The catalog does not answer, or its servers changed during the walk.
+        """
+        cursor: str | None = start
         while cursor is not None:
             deadline = Deadline.after(_STEP_S, self._clock)
             try:
-                page = await self.step(namespace, cursor, count=_BATCH, deadline=deadline)
+                page = await self.step(namespace, cursor, count=STEP_ENTRIES, deadline=deadline)
             except InvalidRequest as error:
-                if not cursor:
+                if cursor == start:
                     raise
-                raise Unavailable(SERVERS_CHANGED) from error
+                text = "the catalog's servers changed during a walk over its entries: repeat it"
+                raise Unavailable(text) from error
             cursor = page.cursor
             yield page
 

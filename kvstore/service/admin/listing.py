@@ -10,7 +10,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.catalog.base import SERVERS_CHANGED, Step
+from kvstore.catalog.base import Step
 from kvstore.catalog.entry import (
     FIRST_USE_AT,
     HITS_AT,
@@ -21,16 +21,12 @@ from kvstore.catalog.entry import (
     Level,
     entry_of,
 )
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.errors import InvalidRequest
 from kvstore.model.keys import PREFIX_BYTES, PrefixHash
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.catalog_access import Namespace
 from kvstore.service.admin.context import AdminContext
 
-STEP_ENTRIES = 512
-"""Entries per step. Between steps other users of this thread and of Python's lock get a turn."""
-
-_STEP_S = 10.0
 _PAGE_S = 10.0
 
 Rows = npt.NDArray[np.bool_]
@@ -147,22 +143,13 @@ async def _ordered(namespace: Namespace, order: Order, cursor: str, limit: int, 
 
 
 async def steps_of(namespace: Namespace, deadline: Deadline, cursor: str = "") -> AsyncIterator[tuple[str, Step]]:
-    """Steps with the cursor that each began at, until the last one or the deadline; at least one.
-
-    Raises:
-        InvalidRequest: Of `cursor`, as `Catalog.step`.
-        Unavailable: The catalog does not answer, or its servers changed during the walk.
-    """
-    at: str | None = cursor
-    while at is not None:
-        try:
-            step = await namespace.catalog.step(namespace.id, at, count=STEP_ENTRIES, deadline=Deadline.after(_STEP_S))
-        except InvalidRequest as error:
-            if at == cursor:
-                raise
-            raise Unavailable(SERVERS_CHANGED) from error
+    """As `Catalog.pages`, each with the cursor that it began at, until the deadline; at least one."""
+    at = cursor
+    async for step in namespace.catalog.pages(namespace.id, cursor):
         yield at, step
-        at = None if deadline.expired else step.cursor
+        if step.cursor is None or deadline.expired:
+            return
+        at = step.cursor
 
 
 def entry_at(namespace: Namespace, step: Step, row: int) -> BoundaryEntry:

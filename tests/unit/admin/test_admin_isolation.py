@@ -12,13 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
-from kvstore.catalog.base import Addition, Step
+from kvstore.catalog.base import STEP_ENTRIES, Addition, Step
 from kvstore.catalog.entry import Level
 from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.client import connect
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.deadline import Deadline
-from kvstore.service.admin.listing import STEP_ENTRIES
 from kvstore.testing.prompts import Prompt
 from kvstore.testing.waiting import soon
 from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from kvstore.catalog import base
 from kvstore.catalog.base import Addition, Step
 from kvstore.catalog.entry import Level
 from kvstore.errors import InvalidRequest, Unavailable
@@ -33,7 +34,7 @@ class ChangedCatalog(DictCatalog):
 
 @pytest.fixture
 async def namespace(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Namespace]:
-    monkeypatch.setattr(listing, "STEP_ENTRIES", 4)
+    monkeypatch.setattr(base, "STEP_ENTRIES", 4)
     catalog = ChangedCatalog(CatalogBooks())
     await catalog.register(PROMPT.namespace, ATTENTION, "", deadline=soon())
     await catalog.add([Addition(key, Level.COLD, 100, 0) for key in PROMPT.record_keys()], deadline=soon())
