@@ -226,10 +226,8 @@ class Values:
     @asynccontextmanager
     async def granted(self, num_bytes: int, deadline: Deadline) -> AsyncIterator[None]:
         """Run a block while it has some bytes in flight."""
-        grant = self._in_flight.try_take(num_bytes)
-        if grant is None:
-            async with deadline.scope("waiting for bytes in flight to Redis (check its load)"):
-                grant = await self._in_flight.take(num_bytes)
+        what = "waiting for bytes in flight to Redis (check its load)"
+        grant = await self._in_flight.take_until(deadline, what, num_bytes)
         try:
             yield
         finally:
