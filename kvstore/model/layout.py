@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvstore.errors import InvalidRequest
+from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import GroupKind, Keyed, RecordKind, check_fits
 
 MAX_PREFIX_TOKENS = 1 << 24
@@ -87,6 +88,14 @@ class Layout:
     def chained(self) -> bool:
         """Whether the boundaries of a query are each other's parents, shortest first."""
         return all(group.kind.chained for group in self.groups)
+
+    def keys_of(self, namespace: NamespaceId, prefix: PrefixHash) -> list[RecordKey]:
+        """Every record that a boundary can have."""
+        return [
+            RecordKey(namespace, prefix, group, slice_)
+            for group, one in enumerate(self.groups)
+            for slice_ in range(one.num_slices)
+        ]
 
     def __post_init__(self) -> None:
         if self.page_tokens <= 0:

@@ -183,12 +183,8 @@ class Saver:
         """
         in_hot, namespace = self._hot is not None, record.key.namespace
         for boundary in admission.needs(record):
-            wanted = [
-                (RecordKey(namespace, boundary.prefix, group, slice_), record.num_bytes, in_hot)
-                for group, group_layout in enumerate(layout.groups)
-                for slice_ in range(group_layout.num_slices)
-            ]
-            self._copy(namespace, boundary, wanted)
+            keys = layout.keys_of(namespace, boundary.prefix)
+            self._copy(namespace, boundary, [(key, record.num_bytes, in_hot) for key in keys])
 
     def _copy(self, namespace: NamespaceId, boundary: Boundary, wanted: Sequence[tuple[RecordKey, int, bool]]) -> None:
         """Queue records (key, estimated bytes, whether the hot tier may have it) of one boundary."""

@@ -60,11 +60,7 @@ class Namespace:
 
     def keys_of(self, prefix: PrefixHash) -> list[RecordKey]:
         """Every record that a boundary can have."""
-        return [
-            RecordKey(self.id, prefix, group, slice_)
-            for group, layout in enumerate(self.layout.groups)
-            for slice_ in range(layout.num_slices)
-        ]
+        return self.layout.keys_of(self.id, prefix)
 
 
 @dataclass(slots=True)

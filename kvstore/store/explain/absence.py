@@ -7,11 +7,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from kvstore.catalog.base import Tombstone
 from kvstore.catalog.entry import BoundaryEntry, Level
-from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
+from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.namespace import NamespaceDescription, field_differences
 from kvstore.runtime.deadline import Deadline
@@ -147,8 +146,7 @@ class AbsenceFinder:
         """
         if layout is None:  # nothing of the namespace is stored: its description would be beside it
             return {}
-        slices = ((group, slice_) for group, one in enumerate(layout.groups) for slice_ in range(one.num_slices))
-        keys = [RecordKey(namespace, prefix, *place) for place in islice(slices, _HEADS_MAX)]
+        keys = layout.keys_of(namespace, prefix)[:_HEADS_MAX]
         found: dict[str, object] = {}
         for tier in [one for one in self._tiers.values() if one is not None]:
             sizes = await tier.head(keys, deadline=deadline)

@@ -182,7 +182,7 @@ class Hints:
     async def _release_own(self, prompt: EndedPrompt, layout: Layout) -> None:
         """Have memory evict the prompt's own part first. Records stay until then."""
         for number, boundary in enumerate(await self._own_part(prompt), 1):
-            for key in _keys(prompt.namespace, boundary, layout):
+            for key in layout.keys_of(prompt.namespace, boundary.prefix):
                 self._memory.evict_first(key)
             if number % _AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -277,11 +277,3 @@ async def _held(tier: Tier | None, keys: Sequence[RecordKey], deadline: Deadline
         return set()
     sizes = await tier.head(keys, deadline=deadline)
     return {key for key, size in zip(keys, sizes, strict=True) if size is not None}
-
-
-def _keys(namespace: NamespaceId, boundary: Boundary, layout: Layout) -> list[RecordKey]:
-    return [
-        RecordKey(namespace, boundary.prefix, group, slice_)
-        for group, one in enumerate(layout.groups)
-        for slice_ in range(one.num_slices)
-    ]
