@@ -9,7 +9,6 @@ from typing import Any
 
 from kvstore.cli.printing import bytes_text, counted, share_text, span_text, time_text
 from kvstore.errors import next_step
-from kvstore.tiers.refusals import OTHERS_USED
 
 _SAMPLE = re.compile(r"([a-z0-9_]+)(?:\{(.*)\})?")
 _LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
@@ -89,7 +88,7 @@ def _of_tiers(values: Mapping[str, Any]) -> Iterator[Problem]:
             reason = str(tier.get("reason", "no reason given"))
             why = reason.partition(" reason=")[2] or reason  # if the tier is not used for now: the first failure
             cause, step = next_step(why)
-            is_part = OTHERS_USED in why
+            is_part = tier.get("is_part_down")
             who = f"a part of {name}" if is_part else name
             what = f"{who} does not answer ({cause}), and is used again as soon as it does"
             rest = "" if is_part else ": requests are served without it"

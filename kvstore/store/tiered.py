@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import gcd
@@ -54,7 +54,7 @@ from kvstore.store.recorder import Backlog, Recorder
 from kvstore.store.retention import RetentionParts
 from kvstore.store.saving import Saver
 from kvstore.store.staging import Holding, Stager
-from kvstore.store.upkeep.operations import StoreOperations, TierState
+from kvstore.store.upkeep.operations import StoreOperations
 from kvstore.tiers.base import Tier
 from kvstore.tiers.memory import MemoryTier
 
@@ -451,7 +451,7 @@ class TieredStore(PageStore):
     async def status(self, *, deadline: Deadline, tenant: str = "") -> Mapping[str, object]:
         self._check_open()
         deadline = _leave_time(deadline)
-        tiers = {state.name: _tier_status(state) for state in await self.operations.tiers(deadline=deadline)}
+        tiers = {state.name: state.status() for state in await self.operations.tiers(deadline=deadline)}
         if tenant:
             return self._status_for(tenant, tiers)
         return {
@@ -583,11 +583,3 @@ def _catalog_status(backlog: Backlog | None, lookups: CatalogLookup | None) -> d
         "answers_none_since_ms": away.since_ms if away is not None else None,
         "answers_none_reason": away.reason if away is not None else "",
     }
-
-
-def _tier_status(state: TierState) -> dict[str, object]:
-    last = state.last_usage
-    known = {"last_known": {**asdict(last), "at_ms": state.last_at_ms}} if last is not None else {}
-    if state.usage is None:
-        return {"name": state.name, "healthy": False, "reason": state.reason, **known}
-    return {"name": state.name, "healthy": True, **asdict(state.usage), **known}

@@ -23,10 +23,6 @@ class Refused(Unavailable):
     """The medium answers, and refuses this kind of call: for want of a right, over a quota, as a replica."""
 
 
-OTHERS_USED = "at one node of the cluster, the others are used"
-"""In the reason of a tier of which one part does not answer."""
-
-
 class PartDown(Unavailable):
     """A part of the medium does not answer, like one node of a cluster. Others may, so calls of other keys go on."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from kvstore.catalog.entry import Level
 from kvstore.errors import Closed, InvalidRequest, Unavailable
@@ -19,6 +19,7 @@ from kvstore.store.retention.operator_rules import OperatorRules
 from kvstore.store.saving import Saver
 from kvstore.tiers.base import Tier, TierUsage
 from kvstore.tiers.guarded import GuardedTier
+from kvstore.tiers.refusals import PartDown
 
 PIECE_RECORDS_MAX = 4096
 """Records per call: some milliseconds of the loop, which serves engines at the same time."""
@@ -44,6 +45,8 @@ class TierState:
     """What it holds; `None`: it did not answer."""
     reason: str = ""
     """Why it did not."""
+    is_part_down: bool = False
+    """Only a part of it did not, and the others are used."""
     waiting_records: int = 0
     """Records in its write-back queue on this node."""
     waiting_bytes: int = 0
@@ -58,6 +61,15 @@ class TierState:
     def known_usage(self) -> TierUsage | None:
         """What it holds, or last held: for what must not become unknown in an outage."""
         return self.last_usage or self.usage
+
+    def status(self) -> dict[str, object]:
+        """As in the status of a service."""
+        last = self.last_usage
+        known = {"last_known": {**asdict(last), "at_ms": self.last_at_ms}} if last is not None else {}
+        if self.usage is None:
+            down = {"healthy": False, "reason": self.reason, "is_part_down": self.is_part_down}
+            return {"name": self.name, **down, **known}
+        return {"name": self.name, "healthy": True, **asdict(self.usage), **known}
 
 
 class StoreOperations:
@@ -176,11 +188,11 @@ class StoreOperations:
         return list(await asyncio.gather(*(self._state(tier, level, deadline) for level, tier in levels)))
 
     async def _state(self, tier: Tier, level: Level | None, deadline: Deadline) -> TierState:
-        usage, reason = None, ""
+        usage, reason, is_part_down = None, "", False
         try:
             usage = await tier.usage(deadline=deadline)
         except (Unavailable, Closed) as error:
-            reason = str(error)
+            reason, is_part_down = str(error), isinstance(error, PartDown)
         else:
             if level in self._bounded:
                 usage = self._bounded[level](usage)
@@ -190,7 +202,9 @@ class StoreOperations:
         else:
             last_usage, last_at_ms = self._seen.get(tier.name, (None, 0))
         is_open = isinstance(tier, GuardedTier) and tier.is_open
-        state = TierState(tier.name, level, is_open, usage, reason, last_usage=last_usage, last_at_ms=last_at_ms)
+        state = TierState(
+            tier.name, level, is_open, usage, reason, is_part_down, last_usage=last_usage, last_at_ms=last_at_ms
+        )
         queue = self._saver.queues.get(tier.name)
         if queue is None:
             return state

@@ -27,7 +27,7 @@ from kvstore.tiers.redis.resp import Reply
 from kvstore.tiers.redis.striped_puts import StripedPuts
 from kvstore.tiers.redis.topology import open_topology
 from kvstore.tiers.redis.values import Values, each_alone
-from kvstore.tiers.refusals import OTHERS_USED, PartDown
+from kvstore.tiers.refusals import PartDown
 from kvstore.tiers.verify import QuarantineBudget, allocate_exactly, is_same, open_or_reason
 
 _log = logging.getLogger(__name__)
@@ -284,7 +284,7 @@ class RedisTier(Tier):
         for error in answers:
             if isinstance(error, Unavailable) and facts:
                 what, step = next_step(error.message)
-                text = f"{what} {OTHERS_USED}"
+                text = f"{what} at one node of the cluster, the others are used"
                 raise PartDown(f"{text}: {step}" if step else text, **error.details) from error
             if isinstance(error, BaseException):
                 raise error

@@ -16,7 +16,6 @@ from kvstore.cli.status import page_of
 from kvstore.cli.status_problems import problems_of
 from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.store.explain.reports import WINDOW_S, Recent
-from kvstore.tiers.refusals import OTHERS_USED
 from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
 from tests.unit.cli.test_cli_admin import Run, run
 from tests.virtual_time import ManualClock
@@ -129,8 +128,10 @@ def change(*path: str, to: object) -> Callable[[dict[str, Any]], None]:
             "doctor",
         ),
         (
-            change("tiers", "redis", to={"healthy": False, "reason": f"no answer {OTHERS_USED}: start it node=a:1"}),
-            f"a part of redis does not answer (no answer {OTHERS_USED}, node a:1), and is used again",
+            change(
+                "tiers", "redis", to={"healthy": False, "is_part_down": True, "reason": "no answer: start it node=a:1"}
+            ),
+            "a part of redis does not answer (no answer, node a:1), and is used again",
             "start it",
         ),
         (

@@ -1,4 +1,4 @@
-"""Leases and absent keys, on a clock that the test owns."""
+"""Leases and absent keys, on a clock that the test owns; the state of a tier in a status."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from itertools import pairwise
 
 import pytest
 
+from kvstore.errors import Unavailable
 from kvstore.runtime.background import Background
+from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.store.context import StoreContext
 from kvstore.store.leases import LeaseTable
 from kvstore.store.limits import StoreLimits
 from kvstore.store.lookup import AbsentKeys
+from kvstore.store.tiered import TieredStore
 from kvstore.testing.records import make_key, make_record
+from kvstore.testing.waiting import soon
+from kvstore.tiers.base import TierUsage
 from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.refusals import PartDown
 from tests.virtual_time import ManualClock
 
 
@@ -115,3 +121,23 @@ def test_absent_keys_forget_themselves() -> None:
     absent.remove(make_key(1))
     assert make_key(1) not in absent
     assert len(absent) == 0
+
+
+@pytest.mark.parametrize("kind", [Unavailable, PartDown])
+async def test_a_status_tells_a_part_from_the_whole(kind: type[Unavailable]) -> None:
+    """A node of a cluster does not answer: the status says by a value that the others are used."""
+
+    class Broken(MemoryTier):
+        async def usage(self, *, deadline: Deadline) -> TierUsage:
+            raise kind("a node failed")
+
+    store = TieredStore(MemoryTier(1 << 20), Broken(1 << 20, name="redis"))
+    tiers = (await store.status(deadline=soon()))["tiers"]
+    assert isinstance(tiers, dict)
+    assert tiers["redis"] == {
+        "name": "redis",
+        "healthy": False,
+        "reason": "a node failed",
+        "is_part_down": kind is PartDown,
+    }
+    await store.aclose()
