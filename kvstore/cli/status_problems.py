@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvstore.cli.printing import bytes_text, counted, share_text, span_text, time_text
 from kvstore.errors import next_step
-
-_SAMPLE = re.compile(r"([a-z0-9_]+)(?:\{(.*)\})?")
-_LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
+from kvstore.runtime.meters import name_and_labels
 
 LATE = ("deadline", "lookup_failed", "lookup_timeout", "stage_failed", "stage_timeout", "stall", "tier_failed")
 """Reasons for which a request was computed although its pages may have been stored: the store did not answer."""
@@ -209,7 +206,8 @@ def by_label(samples: Mapping[str, float], name: str, label: str) -> dict[str, f
     """A meter's values by one of its labels, summed over the others; values without that label under an empty text."""
     found: dict[str, float] = {}
     for key, amount in samples.items():
-        if key.startswith(name) and (match := _SAMPLE.fullmatch(key)) is not None and match[1] == name:
-            value = dict(_LABEL.findall(match[2] or "")).get(label, "")
+        meter, labels = name_and_labels(key)
+        if meter == name:
+            value = labels.get(label, "")
             found[value] = found.get(value, 0) + amount
     return found

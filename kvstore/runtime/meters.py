@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import defaultdict, deque
 
 _KEPT_OBSERVATIONS = 1000
+_LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
+
+
+def name_and_labels(key: str) -> tuple[str, dict[str, str]]:
+    """The name of a meter and its labels, from a key of `Meters.snapshot`."""
+    name, _, labels = key.partition("{")
+    return name, dict(_LABEL.findall(labels))
 
 
 class Meters:

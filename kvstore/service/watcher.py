@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -12,6 +11,7 @@ from kvstore.runtime.background import Background
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import EventKind, Events
+from kvstore.runtime.meters import name_and_labels
 from kvstore.runtime.watched_file import Watched
 from kvstore.service.authentication import Credentials
 from kvstore.service.history import STEP_S, History, Sample
@@ -21,8 +21,6 @@ from kvstore.store.retention.operator_rules import Retirement
 from kvstore.store.tiered import TieredStore
 
 _ANSWER_S = 2.0
-_METER = re.compile(r"([a-z0-9_]+)(?:\{(.*)\})?")
-_LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
 
 _KEPT = frozenset(("lookups", "lookup_hits", "requests", "request_tokens", "served_records", "retention_boundaries"))
 """Meters that the history keeps."""
@@ -204,8 +202,9 @@ def _grown(before: Mapping[str, float], now: Mapping[str, float]) -> Grown:
     """By name of a meter: its labels and the increase of each."""
     found: defaultdict[str, list[tuple[Labels, float]]] = defaultdict(list)
     for key, amount in now.items():
-        if amount > before.get(key, 0) and (match := _METER.fullmatch(key)) is not None:
-            found[match[1]].append((dict(_LABEL.findall(match[2] or "")), amount - before.get(key, 0)))
+        if (increase := amount - before.get(key, 0)) > 0:
+            name, labels = name_and_labels(key)
+            found[name].append((labels, increase))
     return found
 
 

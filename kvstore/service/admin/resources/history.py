@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.meters import name_and_labels
 from kvstore.service.admin.access import Reader
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.authentication import Grant
@@ -20,11 +20,6 @@ router = APIRouter(tags=["history"])
 
 _STEPS = 60
 _HOURS_MAX = 6
-# meters of the history; the group is what the counts are listed by
-_RESULT = re.compile(r'requests\{reason="[a-z_]*",result="([a-z]+)"\}')
-_REASON = re.compile(r'requests\{reason="([a-z_]+)",result="[a-z]+"\}')
-_EVICTED = re.compile(r'retention_boundaries\{reason="([a-z_]+)",tier="[a-z0-9_]+"\}')
-_TIER = re.compile(r'served_records\{tier="([a-z0-9_]+)"\}')
 
 
 class Word(BaseModel):
@@ -101,7 +96,7 @@ async def show_history(
     is_all = grant.tenant is None
     samples = context.service.history.samples() if is_all else await _samples_of(context, grant)
     window = window_of(samples, now_ms=SYSTEM_CLOCK.wall_ms(), num_steps=_STEPS, step_s=max(step_s, STEP_S))
-    results, reasons, nothing = _sums(window, _RESULT), _sums(window, _REASON), window.of("")
+    results, reasons, nothing = _sums(window, "requests", "result"), _sums(window, "requests", "reason"), window.of("")
     return HistoryFound(
         of="service" if is_all else "tenant",
         step_s=step_s,
@@ -113,8 +108,8 @@ async def show_history(
         reasons=reasons,
         words={reason: Word.model_validate(REASONS.get(reason, UNKNOWN)) for reason in reasons},
         lookups=LookupCounts(all=window.of("lookups"), hits=window.of("lookup_hits")) if is_all else None,
-        served_records=_sums(window, _TIER),
-        evictions=_sums(window, _EVICTED),
+        served_records=_sums(window, "served_records", "tier"),
+        evictions=_sums(window, "retention_boundaries", "reason"),
         tier_bytes=window.tier_bytes,
         away=window.away,
     )
@@ -142,10 +137,11 @@ def _sample(told: ReportedOutcome) -> Sample:
     return Sample(told.at_ms, counts)
 
 
-def _sums(window: Window, meter: re.Pattern[str]) -> dict[str, list[float]]:
-    """Counts of the meters that match, added up by the pattern's group, sorted by it."""
-    names: dict[str, list[str]] = {}
-    for name in window.counts:
-        if (match := meter.fullmatch(name)) is not None:
-            names.setdefault(match[1], []).append(name)
-    return {group: window.sum_of(*names[group]) for group in sorted(names)}
+def _sums(window: Window, meter: str, label: str) -> dict[str, list[float]]:
+    """Counts of a meter, added up by a label that is not empty, sorted by it."""
+    keys: dict[str, list[str]] = {}
+    for key in window.counts:
+        name, labels = name_and_labels(key)
+        if name == meter and (value := labels.get(label)):
+            keys.setdefault(value, []).append(key)
+    return {value: window.sum_of(*listed) for value, listed in sorted(keys.items())}
