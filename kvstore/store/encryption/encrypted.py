@@ -294,16 +294,20 @@ class EncryptedStore(PageStore):
         await self.inner.aclose()
 
 
-async def _under(query: PrefixQuery, generation: Generation) -> PrefixQuery:
-    """A query with its boundaries named under one generation."""
+async def named_under(boundaries: Sequence[Boundary], generation: Generation) -> Sequence[Boundary]:
+    """Boundaries as they are named under one generation."""
     if generation is None:
-        return query
+        return boundaries
     named: list[Boundary] = []
-    for boundary in query.boundaries:
+    for boundary in boundaries:
         named.append(_boundary(boundary, generation))
         if len(named) % _NAMED_AT_ONCE == 0:
             await asyncio.sleep(0)
-    return replace(query, boundaries=tuple(named))
+    return named
+
+
+async def _under(query: PrefixQuery, generation: Generation) -> PrefixQuery:
+    return replace(query, boundaries=tuple(await named_under(query.boundaries, generation)))
 
 
 def _plain_staged(staged: Staged, named: PrefixQuery, query: PrefixQuery) -> Staged:

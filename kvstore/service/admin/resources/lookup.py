@@ -20,7 +20,7 @@ from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import namespace_id
 from kvstore.service.admin.problems import refusals
 from kvstore.service.admin.resources.prompt import ANSWER_S, Prompt, hash_prompt, parse_prompt, read_json
-from kvstore.store.encryption.key_ring import Generation
+from kvstore.store.encryption.encrypted import named_under
 from kvstore.store.presence import PackedSlices, SliceMap, boundaries_of, groups_present
 
 router = APIRouter(tags=["lookup"])
@@ -111,7 +111,7 @@ async def names_to_save(
 ) -> Sequence[Boundary]:
     """The boundaries under the names of the current key; none: the tenant has no key."""
     generations = context.generations(namespace.description.tenant)
-    return await _named(boundaries, generations[0]) if generations else []
+    return await named_under(boundaries, generations[0]) if generations else []
 
 
 async def _read_stored(
@@ -121,27 +121,16 @@ async def _read_stored(
     several keys a boundary gets the first name that has records, the current key's before earlier ones.
     """
     generations = context.generations(namespace.description.tenant)
-    named = await _named(boundaries, generations[0]) if generations else []
+    named = await named_under(boundaries, generations[0]) if generations else []
     hot, cold = await _read(namespace, named, deadline)
     for generation in generations[1:]:
-        others = await _named(boundaries, generation)
+        others = await named_under(boundaries, generation)
         has_some = boundaries_of(hot) | boundaries_of(cold)
         has_more = {index for held in await _read(namespace, others, deadline) for index in boundaries_of(held)}
         if chosen := has_more - has_some:
             named = [others[index] if index in chosen else boundary for index, boundary in enumerate(named)]
             hot, cold = await _read(namespace, named, deadline)
     return named, hot, cold
-
-
-async def _named(boundaries: Sequence[Boundary], generation: Generation) -> list[Boundary]:
-    if generation is None:
-        return list(boundaries)
-    named = []
-    for start in range(0, len(boundaries), READ_AT_ONCE):
-        some = boundaries[start : start + READ_AT_ONCE]
-        named += [Boundary(boundary.tokens, generation.name_of(boundary.prefix)) for boundary in some]
-        await asyncio.sleep(0)
-    return named
 
 
 async def _read(namespace: Namespace, boundaries: Sequence[Boundary], deadline: Deadline) -> tuple[SliceMap, SliceMap]:
