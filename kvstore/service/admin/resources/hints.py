@@ -27,7 +27,14 @@ from kvstore.service.admin.access import Saver
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, TokenId, shown_tenant
 from kvstore.service.admin.problems import Refused, refusals
-from kvstore.service.admin.resources.prompt import TOKENS_MAX, hash_prompt, read_json, split_token_ids, validated
+from kvstore.service.admin.resources.prompt import (
+    TOKENS_MAX,
+    body_of,
+    hash_prompt,
+    read_json,
+    split_token_ids,
+    validated,
+)
 from kvstore.service.authentication import Grant
 from kvstore.store.hints.ended_prompts import KeptPrompt
 from kvstore.store.hints.hints import Heard
@@ -107,11 +114,7 @@ class TakenHints(BaseModel):
     prompts: list[TakenHint]
 
 
-def _body(model: type[BaseModel]) -> dict[str, object]:
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
-
-
-@router.post("/prefetch", status_code=202, responses=refusals(404, 413), openapi_extra=_body(NamedPrompt))
+@router.post("/prefetch", status_code=202, responses=refusals(404, 413), openapi_extra=body_of(NamedPrompt))
 async def prefetch(context: Context, grant: Saver, request: Request) -> TakenHints:
     """Copy a prompt's pages to this node's memory, for a turn that is expected soon. Answers at once; `POST /v1/query`
     says what memory has. At most an eighth of the memory is taken by what no request has used.
@@ -122,7 +125,7 @@ async def prefetch(context: Context, grant: Saver, request: Request) -> TakenHin
         return await _apply(context, grant, named, token_ids, Wishes(prefetch=True))
 
 
-@router.post("/hints", status_code=202, responses=refusals(404, 413), openapi_extra=_body(HintedPrompt))
+@router.post("/hints", status_code=202, responses=refusals(404, 413), openapi_extra=body_of(HintedPrompt))
 async def hint(context: Context, grant: Saver, request: Request) -> TakenHints:
     """Say what to do with a prompt's pages: as `kv_transfer_params.kvstore` in a request, for one that has ended."""
     body = await read_json(request)

@@ -19,7 +19,7 @@ from kvstore.service.admin.catalog_access import Namespace
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import namespace_id
 from kvstore.service.admin.problems import refusals
-from kvstore.service.admin.resources.prompt import ANSWER_S, Prompt, hash_prompt, parse_prompt, read_json
+from kvstore.service.admin.resources.prompt import ANSWER_S, Prompt, body_of, hash_prompt, parse_prompt, read_json
 from kvstore.store.encryption.encrypted import named_under
 from kvstore.store.presence import PackedSlices, SliceMap, boundaries_of, groups_present
 
@@ -66,10 +66,7 @@ class PromptFound(BaseModel):
     )
 
 
-_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": Prompt.model_json_schema()}}}}
-
-
-@router.post("/lookup", responses=refusals(404, 413), openapi_extra=_BODY)
+@router.post("/lookup", responses=refusals(404, 413), openapi_extra=body_of(Prompt))
 async def look_up(context: Context, grant: Reader, request: Request) -> PromptFound:
     """What the hot tier, the cold tier and this node's memory hold of a prompt without adapter, media and embeddings.
     Nothing is fetched, and nothing counts as a use.

@@ -21,7 +21,7 @@ from kvstore.service.session import ConnectedEngine
 from kvstore.store.presence import Reach
 from kvstore.wire.convert import plain_text
 
-_QUESTIONS_MAX = 64
+QUESTIONS_MAX = 64
 _TARGETS_MAX = 32
 """Namespaces, and kinds of engines in them, of one tenant that a question is answered for: so a tenant with many cannot
 make the questions of operators' routers too long. Its other engines are left out."""
@@ -73,13 +73,6 @@ Points = TypeVar("Points", bound=Hashable)
 """
 
 
-def body_of(model: type[Asked]) -> dict[str, object]:
-    """For the description of a route: its body is one question, or a list of them."""
-    schema = model.model_json_schema()
-    either = {"anyOf": [schema, {"type": "array", "items": schema, "maxItems": _QUESTIONS_MAX}]}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": either}}}}
-
-
 async def parse_questions(
     body: bytes, grant: Grant, model: type[Question], long_list: LongList[Entries], most: int
 ) -> tuple[list[tuple[Question, Entries]], bool]:
@@ -95,8 +88,8 @@ async def parse_questions(
         Refused: 403: a question is about another tenant.
     """
     objects, lists = await split_objects(body, most, long_list)
-    if len(objects) > _QUESTIONS_MAX:
-        expected = f"at most {_QUESTIONS_MAX} prompts"
+    if len(objects) > QUESTIONS_MAX:
+        expected = f"at most {QUESTIONS_MAX} prompts"
         raise InvalidRequest(expected, field="body", expected=expected, seen=len(objects))
     is_list, name = body.lstrip()[:1] == b"[", long_list.name
     questions: list[tuple[Question, Entries]] = []

@@ -23,7 +23,7 @@ from kvstore.service.admin.documents import OrderSearch, expected_uses
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, PREFIX_EXAMPLE, WHOLE_NUMBER, namespace_id
 from kvstore.service.admin.problems import refusals
 from kvstore.service.admin.resources.lookup import READ_AT_ONCE, names_to_save, read_slices
-from kvstore.service.admin.resources.prompt import ANSWER_S, Prompt, parse_prompt, read_json
+from kvstore.service.admin.resources.prompt import ANSWER_S, Prompt, body_of, parse_prompt, read_json
 from kvstore.store.presence import groups_present
 
 router = APIRouter(tags=["plan"])
@@ -119,15 +119,7 @@ class Plan(BaseModel):
     )
 
 
-_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": PromptOfDocuments.model_json_schema()}},
-    }
-}
-
-
-@router.post("/plan", responses=refusals(404, 413), openapi_extra=_BODY)
+@router.post("/plan", responses=refusals(404, 413), openapi_extra=body_of(PromptOfDocuments))
 async def make_plan(context: Context, grant: Reader, request: Request) -> Plan:
     """The order of a prompt's documents that restores most of it. The planned prompt is an ordinary one: the system
     prompt, the documents of `order`, and what follows. Nothing is fetched or saved, and nothing counts as a use.

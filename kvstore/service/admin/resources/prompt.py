@@ -120,6 +120,14 @@ async def hash_prompt(
     return boundaries
 
 
+def body_of(model: type[BaseModel], list_max: int = 0) -> dict[str, Any]:
+    """For the description of a route that reads its body by `read_json`: an object, or a list of at most `list_max`."""
+    schema = model.model_json_schema()
+    if list_max:
+        schema = {"anyOf": [schema, {"type": "array", "items": schema, "maxItems": list_max}]}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
 async def read_json(request: Request) -> bytes:
     """The body of a request.
 

@@ -21,16 +21,16 @@ from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import TokenId
 from kvstore.service.admin.problems import refusals
 from kvstore.service.admin.resources.matches import (
+    QUESTIONS_MAX,
     TEXT_MAX,
     Asked,
     Matches,
-    body_of,
     engines_asked,
     matches_of,
     parse_questions,
     reaches_of,
 )
-from kvstore.service.admin.resources.prompt import ANSWER_S, PROMPT_TEXT, TOKENS_MAX, PromptText, read_json
+from kvstore.service.admin.resources.prompt import ANSWER_S, PROMPT_TEXT, TOKENS_MAX, PromptText, body_of, read_json
 from kvstore.service.authentication import Grant
 from kvstore.service.session import ConnectedEngine
 from kvstore.store.presence import Reach, ResumePoints
@@ -50,7 +50,7 @@ class Question(Asked):
     cache_salt: str | None = Field(default=None, max_length=4096, description="the request's `cache_salt`")
 
 
-@router.post("/query", responses=refusals(413), openapi_extra=body_of(Question))
+@router.post("/query", responses=refusals(413), openapi_extra=body_of(Question, QUESTIONS_MAX))
 async def query(context: Context, grant: Reader, request: Request) -> Matches | list[Matches]:
     """By tenant and engine, how much of a prompt without adapter, media and embeddings each engine that is connected to
     this service would resume; of a list of prompts a list. Nothing is fetched, and nothing counts as a use.

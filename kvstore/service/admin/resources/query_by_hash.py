@@ -24,16 +24,16 @@ from kvstore.service.admin.access import Reader
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.problems import Refused, refusals
 from kvstore.service.admin.resources.matches import (
+    QUESTIONS_MAX,
     TEXT_MAX,
     Asked,
     Matches,
-    body_of,
     engines_asked,
     matches_of,
     parse_questions,
     reaches_of,
 )
-from kvstore.service.admin.resources.prompt import ANSWER_S, TOKENS_MAX, LongList, in_pieces, read_json
+from kvstore.service.admin.resources.prompt import ANSWER_S, TOKENS_MAX, LongList, body_of, in_pieces, read_json
 from kvstore.service.authentication import Grant
 from kvstore.store.presence import Reach
 
@@ -130,7 +130,7 @@ class HashQuestion(Asked):
     )
 
 
-@router.post("/query_by_hash", responses=refusals(409, 413), openapi_extra=body_of(HashQuestion))
+@router.post("/query_by_hash", responses=refusals(409, 413), openapi_extra=body_of(HashQuestion, QUESTIONS_MAX))
 async def query_by_hash(context: Context, grant: Reader, request: Request) -> Matches | list[Matches]:
     """As `POST /v1/query`, of a prompt that is known by the hashes of its blocks. A page counts once an engine of its
     tenant has named it to this service (`name_blocks`), and while it is stored with all groups that a resume needs.
