@@ -56,6 +56,8 @@ _COMPLETE_S = 5.0
 """How long the answer to "is the catalog complete?" is used."""
 _CATALOG_PAUSE_S = 1.0
 """How long a catalog that did not answer in time is not used."""
+_FAIR_S = 0.1
+"""Five times what the catalog takes for an answer. Who waited less and had no more time says nothing of it."""
 _PAGE_ROUNDS_MAX = 4
 """With 16 heads a round, three rounds narrow 4,096 pages down to one; `stage` finds holes within holes."""
 _PAGES_SHARE = 0.75
@@ -303,19 +305,23 @@ class CatalogLookup:
     async def fill(self, presence: Presence, deadline: Deadline, *, hot: bool, cold: bool) -> bool:
         """Note what the catalog has of a query's boundaries. True: it is complete, so no tier need be asked.
 
-        Raises nothing: of a catalog that does not answer in time nothing is noted, and it is not asked for a second.
+        Raises nothing: of a catalog that does not answer in time nothing is noted, and it is not asked for a second, if
+        that was a fair time.
         """
-        if self._clock.monotonic_s() < self._unused_until_s:
+        started_s = self._clock.monotonic_s()
+        if started_s < self._unused_until_s:
             return False
         deadline = deadline.earlier(deadline.remaining_s * _CATALOG_SHARE)
         try:
             await self._read_all(presence, deadline, hot=hot, cold=cold)
         except (Unavailable, Closed, CorruptRecord, InvalidRequest) as error:
             self._meters.add("catalog_failures", call="lookup")
-            if isinstance(error, Unavailable):
-                self.outage.failed(error)
-            self._unused_until_s = self._clock.monotonic_s() + _CATALOG_PAUSE_S
             presence.hot, presence.cold = {}, {}
+            now_s = self._clock.monotonic_s()
+            if not deadline.expired or now_s - started_s >= _FAIR_S:
+                self._unused_until_s = now_s + _CATALOG_PAUSE_S
+                if isinstance(error, Unavailable):
+                    self.outage.failed(error)
             return False
         self.outage.answered()
         self._meters.add("catalog_lookups", complete=str(self._is_complete).lower())

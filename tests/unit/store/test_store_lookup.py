@@ -240,3 +240,23 @@ async def test_a_catalog_that_answers_no_lookups_is_said_once(caplog: pytest.Log
         "start it",
         "the catalog answers lookups again after 4.4 s",
     ]
+
+
+class Slow(DictCatalog):
+    """Takes 20 ms to answer, as a busy Redis does."""
+
+    async def lookup(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], *, deadline: Deadline) -> EntryTable:
+        async with deadline.scope("asking a slow catalog"):
+            await asyncio.sleep(0.02)
+        return await super().lookup(namespace, prefixes, deadline=deadline)
+
+
+async def test_callers_with_little_time_keep_nobody_else_from_the_catalog() -> None:
+    """One that would wait for 10 ms gets no answer of it. The next one does, and no outage is seen."""
+    prompt, catalog = Prompt(ATTENTION, "a", 250), Slow(CatalogBooks(complete=True))
+    await catalog.register(prompt.namespace, ATTENTION, "", deadline=soon())
+    lookup = CatalogLookup(catalog, Instruments(), LongWork("lookups"))
+    for _ in range(3):
+        assert not await lookup.fill(Presence(ATTENTION, prompt.query()), soon(0.01), hot=True, cold=True)
+        assert await lookup.fill(Presence(ATTENTION, prompt.query()), soon(), hot=True, cold=True)
+        assert lookup.outage.since_ms is None
