@@ -87,6 +87,10 @@ JOBS = TextStoreKind("jobs", 256, "dismiss those that were interrupted")
 """Long operations that run, or that a restart interrupted. Those that end are removed."""
 
 
+FOREIGN_TEXT = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
+"""What reading a text of another form raises: one of a later release, or damaged. Readers pass over it, and keep it."""
+
+
 class TextStore(ABC):
     """Texts by name. Every method raises `Unavailable` at its deadline or when the medium cannot be reached."""
 
@@ -194,7 +198,7 @@ class FileTextStore(TextStore):
             values = json.loads(read_regular(self._path))
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             message = f"the {self.kind.name} cannot be read: repair or delete the file"
             raise Unavailable(message, path=self._path) from error
         return {str(name): str(text) for name, text in values.items()} if isinstance(values, dict) else {}

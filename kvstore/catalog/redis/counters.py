@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvstore.catalog.coordination import FOREIGN_TEXT
+
 NOTE = "reconciled"
 """The name of the note."""
 _DIGITS_MAX = 20
@@ -41,7 +43,7 @@ def parse_counters(text: str) -> list[ServerCounters] | None:
     """The inverse of `format_counters`; `None`: not such a text."""
     try:
         return [ServerCounters(str(run_id), int(num_removed)) for run_id, num_removed in json.loads(text)]
-    except (ValueError, TypeError, OverflowError, RecursionError):
+    except FOREIGN_TEXT:
         return None
 
 

@@ -7,9 +7,10 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
-from kvstore.catalog.coordination import TextStore
+from kvstore.catalog.coordination import FOREIGN_TEXT, TextStore
 from kvstore.errors import Closed, InvalidRequest, KVStoreError, Unavailable
 from kvstore.eviction.holdings import Quota
 from kvstore.runtime.background import Background
@@ -127,12 +128,14 @@ class OperatorRules:
                 kind, *place = json.loads(name)
                 value = json.loads(text)
                 if kind == _QUOTA and value["quota"] is not None:
-                    ordered[str(place[0])] = Quota(*value["quota"])
+                    guaranteed_bytes, maximum_bytes = value["quota"]
+                    most = None if maximum_bytes is None else index(maximum_bytes)
+                    ordered[str(place[0])] = Quota(index(guaranteed_bytes), most)
                 elif kind == _RETIRED and value["is_retired"]:
                     tenant, weights_id = place
                     retired[tenant, weights_id] = Retirement(tenant, weights_id, int(value["at_s"]))
-            except (ValueError, TypeError, KeyError, IndexError):
-                continue  # from a later release: kept, but not followed here
+            except FOREIGN_TEXT:
+                continue
         self._texts, self.retired, self.ordered = dict(texts), retired, ordered
         quotas = {**self._from_settings, **ordered}
         if quotas != self.quotas:

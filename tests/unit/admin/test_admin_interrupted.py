@@ -180,7 +180,11 @@ async def test_jobs_run_without_a_book(tmp_path: Path, caplog: pytest.LogCapture
     """The failure is logged once, when a job is to be written there: who only lists them is told. Entries of a later
     release are skipped.
     """
-    (tmp_path / "jobs.json").write_text('{"a": "{", "b": "[]", "c": "{\\"kind\\": \\"unheard\\"}"}')
+    values = {"kind": "gc", "tenant": None, "about": [], "is_dry_run": True, "created_s": 1, "done": 0, "seen_s": 1}
+    values |= {"total": 1, "unit": "records", "who": "", "place": HOME}
+    texts = ["{", "[]", '{"kind": "unheard"}', "[" * 2000 + "]" * 2000, json.dumps(values), '{"created_s": 1e999}']
+    texts.append(json.dumps({**values, "about": {}, "seen_s": 1.0}).replace("1.0", "1e999"))
+    (tmp_path / "jobs.json").write_text(json.dumps(dict(zip("abcdefg", texts, strict=True))))
     assert await JobKeeper(FileTextStore(tmp_path, JOBS), HOME).interrupted(()) == []
     (tmp_path / "jobs.json").write_text("{")
     keeper = JobKeeper(FileTextStore(tmp_path, JOBS), HOME)

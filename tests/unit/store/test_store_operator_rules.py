@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -143,3 +144,31 @@ async def test_a_book_that_takes_nothing_back_is_read_all_the_same(
     await until(lambda: told.are_retired("red", "older"))
     assert told.are_retired("red", "old")
     await told.aclose()
+
+
+FOREIGN_RULES = {
+    "[" * 2000 + "]" * 2000: "{}",
+    '["quota", "deep"]': "[" * 2000 + "]" * 2000,
+    '["quota", "text"]': '{"quota": ["much", "more"]}',
+    '["quota", "part"]': '{"quota": [1.5, null]}',
+    '["quota", "many"]': '{"quota": [1, 2, 3]}',
+    '["quota", "list"]': "[1]",
+    '["quota"]': '{"quota": [1, 2]}',
+    '["retired", "red", "late"]': '{"is_retired": true, "at_s": 1e999}',
+    '["retired", {}, "whose"]': '{"is_retired": true, "at_s": 1}',
+    '"retired"': '{"is_retired": true, "at_s": 1}',
+}
+
+
+async def test_texts_that_are_no_rules_are_passed_over(tmp_path: Path) -> None:
+    """Of a later release, or damaged: a service starts with them, follows all others, and keeps them."""
+    good = {'["quota", "red"]': '{"quota": [1, 2]}', '["retired", null, "old"]': '{"is_retired": true, "at_s": 1}'}
+    path = tmp_path / "orders.json"
+    path.write_text(json.dumps({**FOREIGN_RULES, **good}))
+    rules = rules_of(tmp_path)
+    await rules.start()
+    assert rules.quotas == {"red": Quota(1, 2)}
+    assert rules.retired.keys() == {(None, "old")}
+    await rules.retire("red", "older", is_retired=True, deadline=soon())
+    assert json.loads(path.read_text()).keys() > FOREIGN_RULES.keys()
+    await rules.aclose()

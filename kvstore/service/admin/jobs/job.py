@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvstore.catalog.coordination import TextStore
+from kvstore.catalog.coordination import FOREIGN_TEXT, TextStore
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
@@ -188,8 +188,8 @@ class JobKeeper:
             try:
                 values = json.loads(text)
                 job, place, seen_s = _job_of(id_, values), str(values["place"]), int(values["seen_s"])
-            except (ValueError, TypeError, KeyError):
-                continue  # from a later release
+            except FOREIGN_TEXT:
+                continue
             is_ours = not self._book.is_shared or place == self._place
             if id_ in own or not (is_ours or seen_s + _GONE_S < self._now_s()):
                 continue
