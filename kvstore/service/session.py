@@ -396,31 +396,21 @@ class Session:
         serve = self._serve if self._tracing is None else partial(self._traced, self._tracing, trace)
         task = owner.spawn(serve(request, receipt), request.type)
         self._running[request.id] = task
-        task.add_done_callback(partial(self._ended, request.id, receipt))
-        self._count_bytes(num_bytes, task)
-
-    def _count_bytes(self, num_bytes: int, task: asyncio.Task[None]) -> None:
-        """Count what a request holds until its task ends. While the connection's requests hold too much, read nothing
-        more from it."""
-
-        def ended(_: object) -> None:
-            self._requests.give_back(self.tenant, num_bytes)
-            self._request_bytes -= num_bytes
-            self._read_on()
-
         self._requests.take(self.tenant, num_bytes)
         self._request_bytes += num_bytes
-        if self._request_bytes > self._limits.connection_request_bytes:
+        if self._request_bytes > self._limits.connection_request_bytes:  # read nothing more until some have ended
             self.connection.hold()
-        task.add_done_callback(ended)
+        task.add_done_callback(partial(self._ended, request.id, receipt, num_bytes))
 
-    def _ended(self, request_id: int, receipt: Receipt, task: asyncio.Task[None]) -> None:
+    def _ended(self, request_id: int, receipt: Receipt, num_bytes: int, task: asyncio.Task[None]) -> None:
         receipt.settle()
-        if self._running.get(request_id) is not task:
-            return  # it is answered
-        del self._running[request_id]
-        if task.cancelled():  # before it answered, or before it began
-            self.connection.post(error_of(request_id, Unavailable("the request was cancelled")))
+        self._requests.give_back(self.tenant, num_bytes)
+        self._request_bytes -= num_bytes
+        if self._running.get(request_id) is task:  # else it is answered
+            del self._running[request_id]
+            if task.cancelled():  # before it answered, or before it began
+                self.connection.post(error_of(request_id, Unavailable("the request was cancelled")))
+        self._read_on()
 
     async def _traced(self, tracing: Tracing, trace: str, request: messages.Request, receipt: Receipt) -> None:
         namespace = getattr(request, "namespace", b"").hex()
