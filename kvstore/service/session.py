@@ -194,9 +194,9 @@ class Session:
         return True
 
     async def _wait_for_head_room(self, num_bytes: int) -> None:
+        deadline = Deadline.after(self._limits.receive_timeout_s)
         try:
-            async with Deadline.after(self._limits.receive_timeout_s).scope("room for a long head"):
-                room = await self._heads.take(num_bytes, self.tenant)
+            room = await self._heads.take_until(deadline, "room for a long head", num_bytes, self.tenant)
         except Unavailable as error:
             self.connection.refuse(error)
             return
