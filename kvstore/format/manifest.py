@@ -132,6 +132,7 @@ def check_store_version(note: bytes | None, tier: str) -> None:
 
 
 _FORMAT = 1
+_ID = re.compile("[0-9]{1,10}")
 _CHECK = re.compile("[0-9a-f]{16}")
 _IDS_MAX = 4096
 
@@ -156,7 +157,7 @@ def parse_key_ids(data: bytes) -> dict[int, bytes]:
     """
     try:
         content = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptRecord("the note of key ids is not JSON") from error
     if not isinstance(content, dict) or not isinstance(content.get("kvstore_key_ids"), int):
         raise CorruptRecord("not a note of key ids")
@@ -169,7 +170,7 @@ def parse_key_ids(data: bytes) -> dict[int, bytes]:
         raise CorruptRecord("the note of key ids has no keys")
     checks = {}
     for name, check in keys.items():
-        if not name.isdecimal() or not isinstance(check, str) or not _CHECK.fullmatch(check):
+        if not _ID.fullmatch(name) or not isinstance(check, str) or not _CHECK.fullmatch(check):
             raise CorruptRecord("the note of key ids has a wrong entry", seen=name[:32])
         checks[int(name)] = bytes.fromhex(check)
     return checks

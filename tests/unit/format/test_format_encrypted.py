@@ -137,6 +137,8 @@ def test_notes_of_key_ids_round_trip(checks: dict[int, bytes]) -> None:
         b'{"kvstore_key_ids": 1, "keys": {"x": "0011223344556677"}}',
         b'{"kvstore_key_ids": 1, "keys": {"1": "001122334455667"}}',
         b'{"kvstore_key_ids": 1, "keys": {"1": 5}}',
+        pytest.param(b"[" * 2000 + b"]" * 2000, id="deep"),
+        pytest.param(b'{"kvstore_key_ids": 1, "keys": {"%s": "0011223344556677"}}' % (b"9" * 5000), id="long"),
         pytest.param(secrets.token_bytes(40), id="random"),  # workers must agree on the names of tests
     ],
 )
