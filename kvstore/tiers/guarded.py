@@ -103,10 +103,6 @@ class GuardedTier(TierWrapper):
         if self._breaker.open():
             self._report_down(reason)
 
-    async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
-        with self._call("head", deadline):
-            return await self.inner.head(keys, deadline=deadline)
-
     async def get(
         self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
     ) -> Record | None:
