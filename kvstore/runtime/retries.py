@@ -1,4 +1,4 @@
-"""Calls that are repeated while what they call is unavailable, for work that takes minutes or hours."""
+"""Pauses between attempts, and calls that long work repeats while what it calls is unavailable."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ T = TypeVar("T")
 _ATTEMPTS = 5
 PAUSE_S = 0.5
 """After the first failure; doubled after each."""
+
+
+def backoff_s(failures: int, *, shortest_s: float, longest_s: float) -> float:
+    """The pause after `failures` failures in a row (1 or more): each doubles it."""
+    return min(longest_s, shortest_s * 2.0 ** min(failures - 1, 60))
 
 
 async def retry(call: Callable[[], Awaitable[T]]) -> T:

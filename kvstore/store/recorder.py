@@ -18,6 +18,7 @@ from kvstore.model.layout import Layout
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
+from kvstore.runtime.retries import backoff_s
 from kvstore.store.catalog_outage import CatalogOutage
 from kvstore.store.parents import Parents
 
@@ -27,7 +28,7 @@ _BATCH = 512
 _WAITING_MAX = 65_536
 """Changes that may wait for a catalog that does not answer, some 30 MiB; beyond, the catalog is marked incomplete."""
 _CALL_S = 5.0
-_PAUSE_S_MAX = 5.0
+_PAUSE_S_MIN, _PAUSE_S_MAX = 0.2, 5.0
 _CLOSE_S = 1.0
 _AGAIN_S = 1.0
 """Time after which a record is reported again that the catalog refused because its boundary was being deleted."""
@@ -208,7 +209,7 @@ class Recorder:
                 for report in self._waiting:
                     report.resolve(True)
                 failures += 1
-                await asyncio.sleep(min(_PAUSE_S_MAX, 0.1 * 2 ** min(failures, 10)))
+                await asyncio.sleep(backoff_s(failures, shortest_s=_PAUSE_S_MIN, longest_s=_PAUSE_S_MAX))
                 continue
             except Exception as error:  # noqa: BLE001 - a task's top: the catalog never takes these, and later ones wait
                 if not isinstance(error, InvalidRequest | CorruptRecord):

@@ -18,6 +18,7 @@ from kvstore.errors import KVStoreError, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.retries import backoff_s
 from kvstore.store.context import StoreContext
 from kvstore.store.write_back.pending_writes import PendingWrites, TierWrite
 from kvstore.store.write_back.waiting import Waiting
@@ -35,11 +36,6 @@ is short, so that the end of a long prompt does not wait for the start of every 
 
 _BEHIND = 1 << 62
 """More than the end of any span."""
-
-
-def backoff_s(failures: int, *, shortest_s: float, longest_s: float) -> float:
-    """The pause after `failures` failures in a row (1 or more)."""
-    return min(longest_s, shortest_s * 2.0 ** min(failures - 1, 60))
 
 
 @dataclass(order=True, slots=True)

@@ -16,6 +16,7 @@ from kvstore.model.coverage import longest_resumable, records_to_resume
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
 from kvstore.model.kinds import ChunkedLocal, FullAttention, Recurrent
 from kvstore.model.layout import GroupLayout, Layout, Span
+from kvstore.runtime.retries import backoff_s
 from kvstore.runtime.turns import PIECE
 from kvstore.store.limits import StoreLimits
 from kvstore.store.namespaces import check_header
@@ -40,7 +41,6 @@ from kvstore.store.presence import (
 from kvstore.store.presence import fill as fill_gaps
 from kvstore.store.staging import next_window
 from kvstore.store.tiered import TieredStore
-from kvstore.store.write_back.queue import backoff_s
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
 from kvstore.tiers.memory import MemoryTier
 
