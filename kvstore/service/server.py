@@ -69,23 +69,19 @@ class Server:
         self.tls = tls
         self.answers = Answers(store, self.describe, settings or {})
         self._credentials = credentials
-        self._authenticator = Authenticator(token, credentials)
         self._unauthenticated = UnauthenticatedConnections(
             self._limits.unauthenticated_of_address, self._limits.unauthenticated
         )
-        self._budget = ByteBudget(self._limits.receive_bytes)
-        self._requests = Shares(self._limits.request_bytes)
-        self._memories = SaveMemories(self._limits)
         self._context = SessionContext(
             self.answers,
-            self._authenticator,
+            Authenticator(token, credentials),
             self._limits,
-            self._budget,
-            self._requests,
+            ByteBudget(self._limits.receive_bytes),
+            Shares(self._limits.request_bytes),
             ByteBudget(self._limits.head_bytes),
             Shares(self._limits.connections),
             Turns(self._limits.frames_at_once),
-            self._memories,
+            SaveMemories(self._limits),
             tracing,
         )
         self._sessions: set[Session] = set()
@@ -149,10 +145,10 @@ class Server:
             "not_reloaded": {one.what: one.problem for one in (self._credentials, self.tls) if one and one.problem},
             "addresses": [str(address) for address in self.addresses],
             "sessions_total": self._num_sessions,
-            "request_bytes_used": self._requests.used,
-            "receive_bytes_used": self._budget.used_bytes,
-            "receive_bytes_limit": self._budget.limit_bytes,
-            "save_memory_bytes_used": self._memories.used_bytes,
+            "request_bytes_used": self._context.requests.used,
+            "receive_bytes_used": self._context.budget.used_bytes,
+            "receive_bytes_limit": self._context.budget.limit_bytes,
+            "save_memory_bytes_used": self._context.memories.used_bytes,
         }
 
     def engines(self) -> list[ConnectedEngine]:
@@ -171,7 +167,7 @@ class Server:
 
     def _end_unauthorized(self) -> None:
         for session in list(self._sessions):
-            if session.grant is not None and not self._authenticator.still_admits(session.grant):
+            if session.grant is not None and not self._context.authenticator.still_admits(session.grant):
                 _log.info("ended a connection whose token is no longer valid who=%s", session.grant.name)
                 session.connection.refuse(
                     InvalidRequest(
@@ -231,4 +227,4 @@ class Server:
         while (self._sessions or len(self._closing)) and SYSTEM_CLOCK.monotonic_s() < deadline_s:
             await asyncio.sleep(0.01)
         await self._closing.aclose()
-        self._memories.shutdown()
+        self._context.memories.shutdown()
