@@ -26,6 +26,8 @@ _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its han
 _OPEN_S, _OPEN_RETRY_S = 10.0, 0.5
 _DIGEST_S = 1.0
 """Requests wait this long for a digest of weights that is being computed. That may take minutes."""
+_INTERPRETER_ENDS = "after interpreter shutdown"
+"""What Python's executors say once the main thread has ended."""
 
 
 class EngineNamespace:
@@ -148,6 +150,8 @@ class EngineNamespace:
         except KVStoreError as error:
             self.refuse(str(error))
         except Exception as error:  # noqa: BLE001 - a background task's top: an engine without a cache must say why
+            if _INTERPRETER_ENDS in str(error):  # mostly since vLLM failed at its start: that is what should be read
+                return
             _log.exception("kvstore: the namespace could not be opened")
             self.refuse(f"{type(error).__name__}: {error}")
         else:

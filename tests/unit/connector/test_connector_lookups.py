@@ -114,6 +114,31 @@ def test_weights_that_take_long_to_digest(tmp_path: Path, monkeypatch: pytest.Mo
         at.side.shutdown()
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_engine_that_ends_while_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, ends: bool
+) -> None:
+    """It failed for a reason of its own, which the end of its log should say. Other errors of ours are logged."""
+    why = "cannot schedule new futures after interpreter shutdown" if ends else "a bug"
+    asked = threading.Event()
+
+    def digest(*_: object) -> str:
+        asked.set()
+        raise RuntimeError(why)
+
+    monkeypatch.setattr(connector.scheduler.namespace, "find_weights_id", digest)
+    with bridge_to_memory() as bridge:
+        at = SchedulerHarness(bridge, tmp_path, {}, {"weights_id": None})
+        assert asked.wait(10)
+        if ends:
+            time.sleep(0.3)
+            assert at.side.namespace.refusal is None and "namespace" not in caplog.text
+        else:
+            eventually(lambda: at.side.namespace.refusal == "RuntimeError: a bug")
+            assert "the namespace could not be opened" in caplog.text
+        at.side.shutdown()
+
+
 def lookups_begun(made: SchedulerHarness) -> float:
     return made.side.meters.get("connector_lookup_seconds_count")
 
