@@ -42,10 +42,13 @@ def _require_embeddings() -> None:
     accepts a request that names the size of an image and nothing else, and ends once it has to compute that. Our store
     may always miss.
     """
-    from vllm.config import VllmConfig
+    try:
+        from vllm.config import VllmConfig
 
-    resolve = getattr(VllmConfig, "_resolve_mm_embedding_inputs", None)
-    if resolve is None or hasattr(resolve, "__wrapped__"):
+        resolve = VllmConfig._resolve_mm_embedding_inputs
+    except (ImportError, AttributeError):  # a release that does it elsewhere, or not at all
+        return
+    if hasattr(resolve, "__wrapped__"):
         return
 
     @functools.wraps(resolve)

@@ -232,6 +232,17 @@ def test_a_factory_that_changed_ends_no_engine(
     assert "kv_connector_module_path" in caplog.text
 
 
+@pytest.mark.parametrize("missing_name", ["vllm.config", "vllm.config.VllmConfig._resolve_mm_embedding_inputs"])
+def test_a_configuration_that_changed_ends_no_engine(monkeypatch: pytest.MonkeyPatch, missing_name: str) -> None:
+    """Nor does it keep the connector from being registered."""
+    if missing_name == "vllm.config":
+        monkeypatch.setitem(sys.modules, missing_name, None)
+    else:
+        monkeypatch.delattr(missing_name)
+    register()
+    assert "KVStoreConnector" in vars(KVConnectorFactory)["_registry"]
+
+
 def test_a_release_that_nobody_tested(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """It has all that we use, and may use it differently: uncached, one warning, nothing of it is read."""
     monkeypatch.setattr(vllm, "__version__", "0.34.0")
