@@ -1,7 +1,8 @@
 """vLLM's plugin entry point: registers the name in `"kv_connector": "KVStoreConnector"` in every process of an engine.
 
 vLLM calls `register` in the front end, the engine core and every worker. It imports no module of ours. vLLM imports the
-connector, and torch with it, if an engine is configured to use it.
+connector, and torch with it, if an engine is configured to use it. Only the front end checks requests, so what our
+engines must refuse there is set here as well.
 """
 
 from __future__ import annotations
