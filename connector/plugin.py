@@ -39,7 +39,7 @@ def register() -> None:
 def _require_embeddings() -> None:
     """Let an engine with this connector refuse media without their embeddings, as an engine without connectors does.
 
-    Of each engine that loads by a connector vLLM (0.30 to 0.33) assumes that another one computes its prompts. It then
+    Of each engine that loads by a connector vLLM (0.30 to 0.32) assumes that another one computes its prompts. It then
     accepts a request that names the size of an image and nothing else, and ends once it has to compute that. Our store
     may always miss.
     """

@@ -24,8 +24,7 @@ def watch_adapter_loads(watcher: Watcher) -> None:
     vLLM has no hook for it. It calls the executor in the scheduler's process, between two steps: what was scheduled
     before is computed with the old files, what is scheduled later with the new ones.
     """
-    if not _watchers:
-        _wrap_once()
+    _wrap_once()
     _watchers.add(watcher)
 
 

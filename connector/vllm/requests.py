@@ -90,8 +90,11 @@ class RequestReader:
         return MediaItem(str(feature.modality), str(identifier), int(position.offset), int(position.length))
 
     def note_adapter(self, lora_request: Any) -> None:
-        """Note whether an adapter's number has the files of its path. vLLM reads those of the request that it schedules
-        first, which need not be the first one that arrived, or those that an operator lets it load before."""
+        """Note whether an adapter's number still has the files of its path.
+
+        vLLM reads the files of the request that it schedules first, which need not be the first one that arrived. An
+        operator may also let it load an adapter before any request.
+        """
         number, path = int(lora_request.lora_int_id), str(lora_request.lora_path)
         if lora_request.load_inplace or self.adapter_paths.setdefault(number, path) != path:
             self.replaced_adapters.add(number)
