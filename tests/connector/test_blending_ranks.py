@@ -13,10 +13,10 @@ import pytest
 
 from kvstore.testing.checkpoints import write_checkpoint
 from kvstore.testing.engine import Answer, EngineProcess, EngineSpec
+from tests.connector.support.blending import blended, computed, difference, explained, spec_of
 from tests.connector.support.runs import start_together
 from tests.connector.support.service import DirectoryService
 from tests.connector.support.stores import PATIENT
-from tests.connector.test_blending import blended, computed, difference, explained, spec_of
 
 pytestmark = pytest.mark.engine
 

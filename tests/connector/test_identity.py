@@ -18,10 +18,10 @@ import pytest
 from kvstore.testing.engine import Answer, EngineFailed, EngineProcess, EngineSpec, Request, seeded_prompt
 from kvstore.testing.serve import Service
 from kvstore.testing.waiting import eventually
+from tests.connector.support.blending import RECORDS, blended
 from tests.connector.support.identity import copy_checkpoint, write_adapter, write_code, write_embeddings
 from tests.connector.support.runs import start_together
 from tests.connector.support.stores import PATIENT
-from tests.connector.test_blending import RECORDS, blended
 
 pytestmark = pytest.mark.engine
 

@@ -14,17 +14,15 @@ import pytest
 from kvstore.testing.checkpoints import write_checkpoint
 from kvstore.testing.engine import EngineProcess, EngineSpec, Request, seeded_prompt
 from kvstore.testing.servers.ports import free_address
+from tests.connector.support.patience import PATIENCE_S, PATIENT, forget_own_cache
 from tests.connector.support.service import DirectoryService
 
 pytestmark = pytest.mark.engine
 
 LENGTHS = (2500, 1300, 2560)
 QUESTIONS = 20
-PATIENCE_S = 60.0
 OURS = 3
 """Connections of the test's own client."""
-PATIENT = {"load_always": True, "lookup_timeout_ms": 20_000, "stall_timeout_ms": 20_000, "max_wait_ms": 60_000}
-"""On a busy machine, too, the engine takes what is there."""
 
 
 def ask(url: str, tokens: list[int]) -> dict[str, Any]:
@@ -44,14 +42,6 @@ def ask(url: str, tokens: list[int]) -> dict[str, Any]:
 def connections(service: DirectoryService) -> int:
     """Of the engine."""
     return int(service.status()["service"]["sessions_of_engines"]) - OURS
-
-
-def forget_own_cache(engine: EngineProcess) -> None:
-    """Reset vLLM's prefix cache, once the blocks that are being saved are free."""
-    ends_s = time.monotonic() + PATIENCE_S
-    while not engine.reset_prefix_cache():
-        assert time.monotonic() < ends_s, "blocks stay in use"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("model", ["llama", pytest.param("qwen3next", marks=pytest.mark.full)])

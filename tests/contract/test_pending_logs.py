@@ -21,6 +21,7 @@ from kvstore.testing.dict_pending import DictPendingLog, PendingBooks
 from kvstore.testing.records import make_key
 from kvstore.testing.servers import RedisServer, redis_server
 from kvstore.testing.waiting import soon
+from tests.contract.pending_entries import entries
 from tests.virtual_time import ManualClock
 
 pytest_plugins = ["kvstore.testing.fixtures"]
@@ -30,10 +31,6 @@ pytestmark = pytest.mark.servers
 LEASE_S = 0.3
 
 Make = Callable[[], Awaitable[PendingLog]]
-
-
-def entries(*numbers: int) -> list[PendingEntry]:
-    return [PendingEntry(make_key(number), 1000 + number, 64 * (number + 1)) for number in numbers]
 
 
 @dataclass

@@ -1,11 +1,11 @@
-"""The deployment's files, read: compose file, Dockerfile, Kubernetes manifests."""
+"""The deployment's files, read: compose file, Dockerfile, Kubernetes manifests, alerts and dashboard."""
 
 from __future__ import annotations
 
 import json
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,11 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
+PROMETHEUS = DEPLOY / "prometheus"
+GRAFANA = DEPLOY / "grafana"
+METRIC = re.compile(r"(?:vllm:)?kvstore_\w+")
+BEYOND_BYTES = 256 << 20
+"""What a service needs beside `memory_bytes`: tests/integration/test_service_memory.py."""
 
 _INSTRUCTION = re.compile(r"\s*([A-Z]+)\s+(.*)", re.DOTALL)
 _ASSIGNMENT = re.compile(r'(\w+)=("[^"]*"|\S*)')
@@ -114,3 +119,19 @@ def json_list(text: str) -> list[str]:
     words = json.loads(text)
     assert isinstance(words, list) and all(isinstance(word, str) for word in words)
     return words
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """Where an expression stands, and the expression."""
+    for group in yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"]:
+        for rule in group["rules"]:
+            yield rule["alert"], rule["expr"]
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            yield panel["title"], target["expr"]
+
+
+def dashboard() -> dict[str, list[dict[str, object]]]:
+    content = json.loads((GRAFANA / "dashboards" / "kvstore.json").read_text())
+    assert isinstance(content, dict)
+    return content

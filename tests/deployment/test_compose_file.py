@@ -13,6 +13,7 @@ from check_jsonschema.builtin_schemas import get_builtin_schema
 from kvstore.settings import Settings, load_settings
 from kvstore.wire.address import UnixAddress
 from tests.deployment.files import (
+    BEYOND_BYTES,
     DEPLOY,
     ROOT,
     compose,
@@ -25,8 +26,6 @@ from tests.deployment.files import (
 )
 
 KVSTORES = ("kvstore-a", "kvstore-b")
-BEYOND_BYTES = 256 << 20
-"""What a service needs beside `memory_bytes`: tests/integration/test_service_memory.py."""
 
 
 def names_of(value: Any) -> set[str]:

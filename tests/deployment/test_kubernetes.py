@@ -13,8 +13,7 @@ import yaml
 from connector.settings import ConnectorSettings
 from kvstore.service.authentication import read_credentials
 from kvstore.settings import load_settings
-from tests.deployment.files import DEPLOY, compose_service, image_environment, manifests, stage_named
-from tests.deployment.test_compose_file import BEYOND_BYTES
+from tests.deployment.files import BEYOND_BYTES, DEPLOY, compose_service, image_environment, manifests, stage_named
 
 KEYS = {
     "ConfigMap": {"apiVersion", "kind", "metadata", "data"},

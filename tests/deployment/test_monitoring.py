@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
 
 import pytest
 import yaml
 
 from connector import metrics as connector
 from kvstore.service import metrics as service
-from tests.deployment.files import DEPLOY, compose, compose_service
-
-PROMETHEUS = DEPLOY / "prometheus"
-GRAFANA = DEPLOY / "grafana"
-METRIC = re.compile(r"(?:vllm:)?kvstore_\w+")
+from tests.deployment.files import GRAFANA, METRIC, PROMETHEUS, compose, compose_service, dashboard, expressions
 
 
 def existing() -> set[str]:
@@ -25,22 +19,6 @@ def existing() -> set[str]:
     services = {f"kvstore_{name}_total" for name in service.COUNTERS}
     services |= {f"kvstore_{name}" for name in (*service.GAUGES, *service.OWN_GAUGES)}
     return engines | services
-
-
-def expressions() -> Iterator[tuple[str, str]]:
-    """Where an expression stands, and the expression."""
-    for group in yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"]:
-        for rule in group["rules"]:
-            yield rule["alert"], rule["expr"]
-    for panel in dashboard()["panels"]:
-        for target in panel.get("targets", ()):
-            yield panel["title"], target["expr"]
-
-
-def dashboard() -> dict[str, list[dict[str, object]]]:
-    content = json.loads((GRAFANA / "dashboards" / "kvstore.json").read_text())
-    assert isinstance(content, dict)
-    return content
 
 
 @pytest.mark.parametrize(("where", "expression"), list(expressions()))

@@ -18,9 +18,9 @@ from kvstore.cli.serve import notify_ready
 from kvstore.cli.verbs import VERBS
 from kvstore.settings import Settings, load_settings
 from tests.deployment.files import DEPLOY, ROOT
+from tests.deployment.notifications import START_S, receiver
 
 FOLDER = DEPLOY / "systemd"
-START_S = 60
 RECEIVING_S = 5
 
 
@@ -84,13 +84,6 @@ def test_it_is_hardened_and_stops_in_time() -> None:
     receiving_s = Settings().drain_timeout_s + RECEIVING_S
     assert seconds("TimeoutStopSec") > receiving_s
     assert "PrivateUsers" not in unit()  # the socket tells its own user from others
-
-
-def receiver(path: Path) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    sock.bind(str(path))
-    sock.settimeout(START_S)
-    return sock
 
 
 def test_it_says_when_it_is_ready(tmp_path: Path) -> None:

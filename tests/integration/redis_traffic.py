@@ -1,4 +1,4 @@
-"""Puts and gets that go on while servers of a Redis are killed, frozen or moved."""
+"""Puts and gets that go on while servers of a Redis are killed, frozen or moved, and keys of one server."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import time
 from dataclasses import dataclass, field
 
 from kvstore.errors import Unavailable
+from kvstore.format.names import format_name
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.records import make_key, make_record
+from kvstore.testing.servers import RedisCluster, RedisServer
 from kvstore.tiers.base import Tier
+from kvstore.tiers.redis.cluster import slot_of
 
 LARGE_BYTES = 9 << 20
 CALL_S = 0.5
@@ -55,3 +58,10 @@ async def served_everywhere(tier: Tier, within_s: float = 25) -> None:
         except Unavailable:
             assert not give_up.expired, f"not served within {within_s} s"
             await asyncio.sleep(0.02)
+
+
+def number_on(group: RedisCluster, server: RedisServer) -> int:
+    """The number of a key that lives on `server`."""
+    return next(
+        number for number in range(10_000) if group.primary_of(slot_of(format_name(make_key(number)))) is server
+    )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import struct
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +20,9 @@ from kvstore.catalog.entry import Level
 from kvstore.client import connect
 from kvstore.client.connection import Connection
 from kvstore.compose import open_catalog, open_store
-from kvstore.model.keys import Boundary
-from kvstore.model.page_blocks import BlockGroup, PageBlocks
 from kvstore.service.authentication import Grant
 from kvstore.service.server import Server
-from kvstore.settings import Settings, load_settings
+from kvstore.settings import load_settings
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.event_subscriber import EventSubscriber
 from kvstore.testing.prompts import ATTENTION, Prompt
@@ -34,35 +31,16 @@ from kvstore.testing.servers.ports import free_address
 from kvstore.testing.tokens import credentials_of
 from kvstore.testing.waiting import soon, until
 from kvstore.wire.address import parse_address
+from tests.integration.publishing import BLOCK, NODE, POOL, named, publishing, save
 
 pytestmark = pytest.mark.servers
 
-BLOCK = 16
 WAITS_S = 0.4
 FULL = os.environ.get("KVSTORE_TEST_FULL") == "1"
 WITHIN_S = 1.0 if FULL else 5.0
 """A page that is gone has left a subscriber's index: a second on a machine of its own; tests share theirs."""
 AWAY_S = 60.0 if FULL else 5.0
 """A subscriber reads nothing for so long. Longer than 30 s, and the publisher cuts it off."""
-NODE, POOL = "kv@node:here@org/model", "kv@pool:kvstore@org/model"
-
-
-def named(prompt: Prompt, boundary: Boundary) -> PageBlocks:
-    """The blocks of a prompt's page or tail, with hashes that follow from the prompt's name."""
-    _, span = prompt.layout.groups[0].record_at(boundary.tokens, prompt.layout.page_tokens)
-    hashes = [prompt.boundary(end).prefix[:8] for end in range(span.start, span.stop + 1, BLOCK)]
-    return PageBlocks(
-        namespace=prompt.namespace,
-        boundary=boundary,
-        group=0,
-        model="org/model",
-        hash_bytes=8,
-        hashes=b"".join(hashes[1:]),
-        parent=hashes[0] if span.start else b"",
-        block_tokens=BLOCK,
-        groups=(BlockGroup(0, "full_attention"),),
-        tokens=struct.pack(f"<{span.num_tokens}I", *range(span.start, span.stop)),
-    )
 
 
 def hashes(prompt: Prompt, stop: int, start: int = 0) -> set[int]:
@@ -75,16 +53,6 @@ def blocks_in(subscriber: EventSubscriber, topic: str, medium: str) -> set[objec
     return {entry[3] for entry in subscriber.index if entry[:2] == (topic, medium)}
 
 
-async def save(store: TieredStore, prompts: Sequence[Prompt]) -> None:
-    """Save prompts and name their pages, as engines do: the names come after the records."""
-    for prompt in prompts:
-        await store.open_namespace(prompt.description, deadline=soon())
-        for record in prompt.records():
-            await store.save(record, deadline=soon())
-        for tokens in sorted({record.header.span.stop for record in prompt.records()}):
-            store.name_blocks(named(prompt, prompt.boundary(tokens)))
-
-
 async def seen(subscriber: EventSubscriber, is_reached: Callable[[], bool], within_s: float = 60.0) -> float:
     """Read events until something is so; returns how long that takes, in seconds, on a machine that does nothing else:
     the time between two looks at the catalog, and the processor's time here and in the store."""
@@ -93,18 +61,6 @@ async def seen(subscriber: EventSubscriber, is_reached: Callable[[], bool], with
     wall_s, cpu_s = time.monotonic() - start_s, time.process_time() - start_cpu_s
     print(f"\nseen after {wall_s:.2f} s, of which {cpu_s:.2f} s of the processor")
     return min(wall_s, cpu_s + WAITS_S)
-
-
-def publishing(folder: Path, **settings: object) -> Settings:
-    return load_settings(
-        {
-            "memory_bytes": "64MiB",
-            "events_endpoint": f"ipc://{folder}/events",
-            "events_replay_endpoint": f"ipc://{folder}/replay",
-            "events_node": "node:here",
-            **settings,
-        }
-    )
 
 
 @pytest.fixture

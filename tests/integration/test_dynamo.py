@@ -26,7 +26,7 @@ from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers import RedisServer
 from kvstore.testing.servers.ports import free_ports
 from tests.integration.dynamo_indexer import DynamoIndexer, find_dynamo
-from tests.integration.test_cache_events import BLOCK, NODE, named, publishing, save
+from tests.integration.publishing import BLOCK, NODE, named, publishing, save
 
 pytestmark = [
     pytest.mark.servers,
@@ -226,7 +226,7 @@ def test_events_of_an_engine(indexer: DynamoIndexer, addresses: Addresses) -> No
     from vllm.distributed.kv_events import AllBlocksCleared, KVEventBatch, ZmqEventPublisher
 
     from connector.scheduler.cache_events import PageEvent  # here, as the other tests need no engine
-    from tests.unit.connector.test_connector_observability import events_of
+    from tests.unit.connector.vllm_events import events_of
 
     publisher = ZmqEventPublisher(0, *addresses.bound, topic="kv-events")
     indexer.register(ENGINE, addresses.events, addresses.replay)

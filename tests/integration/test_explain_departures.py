@@ -15,7 +15,7 @@ from kvstore.store.retention import owner
 from kvstore.testing.faulty_proxy import FaultyProxy
 from kvstore.testing.servers import RedisServer, redis_server
 from kvstore.testing.waiting import eventually, soon
-from tests.integration.test_explain import TOKENS, Engine, directory, engine, on_redis
+from tests.integration.explained_engine import TOKENS, Engine, directory, engine, on_redis
 from tests.unit.connector.support import tokens_of
 
 pytestmark = pytest.mark.servers

@@ -15,7 +15,7 @@ from kvstore.model.instance import EngineInstance
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
 from kvstore.testing.servers import CephRgw, RedisServer
 from kvstore.testing.waiting import soon
-from tests.integration.test_cache_events import named
+from tests.integration.publishing import named
 from tests.unit.admin.service_harness import open_service
 from tests.unit.admin.stored_prompts import ask_as_engine, stored_prompts
 

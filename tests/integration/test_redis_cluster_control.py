@@ -34,8 +34,7 @@ from kvstore.tiers.locations import parse_redis
 from kvstore.tiers.redis import RedisTier, open_control
 from kvstore.tiers.redis.cluster import slot_of
 from kvstore.tiers.redis.examine import examine_redis
-from tests.integration.redis_traffic import served_everywhere
-from tests.integration.test_redis_groups import number_on
+from tests.integration.redis_traffic import number_on, served_everywhere
 
 pytestmark = pytest.mark.servers
 

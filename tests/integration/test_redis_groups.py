@@ -29,7 +29,7 @@ from kvstore.tiers.redis import RedisTier, open_control
 from kvstore.tiers.redis.cluster import slot_of
 from kvstore.tiers.redis.connection import Connection
 from kvstore.tiers.redis.reading import stripe_names
-from tests.integration.redis_traffic import CALL_S, LARGE_BYTES, Traffic, served_everywhere
+from tests.integration.redis_traffic import CALL_S, LARGE_BYTES, Traffic, number_on, served_everywhere
 
 pytestmark = pytest.mark.servers
 
@@ -53,13 +53,6 @@ async def tier(request: pytest.FixtureRequest) -> AsyncIterator[RedisTier]:
 
 on_sentinel = pytest.mark.parametrize("tier", ["sentinel"], indirect=True)
 on_cluster = pytest.mark.parametrize("tier", ["cluster"], indirect=True)
-
-
-def number_on(group: RedisCluster, server: RedisServer) -> int:
-    """The number of a key that lives on `server`."""
-    return next(
-        number for number in range(10_000) if group.primary_of(slot_of(format_name(make_key(number)))) is server
-    )
 
 
 async def kill_under_traffic(tier: RedisTier, group: RedisGroup, victim: RedisServer, stack: AsyncExitStack) -> None:

@@ -30,12 +30,11 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.filesystem import FilesystemTier
 from kvstore.tiers.redis import RedisTier
 from kvstore.wire import messages
+from tests.security.memory_peer import HEAD_BYTES, MemoryPeer
 from tests.security.raw_peer import head_bytes
-from tests.security.test_save_memory import MemoryPeer
 
 MIB = 1 << 20
 RECORD_BYTES = 70_000
-HEAD_BYTES = 64
 KILLS = 2
 SAVERS = 5
 DEADLINE_S = 5.0

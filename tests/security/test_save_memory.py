@@ -6,23 +6,19 @@ import asyncio
 import contextlib
 import ctypes
 import fcntl
-import mmap
 import os
 import signal
-import socket
 import struct
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 
@@ -30,7 +26,7 @@ import kvstore
 from kvstore.client import ClientOptions, connect
 from kvstore.errors import Unavailable
 from kvstore.format.record import Record, open_record
-from kvstore.runtime.arena import Arena, Place
+from kvstore.runtime.arena import Place
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.deadline import Deadline
 from kvstore.service import save_memory
@@ -38,104 +34,21 @@ from kvstore.service.authentication import Grant, Scope
 from kvstore.service.incoming import Incoming
 from kvstore.service.limits import ServiceLimits
 from kvstore.service.save_memory import SaveMemories, SaveMemory
-from kvstore.service.server import Server
-from kvstore.store.tiered import TieredStore
 from kvstore.testing.attacked import AttackedService, beside
-from kvstore.testing.prompts import ATTENTION, Prompt
+from kvstore.testing.prompts import Prompt
 from kvstore.testing.tokens import credentials_of
 from kvstore.testing.waiting import until
-from kvstore.tiers.memory import MemoryTier
 from kvstore.wire import messages
 from kvstore.wire.address import parse_address
+from tests.security.memory_peer import HEAD_BYTES, MIB, PROMPT, RECORD, MemoryPeer, ask_for_memory, service_at
 from tests.security.raw_peer import RawPeer, head_bytes
 
-MIB = 1 << 20
 GRAIN_BYTES = 16 << 10
-PROMPT = Prompt(ATTENTION, "save memory", 64, payload_bytes=70_000)
-_STAMP = struct.Struct("<Q")
-_HEAD_BYTES = 64
-
-
-class MemoryPeer:
-    """A client of the own user: its memory, as it may write to it, and a connection that names records there."""
-
-    def __init__(self, url: str, num_bytes: int = 16 * MIB, prompt: Prompt = PROMPT) -> None:
-        self.owner, self.peer = RawPeer(url), RawPeer(url)
-        answer, self.descriptor = ask_for_memory(self.owner, num_bytes)
-        assert answer["type"] == "save_memory_shared", answer
-        self.id, self.capacity_bytes = answer["memory"], answer["capacity_bytes"]
-        self.memory = mmap.mmap(self.descriptor, self.capacity_bytes)
-        self.peer.send(head_bytes(messages.OpenNamespace(1, 20_000, prompt.description.canonical)))
-        assert (self.peer.receive() or {})["type"] == "namespace_opened"
-
-    def put(self, record: Record, offset: int, stamp: int = 1) -> None:
-        """Make a record at a place, as a good client does."""
-        _STAMP.pack_into(self.memory, offset - _HEAD_BYTES, stamp)
-        self.memory[offset : offset + record.num_bytes] = bytes(record.data)
-
-    def save(self, request_id: int, **changes: Any) -> bytes:
-        """A request that names a record of `PROMPT` at the first place; `changes` are fields of it."""
-        fields = {"memory": self.id, "offset": _HEAD_BYTES, "num_bytes": RECORD.num_bytes, "stamp": 1, **changes}
-        return head_bytes(messages.Save(request_id, 20_000, "memory", **fields))
-
-    def ask(self, request: bytes) -> dict[str, Any]:
-        """The answer to a request."""
-        self.peer.send(request)
-        return self.peer.receive() or {"type": "ended"}
-
-    def die(self) -> None:
-        for peer in (self.owner, self.peer):
-            peer.die()
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
-
-
-RECORD = PROMPT.records()[0]
-
-
-def ask_for_memory(peer: RawPeer, num_bytes: int) -> tuple[dict[str, Any], int]:
-    """The answer, and the descriptor that came with it; -1: none."""
-    peer.send(head_bytes(messages.ShareSaveMemory(1, 20_000, num_bytes)))
-    data, descriptors, _, _ = socket.recv_fds(peer.sock, 1 << 16, 1)
-    answer: dict[str, Any] = msgpack.unpackb(data[16:])
-    return answer, descriptors[0] if descriptors else -1
-
-
-class Service:
-    """A service in this process that shares its memory."""
-
-    def __init__(self, store: TieredStore, server: Server) -> None:
-        self.memory, self.server = store.memory, server
-
-    @property
-    def url(self) -> str:
-        return str(self.server.addresses[0])
-
-    def held(self, record: Record) -> bool:
-        """Whether it has the record; if so, with these bytes."""
-        held = self.memory.peek(record.key)
-        assert held is None or open_record(held.data, record.key).data == record.data
-        return held is not None
-
-
-@asynccontextmanager
-async def service_at(url: str, limits: ServiceLimits | None = None, **arguments: Any) -> AsyncIterator[Service]:
-    memory = MemoryTier(32 * MIB, arena=Arena.open(48 * MIB))
-    store = TieredStore(memory)
-    server = Server(store, limits, **arguments)
-    await server.listen([parse_address(url)])
-    try:
-        yield Service(store, server)
-    finally:
-        await server.aclose()
-        await store.aclose()
-        await memory.aclose()
 
 
 def several(place: tuple[int, int, int]) -> dict[str, Any]:
     """A save of the record and of one at another place: offset, bytes, stamp."""
-    places = ((_HEAD_BYTES, RECORD.num_bytes, 1), place)
+    places = ((HEAD_BYTES, RECORD.num_bytes, 1), place)
     return {"places": b"".join(struct.pack("<3Q", *one) for one in places), "num_bytes": RECORD.num_bytes + place[1]}
 
 
@@ -159,8 +72,8 @@ PLACES = {
     "too many": ({"places": bytes(24 * (messages.SAVE_PLACES_MAX + 1))}, "InvalidRequest"),
     "several, of other bytes": ({"places": bytes(48)}, "InvalidRequest"),
     "several, one outside": (several((1 << 40, RECORD.num_bytes, 1)), "InvalidRequest"),
-    "several, one too small": (several((_HEAD_BYTES, 100, 1)), "InvalidRequest"),
-    "several, one used again": (several((_HEAD_BYTES, RECORD.num_bytes, 2)), "Unavailable"),
+    "several, one too small": (several((HEAD_BYTES, 100, 1)), "InvalidRequest"),
+    "several, one used again": (several((HEAD_BYTES, RECORD.num_bytes, 2)), "Unavailable"),
 }
 
 
@@ -170,9 +83,9 @@ async def test_other_places_and_other_memory(folder: Path) -> None:
 
         def attack() -> None:
             attacker = MemoryPeer(service.url)
-            attacker.put(RECORD, _HEAD_BYTES)
+            attacker.put(RECORD, HEAD_BYTES)
             for number, (changes, kind) in enumerate(PLACES.values(), 2):
-                fields = {"ack": "memory", "memory": attacker.id, "offset": _HEAD_BYTES, "stamp": 1}
+                fields = {"ack": "memory", "memory": attacker.id, "offset": HEAD_BYTES, "stamp": 1}
                 fields |= {"num_bytes": RECORD.num_bytes, **changes}
                 answer = attacker.ask(head_bytes(messages.Save(number, 20_000, **fields)))
                 assert (answer["type"], answer["id"], answer.get("kind")) == ("error", number, kind), (changes, answer)
@@ -193,7 +106,7 @@ async def test_places_that_were_never_written(folder: Path) -> None:
         def attack() -> None:
             attacker = MemoryPeer(service.url, 64 * MIB)
             for number in range(1, 6):
-                place = {"offset": _HEAD_BYTES + number * 10 * MIB, "num_bytes": 10 * MIB}
+                place = {"offset": HEAD_BYTES + number * 10 * MIB, "num_bytes": 10 * MIB}
                 answer = attacker.ask(attacker.save(number + 1, **place))
                 assert answer["kind"] == "Unavailable" and "no longer there" in answer["message"]
             assert os.fstat(attacker.descriptor).st_blocks * 512 < MIB
@@ -211,13 +124,13 @@ async def test_the_size_of_the_memory_cannot_change(folder: Path) -> None:
             for size in (0, MIB, 64 * MIB):
                 with pytest.raises(PermissionError):
                     os.ftruncate(attacker.descriptor, size)
-            attacker.put(RECORD, _HEAD_BYTES + GRAIN_BYTES)
-            place = {"offset": _HEAD_BYTES + GRAIN_BYTES}
+            attacker.put(RECORD, HEAD_BYTES + GRAIN_BYTES)
+            place = {"offset": HEAD_BYTES + GRAIN_BYTES}
             libc_hole(attacker.descriptor, 2 * GRAIN_BYTES, GRAIN_BYTES)
             assert attacker.ask(attacker.save(2, **place))["kind"] == "CorruptRecord"
             with contextlib.suppress(OSError):  # the kernel may refuse it, since the memory is mapped
                 fcntl.fcntl(attacker.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
-            attacker.put(RECORD, _HEAD_BYTES + GRAIN_BYTES)
+            attacker.put(RECORD, HEAD_BYTES + GRAIN_BYTES)
             assert attacker.ask(attacker.save(3, **place))["outcome"] == "stored"
             attacker.die()
 
@@ -245,15 +158,15 @@ async def test_bytes_that_change_while_they_are_copied(
     prompt = replace(PROMPT, name="changing", num_tokens=64 * batch // 2)
     records = prompt.records()
     assert len(records) == batch
-    step = -(-(records[0].num_bytes + _HEAD_BYTES) // GRAIN_BYTES) * GRAIN_BYTES
-    places = [number * step + _HEAD_BYTES for number in range(batch)]
+    step = -(-(records[0].num_bytes + HEAD_BYTES) // GRAIN_BYTES) * GRAIN_BYTES
+    places = [number * step + HEAD_BYTES for number in range(batch)]
     num_stored = num_refused = 0
     async with service_at(f"unix:{folder / 's'}") as service:
         attacker = await asyncio.to_thread(MemoryPeer, service.url, prompt=prompt)
         for record, place in zip(records, places, strict=True):
             attacker.put(record, place)
         written: Any = np.frombuffer(attacker.memory, np.uint8, batch * step).reshape(batch, step)
-        parts, ended = written[:, _HEAD_BYTES + 1000 : _HEAD_BYTES + records[0].num_bytes], threading.Event()
+        parts, ended = written[:, HEAD_BYTES + 1000 : HEAD_BYTES + records[0].num_bytes], threading.Event()
 
         def change() -> None:
             # every second time the bytes are what they were: a copy in between is whole, one during it is mixed
@@ -294,7 +207,7 @@ async def test_a_connection_has_memory_once(folder: Path) -> None:
             attacker = MemoryPeer(service.url)
             answer, descriptor = ask_for_memory(attacker.owner, MIB)
             assert (answer["kind"], descriptor) == ("InvalidRequest", -1)
-            attacker.put(RECORD, _HEAD_BYTES)
+            attacker.put(RECORD, HEAD_BYTES)
             assert attacker.ask(attacker.save(2))["outcome"] == "stored"
             attacker.die()
 
@@ -307,7 +220,7 @@ async def test_memory_ends_with_its_connection(folder: Path) -> None:
 
         def attack() -> None:
             attacker = MemoryPeer(service.url)
-            attacker.put(RECORD, _HEAD_BYTES)
+            attacker.put(RECORD, HEAD_BYTES)
             attacker.owner.die()
             while service.server.describe()["save_memory_bytes_used"]:
                 time.sleep(0.01)
@@ -324,7 +237,7 @@ async def test_a_save_with_both_a_place_and_a_payload(folder: Path) -> None:
 
         def attack() -> None:
             attacker = MemoryPeer(service.url)
-            fields = {"memory": attacker.id, "offset": _HEAD_BYTES, "num_bytes": RECORD.num_bytes, "stamp": 1}
+            fields = {"memory": attacker.id, "offset": HEAD_BYTES, "num_bytes": RECORD.num_bytes, "stamp": 1}
             answer = attacker.ask(head_bytes(messages.Save(2, 20_000, "memory", **fields), 1000))
             assert (answer["type"], answer["kind"]) == ("refused", "InvalidRequest")
             attacker.die()
@@ -350,7 +263,7 @@ async def test_who_gets_no_memory(folder: Path) -> None:
                 assert (answer["type"], answer["kind"], descriptor) == ("error", "Unavailable", -1)
                 peer.die()
             attacker = MemoryPeer(service.url)
-            attacker.put(RECORD, _HEAD_BYTES)
+            attacker.put(RECORD, HEAD_BYTES)
             with RawPeer(tcp, "shared") as peer:
                 peer.send(head_bytes(messages.OpenNamespace(1, 20_000, PROMPT.description.canonical)))
                 peer.receive()
@@ -397,12 +310,12 @@ async def test_saves_count_as_those_that_are_sent(folder: Path) -> None:
 
         def attack() -> None:
             attacker = MemoryPeer(service.url)
-            attacker.put(RECORD, _HEAD_BYTES)
+            attacker.put(RECORD, HEAD_BYTES)
             holder = RawPeer(service.url)
             holder.send(head_bytes(messages.Save(1, 20_000, "memory"), 190_000) + b"\0")
             while not service.server.describe()["receive_bytes_used"]:
                 time.sleep(0.01)
-            fields = {"memory": attacker.id, "offset": _HEAD_BYTES, "num_bytes": RECORD.num_bytes, "stamp": 1}
+            fields = {"memory": attacker.id, "offset": HEAD_BYTES, "num_bytes": RECORD.num_bytes, "stamp": 1}
             answer = attacker.ask(head_bytes(messages.Save(2, 300, "memory", **fields)))
             assert answer["kind"] == "Unavailable" and "no room" in answer["message"], answer
             waiting = attacker.save(3)
@@ -445,7 +358,7 @@ async def test_saves_in_one_go_are_copied_a_few_at_a_time(folder: Path, monkeypa
         attackers = [await asyncio.to_thread(MemoryPeer, service.url) for _ in prompts]
         requests = []
         for attacker, prompt in zip(attackers, prompts, strict=True):
-            places = [_HEAD_BYTES + index * 5 * GRAIN_BYTES for index in range(20)]
+            places = [HEAD_BYTES + index * 5 * GRAIN_BYTES for index in range(20)]
             for place, record in zip(places, prompt.records(), strict=True):
                 attacker.put(record, place)
             requests.append(b"".join(attacker.save(index + 2, offset=place) for index, place in enumerate(places)))

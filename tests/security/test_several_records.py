@@ -20,10 +20,9 @@ from kvstore.service import save_memory
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.waiting import soon, until
 from kvstore.wire import messages
+from tests.security.memory_peer import HEAD_BYTES, PROMPT, MemoryPeer, service_at
 from tests.security.raw_peer import RawPeer, head_bytes
-from tests.security.test_save_memory import PROMPT, MemoryPeer, service_at
 
-MIB = 1 << 20
 CONNECTIONS = 40
 REQUESTS = 25
 """In one go, on each connection."""
@@ -33,7 +32,6 @@ HELD = 1000
 TIMES = 400
 """Requests while places are used again."""
 SMALL = replace(PROMPT, payload_bytes=500, num_tokens=64 * messages.SAVE_PLACES_MAX // 2)
-_HEAD_BYTES = 64
 _STEP_BYTES = 16 << 10
 
 
@@ -41,7 +39,7 @@ def burst_of(attacker: MemoryPeer, name: str, stamp: int) -> bytes:
     """Requests in one go, each with as many records as a save may name: the same ones."""
     places, num_bytes = [], 0
     for at, record in enumerate(replace(SMALL, name=name).records()):
-        offset = _HEAD_BYTES + at * _STEP_BYTES
+        offset = HEAD_BYTES + at * _STEP_BYTES
         attacker.put(record, offset, stamp)
         places.append(struct.pack("<3Q", offset, record.num_bytes, stamp))
         num_bytes += record.num_bytes
@@ -115,7 +113,7 @@ async def test_places_that_are_used_again(
     made = [replace(PROMPT, name=name, num_tokens=SMALL.num_tokens).records() for name in ("these", "others")]
     all_bytes = {record.key: bytes(record.data) for records in made for record in records}
     record_bytes, num_places = made[0][0].num_bytes, len(made[0])
-    offsets = [_HEAD_BYTES + at * 5 * _STEP_BYTES for at in range(num_places)]
+    offsets = [HEAD_BYTES + at * 5 * _STEP_BYTES for at in range(num_places)]
     stamps, ended, outcomes = [1] * num_places, threading.Event(), Counter[str]()
 
     def change(owner: MemoryPeer) -> None:
@@ -124,7 +122,7 @@ async def test_places_that_are_used_again(
             at = numbers.randrange(num_places)
             record = numbers.choice(made)[at]
             if numbers.random() < 0.7:  # as a good client does
-                struct.pack_into("<Q", owner.memory, offsets[at] - _HEAD_BYTES, 0)
+                struct.pack_into("<Q", owner.memory, offsets[at] - HEAD_BYTES, 0)
                 stamps[at] += 1
             owner.put(record, offsets[at], stamps[at])
 

@@ -27,6 +27,7 @@ from kvstore.testing.servers import RedisServer, redis_server
 from kvstore.testing.waiting import soon
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis.examine import parse_info
+from tests.contract.pending_entries import entries
 from tests.security.strange_redis import strange_redis
 
 pytestmark = pytest.mark.servers
@@ -243,8 +244,6 @@ async def test_a_damaged_counter_of_pending_bytes_is_counted_again(
     text: bytes, shared_redis: RedisServer, tmp_path: Path
 ) -> None:
     """After any call the sum is right again."""
-    from tests.contract.test_pending_logs import entries
-
     async with Redis.from_url(shared_redis.url) as client:
         log = RedisPendingLog(client, str(tmp_path), lease_s=30)
         written = entries(*range(20))

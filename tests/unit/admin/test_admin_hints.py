@@ -16,8 +16,8 @@ from kvstore.store.hints.prefetch import Prefetcher
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.waiting import soon, until
+from tests.unit.admin.connected_engines import TOKENS, chain, engine, instance
 from tests.unit.admin.service_harness import ServiceHarness, open_service
-from tests.unit.admin.test_admin_query import TOKENS, chain, engine, instance
 
 
 def ended(prompt: Prompt, request: str, **wishes: Any) -> EndedPrompt:

@@ -21,8 +21,8 @@ from kvstore.model.keys import PlainChain
 from kvstore.service.admin.resources.known_pieces import KnownPieces
 from kvstore.service.admin.resources.prompt import PromptText, read_ids
 from kvstore.testing.prompts import ATTENTION, Prompt
+from tests.unit.admin.connected_engines import engine
 from tests.unit.admin.service_harness import open_service
-from tests.unit.admin.test_admin_query import engine
 
 PIECES = ["0", "7", "12", "150000", "4294967295", "4294967296", "18446744073709551617", "00", "01", "-1", "1.5", "1e3"]
 BETWEEN = [",", ", ", " ,\n", "\t", "", ",,", " "]

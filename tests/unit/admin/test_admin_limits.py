@@ -21,7 +21,7 @@ from kvstore.errors import Unavailable
 from kvstore.service.watcher import Watcher
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.waiting import soon
-from tests.deployment.test_monitoring import METRIC, expressions
+from tests.deployment.files import METRIC, expressions
 from tests.unit.admin.service_harness import open_service, prompt_of
 
 COLD, QUOTA = 400 << 10, 20 << 10

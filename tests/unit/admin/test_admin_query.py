@@ -4,58 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from connector.prefix_hash import PrefixChain
 from kvstore.api import PrefixQuery
-from kvstore.client import ClientOptions, RemoteStore, connect
-from kvstore.model.instance import EngineInstance
 from kvstore.model.keys import NamespaceId
 from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.testing.keys import write_keys
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
 from kvstore.testing.waiting import soon
 from kvstore.wire import convert
-from tests.unit.admin.service_harness import ServiceHarness, open_service
+from tests.unit.admin.connected_engines import TOKENS, chain, engine, instance
+from tests.unit.admin.service_harness import open_service
 from tests.unit.admin.stored_prompts import ask_as_engine, stored_prompts
-
-TOKENS = list(range(1000, 1000 + 64 * 5 + 20))
-
-
-@asynccontextmanager
-async def engine(
-    made: ServiceHarness, instance: EngineInstance, prompt: Prompt, token: str = ""
-) -> AsyncIterator[RemoteStore]:
-    """A connected engine that has opened the prompt's namespace."""
-    options = ClientOptions(name="vllm", instance=instance)
-    store = connect(str(made.server.addresses[0]), token=token and f"{token} token", options=options)
-    try:
-        await store.open_namespace(prompt.description, deadline=soon())
-        yield store
-    finally:
-        await store.aclose()
 
 
 async def ask(client: httpx.AsyncClient, **fields: Any) -> Any:
     answer = await client.post("/v1/query", json={"model": "m", "token_ids": TOKENS, **fields})
     assert answer.status_code == 200, answer.text
     return answer.json()
-
-
-def instance(name: str = "e", **changes: Any) -> EngineInstance:
-    return EngineInstance(**{"name": name, "models": ("m",), "step_tokens": 16, **changes})
-
-
-def chain(tokens: Sequence[int], salt: str | None = None) -> PrefixChain:
-    made = PrefixChain(16, salt)
-    made.extend(tokens)
-    return made
 
 
 @pytest.mark.parametrize("layout", [ATTENTION, WINDOWED, HYBRID], ids=["attention", "windowed", "hybrid"])

@@ -17,9 +17,9 @@ from kvstore.model.page_blocks import BlockGroup, PageBlocks
 from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.testing.keys import write_keys
 from kvstore.testing.prompts import ATTENTION, HYBRID, WINDOWED, Prompt
+from tests.unit.admin.connected_engines import TOKENS, chain, engine, instance
 from tests.unit.admin.service_harness import ServiceHarness, open_service
 from tests.unit.admin.stored_prompts import stored_prompts
-from tests.unit.admin.test_admin_query import TOKENS, chain, engine, instance
 
 BLOCK = 16
 

@@ -10,7 +10,7 @@ import pty
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ import pytest
 
 from kvstore.api import Outcome
 from kvstore.cli.admin import admin_client
-from kvstore.cli.main import main
 from kvstore.model.keys import PlainChain
 from kvstore.service.admin.jobs.board import JobBoard
 from kvstore.service.admin.jobs.job import Job
@@ -31,8 +30,7 @@ from kvstore.testing.servers.ports import free_address
 from kvstore.testing.servers.redis_tls import make_certificate
 from kvstore.testing.waiting import soon
 from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
-
-Run = Callable[..., Coroutine[Any, Any, tuple[int, str, str]]]
+from tests.unit.cli.conftest import Run
 
 
 @pytest.fixture
@@ -42,19 +40,6 @@ async def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         monkeypatch.setenv("KVSTORE_ADMIN_LISTEN", opened.url.removeprefix("http://"))
         monkeypatch.setenv("KVSTORE_TOKEN", "operator token")
         yield opened
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command beside the service, in a thread: status, output and complaints."""
-
-    async def call(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = await asyncio.to_thread(main, arguments)
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return call
 
 
 async def told(run: Run, *arguments: str) -> Any:

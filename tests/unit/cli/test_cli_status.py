@@ -17,10 +17,8 @@ from kvstore.cli.status_problems import problems_of
 from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.store.explain.reports import WINDOW_S, Recent
 from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
-from tests.unit.cli.test_cli_admin import Run, run
+from tests.unit.cli.conftest import Run
 from tests.virtual_time import ManualClock
-
-__all__ = ["run"]
 
 MIB, GIB = 1 << 20, 1 << 30
 NAME = "unix:/run/kvstore/kvstore.sock"

@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.cli.main import main
 from kvstore.testing.servers.ports import free_ports
-from tests.deployment.test_systemd import START_S, receiver
+from tests.deployment.notifications import START_S, receiver
 
 COMMAND = [sys.executable, "-m", "kvstore.cli"]
 

@@ -7,8 +7,7 @@ import gc
 import os
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from kvstore.api import SaveOutcome
 from kvstore.client import BlockingStore, ClientOptions, PageDoor, RemoteStore, describe_pages, sharing
 from kvstore.errors import CorruptRecord, KVStoreError, Unavailable
 from kvstore.format.header_v1 import HEADER_BYTES
-from kvstore.format.record import Record, open_record
-from kvstore.runtime.arena import Arena, ArenaView, Place, memory_file
+from kvstore.format.record import Record
+from kvstore.runtime.arena import Arena, ArenaView, memory_file
 from kvstore.runtime.deadline import Deadline
 from kvstore.service import save_memory
 from kvstore.service.limits import ServiceLimits
@@ -30,70 +29,26 @@ from kvstore.store import saving
 from kvstore.testing.attacked import AttackedService
 from kvstore.testing.waiting import soon, until
 from kvstore.wire import messages
+from tests.unit.client.shared_records import (
+    MAKES_RECORDS,
+    MEMORY_BYTES,
+    MIB,
+    RECORDS,
+    ROOM_BYTES,
+    address,
+    copies_wait,
+    free_places,
+    made,
+    stored,
+    until_idle,
+    until_shared,
+)
 from tests.unit.client.sharing_node import LARGE, SMALL, Node, node_at
-
-MIB = 1 << 20
-MEMORY_BYTES = 16 * MIB
-MAKES_RECORDS = ClientOptions(save_memory_bytes=MEMORY_BYTES)
-RECORDS = LARGE.records()
-ROOM_BYTES = 300_000
-
-
-async def until_shared(node: Node) -> None:
-    """Return when the client has memory that it shares with the service."""
-    await node.client.wait_ready(deadline=soon())
-    await node.client.open_namespace(LARGE.description, deadline=soon())
-    await until(lambda: node.client.shared_buffer(ROOM_BYTES) is not None)
 
 
 async def until_refused(node: Node) -> None:
     """Return when the client has asked for memory, after it has mapped the service's, and has none."""
     await until(lambda: (node.server.describe()["sessions_total"], len(node.client.sockets())) == (5, 3))
-
-
-def made(node: Node, record: Record) -> Record:
-    """The record, made in shared memory."""
-    buffer = node.client.shared_buffer(ROOM_BYTES)
-    assert buffer is not None
-    buffer[: record.num_bytes] = record.data
-    return Record(record.header, buffer[: record.num_bytes].toreadonly())
-
-
-def stored(node: Node, record: Record) -> bool:
-    """Whether the service has it; if so, with these bytes."""
-    held = node.memory.peek(record.key)
-    assert held is None or open_record(held.data, record.key).data == record.data
-    return held is not None
-
-
-def address(data: memoryview) -> int:
-    return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
-
-
-async def until_idle(node: Node) -> None:
-    """Return when the service works on no save."""
-    await until(lambda: not node.server.describe()["receive_bytes_used"])
-
-
-@contextmanager
-def copies_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """Copies of the service wait, each in its thread: an event that is set when one waits, and one that lets them go
-    on, as the end of the block does.
-    """
-    waits, go_on = threading.Event(), threading.Event()
-    inner = SaveMemory.copy
-    monkeypatch.setattr(save_memory, "INLINE_BYTES", 0)
-
-    def copy(self: SaveMemory, place: Place, target: memoryview) -> Record:
-        waits.set()
-        go_on.wait(20)
-        return inner(self, place, target)
-
-    monkeypatch.setattr(SaveMemory, "copy", copy)
-    try:
-        yield waits, go_on
-    finally:
-        go_on.set()
 
 
 async def test_large_records_are_not_sent(tmp_path: Path) -> None:
@@ -252,14 +207,6 @@ async def test_memory_is_not_used_again_before_the_answer(
             await until(lambda: place in free_places(node))
         await until_idle(node)
         assert not stored(node, RECORDS[0]) or ends == "answered"
-
-
-def free_places(node: Node) -> set[int]:
-    """Where buffers can be taken now."""
-    taken = []
-    while (buffer := node.client.shared_buffer(ROOM_BYTES)) is not None:
-        taken.append(buffer)
-    return {address(buffer) for buffer in taken}
 
 
 @pytest.mark.parametrize("change", ["used again", "written to", "written to in its header"])

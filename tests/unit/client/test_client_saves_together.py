@@ -21,8 +21,7 @@ from kvstore.testing.attacked import AttackedService
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.waiting import soon, until
 from kvstore.wire import messages
-from tests.unit.client.sharing_node import LARGE, Node, node_at
-from tests.unit.client.test_client_save_memory import (
+from tests.unit.client.shared_records import (
     MAKES_RECORDS,
     MIB,
     RECORDS,
@@ -33,6 +32,7 @@ from tests.unit.client.test_client_save_memory import (
     until_idle,
     until_shared,
 )
+from tests.unit.client.sharing_node import LARGE, Node, node_at
 
 MANY = Prompt(ATTENTION, "many together", 64 * (messages.SAVE_PLACES_MAX + 6), payload_bytes=70_000)
 

@@ -14,9 +14,9 @@ from kvstore.api import Staged
 from kvstore.model.keys import RecordKey
 from kvstore.model.media import MEDIA, parse_media
 from kvstore.testing.waiting import eventually
+from tests.unit.connector.saves_harness import SavesHarness
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
-from tests.unit.connector.support import BLOCK, PAGE, WEIGHTS, tokens_of
-from tests.unit.connector.test_connector_group_saves import FULL, STATES, SavesHarness
+from tests.unit.connector.support import BLOCK, FULL, PAGE, STATES, WEIGHTS, tokens_of
 from tests.virtual_time import ManualClock
 
 HASH = BLOCK // 2

@@ -10,13 +10,14 @@ import pytest
 import vllm
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from connector.facts import EngineFacts
 from connector.identity import describe_namespace, read_shape
 from connector.vllm.engine_facts import read_facts
 from kvstore.model.kinds import FullAttention, Latent, Recurrent
-from tests.unit.connector import test_connector_engine_facts as engines
-from tests.unit.connector.test_connector_engine_facts import MAMBA, full, group, mla, window
+from tests.unit.connector import engine_specs
+from tests.unit.connector.engine_specs import MAMBA, full, group, mla, window
 
 
 def platform(name: str) -> SimpleNamespace:
@@ -41,8 +42,8 @@ def facts(monkeypatch: pytest.MonkeyPatch, backends: dict[int, str], *groups: An
         config.compilation_config = SimpleNamespace(static_forward_context=context)
         return read_facts(config, kv, **others)
 
-    monkeypatch.setattr(engines, "read_facts", read)
-    return engines.facts(*groups, **changes)
+    monkeypatch.setattr(engine_specs, "read_facts", read)
+    return engine_specs.facts(*groups, **changes)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -83,7 +84,7 @@ def test_latent_and_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.32.0")
     read = facts(monkeypatch, {0: "FLASHMLA"}, group(mla(block_size=64), 0))
     assert [(one.kind, one.packing) for one in read.groups] == [(Latent(), {"cell": "token", "vllm": "0.32"})]
-    states = group(engines.MambaSpec(**MAMBA), 0)
+    states = group(MambaSpec(**MAMBA), 0)
     read = facts(monkeypatch, {0: "GDN_ATTN", 1: "FLASH_ATTN"}, states, group(full(), 1))
     recurrent = read.groups[0]
     assert recurrent.kind == Recurrent()

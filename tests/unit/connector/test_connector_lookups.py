@@ -15,9 +15,9 @@ from connector.request_parameters import Handoff
 from connector.scheduler.hook_facts import StateOffer
 from kvstore.errors import Unavailable
 from kvstore.testing.waiting import eventually
+from tests.unit.connector.saves_harness import SavesHarness
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness, unready_harness
-from tests.unit.connector.support import BLOCK, WEIGHTS, bridge_to_memory
-from tests.unit.connector.test_connector_group_saves import FULL, STATES, SavesHarness
+from tests.unit.connector.support import BLOCK, FULL, STATES, WEIGHTS, bridge_to_memory
 
 TIMEOUT_MS = 60
 

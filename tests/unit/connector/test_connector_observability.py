@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.identity import CacheShape
 from connector.scheduler.cache_events import NamedPage, PageEvent
 from connector.vllm.observability import ObservabilityHooks, split_tokens
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
 from kvstore.model.media import MEDIA
 from kvstore.runtime.meters import Meters
 from kvstore.store.cache_events.encoding import encode_batch, stored
-from tests.unit.connector.support import BLOCK, make_facts, make_shape
+from tests.unit.connector.support import BLOCK
+from tests.unit.connector.vllm_events import events_of, two_feeds
 
 
 def test_the_model_is_kept_where_an_engine_hands_it_over() -> None:
@@ -85,27 +85,6 @@ def as_told(*hashes: bytes) -> list[Any]:
     from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
     return [maybe_convert_block_hash(BlockHash(block_hash)) for block_hash in hashes]
-
-
-def two_feeds() -> tuple[CacheShape, Any]:
-    """A model whose one canonical group is fed by vLLM's groups 0 and 2, and vLLM's configuration of its cache."""
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-
-    shape = make_shape(make_facts())
-    (group,) = shape.groups
-    shape = replace(shape, groups=(replace(group, facts=replace(group.facts, feed_groups=(0, 2))),))
-    spec = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
-    specs = [SlidingWindowSpec(sliding_window=64, **spec), None, FullAttentionSpec(**spec)]
-    groups = [SimpleNamespace(kv_cache_spec=made) for made in specs]
-    return shape, SimpleNamespace(kv_cache_groups=groups)
-
-
-def events_of(*events: PageEvent) -> list[Any]:
-    """As the events of `two_feeds`."""
-    from connector.vllm.observability import to_events
-
-    return list(to_events(events, *two_feeds()))
 
 
 def test_a_page_is_an_event_for_each_group_of_vllm() -> None:

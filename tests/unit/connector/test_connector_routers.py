@@ -18,7 +18,7 @@ from connector.scheduler.cache_events import PageEvent
 from kvstore.model.media import MEDIA, parse_media
 from tests.architecture.sources import ROOT
 from tests.unit.connector.support import BLOCK
-from tests.unit.connector.test_connector_observability import events_of
+from tests.unit.connector.vllm_events import events_of
 
 PAGE = Path(ROOT / "docs" / "routers.md")
 LLMD_NAMES = "redis=SHARED_STORAGE,s3=OBJECT_STORE"
