@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.architecture.sources import PACKAGES, ROOT, files, imports, imports_of, tree
+from tests.architecture.sources import FOLDERS, PACKAGES, ROOT, files, imports, imports_of, tree
 
 REDIS_HOME = ("kvstore/tiers/redis/", "kvstore/catalog/redis/")
 S3_HOME = ("kvstore/tiers/s3/",)
@@ -85,8 +86,6 @@ def test_the_connector_sees_the_public_surface_only() -> None:
 
 def test_cuda_is_touched_in_one_folder() -> None:
     """`torch.cuda` is spelled under `connector/device/` alone, and in the kit that measures what is beneath it."""
-    import ast
-
     seen = [
         str(path)
         for path in files(*PACKAGES)
@@ -106,6 +105,21 @@ def test_the_testing_package_imports_heavy_things_late() -> None:
     ]
     # the checkpoint writer names torch's types, for a type checker only
     assert [entry for entry in seen if not entry.startswith("kvstore/testing/checkpoints.py")] == []
+
+
+def test_no_module_imports_a_test() -> None:
+    """What tests share has a module of its own: a reader finds it there, and no collected module is loaded twice."""
+    counts = Path("tests/fuzz/test_zz_number_of_inputs.py")  # what the fuzz plans, which is known once it is imported
+    seen = [
+        f"{path}:{node.lineno} {name}"
+        for path in files(*FOLDERS)
+        if path != counts
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (getattr(node, "module", None) or "", *(alias.name for alias in node.names))
+        if any(part.startswith("test_") for part in name.split("."))
+    ]
+    assert seen == []
 
 
 WITHOUT_EXTRAS = """
