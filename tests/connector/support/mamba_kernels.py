@@ -24,5 +24,9 @@ for _name in _KERNELS:
     setattr(mamba_utils, _name, triton.jit(getattr(mamba_utils, _name)))
 
 
+# Programs that copy a state together. In the interpreter they run one after the other, and most find nothing to copy.
+mamba_utils._TEMPORAL_TILES = 1
+
+
 class WorkerExtension:
     """Adds nothing to a worker."""
