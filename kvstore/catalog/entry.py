@@ -249,6 +249,15 @@ class EntryTable:
         leaving = (self.data[:, LEAVING_AT] >> level & 1).astype(bool)
         return np.where(leaving[:, None], np.uint8(0), rows) if leaving.any() else rows
 
+    def parents(self) -> npt.NDArray[np.uint8]:
+        """[boundaries, 32]: the hash of each one's parent; zeros: there is none, or it is not known."""
+        return self.data[:, PARENT_AT : PARENT_AT + PREFIX_BYTES]
+
+    def num_slices(self) -> npt.NDArray[np.int64]:
+        """[boundaries, groups]: slices that the levels hold together, but those that the boundary is leaving."""
+        rows = np.bitwise_or.reduce([self.rows(level) for level in Level])
+        return np.add.reduceat(np.bitwise_count(rows).astype(np.int64), self.shape.group_at[:-1], axis=1)
+
     def numbers(self, at: int) -> npt.NDArray[np.int64]:
         """[boundaries]: the field of 4 bytes that begins at `at`, like `HITS_AT`."""
         return self._field(at, "<u4")
@@ -272,7 +281,7 @@ class EntryTable:
     def has_parent(self, parent: PrefixHash) -> npt.NDArray[np.bool_]:
         """[boundaries]: whether `parent` is its parent."""
         wanted = np.frombuffer(parent, dtype=np.uint8)
-        found: npt.NDArray[np.bool_] = (self.data[:, PARENT_AT : PARENT_AT + PREFIX_BYTES] == wanted).all(axis=1)
+        found: npt.NDArray[np.bool_] = (self.parents() == wanted).all(axis=1)
         return found
 
     def leaves(self, index: int, level: Level) -> bool:

@@ -177,7 +177,9 @@ class Tier(ABC):
 
     @abstractmethod
     def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
-        """Yield the stored records in no order. Those put or deleted during the scan may be missing or listed."""
+        """Yield the stored records in no order. Those put or deleted during the scan may be missing or listed. One may
+        be listed twice, so that no tier has to remember what it has listed.
+        """
 
     @abstractmethod
     async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:

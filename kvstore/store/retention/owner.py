@@ -20,9 +20,10 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.pauses import collector_paused, collector_spared, empty_in_pieces
 from kvstore.store.retention.backpressure import BudgetGate
+from kvstore.store.retention.broken import broken_of
 from kvstore.store.retention.evictor import Evictor
 from kvstore.store.retention.hint_marks import applying
-from kvstore.store.retention.plan import EvictionPlan, Limits, Ranking, broken_of, incomplete_of, plan_eviction
+from kvstore.store.retention.plan import EvictionPlan, Limits, Ranking, incomplete_of, plan_eviction
 from kvstore.store.retention.policy_choice import PolicyChoice
 from kvstore.store.retention.rules import RetentionRules
 from kvstore.tiers.base import Tier

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
 from kvstore.catalog.base import LeaveReason, Leaving
@@ -156,39 +156,6 @@ def incomplete_of(entries: Iterable[BoundaryEntry], recent: Set[bytes]) -> Set[b
         if (name := entry.namespace + entry.prefix) in recent:
             records[name] = entry.namespace, count
     return {name for name in recent if name not in records or records[name][1] < most[records[name][0]]}
-
-
-def broken_of(entries: Iterable[BoundaryEntry], now_s: int) -> dict[bytes, int]:
-    """Names (namespace and prefix) of boundaries that serve no hit from the cold tier, and when they were last used:
-    the parent is missing, or a group lacks slices that other boundaries of the namespace have. All boundaries that need
-    such a one are included.
-
-    Not included are boundaries that are pinned, whose parent is not known, or that lack a group altogether: states are
-    not saved at every page.
-    """
-    held = _Held((entry.namespace + entry.prefix, entry) for entry in entries if any(entry.slices[_LEVEL]))
-    most: dict[bytes, list[int]] = {}
-    for entry in held.entries:
-        counts = most.setdefault(entry.namespace, [0] * len(entry.slices[_LEVEL]))
-        for group, bits in enumerate(entry.slices[_LEVEL]):
-            counts[group] = max(counts[group], bits.bit_count())
-    is_whole = bytearray(_is_whole(entry, most[entry.namespace]) for entry in held.entries)
-    for index in held.parents_first():
-        if held.entries[index].parent is not None:
-            parent = held.parent_of(index)
-            is_whole[index] &= parent is not None and is_whole[parent]
-    used_s = {
-        held.names[index]: entry.last_use_s
-        for index, entry in enumerate(held.entries)
-        if not is_whole[index] and entry.pinned_until_s <= now_s
-    }
-    held.empty_in_pieces()
-    return used_s
-
-
-def _is_whole(entry: BoundaryEntry, most: Sequence[int]) -> bool:
-    """Whether each group that is there at all has as many slices as the group has in any other boundary."""
-    return all(bits.bit_count() in (0, whole) for bits, whole in zip(entry.slices[_LEVEL], most, strict=True))
 
 
 class _Held:

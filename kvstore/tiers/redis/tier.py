@@ -207,7 +207,6 @@ class RedisTier(Tier):
                             yield entry
 
     async def _scan_node(self, node: Node, pattern: str) -> AsyncIterator[Entry]:
-        seen: set[RecordKey] = set()  # SCAN may answer a name twice
         cursor: object = b"0"
         while cursor is not None:
             self._check_open()
@@ -219,8 +218,7 @@ class RedisTier(Tier):
                 raise Unavailable("Redis answered SCAN in an unknown form", address=node.address)
             cursor = None if reply[0] == b"0" else reply[0]
             named = (record_key(name) for name in reply[1] if isinstance(name, bytes))
-            keys = list(dict.fromkeys(key for key in named if key is not None and key not in seen))
-            seen.update(keys)
+            keys = list(dict.fromkeys(key for key in named if key is not None))
             for key, num_bytes in zip(keys, await self._sizes(keys, deadline), strict=True):
                 if num_bytes:
                     yield Entry(key, num_bytes)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-import random
 import sqlite3
 import threading
 from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvstore.catalog.base import LeaveReason, Leaving, Removal
 from kvstore.catalog.entry import Level
 from kvstore.format.names import format_name
 from kvstore.model.keys import NamespaceId, PlainChain, RecordKey
-from kvstore.service.admin.jobs.deletions import descendants
 from kvstore.testing.keys import write_keys
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.waiting import soon
@@ -257,41 +253,6 @@ async def test_a_tier_is_verified_and_reindexed(made: ServiceHarness, tmp_path: 
         job = await ended(client, await client.post("/v1/reindex"))
         assert (job["state"], job["report"]["cold"]["num_records"]) == ("done", 11)
         assert await made.catalog.is_complete(deadline=soon())
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_descendants_of_roots_are_found(seed: int) -> None:
-    """In a random forest with boundaries that are not stored: found are those whose stored ancestors lead to a root,
-    stored or not.
-    """
-    chance = random.Random(seed)
-    names = [hashlib.sha256(f"{seed} {i}".encode()).digest() for i in range(200)]
-    parent_of = {
-        name: names[chance.randrange(i)] if i and chance.random() < 0.9 else bytes(32) for i, name in enumerate(names)
-    }
-    stored = [name for name in names if chance.random() < 0.8]
-    roots = chance.sample(names, 5)
-
-    def is_below(name: bytes) -> bool:
-        while name in stored:
-            if name in roots or parent_of[name] in roots:
-                return True
-            name = parent_of[name]
-        return False
-
-    found = descendants(array(stored), array([parent_of[name] for name in stored]), array(roots))
-    assert [bool(one) for one in found] == [is_below(name) for name in stored]
-
-
-def test_a_cycle_of_parents_ends_the_search() -> None:
-    """A cycle in a corrupt catalog does not hang the search."""
-    names = [hashlib.sha256(bytes([i])).digest() for i in range(3)]
-    found = descendants(array(names), array([names[0], names[2], names[1]]), array([names[0]]))
-    assert found.tolist() == [True, False, False]
-
-
-def array(names: list[bytes]) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    return np.frombuffer(b"".join(names), dtype=np.uint8).reshape(-1, 32)
 
 
 async def test_a_name_that_no_record_can_have_ends_no_collection(

@@ -28,7 +28,7 @@ from kvstore.runtime.meters import Meters
 from kvstore.store.catalogued_tier import CataloguedTier
 from kvstore.store.limits import StoreLimits
 from kvstore.store.recorder import Recorder
-from kvstore.store.retention.plan import broken_of
+from kvstore.store.retention.broken import broken_of
 from kvstore.store.tiered import TieredStore
 from kvstore.store.write_back.pending_writes import BELIEVED_S
 from kvstore.testing.catalog_contract import mark_complete

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Set
 from typing import Annotated
 
 import numpy as np
-import numpy.typing as npt
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvstore.catalog.base import NamespaceTotals
-from kvstore.catalog.entry import PARENT_AT, BoundaryEntry
-from kvstore.model.keys import PREFIX_BYTES, PlainChain, PrefixHash
+from kvstore.catalog.entry import BoundaryEntry
+from kvstore.catalog.families import Hashes, family_of, hashes_of
+from kvstore.model.keys import PlainChain, PrefixHash
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.access import Administrator
 from kvstore.service.admin.catalog_access import Namespace
@@ -23,6 +23,7 @@ from kvstore.service.admin.jobs.deletion import (
     BOUNDARIES_AT_ONCE,
     WALK_S,
     delete_unpinned,
+    entries_of,
     note_what_lacks,
     nothing_deleted,
     parts_of,
@@ -139,11 +140,7 @@ async def _parts(
     family = await _family_of(namespace, roots, deadline=context.soon(WALK_S))
     job.progress.total = len(family)
     for start in range(0, len(family), BOUNDARIES_AT_ONCE):
-        found = [
-            await namespace.catalog.get(namespace.id, prefix, deadline=context.soon())
-            for prefix in family[start : start + BOUNDARIES_AT_ONCE]
-        ]
-        yield [entry for entry in found if entry is not None]
+        yield await entries_of(context, namespace, family[start : start + BOUNDARIES_AT_ONCE])
 
 
 def _roots(context: AdminContext, namespace: Namespace, wanted: NewDeletion) -> set[PrefixHash] | None:
@@ -164,12 +161,6 @@ def _roots(context: AdminContext, namespace: Namespace, wanted: NewDeletion) -> 
     }
 
 
-Hashes = npt.NDArray[np.uint8]
-
-_TURNS_MAX = 32
-"""Enough for any depth. Only a cycle, in a corrupt catalog, needs more."""
-
-
 async def _family_of(namespace: Namespace, roots: Set[PrefixHash], *, deadline: Deadline) -> list[PrefixHash]:
     """The stored boundaries that are roots or continue one. Needs memory for each entry of the namespace: its hash,
     that of its parent, and an index. A boundary whose parent is unknown is not found; after a reindex parents are
@@ -180,48 +171,9 @@ async def _family_of(namespace: Namespace, roots: Set[PrefixHash], *, deadline: 
     async for _, step in steps_of(namespace, deadline):
         rows = np.flatnonzero(step.table.present())
         prefixes += [bytes(step.prefixes[row]) for row in rows.tolist()]
-        parents.append(step.table.data[rows, PARENT_AT : PARENT_AT + PREFIX_BYTES])
+        parents.append(step.table.parents()[rows])
     if not prefixes:
         return []
-    own = np.frombuffer(b"".join(prefixes), dtype=np.uint8).reshape(-1, PREFIX_BYTES)
-    wanted = np.frombuffer(b"".join(sorted(roots)), dtype=np.uint8).reshape(-1, PREFIX_BYTES)
-    found = await asyncio.to_thread(descendants, own, np.concatenate(parents), wanted)
+    wanted = hashes_of(sorted(roots))
+    found = await asyncio.to_thread(family_of, wanted, hashes_of(prefixes), np.concatenate(parents))
     return list(dict.fromkeys(PrefixHash(prefixes[row]) for row in np.flatnonzero(found).tolist()))
-
-
-def descendants(prefixes: Hashes, parents: Hashes, roots: Hashes) -> npt.NDArray[np.bool_]:
-    """[boundaries]: whether one is a root, or continues one.
-
-    Args:
-        prefixes: [boundaries, 32], uint8.
-        parents: [boundaries, 32]; zeros where there is none, or none is known.
-        roots: [roots, 32].
-    """
-    order = np.argsort(_numbers(prefixes), kind="stable")
-    above = _rows_of(parents, prefixes, order)
-    taken = np.zeros(len(prefixes), dtype=np.bool_)
-    at = _rows_of(roots, prefixes, order)
-    taken[at[at >= 0]] = True
-    for row in np.flatnonzero(at < 0).tolist():  # a root that is not stored can have children that are
-        taken |= (parents == roots[row]).all(axis=1)
-    for _ in range(_TURNS_MAX):  # each turn doubles the distance to the ancestor
-        reached = above >= 0
-        if not reached.any():
-            break
-        taken[reached] |= taken[above[reached]]
-        above = np.where(reached, above[np.maximum(above, 0)], -1)
-    return taken
-
-
-def _rows_of(wanted: Hashes, prefixes: Hashes, order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """[wanted]: the row of each hash; -1: it is not there."""
-    sorted_numbers, numbers = _numbers(prefixes)[order], _numbers(wanted)
-    place = np.minimum(np.searchsorted(sorted_numbers, numbers), len(order) - 1)
-    rows = order[place]
-    return np.where((prefixes[rows] == wanted).all(axis=1), rows, -1)
-
-
-def _numbers(hashes: Hashes) -> npt.NDArray[np.uint64]:
-    """[hashes]: the first eight bytes of each, to search by; callers compare the whole hashes."""
-    numbers: npt.NDArray[np.uint64] = np.ascontiguousarray(hashes[:, :8]).view("<u8")[:, 0]
-    return numbers

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from enum import Enum
 from itertools import chain
 
+import numpy as np
+import numpy.typing as npt
 from fastapi import APIRouter, Request
 
-from kvstore.catalog.base import Catalog, NamespaceTotals
-from kvstore.catalog.entry import BoundaryEntry, Level
+from kvstore.catalog.base import Catalog, NamespaceTotals, Step
+from kvstore.catalog.entry import LAST_USE_AT, LEAVING_AT, PINNED_AT, BoundaryEntry, Level
 from kvstore.errors import Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.service.admin.access import Administrator
@@ -23,13 +24,16 @@ from kvstore.service.admin.jobs.deletion import (
     WALK_S,
     delete_entries,
     delete_unpinned,
+    entries_of,
     nothing_deleted,
+    parts_of,
     pinned_boundaries,
 )
 from kvstore.service.admin.jobs.job import Job, JobKind, JobStatus
+from kvstore.service.admin.listing import entry_at, steps_of
 from kvstore.service.admin.models import Confirm
 from kvstore.service.authentication import Grant
-from kvstore.store.retention.plan import broken_of
+from kvstore.store.retention.broken import Broken
 from kvstore.store.upkeep.operations import PIECE_RECORDS_MAX
 from kvstore.tiers.base import Entry
 
@@ -111,43 +115,56 @@ class _Collection:
         except Unavailable:  # no tier has its manifest, or it cannot be read
             self._undescribed.append(namespace.hex())
         else:
-            entries = [entry async for entry in found.catalog.iterate(namespace)]
-            is_complete = epoch is not None and await found.catalog.complete_epoch(deadline=context.soon()) == epoch
-            pinned = await pinned_boundaries(context, found, WALK_S)
             if context.is_retired(found):
-                await self._delete(found, entries, pinned, "retired")
+                await self._collect_retired(found)
             else:
-                await self._complete_deletions(found, entries)
-                if is_complete:
-                    in_memory = await self._in_memory(found, entries)
-                    broken = await asyncio.to_thread(_incomplete, entries, in_memory, context.now_s())
-                    await self._delete(found, broken, pinned, "incomplete")
+                await self._collect_broken(found, epoch)
         progress.done = before + held.num_boundaries
         self._report()
 
-    async def _in_memory(self, namespace: Namespace, entries: Sequence[BoundaryEntry]) -> dict[PrefixHash, list[int]]:
-        """For boundaries that lack slices in the tiers, the slices in this node's memory as bits by group. The
-        write-back may not have written them yet.
-        """
-        held: dict[PrefixHash, list[int]] = {}
-        whole = [(1 << group.num_slices) - 1 for group in namespace.layout.groups]
-        for entry in entries:
-            if all(bits in (0, every) for bits, every in zip(_slices(entry), whole, strict=True)):
-                continue
-            keys = namespace.keys_of(entry.prefix)
-            for key, size in zip(keys, await self._context.memory_sizes(keys), strict=True):
-                if size is not None:
-                    held.setdefault(entry.prefix, [0] * len(whole))[key.group] |= 1 << key.slice
-        return held
-
-    async def _delete(
-        self, namespace: Namespace, entries: Sequence[BoundaryEntry], pinned: set[PrefixHash], kind: str
-    ) -> None:
-        for start in range(0, len(entries), BOUNDARIES_AT_ONCE):
-            part = entries[start : start + BOUNDARIES_AT_ONCE]
-            await delete_unpinned(self._context, namespace, part, pinned, self._found[kind])
-            self._job.progress.done += len(part)
+    async def _collect_retired(self, namespace: Namespace) -> None:
+        context, progress = self._context, self._job.progress
+        pinned = await pinned_boundaries(context, namespace, WALK_S)
+        async for part in parts_of(namespace, context.soon(WALK_S)):
+            await delete_unpinned(context, namespace, part, pinned, self._found["retired"])
+            progress.done += len(part)
             self._report()
+
+    async def _collect_broken(self, namespace: Namespace, epoch: bytes | None) -> None:
+        """Complete interrupted deletions, and delete incomplete boundaries that were unused for a minute."""
+        context, progress = self._context, self._job.progress
+        broken, now_s = Broken(), context.now_s()
+        async for _, step in steps_of(namespace, context.soon(WALK_S)):
+            table = step.table
+            leaving = np.flatnonzero(table.data[:, LEAVING_AT])
+            await self._complete_deletions(namespace, [entry_at(namespace, step, row) for row in leaving.tolist()])
+            num_slices = table.num_slices()
+            await self._add_memory(namespace, step, num_slices)
+            is_pinned = table.numbers(PINNED_AT) > now_s
+            broken.add(step.prefixes, table.parents(), num_slices, table.numbers(LAST_USE_AT), is_pinned)
+            progress.done += int(table.present().sum())
+        if epoch is None or await namespace.catalog.complete_epoch(deadline=context.soon()) != epoch:
+            return
+        found = await asyncio.to_thread(broken.found)
+        unused = [prefix for prefix, last_use_s in found.items() if last_use_s <= now_s - _UNUSED_S]
+        pinned = await pinned_boundaries(context, namespace, WALK_S) if unused else set()
+        for start in range(0, len(unused), BOUNDARIES_AT_ONCE):
+            entries = await entries_of(context, namespace, unused[start : start + BOUNDARIES_AT_ONCE])
+            still = [entry for entry in entries if not entry.leaving and entry.last_use_s == found[entry.prefix]]
+            await delete_unpinned(context, namespace, still, pinned, self._found["incomplete"])
+            self._report()
+
+    async def _add_memory(self, namespace: Namespace, step: Step, num_slices: npt.NDArray[np.int64]) -> None:
+        """Count, for boundaries that lack slices in the tiers, those in this node's memory too. The write-back may not
+        have written them yet.
+        """
+        layout = [group.num_slices for group in namespace.layout.groups]
+        for row in np.flatnonzero(((num_slices > 0) & (num_slices < layout)).any(axis=1)).tolist():
+            entry = entry_at(namespace, step, row)
+            stored = {key for level in Level if level not in entry.leaving for key in entry.keys(level)}
+            missing = [key for key in namespace.keys_of(entry.prefix) if key not in stored]
+            for key, size in zip(missing, await self._context.memory_sizes(missing), strict=True):
+                num_slices[row, key.group] += size is not None
 
     async def _complete_deletions(self, namespace: Namespace, entries: Sequence[BoundaryEntry]) -> None:
         """Delete what an earlier deletion has hidden and not deleted. One that still runs is not affected."""
@@ -183,30 +200,6 @@ class _Collection:
             if not self._job.is_dry_run and not await orphans.delete():
                 self._notes.append(f"orphans of {name} were kept: the catalog is not complete any more")
                 self._report()
-
-
-def _incomplete(
-    entries: Sequence[BoundaryEntry], in_memory: Mapping[PrefixHash, Sequence[int]], now_s: int
-) -> list[BoundaryEntry]:
-    """Boundaries, unused for a minute, that lack slices in the tiers and this node's memory together, or that continue
-    such a boundary. Runs in a thread.
-    """
-    together = []
-    for entry in entries:
-        bits = _slices(entry, in_memory.get(entry.prefix))
-        together.append(replace(entry, slices=tuple(bits for _ in Level)))  # as if the cold tier held them all
-    used_s = broken_of(together, now_s)
-    unused = {name for name, last_s in used_s.items() if last_s <= now_s - _UNUSED_S}
-    return [entry for entry in entries if not entry.leaving and entry.namespace + entry.prefix in unused]
-
-
-def _slices(entry: BoundaryEntry, more: Sequence[int] | None = None) -> tuple[int, ...]:
-    """For each group the slices that the tiers hold together, and `more`, as bits."""
-    found = list(more) if more is not None else [0] * len(entry.slices[Level.COLD])
-    for level in Level:
-        if level not in entry.leaving:
-            found = [some | bits for some, bits in zip(found, entry.slices[level], strict=True)]
-    return tuple(found)
 
 
 class _Case(Enum):
