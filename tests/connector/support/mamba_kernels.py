@@ -25,7 +25,7 @@ for _name in _KERNELS:
 
 
 # Programs that copy a state together. In the interpreter they run one after the other, and most find nothing to copy.
-mamba_utils._TEMPORAL_TILES = 1
+vars(mamba_utils)["_TEMPORAL_TILES"] = 1
 
 
 class WorkerExtension:
