@@ -270,6 +270,9 @@ class Session:
             self._take(message, None, head)
         except KVStoreError as error:
             self.connection.refuse(error)
+        except BaseException:  # a bug ends the connection, as it does for a frame that did not wait
+            self.connection.abort()
+            raise
         self._read_on()
 
     def _end_turn(self) -> None:

@@ -351,8 +351,8 @@ def outcome_message(outcome: Outcome) -> messages.Outcome:
 
 
 def parse_outcome(message: messages.Outcome) -> Outcome:
-    """A request's outcome from a message. Long texts are cut and escaped (`plain_text`), and values that are not plain
-    left out: people read it, and programs read it as JSON.
+    """A request's outcome from a message. Long texts are cut and escaped (`plain_text`); values that are not plain, and
+    names that are no text, are left out: people read it, and programs read it as JSON.
 
     Raises:
         InvalidRequest: A hash has the wrong length, or a number is larger than any prompt.
@@ -371,7 +371,8 @@ def parse_outcome(message: messages.Outcome) -> Outcome:
     detail = {
         plain_text(name): plain_text(value) if isinstance(value, str) else value
         for name, value in list(message.detail.items())[:_DETAILS_MAX]
-        if isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+        if isinstance(name, str)
+        and (isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)))
     }
     changed = {
         "request": plain_text(message.request),

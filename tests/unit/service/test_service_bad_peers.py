@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from kvstore.api import Deadline
+from kvstore.api import Deadline, Outcome
 from kvstore.client import RemoteStore, connect
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.service.limits import ServiceLimits, UnauthenticatedConnections
@@ -138,6 +138,43 @@ async def test_bad_frames_end_their_connection_with_a_reason(server: Server, bys
         assert (refused["type"], refused["kind"]) == ("refused", kind)
         assert text in refused["message"]
         assert await peer.receive() is None
+
+
+async def test_details_whose_names_are_no_text_are_left_out(
+    server: Server, store: DictStore, bystander: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names of a map inside a message may be bytes, which no message needs."""
+    reported: list[Outcome] = []
+    monkeypatch.setattr(store, "report", reported.append)
+    outcome = encode(messages.Outcome("r", b"", 1, 1, 0, 0)) | {"detail": {b"bytes": 1, "text": 2}}
+    async with peer_of(server) as peer:
+        peer.send(frame(outcome))
+        await until(lambda: bool(reported), 5)
+    assert reported[0].detail == {"text": 2}
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_bug_ends_the_connection_whose_frame_met_it(
+    store: DictStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """Also that of a frame which had to wait for its turn: a connection that is never read again would hang."""
+
+    def fail(outcome: Outcome) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(store, "report", fail)
+    server = Server(store, ServiceLimits(frames_at_once=1))
+    await server.listen([parse_address(f"unix:{tmp_path / 's'}")])
+    turns = server._context.frames
+    async with peer_of(server) as peer:
+        if waits:
+            turns.try_begin()
+        peer.send(frame(encode(messages.Outcome("r", b"", 1, 1, 0, 0))))
+        if waits:
+            await until(lambda: turns._waiting, 5)
+            turns.end()
+        assert await peer.receive() is None
+    await server.aclose()
 
 
 async def test_a_bad_frame_behind_good_ones_spoils_only_what_follows(server: Server, bystander: RemoteStore) -> None:
