@@ -27,6 +27,15 @@ async def test_files_need_no_token(tmp_path: Path) -> None:
             assert (await client.get(f"/dashboard/{name}")).status_code in (401, 404)
 
 
+async def test_unknown_names_leave_nothing_behind(tmp_path: Path) -> None:
+    """Anyone may ask for any number of names, without a token."""
+    async with open_service(tmp_path) as made, made.client() as client:
+        num_kept = dashboard._load.cache_info().currsize
+        for number in range(10):
+            assert (await client.get(f"/dashboard/{number}.js")).status_code == 404
+        assert dashboard._load.cache_info().currsize == num_kept
+
+
 async def test_the_library_is_kept_by_its_digest(tmp_path: Path) -> None:
     """The address of the library contains its digest and is cached for a year. Every other file is revalidated, and not
     sent again while it is unchanged.
