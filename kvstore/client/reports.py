@@ -33,6 +33,9 @@ KEPT_S = 300.0
 _TOGETHER = 64
 """Reports that are sent after one ping."""
 
+_UNSENT_BYTES_MAX = 1 << 20
+"""Nothing more is sent while the connection has more than this to send: too much of it ends the connection."""
+
 _PAUSE_S = 0.25
 """Between two attempts while the service does not answer."""
 
@@ -100,15 +103,16 @@ class Reports:
             while self._waiting:
                 async with self._control(deadline) as connection:
                     await connection.ping(deadline)
-                    if connection.open:
-                        self._post(connection, _TOGETHER)
+                    self._post(connection, _TOGETHER)
         finally:
             self._turn.release()
 
     async def aclose(self, connection: Connection | None) -> None:
-        """Send what waits on `connection`, unless that is `None`, without waiting for the service. Idempotent."""
+        """Send what waits on `connection`, unless that is `None`, as far as it has room: the service is not waited for.
+        Idempotent.
+        """
         await self._tasks.aclose()
-        if connection is not None and connection.open:
+        if connection is not None:
             self._post(connection, len(self._waiting))
         self._waiting.clear()
 
@@ -123,10 +127,13 @@ class Reports:
                 await asyncio.sleep(_PAUSE_S)
 
     def _post(self, connection: Connection, most: int) -> None:
+        """Send up to `most` of what waits, as far as the connection has room."""
         self._forget_some()
         now_s, welcome = self._clock.monotonic_s(), connection.welcome
         names: list[PageBlocks] = []
         for _ in range(min(most, len(self._waiting))):
+            if not _has_room(connection):
+                break
             at_s, report = self._waiting.popleft()
             if isinstance(report, PageBlocks):
                 names.append(report)
@@ -158,3 +165,7 @@ class Reports:
         while self._waiting and (len(self._waiting) > self._kept or self._waiting[0][0] < oldest_s):
             self._waiting.popleft()
             self._num_dropped += 1
+
+
+def _has_room(connection: Connection) -> bool:
+    return connection.open and connection.frames.unsent_bytes <= _UNSENT_BYTES_MAX

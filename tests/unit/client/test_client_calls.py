@@ -15,6 +15,8 @@ from kvstore.client import ClientOptions, RemoteStore, connect, parse_address
 from kvstore.client.connection import Connection
 from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable
 from kvstore.format.record import Record
+from kvstore.model.keys import Boundary, PrefixHash
+from kvstore.model.prompt_hint import EndedPrompt
 from kvstore.service.limits import ServiceLimits
 from kvstore.service.server import Server
 from kvstore.store.tiered import TieredStore
@@ -64,6 +66,21 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
     for client in node.clients:
         await client.aclose()
     await server.aclose()
+
+
+async def test_long_prompts_that_end_together_do_not_end_the_connection(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an outage: the connection takes some at a time, or it would end, and the leases with it."""
+    ended: list[EndedPrompt] = []
+    monkeypatch.setattr(node.behind, "end_prompt", ended.append)
+    client = await node.client()
+    await client.open_namespace(PROMPT.description, deadline=soon())
+    boundaries = tuple(Boundary(64 * number, PrefixHash(number.to_bytes(32, "big"))) for number in range(1, 4097))
+    for number in range(64):
+        client.end_prompt(EndedPrompt(f"r{number}", PROMPT.namespace, boundaries, 16, boundaries[-1].tokens))
+    await until(lambda: len(ended) == 64, 20)
+    assert node.has_stayed(client)
 
 
 async def test_records_are_received_into_the_callers_buffer(node: Node) -> None:
