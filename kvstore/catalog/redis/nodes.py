@@ -38,6 +38,7 @@ from kvstore.catalog.redis.routes import ClusterClient, Routes, is_elsewhere
 from kvstore.catalog.redis.scripts import ALL, DAMAGED
 from kvstore.catalog.redis.walks import MOVING, Position, digest_of_names, digest_of_slots, position_of
 from kvstore.errors import Unavailable
+from kvstore.runtime.background import gather_all
 from kvstore.runtime.deadline import Deadline
 
 _log = logging.getLogger(__name__)
@@ -116,8 +117,8 @@ class RedisNodes:
                 by_node: dict[Any, list[int]] = {}
                 for index, (slot, _) in enumerate(calls):
                     by_node.setdefault(await self._routes.owner(slot), []).append(index)
-                parts = await asyncio.gather(
-                    *(self._on_node(node, [calls[index][1] for index in part]) for node, part in by_node.items())
+                parts = await gather_all(
+                    self._on_node(node, [calls[index][1] for index in part]) for node, part in by_node.items()
                 )
                 replies: list[Any] = [None] * len(calls)
                 for part, found in zip(by_node.values(), parts, strict=True):
