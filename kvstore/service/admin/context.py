@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from kvstore.errors import Unavailable
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.turns import TenantTurns
+from kvstore.runtime.turns import TenantTurns, Turns
 from kvstore.service.admin.access import Reader
 from kvstore.service.admin.catalog_access import NO_CATALOG, CatalogAccess, Namespace
 from kvstore.service.admin.data_loop import CALL_S, DataLoop
@@ -59,7 +58,7 @@ class AdminContext:
         health_loop: The same for `/livez` and `/readyz`, which do not wait for other calls.
         catalog: The catalog, over a connection of the administration's own.
         is_stopping: Whether long responses should end.
-        scans: Turns of requests that read many entries.
+        scans: Turns of requests that read many entries: `turn(who_asks())`, so that they go round among tenants.
         prompts: Turns of plans and lookups, which do not wait for scans.
         queries: Turns of what routers ask, and of hints.
         known_pieces: Of the prompts that routers asked about.
@@ -72,7 +71,7 @@ class AdminContext:
     health_loop: DataLoop
     catalog: CatalogAccess
     is_stopping: Callable[[], bool]
-    scans: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_SCANS_AT_ONCE))
+    scans: Turns = field(default_factory=lambda: Turns(_SCANS_AT_ONCE))
     prompts: TenantTurns = field(default_factory=_prompt_turns)
     queries: TenantTurns = field(default_factory=_query_turns)
     known_pieces: KnownPieces = field(default_factory=KnownPieces)

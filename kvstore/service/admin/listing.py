@@ -24,6 +24,7 @@ from kvstore.catalog.entry import (
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import PREFIX_BYTES, PrefixHash
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.turns import who_asks
 from kvstore.service.admin.catalog_access import Namespace
 from kvstore.service.admin.context import AdminContext
 
@@ -82,7 +83,7 @@ async def list_entries(
         InvalidRequest: The cursor is not one of this list.
         Unavailable: The catalog does not answer.
     """
-    async with context.scans:
+    async with context.scans.turn(who_asks()):
         deadline = context.soon(_PAGE_S)
         if order is Order.STORED:
             return await _unordered(namespace, cursor, limit, deadline, wanted)

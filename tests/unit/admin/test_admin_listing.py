@@ -4,7 +4,9 @@ caller, one of the walk as a walk to repeat.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from typing import cast
 
 import pytest
 
@@ -14,11 +16,16 @@ from kvstore.catalog.entry import Level
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.tracing import RequestContext, request_context
 from kvstore.service.admin import listing
-from kvstore.service.admin.catalog_access import Namespace
+from kvstore.service.admin.catalog_access import CatalogAccess, Namespace
+from kvstore.service.admin.context import AdminContext
+from kvstore.service.admin.data_loop import DataLoop
+from kvstore.service.admin.listing import Page
+from kvstore.service.admin.port import Administered
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.prompts import ATTENTION, Prompt
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 
 PROMPT = Prompt(ATTENTION, "listed", 640)
 
@@ -52,3 +59,27 @@ async def test_a_cursor_of_the_caller_is_refused(namespace: Namespace) -> None:
     with pytest.raises(InvalidRequest):
         async for _ in listing.steps_of(namespace, soon(), "00" * 32):
             pass
+
+
+async def test_scans_go_round_among_tenants(namespace: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant with many lists delays another one's by those that run and one more, not by all of them."""
+    loop = DataLoop(asyncio.get_running_loop())
+    context = AdminContext(cast(Administered, None), loop, loop, cast(CatalogAccess, None), lambda: False)
+    order: list[str] = []
+    is_open = asyncio.Event()
+
+    async def held(*_: object) -> Page:
+        order.append(request_context.get().tenant)
+        await is_open.wait()
+        return Page([], None, True)
+
+    async def scan(tenant: str) -> None:
+        request_context.set(RequestContext(tenant=tenant))
+        await listing.list_entries(context, namespace, limit=1)
+
+    monkeypatch.setattr(listing, "_unordered", held)
+    scans = [asyncio.create_task(scan(tenant)) for tenant in ("red",) * 6 + ("blue",)]
+    await until(lambda: len(order) == 2)
+    is_open.set()
+    await asyncio.gather(*scans)
+    assert order.index("blue") == 3

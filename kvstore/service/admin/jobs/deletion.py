@@ -18,6 +18,7 @@ from kvstore.catalog.entry import PINNED_AT, BoundaryEntry, Level, entry_of
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.model.keys import PrefixHash, RecordKey
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.turns import who_asks
 from kvstore.service.admin.catalog_access import Namespace
 from kvstore.service.admin.context import AdminContext
 from kvstore.service.admin.listing import entry_at, steps_of
@@ -100,7 +101,7 @@ async def delete_boundary(context: AdminContext, namespace: Namespace, prefix: P
     if in_memory:
         deleted.count(names[None], len(in_memory), sum(in_memory))
     if entry is not None:
-        async with context.scans:
+        async with context.scans.turn(who_asks()):
             if prefix in await pinned_boundaries(context, namespace):
                 detail = "a pin on this boundary, or on a later one, protects it: delete that pin first"
                 raise Refused(409, detail, field="prefix", seen=prefix.hex())
@@ -125,7 +126,7 @@ async def delete_namespace(context: AdminContext, namespace: Namespace, *, confi
         deleted.by_tier = amounts_of(totals, context.operations.tier_names)
         return deleted
     await note_what_lacks(context, namespace, deleted)
-    async with context.scans:
+    async with context.scans.turn(who_asks()):
         pinned = await pinned_boundaries(context, namespace)
         deadline, is_first = context.soon(_DELETE_S), True
         async for part in parts_of(namespace, context.soon(WALK_S)):
