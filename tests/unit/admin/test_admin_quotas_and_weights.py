@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.service.admin import catalog_access
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.waiting import soon
-from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
+from tests.unit.admin.service_harness import ServiceHarness, ended, open_service, prompt_of
 
 
 @pytest.fixture
@@ -102,3 +103,19 @@ async def test_weights_are_listed_retired_and_restored(made: ServiceHarness) -> 
         assert set((await hits()).values()) == {128}
         unknown = await red.post("/v1/weights/retired", params={"weights_id": "nobody's", "confirm": "true"})
         assert (unknown.status_code, unknown.json()["field"]) == (404, "weights_id")
+
+
+async def test_a_namespace_that_was_just_opened_fails_no_list(
+    made: ServiceHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which namespaces there are, and what each holds, are read at different times and kept for a second."""
+    monkeypatch.setattr(catalog_access, "_FRESH_S", 60.0)
+    known, fresh = (Prompt(ATTENTION, "a", 128, tenant="red", weights_id=weights) for weights in ("old", "new"))
+    await made.save(known)
+    async with made.client("operator") as client:
+        assert (await client.get(f"/v1/pins?namespace={known.namespace.hex()}")).status_code == 200
+        await made.save(fresh)
+        weights = (await client.get("/v1/weights")).json()
+        assert weights["is_complete"] and len(weights["weights"]) == 2
+        job = await ended(client, await client.post("/v1/gc"))
+        assert (job["state"], job["error"]) == ("done", None)

@@ -32,6 +32,7 @@ from kvstore.service.admin.jobs.deletion import (
 from kvstore.service.admin.jobs.job import Job, JobKind, JobStatus
 from kvstore.service.admin.listing import entry_at, steps_of
 from kvstore.service.admin.models import Confirm
+from kvstore.service.admin.problems import Refused
 from kvstore.service.authentication import Grant
 from kvstore.store.retention.broken import Broken
 from kvstore.store.upkeep.operations import PIECE_RECORDS_MAX
@@ -112,7 +113,7 @@ class _Collection:
         before = progress.done
         try:
             found = await context.catalog.find(namespace, self._grant)
-        except Unavailable:  # no tier has its manifest, or it cannot be read
+        except (Unavailable, Refused):  # its manifest is in no tier or cannot be read, or it is newer than the list
             self._undescribed.append(namespace.hex())
         else:
             if context.is_retired(found):

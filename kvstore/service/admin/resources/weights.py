@@ -8,7 +8,6 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 
 from kvstore.catalog.base import NamespaceTotals
-from kvstore.errors import Unavailable
 from kvstore.model.keys import NamespaceId
 from kvstore.service.admin.access import Administrator, Reader
 from kvstore.service.admin.context import AdminContext, Context
@@ -19,6 +18,7 @@ from kvstore.service.authentication import Grant
 router = APIRouter(tags=["weights"])
 
 _NAMESPACES_MAX = 4096
+_DESCRIBED_S = 10.0
 _WEIGHTS_CHARS_MAX = 1024
 WEIGHTS_EXAMPLE = "2c26b46b68ffc68ff99b453c1d304134"
 
@@ -110,17 +110,12 @@ async def _found(context: AdminContext, grant: Grant) -> tuple[dict[str, Namespa
     """The namespaces of each weights id, and whether these are all."""
     totals = await context.catalog.totals()
     seen = [namespace for namespace, held in totals.items() if grant.sees(held.tenant)]
-    is_complete = len(seen) <= _NAMESPACES_MAX
+    described = await context.catalog.described(seen[:_NAMESPACES_MAX], _DESCRIBED_S)
     found: dict[str, Namespaces] = {}
-    for namespace in seen[:_NAMESPACES_MAX]:
-        try:
-            weights_id = (await context.catalog.find(namespace, grant)).weights_id[:_WEIGHTS_CHARS_MAX]
-        except Unavailable:  # it has no description
-            is_complete = False
-            continue
-        if weights_id:
+    for namespace, description in described.items():
+        if (weights_id := description.weights_id[:_WEIGHTS_CHARS_MAX]) and grant.sees(description.tenant):
             found.setdefault(weights_id, {})[namespace] = totals[namespace]
-    return found, is_complete
+    return found, len(described) == len(seen)
 
 
 def _summary(context: AdminContext, grant: Grant, weights_id: str, namespaces: Namespaces) -> WeightsSummary:
