@@ -6,7 +6,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from kvstore.catalog.base import Catalog, NamespaceTotals
@@ -70,6 +70,7 @@ class _Cached(Generic[T]):
     value: T
     read_s: float = _NEVER
     at_s: int = 0
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class CatalogAccess:
@@ -149,7 +150,7 @@ class CatalogAccess:
     async def _read(self, cached: _Cached[T], read: Callable[[Catalog, Deadline], Awaitable[T]], within_s: float) -> T:
         catalog = await self.open()
         deadline = self._data_loop.soon(within_s)
-        async with self._opening:
+        async with deadline.scope("reading the catalog"), cached.reading:
             if SYSTEM_CLOCK.monotonic_s() - cached.read_s > _FRESH_S:
                 await self._check_answers(catalog)
                 cached.value = await read(catalog, deadline)

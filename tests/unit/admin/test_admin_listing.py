@@ -5,13 +5,14 @@ caller, one of the walk as a walk to repeat.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from kvstore.catalog import base
-from kvstore.catalog.base import Addition, Step
+from kvstore.catalog.base import Addition, NamespaceTotals, Step
 from kvstore.catalog.entry import Level
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId
@@ -23,6 +24,8 @@ from kvstore.service.admin.context import AdminContext
 from kvstore.service.admin.data_loop import DataLoop
 from kvstore.service.admin.listing import Page
 from kvstore.service.admin.port import Administered
+from kvstore.settings import Settings
+from kvstore.store.upkeep.operations import StoreOperations
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.waiting import soon, until
@@ -83,3 +86,29 @@ async def test_scans_go_round_among_tenants(namespace: Namespace, monkeypatch: p
     is_open.set()
     await asyncio.gather(*scans)
     assert order.index("blue") == 3
+
+
+async def test_requests_do_not_wait_while_totals_are_read() -> None:
+    """In a cluster that asks every slot, which may take a minute. Whose a namespace is needs one answer, and a
+    request that needs totals too waits for its own time only.
+    """
+    are_read = asyncio.Event()
+
+    class Slow(DictCatalog):
+        async def totals(self, *, deadline: Deadline) -> Mapping[NamespaceId, NamespaceTotals]:
+            are_read.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    catalog = Slow(CatalogBooks())
+    await catalog.register(PROMPT.namespace, ATTENTION, "red", deadline=soon())
+    loop = DataLoop(asyncio.get_running_loop())
+    access = CatalogAccess(cast(Settings, SimpleNamespace(hot=None)), loop, cast(StoreOperations, None))
+    access._catalog = catalog
+    reading = asyncio.create_task(access.totals())
+    await are_read.wait()
+    async with asyncio.timeout(5):
+        assert await access.tenant_of(PROMPT.namespace) == "red"
+        with pytest.raises(Unavailable):
+            await access.totals(0.0)
+    reading.cancel()
