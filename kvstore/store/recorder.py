@@ -202,7 +202,7 @@ class Recorder:
             first = type(batch[0].change)
             batch = next(list(group) for _, group in groupby(batch, key=lambda report: type(report.change) is first))
             try:
-                taken = await self._send(batch)
+                taken = await self._send_or_lose(batch)
             except (Unavailable, Closed) as error:
                 self._meters.add("catalog_failures", call="change")
                 self._outage.failed(error)
@@ -211,11 +211,6 @@ class Recorder:
                 failures += 1
                 await asyncio.sleep(backoff_s(failures, shortest_s=_PAUSE_S_MIN, longest_s=_PAUSE_S_MAX))
                 continue
-            except Exception as error:  # noqa: BLE001 - a task's top: the catalog never takes these, and later ones wait
-                if not isinstance(error, InvalidRequest | CorruptRecord):
-                    _log.exception("a bug, please report it: %d changes did not reach the catalog", len(batch))
-                self._meters.add("catalog_failures", call="refused")
-                taken, self._has_lost = [True] * len(batch), True
             failures = 0
             self._outage.answered()
             self.num_refused += taken.count(False)
@@ -232,6 +227,24 @@ class Recorder:
         """Report a record that the catalog refused while its boundary was being deleted: it is still stored."""
         await asyncio.sleep(_AGAIN_S)
         self._queue(report)
+
+    async def _send_or_lose(self, batch: list[_Report]) -> list[bool]:
+        """As `_send`. What the catalog can never take is lost, and nothing else: of a batch that it refuses each half
+        is sent by itself.
+        """
+        try:
+            return await self._send(batch)
+        except (Unavailable, Closed):
+            raise
+        except Exception as error:  # noqa: BLE001 - a task's top: other changes wait behind these
+            if len(batch) > 1:
+                half = len(batch) // 2
+                return [*await self._send_or_lose(batch[:half]), *await self._send_or_lose(batch[half:])]
+            if not isinstance(error, InvalidRequest | CorruptRecord):
+                _log.exception("a bug, please report it: a change did not reach the catalog")
+            self._meters.add("catalog_failures", call="refused")
+            self._has_lost = True
+            return [True]
 
     async def _send(self, batch: list[_Report]) -> list[bool]:
         deadline = Deadline.after(_CALL_S, self._clock)

@@ -127,6 +127,23 @@ async def test_a_change_on_which_the_catalog_fails_holds_up_no_other(
     assert len(world.recorder) == 0 and not await world.catalog.is_complete(deadline=soon())
 
 
+async def test_a_change_that_the_catalog_refuses_costs_no_other_of_its_batch(world: CataloguedStore) -> None:
+    """As where the entry of one boundary is damaged: of many changes that are sent together the others are taken."""
+    prompt = Prompt(ATTENTION, "a", 64 * 20)
+    await world.store.open_namespace(prompt.description, deadline=soon())
+    await world.catalog.register(prompt.namespace, ATTENTION, "", deadline=soon())
+    keys = [key for key in prompt.record_keys() if key.group == key.slice == 0]
+    sizes = [0 if number == 7 else 100 for number in range(len(keys))]  # no record has 0 bytes
+    first = world.recorder.sized(keys[0], Level.COLD, 100, 0, deadline=soon())
+    others = [
+        world.recorder.sized(key, Level.COLD, size, 0, deadline=soon())
+        for key, size in zip(keys[1:], sizes[1:], strict=True)
+    ]
+    await asyncio.gather(first, *others)
+    table = await world.catalog.lookup(prompt.namespace, [key.prefix for key in keys], deadline=soon())
+    assert [number for number in range(len(keys)) if not table.present()[number]] == [7]
+
+
 @pytest.mark.parametrize("is_small_first", [False, True])
 async def test_each_namespace_has_its_own_parents(world: CataloguedStore, is_small_first: bool) -> None:
     """Two models with one tokenizer and pages of 32 and 64 tokens get the same prompt. With a parent of the other's
