@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from kvstore.errors import Unavailable
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.turns import Turns, who_asks
 from kvstore.store.upkeep.operations import PIECE_RECORDS_MAX
 
 T = TypeVar("T")
@@ -24,14 +25,15 @@ class DataLoop:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._turns = asyncio.Semaphore(_CALLS_AT_ONCE)
+        self._turns = Turns(_CALLS_AT_ONCE)
 
     def soon(self, within_s: float = CALL_S) -> Deadline:
         """The deadline of a call that starts now."""
         return Deadline.after(within_s)
 
     async def call(self, work: Callable[[Deadline], Coroutine[Any, Any, T]], within_s: float = CALL_S) -> T:
-        """Run `work` on the data loop and return its result. At most four calls run at a time.
+        """Run `work` on the data loop and return its result. At most four calls run at a time, in turns that go round
+        among tenants.
 
         Raises:
             Unavailable: The call did not end within `within_s`, or the service is stopping.
@@ -57,7 +59,7 @@ class DataLoop:
         return [await self._run(partial(work, piece, deadline), deadline) for piece in pieces]
 
     async def _run(self, work: Callable[[], Coroutine[Any, Any, T]], deadline: Deadline) -> T:
-        async with deadline.scope("a call into the data loop"), self._turns:
+        async with deadline.scope("a call into the data loop"), self._turns.turn(who_asks()):
             coroutine = work()
             try:
                 future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)

@@ -64,8 +64,11 @@ async def test_a_cursor_of_the_caller_is_refused(namespace: Namespace) -> None:
             pass
 
 
-async def test_scans_go_round_among_tenants(namespace: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenant with many lists delays another one's by those that run and one more, not by all of them."""
+@pytest.mark.parametrize("what", ["scans", "calls"])
+async def test_turns_go_round_among_tenants(namespace: Namespace, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """A tenant with many lists, or calls of the store, delays another one's by those that run and one more, not by
+    all of them.
+    """
     loop = DataLoop(asyncio.get_running_loop())
     context = AdminContext(cast(Administered, None), loop, loop, cast(CatalogAccess, None), lambda: False)
     order: list[str] = []
@@ -76,16 +79,17 @@ async def test_scans_go_round_among_tenants(namespace: Namespace, monkeypatch: p
         await is_open.wait()
         return Page([], None, True)
 
-    async def scan(tenant: str) -> None:
+    async def ask(tenant: str) -> None:
         request_context.set(RequestContext(tenant=tenant))
-        await listing.list_entries(context, namespace, limit=1)
+        await (listing.list_entries(context, namespace, limit=1) if what == "scans" else loop.call(held))
 
     monkeypatch.setattr(listing, "_unordered", held)
-    scans = [asyncio.create_task(scan(tenant)) for tenant in ("red",) * 6 + ("blue",)]
-    await until(lambda: len(order) == 2)
+    asking = [asyncio.create_task(ask(tenant)) for tenant in ("red",) * 8 + ("blue",)]
+    at_once = 2 if what == "scans" else 4
+    await until(lambda: len(order) == at_once)
     is_open.set()
-    await asyncio.gather(*scans)
-    assert order.index("blue") == 3
+    await asyncio.gather(*asking)
+    assert order.index("blue") == at_once + 1
 
 
 async def test_requests_do_not_wait_while_totals_are_read() -> None:
