@@ -94,7 +94,7 @@ def _config(app: Any) -> uvicorn.Config:
         ws="none",
         lifespan="off",
         log_config=None,
-        log_level="warning",
+        log_level="error",  # it warns of each malformed request: any peer could fill the log
         access_log=False,
         proxy_headers=False,  # the client's address is that of the connection
         server_header=False,

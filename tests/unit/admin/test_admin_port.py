@@ -118,6 +118,17 @@ async def asked(made: ServiceHarness) -> None:
         await store.aclose()
 
 
+async def test_what_is_no_http_leaves_no_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Any peer could fill the log with such requests; their answer says what they are."""
+    async with open_service(tmp_path) as made:
+        host, port = made.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"rubbish\r\n\r\n")
+        assert b"400 Bad Request" in await reader.read()
+        writer.close()
+    assert "Invalid HTTP request" not in caplog.text
+
+
 async def test_a_port_in_use_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """If the port is in use or not permitted, a warning names the setting, and the service runs without it."""
     async with open_service(tmp_path) as made:
