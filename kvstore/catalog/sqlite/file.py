@@ -111,23 +111,22 @@ class SqliteFile:
         return self._db
 
     def _connect(self) -> sqlite3.Connection:
-        if self._is_guest:
-            self._inode = self._path.stat().st_ino
-        else:
+        if not self._is_guest:
             make_private(self._path)
+        inode = self._path.stat().st_ino
         database = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         try:
             (version,) = database.execute("PRAGMA user_version").fetchone()
             (num_tables,) = database.execute("SELECT count(*) FROM sqlite_schema").fetchone()
             if version != self._version and (num_tables or self._is_guest):
                 raise sqlite3.DatabaseError(f"version {version} of the catalog, expected {self._version}")
-            if self._is_guest:
-                return database
-            pragmas = f"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA user_version={self._version};"
-            database.executescript(pragmas + self._schema)
+            if not self._is_guest:
+                pragmas = f"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA user_version={self._version};"
+                database.executescript(pragmas + self._schema)
         except BaseException:
             database.close()
             raise
+        self._inode = inode  # only now: a guest whose owner has yet to write the file tries again
         return database
 
     def _rename_damaged(self, error: sqlite3.Error) -> None:

@@ -45,6 +45,22 @@ async def test_a_guest_follows_a_file_that_was_begun_anew(tmp_path: Path) -> Non
     await keeper.aclose()
 
 
+async def test_a_guest_that_comes_before_the_new_file_has_its_tables(tmp_path: Path) -> None:
+    """The owner has created the file and not yet written to it: the guest reads it as soon as it can be read."""
+    path = tmp_path / "catalog.db"
+    keeper = await keeper_with(path, 64, 128)
+    guest = SqliteCatalog(path, is_guest=True)
+    await keeper.aclose()
+    path.replace(tmp_path / "catalog.db.damaged")
+    path.touch()
+    with pytest.raises(Unavailable):
+        await held(guest)
+    keeper = await keeper_with(path, 64)
+    assert await held(guest) == 1
+    await guest.aclose()
+    await keeper.aclose()
+
+
 async def test_a_guest_makes_and_moves_nothing(tmp_path: Path) -> None:
     """No file, another version, or no database: it raises, and changes nothing."""
     path = tmp_path / "folder" / "catalog.db"
