@@ -6,19 +6,21 @@ import asyncio
 import logging
 import sqlite3
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from kvstore.catalog.base import LeaveReason, Leaving, Removal
+from kvstore.catalog.base import Addition, LeaveReason, Leaving, Removal
 from kvstore.catalog.entry import Level
 from kvstore.format.names import format_name
 from kvstore.model.keys import NamespaceId, PlainChain, RecordKey
+from kvstore.runtime.deadline import Deadline
+from kvstore.service.admin.jobs import gc
 from kvstore.testing.keys import write_keys
 from kvstore.testing.prompts import ATTENTION, Prompt
-from kvstore.testing.waiting import soon
+from kvstore.testing.waiting import soon, until
 from kvstore.tiers.base import Entry
 from kvstore.tiers.filesystem.tier import FilesystemTier
 from tests.unit.admin.service_harness import ServiceHarness, ended, open_service, prompt_of
@@ -178,6 +180,37 @@ async def test_what_serves_no_hit_is_collected(made: ServiceHarness, tmp_path: P
     assert (await held(made, old), await held(made, broken)) == (0, 64)
 
 
+async def test_a_record_whose_entry_is_on_its_way_is_no_orphan(
+    made: ServiceHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record is stored first and reported to the catalog then, which may be slow."""
+    monkeypatch.setattr(gc, "_UNUSED_S", 1.0)
+    await made.save(Prompt(ATTENTION, "a", 64, tenant="red"))
+    is_taken, add = asyncio.Event(), made.catalog.add
+
+    async def slow(additions: Sequence[Addition], *, deadline: Deadline) -> list[bool]:
+        await is_taken.wait()
+        return await add(additions, deadline=deadline)
+
+    monkeypatch.setattr(made.catalog, "add", slow)
+    fresh = Prompt(ATTENTION, "fresh", 64, tenant="red")
+    saving = asyncio.create_task(made.save(fresh))
+    paths = [tmp_path / "records" / format_name(key) for key in fresh.record_keys()]
+    await until(lambda: any(path.exists() for path in paths))
+    async with made.client("operator") as client:
+        started = await client.post("/v1/gc?confirm=true")
+
+        async def found_some() -> bool:
+            return bool((await client.get(f"/v1/jobs/{started.json()['job']}")).json()["report"]["orphans"])
+
+        while not await found_some():
+            await asyncio.sleep(0.01)
+        is_taken.set()
+        await saving
+        await ended(client, started)
+    assert all(path.exists() for path in paths)
+
+
 @pytest.mark.parametrize("is_marked_again", [False, True])
 async def test_a_catalog_that_loses_entries_makes_no_orphans(
     made: ServiceHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_marked_again: bool
@@ -185,6 +218,7 @@ async def test_a_catalog_that_loses_entries_makes_no_orphans(
     """In the middle of a garbage collection: what the catalog lacks then is kept, and the report says why. Also if it
     is complete again at the end.
     """
+    monkeypatch.setattr(gc, "_UNUSED_S", 0)
     prompt = await made.save(Prompt(ATTENTION, "a", 64, tenant="red"))
     scan = FilesystemTier.scan
 

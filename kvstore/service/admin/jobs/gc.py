@@ -41,7 +41,8 @@ from kvstore.tiers.base import Entry
 router = APIRouter(tags=["gc"])
 
 _UNUSED_S = 60
-"""How long an incomplete boundary is kept after its last use, as by retention: missing slices may be on their way."""
+"""How long an incomplete boundary is kept after its last use, as by retention, and an orphan after it was found: the
+missing slices, or the entry of a record that was just stored, may be on their way."""
 _BATCH = 1024
 _ORPHANS_MAX = 65_536
 _CALL_S = 30.0
@@ -54,8 +55,8 @@ async def start_gc(
 ) -> JobStatus:
     """Delete what serves no hit, as a job (`/v1/jobs`): data of retired weights; boundaries that lack slices or whose
     parent is missing, a minute after their last use; what an interrupted deletion has left. With an operator's token
-    also records that the catalog does not have. Pinned boundaries stay. Without `confirm` nothing is deleted, and the
-    report says what would be. A tenant's token deletes only that tenant's data.
+    also records that the catalog does not have, and still does not have a minute later. Pinned boundaries stay. Without
+    `confirm` nothing is deleted, and the report says what would be. A tenant's token deletes only that tenant's data.
     """
     request.state.audit = {"dry_run": not confirm}
 
@@ -182,10 +183,11 @@ class _Collection:
     async def _collect_orphans(self, catalog: Catalog, epoch: bytes) -> None:
         progress = self._job.progress
         progress.done, progress.total, progress.unit = 0, None, "records"
+        collected: dict[str, _Orphans] = {}
         for level, name in self._context.operations.tier_names.items():
             if level is None:
                 continue
-            orphans = _Orphans(self._context, catalog, epoch, self._grant, level)
+            orphans = collected[name] = _Orphans(self._context, catalog, epoch, self._grant, level)
             async with self._context.catalog.tier(level) as tier:
                 async for entry in tier.scan():
                     progress.done += 1
@@ -198,7 +200,11 @@ class _Collection:
                 tally.count(name, len(found), sum(found.values()))
                 tally.by_tier[name].num_boundaries = len({(key.namespace, key.prefix) for key in found})
             self._report()
-            if not self._job.is_dry_run and not await orphans.delete():
+        if self._job.is_dry_run or not any(orphans.found for orphans in collected.values()):
+            return
+        await asyncio.sleep(_UNUSED_S)
+        for name, orphans in collected.items():
+            if not await orphans.delete():
                 self._notes.append(f"orphans of {name} were kept: the catalog is not complete any more")
                 self._report()
 
@@ -213,7 +219,7 @@ class _Case(Enum):
 
 class _Orphans:
     """Collects orphans from a listing. A service stores a record first and updates the catalog then, so each orphan is
-    checked twice: at the end of its batch, and before it is deleted.
+    checked twice: at the end of its batch, and a minute later, before it is deleted.
 
     Args:
         catalog: Complete in `epoch`.
