@@ -91,7 +91,7 @@ class Session:
 
     Args:
         context: What it has in common with the other sessions.
-        entry: Its entry among the unauthenticated connections; `None`: these are not bounded.
+        entry: Its entry among the unauthenticated connections.
         on_made: Called when there is a peer: not for one whose TLS handshake fails.
         on_ended: Called once, when the peer is gone; the callee must call `aclose`.
     """
@@ -99,7 +99,7 @@ class Session:
     def __init__(
         self,
         context: SessionContext,
-        entry: UnauthenticatedConnection | None,
+        entry: UnauthenticatedConnection,
         *,
         on_made: Callable[[Session], None],
         on_ended: Callable[[Session], None],
@@ -306,8 +306,7 @@ class Session:
         for timer in (self._greeting, self._receiving):
             if timer is not None:
                 timer.cancel()
-        if self._entry is not None:
-            self._entry.leave()
+        self._entry.leave()
         self._return_head_room()
         if self._memory is not None:
             self._memories.close(self._memory)
@@ -340,8 +339,7 @@ class Session:
         self.client = convert.plain_text(message.client, 128)
         if self._greeting is not None:
             self._greeting.cancel()
-        if self._entry is not None:
-            self._entry.leave()
+        self._entry.leave()
         self.connection.reader.max_head_bytes = MAX_HEAD_BYTES
         self.connection.reader.max_payload_bytes = self._limits.max_payload_bytes
         self.connection.post(

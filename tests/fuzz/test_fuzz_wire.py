@@ -18,7 +18,7 @@ from kvstore.runtime.budget import ByteBudget, Shares
 from kvstore.runtime.turns import Turns
 from kvstore.service.answers import Answers
 from kvstore.service.authentication import Authenticator, Grant
-from kvstore.service.limits import ServiceLimits
+from kvstore.service.limits import ServiceLimits, UnauthenticatedConnections
 from kvstore.service.save_memory import SaveMemories
 from kvstore.service.session import Session, SessionContext
 from kvstore.testing.dict_store import DictStore
@@ -205,7 +205,8 @@ async def talk(choose: random.Random) -> None:
     context = SessionContext(
         Answers(store, dict), AnyPeer(), LIMITS, budget, requests, heads, connections, frames, memories
     )
-    session = Session(context, None, on_made=lambda _: None, on_ended=ended.append)
+    entry = UnauthenticatedConnections(64, 256).enter("")
+    session = Session(context, entry, on_made=lambda _: None, on_ended=ended.append)
     pipe = Pipe(session.connection)
     session.connection.connection_made(pipe)
     for piece in pieces(conversation(choose), choose):

@@ -156,7 +156,7 @@ class AdminPort:
 
     Args:
         sock: Bound and listening; owned from now on.
-        tls: The certificate to present; `None`: plain HTTP. Not shared with the data port, which reloads its own.
+        tls: The certificate to present, which the data port keeps up to date; `None`: plain HTTP.
 
     Attributes:
         watcher: Adds samples to the history, on the data loop.

@@ -57,7 +57,7 @@ def serve_admin(
     Args:
         sock: Listening; stays the caller's.
         stop: Ends the server some tenths of a second later.
-        tls: The certificate to present, used by this thread alone; `None`: plain HTTP.
+        tls: The certificate to present; `None`: plain HTTP.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(sock, data_loop, stop, service, tls))
