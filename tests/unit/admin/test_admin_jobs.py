@@ -18,6 +18,10 @@ from kvstore.format.names import format_name
 from kvstore.model.keys import NamespaceId, PlainChain, RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.jobs import gc
+from kvstore.service.admin.jobs.board import JobBoard
+from kvstore.service.admin.jobs.job import Job, JobKind
+from kvstore.service.admin.problems import Refused
+from kvstore.service.authentication import Grant
 from kvstore.testing.keys import write_keys
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.waiting import soon, until
@@ -134,6 +138,27 @@ async def test_jobs_are_bounded_and_end_with_the_service(tmp_path: Path, monkeyp
             for _ in range(3):
                 await began.acquire()
     assert not [thread for thread in threading.enumerate() if thread.name == "kvstore-admin"]
+
+
+async def test_jobs_of_tenants_keep_no_operator_out() -> None:
+    """Three tenants run as many jobs as they may: a fourth waits, and operators have two of their own."""
+    board = JobBoard(None)
+
+    async def hang(_: Job) -> None:
+        await asyncio.Event().wait()
+
+    def start(tenant: str | None) -> None:
+        board.start(JobKind.GC, Grant(tenant), hang, about={})
+
+    for tenant in ("a", "a", "b", "b", "c", "c"):
+        start(tenant)
+    with pytest.raises(Refused):
+        start("d")
+    for _ in range(2):
+        start(None)
+    with pytest.raises(Refused):
+        start(None)
+    await board.aclose()
 
 
 async def test_what_serves_no_hit_is_collected(made: ServiceHarness, tmp_path: Path) -> None:

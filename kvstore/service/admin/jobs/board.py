@@ -21,7 +21,8 @@ _log = logging.getLogger(__name__)
 _audit = logging.getLogger("kvstore.audit")
 
 _RUNNING_MAX, _RUNNING_OF_TENANT_MAX = 6, 2
-"""Jobs that run at a time, in all and for each tenant (or the operators), since each reads much."""
+"""Jobs that run at a time, of all tenants and of each, since each reads much. Operators have as many as a tenant beside
+these: no tenant keeps them out."""
 _KEPT_OF_TENANT_MAX = 64
 _KEPT_S = 3600
 _ID_BYTES = 8
@@ -63,7 +64,8 @@ class JobBoard:
         """
         running = [job for job in self._jobs.values() if job.state is JobState.RUNNING]
         own = [job for job in running if job.tenant == grant.tenant]
-        if len(running) >= _RUNNING_MAX or len(own) >= _RUNNING_OF_TENANT_MAX:
+        is_full = grant.tenant is not None and sum(job.tenant is not None for job in running) >= _RUNNING_MAX
+        if is_full or len(own) >= _RUNNING_OF_TENANT_MAX:
             detail = f"{len(own)} of your jobs are running, and {len(running)} in all: wait for one, or cancel it"
             raise Refused(429, detail, headers={"Retry-After": str(_BUSY_S)})
         # not from a seeded generator, so that ids cannot be guessed
