@@ -15,6 +15,7 @@ import pytest
 from kvstore.api import Outcome
 from kvstore.eviction.holdings import Quota
 from kvstore.runtime.events import EventKind
+from kvstore.service.admin.resources import events
 from kvstore.testing.waiting import soon
 from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
 
@@ -171,6 +172,15 @@ async def test_followers_are_few_and_leave(made: ServiceHarness) -> None:
             async with client.stream("GET", "/v1/events") as answer:
                 if answer.status_code == 200:
                     break
+
+
+async def test_followers_of_tenants_keep_no_operator_out(made: ServiceHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "_FOLLOWERS_MAX", 1)
+    clients = made.client("red"), made.client("blue"), made.client("operator")
+    async with clients[0] as red, clients[1] as blue, clients[2] as operator, following(red):
+        assert (await blue.get("/v1/events")).status_code == 503
+        async with following(operator) as found:
+            assert (await anext(found))["kind"] == "started"
 
 
 async def test_following_ends_with_the_time_and_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
