@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.api import Outcome
 from kvstore.eviction.holdings import Quota
-from kvstore.runtime.events import EventKind
+from kvstore.runtime.events import Event, EventKind
 from kvstore.service.admin.resources import events
 from kvstore.testing.waiting import soon
 from tests.unit.admin.service_harness import ServiceHarness, open_service, prompt_of
@@ -63,6 +63,26 @@ async def test_events_are_sent_as_they_happen(made: ServiceHarness) -> None:
             assert (await anext(events))["text"] == "two left"
         assert [one["text"] for one in await listed(client)] == ["two left", "one left", "the service started"]
         assert [one["text"] for one in await listed(client, limit=1)] == ["two left"]
+
+
+async def test_an_event_that_comes_while_they_are_read_is_sent_once(
+    made: ServiceHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store's thread adds events at any time."""
+    kept = made.store.events
+    read, late = kept.after, ["late"]
+
+    def after(number: int) -> list[Event]:
+        while late:
+            kept.add(EventKind.EVICTED, late.pop())
+        return read(number)
+
+    monkeypatch.setattr(kept, "after", after)
+    async with made.client("operator") as client, following(client) as found:
+        assert [(await anext(found))["text"] for _ in range(2)] == ["the service started", "late"]
+        await asyncio.sleep(3 * events._POLL_S)
+        kept.add(EventKind.EVICTED, "next")
+        assert (await anext(found))["text"] == "next"
 
 
 async def test_a_tenant_sees_its_own_and_public_events(made: ServiceHarness) -> None:

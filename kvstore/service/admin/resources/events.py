@@ -135,6 +135,7 @@ async def _follow(context: AdminContext, grant: Grant, after: int) -> AsyncItera
                 for event in await _visible(context, grant, after):
                     shown = _shown(event, grant)
                     yield f"id: {shown.id}\nevent: {shown.kind}\ndata: {shown.model_dump_json()}\n\n"
+                    last = max(last, event.number)  # the store's thread may have added it since `last` was read
                 after = seen_last = last
             if now_s - beat_s >= _HEARTBEAT_S:
                 beat_s = now_s
