@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 NO_CATALOG = "this service has no catalog: it needs Redis as the hot tier, or a directory as the cold tier"
 
-_FRESH_S = 1.0
+FRESH_S = 1.0
 """Totals and tenants are read at most this often: in a Redis cluster a read asks every slot."""
 _PROBE_S = 1.0
 """A catalog that does not answer a small request within this time counts as hanging."""
@@ -151,7 +151,7 @@ class CatalogAccess:
         catalog = await self.open()
         deadline = self._data_loop.soon(within_s)
         async with deadline.scope("reading the catalog"), cached.reading:
-            if SYSTEM_CLOCK.monotonic_s() - cached.read_s > _FRESH_S:
+            if SYSTEM_CLOCK.monotonic_s() - cached.read_s > FRESH_S:
                 await self._check_answers(catalog)
                 cached.value = await read(catalog, deadline)
                 cached.read_s, cached.at_s = SYSTEM_CLOCK.monotonic_s(), SYSTEM_CLOCK.wall_ms() // 1000
@@ -173,7 +173,7 @@ class CatalogAccess:
         try:
             self._is_complete = await catalog.is_complete(deadline=Deadline.after(_PROBE_S))
         except Unavailable as error:
-            self._hangs_until_s = SYSTEM_CLOCK.monotonic_s() + _FRESH_S
+            self._hangs_until_s = SYSTEM_CLOCK.monotonic_s() + FRESH_S
             raise Unavailable(why) from error
 
     @asynccontextmanager

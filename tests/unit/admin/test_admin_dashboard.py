@@ -30,10 +30,10 @@ async def test_files_need_no_token(tmp_path: Path) -> None:
 async def test_unknown_names_leave_nothing_behind(tmp_path: Path) -> None:
     """Anyone may ask for any number of names, without a token."""
     async with open_service(tmp_path) as made, made.client() as client:
-        num_kept = dashboard._load.cache_info().currsize
+        num_kept = dashboard.load.cache_info().currsize
         for number in range(10):
             assert (await client.get(f"/dashboard/{number}.js")).status_code == 404
-        assert dashboard._load.cache_info().currsize == num_kept
+        assert dashboard.load.cache_info().currsize == num_kept
 
 
 async def test_the_library_is_kept_by_its_digest(tmp_path: Path) -> None:
@@ -56,13 +56,13 @@ async def test_the_library_is_kept_by_its_digest(tmp_path: Path) -> None:
 async def test_without_the_library_the_rest_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the package of the library the page works without charts."""
     monkeypatch.setattr(dashboard, "find_spec", lambda name: None)
-    dashboard._load.cache_clear()
+    dashboard.load.cache_clear()
     try:
         async with open_service(tmp_path) as made, made.client() as client:
             assert 'data-charts=""' in (await client.get("/")).text
             assert (await client.get("/dashboard/charts.js")).status_code == 404
     finally:
-        dashboard._load.cache_clear()
+        dashboard.load.cache_clear()
 
 
 def test_files_name_no_other_host() -> None:

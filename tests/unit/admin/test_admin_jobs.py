@@ -186,7 +186,7 @@ async def test_what_serves_no_hit_is_collected(made: ServiceHarness, tmp_path: P
         fresh = await ended(red, await red.post("/v1/gc"))
         assert fresh["report"]["incomplete"] == {} and fresh["report"]["orphans"] == {}
         pushed = pytest.MonkeyPatch()
-        pushed.setattr("kvstore.service.admin.jobs.gc._UNUSED_S", 0)  # a minute has passed
+        pushed.setattr("kvstore.service.admin.jobs.gc.UNUSED_S", 0)  # a minute has passed
         waiting = await ended(red, await red.post("/v1/gc"))
         assert waiting["report"]["incomplete"] == {}  # memory has what the tier lacks, and may have still to write it
         await made.store.operations.forget([key])
@@ -209,7 +209,7 @@ async def test_a_record_whose_entry_is_on_its_way_is_no_orphan(
     made: ServiceHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A record is stored first and reported to the catalog then, which may be slow."""
-    monkeypatch.setattr(gc, "_UNUSED_S", 1.0)
+    monkeypatch.setattr(gc, "UNUSED_S", 1.0)
     await made.save(Prompt(ATTENTION, "a", 64, tenant="red"))
     is_taken, add = asyncio.Event(), made.catalog.add
 
@@ -243,7 +243,7 @@ async def test_a_catalog_that_loses_entries_makes_no_orphans(
     """In the middle of a garbage collection: what the catalog lacks then is kept, and the report says why. Also if it
     is complete again at the end.
     """
-    monkeypatch.setattr(gc, "_UNUSED_S", 0)
+    monkeypatch.setattr(gc, "UNUSED_S", 0)
     prompt = await made.save(Prompt(ATTENTION, "a", 64, tenant="red"))
     scan = FilesystemTier.scan
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import cast
 
@@ -18,11 +19,10 @@ from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.tracing import RequestContext, request_context
-from kvstore.service.admin import listing
+from kvstore.service.admin import catalog_access, listing
 from kvstore.service.admin.catalog_access import CatalogAccess, Namespace
 from kvstore.service.admin.context import AdminContext
 from kvstore.service.admin.data_loop import DataLoop
-from kvstore.service.admin.listing import Page
 from kvstore.service.admin.port import Administered
 from kvstore.settings import Settings
 from kvstore.store.upkeep.operations import StoreOperations
@@ -65,7 +65,7 @@ async def test_a_cursor_of_the_caller_is_refused(namespace: Namespace) -> None:
 
 
 @pytest.mark.parametrize("what", ["scans", "calls"])
-async def test_turns_go_round_among_tenants(namespace: Namespace, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+async def test_turns_go_round_among_tenants(what: str) -> None:
     """A tenant with many lists, or calls of the store, delays another one's by those that run and one more, not by
     all of them.
     """
@@ -74,16 +74,26 @@ async def test_turns_go_round_among_tenants(namespace: Namespace, monkeypatch: p
     order: list[str] = []
     is_open = asyncio.Event()
 
-    async def held(*_: object) -> Page:
+    async def held(*_: object) -> None:
         order.append(request_context.get().tenant)
         await is_open.wait()
-        return Page([], None, True)
+
+    class Slow(DictCatalog):
+        async def step(self, namespace: NamespaceId, cursor: str, *, count: int, deadline: Deadline) -> Step:
+            await held()
+            return await super().step(namespace, cursor, count=count, deadline=deadline)
+
+    catalog = Slow(CatalogBooks())
+    await catalog.register(PROMPT.namespace, ATTENTION, "", deadline=soon())
+    namespace = Namespace(PROMPT.namespace, PROMPT.description, ATTENTION, catalog)
 
     async def ask(tenant: str) -> None:
         request_context.set(RequestContext(tenant=tenant))
-        await (listing.list_entries(context, namespace, limit=1) if what == "scans" else loop.call(held))
+        if what == "scans":
+            await listing.list_entries(context, namespace, limit=1)
+        else:
+            await loop.call(held)
 
-    monkeypatch.setattr(listing, "_unordered", held)
     asking = [asyncio.create_task(ask(tenant)) for tenant in ("red",) * 8 + ("blue",)]
     at_once = 2 if what == "scans" else 4
     await until(lambda: len(order) == at_once)
@@ -92,7 +102,7 @@ async def test_turns_go_round_among_tenants(namespace: Namespace, monkeypatch: p
     assert order.index("blue") == at_once + 1
 
 
-async def test_requests_do_not_wait_while_totals_are_read() -> None:
+async def test_requests_do_not_wait_while_totals_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a cluster that asks every slot, which may take a minute. Whose a namespace is needs one answer, and a
     request that needs totals too waits for its own time only.
     """
@@ -107,8 +117,9 @@ async def test_requests_do_not_wait_while_totals_are_read() -> None:
     catalog = Slow(CatalogBooks())
     await catalog.register(PROMPT.namespace, ATTENTION, "red", deadline=soon())
     loop = DataLoop(asyncio.get_running_loop())
-    access = CatalogAccess(cast(Settings, SimpleNamespace(hot=None)), loop, cast(StoreOperations, None))
-    access._catalog = catalog
+    monkeypatch.setattr(catalog_access, "open_catalog", lambda *_, **__: nullcontext(catalog))
+    operations = cast(StoreOperations, SimpleNamespace(check_hot=None))
+    access = CatalogAccess(cast(Settings, SimpleNamespace(hot=None)), loop, operations)
     reading = asyncio.create_task(access.totals())
     await are_read.wait()
     async with asyncio.timeout(5):

@@ -109,7 +109,7 @@ async def test_a_namespace_that_was_just_opened_fails_no_list(
     made: ServiceHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which namespaces there are, and what each holds, are read at different times and kept for a second."""
-    monkeypatch.setattr(catalog_access, "_FRESH_S", 60.0)
+    monkeypatch.setattr(catalog_access, "FRESH_S", 60.0)
     known, fresh = (Prompt(ATTENTION, "a", 128, tenant="red", weights_id=weights) for weights in ("old", "new"))
     await made.save(known)
     async with made.client("operator") as client:

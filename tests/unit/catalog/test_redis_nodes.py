@@ -3,44 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, cast
+from types import SimpleNamespace
 
 import pytest
-from redis.asyncio import Redis
-from redis.exceptions import ConnectionError
+from redis.asyncio import RedisCluster
+from redis.exceptions import ResponseError
 
 from kvstore.catalog.redis.nodes import RedisNodes
-from kvstore.catalog.redis.replies import Command
-from kvstore.catalog.redis.routes import Routes
 from kvstore.errors import Unavailable
 from kvstore.testing.waiting import soon
 
 
-class TwoNodes:
-    """Routes of a cluster with a node for each slot."""
+class Node:
+    """A node with one connection, which refuses all commands or answers none."""
 
-    async def owner(self, slot: int) -> int:
-        return slot
+    def __init__(self, name: str, *, refuses: bool) -> None:
+        self.name = name
+        self.num_used = 0
+        self._refuses = refuses
+
+    def acquire_connection(self) -> Node:
+        self.num_used += 1
+        return self
+
+    def release(self, connection: Node) -> None:
+        self.num_used -= 1
+
+    async def send_packed_command(self, command: object) -> None:
+        """Sent."""
+
+    async def read_response(self, **_: object) -> None:
+        if self._refuses:
+            raise ResponseError("ERR refused")
+        await asyncio.Event().wait()
+
+    async def disconnect(self, **_: object) -> None:
+        """Disconnected."""
 
 
-async def test_a_node_that_refuses_leaves_no_call_to_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_node_that_refuses_leaves_no_call_to_one_that_hangs() -> None:
     """Nothing limits such a call any more, and it has one of the few connections that may be used at a time."""
-    nodes = RedisNodes(cast(Redis, object()), gate=None)
-    nodes._routes = cast(Routes, TwoNodes())
-    hanging: list[int] = []
-
-    async def on_node(node: int, commands: Sequence[Command]) -> list[Any]:
-        if node == 0:
-            raise ConnectionError("refused")
-        hanging.append(node)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            hanging.remove(node)
-        return []
-
-    monkeypatch.setattr(nodes, "_on_node", on_node)
+    hangs, refuses = Node("hangs", refuses=False), Node("refuses", refuses=True)
+    client = RedisCluster.__new__(RedisCluster)
+    slots = {0: [hangs], 1: [refuses]}
+    client.nodes_manager = SimpleNamespace(slots_cache=slots, nodes_cache={"hangs": hangs, "refuses": refuses})
+    nodes = RedisNodes(client, gate=None)
     with pytest.raises(Unavailable):
-        await nodes.run([(1, ("GET", "b")), (0, ("GET", "a"))], deadline=soon())
-    assert not hanging
+        await nodes.run([(0, ("GET", "a")), (1, ("GET", "b"))], deadline=soon())
+    assert (hangs.num_used, refuses.num_used) == (0, 0)

@@ -40,7 +40,7 @@ from kvstore.tiers.base import Entry
 
 router = APIRouter(tags=["gc"])
 
-_UNUSED_S = 60
+UNUSED_S = 60
 """How long an incomplete boundary is kept after its last use, as by retention, and an orphan after it was found: the
 missing slices, or the entry of a record that was just stored, may be on their way."""
 _BATCH = 1024
@@ -148,7 +148,7 @@ class _Collection:
         if epoch is None or await namespace.catalog.complete_epoch(deadline=context.soon()) != epoch:
             return
         found = await asyncio.to_thread(broken.found)
-        unused = [prefix for prefix, last_use_s in found.items() if last_use_s <= now_s - _UNUSED_S]
+        unused = [prefix for prefix, last_use_s in found.items() if last_use_s <= now_s - UNUSED_S]
         pinned = await pinned_boundaries(context, namespace, WALK_S) if unused else set()
         for start in range(0, len(unused), BOUNDARIES_AT_ONCE):
             entries = await entries_of(context, namespace, unused[start : start + BOUNDARIES_AT_ONCE])
@@ -202,7 +202,7 @@ class _Collection:
             self._report()
         if self._job.is_dry_run or not any(orphans.found for orphans in collected.values()):
             return
-        await asyncio.sleep(_UNUSED_S)
+        await asyncio.sleep(UNUSED_S)
         for name, orphans in collected.items():
             if not await orphans.delete():
                 self._notes.append(f"orphans of {name} were kept: the catalog is not complete any more")

@@ -77,7 +77,7 @@ async def _answer(request: Request, name: str, wanted: str) -> Response:
     is_known = (
         name == _CHARTS or name in _own_files()
     )  # no answer is kept for any other name: clients choose it, without a token
-    found = await asyncio.to_thread(_load, name) if is_known else None
+    found = await asyncio.to_thread(load, name) if is_known else None
     if found is None:
         raise Refused(404, "the dashboard has no such file", seen=name)
     tag = f'"{found.tag}"'
@@ -91,14 +91,14 @@ async def _answer(request: Request, name: str, wanted: str) -> Response:
 
 
 @cache
-def _load(name: str) -> _File | None:
+def load(name: str) -> _File | None:
     """A file by its name, read once; `None`: there is no such file."""
     path = _charts_path() if name == _CHARTS else _own_files().get(name)
     if path is None or not path.is_file():
         return None
     body = path.read_bytes()
     if name == "index.html":
-        charts = _load(_CHARTS)
+        charts = load(_CHARTS)
         body = body.replace(b"{charts}", f"/dashboard/{_CHARTS}?v={charts.tag}".encode() if charts else b"")
     packed = gzip.compress(body, 9, mtime=0)
     return _File(body, packed, hashlib.sha256(body).hexdigest()[:16], _MEDIA_TYPES[path.suffix])

@@ -22,7 +22,7 @@ from kvstore.service.authentication import Grant
 
 router = APIRouter(tags=["events"])
 
-_FOLLOWERS_MAX, _FOLLOWERS_OF_TOKEN_MAX = 64, 8
+FOLLOWERS_MAX, _FOLLOWERS_OF_TOKEN_MAX = 64, 8
 """Of tenants in all, so that they keep no operator out, and of a token."""
 _FOLLOW_S = 600.0
 """A response ends after this time, and the client continues with `Last-Event-ID`."""
@@ -115,7 +115,7 @@ async def list_events(
         listed = EventList(events=[_shown(event, grant) for event in seen[: -limit - 1 : -1]], last_id=str(last))
         return Response(listed.model_dump_json(), media_type="application/json")
     followers = context.followers
-    is_full = grant.tenant is not None and followers.total() >= _FOLLOWERS_MAX
+    is_full = grant.tenant is not None and followers.total() >= FOLLOWERS_MAX
     if is_full or followers[grant.name] >= _FOLLOWERS_OF_TOKEN_MAX:
         raise Refused(503, "too many clients follow the events already", headers={"Retry-After": "10"})
     followers[grant.name] += 1
