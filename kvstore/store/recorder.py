@@ -240,8 +240,8 @@ class Recorder:
             if len(batch) > 1:
                 half = len(batch) // 2
                 return [*await self._send_or_lose(batch[:half]), *await self._send_or_lose(batch[half:])]
-            if not isinstance(error, InvalidRequest | CorruptRecord):
-                _log.exception("a bug, please report it: a change did not reach the catalog")
+            if not isinstance(error, InvalidRequest | CorruptRecord) and not self._has_lost:  # once, not for each
+                _log.exception("a bug, please report it: changes did not reach the catalog")
             self._meters.add("catalog_failures", call="refused")
             self._has_lost = True
             return [True]
