@@ -29,9 +29,9 @@ _NEXT_STEP_NOT_STARTED = (
 class Pool:
     """One control connection and some for data, so that a lookup never queues behind a record.
 
-    A connection that ends is opened again, with back-off. While the service is away, `control` and `data` raise at
-    once. When a call meets silence, later ones fail at once until the service answers a ping, so that a frozen service
-    costs one deadline and not one per call.
+    A connection that ends is opened again, with back-off unless it has lasted. While the service is away, `control` and
+    `data` raise at once. When a call meets silence, later ones fail at once until the service answers a ping, so that a
+    frozen service costs one deadline and not one per call.
 
     Args:
         locate: Finds the service; called before every attempt, and may start it.
@@ -140,21 +140,25 @@ class Pool:
     # keeping connections
 
     async def _keep(self, index: int) -> None:
+        loop = asyncio.get_running_loop()
         pause_s = self._options.backoff_s
         while True:
+            begun_s = loop.time()
             try:
                 connection = await self._open(index)
             except KVStoreError as error:
                 self._failed(index, error)
-                await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, self._options.backoff_max_s)
-                continue
-            pause_s = self._options.backoff_s
-            self._slots[index] = connection
-            self._opened()
-            await connection.closed.wait()
-            self._slots[index] = None
-            self._reason = connection.reason
+            else:
+                self._slots[index] = connection
+                self._opened()
+                await connection.closed.wait()
+                self._slots[index] = None
+                self._reason = connection.reason
+                if loop.time() - begun_s > self._options.backoff_max_s:  # it was of use
+                    pause_s = self._options.backoff_s
+                    continue
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, self._options.backoff_max_s)
 
     async def _open(self, index: int) -> Connection:
         address = await self._locate()

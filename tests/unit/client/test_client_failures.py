@@ -16,6 +16,9 @@ from kvstore.errors import Unavailable
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers.ports import free_address
 from kvstore.testing.service_process import ServiceProcess
+from kvstore.wire import messages
+from kvstore.wire.frames import PREFIX_BYTES, pack_head
+from kvstore.wire.messages import encode
 
 PROMPT = Prompt(ATTENTION, "failures", 256, payload_bytes=1 << 20)
 CALL_S = 0.3
@@ -225,3 +228,22 @@ async def test_a_person_waits_for_a_service_that_greets_late(service: ServicePro
             assert "service" in await asking
         finally:
             await client.aclose()
+
+
+async def test_a_service_that_ends_each_connection_costs_little(tmp_path: Path) -> None:
+    """It greets and closes: the client pauses between its attempts, or they would take half a core of the engine."""
+    num_greeted = 0
+
+    async def greet_and_close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_greeted
+        num_greeted += 1
+        await reader.readexactly(PREFIX_BYTES)
+        writer.write(pack_head(encode(messages.Welcome(1, "", 1 << 20, 1 << 20, 10))))
+        writer.close()
+
+    async with await asyncio.start_unix_server(greet_and_close, tmp_path / "s"):
+        client = connect(f"unix:{tmp_path / 's'}")
+        client.start()
+        await asyncio.sleep(1.0)
+        await client.aclose()
+    assert 3 <= num_greeted < 30
