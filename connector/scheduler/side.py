@@ -171,10 +171,17 @@ class SchedulerSide:
             self.hits.lookups.start(state, namespace)
 
     def stop_adapter(self, number: int) -> None:
-        """Save no more of the open requests with this adapter: vLLM may compute them with other weights from now on."""
-        for state in self.requests.values():
-            if state.adapter == number:
-                state.no_more_hits = state.load_failed = state.save_stopped = True
+        """Stop the open requests with this adapter: vLLM may compute them with other weights from now on."""
+        self._stop([state for state in self.requests.values() if state.adapter == number])
+
+    def _stop(self, states: Sequence[RequestState]) -> None:
+        """Load, save and audit no more of open requests: their pages may mix two sets of weights."""
+        for state in states:
+            self.hits.drop_fetch(state)
+            state.no_more_hits = state.load_failed = state.save_stopped = True
+            self._audits.on_finished(state.request_id)  # pages computed now cannot equal the stored ones
+        stopped = {state.request_id for state in states}
+        self._loads = [replace(job, pieces=None) if job.request_id in stopped else job for job in self._loads]
 
     def matched_tokens(self, request_id: str, local_tokens: int) -> int | None:
         """The answer to vLLM's poll: tokens beyond its own hit that can be loaded; `None`: ask again."""
@@ -409,11 +416,7 @@ class SchedulerSide:
         """
         if not self._settings.weights_may_change:
             return
-        for state in self.requests.values():  # their pages may mix two sets of weights
-            self.hits.drop_fetch(state)
-            state.no_more_hits = state.load_failed = state.save_stopped = True
-            self._audits.on_finished(state.request_id)  # pages computed now cannot equal the stored ones
-        self._loads = [replace(job, pieces=None) for job in self._loads]
+        self._stop(list(self.requests.values()))
         self.namespace.reset(is_empty=is_empty)
 
     def on_blocks_emptied(self) -> None:

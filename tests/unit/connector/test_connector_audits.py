@@ -126,6 +126,17 @@ def test_a_request_that_ends_before_it_has_computed(audited: SchedulerHarness, c
     assert audited.ask("s") == (64 if computes else 0)
 
 
+def test_a_request_whose_adapter_is_replaced_is_not_compared(audited: SchedulerHarness) -> None:
+    """What it computes from now on may be of other weights, and would make the stored pages look wrong."""
+    audited.keep("a", 170)
+    audited.new("r", 170, "a").adapter = 1
+    audited.ask("r")
+    done(audited, *compute(audited, "r", 0, 70))
+    audited.side.stop_adapter(1)
+    assert compute(audited, "r", 70, 170) == ()
+    audited.no_leases()
+
+
 def test_blocks_that_cannot_be_found_are_not_compared(audited: SchedulerHarness) -> None:
     """A table that is too short: what of the audit can be looked at is, the rest is left to another request."""
     audited.keep("a", 170)

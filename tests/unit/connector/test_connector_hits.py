@@ -293,6 +293,21 @@ def test_a_load_that_cannot_be_planned(at: SchedulerHarness, table: list[int]) -
     at.no_leases()
 
 
+def test_a_load_of_a_replaced_adapter_is_not_begun(at: SchedulerHarness) -> None:
+    """The request would compute the rest with other weights; what is staged for one that waits is given up too."""
+    at.keep("a", 170)
+    for name in ("ordered", "staged"):
+        at.new(name, 170, "a").adapter = 1
+        assert at.ask(name) == 160
+    at.side.on_allocated("ordered", [list(range(1, 13))], 160)
+    at.side.stop_adapter(1)
+    (job,) = at.step().loads
+    assert job.pieces is None
+    at.finished("ordered", failed=True)
+    assert at.ask("ordered") == at.ask("staged") == 0
+    at.no_leases()
+
+
 def test_failed_load_is_never_asked_again(at: SchedulerHarness) -> None:
     """After a failed load the request computes, even when it is preempted and asked for again; others still hit."""
     at.keep("a", 170)
