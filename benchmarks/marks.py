@@ -71,15 +71,15 @@ def _wrap_steps() -> None:
         WorkerSide.take_results,
         SchedulerSide.on_new_request,
     )
-    began_s = 0.0
+    began_s, computes = 0.0, True
 
     def begin(side: WorkerSide, jobs: Any) -> None:
-        nonlocal began_s
-        began_s = time.monotonic()
+        nonlocal began_s, computes
+        began_s, computes = time.monotonic(), jobs.computes
         begin_step(side, jobs)
 
-    def take_and_note(side: WorkerSide, *, computes: bool = True) -> tuple[set[str], set[str]]:
-        finished, failed = take_results(side, computes=computes)
+    def take_and_note(side: WorkerSide, *, may_wait: bool = False) -> tuple[set[str], set[str]]:
+        finished, failed = take_results(side, may_wait=may_wait)
         now_s = time.monotonic()
         if computes:
             _note("forward", began_s, now_s)

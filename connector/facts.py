@@ -175,6 +175,7 @@ class EngineFacts(ModelFacts):
         machine_bytes: Memory of the rank's machine, or of its container; 0: not known.
         machine_ranks: Ranks of all engines of this deployment on that machine.
         worker_extension: The class that an operator adds to vLLM's worker; empty: none.
+        steps_together: Data-parallel engines of this model make their steps together: one that waits delays all.
     """
 
     scheduler_block_tokens: int
@@ -191,6 +192,7 @@ class EngineFacts(ModelFacts):
     machine_bytes: int = 0
     machine_ranks: int = 1
     worker_extension: str = ""
+    steps_together: bool = False
 
     @property
     def num_ranks(self) -> int:

@@ -106,12 +106,14 @@ class StepJobs:
         saves: Pages to save, final after this step's forward.
         computes: Whether the step has a forward.
         audits: Stored records to compare with pages that are final after this step's forward.
+        may_wait: Nothing computes while this step is executed, so that a moment's wait in it delays no token.
     """
 
     loads: tuple[LoadJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
     computes: bool = True
     audits: tuple[AuditJob, ...] = ()
+    may_wait: bool = False
 
 
 @dataclass(slots=True)

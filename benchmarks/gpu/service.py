@@ -360,7 +360,7 @@ class Rank:
         self.side.start_loads(jobs)
         finished: set[str] = set()
         while not finished and time.perf_counter() - started_s < _WAIT_S:
-            finished, failed = self.side.take_results(computes=False)
+            finished, failed = self.side.take_results(may_wait=True)
             if failed:
                 raise AssertionError("the load failed; its reason is logged")
         taken_s = time.perf_counter() - started_s

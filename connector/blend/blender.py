@@ -188,14 +188,14 @@ class Blender:
         """Blend nothing any more, since the documents are not of the model's weights: what was ordered fails."""
         self._stopped = reason
 
-    def work(self, jobs: Sequence[BlendJob], *, ended: Sequence[str] = (), computes: bool) -> None:
+    def work(self, jobs: Sequence[BlendJob], *, ended: Sequence[str] = (), may_wait: bool) -> None:
         """Begin new jobs, and do one piece of what is ready: layers of a document alone or of a prompt, or a part of an
         audit.
 
         Args:
             jobs: Of this step.
             ended: Requests that have ended before they were blended.
-            computes: The step has a forward. Else it waits a little for the store.
+            may_wait: The step may wait a little for the store.
         """
         self._open += [_Open(job, [span for span in job.spans if span.start < job.stop_tokens]) for job in jobs]
         self._drop(ended)
@@ -206,7 +206,7 @@ class Blender:
             return
         current = self._open[0]  # in the order of their coming
         try:
-            if current.documents or self._agree_on_documents(current, waits=not computes and self._audit is None):
+            if current.documents or self._agree_on_documents(current, waits=may_wait and self._audit is None):
                 self._advance(current)
             else:
                 self._go_on_with_audit()

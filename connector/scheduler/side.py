@@ -75,6 +75,7 @@ class SchedulerSide:
         self._loads: list[LoadJob] = []
         self._ended_while_loading: dict[str, RequestState] = {}
         self._may_wait_for_namespace = True
+        self._steps_together = facts.steps_together
         self.costs = Costs()
         self._stopwatch = Stopwatch(self.costs, self._prompt_tokens_of, clock)
         self._audits = Audits(settings.audit_rate, shape, facts=facts, meters=self.meters)
@@ -345,21 +346,21 @@ class SchedulerSide:
             raise
         # last, so that an error above cannot lose a load that vLLM waits for
         loads, self._loads = tuple(self._loads), []
-        return StepJobs(loads, tuple(saves), computes=bool(step.final_tokens), audits=audits)
+        # vLLM also plans steps with nothing to compute ahead of the results of one that computes
+        may_wait = not (self._stopwatch.is_computing or self._steps_together)
+        return StepJobs(loads, tuple(saves), bool(step.final_tokens), audits, may_wait)
 
-    def wait_in_empty_step(self) -> None:
-        """In a step that computes nothing while requests wait for answers, sleep until one comes, for at most 5 ms.
+    def wait_for_answers(self) -> None:
+        """In a step that may wait, while requests wait for answers, sleep until one comes, for at most 5 ms.
 
         vLLM keeps stepping while a request waits, and a step without work is an exchange of messages between spinning
         processes. On few cores that starves the threads and the service that the request waits for.
 
-        Does not sleep while a computing step is in flight, since vLLM plans ahead of it and its results would be late;
-        nor while ranks load, since the ranks wait in that step.
+        Does not sleep while ranks load, since the ranks wait in that step.
         """
-        if not self._stopwatch.is_computing:
-            states = self.requests.values()
-            if any(state.is_polled for state in states) and not any(state.loading for state in states):
-                self.hits.answered.wait(_EMPTY_STEP_S)
+        states = self.requests.values()
+        if any(state.is_polled for state in states) and not any(state.loading for state in states):
+            self.hits.answered.wait(_EMPTY_STEP_S)
         self.hits.answered.clear()
 
     def _will_save_to(self, state: RequestState) -> NamespaceId | None:

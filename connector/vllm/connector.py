@@ -242,8 +242,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         metadata = _StepMetadata(jobs)
         if self._blends is not None:
             metadata.blends, metadata.blends_ended = self._blends.take_jobs(), self._blends.take_ended()
-        if not metadata.jobs.computes:
-            self.scheduler_side.wait_in_empty_step()
+        if metadata.jobs.may_wait:
+            self.scheduler_side.wait_for_answers()
         return metadata
 
     @guarded()
@@ -421,7 +421,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     def _work_on_blends(self) -> None:
         if self._blender is not None:
             metadata = self._metadata()
-            self._blender.work(metadata.blends, ended=metadata.blends_ended, computes=metadata.jobs.computes)
+            self._blender.work(metadata.blends, ended=metadata.blends_ended, may_wait=metadata.jobs.may_wait)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: a request is loaded as a whole, before the step that uses it is scheduled."""
@@ -440,12 +440,11 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self.worker_side is None:
             return KVConnectorTransferResults()
-        computes = self._jobs().computes
-        if not computes:
+        if not self._jobs().computes:
             # vLLM 0.30 does not call it in a step without a forward. In a step with drafts it calls it after this, when
             # the drafts' layers and the recurrent states are final. It is guarded: an error loses no load's result.
             self.wait_for_save()
-        finished, failed = self.worker_side.take_results(computes=computes)
+        finished, failed = self.worker_side.take_results(may_wait=self._jobs().may_wait)
         if self._blender is not None:
             blended, not_blended = self._blender.take_results()
             finished, failed = finished | blended, failed | not_blended

@@ -202,8 +202,8 @@ USES: tuple[Use, ...] = (
         "ParallelConfig",
         fields=_names(
             "rank tensor_parallel_size pipeline_parallel_size decode_context_parallel_size "
-            "prefill_context_parallel_size local_world_size data_parallel_size_local data_parallel_index "
-            "worker_cls"
+            "prefill_context_parallel_size local_world_size data_parallel_size data_parallel_size_local "
+            "data_parallel_index worker_cls"
         ),
     ),
     Use("vllm.config", "SchedulerConfig", fields=("max_num_batched_tokens",)),

@@ -119,6 +119,7 @@ def read_facts(vllm_config: Any, kv_cache_config: Any, *, weights_may_change: bo
         machine_bytes=usable_bytes(),
         machine_ranks=parallel.local_world_size * max(1, parallel.data_parallel_size_local),
         worker_extension=str(getattr(parallel, "worker_extension_cls", "") or ""),
+        steps_together=parallel.data_parallel_size > 1,  # vLLM sets 1 for a model without experts
         **_model_fields(vllm_config),
     )
 

@@ -219,15 +219,15 @@ class WorkerSide:
             if self.saver is not None:
                 self.saver.save(jobs.saves)
 
-    def take_results(self, *, computes: bool = True) -> tuple[set[str], set[str]]:
+    def take_results(self, *, may_wait: bool = False) -> tuple[set[str], set[str]]:
         """Finished and failed loads.
 
-        In a step that computes nothing the rank waits a moment for a load to end, or for its saves. Otherwise it would
-        spin in Python for the next step, and keep the interpreter's lock from the threads that load and save.
+        In a step that may wait the rank waits a moment for a load to end, or for its saves. Otherwise it would spin in
+        Python for the next step, and keep the interpreter's lock from the threads that load and save.
         """
         if self.loader is None or self.saver is None:
             return set(), set()
-        if computes:
+        if not may_wait:
             return self.loader.take_results()
         if not self.loader.is_loading:
             self.saver.drain(_EMPTY_STEP_S)

@@ -54,6 +54,7 @@ def facts(*groups: KVCacheGroupSpec, ranks: int = 1, total_heads: int = 2, **cha
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
         "local_world_size": ranks,
+        "data_parallel_size": 1,
         "data_parallel_size_local": 1,
         "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker",
     }

@@ -113,7 +113,7 @@ def run(blender: Blender, *jobs: BlendJob) -> tuple[list[BlendReport], list[Blen
     with torch.inference_mode():
         while len(blended) < len(jobs) or len(audits) < sum(job.is_audited for job in jobs):
             assert time.monotonic() < ends_s
-            blender.work(todo, computes=False)
+            blender.work(todo, may_wait=True)
             todo = ()
             done, failed = blender.take_results()
             assert failed <= done
@@ -310,11 +310,11 @@ def test_audits_go_on_between_requests(make: Callable[..., Blender]) -> None:
     jobs = [job_of(seed, str(seed), is_audited=seed == 0) for seed in range(8)]
     num_blended = 0
     with torch.inference_mode():
-        blender.work(jobs, computes=True)
+        blender.work(jobs, may_wait=False)
         while (reports := blender.take_reports()) is None or not reports.audits:
             num_blended += len(reports.blended) if reports is not None else 0
             assert num_blended < len(jobs)
-            blender.work((), computes=True)
+            blender.work((), may_wait=False)
     assert reports.audits[0].kl is not None
 
 
@@ -328,12 +328,12 @@ def test_parts_of_an_audit_are_small(
     embed = model.embed
     blender = make(None)
     with torch.inference_mode():
-        blender.work((long,), computes=True)
+        blender.work((long,), may_wait=False)
         while blender.take_reports() is None:
-            blender.work((), computes=True)
+            blender.work((), may_wait=False)
         monkeypatch.setattr(model, "embed", lambda tokens: sizes.append(len(tokens)) or embed(tokens))
         while (reports := blender.take_reports()) is None:
-            blender.work((), computes=True)
+            blender.work((), may_wait=False)
     assert reports.audits[0].kl is not None
     assert sum(sizes) == 2 * len(long.tokens) - long.stop_tokens
     assert max(sizes) <= 256

@@ -207,7 +207,7 @@ def _step(blender: Blender, jobs: Sequence[BlendJob], ended: Sequence[str]) -> t
     names, audited = {job.request_id for job in jobs}, {job.request_id for job in jobs if job.is_audited}
     with torch.inference_mode():
         while finished < names or len(reports.audits) < len(audited - not_blended):
-            blender.work(jobs if num_steps == 0 else (), ended=ended if num_steps == 1 else (), computes=False)
+            blender.work(jobs if num_steps == 0 else (), ended=ended if num_steps == 1 else (), may_wait=True)
             num_steps += 1
             done, failed = blender.take_results()
             finished |= done
@@ -313,7 +313,7 @@ def test_a_rank_that_stops(engine_of: Callable[..., Engine], num_steps: int) -> 
 
     def work(*jobs: BlendJob) -> None:
         with ThreadPoolExecutor(2) as threads:
-            list(threads.map(lambda one: one.work(jobs, computes=False), engine.blenders))
+            list(threads.map(lambda one: one.work(jobs, may_wait=True), engine.blenders))
 
     work(JOB)
     for _ in range(num_steps - 1):
@@ -397,10 +397,10 @@ def test_documents_of_few_requests_are_in_memory(engine_of: Callable[..., Engine
     (blender,), (shelf,) = engine.blenders, engine.shelves
     jobs = [replace(JOB, request_id=str(number), is_audited=False) for number in range(5)]
     with torch.inference_mode():
-        blender.work(jobs, computes=True)
+        blender.work(jobs, may_wait=False)
     time.sleep(0.2)
     assert shelf.num_reads == 2 * len(JOB.spans)
-    blender.work((), ended=[job.request_id for job in jobs], computes=True)
+    blender.work((), ended=[job.request_id for job in jobs], may_wait=False)
 
 
 def test_a_rank_that_cannot_exchange_ends_its_engine(engine_of: Callable[..., Engine]) -> None:
@@ -408,4 +408,4 @@ def test_a_rank_that_cannot_exchange_ends_its_engine(engine_of: Callable[..., En
     engine = engine_of(2)
     engine.ranks[1].sum_over_ranks = lambda part: 1 / 0  # type: ignore[assignment]
     with pytest.raises(RanksApart), torch.inference_mode():
-        engine.blenders[1].work((JOB,), computes=False)
+        engine.blenders[1].work((JOB,), may_wait=True)

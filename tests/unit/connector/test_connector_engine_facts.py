@@ -222,6 +222,11 @@ def test_states_that_a_stage_completes_late_are_refused() -> None:
     assert {read.unsupported for read in pipeline(*attention, drafts=drafts)} == {None}
 
 
+def test_engines_that_step_together() -> None:
+    """Data-parallel engines of a model with experts; vLLM makes those of others engines of their own."""
+    assert [facts(group(full(), 0), data_parallel_size=size).steps_together for size in (1, 2)] == [False, True]
+
+
 def test_chunked_and_draft_layers() -> None:
     """Chunked-local layers are a kind; a draft model's layers are a group of their own, last."""
     chunks = ChunkedLocalAttentionSpec(block_size=128, attention_chunk_size=8192, **HEADS)

@@ -25,6 +25,7 @@ class Rank:
     def __init__(self) -> None:
         self.told: list[str] = []
         self.fails = False
+        self.waited = False
 
     def begin_step(self, jobs: StepJobs) -> None:
         pass
@@ -37,8 +38,9 @@ class Rank:
         if self.fails:
             raise ZeroDivisionError
 
-    def take_results(self, *, computes: bool) -> tuple[set[str], set[str]]:
+    def take_results(self, *, may_wait: bool) -> tuple[set[str], set[str]]:
         self.told.append("results")
+        self.waited = may_wait
         return {"r"}, set()
 
     def drain(self) -> None:
@@ -90,6 +92,17 @@ def test_each_save_is_made_once(
         rank.told.clear()
         step(connector, *hooks, computes=computes)
         assert rank.told == ["load", *told]
+
+
+@pytest.mark.parametrize("may_wait", [False, True])
+def test_a_step_that_computes_nothing_waits_only_where_it_may(
+    made: tuple[KVStoreConnector, Rank], *, may_wait: bool
+) -> None:
+    """vLLM sends such steps to ranks between steps that compute, whose tokens would be late."""
+    connector, rank = made
+    connector.bind_connector_metadata(_StepMetadata(StepJobs(computes=False, may_wait=may_wait)))
+    connector.get_transfer_results(set())
+    assert rank.waited == may_wait
 
 
 def test_a_save_that_fails_loses_no_load(made: tuple[KVStoreConnector, Rank]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from connector.request_parameters import RequestFlags
 from connector.scheduler.hook_facts import StepFacts
 from connector.scheduler.stopwatch import StepClock
-from tests.unit.connector.scheduler_harness import SchedulerHarness
+from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
 
 
 class TestSteps:
@@ -90,14 +92,17 @@ class TestNeverSlow:
             tables = {name: [tuple(range(100, 164))] for name in decoding}
             at.side.plan_step(StepFacts(final, tables, computed_tokens=dict.fromkeys(decoding, tokens)))
             # vLLM plans a further step, with nothing to compute, before it has this one's results
-            at.side.plan_step(StepFacts({}, {}))
-            at.side.wait_in_empty_step()
-            assert waits == []
+            assert not at.side.plan_step(StepFacts({}, {})).may_wait
             at.side.on_step_reported()
             at.side.on_step_reported()
-        at.side.plan_step(StepFacts({}, {}))
-        at.side.wait_in_empty_step()
+        assert at.side.plan_step(StepFacts({}, {})).may_wait
+        at.side.wait_for_answers()
         assert waits == [0.005], "with nothing to compute it lets others run, for a moment"
+
+    def test_engines_that_step_together_never_wait(self, tmp_path: Path) -> None:
+        """A data-parallel engine without work takes part in the others' steps: they would wait with it."""
+        with harness(tmp_path, facts={"steps_together": True}) as at:
+            assert not at.side.plan_step(StepFacts({}, {})).may_wait
 
     def test_no_wait_for_requests_that_do_not_ask(self, at: SchedulerHarness, waits: list[float]) -> None:
         """Requests that have their answer, run or load do not make an empty step wait."""
@@ -106,9 +111,9 @@ class TestNeverSlow:
         at.new("none", 170)
         assert at.ask("none") == 0
         at.admit("a", at.ask("a"))
-        at.side.wait_in_empty_step()
+        at.side.wait_for_answers()
         assert waits == []
         at.finished("a")
         at.admit("a", 0)
-        at.side.wait_in_empty_step()
+        at.side.wait_for_answers()
         assert waits == []

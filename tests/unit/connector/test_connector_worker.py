@@ -129,7 +129,7 @@ def test_a_step_that_computes_nothing_waits_for_saves(rank: Make, monkeypatch: p
     monkeypatch.setattr(source.side.saver, "drain", waits.append)
     assert source.side.take_results() == (set(), set())
     assert waits == []
-    assert source.side.take_results(computes=False) == (set(), set())
+    assert source.side.take_results(may_wait=True) == (set(), set())
     assert waits == [0.005]
 
 
