@@ -249,6 +249,8 @@ def _read_layers(vllm_config: Any, kv_cache_config: Any, *, weights_may_change: 
                 layers.setdefault(key, []).append(_Layer(name, index))
     except _Unsupported as reason:
         return str(reason)
+    except (ImportError, AttributeError, TypeError) as error:  # as for the connector, but other stages wait for a word
+        return f"vLLM's configuration has changed: {type(error).__name__}: {error}"
     return layers
 
 

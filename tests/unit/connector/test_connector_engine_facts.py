@@ -209,6 +209,9 @@ def test_a_stage_that_is_refused_tells_the_others(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("torch.distributed.all_gather_object", exchange)
     read = facts(group(full(), 0), pipeline_parallel_size=2, worker_cls="gone.Worker")
     assert told == [read.unsupported] and "worker_cls" in told[0]
+    spec = SimpleNamespace(block_size=128, prefix_cacheable=True)  # of a release that is not known
+    read = facts(group(spec, 0), pipeline_parallel_size=2)  # type: ignore[arg-type]
+    assert told[1:] == [read.unsupported] and "has changed: AttributeError" in told[1]
 
 
 def test_states_that_a_stage_completes_late_are_refused() -> None:
