@@ -11,8 +11,10 @@ engine, which polls the store until these tokens are there. The proxy need not k
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeGuard
 
 from kvstore.api import Retention
@@ -21,6 +23,8 @@ from kvstore.model.prompt_hint import NO_WISHES, NORMAL_PRIORITY, WISHES, Wishes
 OBJECT = "kvstore"
 _RECEIPT = "kvstore_handoff"
 _WAIT_S = 2.0
+_UNKNOWN_MAX, _SHOWN_CHARS = 4, 64
+"""Unknown keys of a request that are named, and characters of each: the engine's steps wait while they are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +72,23 @@ def read_flags(parameters: Mapping[str, Any] | None) -> tuple[RequestFlags, tupl
         return RequestFlags(), ()
     if not isinstance(ours, Mapping):
         return RequestFlags(), (f"kv_transfer_params.{OBJECT}: expected an object, seen {type(ours).__name__}",)
-    wishes, refused = read_wishes({key: value for key, value in ours.items() if isinstance(key, str)})
+    known = {key: value for key, value in ours.items() if key in _KEYS}
+    wishes, refused = read_wishes(known)
     values: dict[str, Any] = {"wishes": wishes}
     complaints = [f"kv_transfer_params.{OBJECT}.{name}: {text}" for name, text in refused]
-    for key, value in ours.items():
-        where = f"kv_transfer_params.{OBJECT}.{str(key)[:64]}"
-        if key not in _KEYS:
-            near = difflib.get_close_matches(str(key), _KEYS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(_KEYS))}"
-            complaints.append(f"{where}: unknown, {hint}")
-        elif key == "retention":
+    for key in islice((key for key in ours if key not in known), _UNKNOWN_MAX):
+        name = str(key)[:_SHOWN_CHARS]
+        near = difflib.get_close_matches(name, _KEYS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(_KEYS))}"
+        complaints.append(f"kv_transfer_params.{OBJECT}.{name}: unknown, {hint}")
+    for key, value in known.items():
+        where = f"kv_transfer_params.{OBJECT}.{key}"
+        if key == "retention":
             expected = [retention.value for retention in _RETENTIONS]
             if value in expected:
                 values[key] = Retention(value)
             else:
-                complaints.append(f"{where}: expected one of {', '.join(expected)}, seen {str(value)[:64]!r}")
+                complaints.append(f"{where}: expected one of {', '.join(expected)}, seen {reprlib.repr(value)}")
         elif key == "blend":
             values[key] = value
         elif key in ("load", "save"):
@@ -128,7 +134,7 @@ def read_handoff(params: Mapping[str, Any] | None, *, most_s: float) -> Handoff 
     tokens, wait_ms = value.get("tokens"), value.get("wait_ms", int(_WAIT_S * 1000))
     if not _is_count(tokens) or not _is_count(wait_ms) or tokens == 0:
         return None
-    return Handoff(tokens, min(wait_ms / 1000, most_s))
+    return Handoff(tokens, min(wait_ms, 1000 * most_s) / 1000)
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

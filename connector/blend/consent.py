@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,7 +63,7 @@ def read_spans(wish: object, cache_salt: str | None, num_tokens: int) -> tuple[S
                 "this is no document's place",
                 field=f"{_WHERE}.documents[{at}]",
                 expected=f"[start, stop] with {least} <= start < stop <= {num_tokens}",
-                seen=str(pair)[:64],
+                seen=reprlib.repr(pair),
             )
         spans.append(Span(pair[0], pair[1]))
     return tuple(spans)

@@ -83,6 +83,22 @@ def test_what_is_understood_counts_beside_what_is_not() -> None:
     assert len(complaints[0]) < 200
 
 
+def test_a_request_is_read_in_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's steps wait meanwhile: of 100,000 unknown keys, and of a long one, little is looked at."""
+    compared: list[str] = []
+
+    def compare(word: str, *_: Any, **__: Any) -> list[str]:
+        compared.append(word)
+        return []
+
+    monkeypatch.setattr("difflib.get_close_matches", compare)
+    flags, complaints = read_flags({"kvstore": {"k" * 1_000_000: 1, **dict.fromkeys(range(100_000), 1), "load": False}})
+    assert flags == RequestFlags(load=False)
+    assert len(complaints) == len(compared) == 4 and max(map(len, compared)) == 64
+    _, (complaint,) = read_flags({"kvstore": {"retention": [1] * 100_000}})
+    assert len(complaint) < 200
+
+
 def test_a_receipt_is_read_as_it_was_written() -> None:
     """What a prefill engine writes, a decode engine reads, beside keys of others and after a way through JSON."""
     import json
@@ -95,6 +111,7 @@ def test_a_proxy_may_set_the_time() -> None:
     """`wait_ms` beside the tokens is how long to wait, up to what the operator allows."""
     assert read_handoff({"kvstore_handoff": {"tokens": 128, "wait_ms": 500}}, most_s=10.0) == Handoff(128, 0.5)
     assert read_handoff({"kvstore_handoff": {"tokens": 128, "wait_ms": 10**9}}, most_s=10.0) == Handoff(128, 10.0)
+    assert read_handoff({"kvstore_handoff": {"tokens": 128, "wait_ms": 10**400}}, most_s=10.0) == Handoff(128, 10.0)
 
 
 @pytest.mark.parametrize(
