@@ -108,7 +108,7 @@ class RequestState:
         assert self.chain is not None
         wanted = min(tokens, len(self.tokens)) // boundary_tokens * boundary_tokens
         if wanted > self.hashed_tokens:
-            self.chain.extend(self.tokens[:wanted])
+            self.chain.extend(self.tokens, wanted)
 
     def prefix_at(self, tokens: int, boundary_tokens: int) -> PrefixHash:
         """The hash of the first `tokens`, a boundary that is hashed."""

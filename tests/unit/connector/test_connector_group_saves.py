@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -269,6 +270,22 @@ def test_jobs_that_were_never_sent() -> None:
     assert spans(again) == spans(jobs)
     at.done(again)
     assert (at.pins.held, len(at.jobs), at.jobs._in_flight_bytes) == ([], 0, 0)
+
+
+def test_hashing_generated_tokens_reads_no_others() -> None:
+    """The engine's steps wait for it, and of a long conversation all tokens are many."""
+    read: list[int] = []
+
+    class Tokens(list[int]):
+        def __getitem__(self, at: Any) -> Any:
+            found = super().__getitem__(at)
+            read.append(len(found))
+            return found
+
+    at = SavesHarness(FULL, prompt=1600)
+    at.state.tokens = Tokens(at.tokens[:1650])
+    at.state.extend_chain(1640, BLOCK)
+    assert (at.state.hashed_tokens, read) == (1632, [32])
 
 
 def test_resumed_requests_hash_what_they_generated() -> None:

@@ -71,9 +71,11 @@ def test_step_only_selects(tokens: tuple[int, ...], links: int) -> None:
 @given(tokens_lists, st.lists(st.integers(0, 200), max_size=6), st.sampled_from([16, 48]))
 def test_any_splitting(tokens: tuple[int, ...], cuts: list[int], step: int) -> None:
     """Tokens that come bit by bit, or twice, give what they give at once."""
-    chain = PrefixChain(step, "salt")
+    chain, other = PrefixChain(step, "salt"), PrefixChain(step, "salt")
     for cut in [*sorted(min(cut, len(tokens)) for cut in cuts), len(tokens), len(tokens)]:
         chain.extend(tokens[:cut])
+        other.extend(tokens, cut)
+        assert other.boundaries == chain.boundaries
     assert {boundary.tokens: boundary.prefix for boundary in chain.boundaries} == hashes(tokens, "salt", step)
     assert [boundary.tokens for boundary in chain.boundaries] == list(range(step, len(tokens) + 1, step))
 
