@@ -56,12 +56,12 @@ class PrefixChain:
         self._link = hashlib.sha256(self._root + b"\1" + digest).digest()
         self.adapter = None
 
-    def extend(self, tokens: Sequence[int], num_tokens: int | None = None) -> None:
-        """Hash what `tokens` (the whole sequence so far), or the first of them, has beyond the last call, in whole
+    def extend(self, tokens: Sequence[int], num_tokens: int = sys.maxsize) -> None:
+        """Hash what `tokens` (the whole sequence so far), or the first of them, have beyond the last call, by whole
         links.
         """
         assert self.adapter is None, "an adapter without digest"
-        stop = (len(tokens) if num_tokens is None else num_tokens) // LINK_TOKENS * LINK_TOKENS
+        stop = min(len(tokens), num_tokens) // LINK_TOKENS * LINK_TOKENS
         packed = array("I", tokens[self._hashed_tokens : stop])
         if sys.byteorder == "big":
             packed.byteswap()

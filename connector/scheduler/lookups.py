@@ -33,6 +33,9 @@ _HANDOFF_POLL_S = 0.02
 _HANDOFF_POLL_SHARE = 0.2
 """The pause between two lookups as a share of the time waited so far: a late handoff costs few lookups."""
 
+HASHED_AT_ONCE = 16_384
+"""Tokens of a prompt that are hashed before the next prompt has its turn."""
+
 
 def takes_whole_prompts(settings: ConnectorSettings, shape: CacheShape) -> bool:
     """Whether hits may include a prompt's last token. A recurrent state that contains it would process it twice."""
@@ -65,6 +68,7 @@ class Lookups:
         self._answered = answered
         self._meters = instruments.meters
         self._clock = instruments.clock
+        self._hashing = asyncio.Lock()  # several threads that hash would keep the interpreter from the engine's thread
         self._first_ends_s: float | None = None
         self._first_answer_s: float | None = None  # written on the store's thread
 
@@ -79,7 +83,9 @@ class Lookups:
         async def hash_prompt(store: PageStore) -> None:
             if chain.adapter is not None:
                 chain.set_adapter(await self._adapters.digest_of(chain.adapter))
-            await asyncio.get_running_loop().run_in_executor(None, chain.extend, prompt)
+            for stop in range(HASHED_AT_ONCE, len(prompt) + HASHED_AT_ONCE, HASHED_AT_ONCE):
+                async with self._hashing:
+                    await asyncio.get_running_loop().run_in_executor(None, chain.extend, prompt, stop)
 
         if state.hashed is None:  # once: a chain must not be extended by two threads
             state.hashed = self._bridge.submit(hash_prompt)

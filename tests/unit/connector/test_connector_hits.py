@@ -342,11 +342,11 @@ def test_preemption_while_the_prompt_is_hashed(at: SchedulerHarness, monkeypatch
     gate, running, overlaps = threading.Event(), [], []
     extend = PrefixChain.extend
 
-    def slow(chain: PrefixChain, tokens: tuple[int, ...]) -> None:
+    def slow(chain: PrefixChain, tokens: tuple[int, ...], num_tokens: int) -> None:
         overlaps.append(len(running))
         running.append(chain)
         assert gate.wait(10)
-        extend(chain, tokens)
+        extend(chain, tokens, num_tokens)
         running.remove(chain)
 
     monkeypatch.setattr(PrefixChain, "extend", slow)

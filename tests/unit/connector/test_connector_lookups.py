@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+import connector.scheduler.lookups
 import connector.scheduler.namespace
+from connector.prefix_hash import PrefixChain
 from connector.request_parameters import Handoff
 from connector.scheduler.hook_facts import StateOffer
 from kvstore.errors import Unavailable
@@ -30,6 +32,29 @@ def asked_for_s(at: SchedulerHarness, request_id: str) -> tuple[int, float]:
 
 def after(seconds: float, work: Any) -> None:
     threading.Timer(seconds, work).start()
+
+
+def test_prompts_are_hashed_by_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several threads that hash would keep the interpreter from the engine's thread, and one long prompt the others."""
+    turns: list[int] = []
+    busy = threading.Lock()
+    extend = PrefixChain.extend
+
+    def watched(chain: PrefixChain, tokens: Any, num_tokens: int) -> None:
+        assert busy.acquire(blocking=False), "two prompts are hashed at a time"
+        turns.append(len(tokens))
+        time.sleep(0.005)
+        extend(chain, tokens, num_tokens)
+        busy.release()
+
+    monkeypatch.setattr(connector.scheduler.lookups, "HASHED_AT_ONCE", 64)
+    with harness(tmp_path) as at:
+        monkeypatch.setattr(PrefixChain, "extend", watched)
+        for request_id, count in (("long", 200), ("a", 20), ("b", 64)):
+            at.new(request_id, count)
+        at.hashed("long", "a", "b")
+        assert turns[1:3] == [20, 64] and sorted(turns) == [20, 64, *[200] * 4]
+        assert [at.state(name).hashed_tokens for name in ("long", "a", "b")] == [192, 16, 64]
 
 
 def test_a_namespace_that_opens_late(tmp_path: Path) -> None:

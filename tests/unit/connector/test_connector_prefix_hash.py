@@ -72,7 +72,7 @@ def test_step_only_selects(tokens: tuple[int, ...], links: int) -> None:
 def test_any_splitting(tokens: tuple[int, ...], cuts: list[int], step: int) -> None:
     """Tokens that come bit by bit, or twice, give what they give at once."""
     chain, other = PrefixChain(step, "salt"), PrefixChain(step, "salt")
-    for cut in [*sorted(min(cut, len(tokens)) for cut in cuts), len(tokens), len(tokens)]:
+    for cut in [*sorted(cuts), 1000, 1000]:
         chain.extend(tokens[:cut])
         other.extend(tokens, cut)
         assert other.boundaries == chain.boundaries
