@@ -69,6 +69,7 @@ def plan_load(
     if resume_tokens < staged.resume_tokens and any(may_lose_blocks(group.facts.kind) for group in groups):
         raise InternalError("a shorter hit's window is not staged", resume=resume_tokens, of=staged.resume_tokens)
     pieces = []
+    found: dict[tuple[int, int, int], BlockIds] = {}  # the slices of a page go to the same blocks
     for key, (start, stop) in zip(staged.keys, staged.spans, strict=True):
         group = groups[key.group]
         block_tokens = group.facts.block_tokens
@@ -83,9 +84,11 @@ def plan_load(
             if first >= last:
                 continue
             span_blocks, first_block = (stop - start) // block_tokens, first - start // block_tokens
-        block_ids = blocks_of(group, tables, first, last)
-        if any(0 in ids for ids in block_ids):
-            raise InternalError("a load would write to the null block", key=key, first=first, last=last)
+        block_ids = found.get((key.group, first, last))
+        if block_ids is None:
+            block_ids = found[key.group, first, last] = blocks_of(group, tables, first, last)
+            if any(0 in ids for ids in block_ids):
+                raise InternalError("a load would write to the null block", key=key, first=first, last=last)
         pieces.append(LoadPiece(key=key, span_blocks=span_blocks, first_block=first_block, block_ids=block_ids))
     return tuple(pieces)
 

@@ -91,6 +91,12 @@ def test_a_shorter_resume_point_uses_part_of_a_record() -> None:
     assert (piece.first_block, piece.block_ids, piece.span_blocks) == (1, ((1, 2),), 8)
 
 
+def test_the_slices_of_a_page_have_their_blocks_in_common() -> None:
+    """The engine's steps wait for a plan, and it is sent to every rank: a long hit has a thousand pieces."""
+    one, other = plan_load(staged([(0, 64)], 64, 2), GROUPS, [[5, 6, 7, 8]], local_tokens=0, resume_tokens=64)
+    assert one.block_ids is other.block_ids
+
+
 @pytest.mark.parametrize("table", [[5, 0, 6, 7], [0, 5, 6, 7], [5, 6, 7, 0], [5, 6, 7], []])
 def test_null_and_missing_blocks_are_refused(table: list[int]) -> None:
     """A load that would write to the null block, or has no block to write to, is not planned at all."""
