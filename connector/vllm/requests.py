@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -140,25 +140,18 @@ def read_step(output: Any) -> StepFacts:
         for request_id, offered in blocks.boundary_state_offloads.items()
     }
     preempted = tuple(output.preempted_req_ids or ())
-    return StepFacts(final, _Tables(final, blocks.get_block_ids), offers, preempted, computed)
+    return StepFacts(final, _Tables(blocks.get_block_ids), offers, preempted, computed)
 
 
-class _Tables(Mapping[str, Sequence[Sequence[int]]]):
-    """Block tables of a step's requests, resolved on access: most steps need none."""
+class _Tables(dict[str, Sequence[Sequence[int]]]):
+    """Block tables of a step's requests, resolved at the first access, since vLLM copies them: most steps need none."""
 
-    def __init__(self, request_ids: Mapping[str, int], resolve: Callable[[str], Any]) -> None:
-        self._request_ids = request_ids
+    def __init__(self, resolve: Callable[[str], Any]) -> None:
         self._resolve = resolve
 
-    def __getitem__(self, request_id: str) -> Sequence[Sequence[int]]:
-        tables: Sequence[Sequence[int]] = self._resolve(request_id)
+    def __missing__(self, request_id: str) -> Sequence[Sequence[int]]:
+        tables = self[request_id] = self._resolve(request_id)
         return tables
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._request_ids)
-
-    def __len__(self) -> int:
-        return len(self._request_ids)
 
 
 class PoolPins:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from connector.prefix_hash import AdapterRequest, MediaItem, PrefixChain, PromptContent, UncacheableContent
-from connector.vllm.requests import RequestReader, read_trace
+from connector.vllm.requests import RequestReader, read_step, read_trace
 
 HASH = "5" * 64
 TRUSTING = RequestReader(trusts_media=True)
@@ -193,3 +194,27 @@ def test_the_trace_of_a_request_is_read_where_vllm_traces() -> None:
     """The header of W3C; nothing where there is none."""
     assert read_trace(request(trace_headers={"traceparent": "00-a-b-01", "tracestate": "x"})) == "00-a-b-01"
     assert read_trace(request(trace_headers={"tracestate": "x"})) == read_trace(request()) == ""
+
+
+def test_a_step_s_tables_are_read_once_and_only_where_they_are_needed() -> None:
+    """vLLM copies all block ids of a request for each answer, and a step may save hundreds of its pages."""
+    asked: list[str] = []
+
+    def get_block_ids(request_id: str) -> tuple[list[int], ...]:
+        asked.append(request_id)
+        return ([1, 2, 3],)
+
+    step = read_step(
+        SimpleNamespace(
+            scheduled_new_reqs=[SimpleNamespace(req_id="new", num_computed_tokens=16)],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=["old"], num_computed_tokens=[64]),
+            num_scheduled_tokens={"new": 32, "old": 4},
+            scheduled_spec_decode_tokens={"old": [7, 8, 9]},
+            preempted_req_ids=None,
+            kv_connector_block_state=SimpleNamespace(get_block_ids=get_block_ids, boundary_state_offloads={}),
+        )
+    )
+    assert (step.final_tokens, step.computed_tokens) == ({"new": 48, "old": 65}, {"new": 16, "old": 64})
+    assert not asked
+    assert [step.tables["new"] for _ in range(3)] == [([1, 2, 3],)] * 3
+    assert asked == ["new"]
