@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 from connector.canonical.attention import may_lose_blocks
 from connector.identity import GroupShape
@@ -12,27 +12,15 @@ from kvstore.errors import InternalError
 from kvstore.model.layout import Span
 
 
-def final_pages(
-    *,
-    saved_tokens: int,
-    final_tokens: int,
-    tail_tokens: int,
-    page_tokens: int,
-    is_stored: Callable[[int], bool],
-) -> tuple[tuple[Span, ...], int]:
-    """One group's pages and tail between its cursor and the last final token that are not known to be stored.
+def final_pages(*, saved_tokens: int, final_tokens: int, tail_tokens: int, page_tokens: int) -> Iterator[Span]:
+    """One group's pages and tail between its cursor and the last final token, in token order.
 
     Args:
         saved_tokens: The cursor: a page boundary, or where a tail ended.
         final_tokens: Tokens whose cache content does not change after this step.
         tail_tokens: Where a tail ends, if that is inside a page: hits should end at blocks, not at pages. This is the
             last boundary of the prompt while the request runs, and of all its tokens when it ends.
-        is_stored: Whether the record that ends at a boundary is stored, according to the lookup.
-
-    Returns:
-        The pages in token order, and where the cursor is once all of them are saved.
     """
-    pages: list[Span] = []
     cursor = saved_tokens
     while True:
         start = cursor // page_tokens * page_tokens
@@ -40,9 +28,8 @@ def final_pages(
         if cursor < tail_tokens < stop:
             stop = tail_tokens
         if stop > final_tokens:
-            return tuple(pages), cursor
-        if not is_stored(stop):
-            pages.append(Span(start, stop))
+            return
+        yield Span(start, stop)
         cursor = stop
 
 

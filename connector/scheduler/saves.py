@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from connector.canonical.attention import may_lose_blocks
 from connector.identity import CacheShape
@@ -158,17 +157,22 @@ class Saves:
                 state.cursors[index] = page.stop
 
     def _final_pages(self, request: RunningRequest, index: int, tail_tokens: int) -> Iterator[tuple[Span, BlockIds]]:
-        """A group's pages that are final and not saved, with their blocks; moves the cursor over all others."""
+        """A group's pages that are final and not saved, with their blocks; moves the cursor over all others.
+
+        None is looked at before it is asked for: while host memory is full, many wait and each step asks for the first.
+        """
         state, group = request.state, self._shape.groups[index]
         block_tokens = group.facts.block_tokens
-        pages, cursor = final_pages(
+        pages = final_pages(
             saved_tokens=state.cursors.get(index, 0),
             final_tokens=min(_final_tokens(request), state.hashed_tokens),
             tail_tokens=tail_tokens,
             page_tokens=self._shape.layout.page_tokens,
-            is_stored=partial(self._is_saved, request, index),
         )
         for page in pages:
+            if self._is_saved(request, index, page.stop):
+                state.cursors[index] = page.stop
+                continue
             block_ids = blocks_of(group, request.tables(), page.start // block_tokens, page.stop // block_tokens)
             if any(0 in ids for ids in block_ids):
                 # it left the window before it found host memory; later pages can be used without it
@@ -177,7 +181,6 @@ class Saves:
                 state.cursors[index] = page.stop
                 continue
             yield page, block_ids
-        state.cursors[index] = max(state.cursors.get(index, 0), cursor)
 
     def _is_saved(self, request: RunningRequest, index: int, tokens: int) -> bool:
         """Whether the group's record at a boundary is stored or on its way, by this request or another one."""

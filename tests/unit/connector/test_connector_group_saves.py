@@ -219,6 +219,16 @@ def test_a_lost_state_may_come_again() -> None:
     assert at.step(32, [], [1, 2], [], offers=STATE_AT_32)[0].group == 0
 
 
+def test_a_step_looks_at_the_first_page_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While host memory is full, long prompts have thousands of pages behind it, and each step would look at all."""
+    at = SavesHarness(FULL, prompt=1600, limit_bytes=FULL_BLOCK)
+    asked: list[int] = []
+    monkeypatch.setattr(at.jobs, "has_saved", lambda record, *_: asked.append(record[2]))
+    for _ in range(3):
+        assert at.step(1600, [], range(1, 101)) == []
+    assert len(asked) == 3
+
+
 def test_only_so_many_blocks_wait() -> None:
     """Half of the engine's blocks at most: what is beyond is lost, so that requests that run keep the others."""
     at = SavesHarness(STATES, FULL, prompt=160, limit_bytes=FULL_BLOCK, num_blocks=8)

@@ -110,14 +110,16 @@ def save_all(
     """What a request saves in steps that end at `finals`."""
     steps = []
     for final in finals:
-        pages, saved = final_pages(
-            saved_tokens=saved,
-            final_tokens=min(final, prompt),
-            tail_tokens=prompt // BLOCK * BLOCK,
-            page_tokens=page,
-            is_stored=lambda tokens: bool(present.get(tokens)),
+        pages = list(
+            final_pages(
+                saved_tokens=saved,
+                final_tokens=min(final, prompt),
+                tail_tokens=prompt // BLOCK * BLOCK,
+                page_tokens=page,
+            )
         )
-        steps.append(list(pages))
+        saved = pages[-1].stop if pages else saved
+        steps.append([each for each in pages if not present.get(each.stop)])
     return steps, saved
 
 
@@ -184,19 +186,14 @@ def test_a_tail_waits_for_its_blocks() -> None:
 
 def test_generated_tokens_fill_pages() -> None:
     """Behind the prompt's tail whole pages follow as they fill, from the tail's own page on; no further tails."""
-    pages, cursor = final_pages(
-        saved_tokens=64, final_tokens=200, tail_tokens=64, page_tokens=96, is_stored=lambda _: False
-    )
-    assert pages == (Span(0, 96), Span(96, 192))
-    assert cursor == 192
+    pages = final_pages(saved_tokens=64, final_tokens=200, tail_tokens=64, page_tokens=96)
+    assert list(pages) == [Span(0, 96), Span(96, 192)]
 
 
 def test_the_end_of_a_request_has_a_tail() -> None:
     """When a request ends, what it generated up to the last boundary is a tail as a prompt's end is."""
-    pages, cursor = final_pages(
-        saved_tokens=192, final_tokens=250, tail_tokens=240, page_tokens=96, is_stored=lambda _: False
-    )
-    assert (pages, cursor) == ((Span(192, 240),), 240)
+    pages = final_pages(saved_tokens=192, final_tokens=250, tail_tokens=240, page_tokens=96)
+    assert list(pages) == [Span(192, 240)]
 
 
 def test_plan_sizes_match_the_pages() -> None:
