@@ -130,7 +130,7 @@ class Saver:
 
     def _save_batch(self, group: RankGroup, batch: Sequence[tuple[SaveJob, int]]) -> None:
         """Gather slices of one group together and send each one off. Each is reported once, also after an error."""
-        left, held = deque(batch), deque[tuple[SaveJob, int, torch.Tensor]]()
+        left, held, outcome = deque(batch), list[tuple[SaveJob, int, torch.Tensor]](), "failed"
         try:
             while left:
                 job, slice_index = left[0]
@@ -147,22 +147,21 @@ class Saver:
                 ],
                 as_tiles=group.chain == TILES,
             )
-            for ticket in tickets:
-                job, slice_index, page = held[0]
-                if ticket is None:
-                    self._pages.put(page)
-                    self._done(job.job_id, "no_room")
-                else:
+            gathered = []
+            for (job, slice_index, page), ticket in zip(held, tickets, strict=True):
+                if ticket is not None:
                     header = self._header(group, job, slice_index, page.numel())
-                    gathered = _Gathered(header, page, group.copier.plane_width, ticket, job.retention, job.trace)
-                    self._bridge.submit(partial(self._send, job.job_id, gathered))
-                held.popleft()
+                    one = _Gathered(header, page, group.copier.plane_width, ticket, job.retention, job.trace)
+                    gathered.append((job.job_id, one))
+            # together: the store's thread begins with the first at once, and the interpreter is not free for the others
+            self._bridge.submit(partial(self._send_all, gathered))
+            held, outcome = [each for each, ticket in zip(held, tickets, strict=True) if ticket is None], "no_room"
         except Closed:
             pass  # the engine is shutting down, and its saves end
         finally:
             for job, _, page in held:
                 self._pages.put(page)
-                self._done(job.job_id, "failed")
+                self._done(job.job_id, outcome)
             for job, _ in left:
                 self._done(job.job_id, "failed")
 
@@ -177,6 +176,11 @@ class Saver:
             decoded_bytes=page_bytes,
             created_ms=SYSTEM_CLOCK.wall_ms(),
         )
+
+    async def _send_all(self, gathered: Sequence[tuple[int, _Gathered]], store: PageStore) -> None:
+        async with asyncio.TaskGroup() as group:
+            for job_id, each in gathered:
+                group.create_task(self._send(job_id, each, store))
 
     async def _send(self, job_id: int, gathered: _Gathered, store: PageStore) -> None:
         outcome = "failed"

@@ -133,6 +133,18 @@ def test_a_step_that_computes_nothing_waits_for_saves(rank: Make, monkeypatch: p
     assert waits == [0.005]
 
 
+def test_the_pages_of_a_step_are_handed_over_together(rank: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store's thread begins with the first at once, and would keep the interpreter while others are handed over."""
+    source, handed = rank(), list[object]()
+    submit = LoopBridge.submit
+    monkeypatch.setattr(LoopBridge, "submit", lambda bridge, work: handed.append(work) or submit(bridge, work))
+    source.side.save(source.jobs())
+    assert len(handed) == 1
+    assert source.side.saver is not None and source.side.saver.drain(10)
+    report = source.side.take_report()
+    assert report is not None and report.saves_done == {0: 1, 1: 1, 2: 1} and not report.saves_failed
+
+
 def test_loads_of_several_requests(rank: Make) -> None:
     """Requests that load at a time are reported once each."""
     source = rank()
