@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -166,10 +167,13 @@ class Fetches:
         """
         best: Fetch | None = None
         best_tokens = local_tokens + _SHARE_MIN * (resume_tokens - local_tokens)
+        half = math.ceil(best_tokens / boundaries[0].tokens) - 1
+        needed = tuple(boundaries[half : half + 1])  # a prompt that differs here has too little in common
         for fetch in self._under_way.values():
-            if fetch.query.namespace != namespace:
+            known = fetch.query.boundaries
+            if fetch.query.namespace != namespace or known[half : half + 1] != needed:
                 continue
-            tokens = min(common_tokens(fetch.query.boundaries, boundaries), fetch.reach_tokens, resume_tokens)
+            tokens = min(common_tokens(known, boundaries), fetch.reach_tokens, resume_tokens)
             if tokens > local_tokens and tokens >= best_tokens and (best is None or tokens > best_tokens):
                 best, best_tokens = fetch, tokens
         return best

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+import connector.scheduler.fetching
 from connector.identity import describe_namespace
 from connector.request_parameters import RequestFlags
 from connector.scheduler.costs import Costs
@@ -114,6 +116,27 @@ class TestOneFetchForOnePrefix:
         at.new("a", 170)
         self.new_tokens(at, "mixed", mixed)
         assert (at.ask("a"), at.ask("mixed")) == (160, 160)
+
+    def test_a_fetch_of_another_prompt_is_passed_over_at_once(
+        self, at: SchedulerHarness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of many prompts that come together each is compared with all fetches, in one step of the engine."""
+        compared: list[int] = []
+
+        def compare(left: Sequence[Boundary], right: Sequence[Boundary]) -> int:
+            compared.append(common_tokens(left, right))
+            return compared[-1]
+
+        monkeypatch.setattr(connector.scheduler.fetching, "common_tokens", compare)
+        at.keep("a", 170)
+        at.keep("b", 170)
+        at.new("a", 170)
+        at.ask_until_staged("a")
+        for request_id, name in (("b", "b"), ("same", "a")):
+            at.new(request_id, 170, name)
+        assert at.ask("b") == 160
+        assert still_asked(at, "same")
+        assert compared == [160]
 
     @pytest.mark.parametrize("end", ["aborted while staging", "aborted while loading", "load failed", "not taken"])
     def test_another_one_fetches_when_the_first_one_ends(self, at: SchedulerHarness, end: str) -> None:
