@@ -24,6 +24,8 @@ _RECORD_BYTES = 4 << 20
 _MAX_PAGE_TOKENS = 1024
 _SIZE_AFTER_CODEC = {1: 1.0, 2: 0.70, 4: 0.86}
 """Ratio of stored to canonical bytes, by bytes of an element, as measured with the codecs."""
+_KEPT_RUNS = 512
+"""Of 8 slices of pages of up to 64 blocks. A copier knows runs by their identity, and keeps plans for as many."""
 
 
 class AttentionPages:
@@ -47,7 +49,7 @@ class AttentionPages:
         for layer in layers:
             if (layer.parts * layer.tokens, layer.content_bytes) != (self._block_tokens, self._content_bytes):
                 raise InvalidRequest("layers of one group differ in layout")
-        self.runs = lru_cache(maxsize=256)(self._runs)
+        self.runs = lru_cache(maxsize=_KEPT_RUNS)(self._runs)
 
     def decoded_bytes(self, num_blocks: int) -> int:
         heads = self._grid.heads_per_slice

@@ -391,6 +391,14 @@ def test_uneven_shares_are_refused(heads: int, rank_heads: int, ranks: int) -> N
         heads_on_ranks(head_grid(heads), rank_heads, ranks)
 
 
+def test_the_runs_of_all_lengths_of_a_page_are_kept() -> None:
+    """Prompts end anywhere, and a copier plans anew for runs that are made anew, on the engine's thread."""
+    layer = LayerGeometry(parts=1, part_stride=0, heads=8, head_stride=96, tokens=16, token_stride=6, content_bytes=6)
+    plan = AttentionPages(grid=HeadGrid(8, 8), first_slice=0, layers=[layer])
+    made = {(slice_, blocks): plan.runs(slice_, blocks) for blocks in range(1, 65) for slice_ in range(8)}
+    assert all(plan.runs(*of) is runs for of, runs in made.items())
+
+
 def test_known_grids() -> None:
     """Grids are in the names of stored records: these models keep theirs."""
     assert {heads: head_grid(heads).num_slices for heads in (1, 2, 4, 6, 8, 10, 12, 16, 40, 11)} == {
