@@ -27,6 +27,7 @@ class RequestState:
         handoff: What a prefill engine promised; `None` once that has arrived or its time is over.
         handoff_until_s: Monotonic time at which that time is over.
         hashed: Done when all of `prompt` is hashed.
+        hashed_well: It, once it is known to have ended well: each step asks, and to ask a future takes locks.
         lookup: The store's answer. It also shows what need not be saved.
         lookup_started_s: Monotonic time.
         lookup_is_fresh: vLLM's poll started the lookup, and vLLM has not polled since its answer.
@@ -60,6 +61,7 @@ class RequestState:
     handoff: Handoff | None = None
     handoff_until_s: float | None = None
     hashed: Future[None] | None = None
+    hashed_well: Future[None] | None = None
     lookup: Future[Lookup] | None = None
     lookup_started_s: float = 0.0
     lookup_is_fresh: bool = False
@@ -93,7 +95,9 @@ class RequestState:
     @property
     def is_hashed(self) -> bool:
         hashed = self.hashed
-        return hashed is not None and hashed.done() and not hashed.cancelled() and hashed.exception() is None
+        if hashed is not None and hashed is not self.hashed_well and hashed.done() and not hashed.cancelled():
+            self.hashed_well = hashed if hashed.exception() is None else None
+        return hashed is not None and hashed is self.hashed_well
 
     @property
     def hashed_tokens(self) -> int:

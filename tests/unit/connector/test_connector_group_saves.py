@@ -298,6 +298,28 @@ def test_hashing_generated_tokens_reads_no_others() -> None:
     assert (at.state.hashed_tokens, read) == (1632, [32])
 
 
+def test_whether_a_prompt_is_hashed_is_asked_until_it_is() -> None:
+    """Each step of the engine asks it of all requests."""
+    asked: list[bool] = []
+
+    class Watched(Future[None]):
+        def done(self) -> bool:
+            asked.append(super().done())
+            return asked[-1]
+
+    state, hashed = SavesHarness(FULL, prompt=40).state, Watched()
+    state.hashed = hashed
+    assert not state.is_hashed
+    hashed.set_result(None)
+    assert [state.is_hashed for _ in range(3)] == [True] * 3
+    assert asked == [False, True]
+    state.hashed = Future()
+    state.hashed.set_exception(ValueError())
+    assert not state.is_hashed
+    state.hashed = None
+    assert not state.is_hashed
+
+
 def test_resumed_requests_hash_what_they_generated() -> None:
     """After a preemption the prompt to look up is everything known by then."""
     at = SavesHarness(FULL, prompt=40)
