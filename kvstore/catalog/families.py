@@ -9,8 +9,6 @@ import numpy.typing as npt
 
 from kvstore.model.keys import PREFIX_BYTES
 
-__all__ = ["Hashes", "descendants", "family_of", "hashes_of", "rows_of"]
-
 Hashes = npt.NDArray[np.uint8]
 """[boundaries, 32]: prefix hashes."""
 Rows = npt.NDArray[np.int64]

@@ -11,8 +11,6 @@ from kvstore.catalog.entry import BoundaryEntry, Level
 from kvstore.catalog.families import Hashes, descendants, hashes_of, rows_of
 from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash
 
-__all__ = ["Broken", "broken_of"]
-
 _LEVEL = Level.COLD
 _ENTRIES_AT_ONCE = 1024
 _NO_PARENT = bytes(PREFIX_BYTES)
