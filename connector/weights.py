@@ -163,6 +163,12 @@ def stamp_weights(paths: Sequence[str], load_format: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def are_unchanged(facts: ModelFacts) -> bool:
+    """Whether the weight files are still those that the engine read at its start. False if that is not known."""
+    stamp = stamp_weights((facts.model_path, *facts.part_paths), facts.load_format)
+    return stamp != "" and stamp == facts.weights_stamp
+
+
 def find_weights_id(facts: ModelFacts, cache_folder: Path, on_read: Callable[[], None] = lambda: None) -> str:
     """The id of an engine's weights, including a draft model's: a digest, which reads all of their bytes once.
 
@@ -179,8 +185,7 @@ def find_weights_id(facts: ModelFacts, cache_folder: Path, on_read: Callable[[],
         part = digest_model(path, facts.load_format, cache_folder, on_read)
         own = hashlib.sha256(f"{own} with the part {part}".encode()).hexdigest()
     # the engine has the files that were there at its start, and these are digested later, for minutes
-    paths = (facts.model_path, *facts.part_paths)
-    if facts.weights_stamp and stamp_weights(paths, facts.load_format) != facts.weights_stamp:
+    if facts.weights_stamp and not are_unchanged(facts):
         raise InvalidRequest(
             "the weight files changed while the engine started: restart it",
             field="weights_id",

@@ -41,6 +41,7 @@ from connector.vllm.guard import guarded
 from connector.vllm.model_facts import weights_source
 from connector.vllm.observability import ObservabilityHooks
 from connector.vllm.requests import PoolPins, RequestReader, read_step, read_trace
+from connector.weights import are_unchanged
 from connector.worker.side import WorkerSide
 
 if TYPE_CHECKING:
@@ -119,6 +120,10 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         try:
             may_change = self._settings.weights_may_change
             self._facts = read_facts(vllm_config, kv_cache_config, weights_may_change=may_change)
+            if not may_change:
+                from connector.vllm.weight_reloads import watch_weight_reloads  # it imports vLLM's worker
+
+                watch_weight_reloads(self)
         except (ImportError, AttributeError, TypeError):  # a change of vLLM that the contract's table does not cover
             _log.exception("kvstore: this engine is not cached: vLLM's configuration has changed")
             return
@@ -401,6 +406,12 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
                 self._loaded_from = None  # once is enough
                 self._stop("other weights were loaded into it (reload_weights, update_config): set weights_may_change")
             self.worker_side.begin_step(self._jobs())
+
+    @guarded()
+    def on_weights_reloaded(self, *, from_files: bool) -> None:
+        """Go on only if the weights are those that the engine started with, as behind a sleep of level 2."""
+        if not from_files or self._facts is None or not are_unchanged(self._facts):
+            self._stop("its weights were read again (reload_weights), and may be others: set weights_may_change")
 
     def _stop(self, reason: str) -> None:
         if self.worker_side is not None:

@@ -346,9 +346,13 @@ def test_weights_that_change(shared: Shared, place: Place, work: Path, *, multip
 
 
 def test_weights_from_another_folder(shared: Shared, place: Place, work: Path) -> None:
-    """An engine that loads them while it runs, undeclared by its settings, saves, loads and blends nothing any more."""
+    """An engine that loads them while it runs, undeclared by its settings, saves, loads and blends nothing any more.
+
+    It may read its own again.
+    """
     other = copy_checkpoint(place.checkpoint, place.folder / "other-weights", seed=5)
     with start_together({"identity-reloaded": place.spec(connector={"blend": True})}, work=work) as (engine,):
+        engine.evaluate("llm.collective_rpc('reload_weights') and None")
         old = ask(engine)
         assert (old.num_cached_tokens, old.tokens) == (WHOLE, shared.saved["plain"].tokens)
         stored = place.num_saved()

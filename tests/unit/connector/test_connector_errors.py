@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.request import Request
+from vllm.v1.worker.gpu_worker import Worker
 
 from connector.jobs import AuditJob, LoadPiece, RankReport, StepJobs
 from connector.scheduler.hook_facts import PromptFacts, StepFacts
 from connector.vllm.adapter_loads import watch_adapter_loads
 from connector.vllm.connector import KVStoreConnector
+from connector.vllm.weight_reloads import watch_weight_reloads
 from connector.worker.memory import RecordMemory
 from kvstore.testing.waiting import eventually
 from tests.unit.connector.rank_harness import SOURCE, Make, Rank
@@ -181,6 +184,29 @@ def test_adapters_that_no_request_names_yet() -> None:
 
 
 # ---- on the ranks
+
+
+def test_weights_that_are_read_again() -> None:
+    """Of each reload the connector learns whether all of it came from files."""
+    told = list[bool]()
+
+    class Told:
+        def on_weights_reloaded(self, *, from_files: bool) -> None:
+            told.append(from_files)
+
+    def read(weights_iterator: object = None) -> None:
+        if weights_iterator == "torn":
+            raise OSError
+
+    watch_weight_reloads(watcher := Told())
+    worker: Any = SimpleNamespace(vllm_config=VllmConfig(), model_runner=SimpleNamespace(reload_weights=read))
+    Worker.reload_weights(worker)
+    Worker.reload_weights(worker, weights_iterator=[])
+    Worker.reload_weights(worker, [])
+    with pytest.raises(OSError):
+        Worker.reload_weights(worker, "torn")
+    assert told == [True, False, False, False]
+    del watcher
 
 
 def loaded(rank: Make) -> Rank:

@@ -14,6 +14,7 @@ from connector import weights
 from connector.prefix_hash import AdapterRequest, UncacheableContent
 from connector.weights import (
     Adapters,
+    are_unchanged,
     digest_model,
     digest_weights,
     find_adapter_files,
@@ -184,6 +185,7 @@ def test_weights_that_are_replaced_at_the_start_have_no_id(kind: str, tmp_path: 
     current.symlink_to(old)
     facts = make_facts(model_path=str(current), weights_stamp=stamp_weights([str(current)], "auto"))
     assert find_weights_id(facts, cache) == digest(old, cache)
+    assert are_unchanged(facts) and not are_unchanged(make_facts(model_path=str(current)))
 
     def replace_weights() -> None:
         if kind == "file":
@@ -196,6 +198,7 @@ def test_weights_that_are_replaced_at_the_start_have_no_id(kind: str, tmp_path: 
         find_weights_id(facts, tmp_path / "empty", replace_weights)
     with pytest.raises(InvalidRequest, match="changed while the engine started"):
         find_weights_id(facts, cache)
+    assert not are_unchanged(facts)  # also if it reads them again later
 
 
 @pytest.mark.parametrize("content", [{}, {"config.json": b"{}"}, None])
