@@ -42,7 +42,7 @@ class LossReason(StrEnum):
     """It is larger than half of `pinned_bytes`. Needs the details `pinned_bytes` and `needs_bytes`; the latter is the
     smallest sufficient `pinned_bytes`."""
     STOPPED = "save_stopped"
-    """The engine stopped first."""
+    """The engine stopped, or dropped its own cache, first."""
     FAILED = "save_failed"
     """The service did not take it."""
     UNANSWERED = "save_unanswered"

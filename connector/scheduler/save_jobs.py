@@ -69,7 +69,7 @@ class _Job:
     Attributes:
         num_bytes: Host memory that it takes on each rank.
         busy_ranks: Ranks that have not answered it.
-        pinned: Blocks that its request may free before they are copied.
+        pinned: Blocks that its request may free before it is sent.
         waits_since_s: Monotonic time since which it waits, or waited, for host memory.
     """
 
@@ -260,8 +260,16 @@ class SaveJobs:
             self._lose(job_id, reason)
         return len(job_ids)
 
+    def send(self, jobs: Sequence[SaveJob]) -> None:
+        """Give back the blocks of jobs that go to the ranks now: this step copies them before a later one writes."""
+        for job in jobs:
+            entry = self._jobs[job.job_id]
+            pinned, entry.pinned = entry.pinned, ()
+            if pinned and self.pins is not None:
+                self.pins.unpin(pinned)
+
     def close(self) -> None:
-        """Lose the jobs that wait for host memory: the engine stops. Idempotent."""
+        """Lose the jobs that wait, and give their blocks back: the engine stops, or drops its cache. Idempotent."""
         for _, job_id in list(self._waiting):
             self._stop_waiting(job_id)
             self._lose(job_id, LossReason.STOPPED)

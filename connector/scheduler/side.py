@@ -340,6 +340,7 @@ class SchedulerSide:
         saves = self.saves.plan_step(running)
         try:
             audits = self._audits.plan_step(step)
+            self.save_jobs.send(saves)
         except BaseException:
             self._audits.stop()
             self.save_jobs.withdraw(saves)
@@ -419,6 +420,10 @@ class SchedulerSide:
             return
         self._stop(list(self.requests.values()))
         self.namespace.reset(is_empty=is_empty)
+
+    def give_blocks_back(self) -> None:
+        """Hold no block any more: vLLM is about to drop its own cache, and does not while one is held."""
+        self.save_jobs.close()
 
     def on_blocks_emptied(self) -> None:
         """Note that the engine slept: the blocks of saves that were planned before and not sent are empty."""

@@ -297,6 +297,12 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._pins = PoolPins(gpu_block_pool)
+        self._pins.before_reset(self._give_blocks_back)
+
+    @guarded()
+    def _give_blocks_back(self) -> None:
+        if self.scheduler_side is not None:
+            self.scheduler_side.give_blocks_back()
 
     def has_pending_push_work(self) -> bool:
         """Whether an idle engine must keep stepping: for saves, audits, or cache events that are not published yet."""

@@ -153,7 +153,12 @@ USES: tuple[Use, ...] = (
         "vllm.v1.core.block_pool",
         "BlockPool",
         fields=_names("blocks num_gpu_blocks cached_block_hash_to_block"),
-        hooks={"get_num_free_blocks": (), "touch": ("blocks",), "free_blocks": ("ordered_blocks",)},
+        hooks={
+            "get_num_free_blocks": (),
+            "touch": ("blocks",),
+            "free_blocks": ("ordered_blocks",),
+            "reset_prefix_cache": (),
+        },
     ),
     # the model's cache
     Use(_SPECS, "KVCacheConfig", fields=_names("num_blocks kv_cache_groups prefix_cacheable_group_ids")),

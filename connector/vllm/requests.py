@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -165,6 +166,19 @@ class PoolPins:
         """Whether no block is in use or cached: no request holds KV, and none will get KV that exists now."""
         used_blocks = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() - 1  # one is vLLM's null block
         return used_blocks == 0 and len(self._pool.cached_block_hash_to_block) == 0
+
+    def before_reset(self, call: Callable[[], None]) -> None:
+        """Call this before vLLM drops its cache. It has no hook for that, and does not drop it while a block is held:
+        what it computed with old weights would stay.
+        """
+        reset = self._pool.reset_prefix_cache
+
+        @functools.wraps(reset)
+        def reset_prefix_cache() -> bool:
+            call()
+            return bool(reset())
+
+        self._pool.reset_prefix_cache = reset_prefix_cache
 
     def pin(self, block_ids: Sequence[int]) -> None:
         self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])

@@ -221,6 +221,7 @@ class SavesMachine(RuleBasedStateMachine):
         if withdraws:
             self.jobs.withdraw(planned)
             return
+        self.jobs.send(planned)
         for job in planned:
             self.sent[job.job_id] = job
             for rank in self.ranks:
@@ -367,7 +368,7 @@ class SavesMachine(RuleBasedStateMachine):
         pinned = Counter(block_id for one in saving.values() for block_id in one.pinned)
         assert pinned == +self.pool.pinned
         assert self.jobs._waiting_blocks == sum(len(saving[job_id].pinned) for job_id in waiting)
-        assert all(saving[job_id].pinned for job_id in waiting)
+        assert [job_id for job_id, one in saving.items() if one.pinned] == sorted(waiting)
         assert self.jobs._waiting_blocks <= NUM_BLOCKS // 2
 
     @invariant()

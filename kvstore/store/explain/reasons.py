@@ -133,7 +133,8 @@ REASONS = {
         "set pinned_bytes in kv_connector_extra_config to needs_bytes or more",
     ),
     "save_stopped": Reason(
-        "it was computed, but not saved: the engine stopped first", "stop engines with SIGTERM and wait until they exit"
+        "it was computed, but not saved: the engine stopped, or dropped its own cache, first",
+        "stop engines with SIGTERM and wait until they exit",
     ),
     "save_failed": Reason(
         "it was computed, but not saved: the service did not take it",

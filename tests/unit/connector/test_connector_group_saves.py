@@ -86,7 +86,8 @@ def test_decoding_fills_pages_and_brings_states() -> None:
 
 
 def test_the_end_of_a_request_saves_its_tail_from_pinned_blocks() -> None:
-    """What was generated up to the last boundary is saved when the request ends; its blocks stay until it is."""
+    """What was generated up to the last boundary is saved when the request ends; its blocks stay until a step
+    copies them: no longer, since vLLM drops its own cache only while no block is held."""
     at = SavesHarness(FULL, prompt=64)
     first = at.step(64, [], list(range(1, 5)))
     at.done(first)
@@ -97,6 +98,8 @@ def test_the_end_of_a_request_saves_its_tail_from_pinned_blocks() -> None:
     (job,) = at.saves.plan_step([])
     assert spans([job]) == [(0, 0, 80)]
     assert sorted(at.pins.held) == [1, 2, 3, 4, 5]
+    at.jobs.send([job])
+    assert (at.pins.held, len(at.jobs)) == ([], 1)
     at.done([job])
     assert (at.pins.held, len(at.jobs)) == ([], 0)
 

@@ -11,11 +11,12 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from connector.prefix_hash import AdapterRequest, MediaItem, PrefixChain, PromptContent, UncacheableContent
-from connector.vllm.requests import RequestReader, read_step, read_trace
+from connector.vllm.requests import PoolPins, RequestReader, read_step, read_trace
 
 HASH = "5" * 64
 TRUSTING = RequestReader(trusts_media=True)
@@ -218,3 +219,17 @@ def test_a_step_s_tables_are_read_once_and_only_where_they_are_needed() -> None:
     assert not asked
     assert [step.tables["new"] for _ in range(3)] == [([1, 2, 3],)] * 3
     assert asked == ["new"]
+
+
+def test_vllm_drops_its_cache_although_blocks_were_held() -> None:
+    """It does not while one is held, and what it computed with older weights would stay: ours are given back before."""
+    pool = BlockPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=16)
+    pins = PoolPins(pool)
+    blocks = pool.get_new_blocks(2)
+    held = [block.block_id for block in blocks]
+    pins.pin(held)
+    pool.free_blocks(blocks)
+    assert not pool.reset_prefix_cache()
+    pins.before_reset(lambda: pins.unpin(held))
+    assert pool.reset_prefix_cache()
+    assert pins.is_empty
