@@ -87,12 +87,8 @@ def ask_each(engine: EngineProcess, prompts: Sequence[tuple[int, ...]]) -> list[
 
 
 def forget_own_cache(engine: EngineProcess) -> None:
-    """Empty an engine's own cache. A save on its way holds its blocks, in an in-process engine until the next step."""
-    for _ in range(100):
-        if engine.reset_prefix_cache():
-            return
-        engine.generate([Request(PROMPTS[0][:3], max_tokens=1)])  # fills no block, so saves nothing
-    raise AssertionError("blocks are held for good")
+    """Empty an engine's own cache, whatever it saves at that time."""
+    assert engine.reset_prefix_cache()
 
 
 @contextmanager
