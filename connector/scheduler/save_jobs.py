@@ -69,7 +69,7 @@ class _Job:
     Attributes:
         num_bytes: Host memory that it takes on each rank.
         busy_ranks: Ranks that have not answered it.
-        pinned: Blocks that its request may free before it is sent.
+        pinned: Blocks that its request may free before they are copied.
         waits_since_s: Monotonic time since which it waits, or waited, for host memory.
     """
 
@@ -260,16 +260,16 @@ class SaveJobs:
             self._lose(job_id, reason)
         return len(job_ids)
 
-    def send(self, jobs: Sequence[SaveJob]) -> None:
-        """Give back the blocks of jobs that go to the ranks now: this step copies them before a later one writes."""
-        for job in jobs:
-            entry = self._jobs[job.job_id]
-            pinned, entry.pinned = entry.pinned, ()
-            if pinned and self.pins is not None:
-                self.pins.unpin(pinned)
+    def give_blocks_back(self) -> None:
+        """Hold no block any more. What waits is lost. What the ranks have is copied before a later step of the engine
+        writes; it is held until they answer all the same, for others that write to blocks, as in a `MultiConnector`.
+        """
+        self.close()
+        for entry in self._jobs.values():
+            self._unpin(entry)
 
     def close(self) -> None:
-        """Lose the jobs that wait, and give their blocks back: the engine stops, or drops its cache. Idempotent."""
+        """Lose the jobs that wait for host memory: the engine stops, or drops its cache. Idempotent."""
         for _, job_id in list(self._waiting):
             self._stop_waiting(job_id)
             self._lose(job_id, LossReason.STOPPED)
@@ -343,8 +343,12 @@ class SaveJobs:
         self._leave_flight(entry.job)
         if cancelled and self.cache_events is not None:
             self.cache_events.on_save_cancelled(job_id)
-        if entry.pinned and self.pins is not None:
-            self.pins.unpin(entry.pinned)
+        self._unpin(entry)
+
+    def _unpin(self, entry: _Job) -> None:
+        pinned, entry.pinned = entry.pinned, ()
+        if pinned and self.pins is not None:
+            self.pins.unpin(pinned)
 
 
 def _record_of(job: SaveJob) -> _Record:

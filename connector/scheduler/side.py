@@ -340,7 +340,6 @@ class SchedulerSide:
         saves = self.saves.plan_step(running)
         try:
             audits = self._audits.plan_step(step)
-            self.save_jobs.send(saves)
         except BaseException:
             self._audits.stop()
             self.save_jobs.withdraw(saves)
@@ -423,7 +422,7 @@ class SchedulerSide:
 
     def give_blocks_back(self) -> None:
         """Hold no block any more: vLLM is about to drop its own cache, and does not while one is held."""
-        self.save_jobs.close()
+        self.save_jobs.give_blocks_back()
 
     def on_blocks_emptied(self) -> None:
         """Note that the engine slept: the blocks of saves that were planned before and not sent are empty."""

@@ -86,8 +86,7 @@ def test_decoding_fills_pages_and_brings_states() -> None:
 
 
 def test_the_end_of_a_request_saves_its_tail_from_pinned_blocks() -> None:
-    """What was generated up to the last boundary is saved when the request ends; its blocks stay until a step
-    copies them: no longer, since vLLM drops its own cache only while no block is held."""
+    """What was generated up to the last boundary is saved when the request ends; its blocks stay until it is."""
     at = SavesHarness(FULL, prompt=64)
     first = at.step(64, [], list(range(1, 5)))
     at.done(first)
@@ -98,7 +97,19 @@ def test_the_end_of_a_request_saves_its_tail_from_pinned_blocks() -> None:
     (job,) = at.saves.plan_step([])
     assert spans([job]) == [(0, 0, 80)]
     assert sorted(at.pins.held) == [1, 2, 3, 4, 5]
-    at.jobs.send([job])
+    at.done([job])
+    assert (at.pins.held, len(at.jobs)) == ([], 0)
+
+
+def test_no_block_is_held_while_vllm_drops_its_cache() -> None:
+    """It does not while one is held. What the ranks have is saved all the same."""
+    at = SavesHarness(FULL, prompt=64)
+    at.done(at.step(64, [], list(range(1, 5))))
+    at.state.tokens = at.tokens[:90]
+    at.saves.plan_end(at.state, NAMESPACE, 89, [[], [1, 2, 3, 4, 5, 6]])
+    (job,) = at.saves.plan_step([])
+    assert (len(at.jobs), bool(at.pins.held)) == (1, True)
+    at.jobs.give_blocks_back()
     assert (at.pins.held, len(at.jobs)) == ([], 1)
     at.done([job])
     assert (at.pins.held, len(at.jobs)) == ([], 0)
