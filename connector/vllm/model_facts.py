@@ -153,6 +153,8 @@ def _model_rules(vllm_config: Any) -> dict[str, Any]:
     originals = list(_original_lengths(config, config.get("original_max_position_embeddings")))
     if originals:  # vLLM chooses one set of factors at start, by the longest request that it accepts
         rules["long_rope"] = [model.max_model_len > original for original in originals]
+    if _has_dynamic_rope(config):  # some models scale it by the longest request that vLLM accepts
+        rules["dynamic_rope"] = model.max_model_len
     if is_llama4(config):  # vLLM decides it at start, also by the longest request that it accepts
         chosen = {**model.try_get_generation_config(), **model.override_generation_config}
         rules[_TUNING] = bool(chosen.get(_TUNING, model.max_model_len > _TUNED_TOKENS))
@@ -180,6 +182,11 @@ def _original_lengths(config: Mapping[str, Any], default: int | None) -> Iterato
     for value in config.values():
         if isinstance(value, Mapping):
             yield from _original_lengths(value, config.get("original_max_position_embeddings") or default)
+
+
+def _has_dynamic_rope(config: Mapping[str, Any]) -> bool:
+    parts = (value for value in config.values() if isinstance(value, Mapping))
+    return config.get("rope_type", config.get("type")) == "dynamic" or any(map(_has_dynamic_rope, parts))
 
 
 def _adapter_rules(lora: Any, model_dtype: Any) -> dict[str, str]:

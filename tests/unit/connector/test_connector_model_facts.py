@@ -168,6 +168,13 @@ def test_the_longest_request_counts_for_long_ropes_only() -> None:
     assert rules(outside, max_model_len=8192)["model_rules"] == {"long_rope": [True]}
 
 
+def test_the_longest_request_counts_for_dynamic_ropes() -> None:
+    """MiniMax M2 and Plamo 3 give `max_model_len` to the rope, and a dynamic one makes its base of it."""
+    dynamic = {"rope_parameters": {"full": {"rope_type": "dynamic", "factor": 2.0}}}
+    assert rules(dynamic, max_model_len=8192)["model_rules"] == {"dynamic_rope": 8192}
+    assert rules({"rope_scaling": {"type": "dynamic"}}, max_model_len=7)["model_rules"] == {"dynamic_rope": 7}
+
+
 def test_quantisation_that_is_made_at_start_counts() -> None:
     """Weights that are quantised while they are loaded are not those of the files."""
     found = [rules(quantization_config=given)["model_rules"] for given in (None, Online(), {"linear": "int8"})]
