@@ -150,6 +150,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             flags, complaints = read_flags(request.kv_transfer_params)
             for complaint in complaints:
                 _warn_once(f"{complaint}; it is ignored")
+            if request.skip_reading_prefix_cache:  # as one does that asks for log probabilities of its prompt
+                flags = replace(flags, load=False)
             content, uncacheable = self._read_content(request)
             if self._settings.blend or flags.blend is not None:
                 uncacheable = self._read_blend(request, flags, content, uncacheable)
@@ -216,7 +218,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
 
     @guarded(fallback=lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self.scheduler_side is None or request.skip_reading_prefix_cache:
+        if self.scheduler_side is None:
             return 0, False
         if self._blends is not None and self._blends.knows(request.request_id):
             blended = self._blends.matched_tokens(request.request_id, num_computed_tokens)

@@ -137,26 +137,28 @@ def test_a_request_that_must_not_be_saved_leaves_nothing(store: tuple[Store, Ans
 
 
 def test_what_became_of_each_request_is_explained(store: tuple[Store, Answer], fresh: EngineProcess) -> None:
-    """A hit, one that the engine held itself, one that asked not to be loaded, and one that was not stored."""
+    """A hit, one that the engine held itself, two that asked not to be loaded, and one that was not stored."""
     kept, _ = store
     assert fresh.reset_prefix_cache()
     for request in (
         Request(PROMPT),
         Request(PROMPT),
         Request(seeded_prompt(44, 1000), kv_transfer_params={"kvstore": {"load": False}}),
+        Request(PROMPT, prompt_logprobs=1),
         Request(seeded_prompt(45, 1000)),
     ):
         fresh.generate([request])
     with BlockingStore(kept.service.url) as asking:
-        listed: Any = asking.explain("", deadline=Deadline.after(10.0))["requests"][:4]
+        listed: Any = asking.explain("", deadline=Deadline.after(10.0))["requests"][:5]
         told = [asking.explain(one["request"], deadline=Deadline.after(10.0)) for one in reversed(listed)]
     assert [(one["result"], one["reason"]) for one in told] == [
         ("hit", ""),
         ("local", "held_by_engine"),
         ("miss", "opted_out"),
+        ("miss", "opted_out"),
         ("miss", "never_stored"),
     ]
-    assert [one["resume_tokens"] for one in told] == [RESTORED, RESTORED, 0, 0]
+    assert [one["resume_tokens"] for one in told] == [RESTORED, RESTORED, 0, 0, 0]
 
 
 def test_one_prefix_of_a_hybrid_is_fetched_once(work: Path, tmp_path: Path) -> None:

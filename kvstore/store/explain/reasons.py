@@ -21,7 +21,10 @@ REASONS = {
     "": Reason("all of the prompt that can be resumed was resumed"),
     "held_by_engine": Reason("the engine's own cache held as much or more"),
     "too_short": Reason("the prompt is shorter than one block, so there is nothing to resume"),
-    "opted_out": Reason("the request asked not to be loaded", "see its kv_transfer_params"),
+    "opted_out": Reason(
+        "the request asked not to be loaded",
+        "see its kv_transfer_params, skip_reading_prefix_cache, and prompt_logprobs, which need the whole prompt",
+    ),
     "mode": Reason("this engine only saves", 'set "mode" to "both" in kv_connector_extra_config'),
     "audited": Reason("what was found is computed again to be compared, as audit_rate asks"),
     "blended": Reason("its documents were blended, as it asked: its answer is approximate"),

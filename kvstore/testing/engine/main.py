@@ -71,6 +71,7 @@ def generate(llm: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
             temperature=0.0,
             max_tokens=request["max_tokens"],
             logprobs=request["logprobs"],
+            prompt_logprobs=request["prompt_logprobs"],
             detokenize=False,
             ignore_eos=True,
             extra_args={"kv_transfer_params": told} if (told := request["kv_transfer_params"]) is not None else None,

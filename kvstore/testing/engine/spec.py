@@ -139,6 +139,7 @@ class Request:
         kv_transfer_params: For the connectors.
         adapter: Name, number and folder of a LoRA adapter.
         embeddings: File with a tensor of embeddings that are given instead of the prompt's ids.
+        prompt_logprobs: How many of the most likely tokens to compute for each token of the prompt; not reported.
     """
 
     prompt: tuple[int, ...]
@@ -148,6 +149,7 @@ class Request:
     kv_transfer_params: Mapping[str, Any] | None = None
     adapter: tuple[str, int, str] | None = None
     embeddings: str | None = None
+    prompt_logprobs: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
