@@ -33,8 +33,9 @@ _HANDOFF_POLL_S = 0.02
 _HANDOFF_POLL_SHARE = 0.2
 """The pause between two lookups as a share of the time waited so far: a late handoff costs few lookups."""
 
-HASHED_AT_ONCE = 16_384
-"""Tokens of a prompt that are hashed before the next prompt has its turn."""
+HASHED_AT_ONCE = 131_072
+"""Tokens of a prompt that are hashed before the next prompt has its turn. Most prompts are shorter: of many that come
+together the first are hashed soon, and not all of them late."""
 
 
 def takes_whole_prompts(settings: ConnectorSettings, shape: CacheShape) -> bool:
