@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 
 _PERIOD_S = 15.0
 """How often the servers' counters are read, so that every loss is recorded within 60 s."""
+_REST_SHARE = 3
 _LEASE = "reconcile"
 _LEASE_S = 20.0
 _NEXT_STEP = "lookups also query the tiers, which is slower, until one of the services has added them"
@@ -70,8 +71,8 @@ class Reconciler:
         self._was_complete = False
 
     async def run(self) -> None:
-        """Check until cancelled; after a failure, again in the next period. Pauses at least as long as the last check
-        took, so that checks take at most half of the time where Redis evicts constantly.
+        """Check until cancelled; after a failure, again in the next period. Pauses at least three times as long as the
+        last check took, so that checks take at most a quarter of Redis' time where it evicts constantly.
 
         Raises:
             Closed: The catalog was closed.
@@ -82,7 +83,8 @@ class Reconciler:
                 await self.check()
             except (Unavailable, CorruptRecord, InvalidRequest):
                 self._meters.add("catalog_failures", call="reconcile")
-            await asyncio.sleep(max(self._period_s, asyncio.get_running_loop().time() - started_s))
+            took_s = asyncio.get_running_loop().time() - started_s
+            await asyncio.sleep(max(self._period_s, _REST_SHARE * took_s))
 
     async def check(self) -> int:
         """Check once, and compare everything if a record is gone; returns how many records are gone."""
