@@ -294,7 +294,7 @@ def test_media_without_their_embeddings(connector: str, *, encodes_elsewhere: bo
     """Our engines refuse them, unless another engine encodes. Else vLLM takes them, and ends if it must compute one."""
     register()
     transfer = KVTransferConfig(kv_connector=connector, kv_role="kv_both")
-    media = SimpleNamespace(allow_missing_mm_embeddings=None, enable_mm_embeds=False)
+    media = SimpleNamespace(allow_missing_mm_embeddings=None, enable_mm_embeds=False, language_model_only=False)
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(multimodal_config=media),
         ec_transfer_config=SimpleNamespace(is_ec_consumer=encodes_elsewhere),
