@@ -13,8 +13,9 @@ import pytest
 from kvstore.testing.checkpoints import write_checkpoint
 from kvstore.testing.engine import EngineProcess, EngineSpec, Request, seeded_prompt
 from kvstore.testing.servers.ports import free_address
-from tests.connector.support.patience import PATIENCE_S, PATIENT, forget_own_cache
+from tests.connector.support.runs import forget_own_cache
 from tests.connector.support.service import DirectoryService
+from tests.connector.support.stores import PATIENCE_S, PATIENT
 
 pytestmark = pytest.mark.engine
 

@@ -50,8 +50,8 @@ class Broken:
             is_pinned: [boundaries].
         """
         held = num_slices.any(axis=1)
-        piece = hashes_of(prefixes), parents, num_slices.astype(np.uint16), last_use_s, is_pinned
-        self._pieces.append(tuple(column[held] for column in piece))  # type: ignore[arg-type]
+        counts = num_slices[held].astype(np.uint16)
+        self._pieces.append((hashes_of(prefixes)[held], parents[held], counts, last_use_s[held], is_pinned[held]))
 
     def found(self) -> dict[PrefixHash, int]:
         """The broken boundaries, and when each was last used."""

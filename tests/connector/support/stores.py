@@ -16,9 +16,9 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.testing.serve import PrivateService, RunningService, Service
 from kvstore.testing.servers import CephRgw, RedisServer
 
-__all__ = ["PATIENT", "EmbeddedStore", "SharedStore", "TestedStore", "shared_store", "wait_for_engine"]
+__all__ = ["PATIENCE_S", "PATIENT", "EmbeddedStore", "SharedStore", "TestedStore", "shared_store", "wait_for_engine"]
 
-_PATIENCE_S = 120.0
+PATIENCE_S = 120.0
 PATIENT = {
     "lookup_timeout_ms": 60_000,
     "stall_timeout_ms": 60_000,
@@ -120,10 +120,10 @@ def wait_for_engine(url: str, *, ranks: int = 1) -> None:
                 seen = seen + 1 if connected else 0
             return seen >= 5
 
-        ends_s = time.monotonic() + _PATIENCE_S
+        ends_s = time.monotonic() + PATIENCE_S
         while not is_there():
             if time.monotonic() > ends_s:
-                raise TimeoutError(f"the engine does not connect within {_PATIENCE_S} s")
+                raise TimeoutError(f"the engine does not connect within {PATIENCE_S} s")
             time.sleep(0.05)
 
 

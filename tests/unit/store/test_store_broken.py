@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import random
+import tracemalloc
 
+import numpy as np
 import pytest
 
 from kvstore.catalog.entry import BoundaryEntry
+from kvstore.catalog.families import hashes_of
 from kvstore.model.keys import NamespaceId, PrefixHash
-from kvstore.store.retention.broken import broken_of
+from kvstore.store.retention.broken import Broken, broken_of
 
 _NOW_S = 1_000
 _NAMESPACES = [NamespaceId(bytes([number]) * 16) for number in range(2)]
@@ -67,3 +70,21 @@ def test_nothing_is_broken_where_nothing_is() -> None:
     entry = BoundaryEntry(_NAMESPACES[0], prefix, 64, None, 1, 1, 0, 0, ((1,), (0,)), ((9,), (0,)))
     assert broken_of([], _NOW_S) == {}
     assert broken_of([entry], _NOW_S) == {}
+
+
+def test_a_boundary_takes_a_hundred_bytes_at_most() -> None:
+    """A service finds the broken ones of millions: as objects they would be a thousand bytes each."""
+    broken, parent = Broken(), bytes(32)
+    tracemalloc.start()
+    try:
+        for start in range(0, 20_480, 512):
+            prefixes = [PrefixHash(hashlib.sha256(b"%d" % number).digest()) for number in range(start, start + 512)]
+            above = hashes_of([parent, *prefixes[:-1]])
+            broken.add(prefixes, above, np.ones((512, 4), np.int64), np.ones(512, np.int64), np.zeros(512, bool))
+            parent = prefixes[-1]
+        del prefixes, above
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes < 100 * 20_480
+    assert broken.found() == {}

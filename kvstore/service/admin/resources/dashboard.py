@@ -74,9 +74,8 @@ async def file(
 
 
 async def _answer(request: Request, name: str, wanted: str) -> Response:
-    is_known = (
-        name == _CHARTS or name in _own_files()
-    )  # no answer is kept for any other name: clients choose it, without a token
+    # what `load` answers is kept for good: never for a name that a client without a token has made up
+    is_known = name == _CHARTS or name in _own_files()
     found = await asyncio.to_thread(load, name) if is_known else None
     if found is None:
         raise Refused(404, "the dashboard has no such file", seen=name)
