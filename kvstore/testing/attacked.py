@@ -180,29 +180,28 @@ async def beside(service: AttackedService, attack: Callable[[], Awaitable[object
         client = start_warm(command, bare_environment(), write_end) or subprocess.Popen(
             command, stdout=output, cwd=ROOT, env=bare_environment()
         )
-    answers = os.fdopen(read_end, "rb")
-    try:
-        line = await asyncio.to_thread(answers.readline)
-        assert b"ready" in line, line
-        await asyncio.sleep(_CALM_S)
-        before_bytes = during_bytes = service.resident_bytes
-        attacking = asyncio.ensure_future(attack())
-        ends_s = time.monotonic() + at_least_s
+    with os.fdopen(read_end, "rb") as answers:
         try:
-            while not attacking.done() or time.monotonic() < ends_s:
-                during_bytes = max(during_bytes, service.resident_bytes)
-                await asyncio.sleep(_LOOK_S)
+            line = await asyncio.to_thread(answers.readline)
+            assert b"ready" in line, line
+            await asyncio.sleep(_CALM_S)
+            before_bytes = during_bytes = service.resident_bytes
+            attacking = asyncio.ensure_future(attack())
+            ends_s = time.monotonic() + at_least_s
+            try:
+                while not attacking.done() or time.monotonic() < ends_s:
+                    during_bytes = max(during_bytes, service.resident_bytes)
+                    await asyncio.sleep(_LOOK_S)
+            finally:
+                attacking.cancel()
+                await asyncio.gather(attacking, return_exceptions=True)
+            attacking.result()
+            client.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(_START_S):
+                told = await asyncio.to_thread(answers.read)
         finally:
-            attacking.cancel()
-            await asyncio.gather(attacking, return_exceptions=True)
-        attacking.result()
-        client.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(_START_S):
-            told = await asyncio.to_thread(answers.read)
-    finally:
-        client.send_signal(signal.SIGKILL)
-        status = client.wait()
-        answers.close()
+            client.send_signal(signal.SIGKILL)
+            status = client.wait()
     assert status == 0, told[-2000:]
     limit_bytes = before_bytes + service.memory_bytes + 100 * _MIB
     after_bytes = service.resident_bytes

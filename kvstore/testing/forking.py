@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NoReturn
 
 _ORDER_BYTES_MAX = 128 << 10
@@ -67,7 +68,8 @@ class ForkedProcess:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # the fork server has seen its end, and reports it next
+                os.kill(self.pid, number)
 
     def _await(self, timeout_s: float | None) -> int | None:
         if not select.select([self._report], [], [], timeout_s)[0]:

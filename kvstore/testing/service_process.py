@@ -51,6 +51,7 @@ class ServiceProcess:
                 command, stdout=output, cwd=ROOT, env=environment
             )
         if not any(b"ready" in line for line in self._output):
+            self.kill()
             raise RuntimeError(f"the service of the test did not start on {self.url}")
 
     @property

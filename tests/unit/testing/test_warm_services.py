@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from kvstore.testing.forking import ForkedProcess
 from kvstore.testing.serve import Service
 from kvstore.testing.servers.process import ServerFailed
 
@@ -39,3 +41,19 @@ def test_a_wrong_setting_ends_it_with_the_status_of_the_command(tmp_path: Path) 
         wrong.start()
     wrong.process.kill9()
     assert wrong.process.exit_status == 2
+
+
+def test_a_process_that_has_ended_but_is_not_reported_yet_takes_signals() -> None:
+    """As `subprocess.Popen` does: the fork server may have seen an end that its report has not told yet."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(3)
+    os.waitpid(pid, 0)
+    (stdin_read, stdin_write), (report_read, report_write) = os.pipe(), os.pipe()
+    process = ForkedProcess(pid, stdin_write, report_read)
+    process.send_signal(signal.SIGKILL)
+    os.write(report_write, b"3")
+    assert process.wait() == 3
+    process.stdin.close()
+    for descriptor in (stdin_read, report_write):
+        os.close(descriptor)
