@@ -242,16 +242,20 @@ class Catalog(ABC):
 
     async def get(self, namespace: NamespaceId, prefix: PrefixHash, *, deadline: Deadline) -> BoundaryEntry | None:
         """Read one entry; `None`: nothing is stored there."""
-        table = await self.lookup(namespace, [prefix], deadline=deadline)
-        data = table.entry(0)
-        return None if data is None else entry_of(table.shape, namespace, prefix, data)
+        return next(iter(await self.entries(namespace, [prefix], deadline=deadline)), None)
+
+    async def entries(
+        self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], *, deadline: Deadline
+    ) -> list[BoundaryEntry]:
+        """Read some entries, as values; boundaries where nothing is stored are left out."""
+        table = await self.lookup(namespace, prefixes, deadline=deadline)
+        return list(table.entries(namespace, prefixes))
 
     async def iterate(self, namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
         """Yield every entry of a namespace, as `step` pages through them. Each page has 10 s."""
         async for page in self.pages(namespace):
-            for index, prefix in enumerate(page.prefixes):
-                if (data := page.table.entry(index)) is not None:
-                    yield entry_of(page.table.shape, namespace, prefix, data)
+            for entry in page.table.entries(namespace, page.prefixes):
+                yield entry
 
     async def leaving(self, namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
         """Yield the entries whose records are being deleted. As there are few, this takes less time than `iterate`. It

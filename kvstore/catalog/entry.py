@@ -20,6 +20,7 @@ The layout follows from the namespace's groups, so all its entries have one size
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -241,6 +242,12 @@ class EntryTable:
     def entry(self, index: int) -> bytes | None:
         """One boundary's entry; `None`: there is none."""
         return self.data[index].tobytes() if self.data[index, 0] == ENTRY_VERSION else None
+
+    def entries(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash]) -> Iterator[BoundaryEntry]:
+        """The entries that there are, as values. `prefixes` are the boundaries of the request."""
+        for index, prefix in enumerate(prefixes):
+            if (data := self.entry(index)) is not None:
+                yield entry_of(self.shape, namespace, prefix, data)
 
     def rows(self, level: Level) -> npt.NDArray[np.uint8]:
         """[boundaries, `row_bytes`]: the bits of a level; zeros where the boundary is leaving it."""

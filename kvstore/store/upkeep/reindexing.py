@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeVar, cast
 
 from kvstore.catalog.base import TOMBSTONES_MAX, Addition, Catalog, LeaveReason, Removal
-from kvstore.catalog.entry import BoundaryEntry, EntryShape, EntryTable, Level, entry_of
+from kvstore.catalog.entry import BoundaryEntry, EntryShape, EntryTable, Level
 from kvstore.errors import Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.clock import Clock
@@ -243,9 +243,7 @@ class _Walk:
 
     async def _entries(self, namespace: NamespaceId, prefixes: list[PrefixHash]) -> list[BoundaryEntry]:
         """The entries of boundaries that are not leaving the level."""
-        table = await self._look_up(namespace, prefixes)
-        read = [(prefix, table.entry(index)) for index, prefix in enumerate(prefixes)]
-        entries = [entry_of(table.shape, namespace, prefix, data) for prefix, data in read if data is not None]
+        entries = await self._retry(lambda deadline: self._catalog.entries(namespace, prefixes, deadline=deadline))
         return [entry for entry in entries if self._level not in entry.leaving]
 
     async def _lacking(self, batch: list[Addition]) -> list[Addition]:

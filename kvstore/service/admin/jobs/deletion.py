@@ -14,7 +14,7 @@ from fastapi import Request
 from pydantic import BaseModel, Field
 
 from kvstore.catalog.base import LeaveReason, Leaving, NamespaceTotals
-from kvstore.catalog.entry import PINNED_AT, BoundaryEntry, Level, entry_of
+from kvstore.catalog.entry import PINNED_AT, BoundaryEntry, Level
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.model.keys import PrefixHash, RecordKey
 from kvstore.runtime.deadline import Deadline
@@ -146,15 +146,6 @@ async def parts_of(namespace: Namespace, deadline: Deadline) -> AsyncIterator[li
         rows = np.flatnonzero(step.table.present()).tolist()
         for start in range(0, len(rows), BOUNDARIES_AT_ONCE):
             yield [entry_at(namespace, step, row) for row in rows[start : start + BOUNDARIES_AT_ONCE]]
-
-
-async def entries_of(
-    context: AdminContext, namespace: Namespace, prefixes: Sequence[PrefixHash]
-) -> list[BoundaryEntry]:
-    """The entries of some boundaries as they are now; those that are gone are left out."""
-    table = await namespace.catalog.lookup(namespace.id, prefixes, deadline=context.soon())
-    found = ((prefix, table.entry(index)) for index, prefix in enumerate(prefixes))
-    return [entry_of(table.shape, namespace.id, prefix, data) for prefix, data in found if data is not None]
 
 
 async def pinned_boundaries(

@@ -23,7 +23,6 @@ from kvstore.service.admin.jobs.deletion import (
     BOUNDARIES_AT_ONCE,
     WALK_S,
     delete_unpinned,
-    entries_of,
     note_what_lacks,
     nothing_deleted,
     parts_of,
@@ -140,7 +139,8 @@ async def _parts(
     family = await _family_of(namespace, roots, deadline=context.soon(WALK_S))
     job.progress.total = len(family)
     for start in range(0, len(family), BOUNDARIES_AT_ONCE):
-        yield await entries_of(context, namespace, family[start : start + BOUNDARIES_AT_ONCE])
+        prefixes = family[start : start + BOUNDARIES_AT_ONCE]
+        yield await namespace.catalog.entries(namespace.id, prefixes, deadline=context.soon())
 
 
 def _roots(context: AdminContext, namespace: Namespace, wanted: NewDeletion) -> set[PrefixHash] | None:

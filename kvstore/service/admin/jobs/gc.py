@@ -24,7 +24,6 @@ from kvstore.service.admin.jobs.deletion import (
     WALK_S,
     delete_entries,
     delete_unpinned,
-    entries_of,
     nothing_deleted,
     parts_of,
     pinned_boundaries,
@@ -151,7 +150,8 @@ class _Collection:
         unused = [prefix for prefix, last_use_s in found.items() if last_use_s <= now_s - UNUSED_S]
         pinned = await pinned_boundaries(context, namespace, WALK_S) if unused else set()
         for start in range(0, len(unused), BOUNDARIES_AT_ONCE):
-            entries = await entries_of(context, namespace, unused[start : start + BOUNDARIES_AT_ONCE])
+            part = unused[start : start + BOUNDARIES_AT_ONCE]
+            entries = await namespace.catalog.entries(namespace.id, part, deadline=context.soon())
             still = [entry for entry in entries if not entry.leaving and entry.last_use_s == found[entry.prefix]]
             await delete_unpinned(context, namespace, still, pinned, self._found["incomplete"])
             self._report()
