@@ -66,6 +66,20 @@ class Background:
         """
         self.spawn(self._restart_after_failures(work, name), name, is_shared=True)
 
+    def repeat(self, work: Work[object], name: str, *, every_s: float) -> None:
+        """Run `work` again and again, each time after a pause of `every_s`; if it raises, as `keep_running`.
+
+        Raises:
+            Closed: The owner is closed.
+        """
+
+        async def run() -> None:
+            while True:
+                await asyncio.sleep(every_s)
+                await work()
+
+        self.keep_running(run, name)
+
     async def _restart_after_failures(self, work: Work[None], name: str) -> None:
         loop = asyncio.get_running_loop()
         pause_s = _RESTART_S

@@ -105,7 +105,7 @@ class Server:
             )
             _log.info("listening address=%s", self.listeners[-1].address)
         if not len(self._checking):
-            self._checking.keep_running(self._check_every_second, "checks")
+            self._checking.repeat(self._check, "checks", every_s=_CHECK_S)
 
     @property
     def addresses(self) -> tuple[Address, ...]:
@@ -156,14 +156,12 @@ class Server:
         sessions = list(self._sessions)  # in one step: the loop's thread may add and remove some
         return [session.engine for session in sessions if session.engine is not None]
 
-    async def _check_every_second(self) -> None:
-        while True:
-            await asyncio.sleep(_CHECK_S)
-            if self._credentials is not None and await asyncio.to_thread(self._credentials.poll):
-                self._end_unauthorized()
-            if self.tls is not None:
-                await asyncio.to_thread(self.tls.poll)
-            self._end_unread(SYSTEM_CLOCK.monotonic_s())
+    async def _check(self) -> None:
+        if self._credentials is not None and await asyncio.to_thread(self._credentials.poll):
+            self._end_unauthorized()
+        if self.tls is not None:
+            await asyncio.to_thread(self.tls.poll)
+        self._end_unread(SYSTEM_CLOCK.monotonic_s())
 
     def _end_unauthorized(self) -> None:
         for session in list(self._sessions):

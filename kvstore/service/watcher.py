@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -65,12 +64,7 @@ class Watcher:
 
     def start(self) -> None:
         """Watch in the background, until `aclose`."""
-        self._background.keep_running(self._run, "steps")
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(STEP_S)
-            await self.step()
+        self._background.repeat(self.step, "steps", every_s=STEP_S)
 
     async def step(self) -> None:
         """Sample once.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -219,7 +218,7 @@ class Manifests:
         self._clock = context.clock
         self._failing: set[str] = set()  # names of tiers that could not be written; "": a manifest could not be read
         if context.slower:
-            context.background.keep_running(self._check_regularly, "manifests")
+            context.background.repeat(self.check, "manifests", every_s=self._limits.manifest_check_s)
 
     def write(self, opened: OpenNamespace) -> None:
         """Write the manifest of a namespace that was opened to each tier, in the background."""
@@ -255,11 +254,6 @@ class Manifests:
             if found is None and tier is not None:
                 found = await tier.get_manifest(namespace, deadline=deadline)
         return found
-
-    async def _check_regularly(self) -> None:
-        while True:
-            await asyncio.sleep(self._limits.manifest_check_s)
-            await self.check()
 
     async def check(self) -> None:
         """Write again what could not be written, and what the hot tier has lost."""

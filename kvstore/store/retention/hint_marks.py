@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -69,7 +68,7 @@ class HintMarks:
 
     def start(self) -> None:
         """Pass marks on from now on, until `aclose`."""
-        self._background.keep_running(self._run, "marks")
+        self._background.repeat(self._flush, "marks", every_s=_FLUSH_S)
 
     def add(self, prompt: EndedPrompt, hint: Hint, page_tokens: int) -> None:
         """Mark the last page of a prompt and its end. Never waits."""
@@ -121,15 +120,13 @@ class HintMarks:
         except KVStoreError:
             return
 
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(_FLUSH_S)
-            try:
-                await self.flush(Deadline.after(_CALL_S, self._clock))
-            except Closed:
-                return
-            except KVStoreError:
-                self._meters.add("hints_dropped", reason="unavailable")
+    async def _flush(self) -> None:
+        try:
+            await self.flush(Deadline.after(_CALL_S, self._clock))
+        except Closed:
+            raise
+        except KVStoreError:
+            self._meters.add("hints_dropped", reason="unavailable")
 
     async def aclose(self) -> None:
         """Stop. Idempotent."""

@@ -78,7 +78,7 @@ class OperatorRules:
         except Unavailable as error:
             _log.warning("running without operators' rules (retired weights, quotas) until they answer: %s", error)
         if self._book.is_shared:
-            self._background.keep_running(self._read_regularly, "reading")
+            self._background.repeat(self._read_again, "reading", every_s=self._poll_s)
 
     def apply_to(
         self,
@@ -96,15 +96,13 @@ class OperatorRules:
         self._apply, self._guaranteed_max, self.used_bytes = apply, guaranteed_bytes_max, used_bytes
         apply(self.quotas)
 
-    async def _read_regularly(self) -> None:
-        while True:
-            await asyncio.sleep(self._poll_s)
-            try:
-                await self.read(Deadline.after(_CALL_S, self._clock))
-            except Closed:
-                raise
-            except KVStoreError:  # also a book that is full, and cannot take again what it has lost
-                self._meters.add("catalog_failures", call="orders")
+    async def _read_again(self) -> None:
+        try:
+            await self.read(Deadline.after(_CALL_S, self._clock))
+        except Closed:
+            raise
+        except KVStoreError:  # also a book that is full, and cannot take again what it has lost
+            self._meters.add("catalog_failures", call="orders")
 
     async def read(self, deadline: Deadline) -> None:
         """Read the book, and write to it again what it has lost.

@@ -67,17 +67,15 @@ class CatalogKeeper:
 
     def start(self) -> None:
         """Check in the background, until `aclose`."""
-        self._background.keep_running(self._run, "keeping it complete")
+        self._background.repeat(self._rebuild_if_due, "keeping it complete", every_s=self._poll_s)
 
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._poll_s)
-            try:
-                is_due = await self.is_due()
-            except _FAILURES:  # of a catalog that does not answer others tell
-                continue
-            if is_due:
-                await self._rebuild_and_rest()
+    async def _rebuild_if_due(self) -> None:
+        try:
+            is_due = await self.is_due()
+        except _FAILURES:  # of a catalog that does not answer others tell
+            return
+        if is_due:
+            await self._rebuild_and_rest()
 
     async def is_due(self) -> bool:
         """Whether the catalog is incomplete, as it was when it was asked last, and no other service rebuilds it: then

@@ -163,6 +163,24 @@ async def test_work_that_must_not_end_is_started_again(caplog: pytest.LogCapture
     assert len(background) == 0
 
 
+@pytest.mark.virtual_time
+async def test_work_is_repeated_after_each_pause() -> None:
+    """Also after it has failed; what is closed ends."""
+    loop = asyncio.get_running_loop()
+    background, starts, began_s = Background("tests"), list[float](), loop.time()
+
+    async def fail_once() -> None:
+        starts.append(loop.time() - began_s)
+        if len(starts) == 2:
+            raise KeyError("on purpose")
+        if len(starts) == 4:
+            raise Closed("gone")
+
+    background.repeat(fail_once, "loop", every_s=5.0)
+    await until(lambda: not len(background), 600)
+    assert [round(at_s) for at_s in starts] == [5, 10, 16, 21]  # a second more after a failure
+
+
 async def test_background_ends_everything_when_closed(caplog: pytest.LogCaptureFixture) -> None:
     """Closing cancels what runs and waits for its clean-up; afterwards nothing starts any more."""
     background, log = Background("tests"), list[str]()
