@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from kvstore.errors import KVStoreError, Unavailable
@@ -21,7 +22,6 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.retries import backoff_s
 from kvstore.store.context import StoreContext
 from kvstore.store.write_back.pending_writes import PendingWrites, TierWrite
-from kvstore.store.write_back.waiting import Waiting
 from kvstore.tiers.base import PutOutcome, Tier
 
 _log = logging.getLogger(__name__)
@@ -70,6 +70,42 @@ class _Job:
     """The same, when it failed last."""
 
 
+class _InMemory:
+    """The jobs that wait in the memory tier for room in the queue. Tenants take turns, and of each the oldest job comes
+    first: one tenant's long backlog delays another's job by one job of each tenant.
+    """
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._by_tenant: OrderedDict[str, dict[RecordKey, _Job]] = OrderedDict()  # the one to come next first
+
+    def __len__(self) -> int:
+        return self._num
+
+    def add(self, job: _Job) -> None:
+        self._num += 1
+        self._by_tenant.setdefault(job.tenant, {})[job.key] = job
+
+    def first(self) -> _Job:
+        """The job whose turn it is; there must be one."""
+        of_tenant = next(iter(self._by_tenant.values()))
+        return next(iter(of_tenant.values()))
+
+    def remove(self, job: _Job, *, is_its_turn: bool = False) -> None:
+        """Take a job out.
+
+        Args:
+            is_its_turn: It is queued now, and the next turn is another tenant's.
+        """
+        self._num -= 1
+        of_tenant = self._by_tenant[job.tenant]
+        del of_tenant[job.key]
+        if not of_tenant:
+            del self._by_tenant[job.tenant]
+        elif is_its_turn:
+            self._by_tenant.move_to_end(job.tenant)
+
+
 class WriteBack:
     """Writes records to one tier in the background. What is not written is counted as `write_back_dropped`.
 
@@ -99,7 +135,7 @@ class WriteBack:
         self._heap: list[_Job] = []
         self._deferred: list[_Job] = []  # too much was pending for them
         self._jobs: dict[RecordKey, _Job] = {}  # all that wait or are being written
-        self._in_memory: Waiting[_Job] = Waiting()  # those without their record
+        self._in_memory = _InMemory()  # those without their record
         self._only_in_hot: set[RecordKey] = set()  # left memory before their turn, on their way to the hot tier
         self._num_written = 0
         self._num_failed = 0
@@ -172,10 +208,11 @@ class WriteBack:
 
     def leave(self, key: RecordKey) -> bool:
         """Do not write what waits in memory under `key`, as the tier has it or will get it; False: nothing waits."""
-        job = self._in_memory.get(key)
-        if job is not None:
-            self._end(job)
-        return job is not None
+        job = self._jobs.get(key)
+        if job is None or job.record is not None:
+            return False
+        self._end(job)
+        return True
 
     def _new_job(self, record: Record, *, is_evictable: bool = False, in_cold: bool = False) -> _Job:
         arrival, stop = self._num_arrived, record.header.span.stop
