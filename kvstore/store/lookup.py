@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -112,9 +112,7 @@ class PresenceFinder:
         presence = Presence(layout, query)
         run, num_cells = self._work.run, presence.num_cells
         await self._find_in_memory(presence)
-        if self._catalog is not None and await self._catalog.fill(
-            presence, deadline, hot=self._hot is not None, cold=self._cold is not None
-        ):
+        if self._catalog is not None and await self._catalog.fill(presence, deadline):
             return presence
         sources = []
         if self._hot is not None:
@@ -287,12 +285,16 @@ class CatalogLookup:
     Up to `NAMES_AT_ONCE` boundaries are read in one round trip. Of a longer prompt most of whose boundaries do not end
     a page, the pages are read first, then the tails and states that can still matter.
 
+    Args:
+        levels: Those at which this store has a tier.
+
     Attributes:
         outage: Whether it answers.
     """
 
-    def __init__(self, catalog: Catalog, instruments: Instruments, work: LongWork) -> None:
+    def __init__(self, catalog: Catalog, levels: Iterable[Level], instruments: Instruments, work: LongWork) -> None:
         self._catalog = catalog
+        self._levels = tuple(levels)
         self._work = work
         self._turns = Turns(_CATALOG_QUERIES_MAX)
         self._meters = instruments.meters
@@ -302,7 +304,7 @@ class CatalogLookup:
         self._checked_s = float("-inf")
         self._unused_until_s = float("-inf")
 
-    async def fill(self, presence: Presence, deadline: Deadline, *, hot: bool, cold: bool) -> bool:
+    async def fill(self, presence: Presence, deadline: Deadline) -> bool:
         """Note what the catalog has of a query's boundaries. True: it is complete, so no tier need be asked.
 
         Raises nothing: of a catalog that does not answer in time nothing is noted, and it is not asked for a second, if
@@ -313,7 +315,7 @@ class CatalogLookup:
             return False
         deadline = deadline.earlier(deadline.remaining_s * _CATALOG_SHARE)
         try:
-            await self._read_all(presence, deadline, hot=hot, cold=cold)
+            await self._read_all(presence, deadline)
         except (Unavailable, Closed, CorruptRecord, InvalidRequest) as error:
             self._meters.add("catalog_failures", call="lookup")
             presence.hot, presence.cold = {}, {}
@@ -327,21 +329,20 @@ class CatalogLookup:
         self._meters.add("catalog_lookups", complete=str(self._is_complete).lower())
         return self._is_complete
 
-    async def _read_all(self, presence: Presence, deadline: Deadline, *, hot: bool, cold: bool) -> None:
+    async def _read_all(self, presence: Presence, deadline: Deadline) -> None:
         query, page_tokens = presence.query, presence.layout.page_tokens
-        levels = [level for level, is_wanted in ((Level.HOT, hot), (Level.COLD, cold)) if is_wanted]
         every = list(range(len(query.boundaries)))
         ends = every
         if len(every) > NAMES_AT_ONCE:
             ends = [index for index in every if query.boundaries[index].tokens % page_tokens == 0]
         if len(every) <= max(NAMES_AT_ONCE, 2 * len(ends)):
-            await self._read(presence, every, levels, deadline)
+            await self._read(presence, every, deadline)
         else:
-            await self._read(presence, ends, levels, deadline)
+            await self._read(presence, ends, deadline)
             inner = await self._work.run(presence.num_cells, _inner_indexes, presence)
-            await self._read(presence, sorted(inner.difference(ends)), levels, deadline)
+            await self._read(presence, sorted(inner.difference(ends)), deadline)
 
-    async def _read(self, presence: Presence, indexes: list[int], levels: Sequence[Level], deadline: Deadline) -> None:
+    async def _read(self, presence: Presence, indexes: list[int], deadline: Deadline) -> None:
         """Read some boundaries, `NAMES_AT_ONCE` at a time: other clients' queries come between."""
         query = presence.query
         for start in range(0, len(indexes), NAMES_AT_ONCE):
@@ -354,7 +355,7 @@ class CatalogLookup:
             finally:
                 self._turns.end()
             num_items = table.data.nbytes // _BYTES_OF_ITEM + _ITEMS_OF_GROUP * len(presence.layout.groups)
-            await self._work.run(num_items, _note, presence, piece, levels, table)
+            await self._work.run(num_items, _note, presence, piece, self._levels, table)
 
     async def _ask(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], deadline: Deadline) -> EntryTable:
         """Read some boundaries and now and then, in the same round trip, whether the catalog is complete."""

@@ -139,7 +139,10 @@ class TieredStore(PageStore):
         catalog = recorder.catalog if recorder is not None else None
         tiers = {Level.HOT: hot, Level.COLD: cold}
         absence = AbsenceFinder(recorder, self._manifests, tiers) if recorder is not None else None
-        self._catalog_lookup = CatalogLookup(catalog, context.instruments, self.work) if catalog is not None else None
+        self._catalog_lookup: CatalogLookup | None = None
+        if catalog is not None:
+            levels = [level for level, tier in tiers.items() if tier is not None]
+            self._catalog_lookup = CatalogLookup(catalog, levels, context.instruments, self.work)
         self._explainer = Explainer(context, absence, self._is_retired, self.work)
         self.operations = StoreOperations(
             context,

@@ -10,7 +10,7 @@ import pytest
 from store_harness import MIB, fill, opened, slow_tier, stage
 
 from kvstore.api import SaveOutcome
-from kvstore.catalog.entry import EntryTable
+from kvstore.catalog.entry import EntryTable, Level
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.runtime.deadline import Deadline
@@ -171,9 +171,9 @@ async def test_whether_the_catalog_is_complete_is_no_round_trip_more() -> None:
     """It is asked beside the entries, once in a while."""
     prompt, catalog, meters = Prompt(ATTENTION, "a", 250), Together(), Meters()
     await catalog.register(prompt.namespace, ATTENTION, "", deadline=soon())
-    lookup = CatalogLookup(catalog, Instruments(meters=meters), LongWork("lookups"))
+    lookup = CatalogLookup(catalog, Level, Instruments(meters=meters), LongWork("lookups"))
     async with asyncio.timeout(5):
-        assert await lookup.fill(Presence(ATTENTION, prompt.query()), soon(), hot=True, cold=True)
+        assert await lookup.fill(Presence(ATTENTION, prompt.query()), soon())
     assert meters.get("catalog_lookups", complete="true") == 1
 
 
@@ -194,9 +194,9 @@ async def test_many_lookups_ask_once_whether_the_catalog_is_complete() -> None:
     """A hundred at a time, when the last answer is no longer used: those that wait for their turn use the new one."""
     prompt, catalog = Prompt(ATTENTION, "a", 250), Counting()
     await catalog.register(prompt.namespace, ATTENTION, "", deadline=soon())
-    lookup = CatalogLookup(catalog, Instruments(), LongWork("lookups"))
+    lookup = CatalogLookup(catalog, Level, Instruments(), LongWork("lookups"))
     presences = [Presence(ATTENTION, prompt.query()) for _ in range(100)]
-    assert all(await asyncio.gather(*(lookup.fill(one, soon(), hot=True, cold=True) for one in presences)))
+    assert all(await asyncio.gather(*(lookup.fill(one, soon()) for one in presences)))
     assert catalog.num_asked <= 2
 
 
@@ -218,12 +218,12 @@ async def test_a_catalog_that_answers_no_lookups_is_said_once(caplog: pytest.Log
     caplog.set_level(logging.INFO, "kvstore.store")
     prompt, catalog = Prompt(ATTENTION, "a", 250), Failing()
     await catalog.register(prompt.namespace, ATTENTION, "", deadline=soon())
-    lookup = CatalogLookup(catalog, Instruments(), LongWork("lookups"))
+    lookup = CatalogLookup(catalog, Level, Instruments(), LongWork("lookups"))
 
     async def ask(num_times: int, error: Exception | None) -> bool:
         catalog.error = error
         for _ in range(num_times):
-            await lookup.fill(Presence(ATTENTION, prompt.query()), soon(), hot=True, cold=True)
+            await lookup.fill(Presence(ATTENTION, prompt.query()), soon())
             await asyncio.sleep(1.1)  # after a failure it is not asked for a second
         return lookup.outage.is_lasting
 
@@ -255,8 +255,8 @@ async def test_callers_with_little_time_keep_nobody_else_from_the_catalog() -> N
     """One that would wait for 10 ms gets no answer of it. The next one does, and no outage is seen."""
     prompt, catalog = Prompt(ATTENTION, "a", 250), Slow(CatalogBooks(complete=True))
     await catalog.register(prompt.namespace, ATTENTION, "", deadline=soon())
-    lookup = CatalogLookup(catalog, Instruments(), LongWork("lookups"))
+    lookup = CatalogLookup(catalog, Level, Instruments(), LongWork("lookups"))
     for _ in range(3):
-        assert not await lookup.fill(Presence(ATTENTION, prompt.query()), soon(0.01), hot=True, cold=True)
-        assert await lookup.fill(Presence(ATTENTION, prompt.query()), soon(), hot=True, cold=True)
+        assert not await lookup.fill(Presence(ATTENTION, prompt.query()), soon(0.01))
+        assert await lookup.fill(Presence(ATTENTION, prompt.query()), soon())
         assert lookup.outage.since_ms is None
