@@ -120,10 +120,6 @@ class StoreOperations:
         """As `Manifests.find`."""
         return await self._manifests.find(namespace, deadline=deadline)
 
-    async def explain(self, request: str, *, tenant: str | None, deadline: Deadline) -> Mapping[str, object]:
-        """As `PageStore.explain`."""
-        return await self._explainer.explain(request, tenant, deadline)
-
     def outcomes(self, tenant: str | None) -> list[ReportedOutcome]:
         """What engines reported of a tenant's latest requests, or of all tenants', newest first."""
         return list(self._explainer.latest(tenant))

@@ -68,7 +68,7 @@ class Explanation(RequestSummary):
 async def list_requests(context: Context, grant: Reader) -> Requests:
     """The latest requests that engines reported to this service, at most a hundred."""
     values: Any = await context.data_loop.call(
-        lambda deadline: context.operations.explain("", tenant=grant.tenant, deadline=deadline)
+        lambda deadline: context.service.store.explain("", tenant=grant.tenant, deadline=deadline)
     )
     return Requests.model_validate(values)
 
@@ -87,7 +87,7 @@ async def explain_request(
     """How far a request was resumed, why no further, and what to do about it. See docs/explain.md."""
     try:
         values: Any = await context.data_loop.call(
-            lambda deadline: context.operations.explain(request, tenant=grant.tenant, deadline=deadline)
+            lambda deadline: context.service.store.explain(request, tenant=grant.tenant, deadline=deadline)
         )
     except InvalidRequest as error:
         raise Refused(404, str(error), field="query.request", seen=request) from error
