@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
@@ -140,6 +140,17 @@ class TenantTasks:
 
 T = TypeVar("T")
 Item = TypeVar("Item")
+
+
+async def with_pauses(items: Iterable[Item], every: int) -> AsyncIterator[Item]:
+    """The items, for a loop on the event loop that must not hold it for long: after each `every` of them other tasks
+    run.
+    """
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % every == 0:
+            await asyncio.sleep(0)
+
 
 PIECE = 1024
 """Items, of some microseconds each, that may be worked on in one go on the event loop. Of a request with more the other

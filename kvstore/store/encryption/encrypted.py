@@ -26,6 +26,7 @@ from kvstore.model.page_blocks import PageBlocks
 from kvstore.model.prompt_hint import EndedPrompt
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.turns import with_pauses
 from kvstore.runtime.watched_file import Watched
 from kvstore.store.encryption.key_ring import Generation, KeyRing
 from kvstore.store.hints.ended_prompts import KeptPrompt
@@ -298,12 +299,7 @@ async def named_under(boundaries: Sequence[Boundary], generation: Generation) ->
     """Boundaries as they are named under one generation."""
     if generation is None:
         return boundaries
-    named: list[Boundary] = []
-    for boundary in boundaries:
-        named.append(_boundary(boundary, generation))
-        if len(named) % _NAMED_AT_ONCE == 0:
-            await asyncio.sleep(0)
-    return named
+    return [_boundary(one, generation) async for one in with_pauses(boundaries, _NAMED_AT_ONCE)]
 
 
 async def _under(query: PrefixQuery, generation: Generation) -> PrefixQuery:

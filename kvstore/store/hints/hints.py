@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from kvstore.model.layout import Layout
 from kvstore.model.prompt_hint import EndedPrompt, Wishes, ends_of_pages
 from kvstore.runtime.background import Work
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.turns import PIECE, TenantTasks
+from kvstore.runtime.turns import PIECE, TenantTasks, with_pauses
 from kvstore.store.context import StoreContext
 from kvstore.store.hints.ended_prompts import EndedPrompts, KeptPrompt
 from kvstore.store.hints.prefetch import Find, Prefetcher
@@ -181,11 +180,9 @@ class Hints:
 
     async def _release_own(self, prompt: EndedPrompt, layout: Layout) -> None:
         """Have memory evict the prompt's own part first. Records stay until then."""
-        for number, boundary in enumerate(await self._own_part(prompt), 1):
+        async for boundary in with_pauses(await self._own_part(prompt), _AT_ONCE):
             for key in layout.keys_of(prompt.namespace, boundary.prefix):
                 self._memory.evict_first(key)
-            if number % _AT_ONCE == 0:
-                await asyncio.sleep(0)
 
     async def _demote(self, kept: KeptPrompt, prompt: EndedPrompt, layout: Layout) -> None:
         """Drop the prompt's own part from memory where a slower tier has it, and from the hot tier where the cold one
@@ -264,10 +261,8 @@ async def _records(presence: Presence) -> list[RecordKey]:
     """The records of a prompt that memory has, or the hot tier by a lookup."""
     found: dict[RecordKey, None] = {}
     for level in (presence.memory, presence.hot):
-        for number, (probe, bits) in enumerate(level.items(), 1):
+        async for probe, bits in with_pauses(level.items(), _AT_ONCE):
             found.update(dict.fromkeys(presence.key(probe, slice_) for slice_ in slices_of(bits)))
-            if number % _AT_ONCE == 0:
-                await asyncio.sleep(0)
     return list(found)
 
 

@@ -10,6 +10,7 @@ from kvstore.catalog.entry import Level
 from kvstore.errors import Closed, InvalidRequest, Unavailable
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.turns import with_pauses
 from kvstore.store.catalogued_tier import CataloguedTier
 from kvstore.store.context import StoreContext
 from kvstore.store.explain.explainer import Explainer, ReportedOutcome
@@ -160,11 +161,9 @@ class StoreOperations:
         """
         _check_piece(len(keys))
         num_dropped = 0
-        for index, key in enumerate(keys, 1):
+        async for key in with_pauses(keys, _PAUSE_RECORDS):
             self._saver.forget(key)
             num_dropped += self._memory.remove(key)
-            if index % _PAUSE_RECORDS == 0:
-                await asyncio.sleep(0)
         return num_dropped
 
     async def delete(self, keys: Sequence[RecordKey], level: Level, *, deadline: Deadline) -> None:

@@ -20,6 +20,7 @@ from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.shared_calls import Batches
+from kvstore.runtime.turns import with_pauses
 from kvstore.store.context import StoreContext
 from kvstore.tiers.base import PutOutcome, Tier
 
@@ -371,11 +372,9 @@ class PendingWrites:
         """Renew the leases of what is under way, since an outage may outlast them, and retry ends that failed."""
         while self._records:
             await asyncio.sleep(log.lease_s / 3)
-            for number, pending in enumerate(list(self._records.values()), start=1):
+            async for pending in with_pauses(list(self._records.values()), _SETTLED_TOGETHER):
                 if pending.num_open == 0 and pending.settling is None and pending.key in self._records:
                     self._settle(pending)
-                if number % _SETTLED_TOGETHER == 0:
-                    await asyncio.sleep(0)
             renewable = [one for one in self._records.values() if one.renewed_at_s is not None]
             for start in range(0, len(renewable), _RENEWED_TOGETHER):
                 some = [one for one in renewable[start : start + _RENEWED_TOGETHER] if one.settling is None]
