@@ -20,7 +20,7 @@ TOMBSTONES_MAX = 16384
 STEP_ENTRIES = 512
 """Entries per step of a walk. Between steps other users of this thread and of Python's lock get a turn."""
 _STEP_S = 10.0
-"""Time limit of each step of `Catalog.pages`."""
+"""Time limit of each step of `Catalog.steps`."""
 
 Gate = Callable[[], None]
 """Called before each call to a shared server; raises `Unavailable` while the server must not be called."""
@@ -166,7 +166,7 @@ class NamespaceTotals:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One page of a namespace's entries.
+    """Some of a namespace's entries: a step of a walk over all of them.
 
     Attributes:
         prefixes: The boundaries, in the order of `table`; there may be none.
@@ -252,26 +252,26 @@ class Catalog(ABC):
         return list(table.entries(namespace, prefixes))
 
     async def iterate(self, namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
-        """Yield every entry of a namespace, as `step` pages through them. Each page has 10 s."""
-        async for page in self.pages(namespace):
-            for entry in page.table.entries(namespace, page.prefixes):
+        """Yield every entry of a namespace, step by step. Each step has 10 s."""
+        async for step in self.steps(namespace):
+            for entry in step.table.entries(namespace, step.prefixes):
                 yield entry
 
     async def leaving(self, namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
         """Yield the entries whose records are being deleted. As there are few, this takes less time than `iterate`. It
-        rests after each page for as long as reading that took, since requests use the catalog too.
+        rests after each step for as long as reading that took, since requests use the catalog too.
         """
         started_s = self._clock.monotonic_s()
-        async for page in self.pages(namespace):
-            indexes = page.table.data[:, LEAVING_AT].nonzero()[0]
+        async for step in self.steps(namespace):
+            indexes = step.table.data[:, LEAVING_AT].nonzero()[0]
             took_s = self._clock.monotonic_s() - started_s
             for index in indexes:
-                if (data := page.table.entry(index)) is not None:
-                    yield entry_of(page.table.shape, namespace, page.prefixes[index], data)
+                if (data := step.table.entry(index)) is not None:
+                    yield entry_of(step.table.shape, namespace, step.prefixes[index], data)
             await asyncio.sleep(took_s)
             started_s = self._clock.monotonic_s()
 
-    async def pages(self, namespace: NamespaceId, start: str = "") -> AsyncIterator[Step]:
+    async def steps(self, namespace: NamespaceId, start: str = "") -> AsyncIterator[Step]:
         """Yield the steps over the entries of a namespace from a cursor on, by default all. Each has 10 s.
 
         Raises:
@@ -282,14 +282,14 @@ class Catalog(ABC):
         while cursor is not None:
             deadline = Deadline.after(_STEP_S, self._clock)
             try:
-                page = await self.step(namespace, cursor, count=STEP_ENTRIES, deadline=deadline)
+                step = await self.step(namespace, cursor, count=STEP_ENTRIES, deadline=deadline)
             except InvalidRequest as error:
                 if cursor == start:
                     raise
                 text = "the catalog's servers changed during a walk over its entries: repeat it"
                 raise Unavailable(text) from error
-            cursor = page.cursor
-            yield page
+            cursor = step.cursor
+            yield step
 
     @abstractmethod
     async def step(self, namespace: NamespaceId, cursor: str, *, count: int, deadline: Deadline) -> Step:

@@ -270,8 +270,8 @@ class RedisCatalog(Catalog):
         for namespace in namespaces:
             shape = self._shape(namespace)
             arguments = (mark, len(shape.num_slices), shape.sum_at(Level.HOT, 0))
-            async for page in self.pages(namespace):
-                await self._count(namespace, page.prefixes, arguments)
+            async for step in self.steps(namespace):
+                await self._count(namespace, step.prefixes, arguments)
         return sum(await self._in_each_slot(END_RECOUNT, mark, namespaces))
 
     async def _unused_mark(self, namespaces: Sequence[NamespaceId]) -> bytes:

@@ -156,9 +156,9 @@ class Reconciler:
         for namespace in await self._catalog.namespaces(deadline=self._soon()):
             if not await _can_read(self._catalog, namespace, self._soon()):
                 continue  # a service that has opened the namespace compares it
-            async for page in self._catalog.pages(namespace):
-                hot = np.flatnonzero(page.table.rows(Level.HOT).any(axis=1))
-                lost += await self._observe(namespace, [page.prefixes[index] for index in hot])
+            async for step in self._catalog.steps(namespace):
+                hot = np.flatnonzero(step.table.rows(Level.HOT).any(axis=1))
+                lost += await self._observe(namespace, [step.prefixes[index] for index in hot])
         return lost
 
     async def _observe(self, namespace: NamespaceId, prefixes: list[PrefixHash]) -> int:

@@ -144,9 +144,9 @@ async def _ordered(namespace: Namespace, order: Order, cursor: str, limit: int, 
 
 
 async def steps_of(namespace: Namespace, deadline: Deadline, cursor: str = "") -> AsyncIterator[tuple[str, Step]]:
-    """As `Catalog.pages`, each with the cursor that it began at, until the deadline; at least one."""
+    """As `Catalog.steps`, each with the cursor that it began at, until the deadline; at least one."""
     at = cursor
-    async for step in namespace.catalog.pages(namespace.id, cursor):
+    async for step in namespace.catalog.steps(namespace.id, cursor):
         yield at, step
         if step.cursor is None or deadline.expired:
             return
