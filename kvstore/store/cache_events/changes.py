@@ -19,7 +19,7 @@ _EVENT_TOKENS, _EVENT_HASHES = 8_192, 1_024
 _CHANGE_BYTES = 256
 
 
-class Holders:
+class BlockCounts:
     """How many pages have a block, on each medium and in each of an engine's groups.
 
     Subscribers do not count: a block that one page loses is gone for them. But a page and its tail have blocks in
@@ -73,15 +73,15 @@ class Changes:
 
     Args:
         topics: Returns the topics of a medium and a model.
-        holders: Of all that was published before.
+        block_counts: Of all that was published before; kept up to date.
 
     Attributes:
         num_bytes: Of the hashes and tokens of what has changed, and something for each page.
     """
 
-    def __init__(self, topics: Callable[[Medium, str], Iterable[str]], holders: Holders) -> None:
+    def __init__(self, topics: Callable[[Medium, str], Iterable[str]], block_counts: BlockCounts) -> None:
         self._topics = topics
-        self._holders = holders
+        self._block_counts = block_counts
         self._there: defaultdict[str, list[_Came]] = defaultdict(list)
         self._gone: defaultdict[str, dict[tuple[Medium, int], list[int | bytes]]] = defaultdict(dict)
         self.num_bytes = 0
@@ -92,7 +92,7 @@ class Changes:
         came = [
             _Came(blocks, run, group, medium)
             for group in blocks.groups
-            for run in _runs(self._holders.add(blocks, medium, group.index), _EVENT_TOKENS // blocks.block_tokens)
+            for run in _runs(self._block_counts.add(blocks, medium, group.index), _EVENT_TOKENS // blocks.block_tokens)
         ]
         for topic in self._topics(medium, blocks.model):
             self._there[topic] += came
@@ -102,7 +102,7 @@ class Changes:
         """Note that it no longer can."""
         blocks = page.blocks
         for group in blocks.groups:
-            last = self._holders.remove(blocks, medium, group.index)
+            last = self._block_counts.remove(blocks, medium, group.index)
             for topic in self._topics(medium, blocks.model) if last else ():
                 self._gone[topic].setdefault((medium, group.index), []).extend(last)
         self._count(blocks)

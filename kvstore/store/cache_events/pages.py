@@ -1,12 +1,15 @@
-"""The pages that engines have named, bounded in number and bytes: of too many, the oldest of the tenant leave that has
-most."""
+"""The pages that engines have named: within bounds, of which of too many the oldest leave of the tenant that has most;
+and by the hash of their last block, since a router may know a prompt by its blocks' hashes alone.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
-from kvstore.model.keys import NamespaceId, PrefixHash
+from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
 from kvstore.model.media import Medium
 from kvstore.model.page_blocks import PageBlocks
 
@@ -14,7 +17,9 @@ Place = tuple[NamespaceId, PrefixHash]
 """A boundary."""
 
 _PAGE_BYTES, _HOLD_BYTES = 2_048, 300
-"""About what a page takes beside its hashes and tokens, and what `Holders` has for each hash and group on two media."""
+"""About what a page takes beside hashes and tokens, and what `BlockCounts` has for each hash and group on two media."""
+_COMPARED = 16
+"""Pages with one last hash that are compared. A boundary has one in each group, and several names while keys change."""
 
 
 @dataclass(eq=False, slots=True)
@@ -88,3 +93,55 @@ class Pages:
         self._bytes[page.tenant] = self._bytes.get(page.tenant, 0) + num_bytes
         self._num_pages += sign
         self.used_bytes += num_bytes
+
+
+class PagesByHash:
+    """The named pages by the hash of their last block. As it depends on all blocks before it, it names the whole prefix
+    that ends there.
+    """
+
+    def __init__(self) -> None:
+        self._pages: dict[NamespaceId, dict[bytes, dict[Page, None]]] = {}
+
+    def __contains__(self, namespace: NamespaceId) -> bool:
+        """Whether any page of a namespace is named."""
+        return namespace in self._pages
+
+    def add(self, page: Page) -> None:
+        """Take a page in."""
+        if last := _last_hash(page.blocks):
+            self._pages.setdefault(page.blocks.namespace, {}).setdefault(last, {})[page] = None
+
+    def remove(self, page: Page) -> None:
+        """Take a page out that is in here."""
+        last, of_namespace = _last_hash(page.blocks), self._pages.get(page.blocks.namespace)
+        if of_namespace is None or last not in of_namespace:
+            return
+        of_namespace[last].pop(page, None)
+        if not of_namespace[last]:
+            del of_namespace[last]
+        if not of_namespace:
+            del self._pages[page.blocks.namespace]
+
+    def boundaries(self, namespace: NamespaceId, hashes: Iterable[bytes]) -> Iterator[Boundary]:
+        """The boundaries at which pages end whose last blocks have these hashes.
+
+        Args:
+            hashes: Of a prompt's blocks, in order. Those that no page ends with, or that do not ascend, are left out.
+
+        Returns:
+            Strictly ascending.
+        """
+        of_namespace, last_tokens = self._pages.get(namespace, {}), 0
+        for block in hashes:
+            if (pages := of_namespace.get(block)) is None:
+                continue
+            latest = list(islice(reversed(pages), _COMPARED))
+            boundary = next((page for page in latest if page.media), latest[0]).blocks.boundary
+            if boundary.tokens > last_tokens:
+                last_tokens = boundary.tokens
+                yield boundary
+
+
+def _last_hash(blocks: PageBlocks) -> bytes:
+    return blocks.hash_at(blocks.num_blocks - 1) if blocks.num_blocks else b""

@@ -17,10 +17,9 @@ from kvstore.model.page_blocks import PageBlocks
 from kvstore.runtime.background import Background
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.cache_events.changes import BATCH_BYTES, Changes, Holders
+from kvstore.store.cache_events.changes import BATCH_BYTES, BlockCounts, Changes
 from kvstore.store.cache_events.encoding import CLEARED, Event
-from kvstore.store.cache_events.ends import Ends
-from kvstore.store.cache_events.pages import Page, Pages, Place
+from kvstore.store.cache_events.pages import Page, Pages, PagesByHash, Place
 from kvstore.tiers.memory import MemoryTier
 
 _ROUND_S = 0.2
@@ -116,8 +115,8 @@ class PlacementEvents:
         self._clock = clock
         self._pages: OrderedDict[Place, dict[int, Page]] = OrderedDict()
         self._placed, self._unplaced = Pages(PAGES_MAX, BYTES_MAX), Pages(_UNPLACED_MAX, _UNPLACED_BYTES_MAX)
-        self._holders = Holders()
-        self._ends = Ends()
+        self._block_counts = BlockCounts()
+        self._by_hash = PagesByHash()
         self._marked: dict[Place, None] = {}  # a set that keeps its order
         self._is_marked = asyncio.Event()  # some were, since the last round
         self._unanswered: dict[Place, None] = {}  # marked again once the catalog answers
@@ -140,13 +139,13 @@ class PlacementEvents:
         if blocks.group not in pages:
             pages[blocks.group] = page = Page(blocks, tenant, (1 << num_slices) - 1)
             self._unplaced.add(page)
-            self._ends.add(page)
+            self._by_hash.add(page)
         self._mark(place)
         self._forget_unplaced()
 
     def knows(self, namespace: NamespaceId) -> bool:
         """Whether any page of a namespace is named."""
-        return namespace in self._ends
+        return namespace in self._by_hash
 
     async def boundaries(self, namespace: NamespaceId, hashes: Sequence[bytes]) -> list[Boundary]:
         """The boundaries of a prompt at which named pages of a namespace end, ascending.
@@ -156,7 +155,7 @@ class PlacementEvents:
         """
         found: list[Boundary] = []
         for start in range(0, len(hashes), _HASHES_AT_ONCE):
-            part = self._ends.boundaries(namespace, hashes[start : start + _HASHES_AT_ONCE])
+            part = self._by_hash.boundaries(namespace, hashes[start : start + _HASHES_AT_ONCE])
             found += [one for one in part if not found or one.tokens > found[-1].tokens]
             await asyncio.sleep(0)
         return found
@@ -232,12 +231,12 @@ class PlacementEvents:
             by_namespace[namespace].append(prefix)
         for namespace, prefixes in by_namespace.items():
             table = await self._look_up(namespace, prefixes)
-            changes = Changes(self._topics.of, self._holders)
+            changes = Changes(self._topics.of, self._block_counts)
             for index, prefix in enumerate(prefixes):
                 self._compare((namespace, prefix), table, index, changes)
                 if changes.num_bytes >= BATCH_BYTES:  # what changes while others run marks its boundary again
                     await self._publish(changes)
-                    changes = Changes(self._topics.of, self._holders)
+                    changes = Changes(self._topics.of, self._block_counts)
             await self._publish(changes)
 
     async def _publish(self, changes: Changes) -> None:
@@ -245,7 +244,7 @@ class PlacementEvents:
         await self._send(changes)
         self._forget_unplaced()
         while (oldest := self._placed.excess()) is not None:
-            forgotten = Changes(self._topics.of, self._holders)
+            forgotten = Changes(self._topics.of, self._block_counts)
             self._forget(oldest, forgotten)
             await self._send(forgotten)
         await asyncio.sleep(0)
@@ -314,7 +313,7 @@ class PlacementEvents:
             self._marked.pop(page.place, None)
             self._unanswered.pop(page.place, None)
         (self._placed if page.media else self._unplaced).remove(page)
-        self._ends.remove(page)
+        self._by_hash.remove(page)
         if changes is not None:
             for medium in page.media:
                 changes.gone(page, medium)

@@ -44,16 +44,16 @@ class _Rate:
     at_s: float
 
 
-class Heard(Enum):
+class WishOutcome(Enum):
     """What became of the wishes for a prompt.
 
     Attributes:
-        YES: They are done, or `KeptPrompt.hints` says why they have no effect.
+        TAKEN: They are done, or `KeptPrompt.hints` says why they have no effect.
         OVER_RATE: The tenant gives too many, and these are dropped.
         PREFETCH_REFUSED: Too many prefetches wait; the other wishes are done.
     """
 
-    YES = auto()
+    TAKEN = auto()
     OVER_RATE = auto()
     PREFETCH_REFUSED = auto()
 
@@ -109,23 +109,23 @@ class Hints:
         """Keep a prompt that its engine has ended, and have its wishes done."""
         self.wish(self.keep(prompt), prompt.wishes)
 
-    def wish(self, kept: KeptPrompt, wishes: Wishes) -> Heard:
+    def wish(self, kept: KeptPrompt, wishes: Wishes) -> WishOutcome:
         """Have wishes for a kept prompt done; `kept.hints` says what was done about each."""
         prompt = replace(kept.prompt, wishes=wishes)
         if not wishes.said.keys() - {"session"}:
-            return Heard.YES
+            return WishOutcome.TAKEN
         layout = self._layout_of(prompt.namespace)
         if not self._is_within_rate(prompt.tenant):
             self._drop(kept, wishes, "over_rate", "over the rate of hints")
-            return Heard.OVER_RATE
+            return WishOutcome.OVER_RATE
         if layout is None:
             self._drop(
                 kept, wishes, "not_open", "the namespace is not open: unused for long, or its weights are retired"
             )
-            return Heard.YES
+            return WishOutcome.TAKEN
         if not prompt.boundaries:
             self._drop(kept, wishes, "nothing_stored", "the prompt has no page")
-            return Heard.YES
+            return WishOutcome.TAKEN
         kept.hints.pop("dropped", None)
         if (hint := Hint.of(wishes)) is not None:
             kept.hints["eviction"] = self._order(prompt, hint, layout)
@@ -134,7 +134,9 @@ class Hints:
         if wishes.demote:
             self._run_soon(kept, "demote", partial(self._demote, kept, prompt, layout))
         self._count(wishes, "taken")
-        return Heard.PREFETCH_REFUSED if wishes.prefetch and not self._prefetch(kept, layout) else Heard.YES
+        if wishes.prefetch and not self._prefetch(kept, layout):
+            return WishOutcome.PREFETCH_REFUSED
+        return WishOutcome.TAKEN
 
     def _drop(self, kept: KeptPrompt, wishes: Wishes, outcome: str, text: str) -> None:
         self._count(wishes, outcome)

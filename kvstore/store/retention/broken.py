@@ -18,7 +18,7 @@ _NO_PARENT = bytes(PREFIX_BYTES)
 Numbers = npt.NDArray[np.int64]
 
 
-class Broken:
+class BrokenFinder:
     """Finds the boundaries of a namespace that serve no hit: the parent is missing, or a group lacks slices that other
     boundaries of the namespace have. All boundaries that need such a one are included.
 
@@ -74,15 +74,15 @@ def broken_of(entries: Iterable[BoundaryEntry], now_s: int) -> dict[bytes, int]:
         by_namespace.setdefault(entry.namespace, []).append(entry)
     used_s: dict[bytes, int] = {}
     for namespace, listed in by_namespace.items():
-        broken = Broken()
+        finder = BrokenFinder()
         for start in range(0, len(listed), _ENTRIES_AT_ONCE):
             part = listed[start : start + _ENTRIES_AT_ONCE]
-            broken.add(
+            finder.add(
                 [entry.prefix for entry in part],
                 hashes_of(entry.parent or _NO_PARENT for entry in part),
                 np.array([[bits.bit_count() for bits in entry.slices[_LEVEL]] for entry in part], dtype=np.int64),
                 np.array([entry.last_use_s for entry in part], dtype=np.int64),
                 np.array([entry.pinned_until_s > now_s for entry in part]),
             )
-        used_s |= {namespace + prefix: last_s for prefix, last_s in broken.found().items()}
+        used_s |= {namespace + prefix: last_s for prefix, last_s in finder.found().items()}
     return used_s

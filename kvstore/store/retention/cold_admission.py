@@ -55,8 +55,8 @@ class ColdAdmission:
         self._agreed_s = float("-inf")
         self._remembered = _REMEMBERED
         self._rules = {name: make(_REMEMBERED) for name, make in ADMISSIONS.items()}
-        self._admitted = _Names()
-        self._declined = _Names()
+        self._admitted = _LatestNames()
+        self._declined = _LatestNames()
 
     # the rule
 
@@ -187,7 +187,7 @@ class ColdAdmission:
         self._declined.discard(_name(namespace, prefix))
 
 
-class _Names:
+class _LatestNames:
     """The latest names, with a number each, in two generations: the older one is dropped as a whole."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 from kvstore.catalog.entry import BoundaryEntry
 from kvstore.catalog.families import hashes_of
 from kvstore.model.keys import NamespaceId, PrefixHash
-from kvstore.store.retention.broken import Broken, broken_of
+from kvstore.store.retention.broken import BrokenFinder, broken_of
 
 _NOW_S = 1_000
 _NAMESPACES = [NamespaceId(bytes([number]) * 16) for number in range(2)]
@@ -74,7 +74,7 @@ def test_nothing_is_broken_where_nothing_is() -> None:
 
 def test_a_boundary_takes_a_hundred_bytes_at_most() -> None:
     """A service finds the broken ones of millions: as objects they would be a thousand bytes each."""
-    broken, parent = Broken(), bytes(32)
+    broken, parent = BrokenFinder(), bytes(32)
     tracemalloc.start()
     try:
         for start in range(0, 20_480, 512):

@@ -33,7 +33,7 @@ from kvstore.service.admin.listing import entry_at, steps_of
 from kvstore.service.admin.models import Confirm
 from kvstore.service.admin.problems import Refused
 from kvstore.service.authentication import Grant
-from kvstore.store.retention.broken import Broken
+from kvstore.store.retention.broken import BrokenFinder
 from kvstore.store.upkeep.operations import PIECE_RECORDS_MAX
 from kvstore.tiers.base import Entry
 
@@ -134,7 +134,7 @@ class _Collection:
     async def _collect_broken(self, namespace: Namespace, epoch: bytes | None) -> None:
         """Complete interrupted deletions, and delete incomplete boundaries that were unused for a minute."""
         context, progress = self._context, self._job.progress
-        broken, now_s = Broken(), context.now_s()
+        finder, now_s = BrokenFinder(), context.now_s()
         async for _, step in steps_of(namespace, context.soon(WALK_S)):
             table = step.table
             leaving = np.flatnonzero(table.data[:, LEAVING_AT])
@@ -142,11 +142,11 @@ class _Collection:
             num_slices = table.num_slices()
             await self._add_memory(namespace, step, num_slices)
             is_pinned = table.numbers(PINNED_AT) > now_s
-            broken.add(step.prefixes, table.parents(), num_slices, table.numbers(LAST_USE_AT), is_pinned)
+            finder.add(step.prefixes, table.parents(), num_slices, table.numbers(LAST_USE_AT), is_pinned)
             progress.done += int(table.present().sum())
         if epoch is None or await namespace.catalog.complete_epoch(deadline=context.soon()) != epoch:
             return
-        found = await asyncio.to_thread(broken.found)
+        found = await asyncio.to_thread(finder.found)
         unused = [prefix for prefix, last_use_s in found.items() if last_use_s <= now_s - UNUSED_S]
         pinned = await pinned_boundaries(context, namespace, WALK_S) if unused else set()
         for start in range(0, len(unused), BOUNDARIES_AT_ONCE):

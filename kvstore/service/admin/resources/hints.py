@@ -37,7 +37,7 @@ from kvstore.service.admin.resources.prompt import (
 )
 from kvstore.service.authentication import Grant
 from kvstore.store.hints.ended_prompts import KeptPrompt
-from kvstore.store.hints.hints import Heard
+from kvstore.store.hints.hints import WishOutcome
 from kvstore.wire.convert import plain_text
 
 router = APIRouter(tags=["hints"])
@@ -179,10 +179,10 @@ async def _apply(
 
     def apply(keep: Callable[[], KeptPrompt]) -> TakenHint:
         one = keep()
-        heard = store.hints.wish(one, wishes)
-        if heard is Heard.OVER_RATE:
+        outcome = store.hints.wish(one, wishes)
+        if outcome is WishOutcome.OVER_RATE:
             raise Refused(429, "too many hints of this tenant", headers={"Retry-After": _RETRY_S})
-        if heard is Heard.PREFETCH_REFUSED and len(wishes.said) == 1:  # nothing else was done
+        if outcome is WishOutcome.PREFETCH_REFUSED and len(wishes.said) == 1:  # nothing else was done
             raise Refused(429, "too many prefetches wait", headers={"Retry-After": _RETRY_S})
         return _taken(one)
 
