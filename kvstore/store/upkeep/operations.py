@@ -251,7 +251,7 @@ class StoreOperations:
             for tenant, quota in sorted(self.operator_rules.quotas.items())
         }
 
-    async def pause(self, level: Level, *, is_paused: bool) -> None:
+    def pause(self, level: Level, *, is_paused: bool) -> None:
         """Pause the write-back to a tier, or resume it.
 
         Raises:
@@ -259,7 +259,7 @@ class StoreOperations:
         """
         self._saver.pause(self._tier(level).name, is_paused=is_paused)
 
-    async def left_to_write(self, level: Level, mark: int | None = None) -> tuple[int, int, bool]:
+    def left_to_write(self, level: Level, mark: int | None = None) -> tuple[int, int, bool]:
         """How many records that were queued for a tier before a mark are still to be written.
 
         Args:

@@ -542,7 +542,7 @@ async def test_a_save_that_is_tried_again_does_not_wait_any_more(world: SharedTi
     prompt = Prompt(ATTENTION, "a", 64)
     first, record = prompt.records()
     store = await world.store(prompt, limits=replace(PATIENT, write_back_bytes=1192))
-    await store.operations.pause(Level.HOT, is_paused=True)
+    store.operations.pause(Level.HOT, is_paused=True)
     await store.save(first, deadline=soon())
     world.hot.down = True
     with pytest.raises(Unavailable):

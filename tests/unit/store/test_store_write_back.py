@@ -36,11 +36,11 @@ class TestWriteBack:
         prompt, hot, cold = Prompt(ATTENTION, "a", 640), slow_tier("redis"), slow_tier("s3")
         async with opened(prompt, hot=hot, cold=cold, limits=replace(LIMITS, write_back_in_flight=1)) as store:
             for level in (Level.HOT, Level.COLD):
-                await store.operations.pause(level, is_paused=True)
+                store.operations.pause(level, is_paused=True)
             for record in reversed(prompt.records()):
                 assert await store.save(record, deadline=soon()) is SaveOutcome.STORED
             for level in (Level.HOT, Level.COLD):
-                await store.operations.pause(level, is_paused=False)
+                store.operations.pause(level, is_paused=False)
             assert await store.drain(soon()) == 0
             expected = [record.key.prefix for record in prompt.records()]
             assert [key.prefix for key in hot.keys_put] == expected
@@ -100,10 +100,10 @@ class TestWriteBack:
         cold = slow_tier("s3")
         async with opened(red, cold=cold, limits=SHORT_QUEUE) as store:
             await store.open_namespace(blue.description, deadline=soon())
-            await store.operations.pause(Level.COLD, is_paused=True)
+            store.operations.pause(Level.COLD, is_paused=True)
             for record in (*red.records(), *blue.records()):
                 await store.save(record, deadline=soon())
-            await store.operations.pause(Level.COLD, is_paused=False)
+            store.operations.pause(Level.COLD, is_paused=False)
             assert await store.drain(soon()) == 0
             last = max(index for index, key in enumerate(cold.keys_put) if key.namespace == blue.namespace)
             assert last < 6 + 2 * 10 + 1
@@ -114,29 +114,29 @@ class TestWriteBack:
         """Records that were saved before the call count, whether they are in the queue or in memory; later ones not."""
         prompt, cold = Prompt(ATTENTION, "a", 640), slow_tier("s3")
         async with opened(prompt, cold=cold, limits=SHORT_QUEUE) as store:
-            await store.operations.pause(Level.COLD, is_paused=True)
+            store.operations.pause(Level.COLD, is_paused=True)
             for record in prompt.records()[:10]:
                 await store.save(record, deadline=soon())
-            left, mark, _ = await store.operations.left_to_write(Level.COLD)
+            left, mark, _ = store.operations.left_to_write(Level.COLD)
             assert left == 10
             for record in prompt.records()[10:]:
                 await store.save(record, deadline=soon())
-            assert await store.operations.left_to_write(Level.COLD, mark) == (10, mark, True)
-            await store.operations.pause(Level.COLD, is_paused=False)
+            assert store.operations.left_to_write(Level.COLD, mark) == (10, mark, True)
+            store.operations.pause(Level.COLD, is_paused=False)
             await until(lambda: len(cold.keys_put) == 20)
-            assert await store.operations.left_to_write(Level.COLD, mark) == (0, mark, False)
+            assert store.operations.left_to_write(Level.COLD, mark) == (0, mark, False)
 
     async def test_a_record_that_is_found_bad_makes_room_for_others(self) -> None:
         """Everything in the queue is found bad while it waits, and one record in memory: the others are written."""
         prompt, cold = Prompt(ATTENTION, "a", 640), slow_tier("s3")
         async with opened(prompt, cold=cold, limits=SHORT_QUEUE) as store:
-            await store.operations.pause(Level.COLD, is_paused=True)
+            store.operations.pause(Level.COLD, is_paused=True)
             for record in prompt.records():
                 await store.save(record, deadline=soon())
             bad = prompt.records()[:7]
             for record in bad:
                 await store.discard(record.key, "test", deadline=soon())
-            await store.operations.pause(Level.COLD, is_paused=False)
+            store.operations.pause(Level.COLD, is_paused=False)
             assert await store.drain(soon()) == 0
             assert [key.prefix for key in cold.keys_put] == [record.key.prefix for record in prompt.records()[7:]]
 
@@ -163,12 +163,12 @@ class TestWriteBack:
         await fill(cold, other)
         async with opened(prompt, hot=hot, cold=cold, limits=SHORT_QUEUE) as store:
             await store.open_namespace(other.description, deadline=soon())
-            await store.operations.pause(Level.HOT, is_paused=True)
+            store.operations.pause(Level.HOT, is_paused=True)
             for record in prompt.records()[:10]:
                 await store.save(record, deadline=soon())
             assert (await stage(store, other)).resume_tokens == 64
             assert store.meters.get("write_back_dropped", tier="redis", reason="queue_full") == 2
-            await store.operations.pause(Level.HOT, is_paused=False)
+            store.operations.pause(Level.HOT, is_paused=False)
             assert await store.drain(soon()) == 0
             assert set(hot.keys_put) == {record.key for record in prompt.records()[:10]}
 
@@ -176,7 +176,7 @@ class TestWriteBack:
         """The only worker dies of an error that no tier should raise: another one writes what is left."""
         prompt, cold = Prompt(ATTENTION, "a", 640), slow_tier("s3")
         async with opened(prompt, cold=cold, limits=SHORT_QUEUE) as store:
-            await store.operations.pause(Level.COLD, is_paused=True)
+            store.operations.pause(Level.COLD, is_paused=True)
             for record in prompt.records()[:10]:
                 await store.save(record, deadline=soon())
             put, bad = cold.put, prompt.records()[0]
@@ -185,7 +185,7 @@ class TestWriteBack:
                 return await (_bug() if record.key == bad.key else put(record, deadline=deadline))
 
             cold.put = fail_once  # type: ignore[method-assign]
-            await store.operations.pause(Level.COLD, is_paused=False)
+            store.operations.pause(Level.COLD, is_paused=False)
             assert await store.drain(soon()) == 0
             assert store.meters.get("write_back_dropped", tier="s3", reason="failed") == 1
             assert [key.prefix for key in cold.keys_put] == [record.key.prefix for record in prompt.records()[1:10]]

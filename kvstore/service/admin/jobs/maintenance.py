@@ -135,13 +135,13 @@ def _level(context: AdminContext, level: TierLevel) -> Level:
 
 
 async def _waiting(context: AdminContext, level: Level, mark: int | None = None) -> tuple[int, int, bool]:
-    return await context.data_loop.call(lambda _: context.operations.left_to_write(level, mark))
+    return await context.data_loop.call_short(lambda: context.operations.left_to_write(level, mark))
 
 
 async def _pause(context: AdminContext, request: Request, level: TierLevel, *, is_paused: bool) -> WriteBackState:
     wanted = _level(context, level)
     request.state.changed = (await _waiting(context, wanted))[2] != is_paused
-    await context.data_loop.call(lambda _: context.operations.pause(wanted, is_paused=is_paused))
+    await context.data_loop.call_short(lambda: context.operations.pause(wanted, is_paused=is_paused))
     num_waiting, _, is_paused = await _waiting(context, wanted)
     return WriteBackState(
         tier=context.operations.tier_names[wanted],

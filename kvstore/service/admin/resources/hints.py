@@ -22,7 +22,6 @@ from kvstore.model.prompt_hint import (
     EndedPrompt,
     Wishes,
 )
-from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.access import Saver
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, TokenId, shown_tenant
@@ -187,19 +186,7 @@ async def _apply(
         return _taken(one)
 
     # a call for each: a long prompt takes milliseconds of the store's loop
-    return TakenHints(prompts=[await _call(context, partial(apply, keep)) for keep in kept])
-
-
-R = TypeVar("R")
-
-
-async def _call(context: AdminContext, work: Callable[[], R]) -> R:
-    """Run short work on the store's loop."""
-
-    async def call(_: Deadline) -> R:
-        return work()
-
-    return await context.data_loop.call(call)
+    return TakenHints(prompts=[await context.data_loop.call_short(partial(apply, keep)) for keep in kept])
 
 
 def _found(named: NamedPrompt, grant: Grant, context: AdminContext) -> KeptPrompt:
