@@ -414,7 +414,8 @@ class PageDoor:
             for at in which
             for index, target in zip(self._slices, self._shares(pages[at]), strict=True)
         ]
-        turn = _turns(pages)
+        page_bytes = max((sum(piece.nbytes for piece in page) for page in pages), default=0)
+        turn = _turns(_IN_FLIGHT, page_bytes)
 
         async def read_one(record: LeasedRecord, key: RecordKey, target: Views, field: str) -> bool:
             async with turn:
@@ -460,7 +461,7 @@ class PageDoor:
         ]
         parts = _parts(writes)
         part_bytes = max((sum(write.num_bytes for write in part) for part in parts), default=0)
-        turn = asyncio.Semaphore(max(1, min(_WRITES_AT_ONCE, _IN_FLIGHT_BYTES // max(1, part_bytes))))
+        turn = _turns(_WRITES_AT_ONCE, part_bytes)
 
         async def write(together: Sequence[_Write]) -> list[bool]:
             async with turn:
@@ -563,10 +564,9 @@ def _boundaries(keys: Sequence[PageKey], page_tokens: int, after: PageKey | None
     return boundaries
 
 
-def _turns(pages: Sequence[Views]) -> asyncio.Semaphore:
-    """How many of these pages are in memory of ours at a time."""
-    page_bytes = max((sum(piece.nbytes for piece in page) for page in pages), default=0)
-    return asyncio.Semaphore(max(1, min(_IN_FLIGHT, _IN_FLIGHT_BYTES // max(1, page_bytes))))
+def _turns(most: int, item_bytes: int) -> asyncio.Semaphore:
+    """Lets some items be in memory of ours at a time: at most `most`, and fewer large ones."""
+    return asyncio.Semaphore(max(1, min(most, _IN_FLIGHT_BYTES // max(1, item_bytes))))
 
 
 def _renumbered(boundaries: Sequence[Boundary], page_tokens: int) -> list[Boundary]:

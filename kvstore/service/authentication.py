@@ -136,7 +136,8 @@ def read_credentials(path: Path) -> Credentials:
     for number, entry in enumerate(entries, 1):
         tenant = None if entry.tenant == ALL_TENANTS else entry.tenant
         scopes = frozenset({Scope.READ, *map(Scope, entry.scopes)})
-        grant = Grant(tenant, scopes, _name_of(entry.token_sha256, entry.tenant))
+        # the first digits tell a tenant's tokens apart, and do not help a reader of the log to guess a token
+        grant = Grant(tenant, scopes, f"{entry.tenant}/{entry.token_sha256[:8]}")
         if grants.setdefault(entry.token_sha256, grant) != grant:
             raise InvalidRequest(
                 f"invalid {what}: one token cannot have two tenants or two lists of scopes",
@@ -163,11 +164,6 @@ def _load(path: Path) -> Credentials:
             "the credentials file has no entry, so no token is accepted: add a [[credential]] table path=%s", path
         )
     return credentials
-
-
-def _name_of(digest: str, tenant: str) -> str:
-    """The first digits tell a tenant's tokens apart, and do not help a reader of the log to guess a token."""
-    return f"{tenant}/{digest[:8]}"
 
 
 def read_token(path: Path) -> str:

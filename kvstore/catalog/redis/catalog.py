@@ -132,7 +132,8 @@ class RedisCatalog(Catalog):
     async def step(self, namespace: NamespaceId, cursor: str, *, count: int, deadline: Deadline) -> Step:
         shape = self._shape(namespace)
         names, after = await self._nodes.scan(f"{_ROOT}/{namespace.hex()}/*", cursor, count, deadline=deadline)
-        prefixes = [prefix for prefix in dict.fromkeys(map(_prefix_of, names)) if prefix is not None]
+        places = [place for place in map(parse_entry_name, names) if place is not None]
+        prefixes = list(dict.fromkeys(prefix for _, prefix in places))
         return Step(prefixes, EntryTable.of(shape, await self._entries(namespace, prefixes, deadline)), after)
 
     async def namespaces(self, *, deadline: Deadline) -> Mapping[NamespaceId, str]:
@@ -418,11 +419,6 @@ def _totals(tag: bytes) -> bytes:
 
 def _tombstones(tag: bytes) -> bytes:
     return b"c1d/{%s}" % tag
-
-
-def _prefix_of(name: bytes) -> PrefixHash | None:
-    place = parse_entry_name(name)
-    return None if place is None else place[1]
 
 
 def parse_entry_name(name: bytes) -> tuple[NamespaceId, PrefixHash] | None:

@@ -38,15 +38,6 @@ from kvstore.store.upkeep.operations import StoreOperations, TierState
 _SCANS_AT_ONCE = 2
 
 
-def _prompt_turns() -> TenantTurns:
-    return TenantTurns(2, of_tenant=1, waiting_max=4)
-
-
-def _query_turns() -> TenantTurns:
-    """Fewer than the calls into the data loop at a time. Routers ask in bursts, so more may wait."""
-    return TenantTurns(3, of_tenant=2, waiting_max=24)
-
-
 @dataclass(frozen=True)
 class AdminContext:
     """Belongs to the administration's loop.
@@ -60,7 +51,8 @@ class AdminContext:
         is_stopping: Whether long responses should end.
         scans: Turns of requests that read many entries: `turn(who_asks())`, so that they go round among tenants.
         prompts: Turns of plans and lookups, which do not wait for scans.
-        queries: Turns of what routers ask, and of hints.
+        queries: Turns of what routers ask, and of hints: fewer at a time than the calls into the data loop. Routers
+            ask in bursts, so more may wait.
         known_pieces: Of the prompts that routers asked about.
         document_uses: How often plans asked for documents.
         followers: How many responses follow the events, by token.
@@ -72,8 +64,8 @@ class AdminContext:
     catalog: CatalogAccess
     is_stopping: Callable[[], bool]
     scans: Turns = field(default_factory=lambda: Turns(_SCANS_AT_ONCE))
-    prompts: TenantTurns = field(default_factory=_prompt_turns)
-    queries: TenantTurns = field(default_factory=_query_turns)
+    prompts: TenantTurns = field(default_factory=lambda: TenantTurns(2, of_tenant=1, waiting_max=4))
+    queries: TenantTurns = field(default_factory=lambda: TenantTurns(3, of_tenant=2, waiting_max=24))
     known_pieces: KnownPieces = field(default_factory=KnownPieces)
     document_uses: DocumentUses = field(default_factory=DocumentUses)
     followers: Counter[str] = field(default_factory=Counter)

@@ -200,16 +200,17 @@ class OrderSearch:
             for parent in parents:
                 await self._hash_all(parent)
                 left = [index for index in usual if index not in parent.documents][parent.num_tried :]
-                tried = left[: TRIED // len(parents)]
-                parent.num_tried += len(tried)
-                for index in tried:
+                indexes = left[: TRIED // len(parents)]
+                parent.num_tried += len(indexes)
+                for index in indexes:
                     if (*parent.documents, index) not in seen:
                         seen.add((*parent.documents, index))
                         child = _with(parent, index, documents[index])
                         self._hash_page(child)
                         children.append((parent, child))
                 await asyncio.sleep(0)
-            await self._learn([*parents, *(child for _, child in children)])
+            tried = [*parents, *(child for _, child in children)]
+            await self._learn([boundary for one in tried for boundary in one.asked])
             for parent in parents:
                 self._update(parent, parent)
                 if parent.num_tried + len(parent.documents) < len(documents):
@@ -217,7 +218,7 @@ class OrderSearch:
             for parent, child in children:
                 self._update(child, parent)
                 push(child)
-            best = max((best, *parents, *(child for _, child in children)), key=_worth)
+            best = max((best, *tried), key=_worth)
         return best
 
     def _hash_page(self, one: _Beginning) -> None:
@@ -237,11 +238,8 @@ class OrderSearch:
         one.asked += one.chain.extend(one.rest[:num_tokens])
         one.rest = one.rest[num_tokens:]
 
-    async def _learn(self, beginnings: Sequence[_Beginning]) -> None:
+    async def _learn(self, boundaries: Sequence[Boundary]) -> None:
         """Ask what is stored at boundaries that are not known yet."""
-        await self._learn_all([boundary for one in beginnings for boundary in one.asked])
-
-    async def _learn_all(self, boundaries: Sequence[Boundary]) -> None:
         wanted = {boundary.prefix: boundary for boundary in boundaries}
         new = [boundary for prefix, boundary in wanted.items() if prefix not in self._known]
         if new:
@@ -257,7 +255,7 @@ class OrderSearch:
         more = [boundary for one in also for boundary in one.asked]
         for start in range(0, len(asked) or 1, ASKED_AT_ONCE):
             piece = asked[start : start + ASKED_AT_ONCE]
-            await self._learn_all([*piece, *more])
+            await self._learn([*piece, *more])
             if any(self._known[boundary.prefix] & self._needed != self._needed for boundary in piece):
                 break
             more = []

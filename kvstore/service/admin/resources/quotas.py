@@ -115,7 +115,7 @@ async def remove_quota(
 
 async def _quota_of(context: AdminContext, grant: Grant, tenant: str) -> TenantQuota:
     if tenant not in context.rules.quotas or not grant.sees(tenant):
-        raise _unknown(tenant)
+        raise Refused(404, "the tenant has no such quota", field="tenant", seen=tenant)
     used, _ = await _used_bytes(context)
     return _quotas_of(context, [tenant], used)[0]
 
@@ -144,7 +144,3 @@ async def _used_bytes(context: AdminContext) -> tuple[dict[str, int] | None, str
     for held in totals.values():
         used[held.tenant] = used.get(held.tenant, 0) + held.levels[Level.COLD].num_bytes
     return used, None
-
-
-def _unknown(tenant: str) -> Refused:
-    return Refused(404, "the tenant has no such quota", field="tenant", seen=tenant)
