@@ -73,7 +73,7 @@ class LocalCatalog(Catalog):
         """Store a namespace's tenant."""
 
     @abstractmethod
-    def _bury(self, one: Tombstone) -> None:
+    def _add_tombstone(self, one: Tombstone) -> None:
         """Store a tombstone, and drop the oldest beyond `TOMBSTONES_MAX`."""
 
     # reads
@@ -155,7 +155,7 @@ class LocalCatalog(Catalog):
         num_bytes = edit.remove(one) if edit is not None else None
         if edit is None or num_bytes is None:
             return
-        self._bury(
+        self._add_tombstone(
             Tombstone(key.namespace, key.prefix, level, key.group, key.slice, num_bytes, one.reason, self._now_s())
         )
         self._count(key.namespace, level, -int(edit.num_records(level) == 0), -1, -num_bytes)
@@ -219,7 +219,7 @@ class LocalCatalog(Catalog):
             return 0
         records = edit.num_records(level)
         num_bytes = edit.wipe(level)
-        self._bury(Tombstone(namespace, prefix, level, None, None, num_bytes, reason, self._now_s()))
+        self._add_tombstone(Tombstone(namespace, prefix, level, None, None, num_bytes, reason, self._now_s()))
         self._count(namespace, level, -int(records > 0), -records, -num_bytes)
         self._write_or_drop(namespace, prefix, edit)
         return num_bytes

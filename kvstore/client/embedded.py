@@ -21,7 +21,7 @@ _OPENMP = ("GOMP_", "KMP_", "OMP_")
 _POLL_S = 0.02
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 _LOG_BYTES_MAX = 1 << 20
-_TOLD_BYTES_MAX = 512
+_LAST_LINE_BYTES_MAX = 512
 _PAUSE_FIRST_S, _PAUSE_MAX_S = 5.0, 60.0
 """Pause after a service that ended at once, doubling up to the second value: each start costs processor time."""
 
@@ -150,6 +150,6 @@ def _reap() -> None:
 
 def _last_line(path: Path) -> str:
     with open(open_regular(path), "rb") as file:
-        file.seek(max(0, path.stat().st_size - _TOLD_BYTES_MAX))
+        file.seek(max(0, path.stat().st_size - _LAST_LINE_BYTES_MAX))
         lines = file.read().decode(errors="replace").splitlines()
     return lines[-1] if lines else ""

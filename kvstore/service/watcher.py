@@ -56,11 +56,11 @@ class Watcher:
         self._clock = clock
         self._background = Background("watcher")
         self._before: Mapping[str, float] = store.meters.snapshot()
-        self._rules: Mapping[str, str] = {}
+        self._admission_rules: Mapping[str, str] = {}
         self._credentials = credentials
         self._num_loaded = credentials.num_loaded if credentials is not None else 0
         self._num_refused = 0
-        self._orders = self._operator_rules()
+        self._rules_before = self._operator_rules()
 
     def start(self) -> None:
         """Watch in the background, until `aclose`."""
@@ -131,10 +131,10 @@ class Watcher:
         rules = status["admission"]
         assert isinstance(rules, Mapping)
         for namespace, rule in rules.items():
-            if self._rules.get(namespace) != rule:
+            if self._admission_rules.get(namespace) != rule:
                 text = f"retention_admission is now {rule} for this namespace"
                 self._events.add(EventKind.SETTINGS, text, namespace=namespace, detail={"rule": rule})
-        self._rules = dict(rules)
+        self._admission_rules = dict(rules)
 
     def _add_credentials_event(self) -> None:
         if self._credentials is None:
@@ -149,13 +149,13 @@ class Watcher:
             self._events.add(EventKind.SETTINGS, text)
 
     def _operator_rules(self) -> tuple[Mapping[str, Quota], Mapping[tuple[str | None, str], Retirement]]:
-        orders = self._store.operations.operator_rules
-        return (orders.quotas, orders.retired) if orders is not None else ({}, {})
+        rules = self._store.operations.operator_rules
+        return (rules.quotas, rules.retired) if rules is not None else ({}, {})
 
     def _add_operator_events(self) -> None:
         """Add events on quotas and retired weights that an operator has changed, here or at another service."""
-        (quotas_before, retired_before), self._orders = self._orders, self._operator_rules()
-        quotas, retired = self._orders
+        (quotas_before, retired_before), self._rules_before = self._rules_before, self._operator_rules()
+        quotas, retired = self._rules_before
         for tenant in sorted(quotas_before.keys() | quotas.keys()):
             if (quota := quotas.get(tenant)) != quotas_before.get(tenant):
                 detail: dict[str, str | int | float] = {"tenant": tenant}

@@ -113,7 +113,7 @@ class Saver:
             outcome = self._keep(record, awaited, retention)
             is_wanted = awaited is not None or retention is Retention.RETAINED
             if is_wanted and self._admission is not None:
-                self._copy_start(record, layout, self._admission)
+                self._copy_beginning(record, layout, self._admission)
             if awaited is not None and outcome is not SaveOutcome.FULL:
                 outcome = await self._write_through(record, awaited, retention, deadline)
         finally:
@@ -177,7 +177,7 @@ class Saver:
                 num_copied = 0
                 await asyncio.sleep(0)
 
-    def _copy_start(self, record: Record, layout: Layout, admission: ColdAdmission) -> None:
+    def _copy_beginning(self, record: Record, layout: Layout, admission: ColdAdmission) -> None:
         """Queue for the cold tier the declined boundaries that a record needs or belongs to: a caller waits for the
         record, or wants it retained.
         """

@@ -129,5 +129,5 @@ class DictCatalog(LocalCatalog):
     def _write_tenant(self, namespace: NamespaceId, tenant: str) -> None:
         self._books.tenants[namespace] = tenant
 
-    def _bury(self, one: Tombstone) -> None:
+    def _add_tombstone(self, one: Tombstone) -> None:
         self._books.tombstones.appendleft(one)

@@ -138,7 +138,9 @@ class SimulatedRedisCatalog(DictCatalog):
         lost = [key for key in told if key not in held]
         now_s = self._now_s()
         for key in lost:
-            self._bury(Tombstone(namespace, prefix, Level.HOT, key.group, key.slice, 0, LeaveReason.LOST, now_s))
+            self._add_tombstone(
+                Tombstone(namespace, prefix, Level.HOT, key.group, key.slice, 0, LeaveReason.LOST, now_s)
+            )
         more_bytes = sum(held.values()) - before.num_bytes(Level.HOT)
         self._books.count(namespace, Level.HOT, bool(held) - bool(told), len(held) - len(told), more_bytes)
         self._write_or_drop(namespace, prefix, edit)

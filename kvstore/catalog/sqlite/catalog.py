@@ -154,7 +154,7 @@ class SqliteCatalog(LocalCatalog):
     def _write_tenant(self, namespace: NamespaceId, tenant: str) -> None:
         self._file.db.execute("INSERT OR REPLACE INTO namespaces VALUES (?, ?)", (namespace, tenant))
 
-    def _bury(self, one: Tombstone) -> None:
+    def _add_tombstone(self, one: Tombstone) -> None:
         values = (one.namespace, one.prefix, int(one.level), one.group, one.slice, one.num_bytes, int(one.reason))
         cursor = self._file.db.execute(
             "INSERT INTO tombstones VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)", (*values, one.at_s)

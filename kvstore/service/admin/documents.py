@@ -299,12 +299,12 @@ _TENANTS_MAX = 64
 
 @dataclass(slots=True)
 class _Counts:
-    """Of one tenant."""
+    """How often one tenant asked for each document."""
 
-    one: float = 1.0
+    weight: float = 1.0
     """What a request counts now."""
-    of: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
-    """By digest; the one that was asked for longest ago is forgotten first."""
+    by_digest: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
+    """By the document's digest; the one that was asked for longest ago is forgotten first."""
 
 
 class DocumentUses:
@@ -338,18 +338,20 @@ class DocumentUses:
             self._tenants.popitem(last=False)
         place = namespace + (b"" if cache_salt is None else b"\1" + cache_salt.encode())
         place = hashlib.sha256(place).digest()
-        before = counts.of.get(place, 0.0) / counts.one
+        before = counts.by_digest.get(place, 0.0) / counts.weight
         digests = [hashlib.blake2b(one, digest_size=16, key=place).digest() for one in documents]
-        shares = [counts.of.get(digest, 0.0) / counts.one / (before + 1.0) for digest in digests]
+        shares = [counts.by_digest.get(digest, 0.0) / counts.weight / (before + 1.0) for digest in digests]
         for digest in dict.fromkeys((*digests, place)):  # a document that is sent twice was asked for once
-            counts.of[digest] = counts.of.get(digest, 0.0) + counts.one
-            counts.of.move_to_end(digest)
-        while len(counts.of) > self._documents_max:
-            counts.of.popitem(last=False)
-        counts.one *= self._ageing
-        if counts.one > self._large:
-            counts.of = OrderedDict((digest, count / counts.one) for digest, count in counts.of.items())
-            counts.one = 1.0
+            counts.by_digest[digest] = counts.by_digest.get(digest, 0.0) + counts.weight
+            counts.by_digest.move_to_end(digest)
+        while len(counts.by_digest) > self._documents_max:
+            counts.by_digest.popitem(last=False)
+        counts.weight *= self._ageing
+        if counts.weight > self._large:
+            counts.by_digest = OrderedDict(
+                (digest, count / counts.weight) for digest, count in counts.by_digest.items()
+            )
+            counts.weight = 1.0
         usual = sorted(range(len(digests)), key=lambda index: (-shares[index], digests[index]))
         return usual, shares
 

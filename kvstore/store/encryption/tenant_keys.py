@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 _CHECK_S = 10.0
 _CHECK_AGAIN_S = 300.0
-_TOLD_MAX = 4
+_SHOWN_MAX = 4
 _NO_STATE = KeyState()
 
 
@@ -67,9 +67,9 @@ class TenantKeys:
         problems: dict[str, list[str]] = {}
         for tenant in self._states:
             for text in self._problems(tenant):
-                told = problems.setdefault(self.reason(tenant), [])
-                if len(told) < _TOLD_MAX:
-                    told.append(text)
+                shown = problems.setdefault(self.reason(tenant), [])
+                if len(shown) < _SHOWN_MAX:
+                    shown.append(text)
         return {"keys": len(self._keys.value), "problems": problems}
 
     async def check(self, tenant: str) -> KeyState:

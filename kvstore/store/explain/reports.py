@@ -45,6 +45,8 @@ class _OfRequest:
 
 
 class _OfTenant:
+    """The losses of one tenant: by record and by request, and by group where none of its records can ever be saved."""
+
     def __init__(self, room: SharedRoom) -> None:
         self.num_groups = 0
         self.records: BoundedMap[tuple[NamespaceId, PrefixHash, int], ReportedLoss]

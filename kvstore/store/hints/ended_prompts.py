@@ -36,7 +36,7 @@ class KeptPrompt:
 
 
 class EndedPrompts:
-    """Keeps them, bounded for each tenant. Belongs to one event loop."""
+    """The latest prompts whose requests have ended, bounded for each tenant. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._room = SharedRoom(_ROOM_BYTES)

@@ -59,12 +59,16 @@ class WishOutcome(Enum):
 
 
 class Hints:
-    """Belongs to the store's event loop; nothing here waits for a caller, and no wish fails a request.
+    """Keeps the prompts that have ended, and has done what their clients wish for them: in the background, since no
+    wish may fail or delay a request. Belongs to the store's event loop.
 
     Args:
         layout_of: The layout of an open namespace; `None`: it is not open.
         choice: What retention follows; `None`: nothing is evicted by this store.
         catalog: Knows how often a boundary was used; `None`: there is none.
+
+    Attributes:
+        prompts: Those that later hints can name.
     """
 
     def __init__(

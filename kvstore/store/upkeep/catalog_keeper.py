@@ -31,7 +31,7 @@ LEASE_S = 30.0
 """The lease of the service that rebuilds: so long after its death another one begins."""
 
 _FAILURES = (Unavailable, Closed, CorruptRecord, InvalidRequest)
-_TOLD_S = 60.0
+_LOGGED_S = 60.0
 """How often the log says how far a rebuild is."""
 
 Rebuild = Callable[[Progress], Awaitable[Reports]]
@@ -62,7 +62,7 @@ class CatalogKeeper:
         self._poll_s = poll_s
         self._clock = instruments.clock
         self._background = Background("catalog keeper")
-        self._told = ""
+        self._failure = ""  # why the last rebuild failed; empty: it did not
         self._is_incomplete = False  # when it was asked last
 
     def start(self) -> None:
@@ -97,19 +97,19 @@ class CatalogKeeper:
         try:
             try:
                 await self.rebuild()
-                self._told = ""
+                self._failure = ""
             except _FAILURES as error:
-                self._tell(error)
+                self._log_failure(error)
             await asyncio.sleep(max(_REST_S, _REST_SHARE * (self._clock.monotonic_s() - started_s)))
         finally:
             renewals.cancel()
             with suppress(Unavailable, Closed):  # then it expires
                 await self._ownership.release(_LEASE, deadline=Deadline.after(_RELEASE_S, self._clock))
 
-    def _tell(self, error: KVStoreError) -> None:
+    def _log_failure(self, error: KVStoreError) -> None:
         """Say once why the catalog cannot be rebuilt."""
-        if error.message != self._told:
-            self._told = error.message
+        if error.message != self._failure:
+            self._failure = error.message
             _log.warning("the catalog cannot be rebuilt now, which is tried again: %s", error)
 
     async def rebuild(self) -> None:
@@ -120,7 +120,7 @@ class CatalogKeeper:
                 more during the rebuild.
         """
         epoch = await self._catalog.epoch(deadline=self._deadline())
-        if not self._told:  # else this is one of many attempts
+        if not self._failure:  # else this is one of many attempts
             _log.info("the catalog may lack records that are stored: adding them from the tiers, beside requests")
         walk = asyncio.ensure_future(self._rebuild(self._progress()))
         try:
@@ -148,12 +148,12 @@ class CatalogKeeper:
             return False
 
     def _progress(self) -> Progress:
-        told_s = self._clock.monotonic_s()
+        logged_s = self._clock.monotonic_s()
 
         def progress(level: Level, report: ReindexReport) -> None:
-            nonlocal told_s
-            if self._clock.monotonic_s() - told_s >= _TOLD_S:
-                told_s = self._clock.monotonic_s()
+            nonlocal logged_s
+            if self._clock.monotonic_s() - logged_s >= _LOGGED_S:
+                logged_s = self._clock.monotonic_s()
                 text = "adding records to the catalog: %d of the %s tier are listed, %d of them were added"
                 _log.info(text, report.num_records, level.name.lower(), report.num_added)
 

@@ -110,7 +110,7 @@ class StoreOperations:
         self._saver = saver
         self._recorder = recorder
         self._clock = context.clock
-        self._seen: dict[str, tuple[TierUsage, int]] = {}
+        self._seen: dict[str, tuple[TierUsage, int]] = {}  # the last usage of each tier with its bytes, and when
 
     @property
     def tier_names(self) -> dict[Level | None, str]:

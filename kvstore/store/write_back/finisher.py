@@ -28,7 +28,7 @@ _PAUSE_S_MAX = 2.0
 _REQUESTS_MAX = 32_768
 """Entries that may wait to be written to the log, some 12 MB."""
 _REQUESTS_TOGETHER = 256
-_TOLD_S = 60.0
+_LOGGED_S = 60.0
 """A busy service leaves some writes to others all the time."""
 
 
@@ -65,11 +65,11 @@ class Finisher:
         self._meters = context.meters
         self._limits = context.limits
         self._clock = context.clock
-        self._nameless: dict[NamespaceId, Deadline] = {}  # no manifest found: how long to wait for it
+        self._undescribed: dict[NamespaceId, Deadline] = {}  # no manifest found: how long to wait for it
         self._in_flight = ByteBudget(context.limits.finish_bytes_in_flight)
         self._requests: dict[RecordKey, PendingEntry] = {}
-        self._untold: Counter[str] = Counter()  # what was finished since the last line in the log, by outcome
-        self._told_s = float("-inf")
+        self._unlogged: Counter[str] = Counter()  # what was finished since the last line in the log, by outcome
+        self._logged_s = float("-inf")
 
     def start(self) -> None:
         """Work in the background, until its owner is closed."""
@@ -108,18 +108,18 @@ class Finisher:
             except KVStoreError:
                 self._meters.add("pending_failures", step="claim")
             if not num_claimed:
-                self._tell()
+                self._log_finished()
             if num_claimed < _CLAIMED_TOGETHER or not num_done:
                 await asyncio.sleep(min(_PAUSE_S_MAX, self._log.lease_s / 3))
 
-    def _tell(self) -> None:
+    def _log_finished(self) -> None:
         """Say in the log what was finished for services that left it, at most once in a while."""
         now_s = self._clock.monotonic_s()
-        if self._untold and now_s - self._told_s >= _TOLD_S:
-            numbers = ", ".join(f"{outcome} {num:,}" for outcome, num in sorted(self._untold.items()))
+        if self._unlogged and now_s - self._logged_s >= _LOGGED_S:
+            numbers = ", ".join(f"{outcome} {num:,}" for outcome, num in sorted(self._unlogged.items()))
             _log.info("writes to %s that a service had left undone were finished: %s", self._cold.name, numbers)
-            self._untold.clear()
-            self._told_s = now_s
+            self._unlogged.clear()
+            self._logged_s = now_s
 
     async def round(self) -> tuple[int, int]:
         """Claim some entries and finish them; returns how many were claimed, and how many of them are done.
@@ -137,7 +137,7 @@ class Finisher:
         self._meters.set("pending_bytes", totals.num_bytes)
         self._meters.set("pending_limit_bytes", self._limits.pending_bytes)
         if not totals.num_records:
-            self._nameless.clear()
+            self._undescribed.clear()
             return 0, 0
         entries = await self._log.claim(_CLAIMED_TOGETHER, deadline=deadline)
         done = await gather_all([self._finish_within_budget(entry) for entry in entries])
@@ -180,7 +180,7 @@ class Finisher:
             self._meters.add("pending_failures", step="finish")
             return False
         self._meters.add("pending_finished", outcome=outcome)
-        self._untold[outcome] += 1
+        self._unlogged[outcome] += 1
         return True
 
     async def _copy(self, entry: PendingEntry, deadline: Deadline) -> str:
@@ -217,7 +217,7 @@ class Finisher:
         if description is not None:
             self._recorder.register(namespace, description.layout(), description.tenant)
             return
-        if self._nameless.setdefault(namespace, deadline).expired:
+        if self._undescribed.setdefault(namespace, deadline).expired:
             return
         raise Unavailable("a namespace has no manifest yet", namespace=namespace.hex())
 

@@ -120,6 +120,7 @@ class PendingWrites:
         on_end: Callable[[RecordKey, bool], object] = lambda *_: None,
     ) -> None:
         self._log = log
+        # a second owner, for entries that must outlive our next write of their record
         self._late = log.other_owner() if log is not None else None
         self._on_end = on_end
         self._hot = context.hot

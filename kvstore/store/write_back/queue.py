@@ -26,9 +26,9 @@ from kvstore.tiers.base import PutOutcome, Tier
 
 _log = logging.getLogger(__name__)
 
-_FAILURES_TOLD = 3
+_FAILURES_LOGGED = 3
 """Failures in a row after which the log has a line."""
-_TOLD_AGAIN_S = 60.0
+_LOGGED_AGAIN_S = 60.0
 """The time until it has another: where a part of a cluster is away, some writes fail and others do not."""
 _WAVE_RECORDS = 64
 """Records that arrive together are written shortest prefix first, so that what a crash leaves behind is usable. A wave
@@ -144,7 +144,7 @@ class WriteBack:
         self._num_workers = 0
         self._failures = 0
         self._probe_s = 0.0  # when a tier that failed is tried again
-        self._told_s = float("-inf")  # when the log had a line about failures
+        self._logged_s = float("-inf")  # when the log had a line about failures
         self._busy_until_s = 0.0  # too much was pending over all services
         self._empty = asyncio.Event()
         self._empty.set()
@@ -357,8 +357,8 @@ class WriteBack:
             limits = self._limits
             pause_s = backoff_s(self._failures, shortest_s=limits.backoff_s_min, longest_s=limits.backoff_s_max)
             self._probe_s = self._clock.monotonic_s() + pause_s
-            if self._failures == _FAILURES_TOLD and self._clock.monotonic_s() >= self._told_s + _TOLD_AGAIN_S:
-                self._told_s = self._clock.monotonic_s()
+            if self._failures == _FAILURES_LOGGED and self._clock.monotonic_s() >= self._logged_s + _LOGGED_AGAIN_S:
+                self._logged_s = self._clock.monotonic_s()
                 _log.warning("saved records cannot be written to %s, they are tried again: %s", self._tier.name, error)
             self._meters.add("write_back_failures", tier=self._tier.name)
             self._try_again(job)

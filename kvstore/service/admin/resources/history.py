@@ -118,12 +118,12 @@ async def show_history(
 async def _samples_of(context: AdminContext, grant: Grant) -> list[Sample]:
     """A tenant's own requests, as the service would have counted them."""
     outcomes = await context.data_loop.call_short(lambda: context.operations.outcomes(grant.tenant))
-    return [_sample(told) for told in outcomes]
+    return [_sample(reported) for reported in outcomes]
 
 
-def _sample(told: ReportedOutcome) -> Sample:
-    outcome = told.outcome
-    reason = counted_as(told.reason)
+def _sample(reported: ReportedOutcome) -> Sample:
+    outcome = reported.outcome
+    reason = counted_as(reported.reason)
     local = min(outcome.local_tokens, outcome.resume_tokens)
     counts = {
         f'requests{{reason="{reason}",result="{result_of(outcome)}"}}': 1.0,
@@ -131,7 +131,7 @@ def _sample(told: ReportedOutcome) -> Sample:
         'request_tokens{part="resumed"}': float(outcome.resume_tokens - local),
         'request_tokens{part="local"}': float(local),
     }
-    return Sample(told.at_ms, counts)
+    return Sample(reported.at_ms, counts)
 
 
 def _sums(window: Window, meter: str, label: str) -> dict[str, list[float]]:
