@@ -143,7 +143,7 @@ async def test_a_namespace_is_deleted_over_several_calls(
 ) -> None:
     """A call that runs out of time is not complete; repeated calls delete everything."""
     made, prompt = large
-    monkeypatch.setattr("kvstore.service.admin.jobs.deletion._DELETE_S", 0.0)
+    monkeypatch.setattr("kvstore.service.admin.jobs.deletions._DELETE_S", 0.0)
     path, num_deleted, num_calls = f"/v1/namespaces/{prompt.namespace.hex()}?confirm=true", 0, 0
     async with made.client("red") as client:
         while True:

@@ -19,7 +19,7 @@ from kvstore.service.admin.access import Administrator
 from kvstore.service.admin.catalog_access import Namespace
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.jobs.board import Jobs
-from kvstore.service.admin.jobs.deletion import (
+from kvstore.service.admin.jobs.deletions import (
     BOUNDARIES_AT_ONCE,
     WALK_S,
     delete_entries,

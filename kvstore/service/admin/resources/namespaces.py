@@ -13,7 +13,7 @@ from kvstore.model.keys import NamespaceId
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.service.admin.access import Administrator, Reader
 from kvstore.service.admin.context import AdminContext, Context, NamedNamespace
-from kvstore.service.admin.jobs.deletion import Deleted, audit_deletion, delete_namespace
+from kvstore.service.admin.jobs.deletions import Deleted, audit_deletion, delete_namespace
 from kvstore.service.admin.models import (
     NAMESPACE_EXAMPLE,
     Amount,

@@ -12,7 +12,7 @@ from kvstore.model.keys import PrefixHash, RecordKey
 from kvstore.service.admin.access import Administrator, Reader
 from kvstore.service.admin.catalog_access import Namespace
 from kvstore.service.admin.context import AdminContext, Context, NamedNamespace, QueriedNamespace
-from kvstore.service.admin.jobs.deletion import Deleted, audit_deletion, delete_boundary
+from kvstore.service.admin.jobs.deletions import Deleted, audit_deletion, delete_boundary
 from kvstore.service.admin.listing import Order, Page, Rows, list_entries
 from kvstore.service.admin.models import (
     Confirm,
