@@ -190,11 +190,6 @@ class TenantTurns:
         self._of: dict[Hashable, Turns] = {}  # those of tenants that have requests
         self._num: Counter[Hashable] = Counter()
 
-    @property
-    def num_tenants(self) -> int:
-        """Tenants that have requests here."""
-        return len(self._of)
-
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
         """Run a block of the current request when it is its tenant's turn.

@@ -279,7 +279,7 @@ class RedisCatalog(Catalog):
         """Two bytes, not zero, which differ from the mark of the last recount."""
         used = {bytes(2)}
         for namespace in namespaces:
-            step = await self.step(namespace, "", count=_BATCH, deadline=self._soon())
+            step = await self.step(namespace, "", count=_BATCH, deadline=self._deadline())
             used |= {bytes(row) for row in step.table.data[:, MARK_AT : MARK_AT + 2]}
         while (mark := secrets.token_bytes(2)) in used:
             pass
@@ -293,7 +293,7 @@ class RedisCatalog(Catalog):
         """
         started_s = self._clock.monotonic_s()
         calls = [self._call(COUNT, namespace, prefix, Level.HOT, *arguments) for prefix in prefixes]
-        await self._run(calls, self._soon())
+        await self._run(calls, self._deadline())
         await asyncio.sleep(self._clock.monotonic_s() - started_s)
 
     async def _in_each_slot(self, script: str, mark: bytes, namespaces: Sequence[NamespaceId]) -> list[int]:
@@ -303,7 +303,7 @@ class RedisCatalog(Catalog):
         for start in range(0, len(slots), _BATCH):
             tags = [(slot, self._nodes.tag_of(slot)) for slot in slots[start : start + _BATCH]]
             calls: list[Call] = [(slot, ("EVAL", script, 1, _totals(tag), mark, *namespaces)) for slot, tag in tags]
-            replies += await self._run(calls, self._soon())
+            replies += await self._run(calls, self._deadline())
         return replies
 
     async def lack_totals(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], *, deadline: Deadline) -> bool:
@@ -405,7 +405,7 @@ class RedisCatalog(Catalog):
         slots = range(NUM_SLOTS if self._nodes.is_cluster else 1)
         return await self._nodes.run([(slot, command(self._nodes.tag_of(slot))) for slot in slots], deadline=deadline)
 
-    def _soon(self) -> Deadline:
+    def _deadline(self) -> Deadline:
         return Deadline.after(_CALL_S, self._clock)
 
     def _tombstones_kept(self) -> int:

@@ -96,20 +96,22 @@ class Reconciler:
         if sample.lacks_totals:
             await self._mark_incomplete("the catalog has lost totals")
         counters = await self._read_counters()
-        is_known = counters == self._counters and await self._catalog.read_note(NOTE, deadline=self._soon()) is not None
+        is_known = (
+            counters == self._counters and await self._catalog.read_note(NOTE, deadline=self._deadline()) is not None
+        )
         if (is_known and not sample.num_lost) or not await self._hold():
             return sample.num_lost  # the lease's holder may die: `_counters` stays, so that the next check tries again
         try:
             lost = sample.num_lost + await self._reconcile(counters, is_wrong=sample.num_lost > 0)
         finally:
             with suppress(Unavailable):  # if it expired, it would count in `expired_keys` and start the next comparison
-                await self._ownership.release(_LEASE, deadline=self._soon())
+                await self._ownership.release(_LEASE, deadline=self._deadline())
         self._counters = counters
         return lost
 
     async def _check_catalog(self) -> None:
         """Check whether Redis has lost parts of the catalog itself, as by FLUSHALL."""
-        deadline = self._soon()
+        deadline = self._deadline()
         await self._catalog.register_again(deadline=deadline)
         is_complete = await self._catalog.is_complete(deadline=deadline)
         self._meters.set("catalog_complete", is_complete)
@@ -118,12 +120,12 @@ class Reconciler:
         self._was_complete = is_complete
 
     async def _mark_incomplete(self, why: str) -> None:
-        await self._catalog.mark_incomplete(deadline=self._soon())
+        await self._catalog.mark_incomplete(deadline=self._deadline())
         self._was_complete = False
         _log.warning("%s: %s", why, _NEXT_STEP)
 
     async def _read_counters(self) -> list[ServerCounters]:
-        deadline = self._soon()
+        deadline = self._deadline()
         servers = await self._catalog.info("server", deadline=deadline)
         stats = await self._catalog.info("stats", deadline=deadline)
         return sorted(
@@ -137,14 +139,14 @@ class Reconciler:
             counters: Of the servers, now.
             is_wrong: A sample has shown a lost record: compare in any case.
         """
-        note = await self._catalog.read_note(NOTE, deadline=self._soon())
+        note = await self._catalog.read_note(NOTE, deadline=self._deadline())
         seen = self._counters if note is None else parse_counters(note)
         if seen is not None and run_ids(counters) != run_ids(seen):
             await self._mark_incomplete("a Redis of the catalog was restarted or replaced and may lack entries")
         if note is not None and counters == seen and not is_wrong:  # another service has done it
             return 0
         lost = await self.compare()
-        await self._catalog.write_note(NOTE, format_counters(counters), deadline=self._soon())
+        await self._catalog.write_note(NOTE, format_counters(counters), deadline=self._deadline())
         self._meters.add("catalog_reconciled", lost)
         return lost
 
@@ -153,8 +155,8 @@ class Reconciler:
         many records were gone.
         """
         lost = 0
-        for namespace in await self._catalog.namespaces(deadline=self._soon()):
-            if not await _can_read(self._catalog, namespace, self._soon()):
+        for namespace in await self._catalog.namespaces(deadline=self._deadline()):
+            if not await _can_read(self._catalog, namespace, self._deadline()):
                 continue  # a service that has opened the namespace compares it
             async for step in self._catalog.steps(namespace):
                 hot = np.flatnonzero(step.table.rows(Level.HOT).any(axis=1))
@@ -165,12 +167,12 @@ class Reconciler:
         if not prefixes:
             return 0
         await self._hold()  # renews the lease
-        return await self._catalog.observe_hot(namespace, prefixes, deadline=self._soon())
+        return await self._catalog.observe_hot(namespace, prefixes, deadline=self._deadline())
 
     async def _hold(self) -> bool:
-        return await self._ownership.hold(_LEASE, deadline=self._soon())
+        return await self._ownership.hold(_LEASE, deadline=self._deadline())
 
-    def _soon(self) -> Deadline:
+    def _deadline(self) -> Deadline:
         return Deadline.after(_CALL_S, self._clock)
 
 

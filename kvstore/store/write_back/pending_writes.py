@@ -316,12 +316,12 @@ class PendingWrites:
 
     async def _add(self, entries: Sequence[PendingEntry]) -> bool:
         assert self._log is not None
-        return await self._log.add(entries, deadline=self._step_deadline())
+        return await self._log.add(entries, deadline=self._deadline())
 
     async def _end_all(self, several: Sequence[_Pending]) -> None:
         """End entries by where their records are now."""
         assert self._log is not None
-        deadline, now_s = self._step_deadline(), self._clock.monotonic_s()
+        deadline, now_s = self._deadline(), self._clock.monotonic_s()
         shared = [one.key for one in several if one.needs_owners(now_s)]
         num_owners = await self._renew(shared) if shared else {}
         now_s = self._clock.monotonic_s()  # what is no longer certain by now is left to a finisher
@@ -366,7 +366,7 @@ class PendingWrites:
         """Renew the leases of entries; returns those that are ours, with the number of owners of each. A service that
         has claimed one of the others will end it."""
         assert self._log is not None
-        owners = await self._log.renew(keys, deadline=self._step_deadline())
+        owners = await self._log.renew(keys, deadline=self._deadline())
         return {key: num_owners for key, num_owners in zip(keys, owners, strict=True) if num_owners}
 
     async def _renew_regularly(self, log: PendingLog) -> None:
@@ -391,7 +391,7 @@ class PendingWrites:
                     elif pending.renewed_at_s is not None:
                         pending.renewed_at_s = max(pending.renewed_at_s, now_s)
 
-    def _step_deadline(self) -> Deadline:
+    def _deadline(self) -> Deadline:
         return Deadline.after(self._limits.write_back_timeout_s, self._clock)
 
     async def drain(self, deadline: Deadline) -> None:

@@ -153,14 +153,14 @@ class JobKeeper:
             "seen_s": self._now_s(),
         }
         try:
-            await self._book.write(job.id, json.dumps(values), deadline=self._soon())
+            await self._book.write(job.id, json.dumps(values), deadline=self._deadline())
         except (Unavailable, InvalidRequest) as error:
             self._warn(error)
 
     async def remove(self, ids: Collection[str]) -> None:
         """Forget jobs."""
         try:
-            await self._book.remove(ids, deadline=self._soon())
+            await self._book.remove(ids, deadline=self._deadline())
         except Unavailable as error:
             self._warn(error)
 
@@ -181,7 +181,7 @@ class JobKeeper:
         Raises:
             Unavailable: The book does not answer.
         """
-        texts = await self._book.read(deadline=self._soon())
+        texts = await self._book.read(deadline=self._deadline())
         found: list[Job] = []
         old: list[Job] = []
         for id_, text in texts.items():
@@ -198,7 +198,7 @@ class JobKeeper:
             await self.remove([job.id for job in old])
         return sorted(found, key=lambda job: -job.created_s)
 
-    def _soon(self) -> Deadline:
+    def _deadline(self) -> Deadline:
         return Deadline.after(_CALL_S, self._clock)
 
     def _now_s(self) -> int:
