@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 from kvstore.catalog.base import Catalog, LeaveReason
 from kvstore.catalog.entry import BoundaryEntry, Level
@@ -18,11 +19,11 @@ _log = logging.getLogger(__name__)
 
 _LEVEL = Level.COLD
 _CALL_S = 10.0
-_AT_ONCE, _CALLS, _TOGETHER_MIN = 64, 4, 4
-"""Boundaries that are deleted at a time, the number of calls that share them, and the fewest worth a call of their own:
-what a call has deleted is free at once."""
-_HIDDEN_AT_ONCE = 64
-"""Boundaries that are hidden before the first of them is deleted."""
+_AT_ONCE = 64
+"""Boundaries that are hidden and then deleted, before others are hidden."""
+_CALLS, _TOGETHER_MIN = 4, 4
+"""The number of calls that share them, and the fewest worth a call of their own: what a call has deleted is free at
+once."""
 
 
 class Evictor:
@@ -53,8 +54,8 @@ class Evictor:
         """Evict boundaries, ends of prefixes first; returns the bytes freed."""
         freed = 0
         stay: set[int] = set()
-        for start in range(0, len(victims), _HIDDEN_AT_ONCE):
-            part = range(start, min(start + _HIDDEN_AT_ONCE, len(victims)))
+        for start in range(0, len(victims), _AT_ONCE):
+            part = range(start, min(start + _AT_ONCE, len(victims)))
             for index in part:  # ends come first: the parent of one that stays comes later, and stays as well
                 if index in stay and (parent := victims[index].parent) is not None:
                     stay.add(parent)
@@ -75,25 +76,17 @@ class Evictor:
         return await self._delete([(entry, LeaveReason.EVICTED)]) or 0
 
     async def _delete_all(self, hidden: Mapping[int, BoundaryEntry], victims: Sequence[Victim]) -> set[int]:
-        """Delete the records of hidden boundaries, ends first; returns the indexes of those that are deleted. What the
-        tier fails to delete stays hidden until a later round; what follows it becomes visible again.
+        """Delete the records of hidden boundaries; returns the indexes of those that are deleted. What the tier fails
+        to delete stays hidden until a later round.
         """
-        done: set[int] = set()
         indexes = list(hidden)
-        for start in range(0, len(indexes), _AT_ONCE):
-            part = indexes[start : start + _AT_ONCE]
-            together = max(_TOGETHER_MIN, -(-len(part) // _CALLS))
-            calls = [part[at : at + together] for at in range(0, len(part), together)]
-            deleted = await gather_all(
-                self._delete([(hidden[index], victims[index].reason) for index in call]) for call in calls
-            )
-            done.update(*(call for call, num_bytes in zip(calls, deleted, strict=True) if num_bytes is not None))
-            if None in deleted:
-                for index in indexes[start + _AT_ONCE :]:
-                    one = hidden[index]
-                    await self._catalog.stop_leaving(one.namespace, one.prefix, _LEVEL, deadline=self._deadline())
-                break
-        return done
+        together = max(_TOGETHER_MIN, -(-len(indexes) // _CALLS))
+        calls = [indexes[at : at + together] for at in range(0, len(indexes), together)]
+        deleted = await gather_all(
+            self._delete([(hidden[index], victims[index].reason) for index in call]) for call in calls
+        )
+        done = (call for call, num_bytes in zip(calls, deleted, strict=True) if num_bytes is not None)
+        return set(chain.from_iterable(done))
 
     async def _delete(self, leaving: Sequence[tuple[BoundaryEntry, LeaveReason]]) -> int | None:
         """Delete the records of hidden boundaries, then subtract them from the totals; returns the bytes freed. `None`:
