@@ -36,3 +36,12 @@ class StoreContext:
     @property
     def meters(self) -> Meters:
         return self.instruments.meters
+
+
+class StorePart:
+    """Base of the parts of one store: each has at hand what all share."""
+
+    def __init__(self, context: StoreContext) -> None:
+        self._memory, self._hot, self._cold = context.memory, context.hot, context.cold
+        self._limits, self._background = context.limits, context.background
+        self._meters, self._clock = context.meters, context.clock

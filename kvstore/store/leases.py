@@ -15,7 +15,7 @@ from kvstore.errors import Closed
 from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.budget import Shares
-from kvstore.store.context import StoreContext
+from kvstore.store.context import StoreContext, StorePart
 from kvstore.tiers.memory import Pin
 
 _ID_BYTES = 16
@@ -24,14 +24,13 @@ _AT_ONCE = 1024
 """Records that are unpinned before the event loop gets a turn: a millisecond or two."""
 
 
-class Unpinning:
+class Unpinning(StorePart):
     """Gives back pins without waiting: a few at once, many piece by piece in the background. All pins of a long prompt
     in one go would hold the event loop for a tenth of a second.
     """
 
     def __init__(self, context: StoreContext) -> None:
-        self._memory = context.memory
-        self._background = context.background
+        super().__init__(context)
         self._left: deque[dict[RecordKey, Pin]] = deque()
         self._task: asyncio.Task[None] | None = None
 
@@ -80,7 +79,7 @@ class _Lease:
     """How many records were leased at first."""
 
 
-class LeaseTable:
+class LeaseTable(StorePart):
     """The leases of this node. Never waits; all methods belong to one event loop's thread.
 
     An id cannot be guessed, so a peer can neither end another's lease nor read through it. Leases, and records in
@@ -92,12 +91,9 @@ class LeaseTable:
     """
 
     def __init__(self, context: StoreContext) -> None:
+        super().__init__(context)
         self.lease_s = context.limits.lease_s
         self.num_expired = 0
-        self._memory = context.memory
-        self._clock = context.clock
-        self._meters = context.meters
-        self._background = context.background
         self.unpinning = Unpinning(context)
         self._held = Shares(context.limits.leases_max)
         self._records = Shares(context.limits.lease_records_max)

@@ -22,7 +22,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.runtime.turns import LongWork, Turns, who_asks
 from kvstore.store.catalog_outage import CatalogOutage
-from kvstore.store.context import StoreContext
+from kvstore.store.context import StoreContext, StorePart
 from kvstore.store.presence import (
     PackedSlices,
     Presence,
@@ -80,7 +80,7 @@ class _Source:
     """It did not answer, and is not asked again."""
 
 
-class PresenceFinder:
+class PresenceFinder(StorePart):
     """Finds where a query's records are.
 
     Memory answers first and costs nothing. Then the catalog is asked, if there is one, for all boundaries at once.
@@ -97,10 +97,7 @@ class PresenceFinder:
     def __init__(
         self, context: StoreContext, absent: AbsentKeys, work: LongWork, catalog: CatalogLookup | None
     ) -> None:
-        self._memory = context.memory
-        self._hot = context.hot
-        self._cold = context.cold
-        self._meters = context.meters
+        super().__init__(context)
         self._cold_probes = context.limits.cold_probes
         self._absent = absent
         self._work = work

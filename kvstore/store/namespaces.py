@@ -18,7 +18,7 @@ from kvstore.model.namespace import NamespaceDescription
 from kvstore.runtime.budget import Shares
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.context import StoreContext
+from kvstore.store.context import StoreContext, StorePart
 from kvstore.store.recorder import Recorder
 from kvstore.tiers.base import Tier
 
@@ -196,7 +196,7 @@ async def read_description(
     return None
 
 
-class Manifests:
+class Manifests(StorePart):
     """A manifest beside the records of each slower tier, written when a namespace is opened, and again if it is lost.
 
     Best effort: a manifest describes records to readers that have not opened their namespace, such as a reindex. Loads
@@ -208,14 +208,9 @@ class Manifests:
     """
 
     def __init__(self, context: StoreContext, opened: OpenNamespaces, recorder: Recorder | None) -> None:
+        super().__init__(context)
         self._opened = opened
-        self._hot = context.hot
-        self._cold = context.cold
         self._recorder = recorder
-        self._background = context.background
-        self._meters = context.meters
-        self._limits = context.limits
-        self._clock = context.clock
         self._failing: set[str] = set()  # names of tiers that could not be written; "": a manifest could not be read
         if context.slower:
             context.background.repeat(self.check, "manifests", every_s=self._limits.manifest_check_s)

@@ -14,7 +14,7 @@ from kvstore.model.keys import Boundary, NamespaceId, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.context import StoreContext
+from kvstore.store.context import StoreContext, StorePart
 from kvstore.store.lookup import AbsentKeys
 from kvstore.store.namespaces import check_header
 from kvstore.store.presence import UNKNOWN_BYTES, Presence, slices_of
@@ -32,7 +32,7 @@ _COPIED_TOGETHER = 256
 _OUTCOMES = {outcome: SaveOutcome[outcome.name] for outcome in PutOutcome}
 
 
-class Saver:
+class Saver(StorePart):
     """Takes records in and passes them on to the tiers.
 
     Args:
@@ -59,16 +59,11 @@ class Saver:
         absent: AbsentKeys,
         follows: Callable[[NamespaceId], bool],
     ) -> None:
+        super().__init__(context)
         self._follows = follows
-        self._memory = context.memory
-        self._hot = context.hot
-        self._cold = context.cold
         self._check_open = check_open
         self._admission = admission
         self._absent = absent
-        self._background = context.background
-        self._meters = context.meters
-        self._clock = context.clock
         self._in_flight = ByteBudget(context.limits.save_bytes_in_flight)
         log = pending if context.cold is not None else None
         self._pending_writes = PendingWrites(log, context, self._pending_ended)

@@ -23,7 +23,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.io_loops import call_on
 from kvstore.runtime.shared_calls import SingleFlight
 from kvstore.runtime.turns import LongWork, Turns, who_asks
-from kvstore.store.context import StoreContext
+from kvstore.store.context import StoreContext, StorePart
 from kvstore.store.leases import Unpinning
 from kvstore.store.lookup import AbsentKeys
 from kvstore.store.namespaces import check_header
@@ -99,7 +99,7 @@ class _Plan:
     """The keys of all; what else is pinned is unpinned, to free memory."""
 
 
-class Stager:
+class Stager(StorePart):
     """Copies records from the slower tiers into memory: each once, however many stages want it.
 
     Args:
@@ -120,13 +120,8 @@ class Stager:
         free_for: Callable[[NamespaceId], int],
         on_cold_hit: Callable[[Record], None],
     ) -> None:
+        super().__init__(context)
         limits = context.limits
-        self._memory = context.memory
-        self._hot = context.hot
-        self._cold = context.cold
-        self._meters = context.meters
-        self._clock = context.clock
-        self._limits = limits
         self._absent = absent
         self._work = work
         self._unpinning = unpinning

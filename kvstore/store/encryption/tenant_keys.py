@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from kvstore.errors import Closed, KVStoreError
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.watched_file import Watched
-from kvstore.store.context import StoreContext
+from kvstore.store.context import StoreContext, StorePart
 from kvstore.store.encryption import key_ledger
 from kvstore.store.encryption.key_ledger import KeyLedger, KeyState
 from kvstore.store.encryption.key_ring import Generation, KeyRing
@@ -22,7 +22,7 @@ _SHOWN_MAX = 4
 _NO_STATE = KeyState()
 
 
-class TenantKeys:
+class TenantKeys(StorePart):
     """Compares the keys of each tenant with the notes beside its records: when the tenant first opens a namespace, when
     keys change, and every few minutes. Warns once of each difference.
 
@@ -32,13 +32,12 @@ class TenantKeys:
     """
 
     def __init__(self, context: StoreContext, keys: Watched[KeyRing]) -> None:
+        super().__init__(context)
         self._keys = keys
-        self._meters = context.meters
         self._ledger = KeyLedger(context.slower)
         self._states: dict[str, KeyState] = {}  # of tenants that have opened a namespace
         self._counted: dict[str, str] = {}  # the problem that each of them is counted with
         self._warned: set[str] = set()
-        self._background = context.background
         self._background.keep_running(self._refresh, "keys")
 
     def generations(self, tenant: str) -> tuple[Generation, ...]:

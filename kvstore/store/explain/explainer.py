@@ -18,7 +18,7 @@ from kvstore.runtime.background import gather_all
 from kvstore.runtime.bounded_map import BoundedMap, SharedRoom, starting_with
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.turns import PIECE, LongWork, Turns, who_asks
-from kvstore.store.context import StoreContext
+from kvstore.store.context import StoreContext, StorePart
 from kvstore.store.explain.absence import Absence, AbsenceFinder, Removals
 from kvstore.store.explain.reasons import REASONS, UNKNOWN, counted_as, result_of
 from kvstore.store.explain.reports import Losses, Recent, ReportedLoss, bytes_of
@@ -70,7 +70,7 @@ class ReportedOutcome:
         return self.operators_reason if tenant is None else self.reason
 
 
-class Explainer:
+class Explainer(StorePart):
     """Keeps the latest outcomes, and finds out in the background why requests missed, a bounded number at a time, so
     that lists and counts have the reasons that `explain` gives. Recording an outcome costs next to nothing. The meters
     count a request once its reason is known.
@@ -92,13 +92,11 @@ class Explainer:
         is_retired: Callable[[NamespaceId], bool],
         work: LongWork,
     ) -> None:
+        super().__init__(context)
         self._absence = absence
         self._work = work
         self._searches = Turns(_SEARCHES)
         self._is_retired = is_retired
-        self._clock = context.clock
-        self._meters = context.meters
-        self._background = context.background
         self._reported: dict[str, BoundedMap[str, ReportedOutcome]] = {}  # by tenant, by request
         self._waiting: deque[ReportedOutcome] = deque()
         self._searching: asyncio.Task[None] | None = None

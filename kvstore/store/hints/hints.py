@@ -21,7 +21,7 @@ from kvstore.model.prompt_hint import EndedPrompt, Wishes, ends_of_pages
 from kvstore.runtime.background import Work
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.turns import PIECE, TenantTasks, with_pauses
-from kvstore.store.context import StoreContext
+from kvstore.store.context import StoreContext, StorePart
 from kvstore.store.hints.ended_prompts import EndedPrompts, KeptPrompt
 from kvstore.store.hints.prefetch import Find, Prefetcher
 from kvstore.store.presence import Presence, slices_of
@@ -58,7 +58,7 @@ class WishOutcome(Enum):
     PREFETCH_REFUSED = auto()
 
 
-class Hints:
+class Hints(StorePart):
     """Keeps the prompts that have ended, and has done what their clients wish for them: in the background, since no
     wish may fail or delay a request. Belongs to the store's event loop.
 
@@ -81,10 +81,8 @@ class Hints:
         choice: PolicyChoice | None,
         catalog: Catalog | None,
     ) -> None:
+        super().__init__(context)
         self._context = context
-        self._memory = context.memory
-        self._meters = context.meters
-        self._clock = context.clock
         self._layout_of = layout_of
         self._find = find
         self._prefetcher = prefetcher

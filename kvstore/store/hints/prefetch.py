@@ -14,7 +14,7 @@ from kvstore.model.layout import Layout
 from kvstore.runtime.budget import Shares
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.turns import LongWork, TenantTasks
-from kvstore.store.context import StoreContext
+from kvstore.store.context import StoreContext, StorePart
 from kvstore.store.presence import Presence, slices_of
 from kvstore.store.staging import Stager, fitting_resume, slice_bytes
 
@@ -38,7 +38,7 @@ class _Unused:
     at_s: float
 
 
-class Prefetcher:
+class Prefetcher(StorePart):
     """Stages prompts without a lease, a few at a time. All methods belong to the store's event loop.
 
     Tenants share what may lie unused. What does not fit shortens the prefix that is fetched; nothing is evicted beyond
@@ -51,9 +51,7 @@ class Prefetcher:
     """
 
     def __init__(self, context: StoreContext, find: Find, stager: Stager, work: LongWork) -> None:
-        self._memory = context.memory
-        self._meters = context.meters
-        self._clock = context.clock
+        super().__init__(context)
         self._find = find
         self._stager = stager
         self._work = work

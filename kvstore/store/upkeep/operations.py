@@ -12,7 +12,7 @@ from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.turns import with_pauses
 from kvstore.store.catalogued_tier import CataloguedTier
-from kvstore.store.context import StoreContext
+from kvstore.store.context import StoreContext, StorePart
 from kvstore.store.explain.explainer import Explainer, ReportedOutcome
 from kvstore.store.namespaces import Manifests
 from kvstore.store.recorder import Backlog, Recorder
@@ -73,7 +73,7 @@ class TierState:
         return {"name": self.name, "healthy": True, **asdict(self.usage), **known}
 
 
-class StoreOperations:
+class StoreOperations(StorePart):
     """Shows and removes what a store holds. Belongs to the store's loop.
 
     Args:
@@ -94,10 +94,10 @@ class StoreOperations:
         operator_rules: OperatorRules | None,
         recorder: Recorder | None,
     ) -> None:
+        super().__init__(context)
         levels = ((Level.HOT, context.hot), (Level.COLD, context.cold))
         self.meters = context.meters
         self.operator_rules = operator_rules
-        self._memory = context.memory
         # without the wrapper that reports to the catalog: callers that delete here report it themselves
         self._slower = {
             level: tier.inner if isinstance(tier, CataloguedTier) else tier
@@ -109,7 +109,6 @@ class StoreOperations:
         self._explainer = explainer
         self._saver = saver
         self._recorder = recorder
-        self._clock = context.clock
         self._seen: dict[str, tuple[TierUsage, int]] = {}  # the last usage of each tier with its bytes, and when
 
     @property

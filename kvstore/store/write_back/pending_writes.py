@@ -21,7 +21,7 @@ from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.shared_calls import Batches
 from kvstore.runtime.turns import with_pauses
-from kvstore.store.context import StoreContext
+from kvstore.store.context import StoreContext, StorePart
 from kvstore.tiers.base import PutOutcome, Tier
 
 _log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class _Pending:
         return self.is_short and self.is_ours
 
 
-class PendingWrites:
+class PendingWrites(StorePart):
     """Writes records to the slower tiers, and keeps the log in step with that. Without a log it only writes them.
 
     For each write of a record to a tier: `begin`, then `put` until it is done or given up, then `end`.
@@ -119,15 +119,11 @@ class PendingWrites:
         context: StoreContext,
         on_end: Callable[[RecordKey, bool], object] = lambda *_: None,
     ) -> None:
+        super().__init__(context)
         self._log = log
         # a second owner, for entries that must outlive our next write of their record
         self._late = log.other_owner() if log is not None else None
         self._on_end = on_end
-        self._hot = context.hot
-        self._background = context.background
-        self._meters = context.meters
-        self._limits = context.limits
-        self._clock = context.clock
         self._records: dict[RecordKey, _Pending] = {}
         self._renewer: asyncio.Task[None] | None = None
         self._pending_bytes = 0

@@ -20,7 +20,7 @@ from kvstore.format.record import Record
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.retries import backoff_s
-from kvstore.store.context import StoreContext
+from kvstore.store.context import StoreContext, StorePart
 from kvstore.store.write_back.pending_writes import PendingWrites, TierWrite
 from kvstore.tiers.base import PutOutcome, Tier
 
@@ -106,7 +106,7 @@ class _InMemory:
             self._by_tenant.move_to_end(job.tenant)
 
 
-class WriteBack:
+class WriteBack(StorePart):
     """Writes records to one tier in the background. What is not written is counted as `write_back_dropped`.
 
     While a tier is down, one write probes it after a pause that doubles up to a limit; one success ends the pause. An
@@ -121,17 +121,13 @@ class WriteBack:
     """
 
     def __init__(self, tier: Tier, pending_writes: PendingWrites, context: StoreContext) -> None:
+        super().__init__(context)
         self.num_bytes = self.queued_bytes = 0
         self.is_paused = False
         self._tier = tier
-        self._memory = context.memory
         self._pending_writes = pending_writes
         self._is_hot = tier is context.hot
-        self._background = context.background
-        self._meters = context.meters
         self._tracing = context.instruments.tracing
-        self._limits = context.limits
-        self._clock = context.clock
         self._heap: list[_Job] = []
         self._deferred: list[_Job] = []  # too much was pending for them
         self._jobs: dict[RecordKey, _Job] = {}  # all that wait or are being written
