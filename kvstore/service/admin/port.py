@@ -16,6 +16,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
+import uvloop
+
 import kvstore
 from kvstore.errors import InternalError, InvalidRequest
 from kvstore.runtime.events import EventKind
@@ -190,7 +192,7 @@ class AdminPort:
         try:
             from kvstore.service.admin.serving import serve_admin
 
-            serve_admin(self._sock, self._loop, self._stop, self._service, self._tls)
+            uvloop.run(serve_admin(self._sock, self._loop, self._stop, self._service, self._tls))
         except Exception:  # noqa: BLE001 - a thread's top: the data path is not affected
             _log.exception("the administration interface failed; the service runs without it field=admin_listen")
             self._sock.close()

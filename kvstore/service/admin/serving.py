@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-import uvloop
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvstore.catalog.coordination import JOBS
@@ -45,31 +44,20 @@ _READ_S = 30.0
 """A peer that leaves the connection's buffers full for this long is disconnected."""
 
 
-def serve_admin(
+async def serve_admin(
     sock: socket.socket,
     data_loop: asyncio.AbstractEventLoop,
     stop: threading.Event,
     service: Administered,
     tls: ServerTls | None,
 ) -> None:
-    """Serve in the calling thread, on an event loop of its own, until `stop`.
+    """Serve until `stop`, on an event loop in a thread of its own.
 
     Args:
         sock: Listening; stays the caller's.
         stop: Ends the server some tenths of a second later.
         tls: The certificate to present; `None`: plain HTTP.
     """
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(sock, data_loop, stop, service, tls))
-
-
-async def _serve(
-    sock: socket.socket,
-    data_loop: asyncio.AbstractEventLoop,
-    stop: threading.Event,
-    service: Administered,
-    tls: ServerTls | None,
-) -> None:
     calls = DataLoop(data_loop)
     catalog = CatalogAccess(service.settings, calls, service.store.operations)
     context = AdminContext(service, calls, DataLoop(data_loop), catalog, stop.is_set)
