@@ -34,7 +34,7 @@ from redis.exceptions import (
 
 from kvstore.catalog.base import Gate
 from kvstore.catalog.redis.replies import Command, check_reply, keys_of
-from kvstore.catalog.redis.routes import ClusterClient, Routes, is_elsewhere
+from kvstore.catalog.redis.routes import Attempts, ClusterClient, Routes, is_elsewhere
 from kvstore.catalog.redis.scripts import ALL, DAMAGED
 from kvstore.catalog.redis.walks import MOVING, Position, digest_of_names, digest_of_slots, position_of
 from kvstore.errors import Unavailable
@@ -149,7 +149,7 @@ class RedisNodes:
         if self._routes is None:
             async with self._calls:
                 return await cast(Awaitable[Any], self.client.execute_command(*command))
-        attempts = self._routes.attempts(_slot_of(command))
+        attempts = Attempts(self._routes, _slot_of(command))
         while True:
             asked, asking = await attempts.next(asked, reply)
             try:

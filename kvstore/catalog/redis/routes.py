@@ -81,10 +81,6 @@ class Routes:
         """
         return self._client.nodes_manager.nodes_cache.get(node.name) is node
 
-    def attempts(self, slot: int) -> Attempts:
-        """For one command, whose keys are in this slot."""
-        return Attempts(self, slot)
-
     async def read_again(self) -> None:
         """Read the map, unless it was read a moment ago: thousands of commands may be redirected at once."""
         now_s = asyncio.get_running_loop().time()
@@ -113,7 +109,11 @@ class Routes:
 
 
 class Attempts:
-    """Where one command is sent, until it is answered."""
+    """Where one command is sent, until it is answered.
+
+    Args:
+        slot: Of its keys.
+    """
 
     def __init__(self, routes: Routes, slot: int) -> None:
         self._routes = routes

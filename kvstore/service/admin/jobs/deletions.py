@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence, Set
+from functools import partial
 from typing import Annotated
 
 import numpy as np
@@ -318,10 +319,7 @@ async def start_deletion(
         raise Refused(422, "a prefix and token ids exclude each other", field="body.prefix")
     found = await context.catalog.find(namespace_id(deletion.namespace), grant)
     request.state.audit = {"dry_run": not confirm, "namespace": deletion.namespace}
-
-    async def work(job: Job) -> None:
-        await _delete(context, found, deletion, job)
-
+    work = partial(_delete, context, found, deletion)
     about = {"namespace": deletion.namespace}
     if deletion.prefix is not None:
         about["prefix"] = deletion.prefix

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from enum import Enum
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request
@@ -108,10 +109,7 @@ async def verify_records(
     Uses connections of its own.
     """
     wanted = _level(context, level)
-
-    async def work(job: Job) -> None:
-        await _verify(context, grant, wanted, bytes_per_s, job)
-
+    work = partial(_verify, context, grant, wanted, bytes_per_s)
     return jobs.start(JobKind.VERIFY, grant, work, about={"tier": level.value}, unit="bytes")
 
 
@@ -120,11 +118,7 @@ async def reindex(context: Context, grant: OperatorAdministrator, jobs: Jobs) ->
     """Make the catalog equal to what the slower tiers hold and mark it complete, as a job. This service remembers what
     it listed until the end. For a large store use `kvstore reindex`, which has memory of its own.
     """
-
-    async def work(job: Job) -> None:
-        await _reindex(context, job)
-
-    return jobs.start(JobKind.REINDEX, grant, work, about={})
+    return jobs.start(JobKind.REINDEX, grant, partial(_reindex, context), about={})
 
 
 def _level(context: AdminContext, level: TierLevel) -> Level:
