@@ -66,7 +66,7 @@ class SoleOwnership(Ownership):
 
 @dataclass(frozen=True, slots=True)
 class TextStoreKind:
-    """The contents of a text store.
+    """What a text store is for.
 
     Attributes:
         name: In Redis its hash is `c1/<name>`, in a directory its file is `<name>.json`.
@@ -92,7 +92,9 @@ FOREIGN_TEXT = (ValueError, TypeError, LookupError, AttributeError, OverflowErro
 
 
 class TextStore(ABC):
-    """Texts by name. Every method raises `Unavailable` at its deadline or when the medium cannot be reached."""
+    """A few small texts by name, such as the rules of operators. Every method raises `Unavailable` at its deadline or
+    when the medium cannot be reached.
+    """
 
     is_shared: bool
     """Whether other services write to it too, so that its texts must be read again."""
@@ -146,7 +148,7 @@ class MarkBook(ABC):
 
 
 class LocalMarkBook(MarkBook):
-    """In this process's memory, and lost with it: for a store that one service evicts from."""
+    """Marks in this process's memory, and lost with it: for a store that one service evicts from."""
 
     def __init__(self) -> None:
         self._marks: dict[NamespaceId, dict[bytes, bytes]] = {}
@@ -170,8 +172,8 @@ class LocalMarkBook(MarkBook):
 
 
 class FileTextStore(TextStore):
-    """A JSON file beside the records, in a directory that exists and that only one service writes. The file survives a
-    loss of the catalog.
+    """Texts in a JSON file beside the records, in a directory that exists and that only one service writes. The file
+    survives a loss of the catalog.
     """
 
     is_shared = False

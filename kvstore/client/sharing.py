@@ -164,6 +164,10 @@ class MappedRecord(LeasedRecord):
 
 
 class _MappedBytes(LoadedRecord):
+    """The bytes of a `MappedRecord`. Each reading of them is checked at its end: the service may use their memory
+    again.
+    """
+
     def __init__(self, key: RecordKey, view: ArenaView, place: Place) -> None:
         view.at(place)  # a service may answer anything
         self._key, self._view, self._place = key, view, place

@@ -114,6 +114,8 @@ class Credentials:
 
 
 class _Entry(TableEntry):
+    """A `[[credential]]` table as it is written."""
+
     tenant: str = Field(pattern=r"^[!-~]{1,128}$", description="1 to 128 printable ASCII characters without a space")
     # the value is not shown: an operator may have written the token itself
     token_sha256: str = Field(pattern=r"^[0-9a-f]{64}$", repr=False, description="64 lower-case hex digits")

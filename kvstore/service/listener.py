@@ -142,7 +142,7 @@ class Acceptor:
 
 
 class Listener:
-    """One open address.
+    """An address that the service listens on.
 
     Attributes:
         address: Where it listens; a TCP port of 0 is replaced by the real one.

@@ -13,7 +13,8 @@ _LASTING_S = 1.0
 
 
 class CatalogOutage:
-    """Told how each call of a kind ended. One that fails alone, as when a connection breaks, is no outage.
+    """Knows whether the catalog answers calls of one kind, and since when it does not, by how each call ended. A call
+    that fails alone, as when a connection breaks, is no outage.
 
     Args:
         away: What the catalog does not do, and what that means, like `answers no lookups: tiers are asked instead`.

@@ -70,6 +70,8 @@ class Unpinning(StorePart):
 
 @dataclass(eq=False, slots=True)
 class _Lease:
+    """A lease while it lasts."""
+
     pins: dict[RecordKey, Pin]
     """What it holds; a discarded key is removed at once."""
     ends_s: float

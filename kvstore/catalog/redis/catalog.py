@@ -73,9 +73,9 @@ _OBSERVED_AT_ONCE = 2048
 
 
 class RedisCatalog(Catalog):
-    """One string per boundary, `c1/<namespace>/{<prefix>}`, in the slot of its records; per slot a hash of totals,
-    `c1t/{tag}`, and a list of tombstones, `c1d/{tag}`. None of them has a TTL, so that no `volatile-*` policy evicts
-    them.
+    """A catalog in Redis: one string per boundary, `c1/<namespace>/{<prefix>}`, in the slot of its records; per slot a
+    hash of totals, `c1t/{tag}`, and a list of tombstones, `c1d/{tag}`. None of them has a TTL, so that no `volatile-*`
+    policy evicts them.
 
     Args:
         client: Replies in `bytes`; the caller closes it.

@@ -43,7 +43,8 @@ return 0
 
 
 class RedisOwnership(Ownership):
-    """A key per name, `c1o/<name>`, whose TTL is the lease; its value is the owner (16 bytes) and its word in UTF-8.
+    """Leases in Redis: a key per name, `c1o/<name>`, whose TTL is the lease; its value is the owner (16 bytes) and its
+    word in UTF-8.
 
     Args:
         client: A `redis.asyncio.Redis` or `RedisCluster`; the caller closes it.
@@ -77,7 +78,7 @@ class RedisOwnership(Ownership):
 
 
 class RedisTextStore(TextStore):
-    """All texts in one hash without a TTL, `c1/<name>`, read in one round trip.
+    """Texts in Redis: all in one hash without a TTL, `c1/<name>`, read in one round trip.
 
     Args:
         client: A `redis.asyncio.Redis` or `RedisCluster` that replies in `bytes`; the caller closes it.
@@ -110,7 +111,8 @@ class RedisTextStore(TextStore):
 
 
 class RedisMarkBook(MarkBook):
-    """A hash per namespace, `c1/hints/<namespace>`, from prefix to mark. It ends a week after the last mark.
+    """Marks in Redis: a hash per namespace, `c1/hints/<namespace>`, from prefix to mark. It ends a week after the last
+    mark.
 
     Args:
         client: A `redis.asyncio.Redis` or `RedisCluster` that replies in `bytes`; the caller closes it.

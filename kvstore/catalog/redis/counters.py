@@ -16,7 +16,7 @@ _DIGITS_MAX = 20
 
 @dataclass(frozen=True, slots=True)
 class ServerCounters:
-    """The removals of a node.
+    """How many keys one Redis server has removed by itself.
 
     Attributes:
         run_id: Changes when the server is restarted or replaced.

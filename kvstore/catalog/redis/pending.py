@@ -198,7 +198,7 @@ return {redis.call('ZCARD', KEYS[1]), bytes}
 
 
 class RedisPendingLog(PendingLog):
-    """Entries in Redis.
+    """The pending writes of the services that share a Redis and a cold tier.
 
     Args:
         client: A `redis.asyncio.Redis` or `RedisCluster` that replies in `bytes`; the caller closes it.

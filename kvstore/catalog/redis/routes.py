@@ -52,7 +52,7 @@ def is_elsewhere(reply: object) -> bool:
 
 
 class Routes:
-    """The nodes of one cluster."""
+    """Which node of a cluster has which hash slots, as far as is known."""
 
     def __init__(self, client: ClusterClient) -> None:
         self._client = client

@@ -40,7 +40,8 @@ _SCANS_AT_ONCE = 2
 
 @dataclass(frozen=True)
 class AdminContext:
-    """Belongs to the administration's loop.
+    """What the routes work with: the service, its catalog, calls into its store, and turns for what takes long. Belongs
+    to the administration's loop.
 
     Attributes:
         service: The service. Its settings, credentials, events and history are safe from any thread; its store is used

@@ -69,7 +69,8 @@ class _Came:
 
 
 class Changes:
-    """The events of some changes, by topic. Hashes that leave one medium and group are one event.
+    """Collects what changed in a round, and makes batches of events of it, by topic. Hashes that leave one medium and
+    group are one event.
 
     Args:
         topics: Returns the topics of a medium and a model.

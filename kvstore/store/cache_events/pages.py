@@ -24,7 +24,7 @@ _COMPARED = 16
 
 @dataclass(eq=False, slots=True)
 class Page:
-    """A named page.
+    """A page whose blocks an engine has named.
 
     Attributes:
         tenant: Whose it is.
@@ -51,7 +51,7 @@ class Page:
 
 
 class Pages:
-    """Pages in the order in which they came, of all tenants.
+    """Named pages of all tenants in the order in which they came, to know which one leaves when there are too many.
 
     Args:
         most: How many.

@@ -44,7 +44,7 @@ _BEHIND_S = 0.1
 
 
 class Publisher(Protocol):
-    """Where events go; `EventPublisher` is the real one."""
+    """Sends events to routers: an `EventPublisher`, or a fake in tests."""
 
     @property
     def is_behind(self) -> bool:
@@ -62,7 +62,7 @@ class Publisher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Topics:
-    """Under which names events are published: `kv@<name>@<model>`, as llm-d reads topics. It splits them at `@`, so
+    """The names under which events are published: `kv@<name>@<model>`, as llm-d reads topics. It splits them at `@`, so
     one in a model's name is written `%40`, and `%` is written `%25`.
 
     Attributes:

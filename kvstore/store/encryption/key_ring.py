@@ -37,6 +37,8 @@ Generation = TenantKey | None
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
+    """A key of the source, not yet made one tenant's; id 0 stands for plain records."""
+
     key_id: int
     secret: bytes = field(repr=False)
 
@@ -64,6 +66,8 @@ class KeyRing:
 
 
 class _KeyTable(TableEntry):
+    """A `[[key]]` table as it is written."""
+
     tenant: str = Field(
         pattern="^[!-~]{0,128}$",
         description="a tenant, * for all that are not named, or an empty text for peers without credential",

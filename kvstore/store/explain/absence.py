@@ -40,7 +40,8 @@ class Absence:
 
 
 class AbsenceFinder:
-    """Judges by the catalog's present state. Changes after the request are recognized by their time, in whole seconds.
+    """Finds out why a boundary was not stored when a request needed it, by the catalog's present state. Changes after
+    the request are recognized by their time, in whole seconds.
 
     Args:
         recorder: Reports what this service stores to the catalog.

@@ -40,6 +40,8 @@ _AT_ONCE = 256
 
 @dataclass(slots=True)
 class _Rate:
+    """How many more prompts with wishes a tenant may have taken, at a time."""
+
     left: float
     at_s: float
 

@@ -33,6 +33,8 @@ Find = Callable[[PrefixQuery, Layout, Deadline], Awaitable[Presence]]
 
 @dataclass(slots=True)
 class _Unused:
+    """A record that was prefetched and that no request has used."""
+
     tenant: str
     num_bytes: int
     at_s: float

@@ -188,7 +188,9 @@ class ColdAdmission:
 
 
 class _LatestNames:
-    """The latest names, with a number each, in two generations: the older one is dropped as a whole."""
+    """The names that were added last, with a number each. They are bounded: of two generations the older one is dropped
+    as a whole.
+    """
 
     def __init__(self) -> None:
         self._young: dict[int, int] = {}

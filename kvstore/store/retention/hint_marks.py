@@ -50,7 +50,8 @@ class Mark:
 
 
 class HintMarks:
-    """Passes marks to the book in the background, and reads them for a round of retention.
+    """Brings marks, which say what hints mean for a boundary, from every service to the one that evicts. They go
+    through a book that the services share: written in the background, and read for a round of retention.
 
     Hints may be lost: what does not fit, or waits while the book does not answer, is dropped and counted.
 

@@ -37,8 +37,8 @@ class Retirement:
 
 
 class OperatorRules:
-    """Follows the rules in a book, and writes new ones. Belongs to the store's loop; its attributes may be read from
-    any thread.
+    """Follows what operators ordered, which is in a book that the services share, and writes new orders there. Belongs
+    to the store's loop; its attributes may be read from any thread.
 
     While the book does not answer, the last rules stay in force. If the book has lost rules, every service that
     remembers them writes them again.

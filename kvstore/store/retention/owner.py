@@ -45,7 +45,8 @@ _CATALOG = "catalog"
 
 
 class RetentionOwner:
-    """Applies rules to the cold tier, from the catalog's totals and entries.
+    """Evicts from the cold tier, in rounds, what is over its budget, a quota or its time to live, by the catalog's
+    totals and entries.
 
     The policy ranks what may be evicted. What was used since the catalog was read stays, with all prefixes it needs.
 

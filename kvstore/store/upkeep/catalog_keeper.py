@@ -174,7 +174,7 @@ class CatalogKeeper:
 
 
 class DirectoryKeeper(CatalogKeeper):
-    """Of the catalog of a directory, which one process owns: it can be compared with the directory at start.
+    """Keeps the catalog of a directory complete. One process owns both, so that they can be compared at start.
 
     Args:
         catalog: Stays the caller's.

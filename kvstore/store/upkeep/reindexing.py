@@ -163,7 +163,7 @@ async def mark_if_empty(catalog: Catalog, tiers: list[Tier], *, deadline: Deadli
 
 
 class _Walk:
-    """One run over one level."""
+    """A reindex of one level while it runs."""
 
     def __init__(
         self, catalog: Catalog, level: Level, manifests: Sequence[Tier], *, clock: Clock, only_adds: bool = False

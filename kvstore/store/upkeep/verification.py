@@ -126,7 +126,7 @@ async def verify_tier(
 
 
 class _Walk:
-    """One walk while it runs."""
+    """A verification of a tier while it runs."""
 
     def __init__(self, tier: Tier, rate: ByteRate | None, progress: Callable[[Findings], None] | None) -> None:
         self.findings = Findings()
