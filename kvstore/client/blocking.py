@@ -34,7 +34,7 @@ _CLOSE_S = 3.0
 def _waited(
     method: Callable[Concatenate[RemoteStore, P], Coroutine[Any, Any, Value]],
 ) -> Callable[Concatenate[BlockingStore, P], Value]:
-    """A call of the store that waits, never past its deadline."""
+    """Make a blocking method of one of `RemoteStore`: it waits for the result, never past its deadline."""
 
     @wraps(method)
     def wait(self: BlockingStore, /, *args: P.args, **kwargs: P.kwargs) -> Value:

@@ -114,7 +114,7 @@ class _Pending:
     settle: Callable[[], None] | None = None
 
     def settled(self) -> None:
-        """The service is done with this request."""
+        """Call `settle`, once: the service is done with this request."""
         if self.settle is not None:
             self.settle()
             self.settle = None

@@ -110,7 +110,7 @@ class SaveMemory:
         return save_fields(self._id, places)
 
     async def _use(self, path: str, before: asyncio.Task[None] | None) -> None:
-        """Have memory until its connection ends."""
+        """Ask for shared memory, and keep it until its connection ends."""
         if before is not None:
             await asyncio.wait([before])
         with socket.socket(socket.AF_UNIX) as connection:

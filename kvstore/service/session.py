@@ -207,7 +207,7 @@ class Session:
         self.connection.provide(None)
 
     def _return_head_room(self) -> None:
-        """The head has arrived in full, or will not. Idempotent."""
+        """Give back the memory taken for a head: it has arrived in full, or will not. Idempotent."""
         room, self._head_room = self._head_room, None
         if room is not None:
             self._heads.give_back(room)

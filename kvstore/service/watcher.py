@@ -193,7 +193,7 @@ def _tiers(status: Mapping[str, object]) -> tuple[set[str], dict[str, int], set[
 
 
 def _grown(before: Mapping[str, float], now: Mapping[str, float]) -> Grown:
-    """By name of a meter: its labels and the increase of each."""
+    """What has increased between two samples: by name of a meter, its labels and the increase of each."""
     found: defaultdict[str, list[tuple[Labels, float]]] = defaultdict(list)
     for key, amount in now.items():
         if (increase := amount - before.get(key, 0)) > 0:
@@ -203,7 +203,7 @@ def _grown(before: Mapping[str, float], now: Mapping[str, float]) -> Grown:
 
 
 def _by_tier(listed: list[tuple[Labels, float]]) -> dict[str, dict[str, int]]:
-    """By tier, by reason."""
+    """The increases of one meter, by its label `tier`, then by its label `reason`."""
     found: defaultdict[str, dict[str, int]] = defaultdict(dict)
     for labels, amount in listed:
         found[labels.get("tier", "")][labels.get("reason", "other")] = int(amount)

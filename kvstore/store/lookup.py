@@ -183,12 +183,12 @@ class PresenceFinder(StorePart):
     ) -> None:
         slices = ((probe, slice_) for probe in probes for slice_ in presence.missing(probe))
 
-        def next_names() -> tuple[list[tuple[Probe, int]], list[RecordKey]]:
+        def next_keys() -> tuple[list[tuple[Probe, int]], list[RecordKey]]:
             piece = list(islice(slices, NAMES_AT_ONCE))
             return piece, [presence.key(probe, slice_) for probe, slice_ in piece]
 
         while not source.has_failed:
-            piece, keys = await self._work.run(len(probes), next_names)
+            piece, keys = await self._work.run(len(probes), next_keys)
             if not keys:
                 return
             sizes = await self._heads(presence, source, keys, deadline)
@@ -198,7 +198,7 @@ class PresenceFinder(StorePart):
         self, presence: Presence, source: _Source, probes: Sequence[Probe], deadline: Deadline
     ) -> list[bool]:
         """For each probe whether the first slice that memory lacks is there."""
-        keys = await self._work.run(len(probes), _first_names, presence, probes)
+        keys = await self._work.run(len(probes), _first_missing_keys, presence, probes)
         sizes = await self._heads(presence, source, keys, deadline)
         for probe, num_bytes in zip(probes, sizes, strict=True):
             presence.note_size(probe[1], num_bytes or 0)
@@ -237,8 +237,8 @@ class PresenceFinder(StorePart):
             return [None] * len(keys)
 
 
-def _first_names(presence: Presence, probes: Sequence[Probe]) -> list[RecordKey]:
-    """Of each probe the first slice that memory lacks."""
+def _first_missing_keys(presence: Presence, probes: Sequence[Probe]) -> list[RecordKey]:
+    """For each probe, the key of its first slice that memory lacks."""
     return [presence.key(probe, presence.first_missing(probe)) for probe in probes]
 
 

@@ -341,5 +341,5 @@ def _tags() -> tuple[bytes, ...]:
 
 
 def _name_of(node: Any) -> str:
-    """`None` is a standalone server."""
+    """The name by which a walk knows a node; empty for a standalone server, which is `None`."""
     return "" if node is None else str(node.name)

@@ -200,7 +200,7 @@ class _Pieces:
         return self.head(order) + self.following
 
     def head(self, order: Sequence[int]) -> array[int]:
-        """The same up to the end of the last of these documents."""
+        """The beginning of that prompt, up to the end of the last of these documents."""
         joined = self.system[:]
         for index in order:
             joined += self.documents[index]
