@@ -1,5 +1,5 @@
-"""The pages that engines have named: within bounds, of which of too many the oldest leave of the tenant that has most;
-and by the hash of their last block, since a router may know a prompt by its blocks' hashes alone.
+"""The pages that engines have named, of which there is a bounded number: of too many, the oldest of the tenant that has
+most leave. They are also found by the hash of their last block, since a router may know a prompt by hashes alone.
 """
 
 from __future__ import annotations

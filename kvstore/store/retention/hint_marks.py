@@ -50,8 +50,8 @@ class Mark:
 
 
 class HintMarks:
-    """Brings marks, which say what hints mean for a boundary, from every service to the one that evicts. They go
-    through a book that the services share: written in the background, and read for a round of retention.
+    """Tells the service that evicts what every service was hinted at. The marks of boundaries are in a book that the
+    services share: written in the background, and read for a round of retention.
 
     Hints may be lost: what does not fit, or waits while the book does not answer, is dropped and counted.
 
