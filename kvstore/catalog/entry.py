@@ -20,7 +20,7 @@ The layout follows from the namespace's groups, so all its entries have one size
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -260,9 +260,9 @@ class EntryTable:
         """[boundaries, 32]: the hash of each one's parent; zeros: there is none, or it is not known."""
         return self.data[:, PARENT_AT : PARENT_AT + PREFIX_BYTES]
 
-    def num_slices(self) -> npt.NDArray[np.int64]:
-        """[boundaries, groups]: slices that the levels hold together, but those that the boundary is leaving."""
-        rows = np.bitwise_or.reduce([self.rows(level) for level in Level])
+    def num_slices(self, levels: Collection[Level] = tuple(Level)) -> npt.NDArray[np.int64]:
+        """[boundaries, groups]: slices that levels hold together, but those that the boundary is leaving."""
+        rows = np.bitwise_or.reduce([self.rows(level) for level in levels])
         return np.add.reduceat(np.bitwise_count(rows).astype(np.int64), self.shape.group_at[:-1], axis=1)
 
     def numbers(self, at: int) -> npt.NDArray[np.int64]:

@@ -57,6 +57,22 @@ def descendants(taken: npt.NDArray[np.bool_], above: Rows) -> npt.NDArray[np.boo
     return found
 
 
+def depths(above: Rows) -> Rows:
+    """[boundaries]: how many boundaries each one continues; -1: it continues itself, in a corrupt catalog.
+
+    Args:
+        above: As of `descendants`.
+    """
+    steps, reached = (above >= 0).astype(np.int64), above
+    for _ in range(_TURNS_MAX):  # each turn doubles the distance to the ancestor
+        goes_on = reached >= 0
+        if not goes_on.any():
+            return steps
+        steps[goes_on] += steps[reached[goes_on]]
+        reached = np.where(goes_on, reached[np.maximum(reached, 0)], -1)
+    return np.where(reached >= 0, -1, steps)
+
+
 def rows_of(wanted: Hashes, prefixes: Hashes) -> Rows:
     """[wanted]: the row of each hash among `prefixes`; -1: it is not there."""
     rows = np.full(len(wanted), -1, dtype=np.int64)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import ClassVar
 
-from kvstore.eviction.policies import FreeNodes, Policy
+from kvstore.eviction.policies import FreeNodes, Policy, Value
 from kvstore.eviction.prefixes import NORMAL, Node
 from kvstore.model.prompt_hint import Wishes
 
@@ -82,8 +82,8 @@ class Hinted(Policy):
     def marked(self, node: Node) -> None:
         self._offer(node)
 
-    def rank_of(self, node: Node) -> float:
-        return self._inner.rank_of(node)
+    def rank(self, tokens: Value, span_tokens: Value, num_bytes: Value, num_uses: Value, last_use: Value) -> Value:
+        return self._inner.rank(tokens, span_tokens, num_bytes, num_uses, last_use)
 
     def victim(self) -> Node | None:
         usual = self._inner.victim()

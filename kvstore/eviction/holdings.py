@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvstore.eviction.policies import Policy
@@ -61,16 +61,13 @@ class Holdings:
     Args:
         budget_bytes: Limit of all boundaries together.
         make_policy: Makes a new policy; each pool has its own.
-        nodes: An empty mapping to keep the boundaries in; by default a dict.
     """
 
-    def __init__(
-        self, budget_bytes: int, make_policy: Callable[[], Policy], nodes: MutableMapping[Key, Node] | None = None
-    ) -> None:
+    def __init__(self, budget_bytes: int, make_policy: Callable[[], Policy]) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self._make_policy = make_policy
-        self._nodes: MutableMapping[Key, Node] = {} if nodes is None else nodes
+        self._nodes: dict[Key, Node] = {}
         self._pools: dict[int, Pool] = {SHARED: Pool(make_policy())}
 
     def __len__(self) -> int:
@@ -89,7 +86,7 @@ class Holdings:
         return self._nodes.get(key)
 
     def nodes(self) -> Iterator[Node]:
-        """All held boundaries; in a dict, in the order in which they were added."""
+        """All held boundaries, in the order in which they were added."""
         return iter(self._nodes.values())
 
     def pool(self, index: int) -> Pool:

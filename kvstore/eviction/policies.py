@@ -8,13 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
-from typing import ClassVar
+from typing import ClassVar, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore.eviction.prefixes import Node
-from kvstore.runtime.pauses import SplitDict, empty_in_pieces
+from kvstore.runtime.pauses import empty_in_pieces
 
 Rank = float | tuple[int, float]
 """A plain rank, or one within a priority."""
+
+Value = TypeVar("Value", float, npt.NDArray[np.float64])
+"""Of one boundary, or of many: an array with one number each."""
 
 _SLACK = 64
 """Heap entries below which a compaction is not worth its cost."""
@@ -58,13 +64,15 @@ class Policy(ABC):
         self._free.discard()
 
     def _rank(self, node: Node) -> None:
-        node.rank = self.rank_of(node)
+        node.rank = self.rank(node.tokens, node.span_tokens, node.num_bytes, node.num_uses, node.last_use)
         if node.num_holds == 0:
             self._free.push(node)
 
     @abstractmethod
-    def rank_of(self, node: Node) -> float:
-        """The rank of a boundary that was just added or used; the lowest is evicted first."""
+    def rank(self, tokens: Value, span_tokens: Value, num_bytes: Value, num_uses: Value, last_use: Value) -> Value:
+        """The rank of boundaries that are just added or used, from the attributes of a `Node`; the lowest is evicted
+        first.
+        """
 
 
 class Lru(Policy):
@@ -76,8 +84,8 @@ class Lru(Policy):
 
     name: ClassVar[str] = "lru"
 
-    def rank_of(self, node: Node) -> float:
-        return node.last_use
+    def rank(self, tokens: Value, span_tokens: Value, num_bytes: Value, num_uses: Value, last_use: Value) -> Value:
+        return last_use
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +100,7 @@ class PrefillCost:
     per_token: float = 1.4e10
     per_pair: float = 5.2e5
 
-    def span(self, start_tokens: int, stop_tokens: int) -> float:
+    def span(self, start_tokens: Value, stop_tokens: Value) -> Value:
         """FLOPs of the tokens from `start_tokens` to `stop_tokens`, given the KV of all tokens before."""
         pairs = (stop_tokens * stop_tokens - start_tokens * start_tokens) / 2
         return self.per_token * (stop_tokens - start_tokens) + self.per_pair * pairs
@@ -126,9 +134,10 @@ class FlopsPerByte(Policy):
             self._inflation = max(self._inflation, node.rank)
         return node
 
-    def rank_of(self, node: Node) -> float:
-        saved = self._cost.span(node.tokens - node.span_tokens, node.tokens)
-        return self._inflation + saved * (1 + node.num_uses) / max(1, node.num_bytes)
+    def rank(self, tokens: Value, span_tokens: Value, num_bytes: Value, num_uses: Value, last_use: Value) -> Value:
+        saved = self._cost.span(tokens - span_tokens, tokens)
+        rank: Value = self._inflation + saved * (1 + num_uses) / (num_bytes + (num_bytes == 0))
+        return rank
 
 
 class FreeNodes:
@@ -166,18 +175,16 @@ class FreeNodes:
         empty_in_pieces(self._heap)
 
     def _compact(self) -> None:
-        first: SplitDict[int, tuple[Rank, int, Node]] = SplitDict()
+        first: dict[int, tuple[Rank, int, Node]] = {}
         for entry in self._heap:
             rank, arrival, node = entry
             if self._is_current(rank, node):
                 known = first.get(id(node))
                 if known is None or arrival < known[1]:
                     first[id(node)] = entry
-        kept: list[tuple[Rank, int, Node]] = []
-        for entry in first.values():  # `heapify` would stop all other threads until it has finished
-            heapq.heappush(kept, entry)
-        outdated, self._heap = self._heap, kept
-        empty_in_pieces(outdated, first)
+        kept = list(first.values())
+        heapq.heapify(kept)
+        self._heap = kept
         self._compact_at = 2 * len(kept) + _SLACK
 
     def _is_current(self, rank: Rank, node: Node) -> bool:

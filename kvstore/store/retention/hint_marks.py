@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvstore.catalog.coordination import MARKS_MAX, MarkBook
-from kvstore.catalog.entry import BoundaryEntry
 from kvstore.errors import Closed, KVStoreError
 from kvstore.eviction.hints import SAME_USE_S, Hint
 from kvstore.model.keys import PREFIX_BYTES, NamespaceId
@@ -15,6 +14,7 @@ from kvstore.model.prompt_hint import EndedPrompt
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
+from kvstore.store.retention.held import Held
 
 _MARK = struct.Struct("<IIB")
 _FLUSH_S, _CALL_S = 1.0, 5.0
@@ -134,26 +134,14 @@ class HintMarks:
         await self._background.aclose()
 
 
-def applying(
-    marks: Mapping[bytes, Mark], entries: Iterable[BoundaryEntry], now_s: int
-) -> tuple[dict[bytes, int], list[bytes]]:
-    """By name the priorities of boundaries to which a mark applies now, and the names of marks that are over. Pure."""
-    priorities: dict[bytes, int] = {}
-    over = []
-    seen = set()
-    for entry in entries if marks else ():
-        name = entry.namespace + entry.prefix
-        mark = marks.get(name)
-        if mark is None:
-            continue
-        seen.add(name)
-        if mark.is_over(entry.last_use_s, now_s):
-            over.append(name)
-        else:
-            priorities[name] = mark.priority
-    over += [
+def applying(marks: Mapping[bytes, Mark], held: Held, now_s: int) -> tuple[dict[int, int], list[bytes]]:
+    """By row the priorities of boundaries to which a mark applies now, and the names of marks that are over. Pure."""
+    rows = held.rows_of(marks)
+    over = {name for name, row in rows.items() if marks[name].is_over(int(held.last_use_s[row]), now_s)}
+    priorities = {row: marks[name].priority for name, row in rows.items() if name not in over}
+    late = [
         name
         for name, mark in marks.items()
-        if name not in seen and (mark.until_s <= now_s or mark.at_s + _AWAITED_S <= now_s)
+        if name not in rows and (mark.until_s <= now_s or mark.at_s + _AWAITED_S <= now_s)
     ]
-    return priorities, over
+    return priorities, [*over, *late]

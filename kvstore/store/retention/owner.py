@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+
+import numpy as np
 
 from kvstore.catalog.base import Catalog, LeaveReason
 from kvstore.catalog.coordination import Ownership
-from kvstore.catalog.entry import BoundaryEntry, Level
+from kvstore.catalog.entry import LEAVING_AT, BoundaryEntry, EntryTable, Level
 from kvstore.errors import Closed, CorruptRecord, KVStoreError, Unavailable, UnsupportedFormat
 from kvstore.eviction.holdings import Quota
 from kvstore.format.manifest import parse_manifest
-from kvstore.model.keys import NamespaceId
+from kvstore.model.keys import NamespaceId, PrefixHash
 from kvstore.runtime.background import Background
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
-from kvstore.runtime.pauses import collector_paused, collector_spared, empty_in_pieces
+from kvstore.runtime.pauses import age_objects, collector_paused
 from kvstore.store.retention.backpressure import BudgetGate
-from kvstore.store.retention.broken import broken_of
 from kvstore.store.retention.evictor import Evictor
+from kvstore.store.retention.held import Listing
 from kvstore.store.retention.hint_marks import applying
 from kvstore.store.retention.plan import EvictionPlan, Limits, Ranking, incomplete_of, plan_eviction
 from kvstore.store.retention.policy_choice import PolicyChoice
@@ -39,7 +40,6 @@ to the search for boundaries that have lost their start; each search that evicts
 _BUSY_S = 0.1
 _READ_SHARE = 0.1
 """Share of the time spent on reading the totals while others write: over all slots of a cluster it is not free."""
-_READ_AT_ONCE = 64
 _CATALOG = "catalog"
 """What has failed if the tier has not, as the counter of failures names it."""
 
@@ -183,25 +183,20 @@ class RetentionOwner:
             if owns_all:
                 self._num_seen = num_refused
             return freed
-        with ExitStack() as spared:
-            with collector_paused():
-                epoch = await self._epoch()
-                entries, freed = await self._entries()
-                if owns_all:
-                    self._num_seen = num_refused  # else try again to own the rest, until it is gone or ours
-                # our share of what all owners together must free
-                own = sum(held[namespace] for namespace in self._owned)
-                free_bytes = int(excess / self._cost) * own // max(1, sum(held.values())) - freed
-                others = {namespace: num for namespace, num in held.items() if namespace not in self._owned}
-                # a record without an entry may be stored, unless the catalog was complete all along
-                is_complete = epoch is not None and await self._epoch() == epoch
-                plan = await self._plan(
-                    entries, tenants, free_bytes, _by_tenant(others, tenants), is_complete=is_complete
-                )
-                await asyncio.to_thread(empty_in_pieces, entries)
-                spared.enter_context(collector_spared())
-            freed += await self._evictor.evict(plan.victims)
-            await asyncio.to_thread(empty_in_pieces, plan.victims)
+        epoch = await self._epoch()
+        listing, freed = await self._list()
+        if owns_all:
+            self._num_seen = num_refused  # else try again to own the rest, until it is gone or ours
+        # our share of what all owners together must free
+        own = sum(held[namespace] for namespace in self._owned)
+        free_bytes = int(excess / self._cost) * own // max(1, sum(held.values())) - freed
+        others = {namespace: num for namespace, num in held.items() if namespace not in self._owned}
+        # a record without an entry may be stored, unless the catalog was complete all along
+        is_complete = epoch is not None and await self._epoch() == epoch
+        with collector_paused():  # of a million boundaries a hundred thousand may be weighed
+            plan = await self._plan(listing, tenants, free_bytes, _by_tenant(others, tenants), is_complete=is_complete)
+            age_objects()
+        freed += await self._evictor.evict(plan.victims)
         self._schedule_broken(freed, plan)
         if self._gate is not None:
             if freed:
@@ -246,32 +241,33 @@ class RetentionOwner:
         freed = 0
         for namespace in self._owned:
             async for entry in self._catalog.leaving(namespace):
-                freed += (await self._finish(entry))[1]
+                freed += (await self._finish(namespace, entry.prefix))[1]
         return freed
 
-    async def _entries(self) -> tuple[list[BoundaryEntry], int]:
-        """The entries owned here that are not leaving, and the bytes freed by `_finish`."""
-        entries: list[BoundaryEntry] = []
-        freed = 0
+    async def _list(self) -> tuple[Listing, int]:
+        """The boundaries owned here that are not leaving, and the bytes freed by `_finish`."""
+        listing, freed = Listing(), 0
         for namespace in self._owned:
-            async for seen in self._catalog.iterate(namespace):
-                entry, num_bytes = await self._finish(seen) if seen.leaving else (seen, 0)
-                freed += num_bytes
-                if entry is not None:
-                    entries.append(entry)
-                    if len(entries) % _READ_AT_ONCE == 0:  # the catalog hands out hundreds without a pause
-                        await asyncio.sleep(0)
-        return entries, freed
+            async for step in self._catalog.steps(namespace):
+                listing.add(namespace, step.prefixes, step.table)
+                for index in np.flatnonzero(step.table.data[:, LEAVING_AT]).tolist():
+                    table, num_bytes = await self._finish(namespace, step.prefixes[index])
+                    listing.add(namespace, [step.prefixes[index]], table)
+                    freed += num_bytes
+                await asyncio.sleep(0)  # the catalog hands out steps without a pause
+        return listing, freed
 
-    async def _finish(self, seen: BoundaryEntry) -> tuple[BoundaryEntry | None, int]:
-        """Finish a deletion. Returns the entry if it is not leaving the cold tier, and the bytes freed there."""
+    async def _finish(self, namespace: NamespaceId, prefix: PrefixHash) -> tuple[EntryTable, int]:
+        """Finish a deletion. Returns the boundary's entry before that, and the bytes freed in the cold tier."""
         # it was read with many others: by now the deletion may have ended, and the boundary be stored again
-        entry = await self._catalog.get(seen.namespace, seen.prefix, deadline=self._deadline())
-        if entry is not None and Level.HOT in entry.leaving and self._hot is not None:
-            await self._end_hot_deletion(self._hot, entry)
-        if entry is not None and _LEVEL in entry.leaving:
-            return None, await self._evictor.finish(entry)
-        return entry, 0
+        table = await self._catalog.lookup(namespace, [prefix], deadline=self._deadline())
+        freed = 0
+        for entry in table.entries(namespace, [prefix]):
+            if Level.HOT in entry.leaving and self._hot is not None:
+                await self._end_hot_deletion(self._hot, entry)
+            if _LEVEL in entry.leaving:
+                freed += await self._evictor.finish(entry)
+        return table, freed
 
     async def _end_hot_deletion(self, hot: Tier, entry: BoundaryEntry) -> None:
         """End a deletion that was interrupted: until then the hot tier takes no record of the boundary. While that tier
@@ -286,7 +282,7 @@ class RetentionOwner:
 
     async def _plan(
         self,
-        entries: Sequence[BoundaryEntry],
+        listing: Listing,
         tenants: Mapping[bytes, str],
         free_bytes: int,
         elsewhere: Mapping[str, int],
@@ -305,26 +301,26 @@ class RetentionOwner:
         over: list[bytes] = []
 
         def work() -> EvictionPlan:
-            in_work = writing | incomplete_of(entries, recent)
-            broken = broken_of(entries, now_s) if is_complete else {}
-            priorities, found = applying(marks, entries, now_s)
+            held = listing.held()
+            kept = held.flags(held.rows_of(writing | incomplete_of(held, recent)).values())
+            broken = held.broken() & (held.pinned_until_s <= now_s) if is_complete else held.flags(())
+            priorities, found = applying(marks, held, now_s)
             over.extend(found)
-            evict = {name for name, used_s in broken.items() if used_s <= now_s - _BROKEN_S and name not in in_work}
-            limits = Limits(free_bytes, self._rules.quotas, elsewhere, self._rules.ttl_s)
+            rows = {row: order[name] for name, row in held.rows_of(order).items()}
             for kept_since_s in (now_s - _FRESH_S, None):
                 plan = plan_eviction(
-                    entries,
+                    held,
                     tenants=tenants,
                     now_s=now_s,
-                    limits=limits,
-                    ranking=Ranking(self._choice.make_policy, order, priorities),
-                    kept=in_work,
+                    limits=Limits(free_bytes, self._rules.quotas, elsewhere, self._rules.ttl_s),
+                    ranking=Ranking(self._choice.make_policy, rows, priorities),
+                    kept=kept,
                     kept_since_s=kept_since_s,
-                    broken=evict,
+                    broken=broken & (held.last_use_s <= now_s - _BROKEN_S) & ~kept,
                 )
                 if plan.is_enough:
                     break
-            return replace(plan, has_broken=bool(broken))
+            return replace(plan, has_broken=bool(broken.any()))
 
         plan = await asyncio.to_thread(work)
         if book is not None and over:

@@ -12,7 +12,9 @@ import pytest
 from kvstore.catalog.entry import BoundaryEntry
 from kvstore.catalog.families import hashes_of
 from kvstore.model.keys import NamespaceId, PrefixHash
-from kvstore.store.retention.broken import BrokenFinder, broken_of
+from kvstore.store.retention.broken import BrokenFinder
+from kvstore.store.retention.held import Held
+from tests.unit.store.held_boundaries import held_of
 
 _NOW_S = 1_000
 _NAMESPACES = [NamespaceId(bytes([number]) * 16) for number in range(2)]
@@ -48,6 +50,13 @@ def is_broken(entry: BoundaryEntry, held: dict[bytes, BoundaryEntry]) -> bool:
     return parent is None or is_broken(parent, held)
 
 
+def broken_of(held: Held) -> dict[bytes, int]:
+    rows = np.flatnonzero(held.broken() & (held.pinned_until_s <= _NOW_S)).tolist()
+    return {
+        held.namespaces[held.namespace[row]] + held.prefixes[row].tobytes(): int(held.last_use_s[row]) for row in rows
+    }
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_broken_boundaries_are_found(seed: int) -> None:
     """Of two namespaces with equal names of other pages, and in any order: those without a slice that others have, or
@@ -60,7 +69,9 @@ def test_broken_boundaries_are_found(seed: int) -> None:
         for name, entry in held.items()
         if is_broken(entry, held) and entry.pinned_until_s <= _NOW_S
     }
-    assert broken_of(entries, _NOW_S) == expected
+    chance.shuffle(entries)
+    found = held_of(entries, (2, 3))
+    assert broken_of(found) == expected
     assert expected
 
 
@@ -68,8 +79,8 @@ def test_nothing_is_broken_where_nothing_is() -> None:
     """No entries, and entries without records in the cold tier."""
     prefix = PrefixHash(bytes(32))
     entry = BoundaryEntry(_NAMESPACES[0], prefix, 64, None, 1, 1, 0, 0, ((1,), (0,)), ((9,), (0,)))
-    assert broken_of([], _NOW_S) == {}
-    assert broken_of([entry], _NOW_S) == {}
+    assert broken_of(held_of([], [1])) == {}
+    assert broken_of(held_of([entry], [1])) == {}
 
 
 def test_a_boundary_takes_a_hundred_bytes_at_most() -> None:

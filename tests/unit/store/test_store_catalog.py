@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -28,7 +27,6 @@ from kvstore.runtime.meters import Meters
 from kvstore.store.catalogued_tier import CataloguedTier
 from kvstore.store.limits import StoreLimits
 from kvstore.store.recorder import Recorder
-from kvstore.store.retention.broken import broken_of
 from kvstore.store.tiered import TieredStore
 from kvstore.store.write_back.pending_writes import BELIEVED_S
 from kvstore.testing.catalog_contract import mark_complete
@@ -39,6 +37,7 @@ from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt
 from kvstore.testing.waiting import soon, until
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.memory import MemoryTier
+from tests.unit.store.held_boundaries import held_of
 from tests.virtual_time import ShiftedClock
 
 T = TypeVar("T")
@@ -159,7 +158,7 @@ async def test_each_namespace_has_its_own_parents(world: CataloguedStore, is_sma
     for prompt in both:
         await world.save(prompt)
         entries = [entry async for entry in world.catalog.iterate(prompt.namespace)]
-        assert not broken_of(entries, int(time.time()))
+        assert not held_of(entries, [group.num_slices for group in prompt.layout.groups]).broken().any()
         step = prompt.layout.page_tokens
         parents = {entry.tokens: entry.parent for entry in entries}
         assert parents.pop(step) is None

@@ -100,14 +100,14 @@ async def test_a_rebuild_that_ends_during_a_round_makes_nothing_broken(
     await world.lose(path[0])
     await world.catalog.mark_incomplete(deadline=world.deadline)
     world.clock.now_s += 600
-    iterate = world.catalog.iterate
+    steps = world.catalog.steps
 
-    async def iterate_until_rebuilt(namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
-        async for entry in iterate(namespace):
-            yield entry
+    async def steps_until_rebuilt(namespace: NamespaceId) -> AsyncIterator[Step]:
+        async for step in steps(namespace):
+            yield step
         await mark_complete(world.catalog)
 
-    monkeypatch.setattr(world.catalog, "iterate", iterate_until_rebuilt)
+    monkeypatch.setattr(world.catalog, "steps", steps_until_rebuilt)
     assert await world.retention(budget_bytes=100 * BOUNDARY_BYTES).round() == 0
     assert await world.held(path) == [0, 3, 3]
     monkeypatch.undo()
