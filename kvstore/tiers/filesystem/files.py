@@ -248,7 +248,6 @@ class RecordFiles:
                         if self._move_to_quarantine(key, record, file):
                             return None
                 except FileNotFoundError:
-                    self._log_absence(key)
                     return None
             # it was removed during the read, and may have been put again
 
@@ -275,23 +274,16 @@ class RecordFiles:
         if failure is not None:
             raise failure
 
-    def quarantine(self, key: RecordKey, reason: str, seen: Record | None = None) -> tuple[bool, int]:
-        """Quarantine a corrupt record, but no other record than `seen` (`None`: any).
-
-        Returns:
-            Whether it was quarantined, and the size of the file that has the name now (0: none).
-        """
+    def quarantine(self, key: RecordKey, reason: str, seen: Record | None = None) -> bool:
+        """Quarantine a corrupt record, but no other one than `seen` (`None`: any). False: nothing was quarantined."""
         path = self._path(key)
         with _translated("quarantine a record", path):
             try:
                 with _opened(path) as file:
-                    if (seen is None or _holds(file, seen.data)) and self._move_to_quarantine(key, reason, file):
-                        return True, 0
+                    return (seen is None or _holds(file, seen.data)) and self._move_to_quarantine(key, reason, file)
             except FileNotFoundError:
-                self._log_absence(key)
-                return False, 0
-        with self._lock_of(key):
-            return False, self._log_size(key, path)
+                self.is_gone(key)
+                return False
 
     def _move_to_quarantine(self, key: RecordKey, reason: str, file: int) -> bool:
         """Move a record into the quarantine, count and log it, and remove the oldest files beyond the limits.
@@ -341,11 +333,13 @@ class RecordFiles:
             except FileNotFoundError:
                 return None
 
-    def _log_absence(self, key: RecordKey) -> None:
-        """Log that another process has removed a file."""
+    def is_gone(self, key: RecordKey) -> bool:
+        """Whether no file has the name, as after another process has removed it; this is logged then."""
         with self._lock_of(key):
-            if not self._path(key).exists():
+            is_gone = self.sizes([key]) == [None]
+            if is_gone:
                 self._log.removed(key)
+        return is_gone
 
     def _lock_of(self, key: RecordKey) -> threading.Lock:
         """Held while a name appears or goes and this is logged, so that the last entry for the name is right."""

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -114,6 +115,7 @@ class FilesystemTier(Tier):
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         self._check(deadline)
         if self._is_beside:  # the owner may have put and removed records since the directory was listed
+            self._check_load()
             looking = asyncio.wrap_future(self._submit(self._files.sizes, list(keys)))
             return await outcome_of(looking, f"look for records in {self._files.root}", deadline)
         return [self._index.size_of(key) for key in keys]
@@ -126,23 +128,24 @@ class FilesystemTier(Tier):
         if num_bytes is None:
             return None
         self._index.touch(key)
-        buffer = allocate_exactly(num_bytes, allocate)
-        reading = asyncio.wrap_future(self._submit(self._files.read, key, buffer))
+        self._check_load()
+        reading = self._submit(self._files.read, key, allocate_exactly(num_bytes, allocate))
+
+        async def read() -> Record | None:
+            record = await asyncio.wrap_future(reading)
+            self._index.quarantined_bytes = self._files.quarantined_bytes
+            if record is None and key in self._index:
+                await self._job(self._files.is_gone, key, removed=[key])()
+            return record
+
         try:
-            record = await outcome_of(reading, f"read a record in {self._files.root}", deadline)
+            return await self._run_to_end(read, "read a record", deadline)
         finally:
             reading.cancel()  # removes it from the queue if no thread has started it
-        self._index.quarantined_bytes = self._files.quarantined_bytes
-        if record is None and self._index.size_of(key) == num_bytes:
-            self._index.remove(key)
-        return record
 
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
         self._check(deadline)
-        while (removal := self._removals.get(record.key)) is not None:  # its file may still exist
-            async with deadline.scope(f"waiting for the removal of an earlier record in {self._files.root}"):
-                await removal.wait()
-            self._check_open()
+        await self._until_removed([record.key], deadline)
         if record.key in self._index:
             self._index.touch(record.key)
             return PutOutcome.EXISTS
@@ -172,36 +175,27 @@ class FilesystemTier(Tier):
 
     async def delete(self, key: RecordKey, *, deadline: Deadline) -> bool:
         self._check(deadline)
+        await self._until_removed([key], deadline)
         if key not in self._index:
             return False
-        self._check_load()
-        self._index.remove(key)
         return await self._run_to_end(self._job(self._files.remove, key, removed=[key]), "remove a record", deadline)
 
     async def delete_all(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
         """As `Tier.delete_all`, in one job."""
         self._check(deadline)
-        held = [key for key in keys if key in self._index]
-        if not held:
-            return
-        self._check_load()
-        for key in held:
-            self._index.remove(key)
-        await self._run_to_end(self._job(self._files.remove_all, held, removed=held), "remove records", deadline)
+        await self._until_removed(keys, deadline)
+        if held := [key for key in keys if key in self._index]:
+            await self._run_to_end(self._job(self._files.remove_all, held, removed=held), "remove records", deadline)
 
     async def quarantine(self, key: RecordKey, reason: str, *, seen: Record | None = None, deadline: Deadline) -> bool:
         self._check(deadline)
         if key not in self._index:
             return False
-        self._check_load()
-        self._index.remove(key)
         quarantine = self._job(self._files.quarantine, key, reason, seen, removed=[key])
 
         async def update() -> bool:
-            is_quarantined, left_bytes = await quarantine()
+            is_quarantined = await quarantine()
             self._index.quarantined_bytes = self._files.quarantined_bytes
-            if left_bytes:
-                self._index.add(key, left_bytes)
             return is_quarantined
 
         return await self._run_to_end(update, "quarantine a record", deadline)
@@ -255,17 +249,28 @@ class FilesystemTier(Tier):
             self.on_quarantine(key, reason)
 
     def _job(self, function: Callable[..., T], *args: Any, removed: Sequence[RecordKey] = ()) -> Work[T]:
-        """A call in a thread, queued now, so that none is refused whose files the index lacks already: `removed`, which
-        it removes. Puts of these wait.
+        """A call in a thread, queued now, and refused while too many wait.
+
+        Args:
+            removed: Records whose files it removes; the index loses them now. They come back if the call fails or
+                returns False, and their names have files: the disk refused, or has other records. Puts of them wait.
         """
+        self._check_load()
         future = self._submit(function, *args)
         ended = asyncio.Event()
         self._removals.update(dict.fromkeys(removed, ended))
+        for key in removed:
+            self._index.remove(key)
 
         async def run() -> T:
+            is_done = False
             try:
-                return await asyncio.wrap_future(future)
+                result = await asyncio.wrap_future(future)
+                is_done = result is not False
+                return result
             finally:
+                if not is_done:
+                    await self._put_back(removed)
                 for key in removed:
                     if self._removals.get(key) is ended:
                         del self._removals[key]
@@ -273,12 +278,27 @@ class FilesystemTier(Tier):
 
         return run
 
+    async def _put_back(self, keys: Sequence[RecordKey]) -> None:
+        """Have the index know the files that have these names, as far as the disk tells."""
+        with suppress(Unavailable, Closed):
+            sizes = await asyncio.wrap_future(self._submit(self._files.sizes, keys))
+            for key, num_bytes in zip(keys, sizes, strict=True):
+                if num_bytes is not None:
+                    self._index.add(key, num_bytes)
+
+    async def _until_removed(self, keys: Sequence[RecordKey], deadline: Deadline) -> None:
+        """Wait until none of these records is being removed: until then its file may exist, and may stay."""
+        for key in keys:
+            while (removal := self._removals.get(key)) is not None:
+                async with deadline.scope(f"waiting for the removal of an earlier record in {self._files.root}"):
+                    await removal.wait()
+        self._check_open()
+
     async def _run_to_end(self, work: Work[T], what: str, deadline: Deadline) -> T:
         """Run `work` to its end even if the caller is cancelled or out of time, so that index and files agree."""
         return await self._background.run_to_end(work, f"{what} in {self._files.root}", deadline)
 
     def _submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        self._check_load()
         try:
             future = self._pool.submit(function, *args)
         except RuntimeError as error:  # the pool was shut down

@@ -245,6 +245,76 @@ async def test_a_record_that_comes_again_while_it_leaves(
     await tier.aclose()
 
 
+async def test_a_record_that_goes_and_comes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record is deleted and put again while a slow disk looks for the deleted one: the new one is counted."""
+    tier = await filled(tmp_path, 1)
+    hold, read, record = threading.Event(), RecordFiles.read, make_record(0, PAYLOAD_BYTES)
+    (tmp_path / format_name(record.key)).rename(tmp_path / "aside")
+    looked = threading.Event()
+
+    def slowly(*args: object) -> object:
+        found = read(*args)
+        looked.set()
+        hold.wait(20)
+        return found
+
+    monkeypatch.setattr(RecordFiles, "read", slowly)
+    getting = asyncio.ensure_future(tier.get(record.key, deadline=soon()))
+    assert await asyncio.to_thread(looked.wait, 20)
+    monkeypatch.undo()
+    await tier.delete(record.key, deadline=soon())
+    assert await tier.put(record, deadline=soon()) is PutOutcome.STORED
+    hold.set()
+    assert await getting is None
+    assert await numbers_in(tier, 1) == [0]
+    assert (await tier.usage(deadline=soon())).used_bytes == COST
+    await tier.aclose()
+
+
+async def test_a_corrupt_record_whose_reader_gave_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is quarantined after its reader's deadline: a put of its name stores it, and is not told that it exists."""
+    tier = await filled(tmp_path, 1)
+    os.truncate(tmp_path / format_name(make_key(0)), 5000)
+    hold, read = threading.Event(), RecordFiles.read
+    monkeypatch.setattr(RecordFiles, "read", lambda *args: hold.wait(20) and read(*args))
+    with pytest.raises(Unavailable, match="could not read a record"):
+        await tier.get(make_key(0), deadline=Deadline.after(0.05))
+    hold.set()
+    give_up = Deadline.after(20)
+    while await numbers_in(tier, 1) and not give_up.expired:
+        await asyncio.sleep(0.01)
+    assert tier.num_quarantined == 1
+    assert await tier.put(make_record(0, PAYLOAD_BYTES), deadline=soon()) is PutOutcome.STORED
+    await tier.aclose()
+
+
+@pytest.mark.parametrize("how", REMOVALS)
+async def test_a_removal_that_the_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """The record is still there, is read and counted, and can be removed later."""
+    tier = await filled(tmp_path, 2, num_records=2)
+    unlink, rename = Path.unlink, Path.rename
+
+    def refusing(call: Callable[..., object]) -> Callable[..., object]:
+        def refuse(path: Path, *args: object, **options: object) -> object:
+            if path.name == Path(format_name(make_key(0))).name:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return call(path, *args, **options)
+
+        return refuse
+
+    monkeypatch.setattr(Path, "unlink", refusing(unlink))
+    monkeypatch.setattr(Path, "rename", refusing(rename))
+    with pytest.raises(Unavailable, match="check the disk and the kernel log"):
+        await REMOVALS[how][1](tier)
+    monkeypatch.undo()
+    assert await numbers_in(tier, 2) == [0, 1]
+    assert (await tier.usage(deadline=soon())).used_bytes == 2 * COST
+    assert await tier.get(make_key(0), deadline=soon()) is not None
+    assert await tier.delete(make_key(0), deadline=soon())
+    assert not (tmp_path / format_name(make_key(0))).exists()
+    await tier.aclose()
+
+
 async def test_fsync_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`data` flushes each record before it gets its name, `none` flushes nothing, anything else is refused."""
     synced: list[int] = []
