@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from datetime import datetime
@@ -17,10 +18,21 @@ from botocore.utils import get_environ_proxies, parse_timestamp
 
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.background import gather_all
+from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.io_loops import IoLoop
 from kvstore.runtime.meters import Meters
 from kvstore.tiers.locations import S3Location, without_secrets
-from kvstore.tiers.s3.failures import Absent, Conflict, NoBucket, Taken, Transient, refusal, translated, unexpected
+from kvstore.tiers.s3.failures import (
+    Absent,
+    Conflict,
+    NoBucket,
+    NotFound,
+    Taken,
+    Transient,
+    refusal,
+    translated,
+    unexpected,
+)
 from kvstore.tiers.s3.http import Connections
 from kvstore.tiers.s3.objects import Object, Objects, allocate_once
 from kvstore.tiers.s3.pacing import Pace
@@ -36,6 +48,8 @@ Credentials = tuple[str, str]
 _CHUNK_BYTES = 1 << 20
 _CONNECT_S = 3.0
 _READ_S = 20.0
+_SEEN_S = 1.0
+"""How long an answer of the bucket lets HEADs without an object be believed."""
 _NAMES_MAX = 1000
 """S3's limit for names in one request."""
 
@@ -64,7 +78,7 @@ class S3Client:
         self._stack = stack
         self._pace = pace
         self._meters = meters
-        self._bucket_seen = False
+        self._bucket_seen_s = -math.inf
         self._refuses_many = False
         client.meta.events.register("before-send.s3", self._count)
         client.meta.events.register("before-sign.s3.DeleteObjects", _add_content_md5)
@@ -162,11 +176,13 @@ class S3Client:
         except expects:
             raise
         except (NoBucket, Absent) as error:
-            self._bucket_seen = False
-            raise Unavailable("the S3 bucket does not exist: create it, or correct its name", **self._where) from error
+            self._bucket_seen_s = -math.inf
+            raise Unavailable(
+                "the S3 bucket does not exist: create it, or correct its name or the endpoint", **self._where
+            ) from error
         except (Taken, Conflict) as error:
             raise unexpected(self._where) from error
-        self._bucket_seen = True
+        self._bucket_seen_s = SYSTEM_CLOCK.monotonic_s()
         return answer
 
     async def get_record(self, name: str, allocate: Callable[[int], memoryview]) -> Object | None:
@@ -174,7 +190,17 @@ class S3Client:
         objects = self.objects
         if objects is None:
             return await self.get(name, allocate)
-        return await self._run(lambda: objects.get(name, allocate), ())
+        return await self._found(lambda: objects.get(name, allocate))
+
+    async def _found(self, request: Callable[[], Awaitable[Object]]) -> Object | None:
+        """Run a request for an object; `None`: there is no such object."""
+        try:
+            return await self._run(request, (Absent,))
+        except NotFound:  # by another server, unless this one has the bucket
+            await self.check_bucket()
+        except Absent:
+            self._bucket_seen_s = SYSTEM_CLOCK.monotonic_s()
+        return None
 
     async def put_record(self, name: str, body: memoryview) -> None:
         """As `put` with `if_absent`, over the byte path if there is one."""
@@ -189,8 +215,8 @@ class S3Client:
         try:
             answer = await self._send("head_object", expects=(Absent,), Key=name)
         except Absent:
-            # a HEAD has no body that tells a missing object from a missing bucket
-            if not self._bucket_seen:
+            # a HEAD has no body that tells a missing object from a missing bucket, or S3 from another server
+            if SYSTEM_CLOCK.monotonic_s() - self._bucket_seen_s > _SEEN_S:
                 await self.check_bucket()
             return None
         return int(answer["ContentLength"]), str(answer.get("ETag", ""))
@@ -213,11 +239,7 @@ class S3Client:
                 raise Unavailable("S3 sent less than it announced", **self._where, expected=num_bytes, seen=done)
             return Object(buffer, str(answer.get("ETag", "")))
 
-        try:
-            return await self._run(lambda: self._pace.send(request), (Absent,))
-        except Absent:
-            self._bucket_seen = True
-            return None
+        return await self._found(lambda: self._pace.send(request))
 
     async def put(self, name: str, body: bytes, *, if_absent: bool) -> None:
         """Store an object.
@@ -233,8 +255,12 @@ class S3Client:
 
     async def delete(self, name: str) -> None:
         """Remove an object; an absent one is no error."""
-        with suppress(Absent):
+        try:
             await self._send("delete_object", expects=(Absent,), Key=name)
+        except NotFound:
+            await self.check_bucket()
+        except Absent:
+            return
 
     async def delete_all(self, names: Sequence[str]) -> None:
         """Remove many objects, a thousand per request; one by one if the endpoint refuses such requests.

@@ -42,7 +42,11 @@ REGION_FIELD = "x-amz-bucket-region"
 
 
 class Absent(Exception):
-    """No such object. This error and the next three do not leave this package."""
+    """No such object. This error and the next four do not leave this package."""
+
+
+class NotFound(Absent):
+    """HTTP's 404 without S3's code: so S3 answers a HEAD, and any other server a path that it does not know."""
 
 
 class NoBucket(Exception):
@@ -76,8 +80,10 @@ def refusal(code: str, status: int | None, where: dict[str, str], region: str = 
     """
     if code == "NoSuchBucket":
         return NoBucket()
-    if code in ("NoSuchKey", "404", "NotFound"):
+    if code == "NoSuchKey":
         return Absent()
+    if code in ("404", "NotFound"):
+        return NotFound()
     if code in ("PreconditionFailed", "412"):
         return Taken()
     if code in ("ConditionalRequestConflict", "OperationAborted", "409"):

@@ -91,18 +91,16 @@ class Objects:
         self._pace = pace
         self._meters = meters
 
-    async def get(self, name: str, allocate: Callable[[int], memoryview]) -> Object | None:
-        """An object, in a buffer of its size from `allocate`; `None`: there is no such object.
+    async def get(self, name: str, allocate: Callable[[int], memoryview]) -> Object:
+        """An object, in a buffer of its size from `allocate`.
 
         Raises:
+            Absent: There is no such object.
             NoBucket: The bucket does not exist.
             Unavailable: S3 refused, or did not answer in full, even after retries.
         """
         place = allocate_once(allocate)
-        try:
-            answer = await self._pace.send(lambda: self._request("GET", name, None, {}, place))
-        except Absent:
-            return None
+        answer = await self._pace.send(lambda: self._request("GET", name, None, {}, place))
         self._meters.add("s3_received_bytes", len(answer.body))
         return Object(answer.body if len(answer.body) else place(0), answer.fields.get("etag", ""))
 

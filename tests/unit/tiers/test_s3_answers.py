@@ -238,3 +238,22 @@ async def test_answers_to_a_conditional_put_given_to_others(call: str, status: s
     async with tier_that_hears(error_answer(status, status[:3])) as (tier, _):
         with suppress(Unavailable):
             assert await CALLS[call](tier) is None
+
+
+MISSED: dict[str, Callable[[S3Tier], Awaitable[object]]] = {
+    **CALLS,
+    "delete": lambda tier: tier.delete(make_key(1), deadline=Deadline.after(30)),
+    "delete many": lambda tier: tier.delete_all([make_key(1), make_key(2)], deadline=Deadline.after(30)),
+    "manifest": lambda tier: tier.get_manifest(make_key(1).namespace, deadline=Deadline.after(30)),
+}
+
+
+@pytest.mark.parametrize("call", MISSED)
+async def test_a_server_in_front_of_s3_that_knows_no_bucket(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like an ingress whose gateway was removed: its 404 is neither a miss nor a removal, after S3 itself answered."""
+    monkeypatch.setattr("kvstore.tiers.s3.client._SEEN_S", 0.0)
+    lost = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    async with tier_that_hears(OK, lost) as (tier, _):
+        assert await tier.put(make_record(1), deadline=Deadline.after(30)) is PutOutcome.STORED
+        with pytest.raises(Unavailable, match="bucket does not exist: .* or the endpoint"):
+            await MISSED[call](tier)
