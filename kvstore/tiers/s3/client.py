@@ -29,6 +29,7 @@ from kvstore.tiers.s3.failures import (
     NotFound,
     Taken,
     Transient,
+    broken_off,
     refusal,
     translated,
     unexpected,
@@ -219,7 +220,13 @@ class S3Client:
             if SYSTEM_CLOCK.monotonic_s() - self._bucket_seen_s > _SEEN_S:
                 await self.check_bucket()
             return None
-        return int(answer["ContentLength"]), str(answer.get("ETag", ""))
+        return int(self._said(answer, "ContentLength")), str(answer.get("ETag", ""))
+
+    def _said(self, answer: Mapping[str, Any], field: str) -> Any:
+        """A field that S3 has in every answer of this kind."""
+        if field not in answer:
+            raise broken_off(self._where, f"no {field} in the answer: check what stands between us and the endpoint")
+        return answer[field]
 
     async def get(self, name: str, allocate: Callable[[int], memoryview]) -> Object | None:
         """An object, in a buffer of its size from `allocate`; `None`: there is no such object."""
@@ -228,7 +235,7 @@ class S3Client:
         async def request() -> Object:
             with translated(self._where):
                 answer = await self._client.get_object(Bucket=self.bucket, Key=name)
-                num_bytes = int(answer["ContentLength"])
+                num_bytes = int(self._said(answer, "ContentLength"))
                 async with answer["Body"] as body:
                     buffer = place(num_bytes)
                     done = 0
@@ -344,10 +351,10 @@ class S3Client:
         token: dict[str, Any] = {}
         while True:
             answer = await self._send("list_objects_v2", Prefix=prefix, **token)
-            yield [(item["Key"], int(item["Size"])) for item in answer.get("Contents", ())]
+            yield [(self._said(item, "Key"), int(self._said(item, "Size"))) for item in answer.get("Contents", ())]
             if not answer.get("IsTruncated"):
                 return
-            token = {"ContinuationToken": answer["NextContinuationToken"]}
+            token = {"ContinuationToken": self._said(answer, "NextContinuationToken")}
 
     async def list_folders(self, prefix: str) -> Sequence[str]:
         """The names' next components after `prefix`, up to a slash, each once; the first thousand."""

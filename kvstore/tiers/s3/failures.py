@@ -8,7 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from aiohttp import ClientError as HttpError
-from botocore.exceptions import BotoCoreError, ClientError, EndpointConnectionError, NoCredentialsError, SSLError
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    CredentialRetrievalError,
+    EndpointConnectionError,
+    NoCredentialsError,
+    SSLError,
+    SSOError,
+    TokenRetrievalError,
+)
 from botocore.parsers import ResponseParserError
 
 from kvstore.errors import Unavailable
@@ -29,11 +38,15 @@ _NEXT_STEP = {
     "RequestTimeTooSkewed": "set this machine's clock",
     "AuthorizationHeaderMalformed": _REGION,
     "PermanentRedirect": _REGION,
+    "TemporaryRedirect": _REGION,
+    **dict.fromkeys(("301", "302", "303", "307", "308"), "write the address that it redirects to as endpoint_url"),
     "QuotaExceeded": "raise the quota or remove objects",
+    "XMinioStorageFull": "make room on its disks, or set a smaller cold_bytes",
+    "413": "a server in front of it limits the size of requests: raise that limit (client_max_body_size of nginx)",
 }
 _BUSY_CODES = frozenset({"SlowDown", "503", "429", "Throttling", "ThrottlingException", "RequestLimitExceeded"})
 _PASSING_CODES = frozenset({"InternalError", "RequestTimeout", "ServiceUnavailable"})
-_REFUSED_CODES = frozenset({"AccessDenied", "QuotaExceeded"})
+_REFUSED_CODES = frozenset({"AccessDenied", "QuotaExceeded", "XMinioStorageFull", "413"})
 """Codes with which an endpoint that answers refuses some kinds of requests."""
 _PASSING_STATUS = frozenset({500, 502, 504})
 
@@ -136,6 +149,9 @@ def translated(where: dict[str, str]) -> Iterator[None]:
         raise Unavailable(
             "there are no S3 credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE", **where
         ) from error
+    except (CredentialRetrievalError, SSOError, TokenRetrievalError) as error:
+        text = "the S3 credentials can no longer be fetched: renew the login of AWS_PROFILE, or see what provides them"
+        raise Unavailable(text, **where, error=type(error).__name__) from error
     except EndpointConnectionError as error:
         raise cannot_connect(where) from error
     except SSLError as error:

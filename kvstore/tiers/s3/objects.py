@@ -151,10 +151,11 @@ class Objects:
                     raise broken_off(where, "a body without a length: check what stands between us and the endpoint")
                 return answer
             code, region = _CODE.search(answer.body), _REGION.search(answer.body)
+            elsewhere = answer.fields.get("location")
             raise refusal(
                 code[1].decode() if code is not None else str(answer.status),
                 answer.status,
-                where,
+                where if elsewhere is None else {**where, "location": without_secrets(elsewhere[:200])},
                 region[1].decode() if region is not None else answer.fields.get(REGION_FIELD, ""),
             )
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -71,6 +74,42 @@ async def test_expired_credentials_are_three_variables() -> None:
             await tier.get(make_key(1), deadline=Deadline.after(30))
 
 
+async def test_credentials_that_can_no_longer_be_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The login behind a profile ends while the service runs: the next step is there, and not at the endpoint."""
+    ends = (datetime.now(UTC) + timedelta(minutes=1)).isoformat()
+    login = {"Version": 1, "AccessKeyId": "A", "SecretAccessKey": "b", "SessionToken": "c", "Expiration": ends}
+    (tmp_path / "login").write_text(json.dumps(login))
+    process = f"/bin/sh -c 'cat {tmp_path}/login && rm {tmp_path}/login'"
+    (tmp_path / "config").write_text(f"[default]\ncredential_process = {process}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    tier = await S3Tier.open(S3Location("pages", "", "http://127.0.0.1:9"))
+    for call in CALLS.values():
+        with pytest.raises(Unavailable, match=r"can no longer be fetched: .*login of AWS_PROFILE"):
+            await call(tier)
+    await tier.aclose()
+
+
+async def test_an_endpoint_that_redirects_to_tls() -> None:
+    """The error names where to."""
+    moved = b"HTTP/1.1 308 Permanent Redirect\r\nLocation: https://s3.test/pages\r\nContent-Length: 0\r\n\r\n"
+    async with tier_that_hears(moved) as (tier, _):
+        with pytest.raises(Unavailable, match=r"as endpoint_url .*location=https://s3\.test/pages"):
+            await tier.put(make_record(1), deadline=Deadline.after(30))
+
+
+@pytest.mark.parametrize("call", ["head", "manifest", "scan"])
+async def test_answers_that_lack_a_field(call: str) -> None:
+    """No size of an object, or no way to go on in a list: unavailable, with the field's name."""
+    listed = b"<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>"
+    part = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (len(listed), listed)
+    sizeless = b"HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n"
+    async with tier_that_hears(part if call == "scan" else sizeless) as (tier, _):
+        with pytest.raises(Unavailable, match=r"no (ContentLength|NextContinuationToken) in the answer"):
+            await MISSED[call](tier)
+
+
 async def test_authorities_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The variable is named: the system's message has not even the path."""
     monkeypatch.setenv("AWS_CA_BUNDLE", "/not/there.pem")
@@ -117,7 +156,7 @@ async def test_records_that_s3_did_not_remove_are_told() -> None:
     assert len(requests) == 1
 
 
-@pytest.mark.parametrize("code", ["AccessDenied", "QuotaExceeded"])
+@pytest.mark.parametrize("code", ["AccessDenied", "QuotaExceeded", "XMinioStorageFull", "413"])
 async def test_an_endpoint_that_refuses_writes_is_not_switched_off(code: str) -> None:
     """Its reads would succeed, and those of a probe too: it would be off and back again and again."""
     async with tier_that_hears(error_answer("403 Forbidden", code)) as (tier, _):
@@ -255,5 +294,5 @@ async def test_a_server_in_front_of_s3_that_knows_no_bucket(call: str, monkeypat
     lost = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
     async with tier_that_hears(OK, lost) as (tier, _):
         assert await tier.put(make_record(1), deadline=Deadline.after(30)) is PutOutcome.STORED
-        with pytest.raises(Unavailable, match="bucket does not exist: .* or the endpoint"):
+        with pytest.raises(Unavailable, match=r"bucket does not exist: .* or the endpoint"):
             await MISSED[call](tier)
