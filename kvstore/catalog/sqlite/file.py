@@ -104,10 +104,10 @@ class SqliteFile:
 
     @property
     def db(self) -> sqlite3.Connection:
-        """The connection, for the thread; opened now if the disk was full before."""
+        """The connection, for the thread; opened now if it could not be before, like on a full disk."""
         if self._db is None:
             self._db = self._connect()
-            _log.info("%s is open: its disk has room path=%s", self._what, self._path)
+            _log.info("%s is open again path=%s", self._what, self._path)
         return self._db
 
     def _connect(self) -> sqlite3.Connection:
@@ -132,11 +132,11 @@ class SqliteFile:
     def _rename_damaged(self, error: sqlite3.Error) -> None:
         """Keep the file as `<name>.damaged`, for investigation; only the last one is kept."""
         renamed = self._path.with_name(f"{self._path.name}.damaged")
-        message = "%s cannot be read: renamed the file and created an empty one renamed=%s error=%s"
-        _log.warning(message, self._what, renamed, error)
-        self._path.replace(renamed)
-        for suffix in ("-wal", "-shm"):
+        for suffix in ("-wal", "-shm"):  # first: a new file must not get what is in them
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+        self._path.replace(renamed)
+        message = "%s cannot be read: renamed the file, an empty one takes its place renamed=%s error=%s"
+        _log.warning(message, self._what, renamed, error)
 
     async def change(self, write: Callable[[], T], deadline: Deadline) -> T:
         """Run `write` as one transaction."""
@@ -179,10 +179,11 @@ class SqliteFile:
             return work()
         except sqlite3.DatabaseError as error:
             if getattr(error, "sqlite_errorcode", None) in _DAMAGE and not self._is_guest:
-                with suppress(sqlite3.Error):
-                    self.db.close()
+                database, self._db = self._db, None  # if renaming fails, the next call tries again
+                if database is not None:
+                    with suppress(sqlite3.Error):
+                        database.close()
                 self._rename_damaged(error)
-                self._db = None
                 self._db = self._connect()
                 self._on_recreated()
             raise
