@@ -22,6 +22,9 @@ _log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_DELETED_AT_ONCE = 256
+"""To begin calls for thousands of records in one go would hold the event loop."""
+
 
 class PutOutcome(Enum):
     """The result of a put; all of them are normal."""
@@ -153,7 +156,8 @@ class Tier(ABC):
 
     async def delete_all(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
         """Remove many records; absent ones are ignored. If it raises, some may be left."""
-        await gather_all(self.delete(key, deadline=deadline) for key in keys)
+        for start in range(0, len(keys), _DELETED_AT_ONCE):
+            await gather_all(self.delete(key, deadline=deadline) for key in keys[start : start + _DELETED_AT_ONCE])
 
     def cost_bytes(self, num_bytes: int) -> int:
         """Bytes of the medium that a record of `num_bytes` takes, as `usage` counts them."""

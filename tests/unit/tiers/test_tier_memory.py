@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from kvstore.errors import Closed, InternalError, InvalidRequest
+from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.records import make_key, make_record
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.memory import RECORD_OVERHEAD_BYTES, MemoryTier
 
@@ -117,3 +121,23 @@ async def test_closed() -> None:
     assert (len(tier), tier.used_bytes) == (0, 0)
     with pytest.raises(Closed):
         tier.insert(make_record(1))
+
+
+async def test_thousands_are_deleted_some_hundred_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a tier deletes one by one: a deletion that was begun for all of them at once would hold the event loop."""
+    tier = tier_for(4096)
+    for number in range(4096):
+        tier.insert(make_record(number))
+    running = most = 0
+
+    async def delete(key: RecordKey, *, deadline: Deadline) -> bool:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return tier.remove(key)
+
+    monkeypatch.setattr(tier, "delete", delete)
+    await tier.delete_all([make_key(number) for number in range(4096)], deadline=soon())
+    assert len(tier) == 0 and most <= 256
