@@ -281,12 +281,17 @@ class Index:
     def __contains__(self, key: RecordKey) -> bool:
         return pack_key(key) in self._sizes
 
-    def __iter__(self) -> Iterator[tuple[RecordKey, int]]:
-        return ((unpack_key(packed), num_bytes) for packed, num_bytes in self.packed())
+    def in_order(self) -> list[bytes]:
+        """The packed keys in order of use; half a second for a million."""
+        return list(self._sizes)
 
-    def packed(self) -> list[tuple[bytes, int]]:
-        """A copy of the packed keys with their bytes, in order of use."""
-        return list(self._sizes.items())
+    def packed(self) -> list[bytes]:
+        """The packed keys in no order, in a thirtieth of that time."""
+        return list(dict.keys(self._sizes))
+
+    def held(self, packed: Iterable[bytes]) -> Iterator[tuple[RecordKey, int]]:
+        """Those of some packed keys that are still here, with their bytes."""
+        return ((unpack_key(one), num_bytes) for one in packed if (num_bytes := self._sizes.get(one)) is not None)
 
     def load(self, held: Held) -> None:
         """Fill an empty index."""

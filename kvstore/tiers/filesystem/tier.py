@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 _THREADS = 4
 _JOBS_MAX = 256
+_SCANNED_AT_ONCE = 1024
 _CLOSE_S = 5.0
 _OVER_BUDGET = "the records that are being written exceed the budget: set a larger disk_bytes"
 _QUARANTINE_BYTES_MAX, _QUARANTINE_SHARE = 256 << 20, 1 / 16
@@ -98,9 +99,13 @@ class FilesystemTier(Tier):
         files = RecordFiles(Path(root))
         index = Index(sys.maxsize)
         pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-filesystem")
-        try:
-            for key, num_bytes in await asyncio.wrap_future(pool.submit(files.names)):
+
+        def look() -> None:
+            for key, num_bytes in files.names():
                 index.add(key, num_bytes)
+
+        try:
+            await asyncio.wrap_future(pool.submit(look))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -202,9 +207,13 @@ class FilesystemTier(Tier):
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
         self._check_open()
-        for key, num_bytes in self._index:
-            if namespace is None or key.namespace == namespace:
-                yield Entry(key, num_bytes)
+        packed = self._index.packed()
+        for start in range(0, len(packed), _SCANNED_AT_ONCE):
+            for key, num_bytes in self._index.held(packed[start : start + _SCANNED_AT_ONCE]):
+                if namespace is None or key.namespace == namespace:
+                    yield Entry(key, num_bytes)
+            await asyncio.sleep(0)
+            self._check_open()
 
     async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
         self._check(deadline)
@@ -242,7 +251,7 @@ class FilesystemTier(Tier):
 
     def _end(self) -> None:
         self._pool.shutdown()
-        self._files.end_log([packed for packed, _ in self._index.packed()])
+        self._files.end_log(self._index.in_order())
 
     def _file_quarantined(self, key: RecordKey, reason: str) -> None:
         if self.on_quarantine is not None:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.format.names import format_name
+from kvstore.format.names import format_name, pack_key
+from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 from kvstore.testing.records import make_key, make_record
 from kvstore.testing.waiting import soon
@@ -312,6 +313,31 @@ async def test_a_removal_that_the_disk_refuses(tmp_path: Path, monkeypatch: pyte
     assert await tier.get(make_key(0), deadline=soon()) is not None
     assert await tier.delete(make_key(0), deadline=soon())
     assert not (tmp_path / format_name(make_key(0))).exists()
+    await tier.aclose()
+
+
+async def test_a_scan_of_many_lets_others_work(tmp_path: Path) -> None:
+    """Also if who scans does not wait in between. What is removed meanwhile is not listed."""
+    tier = await open_tier(tmp_path)
+    vars(tier)["_index"].load({pack_key(make_key(number)): PAYLOAD_BYTES for number in range(5000)})
+    turns = 0
+
+    async def work() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    working = asyncio.ensure_future(work())
+    listed = set[RecordKey]()
+    async for entry in tier.scan():
+        if not listed:
+            await tier.delete(make_key(4999), deadline=soon())
+            turns = 0
+        listed.add(entry.key)
+    working.cancel()
+    assert listed == set(map(make_key, range(4999)))
+    assert turns >= 4
     await tier.aclose()
 
 
