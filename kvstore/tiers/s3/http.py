@@ -353,6 +353,7 @@ class Connections:
         return connection
 
     async def aclose(self) -> None:
-        """Drop idle connections and wait until they are gone. Idempotent."""
+        """Drop idle connections and wait until they are gone; others are dropped after their request. Idempotent."""
+        self._num_idle_max = 0
         idle, self._idle = self._idle, []
         await asyncio.gather(*(connection.aclose() for connection, _ in idle))

@@ -100,6 +100,31 @@ async def test_a_connection_is_used_again() -> None:
     assert endpoint.bodies[2] == RECORD.data
 
 
+async def test_a_request_that_ends_after_the_tier_was_closed() -> None:
+    """Its connection is not kept for others: nobody would end it."""
+    began, go, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        began.set()
+        await go.wait()
+        writer.write(ok(bytes(RECORD.data)))
+        await reader.read()
+        writer.close()
+        ended.set()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        tier = await S3Tier.open(S3Location("pages", "", url), credentials=("A", "b"))
+        getting = asyncio.ensure_future(tier.get(RECORD.key, deadline=soon()))
+        await began.wait()
+        await tier.aclose()
+        go.set()
+        found = await getting
+        assert found is not None and found.data == RECORD.data
+        await asyncio.wait_for(ended.wait(), 5)
+
+
 async def test_payloads_are_neither_signed_nor_hashed() -> None:
     """A put is signed without its payload, conditional, and carries no further checksum."""
     endpoint = Endpoint(ok())
