@@ -8,6 +8,12 @@ import os
 import stat
 from pathlib import Path
 
+NO_MORE_FILES = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the system's limit of open files (fs.file-max)",
+}
+"""The next step where no file can be opened, and no connection, by the number of the error."""
+
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     """A descriptor of a regular file; a new one may be read by its owner only.

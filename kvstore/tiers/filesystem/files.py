@@ -22,7 +22,7 @@ from kvstore.format.names import ROOT, format_name, manifest_name, pack_key, rec
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK
-from kvstore.runtime.files import read_regular
+from kvstore.runtime.files import NO_MORE_FILES, read_regular
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.filesystem.index import Held, IndexLog
 from kvstore.tiers.verify import is_same, open_or_reason
@@ -50,8 +50,7 @@ _NEXT_STEP = {
     errno.EDQUOT: "make room, or raise the quota of the disk",
     errno.EIO: "check the disk and the kernel log",
     errno.ESTALE: "mount the network filesystem again",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.ENFILE: "raise the system's limit of open files (fs.file-max)",
+    **NO_MORE_FILES,
     errno.ENOTDIR: "remove the file that has the name of a directory",
     errno.EEXIST: "remove the file that has the name of a directory",
     errno.EISDIR: "remove the directory that has the name of a file",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.files import NO_MORE_FILES
 from kvstore.tiers.locations import HostPort, RedisLocation
 from kvstore.tiers.redis.connection import Connection
 from kvstore.tiers.redis.replies import check_replies
@@ -90,6 +91,7 @@ class Access:
             next_step = "check that a server runs there and that the url names it"
             if self._tls is not None and isinstance(error, ConnectionError):
                 next_step += "; without TLS, use redis://, not rediss://"
+            next_step = NO_MORE_FILES.get(error.errno or 0, next_step)
             raise Unavailable(
                 f"cannot connect to Redis: {next_step}", address=str(address), error=error.strerror or error
             ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import ssl
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from botocore.exceptions import (
 from botocore.parsers import ResponseParserError
 
 from kvstore.errors import Unavailable
+from kvstore.runtime.files import NO_MORE_FILES
 from kvstore.tiers.refusals import Refused
 
 _CREDENTIALS = "check the access key, the secret key and that they belong to this endpoint"
@@ -116,9 +118,17 @@ def unexpected(where: dict[str, str]) -> Unavailable:
     return Unavailable("S3 refused a request as if it had a condition: see the endpoint's log", **where)
 
 
-def cannot_connect(where: dict[str, str]) -> Transient:
-    """No server listens at the endpoint, or its name is unknown."""
-    return Transient("cannot connect to S3: check the endpoint's address and that something listens there", **where)
+def cannot_connect(where: dict[str, str], reason: object) -> Transient:
+    """No server listens at the endpoint, its name is unknown, or this process has too many open files."""
+    number, next_step = _number(reason), "check the endpoint's address and that something listens there"
+    error = {"error": os.strerror(number)} if number > 0 else {}
+    return Transient(f"cannot connect to S3: {NO_MORE_FILES.get(number, next_step)}", **where, **error)
+
+
+def _number(error: object) -> int:
+    """Of an error of the operating system; 0: it has none."""
+    number = getattr(error, "errno", None)
+    return number if isinstance(number, int) else 0
 
 
 def untrusted(where: dict[str, str], reason: object) -> Unavailable:
@@ -153,9 +163,12 @@ def translated(where: dict[str, str]) -> Iterator[None]:
         text = "the S3 credentials can no longer be fetched: renew the login of AWS_PROFILE, or see what provides them"
         raise Unavailable(text, **where, error=type(error).__name__) from error
     except EndpointConnectionError as error:
-        raise cannot_connect(where) from error
+        raise cannot_connect(where, error.kwargs.get("error")) from error
     except SSLError as error:
         inner = error.kwargs.get("error")
         raise untrusted(where, getattr(inner, "certificate_error", getattr(inner, "os_error", error))) from error
     except (TimeoutError, BotoCoreError, ResponseParserError, HttpError, OSError) as error:
+        cause = error.kwargs.get("error") if isinstance(error, BotoCoreError) else error
+        if _number(cause) in NO_MORE_FILES:
+            raise cannot_connect(where, cause) from error
         raise broken_off(where, type(error).__name__) from error

@@ -143,7 +143,7 @@ class Objects:
             except ssl.SSLError as error:
                 raise untrusted(where, error) from error
             except OSError as error:
-                raise cannot_connect(where) from error
+                raise cannot_connect(where, error) from error
             if 200 <= answer.status < 300:
                 has_length = "content-length" in answer.fields and "transfer-encoding" not in answer.fields
                 if verb == "GET" and not has_length:
