@@ -108,7 +108,7 @@ class LowPriorityPool:
     @property
     def used_bytes(self) -> int:
         """Bytes of the jobs that run or wait for a thread, at either priority."""
-        return self._low.usage.used_bytes + self._normal.usage.used_bytes
+        return self._low.used_bytes + self._normal.used_bytes
 
     def close(self) -> None:
         """Fail what no thread has begun, and wait for the rest. Idempotent."""

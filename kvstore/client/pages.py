@@ -514,7 +514,7 @@ class PageDoor:
         return [page[at : at + step] for at in range(0, len(page), step)]
 
     async def _run(self, num_bytes: int, work: Callable[[], Value], deadline: Deadline) -> Value:
-        return await self._pool.run(min(num_bytes, self._pool.usage.limit_bytes), work, deadline=deadline)
+        return await self._pool.run(min(num_bytes, self._pool.limit_bytes), work, deadline=deadline)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from kvstore.codec.chains import (
     encode,
     max_payload_bytes,
 )
-from kvstore.codec.pool import CodecPool, PoolUsage
+from kvstore.codec.pool import CodecPool
 
 __all__ = [
     "CHAINS",
@@ -24,7 +24,6 @@ __all__ = [
     "ZSTD",
     "CodecPool",
     "Encoded",
-    "PoolUsage",
     "chain_for_element_bytes",
     "decode_into",
     "encode",

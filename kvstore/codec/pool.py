@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TypeVar
 
 from kvstore.errors import Closed, InvalidRequest
@@ -17,20 +16,6 @@ from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.deadline import Deadline
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class PoolUsage:
-    """The current load of a pool.
-
-    Attributes:
-        used_bytes: Bytes of jobs that were admitted and have not ended.
-        num_waiting: Callers that wait to be admitted.
-    """
-
-    used_bytes: int
-    limit_bytes: int
-    num_waiting: int
 
 
 class CodecPool:
@@ -48,7 +33,6 @@ class CodecPool:
         if num_threads <= 0:
             raise InvalidRequest("a pool needs threads", num_threads=num_threads)
         self._budget = ByteBudget(limit_bytes)
-        self._num_waiting = 0
         self._closed = False
         self._executor = ThreadPoolExecutor(
             num_threads, thread_name_prefix="codec", initializer=_be_nice, initargs=(niceness,)
@@ -67,11 +51,7 @@ class CodecPool:
         """
         if self._closed:
             raise Closed("the codec pool is closed")
-        self._num_waiting += 1
-        try:
-            grant = await self._budget.take_until(deadline, "waiting for codec threads", num_bytes)
-        finally:
-            self._num_waiting -= 1
+        grant = await self._budget.take_until(deadline, "waiting for codec threads", num_bytes)
         try:
             return await self._run(work)
         finally:
@@ -97,9 +77,13 @@ class CodecPool:
             del job, waiting
 
     @property
-    def usage(self) -> PoolUsage:
-        """A snapshot."""
-        return PoolUsage(self._budget.used_bytes, self._budget.limit_bytes, self._num_waiting)
+    def limit_bytes(self) -> int:
+        return self._budget.limit_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of jobs that were admitted and have not ended."""
+        return self._budget.used_bytes
 
     def close(self) -> None:
         """Wait for the jobs that run; callers of the others get `Closed`. From any thread; idempotent."""

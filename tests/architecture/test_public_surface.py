@@ -35,7 +35,7 @@ SURFACE = {
         "trace_parent",
     ],
     "kvstore.codec": [
-        *("CHAINS", "CodecPool", "Encoded", "PLANES2", "PLANES4", "PoolUsage", "RAW", "TILES", "ZSTD"),
+        *("CHAINS", "CodecPool", "Encoded", "PLANES2", "PLANES4", "RAW", "TILES", "ZSTD"),
         *("chain_for_element_bytes", "decode_into", "encode", "max_payload_bytes"),
     ],
     "kvstore.errors": [

@@ -182,7 +182,7 @@ def ranks_on(bridge: LoopBridge) -> Iterator[Make]:
         eventually(lambda one=one: one.side.saver._pages.used_bytes == 0)  # the store's thread gives them back
         assert one.side._save_threads is not None
         assert one.side._save_threads.used_bytes == 0
-        assert (pool := one.side._pool) is None or pool.usage.used_bytes == 0
+        assert (pool := one.side._pool) is None or pool.used_bytes == 0
 
 
 def fill(rank: Rank) -> Rank:
