@@ -8,7 +8,7 @@ from functools import partial
 from types import MappingProxyType
 
 from kvstore.api import Ack, LeaseId, PageStore, PrefixQuery, Progress, Retention
-from kvstore.errors import InternalError, InvalidRequest
+from kvstore.errors import InternalError, InvalidRequest, Unavailable
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId
 from kvstore.model.layout import Layout
@@ -192,12 +192,19 @@ class Answers:
         arena = self._arena(request.arena)
         if arena is None:
             return messages.Located(request.id, bytes(num_keys * 24))
-        lease, found = LeaseId(request.lease), list[Place | None]()
+        lease, found, lost = LeaseId(request.lease), list[Place | None](), list[Unavailable]()
         for start in range(0, num_keys, PIECE):
             async with self._work.turn(num_keys):
                 for key in keys[start : start + PIECE]:
-                    record = await self.store.load(lease, key, deadline=deadline)
-                    found.append(arena.place(record.data))
+                    try:
+                        record = await self.store.load(lease, key, deadline=deadline)
+                    except Unavailable as error:  # its own load says so; the others can be read
+                        lost.append(error)
+                        found.append(None)
+                    else:
+                        found.append(arena.place(record.data))
+        if len(lost) == num_keys:  # the lease has ended
+            raise lost[0]
         return await self._work.run(num_keys, places.located_reply, request.id, found)
 
     def _arena(self, arena_id: bytes) -> Arena | None:

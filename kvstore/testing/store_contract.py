@@ -254,8 +254,10 @@ class HitContract:
             await store.discard(bad, "checksum failed at the reader", deadline=soon())
             with pytest.raises(Unavailable):
                 await store.load(staged.lease, bad, deadline=soon())
+            first, second = await store.load_many(staged.lease, (good, bad), deadline=soon())
+            assert (await first.load(deadline=soon())).peek().key == good
             with pytest.raises(Unavailable):
-                await _load_many(store, staged.lease, (good, bad))
+                await second.load(deadline=soon())
             assert (await store.load(staged.lease, good, deadline=soon())).key == good
             renewing.cancel()
         assert (await look_up(store, prompt)).resume_tokens == 64
