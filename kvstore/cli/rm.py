@@ -37,7 +37,7 @@ def rm(  # noqa: PLR0917 - typer makes flags of them
     client: AdminClient,
     json_: bool,
     namespace: NamespaceArgument,
-    prefix: Annotated[str, typer.Argument(help="One boundary of it. Default: the whole namespace.")] = "",
+    prefix: Annotated[str | None, typer.Argument(help="One boundary of it. Default: the whole namespace.")] = None,
     recursive: Annotated[
         bool, typer.Option("--recursive", "-r", help="Also delete the boundaries that continue it.")
     ] = False,
@@ -48,28 +48,31 @@ def rm(  # noqa: PLR0917 - typer makes flags of them
     salt_file: Annotated[
         Path | None, typer.Option(help="A file with the cache_salt of these prompts: those of one user.")
     ] = None,
-    unused: Annotated[str, typer.Option(help="Only what was unused for this long, like 30d.")] = "",
+    unused: Annotated[str | None, typer.Option(help="Only what was unused for this long, like 30d.")] = None,
     yes: Yes = False,
 ) -> None:
     """Delete stored boundaries from every tier, except pinned ones. Without --yes nothing is deleted.
 
     Deleting more than one boundary runs as a job of the service: Ctrl-C cancels it; run it again to continue.
     """
-    is_one = bool(prefix) and not recursive
+    # without a prefix and an age the whole namespace goes, so an empty one, as of a shell's unset variable, is refused
+    is_one = prefix is not None and not recursive
     if is_one and (token_ids or salt_file or unused):
         raise InvalidRequest("--token-ids, --salt-file and --unused do not apply to one boundary: add --recursive")
-    if recursive and not prefix:
+    if recursive and prefix is None:
         raise InvalidRequest("--recursive needs a boundary: name it after the namespace")
-    body: dict[str, object] = {} if not prefix else {"prefix": whole_prefix(prefix)}
+    body: dict[str, object] = {} if prefix is None else {"prefix": whole_prefix(prefix)}
     if token_ids is not None:
         body["token_ids"] = _read_token_ids(token_ids)
     if salt_file is not None:
         body["cache_salt"] = _read(salt_file).rstrip("\n")
-    if unused:
+        if not body["cache_salt"]:
+            raise InvalidRequest("--salt-file: expected a salt, the file is empty", path=salt_file)
+    if unused is not None:
         body["unused_s"] = parse_duration(unused, "--unused")
     whole = whole_namespace(client, namespace)
     if is_one:
-        report = answer = client.call("DELETE", "prefixes", whole, prefix, query={"confirm": yes})
+        report = answer = client.call("DELETE", "prefixes", whole, str(prefix), query={"confirm": yes})
     else:
         body["namespace"] = whole
         answer = run_job(client, "deletions", query={"confirm": yes}, body=body, quiet=json_)
