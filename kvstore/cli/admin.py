@@ -41,7 +41,7 @@ ALIVE_S = 5.0
 """A service that gives no answer at all for so long is taken for frozen."""
 
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
-_ANSWER_BYTES_MAX = 64 << 20
+_ANSWER_BYTES_MAX, _ALIVE_BYTES_MAX = 64 << 20, 1024
 _POLL_S_MIN, _POLL_S_MAX = 0.02, 0.5
 _DURATION = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _LISTED_MAX = 1000
@@ -136,11 +136,14 @@ class AdminClient:
             ) from error
 
     def _check_alive(self) -> None:
-        """Once, wait a short time for any answer: a frozen service is known then, however long an answer may take."""
+        """Once, wait a short time for any answer: a frozen service is known then, however long an answer may take, and so
+        is another program that answers everything."""
         if self._is_alive:
             return
         try:
-            self._opener.open(f"{self.url}/livez", timeout=min(self._timeout_s, ALIVE_S)).close()
+            with self._opener.open(f"{self.url}/livez", timeout=min(self._timeout_s, ALIVE_S)) as answer:
+                if b'"alive"' not in answer.read(_ALIVE_BYTES_MAX):
+                    raise _of_another_program(answer.status)
         except HTTPError as error:  # its event loop is busy, or it is another program: the request itself shows that
             error.close()
         self._is_alive = True
@@ -188,15 +191,19 @@ _STEPS = {
 """The next step by the status, where the answer names none."""
 
 
+def _of_another_program(status: int) -> Unavailable:
+    return Unavailable(
+        f"this is not an administration interface of kvstore (it answered HTTP {status}): name another --admin-url"
+    )
+
+
 def _refusal(status: int, content: bytes) -> InvalidRequest | Unavailable:
     """An HTTP error as one of ours: the field as it is typed here, and one next step."""
     try:
         problem = json.loads(content)
         detail, field = str(problem["detail"]), str(problem.get("field") or "")
     except (ValueError, KeyError, TypeError):
-        return Unavailable(
-            f"this is not an administration interface of kvstore (it answered HTTP {status}): name another --admin-url"
-        )
+        return _of_another_program(status)
     place, _, rest = field.partition(".")
     name, _, item = (rest if place in ("body", "path", "query") else field).partition(".")
     typed, step = TYPED.get(name, ("" if name == "authorization" else name, ""))

@@ -156,6 +156,24 @@ async def test_another_program_is_not_an_absent_service(tmp_path: Path, run: Run
     assert status == 1 and "another program listens there" in said and "got b'HTTP'" in said
 
 
+@pytest.mark.parametrize("body", [b"<html>welcome</html>", b'{"ok":true}', b"[]"])
+async def test_another_program_that_answers_everything_is_no_service(run: Run, body: bytes) -> None:
+    """An answer of another form is no bug of ours, and nothing but a question for its health is sent there."""
+    asked: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readline())
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as other:
+        address = "{}:{}".format(*other.sockets[0].getsockname())
+        status, said = await run("gc", "--yes", "--admin-url", address)
+    assert status == 1 and "not an administration interface of kvstore (it answered HTTP 200)" in said
+    assert asked == [b"GET /livez HTTP/1.1\r\n"]
+
+
 async def test_a_frozen_service_is_known_soon(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its port accepts and answers nothing: no verb waits for that as long as for a slow answer."""
     monkeypatch.setattr("kvstore.cli.admin.ALIVE_S", 0.2)
