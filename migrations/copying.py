@@ -24,6 +24,9 @@ from migrations.store import Listed, Store, soon
 
 T = TypeVar("T")
 
+NOT_MIGRATED = ("foreign", "refused", "failed", "full", "busy", "unknown", "kept")
+"""Outcomes of records that were not migrated and still exist under their old names."""
+
 _IN_FLIGHT = 32
 _OFF_LOOP_BYTES = 256 << 10
 _COPIED_TOGETHER = 128

@@ -21,7 +21,7 @@ from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.retries import retry
 from kvstore.store.upkeep.verification import ByteRate
 from kvstore.tiers.base import Tier
-from migrations.copying import Copier, Progress
+from migrations.copying import NOT_MIGRATED, Copier, Progress
 from migrations.journal import Journal, Phase, State, namespaces_of, sheets_name
 from migrations.steps import Step
 from migrations.store import Listed, Store, soon
@@ -150,6 +150,10 @@ class Runner:
             if self._progress.totals["kept"]:
                 await self._end(state, Phase.REMOVING)
             else:
+                if not any(self._progress.totals[name] for name in NOT_MIGRATED):
+                    tenants, tiers = state.targets, list(self._store.tiers.values())
+                    await retry(lambda: self._step.conclude(tenants, tiers, deadline=soon()))
+                    self._progress.on_step("concluded")
                 await self._empty_sheets(state)
                 await self._end(state, Phase.DONE)
             return state

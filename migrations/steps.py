@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from kvstore.errors import CorruptRecord
 from kvstore.format.encrypted import ENCRYPTION_BYTES, decrypt_record, encrypt_record
 from kvstore.format.record import Record
+from kvstore.runtime.deadline import Deadline
+from kvstore.store.encryption.key_ledger import KeyLedger
 from kvstore.store.encryption.key_ring import KeyRing
+from kvstore.tiers.base import Tier
 
 
 class Verdict(Enum):
@@ -34,7 +38,8 @@ class Rewrite:
 
 
 class Step(ABC):
-    """One change of stored records. Pure except for nonces: no I/O, no clock. A released step does not change.
+    """One change of stored records. Pure except for nonces and `conclude`: no I/O, no clock. A released step does not
+    change.
 
     Attributes:
         name: Its name for operators, stored in the state of a migration.
@@ -57,6 +62,14 @@ class Step(ABC):
     @abstractmethod
     def is_same(self, old: Record, new: Record, tenant: str) -> bool:
         """Whether a new record, as read back from the tier, has bit by bit the content of the old one."""
+
+    @abstractmethod
+    async def conclude(self, tenants: Collection[str], tiers: Sequence[Tier], *, deadline: Deadline) -> None:
+        """Called when no old record of these tenants is left, before the migration counts as done; also again.
+
+        Raises:
+            KVStoreError: A tier does not answer.
+        """
 
 
 class KeyStep(Step):
@@ -103,6 +116,15 @@ class KeyStep(Step):
             return bytes(self._plain(old, tenant).data) == bytes(self._plain(new, tenant).data)
         except CorruptRecord:
             return False
+
+    async def conclude(self, tenants: Collection[str], tiers: Sequence[Tier], *, deadline: Deadline) -> None:
+        """Remove the earlier keys from the stored list of key ids. If they stayed there, services would report them as
+        missing after an operator deletes them.
+        """
+        ledger = KeyLedger(tiers)
+        for tenant in tenants:
+            earlier = [key for key in self._ring.generations(tenant)[1:] if key is not None]
+            await ledger.forget(tenant, earlier, deadline=deadline)
 
     def _plain(self, record: Record, tenant: str) -> Record:
         """Decrypt a record with the key that its header names.

@@ -136,8 +136,9 @@ class AdminClient:
             ) from error
 
     def _check_alive(self) -> None:
-        """Once, wait a short time for any answer: a frozen service is known then, however long an answer may take, and so
-        is another program that answers everything."""
+        """Once, wait a short time for any answer: a frozen service is known then, however long an answer may take. So
+        is another program that answers everything.
+        """
         if self._is_alive:
             return
         try:

@@ -19,15 +19,15 @@ from kvstore.cli.options import AsJson, Config, parse_size, quieted
 from kvstore.cli.printing import bytes_text, print_table, progress_bar, table_of
 from kvstore.cli.service import ServiceUrl, check_store, store_in_use
 from kvstore.compose import open_catalog, open_ownership, open_tier
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.format.manifest import STORE_VERSION_PLACE, check_store_version
+from kvstore.format.names import ROOT
 from kvstore.settings import Settings
-from kvstore.store.encryption.key_ledger import KeyLedger
 from kvstore.store.encryption.key_ring import KeyRing, watch_keys
 from kvstore.store.upkeep.verification import ByteRate
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation
-from migrations.copying import Progress
+from migrations.copying import NOT_MIGRATED, Progress
 from migrations.journal import Phase, State
 from migrations.runner import Runner
 from migrations.steps import KeyStep
@@ -37,8 +37,6 @@ T = TypeVar("T")
 
 INCOMPLETE = 3
 _LEASE_S = 30.0
-_NOT_MIGRATED = ("foreign", "refused", "failed", "full", "busy", "unknown", "kept")
-"""Outcomes of records that were not migrated and still exist under their old names."""
 
 migrate = typer.Typer(
     add_completion=False,
@@ -122,7 +120,7 @@ def finish(config: Config = None, url: ServiceUrl = "", rate: Rate = "100MiB", j
 
     Exit status: as for run; 3 also if some old records were not removed.
     """
-    return _work(config, url, rate, json_, call=Runner.finish, word="finishing", then=_forget_keys)
+    return _work(config, url, rate, json_, call=Runner.finish, word="finishing")
 
 
 @migrate.command()
@@ -139,7 +137,6 @@ def _work(
     *,
     call: Callable[[Runner], Awaitable[State]],
     word: str,
-    then: Callable[[Settings, State], Awaitable[None]] | None = None,
 ) -> int:
     settings, byte_rate = _settings(config, url), ByteRate(parse_size(rate, "--rate", least_bytes=1))
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
@@ -151,9 +148,9 @@ def _work(
             done = progress.totals.total() - progress.totals["removed"] - progress.totals["kept"]
             bar.update(task, description=f"{word}: {counts}", total=progress.num_expected or None, completed=done)
 
-        state = _run(settings, call, rate=byte_rate, progress=Progress(show), then=then)
+        state = _run(settings, call, rate=byte_rate, progress=Progress(show))
     typer.echo(json.dumps({"migration": _as_json(state)})) if json_ else _show(state)
-    return INCOMPLETE if any(state.totals.get(name) for name in _NOT_MIGRATED) else 0
+    return INCOMPLETE if any(state.totals.get(name) for name in NOT_MIGRATED) else 0
 
 
 def _run(
@@ -162,16 +159,12 @@ def _run(
     *,
     rate: ByteRate | None = None,
     progress: Progress | None = None,
-    then: Callable[[Settings, T], Awaitable[None]] | None = None,
 ) -> T:
-    """Call a method of a runner; `then` runs after the runner has released the store."""
+    """Call a method of a runner."""
 
     async def run() -> T:
         async with open_runner(settings, rate=rate, progress=progress or Progress()) as runner:
-            result = await call(runner)
-        if then is not None:
-            await then(settings, result)
-        return result
+            return await call(runner)
 
     with quieted():
         return asyncio.run(run())
@@ -188,21 +181,6 @@ def _settings(config: Path | None, url: str) -> Settings:
     return store.settings
 
 
-async def _forget_keys(settings: Settings, state: State) -> None:
-    """Remove the earlier keys from the stored list of key ids once no record needs them. If they stayed there, services
-    would report them as missing after an operator deletes them.
-    """
-    if state.phase is not Phase.DONE or any(state.totals.get(name) for name in _NOT_MIGRATED):
-        return
-    ring = _ring(settings)
-    async with AsyncExitStack() as stack:
-        tiers = await _open_tiers(settings, stack)
-        ledger = KeyLedger(list(tiers.values()))
-        for tenant in state.targets:
-            earlier = [key for key in ring.generations(tenant)[1:] if key is not None]
-            await ledger.forget(tenant, earlier, deadline=soon())
-
-
 async def _open_tiers(settings: Settings, stack: AsyncExitStack) -> dict[Level, Tier]:
     if not isinstance(settings.hot, RedisLocation) and not isinstance(settings.cold, FileLocation):
         raise InvalidRequest(
@@ -211,6 +189,8 @@ async def _open_tiers(settings: Settings, stack: AsyncExitStack) -> dict[Level, 
         )
     tiers: dict[Level, Tier] = {}
     for level, location in ((Level.HOT, settings.hot), (Level.COLD, settings.cold)):
+        if isinstance(location, FileLocation) and not (location.path / ROOT).is_dir():  # else a mistyped one is created
+            raise Unavailable("there are no records: check the path", path=location.path)
         if not isinstance(location, NoTier):
             tier = await stack.enter_async_context(open_tier(location, settings, is_owner=True))
             check_store_version(await tier.get_manifest(STORE_VERSION_PLACE, deadline=soon()), tier.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -137,8 +138,8 @@ async def open_tier(
     longer.
 
     Args:
-        is_owner: Own a directory, to write to it: no service may own it at the same time. False: open it beside the
-            service that owns it.
+        is_owner: Own a directory, to write to it: no service may own it at the same time. Nothing is evicted from it,
+            whatever `disk_bytes` is. False: open it beside the service that owns it.
 
     Raises:
         InvalidRequest: There is none, or this installation cannot use it.
@@ -149,12 +150,14 @@ async def open_tier(
             raise InvalidRequest("there is no tier at this place", seen=str(location))
         case RedisLocation():
             tier = _redis(location, settings)
-        case FileLocation() if is_owner:
-            tier = await _filesystem(location, settings)
         case FileLocation():
             from kvstore.tiers.filesystem.tier import FilesystemTier
 
-            tier = await FilesystemTier.open_beside(location.path)
+            tier = (
+                await FilesystemTier.open(location.path, budget_bytes=sys.maxsize, fsync=settings.fsync)
+                if is_owner
+                else await FilesystemTier.open_beside(location.path)
+            )
         case S3Location():
             tier = await _s3(location, Meters())
     try:

@@ -281,6 +281,55 @@ def test_what_a_run_was_cut_off_from_is_done_by_the_next_without_reading_again(
         assert in_loop(resumes(prompt)) == prompt.num_tokens
 
 
+def test_a_finish_that_is_killed_at_its_end_leaves_no_key_to_be_missed(
+    keys: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A migration that counts as done is not finished again, so all that depends on that is done before."""
+    write_keys(keys, [("red", 1, 1)])
+    in_loop(save(PROMPT))
+    write_keys(keys, [("red", 2, 2), ("red", 1, 1)])
+    assert run(capsys, "run")[0] == 0
+
+    class Killed(Exception):
+        pass
+
+    def on_step(seen: str) -> None:
+        if seen == "state done":
+            raise Killed
+
+    async def finish() -> None:
+        async with open_runner(load_settings(), progress=Progress(on_step=on_step)) as runner:
+            await runner.finish()
+
+    with pytest.raises(Killed):
+        in_loop(finish())
+    assert run(capsys, "status")[1]["migration"]["phase"] == "done"  # type: ignore[index]
+    write_keys(keys, [("red", 2, 2)])
+
+    async def problems() -> object:
+        async with service() as store:
+            await store.tenant_keys.check("red")
+            return (await store.status(deadline=soon()))["encryption"]["problems"]  # type: ignore[index]
+
+    assert in_loop(problems()) == {}
+
+
+def test_a_directory_that_is_nearly_full_loses_no_record(
+    keys: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the old copies are removed both need more room than `disk_bytes`. A plan removes nothing either, where the
+    directory may hold less than at the service's last start.
+    """
+    in_loop(save(PROMPT))
+    write_keys(keys, [("red", 1, 1), ("red", 0, 0)])
+    monkeypatch.setenv("KVSTORE_DISK_BYTES", str(NUM * PROMPT.payload_bytes // 2))
+    assert run(capsys, "plan")[1]["plan"][0]["num_records"] == NUM  # type: ignore[index]
+    assert run(capsys, "run")[1]["migration"]["totals"] == {"rewritten": NUM}  # type: ignore[index]
+    assert run(capsys, "finish")[1]["migration"]["totals"] == {"copied_before": NUM, "removed": NUM}  # type: ignore[index]
+    monkeypatch.setenv("KVSTORE_DISK_BYTES", "1GiB")
+    assert in_loop(resumes(PROMPT)) == PROMPT.num_tokens
+
+
 def test_verify_and_reindex_need_no_key(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Checksums are over what is stored: encrypted records are whole, and are indexed under their keyed names."""
     write_keys(keys, [("red", 1, 1)])
@@ -301,6 +350,7 @@ def test_verify_and_reindex_need_no_key(keys: Path, capsys: pytest.CaptureFixtur
         ({"KVSTORE_ENCRYPTION_KEYS": None}, 2, "set encryption_keys (KVSTORE_ENCRYPTION_KEYS)"),
         ({"KVSTORE_COLD": "s3://bucket/prefix"}, 2, "a migration needs Redis as hot"),
         ({"KVSTORE_COLD": "memory:"}, 2, "a migration needs Redis as hot"),
+        ({"KVSTORE_COLD": "file:///nonexistent/recrods"}, 1, "there are no records: check the path"),
         ({"KVSTORE_ENCRYPTION_KEYS": "/nowhere"}, 2, "cannot read the encryption key file"),
     ],
 )
