@@ -27,6 +27,8 @@ _EXTRAS = {
     "redis": ("redis", "hiredis"),
     "s3": ("aioboto3",),
     "tracing": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
+    "encryption": ("cryptography",),
+    "events": ("zmq",),
 }
 
 
@@ -80,6 +82,8 @@ def extras_of(settings: Settings) -> list[str]:
         "redis": isinstance(settings.hot, RedisLocation),
         "s3": isinstance(settings.cold, S3Location),
         "tracing": settings.otlp_traces_endpoint is not None,
+        "encryption": settings.encryption_keys is not None,
+        "events": bool(settings.events_endpoint),
     }
     return [extra for extra, is_needed in needed.items() if is_needed]
 

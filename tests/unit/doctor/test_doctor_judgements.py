@@ -31,6 +31,7 @@ from kvstore.doctor.versions import (
     DISTRIBUTION,
     PYTHON_MIN,
     TESTED_VLLM,
+    extras_of,
     installed_version,
     judge_distribution,
     judge_packages,
@@ -42,6 +43,7 @@ from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
 from kvstore.model.namespace import NamespaceDescription, describe_layout
 from kvstore.runtime.sizes import format_bytes, parse_bytes
+from kvstore.settings import settings_from
 from kvstore.tiers.locations import S3Location, parse_redis
 from kvstore.tiers.redis.examine import RedisExamination, ServerFacts
 from kvstore.tiers.redis.replies import NO_ROOM
@@ -155,6 +157,22 @@ def test_versions() -> None:
     check(judge_packages([], lambda name: False), OK)
     check(judge_packages(["redis", "s3"], lambda name: True), OK)
     check(judge_packages(["redis", "s3"], lambda name: name == "redis"), FAILED, "hiredis", "'kvstore-vllm[redis,s3]'")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "extra"),
+    [
+        ("hot", "redis://host:6379/0", "redis"),
+        ("cold", "s3://bucket/prefix", "s3"),
+        ("otlp_traces_endpoint", "http://collector:4318/v1/traces", "tracing"),
+        ("encryption_keys", "keys.toml", "encryption"),
+        ("events_endpoint", "tcp://*:5557", "events"),
+    ],
+)
+def test_what_a_setting_needs_is_looked_for(name: str, value: str, extra: str) -> None:
+    """A service with that setting does not start without its packages."""
+    extras = extras_of(settings_from({name: value}))
+    check(judge_packages(extras, lambda name: False), FAILED, "not installed: ", f"'kvstore-vllm[{extra}]'")
 
 
 # this machine
