@@ -189,9 +189,12 @@ def _change_weights(client: AdminClient, method: str, weights_id: str, *, yes: b
         echo_json(found)
         return False
     _show_weights([found["weights"]])
-    if not yes:
+    is_change = found.get("is_change", True)  # absent: an older release
+    if not is_change:
+        typer.echo(f"nothing to do: they are {'retired already' if method == 'POST' else 'not retired'}")
+    elif not yes:
         typer.echo("nothing was changed: add --yes to do it")
-    return yes
+    return yes and is_change
 
 
 def _show_weights(listed: Sequence[dict[str, Any]]) -> None:

@@ -155,10 +155,14 @@ async def test_orders_are_given(made: ServiceHarness, run: Run) -> None:
     assert status == 0 and "add --yes" in out and await hit(made, old) == 128
     assert (await told(run, "weights", "retire", "old", "--yes"))["weights"]["is_retired"]
     assert await hit(made, old) == 0
+    status, out, _ = await run("weights", "retire", "old", "--yes")
+    assert status == 0 and out.endswith("nothing to do: they are retired already\n")
     status, out, _ = await run("gc")
     assert status == 0 and "would delete, of retired weights: 2 boundaries in filesystem" in out
     status, out, _ = await run("weights", "restore", "old", "--yes")
     assert status == 0 and "restored: every service serves within seconds" in out and await hit(made, old) == 128
+    status, out, _ = await run("weights", "restore", "old")
+    assert status == 0 and out.endswith("nothing to do: they are not retired\n")
     assert (await told(run, "gc", "--yes"))["report"]["retired"] == {}
     await run("weights", "retire", "old", "--yes")
     assert (await told(run, "gc", "--yes"))["report"]["retired"]["filesystem"]["num_records"] == 4
@@ -231,7 +235,7 @@ async def test_requests_are_listed_by_their_whole_ids(made: ServiceHarness, run:
         (["rm", "0" * 32, "--unused", "", "--yes"], 2, ["--unused: expected a time with its unit", "got ''"]),
         (["rm", "0" * 32, "--salt-file", "/dev/null", "--yes"], 2, ["--salt-file: ", "the file is empty"]),
         (["quota", "--maximum", "1GiB"], 2, ["need a tenant"]),
-        (["quota", "red", "--maximum", "much"], 2, ["maximum", "8GiB"]),
+        (["quota", "red", "--maximum", "much"], 2, ["maximum", "100GiB"]),
         (["quota", "red", "--guaranteed", "1PiB"], 2, ["--guaranteed: ", "three quarters"]),
         (["quota", "red", "--maximum", "5"], 2, ["--maximum: expected a size with its unit", "5GiB"]),
         (["quota", "red", "--maximum", "0"], 2, ["--maximum: expected at least", "'0'"]),

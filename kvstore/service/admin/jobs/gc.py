@@ -202,7 +202,11 @@ class _Collection:
             self._report()
         if self._job.is_dry_run or not any(orphans.found for orphans in collected.values()):
             return
-        await asyncio.sleep(UNUSED_S)
+        progress.unit = f"records; the orphans are compared again {UNUSED_S} s later, and deleted then"
+        try:
+            await asyncio.sleep(UNUSED_S)
+        finally:
+            progress.unit = "records"
         for name, orphans in collected.items():
             if not await orphans.delete():
                 self._notes.append(f"orphans of {name} were kept: the catalog is not complete any more")

@@ -55,6 +55,7 @@ class Retired(BaseModel):
     """A retirement, or the end of one."""
 
     is_dry_run: bool = Field(description="nothing was changed; `confirm=true` changes it")
+    is_change: bool = Field(description="false: it was so before")
     weights: WeightsSummary
 
 
@@ -103,7 +104,8 @@ async def _change(
         await context.data_loop.call(
             lambda deadline: rules.retire(grant.tenant, weights_id, is_retired=is_retired, deadline=deadline)
         )
-    return Retired(is_dry_run=not confirm, weights=_summary(context, grant, weights_id, found.get(weights_id, {})))
+    summary = _summary(context, grant, weights_id, found.get(weights_id, {}))
+    return Retired(is_dry_run=not confirm, is_change=request.state.changed, weights=summary)
 
 
 async def _found(context: AdminContext, grant: Grant) -> tuple[dict[str, Namespaces], bool]:
