@@ -107,7 +107,10 @@ def _parsed(parse: Any, value: object) -> Any:
 
 
 def _media(value: str) -> str:
-    _parsed(parse_media, value)
+    try:
+        parse_media(value)
+    except InvalidRequest as error:
+        raise ValueError(error.message) from error
     return value
 
 

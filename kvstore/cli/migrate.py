@@ -138,7 +138,8 @@ def _work(
     call: Callable[[Runner], Awaitable[State]],
     word: str,
 ) -> int:
-    settings, byte_rate = _settings(config, url), ByteRate(parse_size(rate, "--rate", least_bytes=1))
+    byte_rate = ByteRate(parse_size(rate, "--rate", least_bytes=1, unit="MiB"))
+    settings = _settings(config, url)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with progress_bar(*columns, quiet=json_) as bar:
         task = bar.add_task(f"{word}: listing", total=None)

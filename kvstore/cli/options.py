@@ -44,18 +44,21 @@ def token_of(settings: Settings, token_file: Path | None) -> str:
     return read_token(settings.token_file) if settings.token_file is not None else ""
 
 
-def parse_size(text: str, flag: str, *, least_bytes: int = 0) -> int:
+def parse_size(text: str, flag: str, *, least_bytes: int = 0, unit: str = "GiB") -> int:
     """A size in bytes that was given with a flag, like `100MiB`. It has a unit, unless it is 0: `5` would be 5 bytes.
+
+    Args:
+        unit: A usual one, for errors.
 
     Raises:
         InvalidRequest: It is not a size, or below `least_bytes`.
     """
     if text.strip().isdecimal() and int(text) > 0:
-        raise InvalidRequest(f"{flag}: expected a size with its unit, like {text.strip()}GiB", seen=repr(text))
+        raise InvalidRequest(f"{flag}: expected a size with its unit, like {text.strip()}{unit}", seen=repr(text))
     try:
         num_bytes = parse_bytes(text)
     except ValueError as error:
-        expected = str(error).replace(" or 1048576", "")
+        expected = f"expected a size with its unit, like 100{unit}" if "like" in str(error) else str(error)
         raise InvalidRequest(f"{flag}: {expected}", seen=repr(text)) from error
     if num_bytes < least_bytes:
         raise InvalidRequest(f"{flag}: expected at least {least_bytes} B", seen=repr(text))

@@ -57,7 +57,7 @@ def simulate(  # noqa: PLR0917 - typer makes flags of them
     """Replay a trace: token hit rate, bytes written and S3 requests for each policy and budget."""
     shares = _budgets(budget_blocks)
     policies, kinds = _policies(policy), _hints(hints)
-    num_bytes = parse_size(block_bytes, "--block-bytes", least_bytes=1)
+    num_bytes = parse_size(block_bytes, "--block-bytes", least_bytes=1, unit="MiB")
     if curve is not None and curve.suffix != ".svg":
         raise InvalidRequest("--curve: expected a file that ends in .svg", seen=repr(str(curve)))
     prompts = read_trace(trace, block_tokens=block_tokens)
@@ -84,13 +84,13 @@ def simulate(  # noqa: PLR0917 - typer makes flags of them
     rows = _run(prompts, plans)
     if kinds != [NONE]:
         _compare(rows)
-    if curve is not None:
-        _write_curve(curve, trace.name, rows)
     if json_:
         typer.echo(json.dumps({"rows": rows}, indent=1))
     else:
         _print(trace.name, len(prompts), rows)
-        if curve is not None:
+    if curve is not None:  # last: a file that cannot be written loses no result
+        _write_curve(curve, trace.name, rows)
+        if not json_:
             typer.echo(f"curve: {curve}")
 
 

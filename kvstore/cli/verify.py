@@ -44,7 +44,7 @@ def verify(  # noqa: PLR0917 - typer makes flags of them
 
     Exit status: 0 no corrupt record, 3 corrupt records were found, 1 not everything could be read, 2 a wrong call.
     """
-    bytes_per_s, only = parse_size(rate, "--rate", least_bytes=1), _namespace(namespace)
+    bytes_per_s, only = parse_size(rate, "--rate", least_bytes=1, unit="MiB"), _namespace(namespace)
     is_location = tier not in ("hot", "cold")
     if by_service and (only is not None or is_location):
         raise InvalidRequest("--by-service verifies all of hot or all of cold: name one of these, without --namespace")
@@ -124,7 +124,7 @@ def _location(store: StoreInUse, name: str) -> HotLocation | ColdLocation:
 
 
 def _parsed_location(text: str) -> TierLocation:
-    if ":" not in text:
+    if ":" not in text and "/" not in text:
         raise InvalidRequest(f"TIER: expected hot, cold or a location like s3://bucket/prefix, got {text!r}")
     if text == "memory:":
         raise InvalidRequest(f"TIER: there is no such tier, expected a location like s3://bucket/prefix, got {text!r}")

@@ -377,6 +377,8 @@ def _cache_events(
 ) -> PlacementEvents | None:
     """What publishes where pages are; `None`: no address is set."""
     if not settings.events_endpoint:
+        if settings.events_replay_endpoint:
+            raise InvalidRequest("setting events_endpoint: missing, though there is one", also="events_replay_endpoint")
         return None
     try:
         from kvstore.store.cache_events.publisher import EventPublisher

@@ -43,7 +43,7 @@ def step_of(text: str, url: str, *, has_token: bool = False) -> str:
     if "deadline" in text or "in time" in text:
         return (
             "the service is frozen or very busy; check its process and its log, and do not start a second one beside "
-            "it. If both are well, the address may be that of its administration interface"
+            "it. If both are well, the address may be that of its administration interface, or of another program"
         )
     if "closed by the other side" in text or "connection lost" in text:
         return "what listens there ended the connection: read its log; if it is no kvstore service, name another one"

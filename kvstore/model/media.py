@@ -67,7 +67,7 @@ def parse_media(text: str) -> Mapping[str, Medium]:
     for part in text.split(",") if text.strip() else ():
         tier, _, name = (word.strip() for word in part.partition("="))
         if tier not in MEDIA or tier in named or not _NAME.fullmatch(name):
-            expected = f"tier=name, separated by commas, with tiers of {', '.join(MEDIA)}"
-            raise InvalidRequest(f"expected {expected}", field="event_media", seen=part.strip())
+            expected = f"expected a name of some tiers ({', '.join(MEDIA)}), each once, like 's3=STORE,redis=SHARED'"
+            raise InvalidRequest(expected, field="event_media", seen=part.strip())
         named[tier] = Medium(name, MEDIA[tier].locality)
     return {**MEDIA, **named}

@@ -5,6 +5,7 @@ This module imports no client library, so settings can be read where none is ins
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,12 +165,19 @@ def _parsed(field: str, text: str, places: tuple[Place, ...], expected: str) -> 
     scheme, slashes, _ = text.partition("://")
     kind = SCHEMES.get(scheme) if slashes else None
     if kind is None or kind.place not in places:
-        raise InvalidRequest(f"{field} must be {expected}", seen=repr(without_secrets(text)))
+        raise InvalidRequest(f"{field} must be {expected}{_likely(text, places)}", seen=repr(without_secrets(text)))
     try:
         return kind.parse(text)
     except InvalidRequest as error:
         # without the cause, whose text may contain the password
         raise InvalidRequest(f"{field} {error.message}", **error.details) from None
+
+
+def _likely(text: str, places: tuple[Place, ...]) -> str:
+    """What was meant with a path or with a host and its port, as the end of an error; empty: not known."""
+    if text.startswith("/") and "cold" in places:
+        return f", like file://{text}"
+    return f", like redis://{text}" if "hot" in places and re.fullmatch(r"[A-Za-z0-9.-]+:\d+(/\d+)?", text) else ""
 
 
 def parse_redis(text: str) -> RedisLocation:

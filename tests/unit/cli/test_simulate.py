@@ -105,6 +105,9 @@ def test_the_curve_is_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[st
     text = picture.read_text()
     words = [word.strip() for word in ElementTree.fromstring(text).itertext()]
     assert words.count("lru") == words.count("auto") == 2 and words.count("2,000") == 2
+    assert main(["simulate", str(CUT), *options[:-1], str(tmp_path / "absent" / "curve.svg")]) == 2
+    out, err = capsys.readouterr()
+    assert "auto" in out and "--curve: cannot write" in err  # the results of a long run are not lost
     assert sum(word.endswith("%") for word in words) == 4 and "url(http" not in text and 'url("http' not in text
 
 
@@ -133,7 +136,7 @@ def test_the_bound_knows_the_future() -> None:
         ([LINE], ["--budget-blocks", "0"], "--budget-blocks: expected whole numbers above zero"),
         ([LINE], ["--budget-blocks", "0%"], "--budget-blocks: expected whole numbers above zero, or shares like 10%"),
         ([LINE], ["--hints", "all"], "--hints: expected none, trace or random"),
-        ([LINE], ["--block-bytes", "many"], "--block-bytes: expected bytes"),
+        ([LINE], ["--block-bytes", "many"], "--block-bytes: expected a size with its unit, like 100MiB"),
         ([LINE], ["--block-tokens", "16"], "set --block-tokens"),
         ([LINE], ["--curve", "hits.png"], "expected a file that ends in .svg"),
     ],
