@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from itertools import combinations
@@ -17,7 +17,7 @@ from kvstore.errors import KVStoreError, Unavailable
 from kvstore.format.manifest import MAX_MANIFEST_BYTES, parse_manifest
 from kvstore.format.names import ROOT, manifest_name
 from kvstore.model.keys import NamespaceId
-from kvstore.model.namespace import NamespaceDescription, field_differences
+from kvstore.model.namespace import NamespaceDescription, field_differences, flat_fields
 from kvstore.runtime.background import gather_all
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.files import read_regular
@@ -90,15 +90,24 @@ def judge_namespaces(found: Sequence[NamespaceDescription]) -> Finding:
     it = Criterion(_NAME, "engines of one model share one namespace")
     if not found:
         return it.skipped("no engine has opened one yet: run this command again when two have started")
+    # as sets, since two hundred namespaces are twenty thousand pairs
+    fields = {
+        one.id: {(path, _as_json(value)) for path, value in flat_fields(one.fields) if value is not None}
+        for one in found
+    }
     pairs = [
-        (differs, one, other)
+        (len(paths), one, other)
         for one, other in combinations(found, 2)
-        if one.tenant == other.tenant and _could_share(differs := differences(one.fields, other.fields))
+        if one.tenant == other.tenant
+        and _could_share(one, other, paths := {path for path, _ in fields[one.id] ^ fields[other.id]})
     ]
     if not pairs:
         seen = f"{len(found)} namespaces, no two of which could be one"
         return it.ok("one namespace, which all engines share" if len(found) == 1 else seen)
-    nearest = sorted(pairs, key=lambda pair: len(pair[0]))[:_PAIRS_MAX]
+    nearest = [
+        (differences(one.fields, other.fields), one, other)
+        for _, one, other in sorted(pairs, key=lambda pair: pair[0])[:_PAIRS_MAX]
+    ]
     seen = "; ".join(_describe(*pair) for pair in nearest)
     if len(pairs) > len(nearest):
         seen += f"; and {len(pairs) - len(nearest)} more pairs"
@@ -113,13 +122,16 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Differ
     return [Difference(path, *map(_as_json, found[path])) for path in paths]
 
 
-def _could_share(differs: Sequence[Difference]) -> bool:
-    """Whether the weights are the same, or only the weights id differs and an operator gave exactly one of the ids."""
-    weights = next((difference for difference in differs if difference.field == "weights_id"), None)
-    if weights is None:
+def _could_share(one: NamespaceDescription, other: NamespaceDescription, paths: Collection[str]) -> bool:
+    """Whether the weights are the same, or only the weights id differs and an operator gave exactly one of the ids.
+
+    Args:
+        paths: Of the fields that differ.
+    """
+    if "weights_id" not in paths:
         return True
-    are_digests = [_DIGEST.fullmatch(json.loads(value or '""')) is not None for value in (weights.one, weights.other)]
-    return len(differs) == 1 and any(are_digests) and not all(are_digests)
+    are_digests = [_DIGEST.fullmatch(str(it.fields.get("weights_id"))) is not None for it in (one, other)]
+    return len(paths) == 1 and any(are_digests) and not all(are_digests)
 
 
 def _describe(differs: Sequence[Difference], one: NamespaceDescription, other: NamespaceDescription) -> str:

@@ -41,7 +41,7 @@ from kvstore.doctor.versions import (
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.kinds import FullAttention
 from kvstore.model.layout import GroupLayout, Layout
-from kvstore.model.namespace import NamespaceDescription, describe_layout
+from kvstore.model.namespace import NamespaceDescription, describe_layout, field_differences
 from kvstore.runtime.sizes import format_bytes, parse_bytes
 from kvstore.settings import settings_from
 from kvstore.tiers.locations import S3Location, parse_redis
@@ -560,6 +560,18 @@ def test_namespaces_that_should_be_one() -> None:
     assert other.id.hex()[:8] in finding.seen
     check(judge_namespaces([described(), described(weights_id="llama")]), WARNING, "weights_id", "for both engines")
     check(judge_namespaces([described(weights_id="one"), described(weights_id="two")]), OK)
+
+
+def test_many_namespaces_are_compared_field_by_field_only_where_that_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hundred are twenty thousand pairs: other checks, in other threads, must not be late for them."""
+    compared: list[object] = []
+    monkeypatch.setattr(
+        "kvstore.doctor.namespaces.field_differences",
+        lambda *pair: compared.append(pair) or field_differences(*pair),  # type: ignore[func-returns-value]
+    )
+    finding = judge_namespaces([described(cache_dtype=str(number)) for number in range(20)])
+    check(finding, WARNING, "and 187 more pairs", "--kv-cache-dtype")
+    assert len(compared) == 3
 
 
 def test_fields_that_differ() -> None:
