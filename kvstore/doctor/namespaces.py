@@ -7,7 +7,7 @@ import re
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
 
@@ -201,11 +201,12 @@ async def _ids(settings: Settings, stack: AsyncExitStack, deadline: Deadline) ->
 
 def _read_directory(root: Path) -> list[NamespaceDescription]:
     try:
-        found = sorted(path.name for path in (root / ROOT).iterdir() if _is_id(path.name))[:_READ_MAX]
+        found = sorted(path.name for path in (root / ROOT).iterdir() if _is_id(path.name))
     except FileNotFoundError:
         return []
-    described = [_read_manifest(root, NamespaceId(bytes.fromhex(name))) for name in found]
-    return [description for description in described if description is not None]
+    described = (_read_manifest(root, NamespaceId(bytes.fromhex(name))) for name in found)
+    # a migration keeps its progress under hundreds of such names
+    return list(islice((description for description in described if description is not None), _READ_MAX))
 
 
 def _read_manifest(root: Path, namespace: NamespaceId) -> NamespaceDescription | None:

@@ -16,8 +16,13 @@ import pytest
 from kvstore.cli.main import main
 from kvstore.doctor import directory
 from kvstore.doctor.check import Check, Criterion, Finding, Verdict, run_checks, without
+from kvstore.doctor.namespaces import namespaces_check
 from kvstore.errors import Unavailable
+from kvstore.format.manifest import pack_manifest
+from kvstore.format.names import manifest_name
 from kvstore.runtime.deadline import Deadline
+from kvstore.settings import settings_from
+from kvstore.testing.prompts import ATTENTION, describe
 
 FIX = "start it again"
 
@@ -167,6 +172,18 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     fixes = [line for line in lines if line.startswith("service: ")]
     assert len(fixes) == 1 and "kvstore serve --listen unix:/nonexistent/socket" in fixes[0]
     assert any(line.startswith("limits.memory: set memory_bytes") for line in lines)
+
+
+def test_the_progress_of_a_migration_hides_no_namespace(tmp_path: Path) -> None:
+    """It is stored under names like those of namespaces, of which there may be hundreds."""
+    for number in range(300):
+        (tmp_path / "v1" / f"{number:032x}").mkdir(parents=True)
+    one = describe(ATTENTION)
+    path = tmp_path / manifest_name(one.id)
+    path.parent.mkdir()
+    path.write_bytes(pack_manifest(one))
+    (finding,) = run_checks([namespaces_check(settings_from({"cold": f"file://{tmp_path}"}))], timeout_s=30)
+    assert (finding.verdict, finding.seen) == (Verdict.OK, "one namespace, which all engines share")
 
 
 def test_a_directory_that_may_not_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
