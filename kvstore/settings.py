@@ -117,11 +117,13 @@ def _media(value: str) -> str:
 def _quotas(value: object) -> Mapping[str, Quota]:
     """A table by tenant, or text like `team-a=10GiB:50GiB,team-b=:20GiB`: guarantee and maximum of each tenant."""
     if isinstance(value, str):
-        parts = (part.partition("=") for part in value.split(",") if part)
+        parts = [part.partition("=") for part in value.split(",") if part]
         value = {
             name.strip(): dict(zip(("guaranteed", "maximum"), sizes.split(":", 1), strict=False)) if equals else None
             for name, equals, sizes in parts
         }
+        if len(value) < len(parts):
+            raise ValueError("expected each tenant once")
     if not isinstance(value, Mapping):
         raise ValueError("expected tenants with what they get, like team-a=10GiB:50GiB")
     return {str(tenant): _quota(str(tenant), given) for tenant, given in value.items()}

@@ -313,8 +313,8 @@ def test_quotas_of_tenants(source: str, tmp_path: Path) -> None:
     assert settings.quotas == expected
 
 
-@pytest.mark.parametrize("text", ["team-a=much", "team-a=2GiB:1GiB", "team-a=:0"])
+@pytest.mark.parametrize("text", ["team-a=much", "team-a=2GiB:1GiB", "team-a=:0", "a=1GiB,b=1GiB,a=2GiB"])
 def test_quotas_that_make_no_sense_are_refused(text: str) -> None:
-    """No bytes, or a maximum below the guarantee: the field and the tenant are named."""
+    """No bytes, a maximum below the guarantee, or two quotas of one tenant: the field is named."""
     with pytest.raises(InvalidRequest, match="setting quotas: "):
         load_settings({"quotas": text})
