@@ -330,6 +330,11 @@ def run_job(
         state = "cancelled" if ended["state"] == "cancelled" else f"had already ended ({ended['state']})"
         typer.echo(f"job {job['job']} {state}, after {progress['done']:,} {progress['unit']}", err=True)
         raise
+    except Unavailable as error:
+        if job is None:
+            raise
+        later = f"`kvstore jobs {job['job']}` shows later how far the job is, or how to start it again"
+        raise Unavailable(f"{error.message}; {later}", **error.details) from error
     if job["state"] != "done":
         why, step = next_step(str(job["error"] or "another client cancelled it"))
         again = f"{step}, then run the command again" if step else "run the command again to continue"

@@ -14,6 +14,7 @@ import typer
 from rich.markup import escape
 
 import kvstore
+from kvstore.cli.admin import ALIVE_S
 from kvstore.cli.options import AsJson, Config, quieted, tls_of
 from kvstore.cli.printing import console_of, echo_json, table_of
 from kvstore.cli.service import NO_SERVICE, parsed_address, service_url, store_in_use
@@ -76,7 +77,7 @@ def doctor(  # noqa: PLR0917 - typer makes flags of them
     if url not in ("", EMBEDDED, NO_SERVICE):
         parsed_address(url, NO_SERVICE)
     try:
-        store = store_in_use(url, token_file, config, timeout_s)
+        store = store_in_use(url, token_file, config, min(timeout_s, ALIVE_S))
     except KVStoreError:  # the check of the service reports why
         store = StoreInUse(local)
     settings = store.settings

@@ -8,7 +8,7 @@ import re
 import socket
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import typer
@@ -17,7 +17,7 @@ from kvstore.cli import admin
 from kvstore.cli.main import main
 from kvstore.cli.printing import amounts_text, counted, detail_text
 from kvstore.cli.verbs import VERBS, app
-from kvstore.errors import next_step
+from kvstore.errors import Unavailable, next_step
 from kvstore.settings import Settings
 from kvstore.wire.address import parse_address
 from tests.unit.admin.service_harness import open_service, prompt_of
@@ -182,6 +182,32 @@ async def test_a_frozen_service_is_known_soon(run: Run, monkeypatch: pytest.Monk
         async with asyncio.timeout(20):
             status, said = await run("ls", "--admin-url", address, "--timeout", "30")
     assert status == 1 and "does not answer in time: it is frozen" in said and "do not start a second one" in said
+
+
+async def test_the_doctor_looks_for_the_store_no_longer_than_that(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen service delays it for the time of one check, not for that of three."""
+    monkeypatch.setattr("kvstore.cli.doctor.ALIVE_S", 0.2)
+    monkeypatch.setattr("kvstore.cli.doctor.run_checks", lambda *_, **__: [])
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        monkeypatch.setenv("KVSTORE_LISTEN", f"tcp://127.0.0.1:{frozen.getsockname()[1]}")
+        monkeypatch.setenv("KVSTORE_ADMIN_LISTEN", "off")
+        async with asyncio.timeout(20):
+            assert (await run("doctor", "--timeout", "60"))[0] == 0
+
+
+def test_a_job_whose_service_goes_away_is_named() -> None:
+    """It may run on, or be interrupted: the user learns how to find out."""
+    started = {"job": "5f0c6b1d2e7a4819", "kind": "gc", "state": "running", "progress": {"unit": "records"}}
+
+    class Away:
+        def call(self, *_: object, **__: object) -> object:
+            return started
+
+        def get(self, *_: object) -> object:
+            raise Unavailable("no administration interface answers: check that it runs")
+
+    with pytest.raises(Unavailable, match="check that it runs; `kvstore jobs 5f0c6b1d2e7a4819` shows later"):
+        admin.run_job(cast(admin.AdminClient, Away()), "gc", query={}, quiet=True)
 
 
 def test_a_flag_of_an_earlier_release_is_not_suggested(capsys: pytest.CaptureFixture[str]) -> None:
