@@ -374,6 +374,8 @@ def load_settings(flags: Mapping[str, object] | None = None, *, config: Path | N
     for name, value in values.items():
         if isinstance(value, str) and len(value) > _TEXT_CHARS_MAX:
             raise InvalidRequest(f"setting {name}: expected at most {_TEXT_CHARS_MAX} characters", seen=len(value))
+        if isinstance(value, bool):  # else `traces_share = true` would be 1
+            raise InvalidRequest(f"setting {name}: expected a number or text", seen=str(value).lower())
     typed = dict.fromkeys(from_file, f"in {config}")
     typed |= {name: f"as {ENV_PREFIX}{name.upper()}" for name in from_environment}
     typed |= {name: f"as --{name.replace('_', '-')}" for name in from_flags}

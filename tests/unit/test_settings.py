@@ -143,6 +143,7 @@ def test_every_wrong_value_is_told_with_field_expected_and_seen(tmp_path: Path) 
         {"memory_bytes": 0},
         {"memory_bytes": -1},
         {"memory_bytes": True},
+        {"traces_share": True},
         {"lease_s": "inf"},
         {"write_back_in_flight": 0},
         {"listen": 7},
