@@ -174,7 +174,7 @@ def _run(
 def _settings(config: Path | None, url: str) -> Settings:
     """The settings of the running service, or those here; printed on standard error."""
     store = store_in_use(url, None, config)
-    check_store(store)
+    check_store(store, url)
     for name in ("hot", "cold", "encryption_keys"):
         if (why := store.obstacle(name)) is not None:
             raise InvalidRequest(f"cannot use {name} from here: {why}")

@@ -41,7 +41,7 @@ def reindex(
     1 a tier failed, 2 a wrong call, 130 interrupted.
     """
     store = store_in_use(url, token_file, config)
-    check_store(store)
+    check_store(store, url)
     if by_service:
         reports = _by_service(store, admin_of(store, token_file, config, _CALL_S), quiet=json_)
     else:

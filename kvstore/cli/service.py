@@ -20,7 +20,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, Unavailable, next_step
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings, load_settings
 from kvstore.tiers.locations import ColdLocation, HotLocation
-from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address
+from kvstore.wire.address import Address, TcpAddress, UnixAddress, parse_address, unix_accepts
 from kvstore.wire.private_place import default_directory, private_socket_path
 
 if TYPE_CHECKING:
@@ -159,15 +159,19 @@ def _next_step(text: str, address: str, *, has_token: bool) -> str:
     )
 
 
-def check_store(store: StoreInUse) -> None:
+def check_store(store: StoreInUse, url: str) -> None:
     """Refuse to guess which store the user wants.
 
+    Args:
+        url: Of the service whose store the user wants; empty: not given.
+
     Raises:
-        Unavailable: A service answers, does not report which store it uses, and the settings here name none.
+        Unavailable: A service does not report which store it uses, and it was given, or the settings here name none.
         InvalidRequest: The settings here name another store than the service that answers.
     """
-    if store.problem and not store.settings.names_a_store:
+    if store.problem and (url or not store.settings.names_a_store):
         cause, step = next_step(store.problem)
+        step = step_of(store.problem, store.problem.partition(", ")[0]) or step
         step = step or f"{REPORTING}; or name the store in KVSTORE_HOT and KVSTORE_COLD with --url {NO_SERVICE}"
         raise Unavailable(f"a service runs, but does not report which store it uses ({cause}): {step}")
     if store.differs:
@@ -248,13 +252,9 @@ def _accepts(address: Address) -> bool:
     """Whether a program listens there."""
     try:
         if isinstance(address, UnixAddress):
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-                probe.settimeout(_PROBE_S)
-                probe.connect(address.path)
-        else:
-            with socket.create_connection((address.host, address.port), _PROBE_S):
-                pass
-    except OSError:
+            return unix_accepts(address.path)
+        socket.create_connection((address.host, address.port), _PROBE_S).close()
+    except (OSError, Unavailable):
         return False
     return True
 

@@ -49,7 +49,7 @@ def verify(  # noqa: PLR0917 - typer makes flags of them
     if by_service and (only is not None or is_location):
         raise InvalidRequest("--by-service verifies all of hot or all of cold: name one of these, without --namespace")
     store = store_in_use(NO_SERVICE if is_location else url, token_file, config)
-    check_store(store)
+    check_store(store, url)
     if by_service:
         findings, name, seconds = _by_service(
             admin_of(store, token_file, config, _JOB_ANSWER_S), tier, bytes_per_s, quiet=json_

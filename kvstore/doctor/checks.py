@@ -61,7 +61,7 @@ def judge_store(store: StoreInUse) -> Finding:
         return it.ok(str(store))
     if store.problem:
         fix = step_of(store.problem, store.problem.partition(", ")[0]) or REPORTING
-        return it.warning(f"{store}; the service did not report its store: {store.problem}", fix)
+        return it.warning(f"{store}: {store.problem}", fix)
     return it.skipped(f"no service reported it: {store}")
 
 

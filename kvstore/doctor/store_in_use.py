@@ -53,6 +53,7 @@ class StoreInUse:
         if self.service:
             return f"{text} (reported by the service at {self.service}{f', {self.found}' if self.found else ''})"
         where = f"; no service answers at {' or '.join(self.silent)}" if self.silent else ""
+        where = "; the service did not report its store" if self.problem else where
         return f"{text} (the settings of this shell{where})"
 
     def obstacle(self, name: str) -> str | None:

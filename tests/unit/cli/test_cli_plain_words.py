@@ -7,6 +7,7 @@ import json
 import re
 import socket
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -182,6 +183,34 @@ async def test_a_frozen_service_is_known_soon(run: Run, monkeypatch: pytest.Monk
         async with asyncio.timeout(20):
             status, said = await run("ls", "--admin-url", address, "--timeout", "30")
     assert status == 1 and "does not answer in time: it is frozen" in said and "do not start a second one" in said
+
+
+async def test_a_frozen_service_with_a_full_queue_is_no_absent_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What calls it for long fills the queue of its socket, which then refuses at once. Nobody should start another, and
+    no tool takes the store of the shell for that of a service which was named.
+    """
+    monkeypatch.setenv("KVSTORE_ADMIN_LISTEN", "off")
+    monkeypatch.setenv("KVSTORE_LISTEN", f"unix:{tmp_path / 's'}")
+    with ExitStack() as stack:
+        frozen = stack.enter_context(socket.socket(socket.AF_UNIX))
+        frozen.bind(str(tmp_path / "s"))
+        frozen.listen(0)
+        with suppress(BlockingIOError):
+            for _ in range(10):
+                caller = stack.enter_context(socket.socket(socket.AF_UNIX))
+                caller.setblocking(False)
+                caller.connect(str(tmp_path / "s"))
+        for verb in ("status", "verify"):
+            status, said = await run(verb)
+            assert status == 1 and "frozen or very busy" in said and "do not start a second one" in said
+        (tmp_path / "records" / "v1").mkdir(parents=True)
+        monkeypatch.setenv("KVSTORE_COLD", f"file://{tmp_path / 'records'}")
+        status, said = await run("verify")
+        assert status == 0 and "(the settings of this shell; the service did not report its store)" in said
+        status, said = await run("verify", "--url", f"unix:{tmp_path / 's'}")
+        assert status == 1 and "does not report which store it uses" in said and "frozen or very busy" in said
 
 
 async def test_the_doctor_looks_for_the_store_no_longer_than_that(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
