@@ -188,8 +188,8 @@ async def test_a_frozen_service_is_known_soon(run: Run, monkeypatch: pytest.Monk
 async def test_a_frozen_service_with_a_full_queue_is_no_absent_one(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What calls it for long fills the queue of its socket, which then refuses at once. Nobody should start another, and
-    no tool takes the store of the shell for that of a service which was named.
+    """What calls it for long fills the queue of its socket, which then refuses at once. Nobody should start another.
+    No tool takes the store of the shell for that of a service which was named.
     """
     monkeypatch.setenv("KVSTORE_ADMIN_LISTEN", "off")
     monkeypatch.setenv("KVSTORE_LISTEN", f"unix:{tmp_path / 's'}")
