@@ -138,8 +138,8 @@ async def open_tier(
     longer.
 
     Args:
-        is_owner: Own a directory, to write to it: no service may own it at the same time. Nothing is evicted from it,
-            whatever `disk_bytes` is. False: open it beside the service that owns it.
+        is_owner: Own a directory, to write to it: no service may own it at the same time. Nothing is evicted from it:
+            `disk_bytes` does not count. False: open it beside the service that owns it.
 
     Raises:
         InvalidRequest: There is none, or this installation cannot use it.

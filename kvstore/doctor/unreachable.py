@@ -40,7 +40,7 @@ def step_of(text: str, url: str, *, has_token: bool = False) -> str:
         )
     if "version" in text:
         return "use one release of kvstore on both sides: `kvstore --version` names that of this command"
-    # the last of these: so many connections wait to be accepted that there is no place for another
+    # the last of these: the queue of connections that wait to be accepted is full
     if "deadline" in text or "in time" in text or "temporarily unavailable" in text:
         return (
             "the service is frozen or very busy; check its process and its log, and do not start a second one beside "
