@@ -195,6 +195,11 @@ class EngineFacts(ModelFacts):
     steps_together: bool = False
 
     @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank is in the last stage of its pipeline; all groups have equal stages."""
+        return all(group.stage == len(group.stages) - 1 for group in self.groups)
+
+    @property
     def num_ranks(self) -> int:
         """All of them answer each load and save."""
         return self.tp_size * self.pp_size

@@ -87,6 +87,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     Wrong settings raise `InvalidRequest` at start, since the engine would otherwise run for weeks without a cache.
     """
 
+    # a pipeline's other stages have no drafts
+    _is_last_stage = True
     # where a rank's weights are from; vLLM names another source once it has loaded others, or will
     _loaded_from: tuple[str, ...] | None = None
     # both sides of blending, where it is on
@@ -131,6 +133,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
         if isinstance(shape, str):
             self._refusal = shape
             return
+        self._is_last_stage = self._facts.is_last_stage
         self._bridge = self._settings.connect(read_name(vllm_config), self._token, saves=True)
         if not may_change:
             self._loaded_from = weights_source(vllm_config)
@@ -459,9 +462,10 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self.worker_side is None:
             return KVConnectorTransferResults()
-        if not self._jobs().computes:
+        if not (self._jobs().computes and self._is_last_stage):
             # vLLM 0.30 does not call it in a step without a forward. In a step with drafts it calls it after this, when
-            # the drafts' layers and the recurrent states are final. It is guarded: an error loses no load's result.
+            # the drafts' layers and recurrent states are final; before 0.32 on its first runner in the last stage of a
+            # pipeline alone. It is guarded: an error loses no load's result.
             self.wait_for_save()
         finished, failed = self.worker_side.take_results(may_wait=self._jobs().may_wait)
         if self._blender is not None:

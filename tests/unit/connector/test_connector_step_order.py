@@ -94,6 +94,17 @@ def test_each_save_is_made_once(
         assert rank.told == ["load", *told]
 
 
+def test_a_stage_before_the_last_does_not_wait_for_drafts(made: tuple[KVStoreConnector, Rank]) -> None:
+    """With drafts the first runner of 0.30 and 0.31 calls `wait_for_save` in a pipeline's last stage only."""
+    connector, rank = made
+    vars(connector)["_is_last_stage"] = False
+    step(connector, "get_transfer_results", computes=True)
+    assert rank.told == ["load", "save", "results"]
+    rank.told.clear()
+    step(connector, "wait_for_save", "get_transfer_results", computes=True)
+    assert rank.told == ["load", "save", "results"]
+
+
 @pytest.mark.parametrize("may_wait", [False, True])
 def test_a_step_that_computes_nothing_waits_only_where_it_may(
     made: tuple[KVStoreConnector, Rank], *, may_wait: bool
