@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -35,7 +35,9 @@ from connector.offloading.settings import read_settings
 from connector.offloading.transfers import Done, Job, Transfers
 from connector.request_parameters import RequestFlags, read_flags
 from connector.settings import cache_folder
+from connector.vllm.engine_calls import watch_engine_calls
 from connector.vllm.guard import guarded
+from connector.weights import are_unchanged
 from kvstore.client import PageDoor
 from kvstore.codec import CodecPool
 from kvstore.errors import Closed, InvalidRequest, KVStoreError
@@ -102,13 +104,14 @@ class KVStoreTier(SecondaryTierManager):
         self._threads = CodecPool(num_threads=_CODEC_THREADS, limit_bytes=_CODEC_BYTES)
         self._lookups = Lookups(read.lookup_timeout_ms / 1000, lambda reason: self._misses.update((reason,)))
         self._transfers = Transfers(primary_kv_view, read.max_wait_ms / 1000)
-        engine: Engine | None = None
+        self._engine: Engine | None = None
         try:
             if read.mode != "off":
-                engine = read_engine(offloading_spec, self.block_size_bytes, read)
+                self._engine = read_engine(offloading_spec, self.block_size_bytes, read)
+                watch_engine_calls(self)
         except Exception as error:  # noqa: BLE001 - of a vLLM that has changed: its engine runs without the store
             self._refuse(error)
-        threading.Thread(target=self._identify, args=(engine,), name="kvstore-weights", daemon=True).start()
+        threading.Thread(target=self._identify, args=(self._engine,), name="kvstore-weights", daemon=True).start()
 
     # which chunks are stored
 
@@ -206,8 +209,17 @@ class KVStoreTier(SecondaryTierManager):
         vLLM calls this before it empties its caches, as when its weights change.
         """
         self._transfers.drain()
-        if self._settings.weights_may_change and self._doors:
+        if self._settings.weights_may_change and not self.refusal:
             self._refuse("vLLM's caches were emptied, and its weights may have changed: restart it to use the store")
+
+    @guarded()
+    def on_engine_call(self, method: str, arguments: Sequence[Any]) -> None:
+        """Go on behind a call that reads weights again only if it read the files that the engine started with."""
+        assert self._engine is not None
+        if self.refusal or method not in ("reload_weights", "update_config"):
+            return
+        if arguments or not are_unchanged(self._engine.model):
+            self._refuse(f"its weights may be others ({method}): restart it to use the store")
 
     # reports
 
@@ -283,6 +295,9 @@ class KVStoreTier(SecondaryTierManager):
                 self._closing.wait(_OPEN_RETRY_S)
             else:
                 self._doors = doors
+                if self.refusal:  # by the engine's thread, while this one opened them
+                    self._doors = {}
+                    return
                 _log.info("kvstore: caching offloaded chunks at %s, namespaces %s", self._store.url, namespaces)
                 return
 

@@ -214,10 +214,11 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             self.scheduler_side.stop_adapter(number)
 
     @guarded()
-    def on_adapter_load(self, lora_request: Any) -> None:
+    def on_engine_call(self, method: str, arguments: Sequence[Any]) -> None:
         """An operator lets vLLM load an adapter before a request names it, maybe in place of one that requests use."""
-        self._requests.note_adapter(lora_request)
-        self._stop_if_replaced(lora_request)
+        if method == "add_lora":
+            self._requests.note_adapter(arguments[0])
+            self._stop_if_replaced(arguments[0])
 
     @guarded(fallback=lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -357,9 +358,9 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             adapter_rules=facts.adapter_rules,
         )
         if self._vllm_config.lora_config is not None:
-            from connector.vllm.adapter_loads import watch_adapter_loads
+            from connector.vllm.engine_calls import watch_engine_calls
 
-            watch_adapter_loads(self)
+            watch_engine_calls(self)
         instance = read_instance(self._vllm_config, self._settings, shape)
         self._bridge = self._settings.connect(read_name(self._vllm_config), self._token, instance=instance)
         self.scheduler_side = SchedulerSide(

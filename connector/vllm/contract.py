@@ -220,7 +220,7 @@ USES: tuple[Use, ...] = (
     Use("vllm.config", "LoadConfig", fields=_names("load_format download_dir")),
     Use("vllm.config", "LoRAConfig", fields=_names("target_modules lora_dtype enable_tower_connector_lora")),
     Use("vllm.lora.request", "LoRARequest", fields=_names("lora_int_id lora_path load_inplace name adapter_id")),
-    Use("vllm.v1.executor.abstract", "Executor", fields=("add_lora",)),
+    Use("vllm.v1.engine.core", "EngineCore", fields=("add_lora", "collective_rpc")),
     Use("vllm.config", "KVTransferConfig", fields=_names("kv_role kv_connector_extra_config kv_load_failure_policy")),
     # statistics and events
     Use(_METRICS, "KVConnectorStats", hooks={"aggregate": ("other",), "reduce": (), "reset": (), "is_empty": ()}),

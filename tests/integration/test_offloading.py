@@ -5,14 +5,17 @@ from __future__ import annotations
 import gc
 import json
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import vllm
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_offload.base import LookupResult, OffloadingEvent
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -349,6 +352,45 @@ def test_new_weights_end_the_use_where_they_may_change(make: OffloaderMaker) -> 
         engine.manager.reset_cache()
     assert restored(plain, keys) == 3 and restored(careful, keys) == 0
     assert "weights" in careful.tier.refusal
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "replaced", "found"),
+    [
+        pytest.param("reload_weights", (), False, 3, id="the same files"),
+        pytest.param("reload_weights", (), True, 0, id="other files"),
+        pytest.param("reload_weights", (iter(()),), False, 0, id="no files"),
+        pytest.param("update_config", ({"model_config": {"model": "other"}},), False, 0, id="another model"),
+        pytest.param("sleep", (), True, 3, id="no reload"),
+    ],
+)
+def test_weights_that_are_read_again(
+    make: OffloaderMaker, config: Any, tmp_path: Path, call: str, arguments: Any, *, replaced: bool, found: int
+) -> None:
+    """A running engine's workers read weights, which need not be those of its namespaces."""
+    model = tmp_path / "model"
+    shutil.copytree(config.model_config.model, model)
+    keys = chain("a", 3)
+    engine = make(change=change(model_config__model=str(model)))
+    stored(engine, keys)
+    engine.manager.reset_cache()
+    if replaced:
+        next(model.glob("*.safetensors")).touch()
+    core: Any = SimpleNamespace(model_executor=SimpleNamespace(collective_rpc=lambda *_: [None]))
+    EngineCore.collective_rpc(core, call, args=arguments)
+    assert restored(engine, keys) == found
+    assert ("weights may be others" in engine.tier.refusal) == (not found)
+
+
+def test_weights_that_are_read_again_before_the_store_is_used(config: Any, tmp_path: Path) -> None:
+    """Digesting the weights takes minutes: what was refused meanwhile stays refused."""
+    service = DirectoryService(tmp_path)
+    with offloading(config, service.url) as make:
+        engine = make(ready=False, weights_may_change=True)
+        engine.manager.reset_cache()
+        with service:
+            assert engine.tier.identified.wait(60)
+            assert "weights" in engine.tier.refusal and not engine.tier.namespaces()
 
 
 def test_stores_that_wait_do_not_fill_the_primary_tier(make: OffloaderMaker, service: DirectoryService) -> None:

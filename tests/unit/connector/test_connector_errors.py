@@ -14,14 +14,14 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
-from vllm.v1.executor.abstract import Executor
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 from vllm.v1.worker.gpu_worker import Worker
 
 from connector.jobs import AuditJob, LoadPiece, RankReport, StepJobs
 from connector.scheduler.hook_facts import PromptFacts, StepFacts
-from connector.vllm.adapter_loads import watch_adapter_loads
 from connector.vllm.connector import KVStoreConnector
+from connector.vllm.engine_calls import watch_engine_calls
 from connector.vllm.weight_reloads import watch_weight_reloads
 from connector.worker.memory import RecordMemory
 from kvstore.testing.waiting import eventually
@@ -158,29 +158,43 @@ def test_open_requests_of_a_replaced_adapter_are_stopped(changes: dict[str, Any]
     assert stopped == [7]
 
 
-def test_adapters_that_no_request_names_yet() -> None:
-    """`/v1/load_lora_adapter` swaps weights of requests that run: they are stopped before vLLM reads the new files."""
+@pytest.mark.parametrize("by_name", [False, True], ids=["add_lora", "collective_rpc"])
+def test_adapters_that_no_request_names_yet(*, by_name: bool) -> None:
+    """`/v1/load_lora_adapter` swaps weights of requests that run, as does a call of workers by name: they are stopped
+    before the next step."""
     transfer = SimpleNamespace(kv_connector_extra_config={"mode": "off"}, kv_role="kv_both")
     connector = KVStoreConnector(SimpleNamespace(kv_transfer_config=transfer), KVConnectorRole.SCHEDULER, None)
     told = list[object]()
     connector.scheduler_side = SimpleNamespace(stop_adapter=told.append)  # type: ignore[assignment]
-    watch_adapter_loads(connector)
-    executor = SimpleNamespace(collective_rpc=lambda method, args: told.append(method) or [True])
+    watch_engine_calls(connector)
+    loads = SimpleNamespace(
+        add_lora=lambda adapter: told.append("loads") or True,
+        collective_rpc=lambda method, timeout, args, kwargs: told.append("loads") or [True],
+    )
+    core: Any = SimpleNamespace(model_executor=loads)
+
+    def add(adapter: Any) -> None:
+        if by_name:
+            assert EngineCore.collective_rpc(core, "add_lora", args=(adapter,)) == [True]
+        else:
+            assert EngineCore.add_lora(core, adapter)
 
     def load(number: int, **changes: Any) -> None:
-        assert Executor.add_lora(executor, LoRARequest("a", number, **{"lora_path": "/adapters/a", **changes}))
+        add(LoRARequest("a", number, **{"lora_path": "/adapters/a", **changes}))
 
     load(7)
     load(7)
-    assert told == ["add_lora", "add_lora"]
+    assert told == ["loads", "loads"]
     load(7, load_inplace=True)
-    assert told[2:] == [7, "add_lora"]
+    assert told[2:] == ["loads", 7]
     load(8)
     load(8, lora_path="/adapters/b")
-    assert told[4:] == ["add_lora", 8, "add_lora"]
-    unknown: Any = SimpleNamespace(lora_int_id=9)  # an error of ours is counted, and the adapter is loaded
-    assert Executor.add_lora(executor, unknown)
-    assert (connector.guarded_errors, told[7:]) == (1, ["add_lora"])
+    assert told[4:] == ["loads", "loads", 8]
+    add(SimpleNamespace(lora_int_id=9))  # an error of ours is counted, and the adapter is loaded
+    assert (connector.guarded_errors, told[7:]) == (1, ["loads"])
+    EngineCore.collective_rpc(core, "list_loras")
+    EngineCore.collective_rpc(core, lambda worker: None)  # type: ignore[arg-type, return-value]
+    assert (connector.guarded_errors, told[8:]) == (1, ["loads", "loads"])
 
 
 # ---- on the ranks

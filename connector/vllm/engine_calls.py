@@ -1,0 +1,59 @@
+"""What an operator lets a running engine do, and vLLM tells no connector: load an adapter, call workers by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from vllm.v1.engine.core import EngineCore
+
+
+class Watcher(Protocol):
+    """Wants to know of each such call."""
+
+    def on_engine_call(self, method: str, arguments: Sequence[Any]) -> None: ...
+
+
+_watchers: WeakSet[Watcher] = WeakSet()
+
+
+def watch_engine_calls(watcher: Watcher) -> None:
+    """Tell `watcher` of calls to engines of this process from now on, as long as it lives, behind each call.
+
+    The engine makes them in the scheduler's process, between two steps: what was scheduled before is computed with the
+    old weights, what is scheduled later with the new ones. A function that workers are to call has no name, and is not
+    told.
+    """
+    _wrap_once()
+    _watchers.add(watcher)
+
+
+def _tell(method: str, arguments: Sequence[Any]) -> None:
+    for watcher in tuple(_watchers):
+        watcher.on_engine_call(method, arguments)
+
+
+@functools.cache
+def _wrap_once() -> None:
+    load, call = EngineCore.add_lora, EngineCore.collective_rpc
+
+    @functools.wraps(load)
+    def add_lora(self: EngineCore, lora_request: Any) -> bool:
+        try:
+            return load(self, lora_request)
+        finally:
+            _tell("add_lora", (lora_request,))
+
+    @functools.wraps(call)
+    def collective_rpc(
+        self: EngineCore, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        try:
+            return call(self, method, timeout, args, kwargs)
+        finally:
+            if isinstance(method, str):
+                _tell(method, (*args, *(kwargs or {}).values()))
+
+    EngineCore.add_lora, EngineCore.collective_rpc = add_lora, collective_rpc
