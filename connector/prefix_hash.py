@@ -97,10 +97,17 @@ class UncacheableContent(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AdapterRequest:
-    """A LoRA adapter as a request names it: vLLM's number of the adapter, and the folder of its files."""
+    """A LoRA adapter as a request names it.
+
+    Attributes:
+        number: vLLM's number of the adapter.
+        path: The folder of its files.
+        identities: Of these files, before vLLM read them; `None`: not known.
+    """
 
     number: int
     path: str
+    identities: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -293,11 +293,20 @@ def find_adapter_files(path: Path) -> list[Path]:
     return [config, *weights]
 
 
+def adapter_identities(path: str) -> tuple[str, ...]:
+    """The identities of an adapter's files; empty: they cannot be told."""
+    try:
+        return tuple(map(file_identity, find_adapter_files(Path(path).expanduser())))
+    except (InvalidRequest, OSError):
+        return ()
+
+
 class Adapters:
     """Digests of the adapters that requests name. Belongs to one event loop; files are read in its threads.
 
-    An adapter's number is bound to the content that is seen first. If its files change later, it is not known which
-    weights vLLM uses, since it may read them again at any time. Then that number is no longer cached.
+    An adapter's number is bound to the content that is seen first. If its files change later, or changed before since
+    vLLM may have read them, it is not known which weights vLLM uses, since it may read them again at any time. Then
+    that number is no longer cached.
 
     Args:
         cache_folder: Where digests of files are cached.
@@ -335,7 +344,9 @@ class Adapters:
             seen = await asyncio.get_running_loop().run_in_executor(None, self._read, adapter.path, bound)
         except (InvalidRequest, OSError) as error:
             raise UncacheableContent("adapter_files", str(error)) from error
-        if bound is not None and bound.digest != seen.digest:
+        known = adapter.identities
+        is_changed = known not in (None, seen.identities) if bound is None else bound.digest != seen.digest
+        if is_changed:
             self._refuse(adapter)
             raise UncacheableContent("adapter_changed", self._refused[adapter.number])
         self._bind(adapter.number, seen)

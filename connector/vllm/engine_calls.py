@@ -20,11 +20,11 @@ _watchers: WeakSet[Watcher] = WeakSet()
 
 
 def watch_engine_calls(watcher: Watcher) -> None:
-    """Tell `watcher` of calls to engines of this process from now on, as long as it lives, behind each call.
+    """Tell `watcher` of calls to engines of this process from now on, as long as it lives.
 
-    The engine makes them in the scheduler's process, between two steps: what was scheduled before is computed with the
-    old weights, what is scheduled later with the new ones. A function that workers are to call has no name, and is not
-    told.
+    Twice: before a call and behind it, since the files that it reads may change during it. The engine makes calls in
+    the scheduler's process, between two steps: what was scheduled before is computed with the old weights, what is
+    scheduled later with the new ones. A function that workers are to call has an empty name.
     """
     _wrap_once()
     _watchers.add(watcher)
@@ -41,6 +41,7 @@ def _wrap_once() -> None:
 
     @functools.wraps(load)
     def add_lora(self: EngineCore, lora_request: Any) -> bool:
+        _tell("add_lora", (lora_request,))
         try:
             return load(self, lora_request)
         finally:
@@ -50,10 +51,11 @@ def _wrap_once() -> None:
     def collective_rpc(
         self: EngineCore, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None
     ) -> Any:
+        name, arguments = method if isinstance(method, str) else "", (*(args or ()), *(kwargs or {}).values())
+        _tell(name, arguments)
         try:
             return call(self, method, timeout, args, kwargs)
         finally:
-            if isinstance(method, str):
-                _tell(method, (*args, *(kwargs or {}).values()))
+            _tell(name, arguments)
 
     EngineCore.add_lora, EngineCore.collective_rpc = add_lora, collective_rpc

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from connector.prefix_hash import AdapterRequest, EmbeddedPrompt, MediaItem, PromptContent, UncacheableContent
 from connector.scheduler.hook_facts import StateOffer, StepFacts
 from connector.vllm.model_facts import media_refusal
+from connector.weights import adapter_identities
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class RequestReader:
         media_rules: Digest of the engine's settings that change how media items are processed.
         media_refusal: Why no item of the engine is cached: the label of a counter, and the reason in words.
         adapters_on_media: Adapters change how media items are processed.
-        adapter_paths: The folder that each adapter's number first had.
+        adapters: What each adapter's number first meant.
         replaced_adapters: Numbers that were loaded with `load_inplace`, or that had two folders: it is not known whose
             files they mean since.
     """
@@ -35,7 +36,7 @@ class RequestReader:
     media_rules: str = ""
     media_refusal: tuple[str, str] | None = None
     adapters_on_media: bool = False
-    adapter_paths: dict[int, str] = field(default_factory=dict)
+    adapters: dict[int, AdapterRequest] = field(default_factory=dict)
     replaced_adapters: set[int] = field(default_factory=set)
 
     @classmethod
@@ -91,13 +92,16 @@ class RequestReader:
         return MediaItem(str(feature.modality), str(identifier), int(position.offset), int(position.length))
 
     def note_adapter(self, lora_request: Any) -> None:
-        """Note whether an adapter's number still has the files of its path.
+        """Note whether an adapter's number still has the files of its path. Called before vLLM reads them.
 
         vLLM reads the files of the request that it schedules first, which need not be the first one that arrived. An
         operator may also let it load an adapter before any request.
         """
         number, path = int(lora_request.lora_int_id), str(lora_request.lora_path)
-        if lora_request.load_inplace or self.adapter_paths.setdefault(number, path) != path:
+        first = self.adapters.get(number, AdapterRequest(number, path))
+        if not first.identities:  # what was not there was not read
+            self.adapters[number] = replace(first, identities=adapter_identities(first.path))
+        if lora_request.load_inplace or self.adapters[number].path != path:
             self.replaced_adapters.add(number)
 
     def _adapter(self, lora_request: Any) -> AdapterRequest | None:
@@ -106,7 +110,7 @@ class RequestReader:
         number = int(lora_request.lora_int_id)
         if number in self.replaced_adapters:
             raise UncacheableContent("adapter_replaced", "its number has meant other files, nobody knows until when")
-        return AdapterRequest(number, str(lora_request.lora_path))
+        return self.adapters[number]
 
 
 def read_trace(request: Any) -> str:

@@ -186,15 +186,15 @@ def test_adapters_that_no_request_names_yet(*, by_name: bool) -> None:
     load(7)
     assert told == ["loads", "loads"]
     load(7, load_inplace=True)
-    assert told[2:] == ["loads", 7]
+    assert told[2:] == [7, "loads", 7]
     load(8)
     load(8, lora_path="/adapters/b")
-    assert told[4:] == ["loads", "loads", 8]
-    add(SimpleNamespace(lora_int_id=9))  # an error of ours is counted, and the adapter is loaded
-    assert (connector.guarded_errors, told[7:]) == (1, ["loads"])
+    assert told[5:] == ["loads", 8, "loads", 8]
+    add(SimpleNamespace(lora_int_id=9))  # errors of ours are counted, and the adapter is loaded
+    assert (connector.guarded_errors, told[9:]) == (2, ["loads"])
     EngineCore.collective_rpc(core, "list_loras")
     EngineCore.collective_rpc(core, lambda worker: None)  # type: ignore[arg-type, return-value]
-    assert (connector.guarded_errors, told[8:]) == (1, ["loads", "loads"])
+    assert (connector.guarded_errors, told[10:]) == (2, ["loads", "loads"])
 
 
 # ---- on the ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from vllm.v1.request import Request
 
 from connector.prefix_hash import AdapterRequest, MediaItem, PrefixChain, PromptContent, UncacheableContent
 from connector.vllm.requests import PoolPins, RequestReader, read_step, read_trace
+from connector.weights import adapter_identities
 
 HASH = "5" * 64
 TRUSTING = RequestReader(trusts_media=True)
@@ -57,12 +59,32 @@ def test_plain_requests_have_no_content() -> None:
 def test_adapters() -> None:
     """Number and path of an adapter, never its name; one that is replaced in place has no known content."""
     content = RequestReader().content(request(lora_request=adapter()))
-    assert content == PromptContent(adapter=AdapterRequest(1, "/adapters/a"))
+    assert content == PromptContent(adapter=AdapterRequest(1, "/adapters/a", ()))
     assert RequestReader().content(request(lora_request=adapter("another name"))) == content
     reader = RequestReader()
     assert refusal(reader, request(lora_request=adapter(load_inplace=True))) == "adapter_replaced"
     # its number has these weights from now on, whatever a later request says of its files
     assert refusal(reader, request(lora_request=adapter())) == "adapter_replaced"
+
+
+def test_the_files_of_an_adapter_are_those_of_its_first_request(tmp_path: Path) -> None:
+    """vLLM reads them for a request of which nothing is cached too, and keeps what it has read."""
+    folder = tmp_path / "a"
+    reader, asked = RequestReader(), request(lora_request=LoRARequest("a", 1, str(folder)))
+
+    def identities() -> tuple[str, ...] | None:
+        content = reader.content(asked)
+        assert content is not None and content.adapter is not None
+        return content.adapter.identities
+
+    assert identities() == ()
+    folder.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).write_text("old")
+    first = identities()
+    assert first == adapter_identities(str(folder)) and len(first) == 2
+    (folder / "adapter_model.safetensors").write_text("newer")
+    assert identities() == first != adapter_identities(str(folder))
 
 
 def test_a_streaming_session_replaces_an_adapter_too() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -330,6 +331,17 @@ async def test_files_that_change_are_not_cached_any_more(adapters: Adapters, tmp
         assert caught.value.reason == "adapter_changed"
     write_adapter(tmp_path / "a", b"old")
     assert await adapters.digest_of(AdapterRequest(2, request.path)) == digest
+
+
+async def test_files_that_changed_before_the_first_digest(adapters: Adapters, tmp_path: Path) -> None:
+    """vLLM has read them for a prompt too short to be cached: what it holds is not what the files say now."""
+    path = str(write_adapter(tmp_path / "a", b"old"))
+    request = AdapterRequest(1, path, weights.adapter_identities(path))
+    assert await adapters.digest_of(replace(request, number=2))
+    write_adapter(tmp_path / "a", b"new")
+    for _ in range(2):
+        with pytest.raises(UncacheableContent, match="changed"):
+            await adapters.digest_of(request)
 
 
 async def test_equal_files_written_anew(adapters: Adapters, tmp_path: Path) -> None:
