@@ -136,7 +136,9 @@ USES: tuple[Use, ...] = (
             "skip_reading_prefix_cache status resumable trace_headers"
         ),
     ),
-    Use("vllm.v1.request", "RequestStatus", fields=_names("FINISHED_STOPPED FINISHED_LENGTH_CAPPED")),
+    Use(
+        "vllm.v1.request", "RequestStatus", fields=_names("FINISHED_STOPPED FINISHED_LENGTH_CAPPED FINISHED_REPETITION")
+    ),
     Use(
         "vllm.v1.core.sched.output",
         "SchedulerOutput",

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.request import RequestStatus
 
 from connector.request_parameters import RequestFlags
+from connector.vllm.connector import KVStoreConnector
 from kvstore.model.prompt_hint import EndedPrompt, Wishes
 from kvstore.testing.waiting import eventually
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
@@ -53,3 +58,20 @@ def test_what_cannot_be_cached_or_did_not_end_well(tmp_path: Path, monkeypatch: 
         made.side.on_finished("aborted")
         eventually(lambda: bool(told))
         assert [(one.request, one.boundaries[-1].tokens) for one in told] == [("aborted", 64)]
+
+
+@pytest.mark.parametrize("status", [status for status in RequestStatus if status.name.startswith("FINISHED_")])
+def test_the_rest_of_an_answer_is_final_if_it_is_whole(status: RequestStatus) -> None:
+    """All of it but its last token, which was never computed; of a request that was aborted or failed nothing."""
+    transfer = SimpleNamespace(kv_connector_extra_config={"mode": "off"}, kv_role="kv_both")
+    config: Any = SimpleNamespace(kv_transfer_config=transfer)
+    connector = KVStoreConnector(config, KVConnectorRole.SCHEDULER, None)
+    ended = list[int]()
+    side: Any = SimpleNamespace(
+        requests={}, on_finished=lambda request, final_tokens, tables: ended.append(final_tokens)
+    )
+    connector.scheduler_side = side
+    asked = SimpleNamespace(request_id="r", status=status, num_computed_tokens=64, num_tokens=64)
+    assert connector.request_finished_all_groups(asked, ((1, 2),)) == (False, None)
+    whole = status.name.removeprefix("FINISHED_") in ("STOPPED", "LENGTH_CAPPED", "REPETITION")
+    assert (ended, connector.guarded_errors) == ([63 if whole else 0], 0)
