@@ -294,7 +294,7 @@ def find_adapter_files(path: Path) -> list[Path]:
 
 
 def adapter_identities(path: str) -> tuple[str, ...]:
-    """The identities of an adapter's files; empty: they cannot be told."""
+    """The identities of an adapter's files; empty: they are not known."""
     try:
         return tuple(map(file_identity, find_adapter_files(Path(path).expanduser())))
     except (InvalidRequest, OSError):

@@ -16,6 +16,11 @@ UNTRUSTED_MEDIA = (
     " if every user may be trusted with that, set trust_mm_uuids in kv_connector_extra_config"
 )
 
+ADAPTERS_SPREAD = (
+    "prompts without an adapter are loaded and not saved: beside requests with adapters vLLM computes them with one of"
+    " these on a CPU; an engine without --enable-lora saves them"
+)
+
 
 def advise_at_start(facts: EngineFacts, settings: ConnectorSettings) -> tuple[str, ...]:
     """What an engine's settings will cost, each with the field and what to set."""

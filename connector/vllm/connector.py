@@ -35,7 +35,13 @@ from connector.scheduler.hook_facts import PromptFacts
 from connector.scheduler.requests import RequestState
 from connector.scheduler.side import SchedulerSide
 from connector.settings import ConnectorSettings, cache_folder
-from connector.vllm.advice import UNTRUSTED_MEDIA, advise_at_start, advise_on_block_size, warn_of_untested_release
+from connector.vllm.advice import (
+    ADAPTERS_SPREAD,
+    UNTRUSTED_MEDIA,
+    advise_at_start,
+    advise_on_block_size,
+    warn_of_untested_release,
+)
 from connector.vllm.engine_facts import cache_layers, read_facts, read_instance, read_name, untested_version
 from connector.vllm.guard import guarded
 from connector.vllm.model_facts import weights_source
@@ -91,6 +97,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     Wrong settings raise `InvalidRequest` at start, since the engine would otherwise run for weeks without a cache.
     """
 
+    # vLLM may compute prompts without adapter by one
+    _adapters_spread = False
     # a pipeline's other stages have no drafts
     _is_last_stage = True
     # where a rank's weights are from; vLLM names another source once it has loaded others, or will
@@ -157,6 +165,8 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             flags, complaints = read_flags(request.kv_transfer_params)
             for complaint in complaints:
                 _warn_once(f"{complaint}; it is ignored")
+            if self._adapters_spread and request.lora_request is None:
+                flags = replace(flags, save=False)
             if request.skip_reading_prefix_cache:  # as one does that asks for log probabilities of its prompt
                 flags = replace(flags, load=False)
             content, uncacheable = self._read_content(request)
@@ -365,6 +375,10 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             from connector.vllm.engine_calls import watch_engine_calls
 
             watch_engine_calls(self)
+            if facts.device == "cpu":
+                # a row without adapter has the index -1, which is that of the last adapter (0.32, `lora/ops/torch_ops`)
+                self._adapters_spread = True
+                _log.warning("kvstore: %s", ADAPTERS_SPREAD)
         instance = read_instance(self._vllm_config, self._settings, shape)
         self._bridge = self._settings.connect(read_name(self._vllm_config), self._token, instance=instance)
         self.scheduler_side = SchedulerSide(

@@ -126,12 +126,16 @@ def shared(place: Place, work: Path) -> Iterator[Shared]:
         "other adapter": {"adapter": ("two", 2, second)},
         "embedded": {"embeddings": str(place.folder / "a.pt")},
     }
-    saver = place.spec(
-        arguments={**WITH_ADAPTERS, "prefix_caching_hash_algo": "sha256"}, environment={"PYTHONHASHSEED": "0"}
-    )
-    with start_together({"identity-saver": saver}, work=work) as (engine,):
-        saved = {name: ask(engine, **request) for name, request in requests.items()}
-        engine.stop()
+    environment = {"PYTHONHASHSEED": "0"}
+    plain = {"enable_prompt_embeds": True, "prefix_caching_hash_algo": "sha256"}
+    savers = {
+        "identity-saver": place.spec(arguments=plain, environment=environment),
+        "identity-saver-adapters": place.spec(arguments={**plain, **WITH_ADAPTERS}, environment=environment),
+    }
+    with start_together(savers, work=work) as engines:
+        saved = {name: ask(engines["adapter" in request], **request) for name, request in requests.items()}
+        for engine in engines:
+            engine.stop()
     assert {name: answer.num_cached_tokens for name, answer in saved.items()} == dict.fromkeys(saved, 0)
     assert len({answer.tokens for name, answer in saved.items() if name != "salted"}) == 4
     reader = place.spec(
@@ -206,6 +210,15 @@ def test_an_adapter_that_is_replaced_under_a_request(shared: Shared, place: Plac
     place.wait_saved(before + WHOLE_RECORDS)  # of the old adapter, which nobody has stored before
     assert old.num_cached_tokens == 0
     assert list(old.tokens) != answered  # computed with the new files
+
+
+def test_prompts_beside_adapters_are_not_saved(shared: Shared, place: Place) -> None:
+    """On a CPU vLLM computes them with an adapter, in a step that has both: others would get their pages."""
+    before = place.num_saved()
+    for _ in range(3):
+        assert ask(shared.reader, cache_salt="beside adapters").num_cached_tokens == 0
+    assert place.num_saved() == before
+    assert shared.reader.log_text().count("prompts without an adapter are loaded and not saved") == 1
 
 
 def test_embeddings_are_content(shared: Shared, place: Place) -> None:

@@ -158,6 +158,20 @@ def test_open_requests_of_a_replaced_adapter_are_stopped(changes: dict[str, Any]
     assert stopped == [7]
 
 
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("adapter", [None, LoRARequest("a", 7, "/adapters/a")], ids=["plain", "adapter"])
+def test_prompts_beside_adapters(adapter: LoRARequest | None, *, spread: bool) -> None:
+    """Where vLLM computes a prompt without adapter by another request's, it is loaded and not saved."""
+    transfer = SimpleNamespace(kv_connector_extra_config={"mode": "off"}, kv_role="kv_both")
+    connector = KVStoreConnector(SimpleNamespace(kv_transfer_config=transfer), KVConnectorRole.SCHEDULER, None)
+    seen = list[PromptFacts]()
+    connector.scheduler_side = SimpleNamespace(on_new_request=seen.append)  # type: ignore[assignment]
+    vars(connector)["_adapters_spread"] = spread
+    connector.on_new_request(Request("r", [1] * 64, SamplingParams(max_tokens=1), None, lora_request=adapter))
+    (flags,) = [one.flags for one in seen]
+    assert (flags.load, flags.save) == (True, adapter is not None or not spread)
+
+
 @pytest.mark.parametrize("by_name", [False, True], ids=["add_lora", "collective_rpc"])
 def test_adapters_that_no_request_names_yet(*, by_name: bool) -> None:
     """`/v1/load_lora_adapter` swaps weights of requests that run, as does a call of workers by name: they are stopped
