@@ -161,9 +161,16 @@ class S3Client:
 
         async def request() -> Any:
             with translated(self._where):
-                return await getattr(self._client, operation)(Bucket=self.bucket, **parameters)
+                return self._from_s3(await getattr(self._client, operation)(Bucket=self.bucket, **parameters))
 
         return await self._run(lambda: self._pace.send(request), expects)
+
+    def _from_s3(self, answer: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The answer, unless it is a page: botocore follows a redirect to a login, and finds no content in it."""
+        if "html" in answer["ResponseMetadata"]["HTTPHeaders"].get("content-type", ""):
+            text = "a page for a browser was the answer: check endpoint_url, and what stands in front of S3"
+            raise Unavailable(text, **self._where)
+        return answer
 
     async def _run(self, request: Callable[[], Awaitable[T]], expects: tuple[type[Exception], ...]) -> T:
         """Run a request.
@@ -234,7 +241,7 @@ class S3Client:
 
         async def request() -> Object:
             with translated(self._where):
-                answer = await self._client.get_object(Bucket=self.bucket, Key=name)
+                answer = self._from_s3(await self._client.get_object(Bucket=self.bucket, Key=name))
                 num_bytes = int(self._said(answer, "ContentLength"))
                 async with answer["Body"] as body:
                     buffer = place(num_bytes)

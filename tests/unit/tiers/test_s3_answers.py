@@ -99,6 +99,19 @@ async def test_an_endpoint_that_redirects_to_tls() -> None:
             await tier.put(make_record(1), deadline=Deadline.after(30))
 
 
+@pytest.mark.parametrize("call", ["head", "delete many", "manifest", "scan"])
+async def test_a_login_page_in_front_of_it(call: str) -> None:
+    """It is reached by a redirect, which the client follows: no object, no empty list and no done removal."""
+    moved = b"HTTP/1.1 302 Found\r\nLocation: /login\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    page = (
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=utf-8\r\nContent-Length: 13\r\nConnection: close\r\n\r\n"
+    )
+    body = b"" if call == "head" else b"<html></html>"
+    async with tier_that_hears(moved, page + body) as (tier, _):
+        with pytest.raises(Unavailable, match=r"a page for a browser"):
+            await MISSED[call](tier)
+
+
 @pytest.mark.parametrize("call", ["head", "manifest", "scan"])
 async def test_answers_that_lack_a_field(call: str) -> None:
     """No size of an object, or no way to go on in a list: unavailable, with the field's name."""
