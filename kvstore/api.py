@@ -257,8 +257,8 @@ class PageStore(ABC):
             For each key its record.
 
         Raises:
-            Unavailable: The lease has ended, or a record is no longer there. Without a request `LeasedRecord.load`
-                raises this, and all other errors.
+            Unavailable: The lease has ended, or none of the records is there. Of a record that is no longer there
+                `LeasedRecord.load` raises this, as it raises all other errors.
         """
         return [LeasedRecord(self, lease, key) for key in keys]
 

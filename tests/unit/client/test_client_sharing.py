@@ -206,8 +206,11 @@ async def test_a_record_that_was_replaced_is_still_the_leased_one(tmp_path: Path
         with suppress(Unavailable), loaded.reading() as record:
             open_record(record.data, key)
             assert record.data == old[key].data
+        lost, *others = await node.client.load_many(LeaseId(staged.lease or b""), staged.keys, deadline=soon())
         with pytest.raises(Unavailable):
-            await node.client.load_many(LeaseId(staged.lease or b""), staged.keys, deadline=soon())
+            await lost.load(deadline=soon())
+        for one, other in zip(others, staged.keys[1:], strict=True):
+            assert (await one.load(deadline=soon())).peek().data == old[other].data
 
 
 async def test_a_service_that_ended_leaves_what_is_being_read(tmp_path: Path) -> None:
