@@ -15,6 +15,7 @@ from kvstore.runtime.meters import Meters
 from kvstore.tiers.s3.client import S3Client, timestamp
 from kvstore.tiers.s3.pacing import Pace
 
+ANSWERED: dict[str, Any] = {"ResponseMetadata": {"HTTPHeaders": {"content-type": "application/xml"}}}
 NAMES = [f"v1/{number}" for number in range(2500)]
 
 
@@ -38,11 +39,13 @@ class Bucket:
         if self.refuses:
             raise ClientError({"Error": {"Code": self.refuses}}, "DeleteObjects")
         self.names -= set(names) - set(self.keeps)
-        return {"Errors": [{"Key": name, "Code": self.keeps[name]} for name in names if name in self.keeps]}
+        kept = [{"Key": name, "Code": self.keeps[name]} for name in names if name in self.keeps]
+        return {**ANSWERED, "Errors": kept}
 
-    async def delete_object(self, Bucket: str, Key: str) -> None:
+    async def delete_object(self, Bucket: str, Key: str) -> dict[str, Any]:
         self.num_single += 1
         self.names.discard(Key)
+        return ANSWERED
 
 
 async def test_a_thousand_with_each_request() -> None:
