@@ -128,9 +128,11 @@ class BlockingStore:
         try:
             return await work(self._store)
         except asyncio.CancelledError:
-            if self._closed:
-                raise Closed("the client was closed during the call") from None
-            raise
+            if not self._closed:
+                raise
+            if (task := asyncio.current_task()) is not None:  # whoever waited may have given up: then nobody reads it
+                task.add_done_callback(asyncio.Task.exception)
+            raise Closed("the client was closed during the call") from None
 
     def _wait(self, future: Future[Value], deadline: Deadline) -> Value:
         if threading.current_thread() is self._thread:

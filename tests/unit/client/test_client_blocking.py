@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import subprocess
@@ -140,6 +141,34 @@ def test_close_ends_running_calls_and_the_thread(tmp_path: Path) -> None:
             store.status(deadline=soon())
         store.release(b"x" * 16)  # type: ignore[arg-type]  # ignored
         assert "kvstore-client" not in {thread.name for thread in set(threading.enumerate()) - before}
+
+
+def test_a_call_that_was_given_up_before_the_close_leaves_no_complaint(
+    service: ServiceProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a busy loop both are seen at once: nobody waits for the error of such a call any more."""
+    store = BlockingStore(service.url)
+    held, begun = threading.Event(), threading.Event()
+
+    async def endless(_: PageStore) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def hold(_: PageStore) -> None:
+        held.wait(10)
+
+    future = store.submit(endless)
+    assert begun.wait(10)
+    holding = store.submit(hold)
+    future.cancel()
+    releasing = threading.Timer(0.2, held.set)
+    releasing.start()
+    store.close()
+    releasing.join()
+    holding.result(10)
+    del store, future, holding
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.parametrize("frozen", [False, True])
