@@ -130,7 +130,7 @@ class BlockingStore:
         except asyncio.CancelledError:
             if not self._closed:
                 raise
-            if (task := asyncio.current_task()) is not None:  # whoever waited may have given up: then nobody reads it
+            if (task := asyncio.current_task()) is not None:  # a caller that gave up does not read it
                 task.add_done_callback(asyncio.Task.exception)
             raise Closed("the client was closed during the call") from None
 
