@@ -66,16 +66,17 @@ class ColdAdmission:
         return rule if rule and self._clock.monotonic_s() < until_s else self._own_rule
 
     def rules(self) -> Mapping[str, str]:
-        """The rule by namespace, in hex, where an owner has announced one."""
+        """The rule by namespace, in hex, where a service has announced one."""
         return {namespace.hex(): self.rule_of(namespace) for namespace in self._announced}
 
     async def agree(
         self, leases: Mapping[NamespaceId, str], rule: str, ownership: Ownership, deadline: Deadline
     ) -> None:
-        """Announce the rule for namespaces that are owned here and learn it for the others, every few seconds.
+        """Announce the rule for namespaces of which this service decides it, and learn it for the others, every few
+        seconds.
 
         Args:
-            leases: Names of the leases on namespaces.
+            leases: Names of the leases on that, by namespace.
             rule: What this service would follow.
             deadline: For all namespaces together.
 
@@ -89,7 +90,7 @@ class ColdAdmission:
         self._announced = {namespace: held for namespace, held in self._announced.items() if held[1] > now_s}
         for namespace, lease in leases.items():
             agreed = await ownership.agree(lease, rule, deadline=deadline)
-            if agreed in ADMISSIONS:  # else of an owner of another version
+            if agreed in ADMISSIONS:  # else of a service of another version
                 self._announced[namespace] = agreed, self._clock.monotonic_s() + _RULE_S
 
     def fit(self, num_held: int) -> None:

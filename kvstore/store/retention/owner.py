@@ -229,7 +229,8 @@ class RetentionOwner:
             mean_bytes = int(stored * self._cost) // max(1, boundaries)
             await self._choice.settle(self._rules.budget_bytes, mean_bytes, is_near=is_near)
             if is_near:
-                leases = {namespace: _lease_name(namespace) for namespace in held}
+                # other leases than those on evicting: who evicts nothing would keep all others from ending deletions
+                leases = {namespace: _lease_name(namespace, "admission") for namespace in held}
                 await self._choice.agree(leases, self._ownership, self._deadline())
         return held, tenants, excess
 
@@ -406,8 +407,8 @@ class RetentionOwner:
         return self._clock.wall_ms() // 1000
 
 
-def _lease_name(namespace: NamespaceId) -> str:
-    return f"retention/{_LEVEL.name.lower()}/{namespace.hex()}"
+def _lease_name(namespace: NamespaceId, duty: str = "retention") -> str:
+    return f"{duty}/{_LEVEL.name.lower()}/{namespace.hex()}"
 
 
 def _by_tenant(held: Mapping[NamespaceId, int], tenants: Mapping[bytes, str]) -> dict[str, int]:
