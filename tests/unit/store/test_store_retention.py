@@ -19,9 +19,13 @@ from kvstore.eviction.candidates import CANDIDATES
 from kvstore.eviction.holdings import Quota
 from kvstore.model.keys import Boundary, PrefixHash
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.instruments import Instruments
+from kvstore.store.retention.cold_admission import ColdAdmission
 from kvstore.store.retention.policy_choice import PolicyChoice
 from kvstore.store.retention.rules import RetentionRules
+from kvstore.testing.dict_pending import DictOwnership, LeaseBooks
 from kvstore.testing.records import NAMESPACE
+from tests.virtual_time import ManualClock
 
 pytestmark = pytest.mark.virtual_time
 
@@ -150,6 +154,23 @@ async def test_only_the_owner_evicts(world: RetainedTier) -> None:
     assert await retention.round() == 0
     assert await world.held(path) == [3, 3, 3]
     await retention.aclose()
+
+
+async def test_a_service_that_evicts_nothing_lets_others_evict(world: RetainedTier) -> None:
+    """It decides what a nearly full tier gets, every few seconds, by a lease. Others end deletions meanwhile."""
+    clock, books = ManualClock(), LeaseBooks()
+    deciding, evicting = (DictOwnership(books, lease_s=10.0, clock=clock) for _ in range(2))
+    path = await world.save("a", 4)
+    admission = ColdAdmission("all", Instruments(clock=clock))
+    budget_bytes = BOUNDARY_BYTES * 100 // 24
+    retention = world.retention(deciding, choice=PolicyChoice(CANDIDATES, admission), budget_bytes=budget_bytes)
+    for _ in range(3):  # the first one looks for what was begun before
+        assert await retention.round() == 0
+        clock.now_s += 11
+    assert await retention.round() == 0
+    assert admission.rules()[NAMESPACE.hex()] == "all"
+    assert await world.retention(evicting, budget_bytes=BOUNDARY_BYTES).round() > 0
+    assert await world.held(path) == [0, 0, 0, 0]
 
 
 async def test_rules_that_make_no_sense_are_refused() -> None:
