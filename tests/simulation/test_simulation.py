@@ -21,6 +21,7 @@ FOUND = {
     814: "a record may never go from Redis: the end of its entry failed, and a later write that failed took it away",
     819: "a record may go from Redis: it was discarded while the catalog did not answer for its put into the cold tier",
     929: "a record may go from Redis: a finisher heard late that the cold tier had it, and it was saved again since",
+    962: "a record waits for the cold tier for ever: who could have ended the deletion of its boundary held no lease",
     1068: "a record may go from Redis: it was discarded everywhere and saved again, while the end of its entry waited",
 }
 """Seeds beyond the first that something was found with, and what. Their worlds change with what the store does: the
