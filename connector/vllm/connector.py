@@ -97,7 +97,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     Wrong settings raise `InvalidRequest` at start, since the engine would otherwise run for weeks without a cache.
     """
 
-    # vLLM may compute prompts without adapter by one
+    # vLLM may compute a prompt without adapter with that of another request
     _adapters_spread = False
     # a pipeline's other stages have no drafts
     _is_last_stage = True

@@ -1,4 +1,4 @@
-"""The boundaries that the cold tier holds, as arrays: some 200 bytes each. Pure."""
+"""The boundaries that the cold tier holds, as arrays, so that millions fit. Pure."""
 
 from __future__ import annotations
 

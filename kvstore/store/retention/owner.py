@@ -193,7 +193,7 @@ class RetentionOwner:
         others = {namespace: num for namespace, num in held.items() if namespace not in self._owned}
         # a record without an entry may be stored, unless the catalog was complete all along
         is_complete = epoch is not None and await self._epoch() == epoch
-        with collector_paused():  # of a million boundaries a hundred thousand may be weighed
+        with collector_paused():  # the boundaries that can leave are objects, and may be many
             plan = await self._plan(listing, tenants, free_bytes, _by_tenant(others, tenants), is_complete=is_complete)
             age_objects()
         freed += await self._evictor.evict(plan.victims)
@@ -229,7 +229,7 @@ class RetentionOwner:
             mean_bytes = int(stored * self._cost) // max(1, boundaries)
             await self._choice.settle(self._rules.budget_bytes, mean_bytes, is_near=is_near)
             if is_near:
-                # other leases than those on evicting: who evicts nothing would keep all others from ending deletions
+                # not by the leases on evicting: a service that evicts nothing would keep others from it
                 leases = {namespace: _lease_name(namespace, "admission") for namespace in held}
                 await self._choice.agree(leases, self._ownership, self._deadline())
         return held, tenants, excess

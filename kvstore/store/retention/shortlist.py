@@ -1,4 +1,4 @@
-"""The boundaries among which a round finds all that it evicts: of a million mostly few. Pure."""
+"""The few boundaries among which a round finds all that it evicts. Pure."""
 
 from __future__ import annotations
 
