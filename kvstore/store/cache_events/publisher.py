@@ -38,7 +38,7 @@ SILENT_S = 30
 _TURN_S, _REPLAY_TURN_S = 0.05, 0.002
 """How long the next part of a replay may wait, whose peer has read nothing, and of one whose peer reads."""
 AGAIN_S = 5.0
-"""After so long without a batch, the last one is sent again."""
+"""After so long without a batch, an empty one is sent, and again."""
 _WAKES = 4_096
 """Bytes that are read at a time from those that wake the thread."""
 _CLOSE_S = 2.0
@@ -52,8 +52,9 @@ class EventPublisher:
     that finds a gap sends the first missing number to the replay socket, as vLLM's subscribers do. It gets what is
     kept, in order, and then an empty message with the sequence -1.
 
-    While nothing new comes, the last message is sent again from time to time, as it was. A subscriber that came later,
-    or lost the last messages, sees a gap before it; others know its number. To apply it twice changes nothing.
+    When nothing new comes, an empty batch follows, and this message is sent again from time to time. A subscriber that
+    came later, or lost the last messages, sees a gap before it. No batch with events is sent twice but in a replay: llm-d
+    counts how often a block was stored, and forgets it after as many removals.
 
     Publishing never waits: a thread of its own has the sockets. What waits for a peer is bounded, and shares its memory
     with the batches that are kept.
@@ -78,6 +79,7 @@ class EventPublisher:
         self._kept_bytes = 0
         self._running: OrderedDict[bytes, int] = OrderedDict()  # peers, and the sequence that is next for each
         self._sequence = count(first)
+        self._empty = -1  # the number of the last empty batch
         self._sent_s = clock.monotonic_s()
         self._context = zmq.Context()
         self._events = self._socket(zmq.PUB, _SUBSCRIBER_BATCHES)
@@ -148,6 +150,7 @@ class EventPublisher:
                 else:
                     if batch is None:
                         return
+                    self._taken_bytes += len(batch[1])
                     self._send(*batch)
                 if self._replays is not None:
                     self._take_request(self._replays)
@@ -173,7 +176,6 @@ class EventPublisher:
             self._woken.recv(_WAKES)
 
     def _send(self, topic: bytes, batch: bytes) -> None:
-        self._taken_bytes += len(batch)
         sequence = next(self._sequence)
         # frames of ZeroMQ's own: sent again, to any number of peers, they are not copied
         frames = [zmq.Frame(part, copy=True) for part in (topic, sequence.to_bytes(8, "big"), batch)]
@@ -185,10 +187,16 @@ class EventPublisher:
             self._kept_bytes -= _kept_bytes(self._kept.popleft()[1])
 
     def _send_again(self) -> None:
-        """Send the last message once more, if none was sent for a while."""
-        if self._kept and self._clock.monotonic_s() - self._sent_s >= AGAIN_S:
-            self._events.send_multipart(self._kept[-1][1], copy=False)
+        """Send an empty batch, if none was sent for a while, and that message once more after each further while."""
+        if not self._kept or self._clock.monotonic_s() - self._sent_s < AGAIN_S:
+            return
+        sequence, frames = self._kept[-1]
+        if sequence == self._empty:
+            self._events.send_multipart(frames, copy=False)
             self._sent_s = self._clock.monotonic_s()
+        else:
+            self._send(frames[0].bytes, encode_batch(self._clock.wall_ms() / 1000, ()))
+            self._empty = self._kept[-1][0]
 
     def _take_request(self, replays: zmq.Socket[bytes]) -> None:
         """Begin a replay, if one is asked for. A peer has one at a time. Of too many, the one is given up that had no

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgpack
@@ -159,16 +159,19 @@ def test_a_publisher_that_is_closed_sends_nothing(publisher: EventPublisher) -> 
     publisher.close()
 
 
-def test_the_last_message_is_sent_again(addresses: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who subscribes when all was sent gets the last message as it was, and sees by its number that there is more. The
-    messages of a replay have each number once."""
+def test_an_empty_batch_follows_and_is_sent_again(addresses: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who subscribes when all was sent sees by its number that there is more. No batch with events is sent twice: some
+    subscribers count how often a block was stored. The messages of a replay have each number once."""
     monkeypatch.setattr("kvstore.store.cache_events.publisher.AGAIN_S", 0.3)
     publisher, context = EventPublisher(*addresses, first=1_000), zmq.Context()
     try:
+        early, events, replay = (context.socket(kind) for kind in (zmq.SUB, zmq.SUB, zmq.DEALER))
+        early.connect(addresses[0])
+        early.subscribe(b"")
+        time.sleep(0.2)  # until it is connected
         for number in range(3):
             publisher.publish("kv@node:a@m", batch_of(number))
-        time.sleep(0.5)  # until they were sent to nobody
-        events, replay = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+        time.sleep(0.5)  # until they were sent
         events.connect(addresses[0])
         events.subscribe(b"")
         replay.connect(addresses[1])
@@ -177,13 +180,28 @@ def test_the_last_message_is_sent_again(addresses: tuple[str, str], monkeypatch:
             assert events.poll(5_000)
             again.append(events.recv_multipart())
         assert again[0] == again[1]
-        assert [int.from_bytes(again[0][1], "big"), msgpack.unpackb(again[0][2])[1]] == [1_002, batch_of(2)]
+        assert [again[0][0], number_of(again[0]), msgpack.unpackb(again[0][2])[1]] == [b"kv@node:a@m", 1_003, []]
+        seen = []
+        while len(seen) < 5:
+            assert early.poll(5_000)
+            frames = early.recv_multipart()
+            seen.append((number_of(frames), msgpack.unpackb(frames[2])[1]))
+        assert seen == [*((1_000 + number, batch_of(number)) for number in range(3)), (1_003, []), (1_003, [])]
         replay.send_multipart((b"", bytes(8)))
         sent = []
         while not sent or sent[-1][3]:
             assert replay.poll(5_000)
             sent.append(replay.recv_multipart())
-        assert [int.from_bytes(frames[2], "big") for frames in sent[:-1]] == [1_000, 1_001, 1_002]
+        assert [number_of(frames[1:]) for frames in sent[:-1]] == [1_000, 1_001, 1_002, 1_003]
+        publisher.publish("kv@node:a@m", batch_of(3))
+        while number_of(frames := early.recv_multipart()) == 1_003:
+            assert early.poll(5_000)
+        assert (number_of(frames), msgpack.unpackb(frames[2])[1]) == (1_004, batch_of(3))
     finally:
         publisher.close()
         context.destroy(linger=0)
+
+
+def number_of(frames: Sequence[bytes]) -> int:
+    """The sequence of a message."""
+    return int.from_bytes(frames[1], "big")
