@@ -21,7 +21,7 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 _MEMORY = "memory"
 """The tier that acknowledges a save, and that every hit is read through. Write-back to the others is not published."""
 
-_REMEMBERED_PAGES = 16_384
+REMEMBERED_PAGES = 16_384
 _NAMED_S = 60.0
 """A page of a hit is named to the service again after this: a service that was restarted does not know it."""
 
@@ -206,7 +206,7 @@ class CacheEvents:
                 if page is None or groups >> group & 1 or page.published_s >= request.opened_s:
                     continue
                 del self._published[boundary.prefix, group]
-                self._ready += [PageEvent(group, page.hashes, medium, removed=True) for medium in page.media]
+                self._take_back(group, page)
 
     def _publish(self, named: NamedPage) -> None:
         event, prefix = named.event, named.boundary.prefix
@@ -219,8 +219,12 @@ class CacheEvents:
         if event.medium not in page.media:
             page.media.append(event.medium)
             self._ready.append(event)
-        if len(self._published) > _REMEMBERED_PAGES:
-            self._published.popitem(last=False)
+        if len(self._published) > REMEMBERED_PAGES:  # no later removal could reach subscribers
+            (_, group), oldest = self._published.popitem(last=False)
+            self._take_back(group, oldest)
+
+    def _take_back(self, group: int, page: _Published) -> None:
+        self._ready += [PageEvent(group, page.hashes, medium, removed=True) for medium in page.media]
 
     def _event(
         self, state: RequestState, group: int, start_tokens: int, stop_tokens: int, medium: Medium

@@ -39,6 +39,10 @@ class BlockCounts:
                 first.append(index)
         return first
 
+    def has(self, model: str, block: bytes) -> bool:
+        """Whether a page with this block is on any medium."""
+        return any(block in counts for (of, _, _), counts in self._counts.items() if of == model)
+
     def remove(self, blocks: PageBlocks, medium: Medium, group: int) -> list[int | bytes]:
         """Count a page that left; returns its hashes, as events have them, that no page there has any more."""
         key = (blocks.model, medium, group)

@@ -19,7 +19,7 @@ from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.cache_events.changes import BATCH_BYTES, BlockCounts, Changes
 from kvstore.store.cache_events.encoding import CLEARED, Event
-from kvstore.store.cache_events.pages import Page, Pages, PagesByHash, Place
+from kvstore.store.cache_events.pages import Page, Pages, PagesByHash, Place, last_hash
 from kvstore.tiers.memory import MemoryTier
 
 _ROUND_S = 0.2
@@ -33,7 +33,7 @@ SWEPT = 128
 """Boundaries that each round checks without a cause, if there is a catalog: one that was lost leaves no tombstones."""
 PAGES_MAX, BYTES_MAX = 131_072, 256 << 20
 """Pages on some medium that are known. Of more, some are taken back from subscribers, and forgotten."""
-_UNPLACED_MAX, _UNPLACED_BYTES_MAX = 16_384, 64 << 20
+UNPLACED_MAX, _UNPLACED_BYTES_MAX = 16_384, 64 << 20
 """Pages on no medium that are known."""
 _HASHES_AT_ONCE = 512
 """Hashes that are looked up before other tasks of the loop get a turn."""
@@ -86,6 +86,8 @@ class PlacementEvents:
     publishes the difference. So no order of changes can leave a subscriber with a page that is gone: what removed it
     marks the boundary again. If the publisher is behind, marks wait, and changes that cancel out are never sent.
 
+    A page waits for the page before it: llm-d and Dynamo ignore blocks whose parent they do not know.
+
     Belongs to the event loop.
 
     Args:
@@ -114,9 +116,10 @@ class PlacementEvents:
         self._catalog = catalog if levels else None
         self._clock = clock
         self._pages: OrderedDict[Place, dict[int, Page]] = OrderedDict()
-        self._placed, self._unplaced = Pages(PAGES_MAX, BYTES_MAX), Pages(_UNPLACED_MAX, _UNPLACED_BYTES_MAX)
+        self._placed, self._unplaced = Pages(PAGES_MAX, BYTES_MAX), Pages(UNPLACED_MAX, _UNPLACED_BYTES_MAX)
         self._block_counts = BlockCounts()
         self._by_hash = PagesByHash()
+        self._orphans: dict[bytes, dict[Place, None]] = {}  # by the hash of the block that they wait for
         self._marked: dict[Place, None] = {}  # a set that keeps its order
         self._is_marked = asyncio.Event()  # some were, since the last round
         self._unanswered: dict[Place, None] = {}  # marked again once the catalog answers
@@ -288,6 +291,8 @@ class PlacementEvents:
                 is_there = rows[level][group] == page.whole if level in rows else medium in page.media
                 if is_there and medium not in now:
                     now.append(medium)
+            if now and not page.media and self._waits(page):
+                continue
             for medium in page.media:
                 if medium not in now:
                     changes.gone(page, medium)
@@ -298,7 +303,17 @@ class PlacementEvents:
                 before, after = (self._unplaced, self._placed) if now else (self._placed, self._unplaced)
                 before.remove(page)
                 after.add(page)
+            if now and not page.media:
+                self._marked |= self._orphans.pop(last_hash(page.blocks), {})
             page.media = now
+
+    def _waits(self, page: Page) -> bool:
+        """Whether a page is to be published after the one before it, which marks it then."""
+        parent = page.blocks.parent
+        if not parent or self._block_counts.has(page.blocks.model, parent):
+            return False
+        self._orphans.setdefault(parent, {})[page.place] = None
+        return True
 
     def _forget_unplaced(self) -> None:
         while (oldest := self._unplaced.excess()) is not None:
@@ -306,9 +321,15 @@ class PlacementEvents:
 
     def _forget(self, page: Page, changes: Changes | None = None) -> None:
         """Forget a page. Subscribers forget it too, since no later removal could reach them."""
-        pages = self._pages[page.place]
+        pages, parent = self._pages[page.place], page.blocks.parent
         del pages[page.blocks.group]
-        if not pages:
+        if orphans := self._orphans.get(parent):
+            orphans.pop(page.place, None)
+            if not orphans:
+                del self._orphans[parent]
+        if pages:
+            self._mark(page.place)  # another group's page may have waited with it
+        else:
             del self._pages[page.place]
             self._marked.pop(page.place, None)
             self._unanswered.pop(page.place, None)

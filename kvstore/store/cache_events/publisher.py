@@ -53,8 +53,8 @@ class EventPublisher:
     kept, in order, and then an empty message with the sequence -1.
 
     When nothing new comes, an empty batch follows, and this message is sent again from time to time. A subscriber that
-    came later, or lost the last messages, sees a gap before it. No batch with events is sent twice but in a replay: llm-d
-    counts how often a block was stored, and forgets it after as many removals.
+    came later, or lost the last messages, sees a gap before it. No batch with events is sent twice, except in a replay:
+    llm-d counts how often a block was stored, and forgets it after as many removals.
 
     Publishing never waits: a thread of its own has the sockets. What waits for a peer is bounded, and shares its memory
     with the batches that are kept.

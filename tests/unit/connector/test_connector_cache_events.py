@@ -191,6 +191,20 @@ def test_what_is_gone_is_taken_back(made: SchedulerHarness) -> None:
     assert gone.medium == MEDIA["memory"]
 
 
+def test_of_too_many_pages_the_oldest_are_taken_back(made: SchedulerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later removal of one that is forgotten could not be told."""
+    monkeypatch.setattr("connector.scheduler.cache_events.REMEMBERED_PAGES", 2)
+    stored = []
+    for name in ("a", "b", "c"):
+        come(made, name, PAGE)
+        (job,) = made.step({name: PAGE}).saves
+        made.ranks_done(job.job_id)
+        event, *gone = cache_events(made).take()
+        stored.append(event)
+    (first,) = gone
+    assert (first.removed, first.hashes, first.medium) == (True, stored[0].hashes, stored[0].medium)
+
+
 def test_what_is_there_is_not_taken_back(made: SchedulerHarness) -> None:
     """The store has the page: nothing is said."""
     made.keep("r", PAGE)

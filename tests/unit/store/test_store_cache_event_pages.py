@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TypeVar, cast
 
+import msgpack
 import pytest
 
 from kvstore.catalog.base import Addition, Catalog, LeaveReason, Removal
@@ -135,8 +136,9 @@ def page(
     groups: int = 1,
     tokens: int = 0,
     model: str = "m",
+    parent: int | None = None,
 ) -> PageBlocks:
-    """A page whose blocks have these hashes, and this number of token ids each."""
+    """A page whose blocks have these hashes, and this number of token ids each, behind the block `parent`."""
     return PageBlocks(
         namespace=namespace,
         boundary=Boundary(64, PrefixHash(name.encode().ljust(32))),
@@ -144,7 +146,7 @@ def page(
         model=model,
         hash_bytes=8,
         hashes=b"".join(one.to_bytes(8, "big") for one in hashes),
-        parent=b"",
+        parent=b"" if parent is None else parent.to_bytes(8, "big"),
         block_tokens=tokens or 16,
         groups=tuple(BlockGroup(index, "full_attention") for index in range(groups)),
         tokens=b"\xff" * (4 * len(hashes) * tokens),
@@ -165,6 +167,35 @@ async def test_a_block_is_gone_when_the_last_page_with_it_is(service: Service) -
     await until(lambda: service.blocks == {3})
     service.drop(third)
     await until(lambda: not service.blocks)
+
+
+async def test_a_page_is_published_after_the_one_before_it(service: Service) -> None:
+    """Whatever order they are named in: routers ignore blocks whose parent they do not know. What is published stays
+    when its parent is gone for a time."""
+    first, second, third = page("a", [1, 2]), page("b", [3, 4], parent=2), page("c", [5, 6], parent=4)
+    service.save(third)
+    service.save(second)
+    await asyncio.sleep(0.3)  # some rounds
+    assert not service.published.batches
+    service.save(first)
+    await until(lambda: service.blocks == {1, 2, 3, 4, 5, 6})
+    events = [event for _, batch in service.published.batches for event in msgpack.unpackb(batch)[1]]
+    in_order = [block for event in events for block in event.get("block_hashes", ())]
+    assert in_order == [1, 2, 3, 4, 5, 6]
+    service.drop(first)
+    await until(lambda: service.blocks == {3, 4, 5, 6})
+    service.save(first)
+    await until(lambda: service.blocks == {1, 2, 3, 4, 5, 6})
+
+
+async def test_pages_that_wait_are_forgotten_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of too many pages without the one before them, nothing of the oldest stays."""
+    monkeypatch.setattr("kvstore.store.cache_events.placements.UNPLACED_MAX", 2)
+    async with running() as service:
+        for number in range(8):
+            service.save(page(f"p{number}", [100 + number], parent=number))
+            await asyncio.sleep(0.25)  # a round
+        assert set(vars(service.events)["_orphans"]) == {number.to_bytes(8, "big") for number in (6, 7)}
 
 
 async def test_a_page_whose_blocks_are_known_publishes_nothing(service: Service) -> None:
