@@ -145,6 +145,13 @@ class CacheEvents:
         """Whether an idle engine must keep stepping, to publish pages that are being saved."""
         return bool(self._saving or self._ready or self._to_name)
 
+    def on_cleared(self) -> None:
+        """Note that the engine dropped its own cache. vLLM publishes that, and routers drop all that they know of the
+        engine: pages of the store count again with their next hit.
+        """
+        self._ready.clear()
+        self._published.clear()
+
     def on_new_request(self, request_id: str, hashes: RequestHashes) -> None:
         self._requests[request_id] = _Request(hashes, self._clock.monotonic_s())
 

@@ -317,7 +317,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._pins = PoolPins(gpu_block_pool)
-        self._pins.before_reset(self._give_blocks_back)
+        self._pins.around_reset(self._give_blocks_back, self._forget_published)
 
     @guarded()
     def _give_blocks_back(self) -> None:

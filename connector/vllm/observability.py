@@ -160,6 +160,12 @@ class ObservabilityHooks:
         if state is not None and staged is not None:
             self._cache_events.on_staged(state, staged)
 
+    @guarded()
+    def _forget_published(self) -> None:
+        """vLLM's event about its own cache was published: routers take it for all that the engine published."""
+        if self._cache_events is not None:
+            self._cache_events.on_cleared()
+
     def _being_loaded(self, request_id: str) -> Staged | None:
         state = self.scheduler_side.requests.get(request_id) if self.scheduler_side is not None else None
         return result_or_none(state.loading.future) if state is not None and state.loading is not None else None

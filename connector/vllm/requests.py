@@ -171,16 +171,19 @@ class PoolPins:
         used_blocks = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() - 1  # one is vLLM's null block
         return used_blocks == 0 and len(self._pool.cached_block_hash_to_block) == 0
 
-    def before_reset(self, call: Callable[[], None]) -> None:
-        """Call this before vLLM drops its cache. It has no hook for that, and does not drop it while a block is held:
-        what it computed with old weights would stay.
+    def around_reset(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Call these before vLLM drops its cache, and after it has. It has no hook for that, and does not drop it while
+        a block is held: what it computed with old weights would stay.
         """
         reset = self._pool.reset_prefix_cache
 
         @functools.wraps(reset)
         def reset_prefix_cache() -> bool:
-            call()
-            return bool(reset())
+            before()
+            if not reset():
+                return False
+            after()
+            return True
 
         self._pool.reset_prefix_cache = reset_prefix_cache
 

@@ -191,6 +191,19 @@ def test_what_is_gone_is_taken_back(made: SchedulerHarness) -> None:
     assert gone.medium == MEDIA["memory"]
 
 
+def test_pages_are_told_again_after_the_engine_dropped_its_cache(made: SchedulerHarness) -> None:
+    """Routers drop all of an engine then. What was not told before is not told either, until it is hit: once."""
+    come(made, "r", PAGE)
+    (job,) = made.step({"r": PAGE}).saves
+    made.ranks_done(job.job_id)
+    cache_events(made).on_cleared()
+    assert cache_events(made).take() == []
+    for _ in range(2):
+        cache_events(made).on_staged(made.state("r"), staged_page(made, "r", {"memory": 1}))
+    (event,) = cache_events(made).take()
+    assert (blocks(event), event.removed) == (list(range(PAGE // BLOCK)), False)
+
+
 def test_of_too_many_pages_the_oldest_are_taken_back(made: SchedulerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """A later removal of one that is forgotten could not be told."""
     monkeypatch.setattr("connector.scheduler.cache_events.REMEMBERED_PAGES", 2)

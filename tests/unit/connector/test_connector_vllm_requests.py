@@ -244,7 +244,8 @@ def test_a_step_s_tables_are_read_once_and_only_where_they_are_needed() -> None:
 
 
 def test_vllm_drops_its_cache_although_blocks_were_held() -> None:
-    """It does not while one is held, and what it computed with older weights would stay: ours are given back before."""
+    """It does not while one is held, and what it computed with older weights would stay: ours are given back before.
+    We learn when it was done, and only then."""
     pool = BlockPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=16)
     pins = PoolPins(pool)
     blocks = pool.get_new_blocks(2)
@@ -252,6 +253,11 @@ def test_vllm_drops_its_cache_although_blocks_were_held() -> None:
     pins.pin(held)
     pool.free_blocks(blocks)
     assert not pool.reset_prefix_cache()
-    pins.before_reset(lambda: pins.unpin(held))
+    calls = []
+    pins.around_reset(lambda: calls.append("before"), lambda: calls.append("after"))
+    assert not pool.reset_prefix_cache()
+    assert calls == ["before"]
+    pins.around_reset(lambda: pins.unpin(held), lambda: calls.append("done"))
     assert pool.reset_prefix_cache()
     assert pins.is_empty
+    assert calls == ["before", "before", "after", "done"]
