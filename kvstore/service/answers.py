@@ -203,7 +203,7 @@ class Answers:
                         found.append(None)
                     else:
                         found.append(arena.place(record.data))
-        if len(lost) == num_keys:  # the lease has ended
+        if lost and len(lost) == num_keys:  # the lease has ended
             raise lost[0]
         return await self._work.run(num_keys, places.located_reply, request.id, found)
 

@@ -148,6 +148,18 @@ def test_an_id_is_free_when_its_answer_is_there(service: AttackedService) -> Non
                 assert answer is not None and answer.get("id") == 5, (kind, number, answer)
 
 
+async def test_a_request_for_the_places_of_nothing(service: AttackedService) -> None:
+    """It is answered with no places: it costs no traceback in the log."""
+    with RawPeer(service.url) as peer, RawPeer(service.url, greet=False) as other:
+        other.send(head_bytes(messages.Hello(1)))
+        arena = (other.receive() or {})["arena"]
+        peer.send(head_bytes(messages.OpenNamespace(1, 20_000, PROMPT.description.canonical)))
+        peer.receive()
+        peer.send(head_bytes(messages.Locate(5, 20_000, bytes(16), PROMPT.namespace, b"", b"", arena)))
+        answer = peer.receive()
+    assert arena and answer == {"type": "located", "id": 5, "places": b""}
+
+
 async def test_cancelled_requests_are_answered_once_too(served: tuple[OddStore, str]) -> None:
     """A request is cancelled at any moment around its answer: one answer comes, and the id can be used again."""
     _, url = served
