@@ -8,8 +8,9 @@ import re
 import ssl
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from http.client import HTTPException, RemoteDisconnected
-from typing import Annotated, Any, TypeAlias, get_type_hints
+from typing import Annotated, Any, TypeAlias, TypeVar, get_type_hints
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlencode
 from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
@@ -22,6 +23,8 @@ from kvstore.doctor.unreachable import CERTIFICATE_FIX
 from kvstore.errors import InvalidRequest, Unavailable, next_step
 from kvstore.settings import TOKEN_VARIABLE, Settings, load_settings
 from kvstore.wire.address import parse_admin_url
+
+Report = TypeVar("Report")
 
 AdminUrl: TypeAlias = Annotated[
     str,
@@ -287,6 +290,12 @@ def admin_verb(default_timeout_s: float) -> Callable[[Callable[..., None]], Call
         return verb
 
     return decorate
+
+
+def report_of(kind: Callable[..., Report], values: Mapping[str, Any]) -> Report:
+    """A job's report as `kind`, a dataclass; what a service of another release tells beside its fields is left out."""
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: values[name] for name in known if name in values})
 
 
 def run_job(

@@ -11,7 +11,7 @@ import typer
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvstore.catalog.entry import Level
-from kvstore.cli.admin import AdminClient, run_job
+from kvstore.cli.admin import AdminClient, report_of, run_job
 from kvstore.cli.options import AsJson, Config, TokenFile, quieted
 from kvstore.cli.printing import bytes_text, counted, progress_bar
 from kvstore.cli.service import ByService, ServiceUrl, admin_of, check_store, location_of, store_in_use
@@ -72,7 +72,7 @@ def _by_service(store: StoreInUse, client: AdminClient, *, quiet: bool) -> dict[
     job = run_job(client, "reindex", query={}, quiet=quiet)
     return {
         str(getattr(store.settings, level)) if store.service else f"{level} of the service at {client.url}": (
-            ReindexReport(**report)
+            report_of(ReindexReport, report)
         )
         for level, report in job["report"].items()
     }

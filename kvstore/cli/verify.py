@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
-from kvstore.cli.admin import AdminClient, run_job
+from kvstore.cli.admin import AdminClient, report_of, run_job
 from kvstore.cli.options import AsJson, Config, TokenFile, parse_size, quieted
 from kvstore.cli.printing import bytes_text, counted, progress_bar
 from kvstore.cli.service import NO_SERVICE, ByService, ServiceUrl, admin_of, check_store, location_of, store_in_use
@@ -95,8 +95,8 @@ async def _verify(
 def _by_service(client: AdminClient, tier: str, bytes_per_s: int, *, quiet: bool) -> tuple[Findings, str, float]:
     """Run it as a job of the service; returns its findings, the name of the tier, and the seconds."""
     job = run_job(client, f"tiers/{tier}/verify", query={"bytes_per_s": bytes_per_s}, quiet=quiet)
-    bad = [BadRecord(one["name"], one["num_bytes"], one["reason"]) for one in job["report"]["bad"]]
-    findings = Findings(**{**job["report"], "bad": bad})
+    findings = report_of(Findings, job["report"])
+    findings.bad = [report_of(BadRecord, one) for one in job["report"]["bad"]]
     return findings, f"{tier} of the service at {client.url}", job["ended_s"] - job["created_s"]
 
 

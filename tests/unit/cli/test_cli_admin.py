@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 
 from kvstore.api import Outcome
-from kvstore.cli.admin import admin_client
+from kvstore.cli.admin import admin_client, report_of
 from kvstore.model.keys import PlainChain
 from kvstore.service.admin.jobs.board import JobBoard
 from kvstore.service.admin.jobs.job import Job
 from kvstore.service.authentication import Grant
 from kvstore.settings import Settings
+from kvstore.store.upkeep.reindexing import ReindexReport
 from kvstore.testing.catalog_contract import mark_complete
 from kvstore.testing.prompts import ATTENTION, Prompt
 from kvstore.testing.servers.ports import free_address
@@ -166,6 +167,12 @@ async def test_orders_are_given(made: ServiceHarness, run: Run) -> None:
     assert (await told(run, "gc", "--yes"))["report"]["retired"] == {}
     await run("weights", "retire", "old", "--yes")
     assert (await told(run, "gc", "--yes"))["report"]["retired"]["filesystem"]["num_records"] == 4
+
+
+def test_a_report_of_another_release() -> None:
+    """A job's report is read whatever a newer service tells beside it, or an older one does not."""
+    report = report_of(ReindexReport, {"num_records": 3, "num_levitated": 1})
+    assert (report.num_records, report.num_stale) == (3, 0)
 
 
 async def test_the_service_is_shown_as_it_works(
