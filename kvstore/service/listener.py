@@ -32,6 +32,7 @@ _HINTS = {
     errno.EADDRINUSE: _TAKEN,
     errno.EADDRNOTAVAIL: "this machine has no such address, name one of its own in listen",
     errno.EACCES: "this user may not listen there, name another place in listen",
+    errno.ENOENT: "the folder for its folder is not there: make it, or name another place in listen",
 }
 
 
@@ -222,7 +223,8 @@ async def _bind_tcp(host: str, port: int) -> list[socket.socket]:
 
 def _bind_unix(path: str) -> tuple[socket.socket, int]:
     """A listening socket that appears under `path` with its final mode, or not at all."""
-    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # one folder: of a misspelt path more would be made, where root may
+        os.mkdir(os.path.dirname(path), mode=0o700)
     _remove_stale(path)
     own_path = f"{path}.{os.getpid()}"
     with contextlib.suppress(FileNotFoundError):

@@ -347,3 +347,8 @@ async def test_unix_sockets_are_their_users_alone(tmp_path: Path) -> None:
     listener = await Listener.open(UnixAddress(str(deep)), lambda _: asyncio.Protocol(), unauthenticated)
     assert deep.parent.stat().st_mode & 0o777 == 0o700
     await listener.aclose()
+    with pytest.raises(InvalidRequest, match="folder for its folder"):  # as of a misspelt path
+        await Listener.open(
+            UnixAddress(str(tmp_path / "rum" / "new" / "s")), lambda _: asyncio.Protocol(), unauthenticated
+        )
+    assert not (tmp_path / "rum").exists()
