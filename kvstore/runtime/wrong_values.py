@@ -18,8 +18,6 @@ _EXPECTED = {
     "too_short": "at least {min_length} entries",
     "too_long": "at most {max_length} entries",
     "missing": "a value",
-    "extra_forbidden": "no field of this name",
-    "json_invalid": "JSON",
     "finite_number": "a finite number",
     "int_parsing_size": "a smaller whole number",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -125,6 +126,34 @@ async def test_bodies_that_do_not_arrive(tmp_path: Path, monkeypatch: pytest.Mon
                 assert time.monotonic() - started_s < 12.0
                 await asyncio.sleep(0.1)
             stack.close()
+
+
+async def test_who_ends_in_a_body_is_no_bug(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A client that gives up while it sends a body leaves no traceback in the log, on any route with a body."""
+    async with open_service(tmp_path) as made:
+        for route in ("/v1/lookup", "/v1/pins"):
+            data = (
+                HALVES["half a body"].replace(b"Bearer x", b"Bearer red token").replace(b"/v1/lookup", route.encode())
+            )
+            sock = await asyncio.to_thread(said, made.url.rpartition("/")[2], data)
+            sock.shutdown(socket.SHUT_WR)
+            while not is_ended(sock):
+                await asyncio.sleep(0.01)
+            sock.close()
+        async with made.client("red") as client:
+            assert (await client.get("/v1/requests")).status_code == 200
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
+
+
+async def test_events_are_followed_though_a_body_was_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body of a GET is of no use, so that nobody waits for it: the events go on behind the deadline for bodies."""
+    monkeypatch.setitem(vars(gate), "_BODY_BEGINS_S", 0.2)
+    request = b"GET /v1/events HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer red token\r\nContent-Length: 5\r\n\r\n"
+    async with open_service(tmp_path) as made:
+        sock = await asyncio.to_thread(said, made.url.rpartition("/")[2], request)
+        await asyncio.sleep(1.0)
+        assert not is_ended(sock)
+        sock.close()
 
 
 async def test_who_does_not_read_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

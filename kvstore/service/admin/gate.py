@@ -155,6 +155,8 @@ def _limited(scope: Scope, receive: Receive) -> Receive:
     length = dict(scope["headers"]).get(b"content-length", b"0")
     if not length.isdigit() or int(length) > BODY_BYTES_MAX:
         raise refused
+    if scope["method"] in _READ_METHODS:  # no route reads their bodies
+        return receive
     num_bytes, is_whole = 0, False
     started_s = asyncio.get_running_loop().time()
 
@@ -169,6 +171,8 @@ def _limited(scope: Scope, receive: Receive) -> Receive:
         except TimeoutError as error:
             what = "arrive" if num_bytes else "begin"
             raise HTTPException(408, f"the body did not {what} within {within_s:.0f} s") from error
+        if message["type"] == "http.disconnect":
+            raise HTTPException(400, "the peer has ended before its body had arrived")
         is_whole = not message.get("more_body", False)
         num_bytes += len(message.get("body", b""))
         if num_bytes > BODY_BYTES_MAX:

@@ -106,16 +106,15 @@ async def _on_refused(_: Request, error: Exception) -> Response:
 
 async def _on_invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    if isinstance(first.get("input"), bytes):
-        detail = "the body is not sent as JSON"
-        return answer(Refused(422, detail, field="body", expected="Content-Type: application/json"))
-    if first["type"] == "json_invalid":
-        seen = f"text that is no JSON from character {first['loc'][-1]} on"
-        return answer(Refused(422, "the body is not JSON", field="body", expected="JSON", seen=seen))
+    problems = error.errors()
+    # a misspelt field is reported before the field that is missing for it
+    first = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
+    field = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        known = f"one of {first['ctx']['known']}"
+        return answer(Refused(422, "unknown field", field=field, expected=known, seen=first["loc"][-1]))
     said = expectation(first)
     expected = said.removeprefix("expected ") if said.startswith("expected ") else None
-    field = ".".join(str(part) for part in first["loc"])
     return answer(Refused(422, said, field=field, expected=expected, seen=_shown(first)))
 
 

@@ -19,6 +19,14 @@ def test_the_description_is_current() -> None:
     assert json.loads((ROOT / "docs/openapi.json").read_text()) == json.loads(json.dumps(make_routes().openapi()))
 
 
+def test_every_reference_leads_somewhere() -> None:
+    """A reference in the description is one to its own schemas: programs make clients of it."""
+    description = make_routes().openapi()
+    schemas = description["components"]["schemas"]
+    named = set(re.findall(r'"\$ref": "([^"]*)"', json.dumps(description)))
+    assert named <= {f"#/components/schemas/{name}" for name in schemas}
+
+
 def test_every_answer_and_body_has_an_example() -> None:
     """A reader of the description sees values, not types alone."""
     schemas = make_routes().openapi()["components"]["schemas"]

@@ -185,6 +185,7 @@ WRONG: list[tuple[object, str]] = [
     (f'[{{"model":"m","token_ids":{LONG}}},{{"model":"m","token\\u005fids":[],"token_ids":[1]}}]', "given once"),
     ([{"model": "m", "token_ids": LONG}] * 9, "at most 262144 token ids"),
     ([{"model": "m", "token_ids": LONG}, {"model": "m", "token_ids": [1], "n": 1}], "body.1.n"),
+    ({"model": "m", "tokens": [1]}, '"unknown field","field":"body.tokens","expected":"one of model, block_size'),
 ]
 
 

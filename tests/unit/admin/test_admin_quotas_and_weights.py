@@ -37,6 +37,10 @@ async def test_quotas_are_set_shown_and_withdrawn(made: ServiceHarness) -> None:
         answer = (await client.put("/v1/quotas/red", json=wanted)).json()
         assert answer == {**told, **wanted, "is_ordered": True} == (await red.get("/v1/quotas/red")).json()
         assert (await client.put("/v1/quotas/a/b%20c", json=wanted)).status_code == 422
+        as_json = {"content-type": "application/json"}
+        for body in ("1" * 5000, '{"maximum_bytes": 5, "maximum_bytes": 6}', "[" * 100_000, b'{"\xff": 1}'):
+            wrong = await client.put("/v1/quotas/red", content=body, headers=as_json)
+            assert wrong.status_code == 422 and wrong.json()["field"].startswith("body") and wrong.json()["expected"]
         assert (await client.put("/v1/quotas/blue/sky", json={"maximum_bytes": 5.0})).json()["is_known"] is False
         assert [one["tenant"] for one in (await client.get("/v1/quotas")).json()["quotas"]] == ["blue/sky", "red"]
         assert (await red.get("/v1/quotas")).json()["quotas"] == [answer]

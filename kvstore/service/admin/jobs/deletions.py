@@ -43,6 +43,7 @@ from kvstore.service.admin.models import (
     prefix_hash,
 )
 from kvstore.service.admin.problems import Refused, refusals
+from kvstore.service.admin.resources.prompt import body_of, read_fields
 
 router = APIRouter(tags=["prefixes"])
 
@@ -298,20 +299,15 @@ class NewDeletion(BaseModel):
     unused_s: Seconds | None = Field(default=None, description="only what was not stored or read for this long")
 
 
-@router.post("/deletions", status_code=202, responses=refusals(404, 413))
+@router.post("/deletions", status_code=202, responses=refusals(404, 408, 413), openapi_extra=body_of(NewDeletion))
 async def start_deletion(
-    context: Context,
-    grant: Administrator,
-    *,
-    jobs: Jobs,
-    request: Request,
-    deletion: NewDeletion,
-    confirm: Confirm = False,
+    context: Context, grant: Administrator, jobs: Jobs, request: Request, confirm: Confirm = False
 ) -> JobStatus:
     """Delete many boundaries, except pinned ones, as a job (`/v1/jobs`). Without `confirm` nothing is deleted, and the
     job's report says what would be. A hash cannot be turned back into its salt, so one user's prompts are found by the
     salt together with the tokens that they begin with. If they begin in several ways, make a call for each.
     """
+    deletion = await read_fields(request, NewDeletion)
     if deletion.cache_salt is not None and deletion.token_ids is None:
         detail = "a hash is made of salt and tokens: add the tokens that the prompts begin with"
         raise Refused(422, detail, field="body.token_ids", expected="the first page of the prompts, or more")

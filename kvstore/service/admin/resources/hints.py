@@ -113,7 +113,7 @@ class TakenHints(BaseModel):
     prompts: list[TakenHint]
 
 
-@router.post("/prefetch", status_code=202, responses=refusals(404, 413), openapi_extra=body_of(NamedPrompt))
+@router.post("/prefetch", status_code=202, responses=refusals(404, 408, 413), openapi_extra=body_of(NamedPrompt))
 async def prefetch(context: Context, grant: Saver, request: Request) -> TakenHints:
     """Copy a prompt's pages to this node's memory, for a turn that is expected soon. Answers at once; `POST /v1/query`
     says what memory has. At most an eighth of the memory is taken by what no request has used.
@@ -124,7 +124,7 @@ async def prefetch(context: Context, grant: Saver, request: Request) -> TakenHin
         return await _apply(context, grant, named, token_ids, Wishes(prefetch=True))
 
 
-@router.post("/hints", status_code=202, responses=refusals(404, 413), openapi_extra=body_of(HintedPrompt))
+@router.post("/hints", status_code=202, responses=refusals(404, 408, 413), openapi_extra=body_of(HintedPrompt))
 async def hint(context: Context, grant: Saver, request: Request) -> TakenHints:
     """Say what to do with a prompt's pages: as `kv_transfer_params.kvstore` in a request, for one that has ended."""
     body = await read_json(request)

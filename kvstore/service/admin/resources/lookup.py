@@ -66,7 +66,7 @@ class PromptFound(BaseModel):
     )
 
 
-@router.post("/lookup", responses=refusals(404, 413), openapi_extra=body_of(Prompt))
+@router.post("/lookup", responses=refusals(404, 408, 413), openapi_extra=body_of(Prompt))
 async def look_up(context: Context, grant: Reader, request: Request) -> PromptFound:
     """What the hot tier, the cold tier and this node's memory hold of a prompt without adapter, media and embeddings.
     Nothing is fetched, and nothing counts as a use.

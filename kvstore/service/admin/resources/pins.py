@@ -25,6 +25,7 @@ from kvstore.service.admin.models import (
     prefix_hash,
 )
 from kvstore.service.admin.problems import Refused, refusals
+from kvstore.service.admin.resources.prompt import body_of, read_fields
 
 router = APIRouter(tags=["pins"])
 
@@ -85,9 +86,10 @@ async def list_pins(
     return PinList(pins=pins, next_cursor=page.next_cursor, is_complete=page.is_complete)
 
 
-@router.post("/pins", status_code=201, responses=refusals(404, 413))
-async def create_pin(context: Context, grant: Administrator, request: Request, pin: NewPin) -> Pin:
+@router.post("/pins", status_code=201, responses=refusals(404, 408, 413), openapi_extra=body_of(NewPin))
+async def create_pin(context: Context, grant: Administrator, request: Request) -> Pin:
     """Have retention keep a boundary, and all before it, until a time. A second call changes the time."""
+    pin = await read_fields(request, NewPin)
     request.state.audit = {"namespace": pin.namespace, "prefix": pin.prefix, "expires_in_s": pin.expires_in_s}
     until_s = context.now_s() + pin.expires_in_s
     await _set(context, await context.catalog.find(namespace_id(pin.namespace), grant), pin.prefix, until_s)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Collection, Sequence
-from enum import Enum
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -38,13 +37,6 @@ Tokens = Annotated[int, Field(strict=True, ge=1, lt=1 << 32), WHOLE_NUMBER]
 Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 32), WHOLE_NUMBER]
 
 
-class AllowedOrder(Enum):
-    """In which orders the documents may be sent."""
-
-    ANY = "any"
-    FIXED = "fixed"
-
-
 class PromptOfDocuments(Prompt):
     """A prompt that has documents: token ids of the system prompt, of each document, and of what follows."""
 
@@ -64,7 +56,7 @@ class PromptOfDocuments(Prompt):
     document_tokens: list[Tokens] = Field(
         max_length=_DOCUMENTS_MAX, description="the length of each document, in the order of `token_ids`"
     )
-    order: AllowedOrder = Field(default=AllowedOrder.ANY, description="`fixed`: the documents stay in this order")
+    order: Literal["any", "fixed"] = Field(default="any", description="`fixed`: the documents stay in this order")
     fixed_first: Count = Field(default=0, description="how many documents at the start stay where they are")
     fixed_last: Count = Field(default=0, description="how many documents at the end stay where they are")
     keep_duplicates: bool = Field(default=False, description="equal documents are sent as often as they are given")
@@ -119,7 +111,7 @@ class Plan(BaseModel):
     )
 
 
-@router.post("/plan", responses=refusals(404, 413), openapi_extra=body_of(PromptOfDocuments))
+@router.post("/plan", responses=refusals(404, 408, 413), openapi_extra=body_of(PromptOfDocuments))
 async def make_plan(context: Context, grant: Reader, request: Request) -> Plan:
     """The order of a prompt's documents that restores most of it. The planned prompt is an ordinary one: the system
     prompt, the documents of `order`, and what follows. Nothing is fetched or saved, and nothing counts as a use.
@@ -177,7 +169,7 @@ class _Pieces:
         for num_tokens in prompt.document_tokens:
             self.documents.append(ids[at : at + num_tokens])
             at += num_tokens
-        is_fixed = prompt.order is AllowedOrder.FIXED
+        is_fixed = prompt.order == "fixed"
         first = num_documents if is_fixed else prompt.fixed_first
         last = range(num_documents - (0 if is_fixed else prompt.fixed_last), num_documents)
         kept = self._kept([*range(first), *last, *range(first, last.start)], prompt.keep_duplicates)

@@ -140,6 +140,16 @@ async def read_json(request: Request) -> bytes:
     return await request.body()
 
 
+async def read_fields(request: Request, model: type[Model]) -> Model:
+    """A body without a long list, as its model.
+
+    Raises:
+        Refused, InvalidRequest: It is not sent as JSON, or is none.
+        RequestValidationError: A field is wrong.
+    """
+    return validated(model, _as_object(_parsed(await read_json(request))))
+
+
 def validated(model: type[Model], fields: dict[str, Any], *where: int) -> Model:
     """The fields of a body as their model.
 
@@ -152,7 +162,8 @@ def validated(model: type[Model], fields: dict[str, Any], *where: int) -> Model:
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        problems = [{**problem, "loc": ("body", *where, *problem["loc"])} for problem in error.errors()]
+        known = {"known": ", ".join(model.model_fields)}
+        problems = [{"ctx": known, **one, "loc": ("body", *where, *one["loc"])} for one in error.errors()]
         raise RequestValidationError(problems) from error
 
 

@@ -50,7 +50,7 @@ class Question(Asked):
     cache_salt: str | None = Field(default=None, max_length=4096, description="the request's `cache_salt`")
 
 
-@router.post("/query", responses=refusals(413), openapi_extra=body_of(Question, QUESTIONS_MAX))
+@router.post("/query", responses=refusals(408, 413), openapi_extra=body_of(Question, QUESTIONS_MAX))
 async def query(context: Context, grant: Reader, request: Request) -> Matches | list[Matches]:
     """By tenant and engine, how much of a prompt without adapter, media and embeddings each engine that is connected to
     this service would resume; of a list of prompts a list. Nothing is fetched, and nothing counts as a use.

@@ -130,7 +130,7 @@ class HashQuestion(Asked):
     )
 
 
-@router.post("/query_by_hash", responses=refusals(409, 413), openapi_extra=body_of(HashQuestion, QUESTIONS_MAX))
+@router.post("/query_by_hash", responses=refusals(409, 408, 413), openapi_extra=body_of(HashQuestion, QUESTIONS_MAX))
 async def query_by_hash(context: Context, grant: Reader, request: Request) -> Matches | list[Matches]:
     """As `POST /v1/query`, of a prompt that is known by the hashes of its blocks. A page counts once an engine of its
     tenant has named it to this service (`name_blocks`), and while it is stored with all groups that a resume needs.

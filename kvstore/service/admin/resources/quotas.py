@@ -15,6 +15,7 @@ from kvstore.service.admin.access import OperatorAdministrator, Reader
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import WHOLE_NUMBER
 from kvstore.service.admin.problems import Refused, refusals
+from kvstore.service.admin.resources.prompt import body_of, read_fields
 from kvstore.service.authentication import Grant
 
 router = APIRouter(tags=["quotas"])
@@ -83,13 +84,14 @@ async def show_quota(context: Context, grant: Reader, tenant: TenantText) -> Ten
     return await _quota_of(context, grant, tenant)
 
 
-@router.put("/quotas/{tenant:path}", responses=refusals(413))
+@router.put("/quotas/{tenant:path}", responses=refusals(408, 413), openapi_extra=body_of(NewQuota))
 async def set_quota(
-    context: Context, grant: OperatorAdministrator, request: Request, tenant: TenantText, quota: NewQuota
+    context: Context, grant: OperatorAdministrator, request: Request, tenant: TenantText
 ) -> TenantQuota:
     """Give a tenant a quota, in place of the one in the settings: within seconds on every service that shares the
     catalog, and after restarts.
     """
+    quota = await read_fields(request, NewQuota)
     rules, wanted = context.rules, Quota(quota.guaranteed_bytes, quota.maximum_bytes)
     request.state.audit = {"tenant": tenant, **quota.model_dump()}
     request.state.changed = rules.ordered.get(tenant) != wanted

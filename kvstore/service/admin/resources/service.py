@@ -122,7 +122,7 @@ class _MetricsText(PlainTextResponse):
     response_class=_MetricsText,
     responses={
         200: {"content": {CONTENT_TYPE: {"example": "kvstore_lookups_total 42\n"}}, "description": "metrics as text"},
-        **refusals(401, 403, 422, 429),
+        **refusals(401, 403, 422, 429, 503),
     },
 )
 async def metrics(context: Context, grant: Operator) -> _MetricsText:
