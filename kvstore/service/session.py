@@ -117,23 +117,17 @@ class Session:
         self.leases: set[LeaseId] = set()
         self._entry = entry
         self._is_own_user = False
+        self._context = context
         self._answers = context.answers
-        self._tracing = context.tracing
-        self._authenticator = context.authenticator
         self._limits = limits = context.limits
         self._incoming = Incoming(context.budget, limits.save_credit_bytes)
-        self._memories = context.memories
         self._memory: SaveMemory | None = None  # of this connection
         self._on_ended = on_ended
         self._tasks = Background("session")
         self._saves = Background("session-saves")
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._requests = context.requests
         self._request_bytes = 0
-        self._connections = context.connections
-        self._frames = context.frames
         self._is_frame_waiting = False
-        self._heads = context.heads
         self._head_room: ByteGrant | None = None
         self._head_since_s = 0.0
         self._receiving: asyncio.TimerHandle | None = None
@@ -186,7 +180,7 @@ class Session:
 
     def _take_head_room(self, num_bytes: int) -> bool:
         """Take room for a long head. False: there is none, and nothing is read until there is."""
-        room = self._heads.try_take(num_bytes, self.tenant)
+        room = self._context.heads.try_take(num_bytes, self.tenant)
         if room is None:
             self._tasks.spawn(self._wait_for_head_room(num_bytes), "room for a head")
             return False
@@ -196,12 +190,12 @@ class Session:
     async def _wait_for_head_room(self, num_bytes: int) -> None:
         deadline = Deadline.after(self._limits.receive_timeout_s)
         try:
-            room = await self._heads.take_until(deadline, "room for a long head", num_bytes, self.tenant)
+            room = await self._context.heads.take_until(deadline, "room for a long head", num_bytes, self.tenant)
         except Unavailable as error:
             self.connection.refuse(error)
             return
         if not self.connection.open:
-            self._heads.give_back(room)
+            self._context.heads.give_back(room)
             return
         self._head_room, self._head_since_s = room, SYSTEM_CLOCK.monotonic_s()
         self.connection.provide(None)
@@ -210,7 +204,7 @@ class Session:
         """Give back the memory taken for a head: it has arrived in full, or will not. Idempotent."""
         room, self._head_room = self._head_room, None
         if room is not None:
-            self._heads.give_back(room)
+            self._context.heads.give_back(room)
 
     def on_head(self, head: Head, payload_bytes: int) -> memoryview | Later | None:
         """Allocate the buffer of a save, within credit and budget. A payload on any other message is an error. The
@@ -254,7 +248,7 @@ class Session:
         message = messages.decode(head)
         if isinstance(message, messages.Save | messages.Load):  # credit and `max_loads` bound them
             self._take(message, payload, head)
-        elif self._frames.try_begin():
+        elif self._context.frames.try_begin():
             self._end_turn()
             self._take(message, payload, head)
         else:
@@ -263,7 +257,7 @@ class Session:
             self._tasks.spawn(self._take_in_turn(message, head), "frame")
 
     async def _take_in_turn(self, message: Message, head: Head) -> None:
-        await self._frames.begin((self.tenant, self.number))
+        await self._context.frames.begin((self.tenant, self.number))
         self._end_turn()
         self._is_frame_waiting = False
         try:
@@ -276,7 +270,7 @@ class Session:
         self._read_on()
 
     def _end_turn(self) -> None:
-        asyncio.get_running_loop().call_soon(self._frames.end)  # in the next round
+        asyncio.get_running_loop().call_soon(self._context.frames.end)  # in the next round
 
     def _read_on(self) -> None:
         """Read again, unless there is another reason not to."""
@@ -297,7 +291,7 @@ class Session:
             case messages.PromptEnded():
                 self._answers.end_prompt(message, self.tenant, may_save=self._may_save)
             case messages.Request():
-                self._start(message, payload, "" if self._tracing is None else _trace(head))
+                self._start(message, payload, "" if self._context.tracing is None else _trace(head))
             case _:
                 raise InvalidRequest("a client does not send this message", type=message.type)
 
@@ -309,9 +303,9 @@ class Session:
         self._entry.leave()
         self._return_head_room()
         if self._memory is not None:
-            self._memories.close(self._memory)
+            self._context.memories.close(self._memory)
         if self.grant is not None:
-            self._connections.give_back(self.tenant, 1)
+            self._context.connections.give_back(self.tenant, 1)
         self._on_ended(self)
 
     # the greeting
@@ -326,12 +320,12 @@ class Session:
         assert isinstance(message, messages.Hello)
         if message.version < PROTOCOL_VERSION:
             raise UnsupportedFormat("no common protocol version", expected=PROTOCOL_VERSION, seen=message.version)
-        grant = self._authenticator.check(self.connection, message.token)
-        if not self._connections.try_take(grant.tenant or NO_TENANT, 1):
+        grant = self._context.authenticator.check(self.connection, message.token)
+        if not self._context.connections.try_take(grant.tenant or NO_TENANT, 1):
             raise Unavailable(
                 "too many connections: raise the limit of open files of the service, or use fewer",
-                limit=self._connections.limit,
-                of_this_tenant=self._connections.used_by(grant.tenant or NO_TENANT),
+                limit=self._context.connections.limit,
+                of_this_tenant=self._context.connections.used_by(grant.tenant or NO_TENANT),
             )
         self.grant, self.tenant = grant, grant.tenant or NO_TENANT
         self._is_own_user = self._find_own_user()
@@ -351,7 +345,7 @@ class Session:
                 max_requests=self._limits.max_requests,
                 arena=arena.id if (arena := self._shared_arena()) is not None else b"",
                 explains=True,
-                traces=self._tracing is not None,
+                traces=self._context.tracing is not None,
                 codes=True,
                 losses=True,
                 locates=True,
@@ -384,8 +378,8 @@ class Session:
             error = InvalidRequest("the token may not save or discard: give it the scope save", field="token")
         elif isinstance(request, messages.Save) and receipt.dropped:
             error = Unavailable("no room to receive this record before its deadline")
-        elif (num_bytes := bytes_of(request)) > self._requests.left_for(self.tenant):
-            error = Unavailable("too many long requests are in flight", limit_bytes=self._requests.limit)
+        elif (num_bytes := bytes_of(request)) > self._context.requests.left_for(self.tenant):
+            error = Unavailable("too many long requests are in flight", limit_bytes=self._context.requests.limit)
         if error is not None:
             receipt.settle()
             self.connection.post(error_of(request.id, error))
@@ -394,10 +388,10 @@ class Session:
         if isinstance(request, messages.Save) and request.memory:
             receipt.take_credit(request.num_bytes)
         owner = self._saves if isinstance(request, messages.Save) else self._tasks
-        serve = self._serve if self._tracing is None else partial(self._traced, self._tracing, trace)
+        serve = self._serve if self._context.tracing is None else partial(self._traced, self._context.tracing, trace)
         task = owner.spawn(serve(request, receipt), request.type)
         self._running[request.id] = task
-        self._requests.take(self.tenant, num_bytes)
+        self._context.requests.take(self.tenant, num_bytes)
         self._request_bytes += num_bytes
         if self._request_bytes > self._limits.connection_request_bytes:  # read nothing more until some have ended
             self.connection.hold()
@@ -405,7 +399,7 @@ class Session:
 
     def _ended(self, request_id: int, receipt: Receipt, num_bytes: int, task: asyncio.Task[None]) -> None:
         receipt.settle()
-        self._requests.give_back(self.tenant, num_bytes)
+        self._context.requests.give_back(self.tenant, num_bytes)
         self._request_bytes -= num_bytes
         if self._running.get(request_id) is task:  # else it is answered
             del self._running[request_id]
@@ -460,8 +454,8 @@ class Session:
             _log.error("an answer cannot be sent type=%s client=%s: %s", request.type, self.client, error)
             reply = error_of(request.id, error)
             await self._send(request.id, reply)
-        if isinstance(reply, messages.Error) and self._tracing is not None:
-            self._tracing.failed(f"{reply.kind}: {reply.message}")
+        if isinstance(reply, messages.Error) and self._context.tracing is not None:
+            self._context.tracing.failed(f"{reply.kind}: {reply.message}")
 
     async def _serve_load(self, request: messages.Load, deadline: Deadline) -> None:
         async with self._load_turns:
@@ -504,7 +498,7 @@ class Session:
             raise Unavailable("no memory for saves is shared on this connection")
         if self._memory is not None:
             raise InvalidRequest("a connection has memory for saves once: use another connection")
-        self._memory, descriptor = self._memories.open(request.num_bytes, self.tenant)
+        self._memory, descriptor = self._context.memories.open(request.num_bytes, self.tenant)
         reply = messages.SaveMemoryShared(request.id, self._memory.id, self._memory.capacity_bytes)
         try:
             await self.connection.send_descriptor(reply, descriptor)
@@ -519,7 +513,7 @@ class Session:
         if self._shared_arena() is None:
             raise Unavailable("no memory for saves is shared on this connection")
         buffer = self._answers.store.buffer
-        return await self._memories.copy(request, receipt, buffer, tenant=self.tenant, deadline=deadline)
+        return await self._context.memories.copy(request, receipt, buffer, tenant=self.tenant, deadline=deadline)
 
     async def _send_or_release(self, request_id: int, reply: Message) -> None:
         """Send an answer. If that fails, release the lease in it: the client never receives it."""

@@ -17,6 +17,7 @@ from kvstore.model.keys import NamespaceId
 from kvstore.runtime.background import gather_all
 from kvstore.runtime.bounded_map import BoundedMap, SharedRoom, starting_with
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.meters import Meters
 from kvstore.runtime.turns import PIECE, LongWork, Turns, who_asks
 from kvstore.store.context import StoreContext, StorePart
 from kvstore.store.explain.absence import Absence, AbsenceFinder, Removals
@@ -68,6 +69,19 @@ class ReportedOutcome:
     def reason_for(self, tenant: str | None) -> str:
         """The reason, for a tenant or, `None`, an operator."""
         return self.operators_reason if tenant is None else self.reason
+
+
+def count_request(meters: Meters, outcome: Outcome, reason: str) -> None:
+    """Count a request and its tokens.
+
+    Args:
+        reason: Why it was resumed no further, as those may know who read the meters.
+    """
+    local = min(outcome.local_tokens, outcome.resume_tokens)
+    meters.add("requests", result=result_of(outcome), reason=counted_as(reason))
+    meters.add("request_tokens", outcome.prompt_tokens, part="prompt")
+    meters.add("request_tokens", local, part="local")
+    meters.add("request_tokens", outcome.resume_tokens - local, part="resumed")
 
 
 class Explainer(StorePart):
@@ -202,11 +216,7 @@ class Explainer(StorePart):
     def _count(self, reported: ReportedOutcome) -> None:
         outcome, reason = reported.outcome, reported.operators_reason
         self._count_recent(outcome, reported.reason, reason)
-        local = min(outcome.local_tokens, outcome.resume_tokens)
-        self._meters.add("requests", result=result_of(outcome), reason=counted_as(reason))
-        self._meters.add("request_tokens", outcome.prompt_tokens, part="prompt")
-        self._meters.add("request_tokens", local, part="local")
-        self._meters.add("request_tokens", outcome.resume_tokens - local, part="resumed")
+        count_request(self._meters, outcome, reason)
 
     def latest(self, tenant: str | None) -> Iterator[ReportedOutcome]:
         """The outcomes of a tenant's requests, or of all tenants', newest first; while none is reported."""

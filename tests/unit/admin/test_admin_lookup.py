@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import BaseModel, ConfigDict
 
 from connector.prefix_hash import PrefixChain
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import PlainChain, RecordKey
-from kvstore.service.admin.resources.prompt import TOKEN_IDS, split_objects, split_token_ids
+from kvstore.service.admin.resources.prompt import TOKEN_IDS, read_prompts
 from kvstore.store.encryption.encrypted import EncryptedStore
 from kvstore.testing.keys import tenant_key, write_keys
 from kvstore.testing.loop_held import LoopHeld
@@ -92,19 +95,29 @@ LONG = list(range(100, 30_000))
 MAX = 40_000
 
 
+class Body(BaseModel):
+    """A prompt with any further fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    token_ids: list[int] | None = None
+
+
+async def read(body: str | bytes, most: int = MAX, *, prompts_max: int = 0) -> list[tuple[dict[str, Any], list[int]]]:
+    """The other fields of each prompt, and its token ids."""
+    data = body if isinstance(body, bytes) else body.encode()
+    prompts, _ = await read_prompts(data, Body, replace(TOKEN_IDS, most=most), prompts_max=prompts_max)
+    return [(one.model_extra or {}, (await text.ids()).tolist()) for one, text in prompts]
+
+
 async def test_long_bodies_are_read_as_json_is() -> None:
     """Wherever the list is, and with any spacing and misleading text: the result is that of the JSON parser."""
     salt = 'x","token_ids":[1,2],"y":"\\'
     for fields in ({"a": 1, "token_ids": LONG, "b": [salt]}, {"token_ids": LONG, salt: salt}, {"token_ids": LONG}):
         for text in (json.dumps(fields), json.dumps(fields, indent=2), json.dumps(fields, separators=(",", ":"))):
-            rest, ids = await split_token_ids(text.encode(), MAX)
-            assert ids is not None
-            assert {**rest, "token_ids": ids.tolist()} == json.loads(text)
-
-
-async def test_short_bodies_are_left_to_the_parser() -> None:
-    """A small body is returned unchecked; its model names what is wrong with it."""
-    assert await split_token_ids(b'{"token_ids": ["x"]}', MAX) == ({"token_ids": ["x"]}, None)
+            for written in (text, text.replace("200,", "200.0,", 1)):
+                ((rest, ids),) = await read(written)
+                assert {**rest, "token_ids": ids} == json.loads(text)
 
 
 def spoilt(*changes: tuple[str, str]) -> str:
@@ -136,12 +149,15 @@ def spoilt(*changes: tuple[str, str]) -> str:
         ("[" * 70_000, "must be JSON with lists"),
         (spoilt(("29999]", "29999")), "not JSON"),
         ("[" * 60_000, "not JSON"),
+        ('{"token_ids": ["x"]}', "whole numbers"),
+        ('{"token_ids": [1.5]}', "whole numbers"),
+        ('{"token\\u005fids": [1]}', "given once"),
     ],
 )
 async def test_invalid_token_ids_are_refused(text: str, match: str) -> None:
     """The message names the mistake, and nothing else is read instead."""
     with pytest.raises(InvalidRequest, match=match):
-        await split_token_ids(text.encode(), MAX)
+        await read(text)
 
 
 def text_with_a_list() -> bytes:
@@ -164,7 +180,7 @@ def text_with_a_list() -> bytes:
 async def test_what_is_no_json_in_utf_8_is_refused(body: bytes) -> None:
     """Another parser would see other ids, or none."""
     with pytest.raises(InvalidRequest, match=r"not JSON|whole numbers"):
-        await split_objects(body, MAX, TOKEN_IDS)
+        await read(body, prompts_max=64)
 
 
 @pytest.mark.parametrize(
@@ -183,10 +199,10 @@ async def test_a_strange_body_does_not_hold_the_loop(body: bytes, match: str) ->
     async with held.watching():
         if match:
             with pytest.raises(InvalidRequest, match=match):
-                await split_objects(body, 50_000, TOKEN_IDS)
+                await read(body, 50_000, prompts_max=64)
         else:
-            _, lists = await split_objects(body, 50_000, TOKEN_IDS)
-            assert lists is not None and len(lists) == 3_801 and len(lists[-1]) == 40_001
+            prompts = await read(body, 50_000, prompts_max=4_000)
+            assert len(prompts) == 3_801 and len(prompts[-1][1]) == 40_001
     assert held.longest_s < 0.12, held.longest_s
 
 
@@ -211,7 +227,7 @@ async def test_wrong_ids_are_named(
     if is_list:
         text, field = f'[{{"token_ids": [1]}}, {text}]', field.replace("body.", "body.1.")
     with pytest.raises(InvalidRequest) as refused:
-        await split_objects(text.encode(), MAX, TOKEN_IDS)
+        await read(text, prompts_max=2)
     told = refused.value.details
     assert (told["field"], told["expected"], told["seen"]) == (field, expected, seen)
 
@@ -233,9 +249,8 @@ async def test_changed_lists_are_read_as_json_reads_them() -> None:
         outcomes[expected is None] += 1
         if expected is None:
             with pytest.raises(InvalidRequest):
-                await split_token_ids(changed.encode(), MAX)
+                await read(changed)
         else:
-            _, ids = await split_token_ids(changed.encode(), MAX)
-            assert ids is not None
-            assert ids.tolist() == expected
+            ((_, ids),) = await read(changed)
+            assert ids == expected
     assert min(outcomes.values()) > 15

@@ -176,7 +176,7 @@ WRONG: list[tuple[object, str]] = [
     ([1], "JSON object"),
     ("[", "not JSON"),
     ("\ufeff[]", "not JSON"),
-    ([{"model": "m", "token_ids": LONG}, {"model": "m"}], "given once"),
+    ([{"model": "m", "token_ids": LONG}, {"model": "m"}], "body.1.token_ids"),
     ([{"model": "m", "token_ids": LONG, "x": {"token_ids": []}}], "given once"),
     (json.dumps({"model": "m", "token_ids": LONG}).replace("29999]", "29999,]"), "list of whole"),
     ('{"model": "m", "token_ids": [1], "token_ids": [2]}', "given once"),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from math import gcd
 from typing import Annotated, TypeVar
@@ -13,7 +12,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvstore.errors import InvalidRequest
-from kvstore.model.keys import NamespaceId
+from kvstore.model.keys import LINK_TOKENS, NamespaceId
 from kvstore.model.prompt_hint import (
     NORMAL_PRIORITY,
     PRIORITY_MAX,
@@ -28,11 +27,10 @@ from kvstore.service.admin.models import NAMESPACE_EXAMPLE, TokenId, shown_tenan
 from kvstore.service.admin.problems import Refused, refusals
 from kvstore.service.admin.resources.prompt import (
     TOKENS_MAX,
+    PromptText,
     body_of,
-    hash_prompt,
+    parse_prompt,
     read_json,
-    split_token_ids,
-    validated,
 )
 from kvstore.service.authentication import Grant
 from kvstore.store.hints.ended_prompts import KeptPrompt
@@ -120,8 +118,8 @@ async def prefetch(context: Context, grant: Saver, request: Request) -> TakenHin
     """
     body = await read_json(request)
     async with context.queries.turn():
-        named, token_ids = await _parse(body, NamedPrompt)
-        return await _apply(context, grant, named, token_ids, Wishes(prefetch=True))
+        named, text = await _parse(body, NamedPrompt)
+        return await _apply(context, grant, named, text, Wishes(prefetch=True))
 
 
 @router.post("/hints", status_code=202, responses=refusals(404, 408, 413), openapi_extra=body_of(HintedPrompt))
@@ -129,7 +127,7 @@ async def hint(context: Context, grant: Saver, request: Request) -> TakenHints:
     """Say what to do with a prompt's pages: as `kv_transfer_params.kvstore` in a request, for one that has ended."""
     body = await read_json(request)
     async with context.queries.turn():
-        named, token_ids = await _parse(body, HintedPrompt)
+        named, text = await _parse(body, HintedPrompt)
         wishes = Wishes(
             retain_s=named.retain_s,
             priority=named.priority,
@@ -141,39 +139,36 @@ async def hint(context: Context, grant: Saver, request: Request) -> TakenHints:
             raise InvalidRequest(
                 "no hint", field="body", expected="retain_s, priority, release, prefetch or demote", seen="none"
             )
-        return await _apply(context, grant, named, token_ids, wishes)
+        return await _apply(context, grant, named, text, wishes)
 
 
 M = TypeVar("M", bound=NamedPrompt)
 
 
-async def _parse(body: bytes, model: type[M]) -> tuple[M, Sequence[int] | None]:
-    """The body, and its token ids; `None`: it names a request or a session."""
-    fields, token_ids = await split_token_ids(body, TOKENS_MAX)
-    named = validated(model, fields if token_ids is None else {**fields, "token_ids": []})
-    if token_ids is None and named.token_ids is not None:
-        token_ids = array("I", named.token_ids)
-    named_by = {"request": named.request, "session": named.session, "token_ids": token_ids}
+async def _parse(body: bytes, model: type[M]) -> tuple[M, PromptText]:
+    """The body, and its token ids, where it does not name a request or a session."""
+    named, text = await parse_prompt(body, model)
+    named_by = {"request": named.request, "session": named.session, "token_ids": named.token_ids}
     given = [name for name, value in named_by.items() if value is not None]
     if len(given) != 1:
         expected = "one of request, session, and token_ids with model"
         seen = ", ".join(given) or "none"
         raise Refused(422, "name the prompt once", field="body", expected=expected, seen=seen)
-    if (token_ids is None) != (named.model is None):
+    if (named.token_ids is None) != (named.model is None):
         raise InvalidRequest("model and token_ids go together", field="body.model")
-    return named, token_ids
+    return named, text
 
 
 async def _apply(
-    context: AdminContext, grant: Grant, named: NamedPrompt, token_ids: Sequence[int] | None, wishes: Wishes
+    context: AdminContext, grant: Grant, named: NamedPrompt, text: PromptText, wishes: Wishes
 ) -> TakenHints:
     store = context.service.store
     if named.tenant_id is not None and grant.tenant not in (None, named.tenant_id):
         raise Refused(403, "the token is another tenant's", field="body.tenant_id")  # whether or not it exists
-    if token_ids is None:
+    if named.token_ids is None:
         kept: list[Callable[[], KeptPrompt]] = [lambda: _found(named, grant, context)]
     else:
-        prompts = await _prompts(context, grant, named, token_ids)
+        prompts = await _prompts(context, grant, named, text)
         kept = [partial(store.keep_prompt, prompt) for prompt in prompts]
 
     def apply(keep: Callable[[], KeptPrompt]) -> TakenHint:
@@ -201,9 +196,7 @@ def _found(named: NamedPrompt, grant: Grant, context: AdminContext) -> KeptPromp
         raise Refused(404, error.message, field=field, seen=named.request or named.session) from error
 
 
-async def _prompts(
-    context: AdminContext, grant: Grant, named: NamedPrompt, token_ids: Sequence[int]
-) -> list[EndedPrompt]:
+async def _prompts(context: AdminContext, grant: Grant, named: NamedPrompt, text: PromptText) -> list[EndedPrompt]:
     """The prompt in each namespace in which connected engines serve the model."""
     steps: dict[tuple[NamespaceId, str], int] = {}
     for engine in context.engines(grant, plain_text(named.model or ""), named.tenant_id):
@@ -216,11 +209,12 @@ async def _prompts(
             expected=f"at most {_NAMESPACES_MAX}; name the tenant_id, or a request or session",
             seen=len(steps),
         )
-    hashed = await hash_prompt(token_ids, named.cache_salt, gcd(*steps.values())) if steps else []
+    # without engines too: it checks the ids
+    hashed = await text.boundaries(named.cache_salt, gcd(*steps.values()) or LINK_TOKENS)
     prompts: list[EndedPrompt] = []
     for (namespace, owner), step_tokens in sorted(steps.items()):
         boundaries = tuple(boundary for boundary in hashed if boundary.tokens % step_tokens == 0)
-        prompts.append(EndedPrompt("", namespace, boundaries, step_tokens, len(token_ids), tenant=owner))
+        prompts.append(EndedPrompt("", namespace, boundaries, step_tokens, len(text), tenant=owner))
         await asyncio.sleep(0)
     return prompts
 

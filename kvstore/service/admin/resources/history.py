@@ -8,13 +8,13 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvstore.runtime.clock import SYSTEM_CLOCK
-from kvstore.runtime.meters import name_and_labels
+from kvstore.runtime.meters import Meters, name_and_labels
 from kvstore.service.admin.access import Reader
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.authentication import Grant
 from kvstore.service.history import STEP_S, Sample, Window, window_of
-from kvstore.store.explain.explainer import ReportedOutcome
-from kvstore.store.explain.reasons import REASONS, UNKNOWN, counted_as, result_of
+from kvstore.store.explain.explainer import count_request
+from kvstore.store.explain.reasons import REASONS, UNKNOWN
 
 router = APIRouter(tags=["history"])
 
@@ -118,20 +118,11 @@ async def show_history(
 async def _samples_of(context: AdminContext, grant: Grant) -> list[Sample]:
     """A tenant's own requests, as the service would have counted them."""
     outcomes = await context.data_loop.call_short(lambda: context.operations.outcomes(grant.tenant))
-    return [_sample(reported) for reported in outcomes]
-
-
-def _sample(reported: ReportedOutcome) -> Sample:
-    outcome = reported.outcome
-    reason = counted_as(reported.reason)
-    local = min(outcome.local_tokens, outcome.resume_tokens)
-    counts = {
-        f'requests{{reason="{reason}",result="{result_of(outcome)}"}}': 1.0,
-        'request_tokens{part="prompt"}': float(outcome.prompt_tokens),
-        'request_tokens{part="resumed"}': float(outcome.resume_tokens - local),
-        'request_tokens{part="local"}': float(local),
-    }
-    return Sample(reported.at_ms, counts)
+    samples = []
+    for reported in outcomes:
+        count_request(meters := Meters(), reported.outcome, reported.reason)
+        samples.append(Sample(reported.at_ms, meters.snapshot()))
+    return samples
 
 
 def _sums(window: Window, meter: str, label: str) -> dict[str, list[float]]:

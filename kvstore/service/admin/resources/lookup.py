@@ -19,7 +19,7 @@ from kvstore.service.admin.catalog_access import Namespace
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.models import namespace_id
 from kvstore.service.admin.problems import refusals
-from kvstore.service.admin.resources.prompt import ANSWER_S, Prompt, body_of, hash_prompt, parse_prompt, read_json
+from kvstore.service.admin.resources.prompt import ANSWER_S, Prompt, body_of, parse_prompt, read_json
 from kvstore.store.encryption.encrypted import named_under
 from kvstore.store.presence import PackedSlices, SliceMap, boundaries_of, groups_present
 
@@ -73,10 +73,10 @@ async def look_up(context: Context, grant: Reader, request: Request) -> PromptFo
     """
     body = await read_json(request)
     async with context.prompts.turn():
-        prompt, token_ids = await parse_prompt(body, Prompt)
+        prompt, text = await parse_prompt(body, Prompt)
+        hashed = await text.boundaries(prompt.cache_salt)
         namespace = await context.catalog.find(namespace_id(prompt.namespace), grant)
         deadline = context.soon(ANSWER_S)
-        hashed = await hash_prompt(token_ids, prompt.cache_salt)
         boundaries, held = await read_slices(context, namespace, hashed, deadline)
         is_certain = await namespace.catalog.is_complete(deadline=deadline)
         is_retired = context.is_retired(namespace)

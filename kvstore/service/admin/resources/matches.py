@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.errors import Unavailable
 from kvstore.model.keys import NamespaceId
 from kvstore.model.namespace import NamespaceNotOpen
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.context import AdminContext
 from kvstore.service.admin.models import NAMESPACE_EXAMPLE, shown_tenant
 from kvstore.service.admin.problems import Refused
-from kvstore.service.admin.resources.prompt import Entries, LongList, split_objects, validated
+from kvstore.service.admin.resources.prompt import ANSWER_S, Entries, LongList, read_prompts
 from kvstore.service.authentication import Grant
 from kvstore.service.session import ConnectedEngine
 from kvstore.store.presence import Reach
@@ -73,33 +73,33 @@ Points = TypeVar("Points", bound=Hashable)
 """
 
 
-async def parse_questions(
-    body: bytes, grant: Grant, model: type[Question], long_list: LongList[Entries], most: int
-) -> tuple[list[tuple[Question, Entries]], bool]:
-    """The questions of a body, each with its long list, and whether they are a list.
+async def answer_questions(
+    context: AdminContext,
+    grant: Grant,
+    body: bytes,
+    model: type[Question],
+    long_list: LongList[Entries],
+    *,
+    answer: Callable[[Question, Entries, Deadline], Awaitable[Matches]],
+) -> Matches | list[Matches]:
+    """The answer to the question of a body, or to each of a list.
 
     Args:
         model: Has a field of the long list's name.
-        most: How many entries the lists may have together.
+        answer: Answers one of them. All have one deadline.
 
     Raises:
-        InvalidRequest: As of `split_objects`, or too many questions.
-        RequestValidationError: A field is wrong.
+        InvalidRequest, RequestValidationError: As of `read_prompts`.
         Refused: 403: a question is about another tenant.
     """
-    objects, lists = await split_objects(body, most, long_list)
-    if len(objects) > QUESTIONS_MAX:
-        expected = f"at most {QUESTIONS_MAX} prompts"
-        raise InvalidRequest(expected, field="body", expected=expected, seen=len(objects))
-    is_list, name = body.lstrip()[:1] == b"[", long_list.name
-    questions: list[tuple[Question, Entries]] = []
-    for index, fields in enumerate(objects):
-        where = (index,) if is_list else ()
-        question = validated(model, fields if lists is None else {**fields, name: []}, *where)
-        if question.tenant_id is not None and grant.tenant not in (None, question.tenant_id):
-            raise Refused(403, "the token is another tenant's", field="body.tenant_id")  # whether or not it exists
-        questions.append((question, long_list.plain(getattr(question, name)) if lists is None else lists[index]))
-    return questions, is_list
+    async with context.queries.turn():
+        questions, is_list = await read_prompts(body, model, long_list, prompts_max=QUESTIONS_MAX)
+        for question, _ in questions:
+            if question.tenant_id is not None and grant.tenant not in (None, question.tenant_id):
+                raise Refused(403, "the token is another tenant's", field="body.tenant_id")  # whether or not it exists
+        deadline = context.soon(ANSWER_S)
+        answers = [await answer(question, entries, deadline) for question, entries in questions]
+    return answers if is_list else answers[0]
 
 
 def engines_asked(

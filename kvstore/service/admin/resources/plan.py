@@ -119,8 +119,8 @@ async def make_plan(context: Context, grant: Reader, request: Request) -> Plan:
     body = await read_json(request)
     started_s = SYSTEM_CLOCK.monotonic_s()
     async with context.prompts.turn():
-        prompt, token_ids = await parse_prompt(body, PromptOfDocuments)
-        pieces = _Pieces(prompt, token_ids)
+        prompt, text = await parse_prompt(body, PromptOfDocuments)
+        pieces = _Pieces(prompt, await text.ids())
         namespace = await context.catalog.find(namespace_id(prompt.namespace), grant)
         plan = await _plan(context, namespace, pieces, prompt.compare)
     plan.total_ms = round((SYSTEM_CLOCK.monotonic_s() - started_s) * 1000, 3)
@@ -142,8 +142,7 @@ class _Pieces:
         InvalidRequest: The lengths do not fit the token ids, or each other.
     """
 
-    def __init__(self, prompt: PromptOfDocuments, token_ids: Sequence[int]) -> None:
-        ids = array("I", token_ids)
+    def __init__(self, prompt: PromptOfDocuments, ids: array[int]) -> None:
         num_documents = len(prompt.document_tokens)
         end = prompt.system_tokens + sum(prompt.document_tokens)
         if end > len(ids):

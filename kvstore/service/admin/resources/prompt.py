@@ -10,7 +10,7 @@ import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Coroutine, MutableSequence, Sequence, Sized
+from collections.abc import Callable, Coroutine, MutableSequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -31,21 +31,20 @@ TOKENS_MAX = 262_144
 """Token ids in a body."""
 ANSWER_S = 10.0
 """What is asked of the store for one request must be answered within this time, counted from its turn."""
-_WHOLE_NUMBER = re.compile(rb"[ \t\r\n]*(0|[1-9][0-9]*)[ \t\r\n]*")
+_WHOLE_NUMBER = re.compile(rb"[ \t\r\n]*(0|[1-9][0-9]*)(?:\.0+)?[ \t\r\n]*")
+"""JSON has no integers: 5.0 is one."""
 _SPACES = b" \t\r\n"
 """Those of JSON."""
 _IN_LISTS = b"0123456789," + _SPACES
 _TOKEN_ID_MAX = (1 << 32) - 1
 _PIECE_BYTES = 32 << 10
 _PLAIN_BYTES_MAX = 64 << 10
-"""A body up to this size is parsed at once; pydantic then names what is wrong with it."""
+"""A body has at most this much beside its long lists: that is parsed at once."""
 
 _FIELD_CHARS_MAX = 100
 _SEEN_BYTES_MAX = 50
 _DIGITS_MAX = 10
 """Of a token id."""
-_HASHED_AT_ONCE = 512 * LINK_TOKENS
-"""Tokens that are hashed before other tasks of this thread get a turn."""
 
 Model = TypeVar("Model", bound=BaseModel)
 Entries = TypeVar("Entries", bound=Sized)
@@ -59,17 +58,15 @@ class LongList(Generic[Entries]):
     Attributes:
         name: Of the field.
         words: What the entries are called.
-        parse: Takes the list's text without its brackets, which has at least one entry, and the field. Raises
-            `InvalidRequest` if an entry is wrong.
-        plain: The same of a short list, which was parsed with its body.
-        plain_bytes_max: A body up to this size is parsed at once, and its list is among its fields.
+        most: How many entries the lists of one body may have together.
+        parse: Takes the list's text without its brackets, and the field. May raise `InvalidRequest` if an entry is
+            wrong.
     """
 
     name: str
     words: str
+    most: int
     parse: Callable[[bytes, str], Coroutine[Any, Any, Entries]]
-    plain: Callable[[Sequence[Any]], Entries]
-    plain_bytes_max: int = _PLAIN_BYTES_MAX
 
     def find(self, body: bytes, start: int) -> re.Match[bytes] | None:
         """The next place where the field's list begins. Inside a JSON text a quote is written \\" , so there is none
@@ -92,32 +89,14 @@ class Prompt(BaseModel):
     cache_salt: str | None = Field(default=None, max_length=4096, description="the request's `cache_salt`")
 
 
-P = TypeVar("P", bound=Prompt)
-
-
-async def parse_prompt(body: bytes, model: type[P]) -> tuple[P, Sequence[int]]:
-    """The body of a request without its token ids, and these.
+async def parse_prompt(body: bytes, model: type[Model]) -> tuple[Model, PromptText]:
+    """The body of a request about one prompt without its token ids, and these.
 
     Raises:
-        InvalidRequest: As of `split_token_ids`.
-        RequestValidationError: A field is wrong.
+        InvalidRequest, RequestValidationError: As of `read_prompts`.
     """
-    fields, token_ids = await split_token_ids(body, TOKENS_MAX)
-    if token_ids is None:
-        token_ids = _plain_ids(fields.get("token_ids"))
-    prompt = validated(model, fields if token_ids is None else {**fields, "token_ids": []})
-    return prompt, prompt.token_ids if token_ids is None else token_ids
-
-
-async def hash_prompt(
-    token_ids: Sequence[int], cache_salt: str | None, step_tokens: int = LINK_TOKENS
-) -> list[Boundary]:
-    """The boundaries of a plain prompt at multiples of `step_tokens`, which is one of 16."""
-    chain, boundaries = PlainChain(cache_salt, step_tokens), []
-    for start in range(0, len(token_ids), _HASHED_AT_ONCE):
-        boundaries += chain.extend(token_ids[start : start + _HASHED_AT_ONCE])
-        await asyncio.sleep(0)
-    return boundaries
+    ((prompt, text),), _ = await read_prompts(body, model, TOKEN_IDS)
+    return prompt, text
 
 
 def body_of(model: type[BaseModel], list_max: int = 0) -> dict[str, Any]:
@@ -167,51 +146,43 @@ def validated(model: type[Model], fields: dict[str, Any], *where: int) -> Model:
         raise RequestValidationError(problems) from error
 
 
-async def split_token_ids(body: bytes, ids_max: int) -> tuple[dict[str, Any], array[int] | None]:
-    """The fields of a JSON object without `token_ids`, and these; `None`: the body is small and `token_ids` is among
-    the fields.
+async def read_prompts(
+    body: bytes, model: type[Model], long_list: LongList[Entries], *, prompts_max: int = 0
+) -> tuple[list[tuple[Model, Entries]], bool]:
+    """The prompts of a body, each without its long list and with it, and whether the body is a list.
 
     Args:
-        ids_max: How many ids are allowed.
+        model: Has a field of the long list's name. It is empty, or not given, in what is returned.
+        prompts_max: How many prompts the body may have, as a list; 0: it is one.
 
     Raises:
-        InvalidRequest: Not a JSON object, too many ids, or a large body whose ids are not a list of whole numbers.
+        InvalidRequest: It is no JSON, or has too much in it, or a long list is not where it should be.
+        RequestValidationError: A field is wrong.
     """
-    value, lists = await split_lists(body, ids_max, TOKEN_IDS)
-    fields = _as_object(value)
-    if lists is None:
-        return fields, None
-    if len(lists) != 1 or fields.pop("token_ids", None) != []:  # a second one, or this one is inside another field
-        raise _not_once(TOKEN_IDS.name, len(lists), 1)
-    return fields, lists[0]
+    value, lists = await _split_lists(body, long_list)
+    is_list, name = prompts_max > 0 and isinstance(value, list), long_list.name
+    objects = [_as_object(one) for one in (value if is_list else [value])]
+    if is_list and len(objects) > prompts_max:
+        expected = f"at most {prompts_max} prompts"
+        raise InvalidRequest(expected, field="body", expected=expected, seen=len(objects))
+    has_list = [fields.get(name) == [] for fields in objects]
+    if sum(has_list) != len(lists):  # one is given twice, or in another field
+        raise _not_once(name, len(lists), len(objects))
+    prompts: list[tuple[Model, Entries]] = []
+    for index, fields in enumerate(objects):
+        prompt = validated(model, fields, *((index,) if is_list else ()))
+        if getattr(prompt, name):  # its name is not written as it is
+            raise _not_once(name, len(lists), len(objects))
+        prompts.append((prompt, lists.pop(0) if has_list[index] else await long_list.parse(b"", "")))
+    return prompts, is_list
 
 
-async def split_objects(
-    body: bytes, ids_max: int, long_list: LongList[Entries]
-) -> tuple[list[dict[str, Any]], list[Entries] | None]:
-    """As `split_token_ids`, of a list of objects, or of one object, each with its own long list.
-
-    Args:
-        ids_max: How many entries are allowed in all of them together.
-    """
-    value, lists = await split_lists(body, ids_max, long_list)
-    objects = [_as_object(one) for one in value] if isinstance(value, list) else [_as_object(value)]
-    if lists is None:
-        return objects, None
-    if len(lists) != len(objects) or any(fields.pop(long_list.name, None) != [] for fields in objects):
-        raise _not_once(long_list.name, len(lists), len(objects))
-    return objects, lists
-
-
-async def split_lists(body: bytes, ids_max: int, long_list: LongList[Entries]) -> tuple[Any, list[Entries] | None]:
-    """A JSON text with empty lists in place of its long lists, and these, in order; `None`: the body is small and
-    unchanged.
+async def _split_lists(body: bytes, long_list: LongList[Entries]) -> tuple[Any, list[Entries]]:
+    """A JSON text with empty lists in place of its long lists, and these, in order.
 
     Raises:
-        InvalidRequest: As of `split_token_ids`.
+        InvalidRequest: As of `read_prompts`.
     """
-    if len(body) <= long_list.plain_bytes_max:
-        return _parsed(body), None
     places: list[tuple[int, int]] = []
     rest, rest_bytes, at = [], 0, 0
     while (found := long_list.find(body, at)) is not None:
@@ -224,9 +195,7 @@ async def split_lists(body: bytes, ids_max: int, long_list: LongList[Entries]) -
         if rest_bytes > _PLAIN_BYTES_MAX:  # now: a body may have hundreds of thousands of empty lists
             raise _too_much_besides(long_list.name)
         at = stop
-    if not places and len(body) <= _PLAIN_BYTES_MAX:
-        return _parsed(body), None
-    if not places:
+    if not places and len(body) > _PLAIN_BYTES_MAX:
         raise InvalidRequest(
             f"a body of more than 64 KiB must be JSON with lists of {long_list.name}",
             field="body",
@@ -238,17 +207,16 @@ async def split_lists(body: bytes, ids_max: int, long_list: LongList[Entries]) -
     if len(others) > _PLAIN_BYTES_MAX:
         raise _too_much_besides(long_list.name)
     value = _parsed(others)
-    is_list, room = isinstance(value, list), ids_max
+    is_list, room = isinstance(value, list), long_list.most
     lists: list[Entries] = []
     for number, (start, stop) in enumerate(places):
         field = f"body.{number}.{long_list.name}" if is_list else f"body.{long_list.name}"
         text = body[start:stop].strip(_SPACES)
         room -= _num_entries(text)
         if room < 0:
-            raise InvalidRequest(
-                f"at most {ids_max} {long_list.words}", field=field, expected=f"at most {ids_max}", seen="more"
-            )
-        lists.append(await long_list.parse(text, field) if text else long_list.plain(()))
+            expected = f"at most {long_list.most}"
+            raise InvalidRequest(f"{expected} {long_list.words}", field=field, expected=expected, seen="more")
+        lists.append(await long_list.parse(text, field))
     return value, lists
 
 
@@ -262,7 +230,7 @@ async def in_pieces(
         read: Takes a piece, the field, and the number of entries before it.
     """
     entries, start = make(), 0
-    while start <= len(text):
+    while text and start <= len(text):
         comma = text.find(b",", start + _PIECE_BYTES)
         end = len(text) if comma < 0 else comma
         entries.extend(read(text[start:end], field, len(entries)))
@@ -278,16 +246,7 @@ def read_ids(piece: bytes, field: str, num_before: int) -> array[int]:
         InvalidRequest: One is none.
     """
     numbers = _piece_of_numbers(piece)
-    if numbers is None:
-        raise _wrong_id(piece, field, num_before)
-    return array("I", numbers.tobytes())
-
-
-async def _parse_ids(text: bytes, field: str) -> array[int]:
-    return await in_pieces(text, field, lambda: array("I"), read_ids)
-
-
-TOKEN_IDS = LongList("token_ids", "token ids", _parse_ids, lambda ids: array("I", ids))
+    return array("I", numbers.tobytes()) if numbers is not None else _one_by_one(piece, field, num_before)
 
 
 class PromptText:
@@ -306,11 +265,21 @@ class PromptText:
     def __len__(self) -> int:
         return self._num_tokens
 
-    async def boundaries(self, cache_salt: str | None, step_tokens: int, recall: Recall) -> list[Boundary]:
+    async def ids(self) -> array[int]:
+        """The token ids.
+
+        Raises:
+            InvalidRequest: An entry is none.
+        """
+        return await in_pieces(self._text, self._field, lambda: array("I"), read_ids)
+
+    async def boundaries(
+        self, cache_salt: str | None, step_tokens: int = LINK_TOKENS, recall: Recall | None = None
+    ) -> list[Boundary]:
         """The boundaries of a plain prompt at multiples of `step_tokens`, which is one of 16.
 
         Args:
-            recall: Keeps the hashes of whole pieces, for the next prompt that begins with them.
+            recall: Keeps the hashes of whole pieces, for the next prompt that begins with them; `None`: nothing does.
 
         Raises:
             InvalidRequest: An entry is no token id.
@@ -320,7 +289,7 @@ class PromptText:
         while num_before < len(self):
             end, num_tokens = self._cut(start, len(self) - num_before)
             piece, read = self._text[start:end], partial(read_ids, field=self._field, num_before=num_before)
-            if end < len(self._text):
+            if recall is not None and end < len(self._text):
                 boundaries += chain.extend_with(piece, num_tokens, read, recall)
             else:
                 boundaries += chain.extend(read(piece))
@@ -356,16 +325,12 @@ async def _as_text(text: bytes, field: str) -> PromptText:
     return PromptText(text, field)
 
 
-def _text_of(ids: Sequence[int]) -> PromptText:
-    return PromptText(",".join(map(str, ids)).encode(), "body.token_ids")
-
-
-PROMPT_TEXT = LongList("token_ids", "token ids", _as_text, _text_of, plain_bytes_max=0)
-"""`TOKEN_IDS` for those who need the hashes alone."""
+TOKEN_IDS = LongList("token_ids", "token ids", TOKENS_MAX, _as_text)
 
 
 def _piece_of_numbers(piece: bytes) -> npt.NDArray[np.uint32] | None:
-    """The numbers of a piece of a JSON list, three times as fast as by a parser of JSON; `None`: one is no token id.
+    """The numbers of a piece of a JSON list, three times as fast as by a parser of JSON; `None`: one is not written
+    in digits alone, or is no token id.
 
     Gathering the digits with NumPy, place by place or eight at a time, is not faster than its own parser.
     """
@@ -391,30 +356,21 @@ def _piece_of_numbers(piece: bytes) -> npt.NDArray[np.uint32] | None:
     return numbers.astype(np.uint32)
 
 
-def _wrong_id(piece: bytes, field: str, num_before: int) -> InvalidRequest:
-    """What is wrong with a piece of a list: the first of its entries that is no token id."""
+def _one_by_one(piece: bytes, field: str, num_before: int) -> array[int]:
+    """The token ids of a piece that is not read in one go, which names the first that is none."""
+    ids = array("I")
     for index, entry in enumerate(piece.split(b",")):
-        is_number = _WHOLE_NUMBER.fullmatch(entry) is not None
-        text = entry.strip()
-        if is_number and len(text) <= _DIGITS_MAX and int(text) <= _TOKEN_ID_MAX:
+        found = _WHOLE_NUMBER.fullmatch(entry)
+        if found is not None and len(found[1]) <= _DIGITS_MAX and int(found[1]) <= _TOKEN_ID_MAX:
+            ids.append(int(found[1]))
             continue
-        return InvalidRequest(
-            "a token id must fit in 32 bits" if is_number else "token_ids must be a list of whole numbers",
+        raise InvalidRequest(
+            "a token id must fit in 32 bits" if found is not None else "token_ids must be a list of whole numbers",
             field=f"{field}.{num_before + index}",
-            expected=f"at most {_TOKEN_ID_MAX}" if is_number else "a whole number",
-            seen=text[:_SEEN_BYTES_MAX].decode(errors="replace") or "nothing",
+            expected=f"at most {_TOKEN_ID_MAX}" if found is not None else "a whole number",
+            seen=entry.strip()[:_SEEN_BYTES_MAX].decode(errors="replace") or "nothing",
         )
-    return InvalidRequest("token_ids must be a list of whole numbers", field=field)
-
-
-def _plain_ids(ids: object) -> array[int] | None:
-    """Token ids of a small body that need no further check, which takes milliseconds; `None`: they need one."""
-    if not isinstance(ids, list) or set(map(type, ids)) != {int}:
-        return None
-    try:
-        return array("I", ids)
-    except OverflowError:
-        return None
+    return ids
 
 
 def _parsed(body: bytes) -> Any:

@@ -6,14 +6,14 @@ Request and answer have the shape of the indexer API that Mooncake proposed (RFC
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from math import gcd
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from kvstore.api import PrefixQuery
-from kvstore.errors import InvalidRequest
 from kvstore.model.keys import LINK_TOKENS, NamespaceId
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.access import Reader
@@ -25,17 +25,24 @@ from kvstore.service.admin.resources.matches import (
     TEXT_MAX,
     Asked,
     Matches,
+    answer_questions,
     engines_asked,
     matches_of,
-    parse_questions,
     reaches_of,
 )
-from kvstore.service.admin.resources.prompt import ANSWER_S, PROMPT_TEXT, TOKENS_MAX, PromptText, body_of, read_json
+from kvstore.service.admin.resources.prompt import TOKEN_IDS, TOKENS_MAX, PromptText, body_of, read_json
 from kvstore.service.authentication import Grant
 from kvstore.service.session import ConnectedEngine
 from kvstore.store.presence import Reach, ResumePoints
 
 router = APIRouter(tags=["query"])
+
+
+def _no_adapter(name: str | None) -> str | None:
+    if name:
+        text = "expected null or empty text: prompts with an adapter are not found, since its files name their pages"
+        raise ValueError(text)
+    return name
 
 
 class Question(Asked):
@@ -46,7 +53,9 @@ class Question(Asked):
     )
 
     token_ids: list[TokenId] = Field(max_length=TOKENS_MAX, description="of the whole prompt")
-    lora_name: str | None = Field(default=None, max_length=TEXT_MAX, description="null or empty: no adapter")
+    lora_name: Annotated[str | None, AfterValidator(_no_adapter)] = Field(
+        default=None, max_length=TEXT_MAX, description="null or empty: no adapter"
+    )
     cache_salt: str | None = Field(default=None, max_length=4096, description="the request's `cache_salt`")
 
 
@@ -55,24 +64,8 @@ async def query(context: Context, grant: Reader, request: Request) -> Matches | 
     """By tenant and engine, how much of a prompt without adapter, media and embeddings each engine that is connected to
     this service would resume; of a list of prompts a list. Nothing is fetched, and nothing counts as a use.
     """
-    body = await read_json(request)
-    async with context.queries.turn():
-        questions, is_list = await parse_questions(body, grant, Question, PROMPT_TEXT, TOKENS_MAX)
-        for index, (question, _) in enumerate(questions):
-            _refuse_adapter(question, (index,) if is_list else ())
-        deadline = context.soon(ANSWER_S)
-        answers = [await _answer(context, grant, question, text, deadline) for question, text in questions]
-    return answers if is_list else answers[0]
-
-
-def _refuse_adapter(question: Question, where: Sequence[int]) -> None:
-    if question.lora_name:
-        raise InvalidRequest(
-            "prompts with an adapter are not found: their pages are named by the adapter's files",
-            field=".".join(["body", *map(str, where), "lora_name"]),
-            expected="null or empty text",
-            seen=question.lora_name,
-        )
+    answer = partial(_answer, context, grant)
+    return await answer_questions(context, grant, await read_json(request), Question, TOKEN_IDS, answer=answer)
 
 
 async def _answer(

@@ -11,6 +11,7 @@ import json
 import re
 from base64 import b64decode
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -28,12 +29,12 @@ from kvstore.service.admin.resources.matches import (
     TEXT_MAX,
     Asked,
     Matches,
+    answer_questions,
     engines_asked,
     matches_of,
-    parse_questions,
     reaches_of,
 )
-from kvstore.service.admin.resources.prompt import ANSWER_S, TOKENS_MAX, LongList, body_of, in_pieces, read_json
+from kvstore.service.admin.resources.prompt import TOKENS_MAX, LongList, body_of, in_pieces, read_json
 from kvstore.service.authentication import Grant
 from kvstore.store.presence import Reach
 
@@ -95,8 +96,7 @@ async def _parse_hashes(text: bytes, field: str) -> list[bytes]:
     return await in_pieces(text, field, list[bytes], _read_hashes)
 
 
-# Python decodes each hash by itself, which takes long: so small bodies are read in pieces too
-_BLOCK_HASHES = LongList("block_hashes", "hashes of blocks", _parse_hashes, list[bytes], plain_bytes_max=0)
+_BLOCK_HASHES = LongList("block_hashes", "hashes of blocks", HASHES_MAX, _parse_hashes)
 
 BlockHash = Annotated[
     bytes,
@@ -145,11 +145,8 @@ async def query_by_hash(context: Context, grant: Reader, request: Request) -> Ma
             field="events_endpoint",
             expected="an address, and `name_blocks` on the engines",
         )
-    async with context.queries.turn():
-        questions, is_list = await parse_questions(body, grant, HashQuestion, _BLOCK_HASHES, HASHES_MAX)
-        deadline = context.soon(ANSWER_S)
-        answers = [await _answer(context, grant, question, hashes, deadline) for question, hashes in questions]
-    return answers if is_list else answers[0]
+    answer = partial(_answer, context, grant)
+    return await answer_questions(context, grant, body, HashQuestion, _BLOCK_HASHES, answer=answer)
 
 
 async def _answer(
