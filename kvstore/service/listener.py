@@ -176,7 +176,7 @@ class Listener:
             if address.tls and tls is None:
                 raise InvalidRequest("tls:// needs a certificate", field="tls_certificate_file", seen=None)
             shown = tls if address.tls else None
-            socks = await _bind_tcp(address.host, address.port)
+            socks = await bind_tcp(address.host, address.port)
             port: int = socks[0].getsockname()[1]
             acceptors = [
                 Acceptor(sock, protocol, unauthenticated, tls=shown, handshake_s=handshake_s) for sock in socks
@@ -200,8 +200,12 @@ class Listener:
             await acceptor.wait_closed()
 
 
-async def _bind_tcp(host: str, port: int) -> list[socket.socket]:
-    """A listening socket for each address that a name stands for."""
+async def bind_tcp(host: str, port: int) -> list[socket.socket]:
+    """A listening socket for each address that a name stands for.
+
+    Raises:
+        OSError: One of them cannot be listened on.
+    """
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     socks: list[socket.socket] = []
     try:

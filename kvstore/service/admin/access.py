@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope as AsgiScope
 
 from kvstore.runtime.watched_file import Watched
+from kvstore.service.admin.port import is_loopback
 from kvstore.service.admin.problems import Refused
 from kvstore.service.authentication import Credentials, FailureLimit, Grant, Scope
 
@@ -89,8 +90,7 @@ def _local_grant(scope: AsgiScope) -> Grant:
 
 def _names_loopback(url: str) -> bool:
     try:
-        host = urlsplit(url).hostname or ""
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return is_loopback(urlsplit(url).hostname or "")
     except ValueError:
         return False
 

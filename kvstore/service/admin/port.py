@@ -11,7 +11,7 @@ import ipaddress
 import logging
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -24,6 +24,7 @@ from kvstore.runtime.events import EventKind
 from kvstore.runtime.watched_file import Watched
 from kvstore.service.authentication import Credentials
 from kvstore.service.history import History
+from kvstore.service.listener import bind_tcp
 from kvstore.service.server import Server
 from kvstore.service.watcher import Watcher
 from kvstore.settings import Settings
@@ -33,7 +34,6 @@ from kvstore.wire.address import TcpAddress
 from kvstore.wire.tls import ServerTls
 
 _log = logging.getLogger(__name__)
-_BACKLOG = 128
 _JOIN_S = 5.0
 _PACKAGES = ("fastapi", "uvicorn")
 
@@ -49,7 +49,7 @@ def check_admin_listen(
     """
     if address is not None and address.tls and not has_certificate:
         raise InvalidRequest("tls:// needs a certificate", field="tls_certificate_file", seen=None)
-    if address is not None and credentials is None and not _is_loopback(address.host):
+    if address is not None and credentials is None and not is_loopback(address.host):
         raise InvalidRequest(
             "an administration interface that other machines can reach needs tokens: set credentials_file, or listen "
             "on 127.0.0.1",
@@ -58,7 +58,8 @@ def check_admin_listen(
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine by its name or address, as a url or a setting has it."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -107,7 +108,7 @@ async def _open(service: Administered) -> AdminPort | None:
         )
         return None
     try:
-        sock = await asyncio.to_thread(_bind, address)
+        socks = await bind_tcp(address.host, address.port)
     except OSError as error:
         hint = "another program listens there" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
         _log.warning(
@@ -121,7 +122,7 @@ async def _open(service: Administered) -> AdminPort | None:
     _report_start(service)
     if address.tls and service.server.tls is None:
         raise InternalError("the administration port needs the service's TLS certificate")
-    return AdminPort(sock, service, service.server.tls if address.tls else None)
+    return AdminPort(socks, service, service.server.tls if address.tls else None)
 
 
 def _report_start(service: Administered) -> None:
@@ -136,36 +137,20 @@ def _report_start(service: Administered) -> None:
     service.store.events.add(EventKind.STARTED, "the service started", is_public=True, detail=detail)
 
 
-def _bind(address: TcpAddress) -> socket.socket:
-    family, kind, protocol, _, place = socket.getaddrinfo(
-        address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    sock = socket.socket(family, kind, protocol)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(place)
-        sock.listen(_BACKLOG)
-        sock.setblocking(False)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
 class AdminPort:
-    """A listening socket, and a thread with an event loop of its own that starts with the first connection. Requests of
+    """Listening sockets, and a thread with an event loop of its own that starts with the first connection. Requests of
     operators therefore never run on the data loop, and a service without any spends neither time nor memory on them.
 
     Args:
-        sock: Bound and listening; owned from now on.
+        socks: Bound and listening; owned from now on.
         tls: The certificate to present, which the data port keeps up to date; `None`: plain HTTP.
 
     Attributes:
         watcher: Adds samples to the history, on the data loop.
     """
 
-    def __init__(self, sock: socket.socket, service: Administered, tls: ServerTls | None) -> None:
-        self._sock = sock
+    def __init__(self, socks: Sequence[socket.socket], service: Administered, tls: ServerTls | None) -> None:
+        self._socks = socks
         self._service = service
         self._tls = tls
         self._loop = asyncio.get_running_loop()
@@ -173,18 +158,19 @@ class AdminPort:
         self._stop = threading.Event()
         self.watcher = Watcher(service.store, service.history, service.store.events, credentials=service.credentials)
         self.watcher.start()
-        self._loop.add_reader(sock.fileno(), self._start)
+        for sock in socks:
+            self._loop.add_reader(sock.fileno(), self._start)
         _log.info("administration address=%s", self.url)
 
     @property
     def url(self) -> str:
         """`http://host:port`, or `https://`; a port of 0 is replaced by the real one."""
-        host, port = self._sock.getsockname()[:2]
+        host, port = self._socks[0].getsockname()[:2]
         return f"{'http' if self._tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def _start(self) -> None:
         """Start the thread: the first peer connects."""
-        self._loop.remove_reader(self._sock.fileno())
+        self._stop_waiting()
         self._thread = threading.Thread(target=self._run, name="kvstore-admin", daemon=True)
         self._thread.start()
 
@@ -192,18 +178,24 @@ class AdminPort:
         try:
             from kvstore.service.admin.serving import serve_admin
 
-            uvloop.run(serve_admin(self._sock, self._loop, self._stop, self._service, self._tls))
+            uvloop.run(serve_admin(self._socks, self._loop, self._stop, self._service, self._tls))
         except Exception:  # noqa: BLE001 - a thread's top: the data path is not affected
             _log.exception("the administration interface failed; the service runs without it field=admin_listen")
-            self._sock.close()
+            for sock in self._socks:
+                sock.close()
+
+    def _stop_waiting(self) -> None:
+        for sock in self._socks:
+            self._loop.remove_reader(sock.fileno())
 
     async def aclose(self) -> None:
         """Give running requests a moment to end, then stop. Idempotent."""
         self._stop.set()
         await self.watcher.aclose()
-        if self._thread is None:
-            if self._sock.fileno() >= 0:
-                self._loop.remove_reader(self._sock.fileno())
-        else:
+        if self._thread is not None:
             await asyncio.to_thread(self._thread.join, _JOIN_S)
-        self._sock.close()
+        elif self._socks:
+            self._stop_waiting()
+        for sock in self._socks:
+            sock.close()
+        self._socks = ()

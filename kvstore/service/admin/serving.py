@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -45,7 +46,7 @@ _READ_S = 30.0
 
 
 async def serve_admin(
-    sock: socket.socket,
+    socks: Sequence[socket.socket],
     data_loop: asyncio.AbstractEventLoop,
     stop: threading.Event,
     service: Administered,
@@ -54,7 +55,7 @@ async def serve_admin(
     """Serve until `stop`, on an event loop in a thread of its own.
 
     Args:
-        sock: Listening; stays the caller's.
+        socks: Listening; stay the caller's.
         stop: Ends the server some tenths of a second later.
         tls: The certificate to present; `None`: plain HTTP.
     """
@@ -69,7 +70,7 @@ async def serve_admin(
         background.spawn(_stop_with(stop, http), "stop")
         background.keep_running(partial(_read_totals, context), "totals")
         try:
-            await http.serve(sockets=[sock])
+            await http.serve(sockets=list(socks))
         finally:
             await background.aclose()
             await jobs.aclose()

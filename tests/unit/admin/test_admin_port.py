@@ -6,6 +6,7 @@ import asyncio
 import socket
 import sys
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -16,6 +17,7 @@ from kvstore.service.admin.access import is_own_user, user_in_table
 from kvstore.service.admin.port import Administered, admin_port, check_admin_listen
 from kvstore.service.authentication import FailureLimit, Grant
 from kvstore.settings import load_settings
+from kvstore.testing.servers.ports import free_ports
 from kvstore.testing.tokens import credentials_of
 from kvstore.testing.waiting import soon
 from kvstore.wire.address import TcpAddress
@@ -140,6 +142,19 @@ async def test_a_port_in_use_is_a_warning(tmp_path: Path, caplog: pytest.LogCapt
                 assert second is None
             assert said in caplog.text and f"field=admin_listen seen={host}:{port}" in caplog.text
         await asked(made)
+
+
+async def test_a_name_with_two_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listens on both, as the data port does: `localhost` may stand for an IPv4 and an IPv6 address."""
+    (port,) = free_ports(1)
+    kind = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+    found = [(*kind, ("127.0.0.1", port)), (*kind, ("127.0.0.2", port))]
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", AsyncMock(return_value=found))
+    async with open_service(tmp_path, with_tokens=False, admin_listen=f"localhost:{port}"):
+        monkeypatch.undo()
+        for host in ("127.0.0.2", "127.0.0.1"):
+            async with httpx.AsyncClient() as client:
+                assert (await client.get(f"http://{host}:{port}/livez")).status_code == 200
 
 
 async def test_a_missing_package_is_a_warning(
