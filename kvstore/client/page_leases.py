@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvstore.api import LeaseId
 from kvstore.model.keys import PrefixHash
+from kvstore.runtime.bounded_map import Latest
 from kvstore.runtime.clock import SYSTEM_CLOCK
 
 _LEASES_MAX = 256
@@ -78,7 +79,7 @@ class Cuts:
     """
 
     def __init__(self) -> None:
-        self._cuts: dict[PrefixHash, str] = {}
+        self._cuts = Latest[PrefixHash, str](_CUTS_MAX)
 
     def note(self, prefixes: Sequence[PrefixHash], num_found: int, cut: str) -> None:
         """Note how many pages of a query were found, and why not more, as `Staged.cut` says it."""
@@ -87,8 +88,6 @@ class Cuts:
                 self._cuts.pop(prefix, None)
         if cut and num_found < len(prefixes):
             self._cuts[prefixes[num_found]] = cut
-        if len(self._cuts) > _CUTS_MAX:
-            del self._cuts[next(iter(self._cuts))]
 
     def at(self, prefix: PrefixHash) -> str:
         """Why the latest query that ended at this page did so; empty: the store did not have the page."""

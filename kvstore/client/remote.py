@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
@@ -37,6 +36,7 @@ from kvstore.model.page_blocks import PageBlocks
 from kvstore.model.prompt_hint import EndedPrompt
 from kvstore.runtime.arena import ArenaView
 from kvstore.runtime.background import gather_all
+from kvstore.runtime.bounded_map import Latest
 from kvstore.runtime.deadline import Deadline
 from kvstore.wire import convert, messages
 from kvstore.wire.address import Address, TcpAddress, parse_address
@@ -61,7 +61,7 @@ class RemoteStore(PageStore):
 
     def __init__(self, locate: Callable[[], Awaitable[Address]], url: str, options: ClientOptions) -> None:
         self._options = options
-        self._namespaces: OrderedDict[NamespaceId, NamespaceDescription] = OrderedDict()  # used longest ago first
+        self._namespaces = Latest[NamespaceId, NamespaceDescription](_NAMESPACES_MAX)  # used longest ago first
         self.pool = Pool(locate, url, options, self._reopen)
         self._shared = SharedMemory(options)
         self._save_memory = SaveMemory(options)
@@ -97,9 +97,6 @@ class RemoteStore(PageStore):
         async with self._control(deadline) as connection:
             namespace = await self._open(connection, description, deadline)
         self._namespaces[namespace] = description
-        self._namespaces.move_to_end(namespace)
-        if len(self._namespaces) > _NAMESPACES_MAX:
-            self._namespaces.popitem(last=False)
         return namespace
 
     async def lookup(self, query: PrefixQuery, *, deadline: Deadline) -> Lookup:

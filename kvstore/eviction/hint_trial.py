@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvstore.eviction.auto import COPY_BOUNDARIES, PrefixSample, save_prompt
@@ -12,6 +11,7 @@ from kvstore.eviction.hints import Hint, Hinted
 from kvstore.eviction.holdings import Holdings
 from kvstore.eviction.policies import Lru
 from kvstore.eviction.prefixes import NORMAL, Key
+from kvstore.runtime.bounded_map import Latest
 
 _MEMORY_PROMPTS = 1000
 """Sampled prompts of an owner after which a difference in hits has decayed to 1/e: its hints may become better."""
@@ -79,7 +79,7 @@ class HintTrial:
         self._plain = Holdings(budget_bytes, Lru)
         self._hinted = Holdings(budget_bytes, lambda: Hinted(Lru()))
         self._marks = Marks(self._hinted)
-        self._scores: OrderedDict[str, tuple[float, float, float]] = OrderedDict()
+        self._scores = Latest[str, tuple[float, float, float]](_OWNERS_MAX)
         """By owner: hit tokens without hints, how many more with them, and the sum of the squares of the differences;
         older ones count less."""
 
@@ -104,9 +104,6 @@ class HintTrial:
         hits, gained, squares = self._scores.get(owner, _NO_SCORE)
         kept, more = 1 - 1 / _MEMORY_PROMPTS, found[1] - found[0]
         self._scores[owner] = hits * kept + found[0], gained * kept + more, squares * kept + more * more
-        self._scores.move_to_end(owner)
-        if len(self._scores) > _OWNERS_MAX:
-            self._scores.popitem(last=False)
 
     def hint(self, key: Key, hint: Hint, now: float) -> None:
         """Note a hint for a boundary of a prompt that was looked up."""

@@ -12,6 +12,24 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
+class Latest(OrderedDict[Key, Value]):
+    """The entries that were set last, in that order.
+
+    Attributes:
+        most: How many.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def __setitem__(self, key: Key, value: Value) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self.most:
+            del self[next(iter(self))]
+
+
 class SharedRoom:
     """The bytes that several maps may take together. Beyond, the one that takes most loses its oldest entry."""
 

@@ -15,6 +15,7 @@ from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.runtime.arena import Arena, Place
 from kvstore.runtime.background import gather_all
+from kvstore.runtime.bounded_map import Latest
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.turns import PIECE, LongWork
 from kvstore.wire import convert, messages, places
@@ -56,7 +57,7 @@ class Answers:
         self._settings = settings
         self._describe = describe
         self._work = LongWork("messages")
-        self._opened: dict[NamespaceId, _Opened] = {}
+        self._opened = Latest[NamespaceId, _Opened](_OPENED_MAX)  # clients open the others again
 
     async def answer(
         self,
@@ -98,10 +99,7 @@ class Answers:
                 if known is None:  # else equal bytes were parsed before
                     description = NamespaceDescription.from_canonical(request.description, tenant)
                 namespace = await self.store.open_namespace(description, deadline=deadline)
-                self._opened.pop(namespace, None)
                 self._opened[namespace] = known or _Opened(tenant, description.layout())
-                if len(self._opened) > _OPENED_MAX:  # its clients open it again
-                    del self._opened[next(iter(self._opened))]
                 return messages.NamespaceOpened(request.id, namespace)
             case messages.Locate():
                 return await self._locate(request, deadline, tenant)

@@ -10,7 +10,6 @@ import os
 import secrets
 import socket
 import struct
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -21,6 +20,7 @@ from typing import Literal
 from pydantic import Field
 
 from kvstore.errors import InvalidRequest, Unavailable
+from kvstore.runtime.bounded_map import Latest
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.toml_tables import TableEntry, parse_tables
 from kvstore.runtime.watched_file import Watched, read_guarded, state_of
@@ -197,9 +197,8 @@ class FailureLimit:
     """
 
     def __init__(self, *, addresses_max: int = 4096, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._addresses_max = addresses_max
         self._clock = clock
-        self._counts: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        self._counts = Latest[str, tuple[float, int]](addresses_max)
 
     def wait_s(self, address: str) -> int:
         """Whole seconds that an address has to wait; 0: it need not."""
@@ -214,9 +213,6 @@ class FailureLimit:
         if now_s - started_s >= _WINDOW_S:
             started_s, count = now_s, 0
         self._counts[address] = (started_s, count + 1)
-        self._counts.move_to_end(address)
-        while len(self._counts) > self._addresses_max:
-            self._counts.popitem(last=False)
 
 
 _WITHOUT_TENANT = Grant(NO_TENANT)

@@ -10,6 +10,7 @@ from kvstore.errors import InternalError, InvalidRequest
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.runtime.arena import Arena
+from kvstore.runtime.bounded_map import Latest
 from kvstore.runtime.buffers import fresh_buffer
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.base import Entry, PutOutcome, Tier, TierUsage
@@ -89,7 +90,7 @@ class MemoryTier(Tier):
         self._slots: dict[RecordKey, _Slot] = {}
         self._idle: OrderedDict[RecordKey, _Slot] = OrderedDict()  # not pinned, least recently used first
         self._at: dict[NamespaceId, dict[PrefixHash, dict[int, int]]] = {}  # a bit per slice, by group
-        self._manifests: OrderedDict[NamespaceId, bytes] = OrderedDict()
+        self._manifests = Latest[NamespaceId, bytes](_MANIFESTS_MAX)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -269,9 +270,6 @@ class MemoryTier(Tier):
     async def put_manifest(self, namespace: NamespaceId, manifest: bytes, *, deadline: Deadline) -> None:
         self._check(deadline)
         self._manifests[namespace] = bytes(manifest)
-        self._manifests.move_to_end(namespace)
-        while len(self._manifests) > _MANIFESTS_MAX:
-            self._manifests.popitem(last=False)
 
     async def get_manifest(self, namespace: NamespaceId, *, deadline: Deadline) -> bytes | None:
         self._check(deadline)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from kvstore.format.manifest import parse_manifest
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.model.namespace import NamespaceDescription
+from kvstore.runtime.bounded_map import Latest
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.service.admin.data_loop import CALL_S, DataLoop
@@ -85,7 +85,7 @@ class CatalogAccess:
         self._stack = AsyncExitStack()
         self._catalog: Catalog | None = None
         self._opening = asyncio.Lock()
-        self._known: OrderedDict[NamespaceId, Namespace] = OrderedDict()
+        self._known = Latest[NamespaceId, Namespace](_NAMESPACES_MAX)
         self._tenants = _Cached[Mapping[NamespaceId, str]]({})
         self._totals = _Cached[Mapping[NamespaceId, NamespaceTotals]]({})
         self._whole = replace(self._totals)  # as they were when the catalog was complete
@@ -244,8 +244,6 @@ class CatalogAccess:
         found = Namespace(namespace, description, description.layout(), await self.open())
         found.catalog.know(namespace, found.layout, description.tenant)
         self._known[namespace] = found
-        while len(self._known) > _NAMESPACES_MAX:
-            self._known.popitem(last=False)
         return found
 
     async def aclose(self) -> None:

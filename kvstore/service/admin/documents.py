@@ -14,13 +14,13 @@ import asyncio
 import hashlib
 import heapq
 from array import array
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 
 from kvstore.model.keys import LINK_TOKENS, Boundary, NamespaceId, PlainChain, PrefixHash
 from kvstore.model.layout import Layout
+from kvstore.runtime.bounded_map import Latest
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 
 BEAM = 4
@@ -301,10 +301,10 @@ _TENANTS_MAX = 64
 class _Counts:
     """How often one tenant asked for each document."""
 
+    by_digest: Latest[bytes, float]
+    """By the document's digest; the one that was asked for longest ago is forgotten first."""
     weight: float = 1.0
     """What a request counts now."""
-    by_digest: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
-    """By the document's digest; the one that was asked for longest ago is forgotten first."""
 
 
 class DocumentUses:
@@ -321,7 +321,7 @@ class DocumentUses:
 
     def __init__(self, *, documents_max: int = 16_384, ageing: float = 1.0002, large: float = 1e100) -> None:
         self._documents_max, self._ageing, self._large = documents_max, ageing, large
-        self._tenants: OrderedDict[str, _Counts] = OrderedDict()
+        self._tenants = Latest[str, _Counts](_TENANTS_MAX)
 
     def note(
         self, tenant: str, namespace: NamespaceId, cache_salt: str | None, documents: Sequence[array[int]]
@@ -332,10 +332,7 @@ class DocumentUses:
             The indexes of its documents, the one asked for most often first; and for each document the share of the
             requests before this one that asked for it.
         """
-        counts = self._tenants.setdefault(tenant, _Counts())
-        self._tenants.move_to_end(tenant)
-        if len(self._tenants) > _TENANTS_MAX:
-            self._tenants.popitem(last=False)
+        counts = self._tenants[tenant] = self._tenants.get(tenant) or _Counts(Latest(self._documents_max))
         place = namespace + (b"" if cache_salt is None else b"\1" + cache_salt.encode())
         place = hashlib.sha256(place).digest()
         before = counts.by_digest.get(place, 0.0) / counts.weight
@@ -343,14 +340,10 @@ class DocumentUses:
         shares = [counts.by_digest.get(digest, 0.0) / counts.weight / (before + 1.0) for digest in digests]
         for digest in dict.fromkeys((*digests, place)):  # a document that is sent twice was asked for once
             counts.by_digest[digest] = counts.by_digest.get(digest, 0.0) + counts.weight
-            counts.by_digest.move_to_end(digest)
-        while len(counts.by_digest) > self._documents_max:
-            counts.by_digest.popitem(last=False)
         counts.weight *= self._ageing
         if counts.weight > self._large:
-            counts.by_digest = OrderedDict(
-                (digest, count / counts.weight) for digest, count in counts.by_digest.items()
-            )
+            for digest, count in list(counts.by_digest.items()):
+                counts.by_digest[digest] = count / counts.weight
             counts.weight = 1.0
         usual = sorted(range(len(digests)), key=lambda index: (-shares[index], digests[index]))
         return usual, shares

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from kvstore.api import Outcome
 from kvstore.errors import Closed, InvalidRequest, KVStoreError
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.background import gather_all
-from kvstore.runtime.bounded_map import BoundedMap, SharedRoom, starting_with
+from kvstore.runtime.bounded_map import BoundedMap, Latest, SharedRoom, starting_with
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
 from kvstore.runtime.turns import PIECE, LongWork, Turns, who_asks
@@ -115,7 +115,7 @@ class Explainer(StorePart):
         self._waiting: deque[ReportedOutcome] = deque()
         self._searching: asyncio.Task[None] | None = None
         self._numbers = count()
-        self._names: OrderedDict[NamespaceId, str] = OrderedDict()
+        self._names = Latest[NamespaceId, str](_NAMES_KEPT)
         self._room = SharedRoom(_ROOM_BYTES)
         self._losses = Losses(self._room)
         self._recent: dict[str, Recent] = {"": Recent(context.clock)}  # of all, and of each tenant
@@ -124,10 +124,7 @@ class Explainer(StorePart):
 
     def name(self, namespace: NamespaceId, name: str) -> None:
         """Note the name that people use for a namespace. Those that were noted last are kept."""
-        self._names.pop(namespace, None)
         self._names[namespace] = name
-        while len(self._names) > _NAMES_KEPT:
-            self._names.popitem(last=False)
 
     def recent(self, tenant: str = "") -> Mapping[str, object]:
         """The counts of the last minutes, as `Recent.counts`: of a tenant; empty: of all."""

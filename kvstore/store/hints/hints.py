@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -19,6 +18,7 @@ from kvstore.model.keys import Boundary, NamespaceId, RecordKey
 from kvstore.model.layout import Layout
 from kvstore.model.prompt_hint import EndedPrompt, Wishes, ends_of_pages
 from kvstore.runtime.background import Work
+from kvstore.runtime.bounded_map import Latest
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.turns import PIECE, TenantTasks, with_pauses
 from kvstore.store.context import StoreContext, StorePart
@@ -90,7 +90,7 @@ class Hints(StorePart):
         self._prefetcher = prefetcher
         self._choice = choice
         self._catalog = catalog
-        self._rates: OrderedDict[str, _Rate] = OrderedDict()
+        self._rates = Latest[str, _Rate](_TENANTS_MAX)
         self._numbers = count(1)
         self._tasks = TenantTasks(context.background, _RUNS_MAX, of_tenant=_ASKED_MAX)
         self.prompts = EndedPrompts()
@@ -241,12 +241,9 @@ class Hints(StorePart):
 
     def _is_within_rate(self, tenant: str) -> bool:
         now_s = self._clock.monotonic_s()
-        rate = self._rates.pop(tenant, None) or _Rate(HINTS_BURST, now_s)
+        rate = self._rates[tenant] = self._rates.get(tenant) or _Rate(HINTS_BURST, now_s)
         rate.left = min(HINTS_BURST, rate.left + (now_s - rate.at_s) * HINTS_PER_S)
         rate.at_s = now_s
-        self._rates[tenant] = rate
-        if len(self._rates) > _TENANTS_MAX:
-            self._rates.popitem(last=False)
         if rate.left < 1:
             return False
         rate.left -= 1

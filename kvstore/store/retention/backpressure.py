@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping, Set
 
 from kvstore.errors import Unavailable
 from kvstore.model.keys import RecordKey
+from kvstore.runtime.bounded_map import Latest
 from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 
@@ -57,7 +58,7 @@ class BudgetGate:
         self._settled_s = clock.monotonic_s()
         self._others_rate = 0.0  # bytes a second
         self._writing: Counter[bytes] = Counter()
-        self._recent: OrderedDict[bytes, float] = OrderedDict()
+        self._recent = Latest[bytes, float](_RECENT_MAX)
         self._is_suspended = True
         self._is_stuck = False
         self._freed = asyncio.Event()
@@ -184,9 +185,6 @@ class BudgetGate:
         name = key.namespace + key.prefix
         self._written(name)
         self._recent[name] = self._clock.monotonic_s()
-        self._recent.move_to_end(name)
-        if len(self._recent) > _RECENT_MAX:
-            self._recent.popitem(last=False)
         self._in_flight_bytes -= num_bytes
         if is_stored:
             self._used_bytes += num_bytes

@@ -139,12 +139,10 @@ async def test_a_service_of_the_release_before(
     assert node.store.num_opened == 2
 
 
-async def test_an_engine_that_had_many_namespaces_connects_again(
-    node: Node, client: RemoteStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_that_had_many_namespaces_connects_again(node: Node, client: RemoteStore) -> None:
     """An engine has used more namespaces than a service has open, and its connection ends: it opens again the last ones
     that it used; refused ones do not stop it."""
-    remember_at_most(5, monkeypatch)
+    vars(client)["_namespaces"].most = 5
     for weights in range(20):
         node.clock.ahead_s += 1000.0
         await client.open_namespace(prompt_of(weights).description, deadline=soon())

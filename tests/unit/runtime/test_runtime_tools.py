@@ -15,6 +15,7 @@ import pytest
 
 from kvstore.errors import Closed, KVStoreError, Unavailable
 from kvstore.runtime.background import Background
+from kvstore.runtime.bounded_map import Latest
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.meters import Meters
@@ -273,3 +274,11 @@ async def test_a_call_that_is_refused_is_not_repeated() -> None:
     with pytest.raises(Closed):
         await retry(call)
     assert num_calls == 1
+
+
+def test_the_latest_entries_are_kept() -> None:
+    """What is set again counts as set now; the one that was set longest ago goes."""
+    kept = Latest[str, int](2)
+    for key, value in (("a", 1), ("b", 2), ("a", 3), ("c", 4)):
+        kept[key] = value
+    assert list(kept.items()) == [("a", 3), ("c", 4)]
