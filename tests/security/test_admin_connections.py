@@ -145,6 +145,22 @@ async def test_who_ends_in_a_body_is_no_bug(tmp_path: Path, caplog: pytest.LogCa
     assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
 
 
+async def test_a_request_that_the_end_interrupts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The service stops while a client sends a body: the client is told so, and no traceback says that it was a bug."""
+    monkeypatch.setitem(vars(serving), "_GRACE_S", 0.2)
+    async with open_service(tmp_path) as made:
+        data = HALVES["half a body"].replace(b"Bearer x", b"Bearer red token")
+        sock = await asyncio.to_thread(said, made.url.rpartition("/")[2], data)
+        async with made.client("red") as client:
+            assert (await client.get("/v1/requests")).status_code == 200  # so that the lookup has begun
+    sock.settimeout(30)
+    assert sock.recv(1 << 16).startswith(b"HTTP/1.1 503 Service Unavailable")
+    sock.close()
+    assert "Traceback" not in caplog.text
+
+
 async def test_events_are_followed_though_a_body_was_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A body of a GET is of no use, so that nobody waits for it: the events go on behind the deadline for bodies."""
     monkeypatch.setitem(vars(gate), "_BODY_BEGINS_S", 0.2)

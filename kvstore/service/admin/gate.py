@@ -78,7 +78,7 @@ class Gate:
         if scope["type"] != "http":
             return
         state = scope.setdefault("state", {})
-        status = 500
+        status = 0  # of the response, once it has begun
         request_id = _request_id(scope)
         request_context.set(RequestContext(request=request_id))
 
@@ -107,14 +107,19 @@ class Gate:
                 await answer(refused)(scope, receive, watched)
                 return
             await self._app(scope, receive, watched)
+        except asyncio.CancelledError:  # by the server, which ends and has waited for this request
+            if not status:
+                await answer(Refused(503, "the service is stopping", headers={"Retry-After": "1"}))(
+                    scope, receive, watched
+                )
         finally:
             self._running.subtract(places.keys())
             for place in places:
                 if not self._running[place]:
                     del self._running[place]
             if scope["method"] not in _READ_METHODS and scope["path"] not in _READ_PATHS + _HINT_PATHS:
-                _log_change(scope, state, status)
-                self._report_change(scope, state, status)
+                _log_change(scope, state, status or 500)
+                self._report_change(scope, state, status or 500)
 
     def _report_change(self, scope: Scope, state: dict[str, Any], status: int) -> None:
         """Emit an event if the request changed something: a route sets `request.state.changed` to False if not."""
