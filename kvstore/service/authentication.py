@@ -24,6 +24,7 @@ from kvstore.runtime.bounded_map import Latest
 from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.toml_tables import TableEntry, parse_tables
 from kvstore.runtime.watched_file import Watched, read_guarded, state_of
+from kvstore.service.limits import source_of
 from kvstore.wire.protocol import FrameConnection
 
 ALL_TENANTS = "*"
@@ -186,8 +187,8 @@ def read_token(path: Path) -> str:
 
 
 class FailureLimit:
-    """Counts wrong tokens by address. After too many in a window, further wrong tokens of that address are refused
-    until the window ends. A right token is always admitted.
+    """Counts wrong tokens by address, of IPv6 by network of 64 bits. After too many in a window, further ones of that
+    address are refused until the window ends. A right token is always admitted.
 
     This bounds the log. It does not stop guessing, and need not: a token is 32 random bytes, so 10^9 guesses a second
     need 10^60 years. If it refused right tokens too, one client could lock out all others at its address or proxy.
@@ -202,17 +203,17 @@ class FailureLimit:
 
     def wait_s(self, address: str) -> int:
         """Whole seconds that an address has to wait; 0: it need not."""
-        started_s, count = self._counts.get(address, (float("-inf"), 0))
+        started_s, count = self._counts.get(source_of(address), (float("-inf"), 0))
         left_s = started_s + _WINDOW_S - self._clock.monotonic_s()
         return math.ceil(left_s) if count >= _FAILURES_MAX and left_s > 0 else 0
 
     def failed(self, address: str) -> None:
         """Count a wrong token of an address."""
-        now_s = self._clock.monotonic_s()
-        started_s, count = self._counts.get(address, (float("-inf"), 0))
+        source, now_s = source_of(address), self._clock.monotonic_s()
+        started_s, count = self._counts.get(source, (float("-inf"), 0))
         if now_s - started_s >= _WINDOW_S:
             started_s, count = now_s, 0
-        self._counts[address] = (started_s, count + 1)
+        self._counts[source] = (started_s, count + 1)
 
 
 _WITHOUT_TENANT = Grant(NO_TENANT)

@@ -154,7 +154,7 @@ class UnauthenticatedConnections:
 
     def enter(self, address: str) -> UnauthenticatedConnection:
         """Add a connection from `address`; empty: it has none. Ends others where there are too many."""
-        source = _source(address)
+        source = source_of(address)
         mine = self._by_source.get(source, {})
         if source and len(mine) >= self._per_source_max:
             next(iter(mine)).end()
@@ -180,7 +180,7 @@ class UnauthenticatedConnections:
                 del self._by_source[entry.source]
 
 
-def _source(address: str) -> str:
+def source_of(address: str) -> str:
     """What counts as one peer: the holder of an IPv6 address usually has 2^64 of them."""
     if ":" not in address:
         return address

@@ -220,3 +220,6 @@ def test_failures_are_counted_by_window() -> None:
     limit.failed("b")
     limit.failed("c")
     assert len(limit._counts) == 2
+    for number in range(10):  # the holder of an IPv6 address usually has 2^64 of them
+        limit.failed(f"2001:db8:1:2::{number}")
+    assert limit.wait_s("2001:db8:1:2:ffff::1") == 60 and limit.wait_s("2001:db8:1:3::1") == 0
