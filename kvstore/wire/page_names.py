@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import PREFIX_BYTES, Boundary, PrefixHash
@@ -15,6 +15,7 @@ from kvstore.model.page_blocks import GROUPS_MAX, HASHES_MAX, TOKENS_MAX, BlockG
 from kvstore.wire import messages
 from kvstore.wire.convert import TEXT_MAX, check_length, is_whole, parse_namespace, plain_text
 
+Typed = TypeVar("Typed", str, bytes)
 _HASH_BYTES_MAX = 64
 _GROUP_NUMBER_MAX = (1 << 31) - 1
 _PAGE = [int, bytes, bytes, bytes, bytes]
@@ -132,7 +133,7 @@ def parse_blocks(message: messages.Outcome) -> PageBlocks:
     shared = _parse_shared(said, where)
     shared["namespace"] = parse_namespace(message.namespace, "outcome.namespace")
     shared["group"] = bits.bit_length() - 1
-    hashes, parent, tokens = (_bytes(said, name, where) for name in ("hashes", "parent", "tokens"))
+    hashes, parent, tokens = (_typed(said, name, bytes, where) for name in ("hashes", "parent", "tokens"))
     boundary = Boundary(message.stop_tokens, PrefixHash(message.stop_prefix))
     page = _page(shared, boundary, hashes, parent, tokens, where=where)
     _check_size([page], where)
@@ -193,11 +194,11 @@ def _groups_field(blocks: PageBlocks) -> list[Any]:
 def _parse_shared(said: Mapping[str, Any], where: str) -> dict[str, Any]:
     """What both messages say alike of all their pages."""
     return {
-        "model": plain_text(_text(said, "model", where)),
+        "model": plain_text(_typed(said, "model", str, where)),
         "hash_bytes": _number(said, "hash_bytes", _HASH_BYTES_MAX, where),
         "block_tokens": _number(said, "block_tokens", MAX_PREFIX_TOKENS, where),
         "groups": _block_groups(said.get("groups"), where),
-        "lora_name": plain_text(_text(said, "lora_name", where)),
+        "lora_name": plain_text(_typed(said, "lora_name", str, where)),
     }
 
 
@@ -208,21 +209,13 @@ def _number(said: Mapping[str, Any], name: str, most: int, where: str) -> int:
     raise InvalidRequest("expected a whole number", field=f"{where}.{name}", expected=f"1 to {most}", seen=_seen(value))
 
 
-def _bytes(said: Mapping[str, Any], name: str, where: str) -> bytes:
+def _typed(said: Mapping[str, Any], name: str, kind: type[Typed], where: str) -> Typed:
     value = said.get(name)
-    if isinstance(value, bytes):
+    if isinstance(value, kind):
         return value
+    expected = "text" if kind is str else kind.__name__
     raise InvalidRequest(
-        "a field has the wrong type", field=f"{where}.{name}", expected="bytes", seen=type(value).__name__
-    )
-
-
-def _text(said: Mapping[str, Any], name: str, where: str) -> str:
-    value = said.get(name)
-    if isinstance(value, str):
-        return value
-    raise InvalidRequest(
-        "a field has the wrong type", field=f"{where}.{name}", expected="text", seen=type(value).__name__
+        "a field has the wrong type", field=f"{where}.{name}", expected=expected, seen=type(value).__name__
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,14 +37,8 @@ class ClientTls:
         """
         if self.key_file is not None and self.certificate_file is None:
             raise InvalidRequest("a key needs its certificate", field="tls_certificate_file", seen=None)
-        if self.ca_file is not None:
-            _check_readable(self.ca_file, "cannot read the authorities", "tls_ca_file")
-        try:
+        with _reading_authorities(self.ca_file, "tls_ca_file"):
             context = ssl.create_default_context(cafile=self.ca_file)
-        except (OSError, ssl.SSLError) as error:
-            raise InvalidRequest(
-                "cannot read the authorities", field="tls_ca_file", path=self.ca_file, error=error
-            ) from error
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if self.certificate_file is not None:
             _load_certificate(context, self.certificate_file, self.key_file)
@@ -71,17 +67,23 @@ class ServerTls(Watched[ssl.SSLContext]):
             context.minimum_version = ssl.TLSVersion.TLSv1_2
             _load_certificate(context, certificate_file, key_file)
             if client_ca_file is not None:
-                _check_readable(client_ca_file, "cannot read the authorities", "tls_client_ca_file")
-                try:
+                with _reading_authorities(client_ca_file, "tls_client_ca_file"):
                     context.load_verify_locations(client_ca_file)
-                except (OSError, ssl.SSLError) as error:
-                    raise InvalidRequest(
-                        "cannot read the authorities", field="tls_client_ca_file", path=client_ca_file, error=error
-                    ) from error
                 context.verify_mode = ssl.CERT_REQUIRED
             return context
 
         super().__init__("TLS certificate", partial(state_of, *paths), load)
+
+
+@contextmanager
+def _reading_authorities(path: Path | None, field: str) -> Iterator[None]:
+    problem = "cannot read the authorities"
+    if path is not None:
+        _check_readable(path, problem, field)
+    try:
+        yield
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidRequest(problem, field=field, path=path, error=error) from error
 
 
 def _check_readable(path: Path, problem: str, field: str) -> None:
