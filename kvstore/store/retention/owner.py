@@ -184,12 +184,12 @@ class RetentionOwner:
                 self._num_seen = num_refused
             return freed
         epoch = await self._epoch()
-        listing, freed = await self._list()
+        listing, freed, leaving_bytes = await self._list()
         if owns_all:
             self._num_seen = num_refused  # else try again to own the rest, until it is gone or ours
         # our share of what all owners together must free
         own = sum(held[namespace] for namespace in self._owned)
-        free_bytes = int(excess / self._cost) * own // max(1, sum(held.values())) - freed
+        free_bytes = int(excess / self._cost) * own // max(1, sum(held.values())) - leaving_bytes
         others = {namespace: num for namespace, num in held.items() if namespace not in self._owned}
         # a record without an entry may be stored, unless the catalog was complete all along
         is_complete = epoch is not None and await self._epoch() == epoch
@@ -245,9 +245,11 @@ class RetentionOwner:
                 freed += (await self._finish(namespace, entry.prefix))[1]
         return freed
 
-    async def _list(self) -> tuple[Listing, int]:
-        """The boundaries owned here that are not leaving, and the bytes freed by `_finish`."""
-        listing, freed = Listing(), 0
+    async def _list(self) -> tuple[Listing, int, int]:
+        """The boundaries owned here that are not leaving, the bytes freed by `_finish`, and the bytes of all that were
+        leaving: where the tier refuses to delete, these will be free without another eviction.
+        """
+        listing, freed, leaving_bytes = Listing(), 0, 0
         for namespace in self._owned:
             async for step in self._catalog.steps(namespace):
                 listing.add(namespace, step.prefixes, step.table)
@@ -255,8 +257,10 @@ class RetentionOwner:
                     table, num_bytes = await self._finish(namespace, step.prefixes[index])
                     listing.add(namespace, [step.prefixes[index]], table)
                     freed += num_bytes
+                    if table.leaves(0, _LEVEL):
+                        leaving_bytes += int(table.level_bytes(_LEVEL)[0])
                 await asyncio.sleep(0)  # the catalog hands out steps without a pause
-        return listing, freed
+        return listing, freed, leaving_bytes
 
     async def _finish(self, namespace: NamespaceId, prefix: PrefixHash) -> tuple[EntryTable, int]:
         """Finish a deletion. Returns the boundary's entry before that, and the bytes freed in the cold tier."""
@@ -307,6 +311,10 @@ class RetentionOwner:
             broken = held.broken() & (held.pinned_until_s <= now_s) if is_complete else held.flags(())
             priorities, found = applying(marks, held, now_s)
             over.extend(found)
+            # hints of a tenant that are not followed change nothing, and each would cost an object
+            follows = {tenant: self._choice.follows(tenant) for tenant in set(tenants.values())}
+            of_row = [follows[tenants[namespace]] for namespace in held.namespaces]
+            priorities = {row: one for row, one in priorities.items() if of_row[held.namespace[row]]}
             rows = {row: order[name] for name, row in held.rows_of(order).items()}
             for kept_since_s in (now_s - _FRESH_S, None):
                 plan = plan_eviction(

@@ -261,6 +261,31 @@ async def test_a_round_that_fails_half_way_shows_again_what_it_had_not_begun(
     assert await world.held(path) == [3] * (200 - 64) + [0] * 64
 
 
+async def test_a_tier_that_refuses_for_long_hides_only_what_must_leave(
+    world: RetainedTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket where nobody may delete: what is hidden counts as on its way, so later rounds hide no more, and lookups
+    find the rest. Once deletions work, no more leaves than the budget asks for.
+    """
+    paths = [await world.save(f"prompt {number}", 1) for number in range(20)]
+    world.clock.now_s += 100
+    real = world.tier.delete_all
+
+    async def refuse(keys: Sequence[RecordKey], *, deadline: Deadline) -> None:
+        raise Unavailable("not allowed")
+
+    monkeypatch.setattr(world.tier, "delete_all", refuse)
+    retention = world.retention(budget_bytes=20 * BOUNDARY_BYTES, start_share=0.9, stop_share=0.8)
+    for _ in range(5):
+        assert await retention.round() == 0
+        table = await world.catalog.lookup(NAMESPACE, [path[0] for path in paths], deadline=world.deadline)
+        assert [bool(row.any()) for row in table.rows(Level.COLD)] == [False] * 4 + [True] * 16
+    monkeypatch.setattr(world.tier, "delete_all", real)
+    assert await retention.round() == 4 * BOUNDARY_BYTES
+    assert await retention.round() == 0
+    assert await world.used_bytes() == 16 * BOUNDARY_BYTES
+
+
 async def test_a_room_whose_level_cannot_shrink_is_stuck_until_it_can(world: RetainedTier) -> None:
     """All is pinned: a put that does not fit is refused at once instead of waiting; after the pin's end it is taken."""
     path = await world.save("a", 3)
