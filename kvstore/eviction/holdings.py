@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,11 @@ class Pool:
     @property
     def over_guarantee_bytes(self) -> int:
         return self.used_bytes + self.elsewhere_bytes - self.quota.guaranteed_bytes
+
+    @property
+    def turn(self) -> tuple[bool, int]:
+        """Of pools that may give, the lowest gives first."""
+        return not self.is_over_maximum(), -self.over_guarantee_bytes
 
     def is_over_maximum(self, need_bytes: int = 0) -> bool:
         """Whether the pool would be over its maximum with `need_bytes` more."""
@@ -184,7 +190,8 @@ class Holdings:
         while of_pool.is_over_maximum(need_bytes) and (node := of_pool.policy.victim()) is not None:
             self.remove(node)
             evicted.append(node)
-        while self.used_bytes + need_bytes > self.budget_bytes and (node := self._next_victim(of_pool)) is not None:
+        victims = self._victims(of_pool)
+        while self.used_bytes + need_bytes > self.budget_bytes and (node := next(victims, None)) is not None:
             self.remove(node)
             evicted.append(node)
         return evicted
@@ -212,15 +219,18 @@ class Holdings:
         """Whether `num_bytes` more in one pool are within the budget and the pool's maximum."""
         return self.used_bytes + num_bytes <= self.budget_bytes and not self.pool(pool).is_over_maximum(num_bytes)
 
-    def _next_victim(self, needing: Pool) -> Node | None:
-        """The next boundary to evict for `needing`: first of pools over their maximum, then of the pool furthest over
-        its guarantee, last of `needing` itself. A pool within its guarantee gives nothing to others.
+    def _victims(self, needing: Pool) -> Iterator[Node]:
+        """Boundaries to evict for `needing`, each removed before the next one is asked for: first of pools over their
+        maximum, then of the pool furthest over its guarantee, last of `needing` itself. A pool within its guarantee
+        gives nothing to others.
         """
-        if len(self._pools) == 1:
-            return needing.policy.victim()
-        giving = [pool for pool in self._pools.values() if pool.over_guarantee_bytes > 0 and pool.used_bytes]
-        giving.sort(key=lambda pool: (not pool.is_over_maximum(), -pool.over_guarantee_bytes))
-        for pool in (*giving, *([needing] if needing not in giving else [])):
+        giving = [(pool.turn, index, pool) for index, pool in self._pools.items() if pool.over_guarantee_bytes > 0]
+        heapq.heapify(giving)
+        while giving:
+            _, index, pool = heapq.heappop(giving)
             if (node := pool.policy.victim()) is not None:
-                return node
-        return None
+                yield node
+                if pool.over_guarantee_bytes > 0:  # a pool's turn changes only when it gives
+                    heapq.heappush(giving, (pool.turn, index, pool))
+        while (node := needing.policy.victim()) is not None:
+            yield node

@@ -13,7 +13,7 @@ from kvstore.eviction.holdings import SHARED, Holdings, Quota
 from kvstore.eviction.policies import Policy
 from kvstore.eviction.prefixes import Node
 from kvstore.model.keys import NamespaceId, PrefixHash
-from kvstore.store.retention.broken import Flags
+from kvstore.store.retention.broken import Flags, Numbers
 from kvstore.store.retention.held import Held
 from kvstore.store.retention.shortlist import Need, shortlist
 
@@ -56,7 +56,8 @@ class Limits:
     quotas: Mapping[str, Quota]
     """What each tenant is guaranteed, and the most it may hold."""
     elsewhere_bytes: Mapping[str, int]
-    """What tenants with a quota hold beyond the boundaries that are planned with."""
+    """What tenants with a quota hold beyond the boundaries that are planned with. Who evicts there has the same excess
+    to evict, so each evicts its share."""
     ttl_s: int | None
     """What was unused for longer is evicted; `None`: no limit."""
 
@@ -144,24 +145,28 @@ class _Pools:
         self._held = held
         self._owners = owners
         self._free_bytes = max(0, limits.free_bytes)
-        names = sorted(limits.quotas)
-        self.quotas = {SHARED: Quota(), **{index: limits.quotas[name] for index, name in enumerate(names, start=1)}}
-        self._elsewhere = {index: limits.elsewhere_bytes.get(name, 0) for index, name in enumerate(names, start=1)}
-        indexes = {name: index for index, name in enumerate(names, start=1)}
+        indexes = {name: index for index, name in enumerate(sorted(limits.quotas), start=SHARED + 1)}
         self._pool_of = np.array([indexes.get(owner, SHARED) for owner in owners], dtype=np.int64)[held.namespace]
+        self._num_pools = 1 + len(indexes)
+        self._num_bytes = self._bytes()
+        self.quotas = {SHARED: Quota()}
+        for name, index in indexes.items():
+            own, elsewhere = int(self._num_bytes[index]), limits.elsewhere_bytes.get(name, 0)
+            self.quotas[index] = _share(limits.quotas[name], own, own + elsewhere)
 
     def needs(self, marks: Mapping[int, int]) -> Iterator[Need]:
         """What each pool may have to give. Hints exchange boundaries of one owner: so may an owner with hints."""
-        marked = {self._owners[self._held.namespace[row]] for row in marks}
+        num_bytes = np.full(self._num_pools, self._free_bytes, dtype=np.int64)
         for index, quota in self.quotas.items():
-            is_in_pool = self._pool_of == index
-            num_bytes = self._free_bytes
             if quota.maximum_bytes is not None:
-                num_bytes += max(0, self._bytes(is_in_pool) + self._elsewhere[index] - quota.maximum_bytes)
-            yield Need(is_in_pool, num_bytes)
-            for owner in marked:
-                is_owners = np.array([other == owner for other in self._owners], dtype=np.bool_)[self._held.namespace]
-                yield Need(is_in_pool & is_owners, num_bytes)
+                num_bytes[index] += max(0, int(self._num_bytes[index]) - quota.maximum_bytes)
+        yield Need(self._pool_of, num_bytes)
+        if marks:
+            _, owner_of = np.unique(self._owners, return_inverse=True)
+            owner, of_owners = owner_of[self._held.namespace], np.zeros(len(self._owners), dtype=np.int64)
+            marked = np.fromiter(marks, dtype=np.int64)
+            of_owners[owner[marked]] = num_bytes[self._pool_of[marked]]
+            yield Need(owner, of_owners)
 
     def holdings(self, make_policy: Callable[[], Policy], listed: Flags, last_use: npt.NDArray[np.float64]) -> Holdings:
         """The listed boundaries under a budget and the quotas, and their parents, which are pinned. A listed one is
@@ -171,10 +176,10 @@ class _Pools:
         has_parent = held.above >= 0
         added = listed.copy()
         added[held.above[listed & has_parent]] = True
+        not_added = self._bytes(added)
         for index, quota in self.quotas.items():
-            pool, is_in_pool = holdings.pool(index), self._pool_of == index
-            pool.quota = quota
-            pool.elsewhere_bytes = self._elsewhere.get(index, 0) + self._bytes(is_in_pool & ~added)
+            pool = holdings.pool(index)
+            pool.quota, pool.elsewhere_bytes = quota, int(not_added[index])
         others = np.bincount(held.above[has_parent & ~listed], minlength=len(held))
         rows = np.flatnonzero(added)
         for row in _parents_first(held, rows[np.lexsort((-held.tokens[rows], last_use[rows]))], added):
@@ -192,8 +197,18 @@ class _Pools:
                 holdings.pin(node)
         return holdings
 
-    def _bytes(self, rows: Flags) -> int:
-        return int(self._held.num_bytes[rows].sum())
+    def _bytes(self, added: Flags | None = None) -> Numbers:
+        """[pools]: their bytes, but of those that are added."""
+        num_bytes = self._held.num_bytes if added is None else np.where(added, 0, self._held.num_bytes)
+        return np.bincount(self._pool_of, weights=num_bytes, minlength=self._num_pools).astype(np.int64)
+
+
+def _share(quota: Quota, own_bytes: int, all_bytes: int) -> Quota:
+    """The part of a tenant's quota for what is planned with, of all that the tenant holds."""
+    if own_bytes == all_bytes:
+        return quota
+    most = None if quota.maximum_bytes is None else quota.maximum_bytes * own_bytes // all_bytes
+    return Quota(-(-quota.guaranteed_bytes * own_bytes // all_bytes), most)
 
 
 def _ranks(held: Held, policy: Policy, last_use: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -8,21 +8,21 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.store.retention.broken import Flags
+from kvstore.store.retention.broken import Flags, Numbers
 from kvstore.store.retention.held import Held
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a group of boundaries may have to give.
+    """What groups of boundaries may have to give. No tree of prefixes is in several groups.
 
     Attributes:
-        group: [boundaries]: whether one belongs to it.
-        num_bytes: The most that it may have to give.
+        group: [boundaries]: the index of each one's group.
+        num_bytes: [groups]: the most that each may have to give.
     """
 
-    group: Flags
-    num_bytes: int
+    group: Numbers
+    num_bytes: Numbers
 
 
 def shortlist(
@@ -35,7 +35,8 @@ def shortlist(
     needs: Iterable[Need],
 ) -> Flags:
     """[boundaries]: whether one is on the list. `Holdings`, which evicts ends of prefixes first and of these the lowest
-    rank first, chooses among the listed boundaries as among all.
+    rank first, chooses among the listed boundaries as among all. With hints it may choose a few others, of as many
+    bytes: what a hint keeps holds up what it continues.
 
     A boundary is evicted after all that continue it, so at the latest of their ranks; those that leave anyhow do not
     count. The list has those with the lowest such ranks, of as many bytes as a group may have to give. Boundaries with
@@ -46,7 +47,7 @@ def shortlist(
         stays: [boundaries]: whether one stays, and what it continues.
         leaves: [boundaries]: whether one leaves by its age or state, at any rank, unless it stays.
         marked: [boundaries]: whether a hint applies to one.
-        needs: Of groups that have no trees of prefixes in common, or contain each other.
+        needs: By each of these the list has enough.
     """
     latest = np.empty(len(held), dtype=np.int64)
     latest[np.lexsort((-held.tokens, held.last_use_s, ranks))] = np.arange(len(held))
@@ -63,7 +64,9 @@ def shortlist(
     order = np.lexsort((-held.depth, latest))
     order = order[free[order]]
     for need in needs:
-        rows = order[need.group[order]]
-        given = np.cumsum(np.where(is_marked[rows], 0, held.num_bytes[rows]))
-        listed[rows[: np.searchsorted(given, need.num_bytes) + (need.num_bytes > 0)]] = True
+        rows = order[np.argsort(need.group[order], kind="stable")]
+        group, num_bytes = need.group[rows], np.where(is_marked[rows], 0, held.num_bytes[rows])
+        given_before = np.cumsum(num_bytes) - num_bytes
+        given_before -= given_before[np.searchsorted(group, group)]  # by those of its own group alone
+        listed[rows[given_before < need.num_bytes[group]]] = True
     return listed

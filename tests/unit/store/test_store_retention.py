@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 from retention_harness import BOUNDARY_BYTES, LAYOUT, OTHER, RetainedTier, open_retained
@@ -17,7 +18,7 @@ from kvstore.catalog.sqlite.catalog import SqliteCatalog
 from kvstore.errors import InvalidRequest
 from kvstore.eviction.candidates import CANDIDATES
 from kvstore.eviction.holdings import Quota
-from kvstore.model.keys import Boundary, PrefixHash
+from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.instruments import Instruments
 from kvstore.store.retention.cold_admission import ColdAdmission
@@ -114,6 +115,50 @@ async def test_a_tenant_within_its_quota_is_safe_and_over_it_evicts_its_own(worl
     assert await world.held(first, OTHER) == [3, 0, 0]
     assert await world.held(second, OTHER) == [3, 3, 3]
     assert [await world.held(path) for path in others] == before
+
+
+class OneNamespace(NobodysOwnership):
+    """Somebody else owns all but one namespace."""
+
+    def __init__(self, namespace: NamespaceId) -> None:
+        self._name = namespace.hex()
+
+    async def hold(self, name: str, *, deadline: Deadline) -> bool:
+        return name.endswith(self._name)
+
+
+@pytest.mark.parametrize(("quota", "budget", "left"), [(Quota(0, 20), None, (20, 20)), (Quota(30), 39, (30, 9))])
+async def test_owners_of_a_tenants_namespaces_evict_its_excess_once(
+    world: RetainedTier, quota: Quota, budget: int | None, left: tuple[int, int]
+) -> None:
+    """Each of two services owns a namespace of the tenant, a third one what others hold. All evict at the same time:
+    the tenant keeps its maximum, and its guarantee.
+    """
+    third = NamespaceId(bytes(16))
+    await world.catalog.register(third, LAYOUT, "paying", deadline=world.deadline)
+    for number in range(20):
+        for namespace in (OTHER, third, NAMESPACE):
+            await world.save(f"{namespace.hex()} {number}", 1, namespace)
+    world.clock.now_s += 100
+    most = None if quota.maximum_bytes is None else quota.maximum_bytes * BOUNDARY_BYTES
+    rules = {
+        "quotas": {"paying": Quota(quota.guaranteed_bytes * BOUNDARY_BYTES, most)},
+        "budget_bytes": None if budget is None else budget * BOUNDARY_BYTES,
+        "start_share": 1.0,
+        "stop_share": 1.0,
+    }
+    owners = [world.retention(OneNamespace(namespace), **rules) for namespace in (OTHER, third, NAMESPACE)]
+    read = [await world.catalog.totals(deadline=world.deadline)] * len(owners)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.catalog, "totals", AsyncMock(side_effect=read))
+        for owner in owners:
+            await owner.round()
+    for _ in range(10):
+        for owner in owners:
+            await owner.round()
+    totals = await world.catalog.totals(deadline=world.deadline)
+    held = {one: total.levels[Level.COLD].num_boundaries for one, total in totals.items()}
+    assert (held[OTHER] + held[third], held[NAMESPACE]) == left
 
 
 async def test_what_is_not_used_for_its_time_to_live_leaves(world: RetainedTier) -> None:
