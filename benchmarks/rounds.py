@@ -8,15 +8,15 @@ import hashlib
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.program import Column, counts, names_of, run_rows
-from kvstore.catalog.base import Addition
+from kvstore.catalog.base import Addition, Step
 from kvstore.catalog.changes import packed_with
 from kvstore.catalog.coordination import SoleOwnership
-from kvstore.catalog.entry import BoundaryEntry, EntryShape, Level, entry_of
+from kvstore.catalog.entry import EntryShape, EntryTable, Level
 from kvstore.eviction.candidates import POLICIES, Candidate
 from kvstore.model.keys import NamespaceId, PrefixHash, RecordKey
 from kvstore.model.kinds import FullAttention
@@ -38,8 +38,6 @@ _PROMPT_BOUNDARIES = 64
 _RECORD_BYTES = 1 << 20
 _SPREAD_S = 3600
 _TICK_S = 0.001
-_BATCH = 512
-"""As the catalog in Redis asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +97,13 @@ class _Catalog(DictCatalog):
         super().__init__(books)
         self._listed = list(books.entries.items())
 
-    async def iterate(self, namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
-        shape = self._shape(namespace)
-        for start in range(0, len(self._listed), _BATCH):
-            await asyncio.sleep(0)
-            for (_, prefix), data in self._listed[start : start + _BATCH]:
-                yield entry_of(shape, namespace, prefix, data)
+    async def step(self, namespace: NamespaceId, cursor: str, *, count: int, deadline: Deadline) -> Step:
+        await asyncio.sleep(0)
+        start = int(cursor or 0)
+        part = self._listed[start : start + count]
+        table = EntryTable.of(self._shape(namespace), [data for _, data in part])
+        after = str(start + count) if start + count < len(self._listed) else None
+        return Step([prefix for (_, prefix), _ in part], table, after)
 
 
 def _fill(books: CatalogBooks, num_entries: int) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TypeVar
 
 from kvstore.catalog.entry import LEAVING_AT, BoundaryEntry, EntryShape, EntryTable, Level, entry_of
 from kvstore.errors import Closed, InvalidRequest, Unavailable
@@ -21,6 +22,8 @@ STEP_ENTRIES = 512
 """Entries per step of a walk. Between steps other users of this thread and of Python's lock get a turn."""
 _STEP_S = 10.0
 """Time limit of each step of `Catalog.steps`."""
+
+T = TypeVar("T")
 
 Gate = Callable[[], None]
 """Called before each call to a shared server; raises `Unavailable` while the server must not be called."""
@@ -251,18 +254,18 @@ class Catalog(ABC):
         table = await self.lookup(namespace, prefixes, deadline=deadline)
         return list(table.entries(namespace, prefixes))
 
-    async def iterate(self, namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
-        """Yield every entry of a namespace, step by step. Each step has 10 s."""
-        async for step in self.steps(namespace):
+    async def iterate(self, *namespaces: NamespaceId) -> AsyncIterator[BoundaryEntry]:
+        """Yield every entry of some namespaces, step by step. Each step has 10 s."""
+        async for namespace, step in self.walk(namespaces):
             for entry in step.table.entries(namespace, step.prefixes):
                 yield entry
 
-    async def leaving(self, namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
-        """Yield the entries whose records are being deleted. As there are few, this takes less time than `iterate`. It
-        rests after each step for as long as reading that took, since requests use the catalog too.
+    async def leaving(self, namespaces: Collection[NamespaceId]) -> AsyncIterator[BoundaryEntry]:
+        """Yield the entries of some namespaces whose records are being deleted. As there are few, this takes less time
+        than `iterate`. It rests after each step for as long as reading that took, since requests use the catalog too.
         """
         started_s = self._clock.monotonic_s()
-        async for step in self.steps(namespace):
+        async for namespace, step in self.walk(namespaces):
             indexes = step.table.data[:, LEAVING_AT].nonzero()[0]
             took_s = self._clock.monotonic_s() - started_s
             for index in indexes:
@@ -278,18 +281,35 @@ class Catalog(ABC):
             InvalidRequest: Of `start`, as `step`.
             Unavailable: The catalog does not answer, or its servers changed during the walk.
         """
+
+        async def read(cursor: str, deadline: Deadline) -> tuple[Step, str | None]:
+            step = await self.step(namespace, cursor, count=STEP_ENTRIES, deadline=deadline)
+            return step, step.cursor
+
+        async for step in self._walk(read, start):
+            yield step
+
+    async def walk(self, namespaces: Collection[NamespaceId]) -> AsyncIterator[tuple[NamespaceId, Step]]:
+        """Yield the steps over all entries of some namespaces, each with its namespace. Raises as `steps`."""
+        for namespace in namespaces:
+            async for step in self.steps(namespace):
+                yield namespace, step
+
+    async def _walk(
+        self, read: Callable[[str, Deadline], Awaitable[tuple[T, str | None]]], start: str = ""
+    ) -> AsyncIterator[T]:
+        """Yield what `read` answers, until it answers no cursor to continue at."""
         cursor: str | None = start
         while cursor is not None:
-            deadline = Deadline.after(_STEP_S, self._clock)
             try:
-                step = await self.step(namespace, cursor, count=STEP_ENTRIES, deadline=deadline)
+                found, after = await read(cursor, Deadline.after(_STEP_S, self._clock))
             except InvalidRequest as error:
                 if cursor == start:
                     raise
                 text = "the catalog's servers changed during a walk over its entries: repeat it"
                 raise Unavailable(text) from error
-            cursor = step.cursor
-            yield step
+            cursor = after
+            yield found
 
     @abstractmethod
     async def step(self, namespace: NamespaceId, cursor: str, *, count: int, deadline: Deadline) -> Step:

@@ -269,7 +269,7 @@ class CatalogContract:
         monkeypatch.setattr(catalog, "step", slow_step)
         monkeypatch.setattr(base, "asyncio", SimpleNamespace(sleep=rest))
         found, started_s = dict[PrefixHash, frozenset[Level]](), time.monotonic()
-        async for entry in catalog.leaving(_NAMESPACE):
+        async for entry in catalog.leaving([_NAMESPACE]):
             found[entry.prefix] = entry.leaving
             time.sleep(0.2)  # what the caller does with an entry is not the catalog's work
         assert found == {_prefix(64 * i): {Level(i % 2)} for i in (2, 700, 1301)}
@@ -290,6 +290,24 @@ class CatalogContract:
         totals = await catalog.totals(deadline=soon())
         assert (totals[second.id].tenant, totals[second.id].levels[Level.COLD].num_bytes) == ("t", 5)
         assert totals[_NAMESPACE].tenant == ""
+
+    async def test_a_walk_over_several_namespaces(self, catalog: Catalog) -> None:
+        """Every entry of each, also where their names come mixed, and none of another namespace."""
+        await _open(catalog)
+        others = [describe(_LAYOUT, name, tenant="t").id for name in ("second", "third", "fourth")]
+        wanted = [_NAMESPACE, *others[:2]]
+        for namespace in others:
+            await catalog.register(namespace, _LAYOUT, "t", deadline=soon())
+        for number, namespace in enumerate([*wanted, others[2]]):
+            keys = [RecordKey(namespace, _prefix(64 * i), 0, 0) for i in range(1, 300 * number + 50)]
+            await catalog.add([Addition(key, Level.COLD, 5, 64) for key in keys], deadline=soon())
+        found: dict[bytes, set[PrefixHash]] = {}
+        async for namespace, step in catalog.walk(wanted):
+            assert step.table.present().all()
+            found.setdefault(namespace, set()).update(step.prefixes)
+        assert found == {
+            namespace: {_prefix(64 * i) for i in range(1, 300 * number + 50)} for number, namespace in enumerate(wanted)
+        }
 
     async def test_tombstones_are_the_last_ones(self, catalog: Catalog) -> None:
         """Tombstones of single records have group and slice, the latest first."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 from redis.asyncio import Redis, RedisCluster
 
 from kvstore.catalog.base import (
+    STEP_ENTRIES,
     TOMBSTONES_MAX,
     Addition,
     Catalog,
@@ -68,6 +69,8 @@ _EPOCH_BYTES = 16
 _CALL_S = 10.0
 _BATCH = 512
 """Entries that are changed or read in one round trip."""
+_TOGETHER = 128
+"""Entries of a namespace that are read in one round trip in a walk over several namespaces, whose names come mixed."""
 _OBSERVED_AT_ONCE = 2048
 """Records that scripts look for in one round trip: Redis needs some 10 ms for them."""
 
@@ -135,6 +138,33 @@ class RedisCatalog(Catalog):
         places = [place for place in map(parse_entry_name, names) if place is not None]
         prefixes = list(dict.fromkeys(prefix for _, prefix in places))
         return Step(prefixes, EntryTable.of(shape, await self._entries(namespace, prefixes, deadline)), after)
+
+    async def walk(self, namespaces: Collection[NamespaceId]) -> AsyncIterator[tuple[NamespaceId, Step]]:
+        """One walk over all names in Redis: each namespace's own would list every name again."""
+        if len(namespaces) == 1:
+            async for one in super().walk(namespaces):
+                yield one
+            return
+
+        async def read(cursor: str, deadline: Deadline) -> tuple[list[bytes], str | None]:
+            return await self._nodes.scan(f"{_ROOT}/*", cursor, STEP_ENTRIES, deadline=deadline)
+
+        found: dict[NamespaceId, dict[PrefixHash, None]] = {namespace: {} for namespace in namespaces}
+        async for names in self._walk(read):
+            for namespace, prefix in filter(None, map(parse_entry_name, names)):
+                if (prefixes := found.get(namespace)) is not None:
+                    prefixes[prefix] = None
+                    if len(prefixes) == _TOGETHER:
+                        yield namespace, await self._step_of(namespace, prefixes)
+        for namespace, prefixes in found.items():
+            if prefixes:
+                yield namespace, await self._step_of(namespace, prefixes)
+
+    async def _step_of(self, namespace: NamespaceId, prefixes: dict[PrefixHash, None]) -> Step:
+        """The entries of boundaries; afterwards these are forgotten."""
+        listed = list(prefixes)
+        prefixes.clear()
+        return Step(listed, await self.lookup(namespace, listed, deadline=self._deadline()), None)
 
     async def namespaces(self, *, deadline: Deadline) -> Mapping[NamespaceId, str]:
         self._check_open()
@@ -268,11 +298,9 @@ class RedisCatalog(Catalog):
         namespaces = list(self._shapes)
         mark = await self._unused_mark(namespaces)
         await self._in_each_slot(BEGIN_RECOUNT, mark, namespaces)
-        for namespace in namespaces:
+        async for namespace, step in self.walk(namespaces):
             shape = self._shape(namespace)
-            arguments = (mark, len(shape.num_slices), shape.sum_at(Level.HOT, 0))
-            async for step in self.steps(namespace):
-                await self._count(namespace, step.prefixes, arguments)
+            await self._count(namespace, step.prefixes, (mark, len(shape.num_slices), shape.sum_at(Level.HOT, 0)))
         return sum(await self._in_each_slot(END_RECOUNT, mark, namespaces))
 
     async def _unused_mark(self, namespaces: Sequence[NamespaceId]) -> bytes:

@@ -155,12 +155,14 @@ class Reconciler:
         many records were gone.
         """
         lost = 0
-        for namespace in await self._catalog.namespaces(deadline=self._deadline()):
-            if not await _can_read(self._catalog, namespace, self._deadline()):
-                continue  # a service that has opened the namespace compares it
-            async for step in self._catalog.steps(namespace):
-                hot = np.flatnonzero(step.table.rows(Level.HOT).any(axis=1))
-                lost += await self._observe(namespace, [step.prefixes[index] for index in hot])
+        namespaces = [
+            namespace
+            for namespace in await self._catalog.namespaces(deadline=self._deadline())
+            if await _can_read(self._catalog, namespace, self._deadline())  # else a service that has opened it does it
+        ]
+        async for namespace, step in self._catalog.walk(namespaces):
+            hot = np.flatnonzero(step.table.rows(Level.HOT).any(axis=1))
+            lost += await self._observe(namespace, [step.prefixes[index] for index in hot])
         return lost
 
     async def _observe(self, namespace: NamespaceId, prefixes: list[PrefixHash]) -> int:

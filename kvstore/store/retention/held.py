@@ -8,7 +8,16 @@ from functools import cached_property
 
 import numpy as np
 
-from kvstore.catalog.entry import FIRST_USE_AT, HITS_AT, LAST_USE_AT, PINNED_AT, TOKENS_AT, EntryTable, Level
+from kvstore.catalog.entry import (
+    FIRST_USE_AT,
+    HITS_AT,
+    LAST_USE_AT,
+    PINNED_AT,
+    TOKENS_AT,
+    EntryShape,
+    EntryTable,
+    Level,
+)
 from kvstore.catalog.families import Hashes, Rows, depths, hashes_of, rows_of
 from kvstore.model.keys import PREFIX_BYTES, NamespaceId, PrefixHash
 from kvstore.store.retention.broken import Flags, Numbers, broken_rows, is_known, lack_slices
@@ -20,18 +29,19 @@ class Listing:
     """Collects entries as they are read, as their bytes."""
 
     def __init__(self) -> None:
-        self._read: dict[NamespaceId, list[tuple[Hashes, EntryTable]]] = {}
+        self._read: dict[NamespaceId, tuple[EntryShape, bytearray, bytearray]] = {}
 
     def add(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash], table: EntryTable) -> None:
         """Add entries; those without records in the cold tier, and those that are leaving it, are passed over."""
         has_records = table.rows(_LEVEL).any(axis=1)
-        part = hashes_of(prefixes)[has_records], EntryTable(table.shape, table.data[has_records])
-        self._read.setdefault(namespace, []).append(part)
+        _, hashes, entries = self._read.setdefault(namespace, (table.shape, bytearray(), bytearray()))
+        hashes += hashes_of(prefixes)[has_records].tobytes()
+        entries += table.data[has_records].tobytes()
 
     def held(self) -> Held:
         """What was listed. Nothing is listed afterwards."""
         read, self._read = self._read, {}
-        return Held.joined([_held(namespace, read.pop(namespace)) for namespace in list(read)])
+        return Held.joined([_held(namespace, *read.pop(namespace)) for namespace in list(read)])
 
 
 @dataclass(frozen=True)
@@ -134,12 +144,10 @@ class Held:
         return flags
 
 
-def _held(namespace: NamespaceId, read: list[tuple[Hashes, EntryTable]]) -> Held:
+def _held(namespace: NamespaceId, shape: EntryShape, hashes: bytearray, entries: bytearray) -> Held:
     """The boundaries of one namespace. A walk may have listed one twice: the first counts."""
-    shape = read[0][1].shape
-    prefixes = np.concatenate([hashes for hashes, _ in read])
-    data = np.concatenate([table.data for _, table in read])
-    read.clear()
+    prefixes = np.frombuffer(hashes, dtype=np.uint8).reshape(-1, PREFIX_BYTES)
+    data = np.frombuffer(entries, dtype=np.uint8).reshape(-1, shape.num_bytes)
     first = rows_of(prefixes, prefixes)
     is_first = (first < 0) | (first == np.arange(len(first)))
     if not is_first.all():

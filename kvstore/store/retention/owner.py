@@ -240,9 +240,8 @@ class RetentionOwner:
     async def _finish_all(self) -> int:
         """Finish the deletions that others, or an earlier run, left in what is owned here; returns the bytes freed."""
         freed = 0
-        for namespace in self._owned:
-            async for entry in self._catalog.leaving(namespace):
-                freed += (await self._finish(namespace, entry.prefix))[1]
+        async for entry in self._catalog.leaving(self._owned):
+            freed += (await self._finish(entry.namespace, entry.prefix))[1]
         return freed
 
     async def _list(self) -> tuple[Listing, int, int]:
@@ -250,16 +249,15 @@ class RetentionOwner:
         leaving: where the tier refuses to delete, these will be free without another eviction.
         """
         listing, freed, leaving_bytes = Listing(), 0, 0
-        for namespace in self._owned:
-            async for step in self._catalog.steps(namespace):
-                listing.add(namespace, step.prefixes, step.table)
-                for index in np.flatnonzero(step.table.data[:, LEAVING_AT]).tolist():
-                    table, num_bytes = await self._finish(namespace, step.prefixes[index])
-                    listing.add(namespace, [step.prefixes[index]], table)
-                    freed += num_bytes
-                    if table.leaves(0, _LEVEL):
-                        leaving_bytes += int(table.level_bytes(_LEVEL)[0])
-                await asyncio.sleep(0)  # the catalog hands out steps without a pause
+        async for namespace, step in self._catalog.walk(self._owned):
+            listing.add(namespace, step.prefixes, step.table)
+            for index in np.flatnonzero(step.table.data[:, LEAVING_AT]).tolist():
+                table, num_bytes = await self._finish(namespace, step.prefixes[index])
+                listing.add(namespace, [step.prefixes[index]], table)
+                freed += num_bytes
+                if table.leaves(0, _LEVEL):
+                    leaving_bytes += int(table.level_bytes(_LEVEL)[0])
+            await asyncio.sleep(0)  # the catalog hands out steps without a pause
         return listing, freed, leaving_bytes
 
     async def _finish(self, namespace: NamespaceId, prefix: PrefixHash) -> tuple[EntryTable, int]:

@@ -107,8 +107,8 @@ async def reindex_level(
                 await asyncio.sleep(clock.monotonic_s() - started_s)
     await walk.flush()
     await walk.check_removed()
-    for namespace in [] if only_adds else await walk.namespaces():
-        await walk.sweep(namespace)
+    if not only_adds:
+        await walk.sweep()
     progress(walk.report)
     return walk.report
 
@@ -264,18 +264,15 @@ class _Walk:
     async def _look_up(self, namespace: NamespaceId, prefixes: list[PrefixHash]) -> EntryTable:
         return await self._retry(lambda deadline: self._catalog.lookup(namespace, prefixes, deadline=deadline))
 
-    async def namespaces(self) -> list[NamespaceId]:
-        """The namespaces that the walk found, and those that only the catalog has."""
+    async def sweep(self) -> None:
+        """Remove what the catalog has at the level and is not stored, and correct byte counts: of the namespaces that
+        the walk found, and of those that only the catalog has.
+        """
         listed = await self._retry(lambda deadline: self._catalog.namespaces(deadline=deadline))
-        return list(dict.fromkeys([*self._known, *listed]))
-
-    async def sweep(self, namespace: NamespaceId) -> None:
-        """Remove what the catalog has at the level and is not stored, and correct byte counts."""
-        if not await self._shape_of(namespace):
-            return
+        namespaces = [one for one in dict.fromkeys([*self._known, *listed]) if await self._shape_of(one)]
         suspects: list[BoundaryEntry] = []
         num_records = 0
-        async for entry in self._catalog.iterate(namespace):
+        async for entry in self._catalog.iterate(*namespaces):
             found = _Corrections()
             if self._level not in entry.leaving:
                 found.note(entry, self._level, self._seen_of(entry))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -220,8 +220,8 @@ async def test_a_deletion_that_has_just_ended_is_left_alone(
     assert hidden is not None
     real = world.catalog.leaving
 
-    async def leaving(namespace: NamespaceId) -> AsyncIterator[BoundaryEntry]:
-        async for entry in real(namespace):
+    async def leaving(namespaces: Collection[NamespaceId]) -> AsyncIterator[BoundaryEntry]:
+        async for entry in real(namespaces):
             ended = [(hidden, LeaveReason.REMOVED)]
             await world.catalog.finish_leaving(ended, Level.COLD, deadline=world.deadline)
             await world.save("a", 1)
