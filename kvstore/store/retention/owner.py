@@ -118,10 +118,11 @@ class RetentionOwner:
 
     async def _run(self) -> None:
         while True:
-            is_stuck, started_s = True, self._clock.monotonic_s()
+            freed, is_stuck, started_s = 0, True, self._clock.monotonic_s()
             self._asked = _CATALOG
             try:
-                is_stuck = await self.round() == 0 and self._is_over
+                freed = await self.round()
+                is_stuck = freed == 0 and self._is_over
                 self._logged.clear()
             except Closed:
                 raise
@@ -133,11 +134,13 @@ class RetentionOwner:
             except BaseException:
                 self._note_failure()
                 raise
+            took_s = self._clock.monotonic_s() - started_s
+            rest_s = 0.0 if freed else took_s  # while all that should leave is pinned, every round reads the catalog
             if self._gate is None or is_stuck:
                 is_busy = self._gate is not None and bool(self._gate.boundaries_in_work())
-                await asyncio.sleep(_BUSY_S if is_busy else self._rules.period_s)
+                await asyncio.sleep(max(rest_s, _BUSY_S if is_busy else self._rules.period_s))
             else:
-                await self._gate.wanted(self._pause_s(self._clock.monotonic_s() - started_s))
+                await self._gate.wanted(max(rest_s, self._pause_s(took_s)))
 
     def _note_failure(self) -> None:
         if not self._rules.hold_nothing:  # else nothing is evicted, and deletions of others are ended a round later

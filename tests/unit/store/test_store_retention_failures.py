@@ -300,6 +300,31 @@ async def test_a_room_whose_level_cannot_shrink_is_stuck_until_it_can(world: Ret
     assert await gate.take(key, RECORD_BYTES, Deadline.after(60.0))
 
 
+@pytest.mark.parametrize("gate", [None, BudgetGate(100 * BOUNDARY_BYTES, 90 * BOUNDARY_BYTES, SYSTEM_CLOCK)])
+async def test_rounds_that_evict_nothing_rest(
+    world: RetainedTier, monkeypatch: pytest.MonkeyPatch, gate: BudgetGate | None
+) -> None:
+    """All that a tenant has too much is pinned, and the catalog is large: rounds take half of the time."""
+    path = await world.save("a", 3, OTHER)
+    await world.catalog.pin(OTHER, path, world.clock.now_s + 1000, deadline=world.deadline)
+    monkeypatch.setattr(world.clock, "monotonic_s", asyncio.get_running_loop().time)
+    retention = world.retention(quotas={"paying": Quota(0, 1)}, budget_gate=gate, period_s=0.01)
+    real, num_reads = world.catalog.steps, 0
+
+    async def slow_steps(namespace: NamespaceId) -> AsyncIterator[Step]:
+        nonlocal num_reads
+        num_reads += namespace == OTHER
+        async for step in real(namespace):
+            await asyncio.sleep(1.0)
+            yield step
+
+    monkeypatch.setattr(world.catalog, "steps", slow_steps)
+    retention.start()
+    await asyncio.sleep(40.0)
+    await retention.aclose()
+    assert 18 <= num_reads <= 21
+
+
 async def test_a_room_is_not_stuck_while_something_is_written(world: RetainedTier) -> None:
     """Nothing can leave now, but what is being written may make something free: whoever waits goes on waiting."""
     path = await world.save("a", 3)
