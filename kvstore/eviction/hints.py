@@ -46,8 +46,9 @@ class Hinted(Policy):
     """Follows another policy, and lets the hints of an owner decide which of its boundaries leave.
 
     The other policy decides whose bytes leave, as if there were no hints. That owner then gives the boundaries with the
-    lowest priority, of at least as many bytes. The boundary that stays takes the place of the one that left. So hints
-    exchange the places of one owner's boundaries, and no other owner loses bytes by them.
+    lowest priority, of at least as many bytes. The boundary that stays takes the place of the one that left. If it
+    alone keeps shorter prefixes that would leave before that, the owner gives for each of these too. So hints exchange
+    the places of one owner's boundaries, and no other owner loses bytes by them.
 
     When a released boundary leaves, its parent counts as released too, unless the parent was used since, or by other
     prompts as well.
@@ -66,12 +67,15 @@ class Hinted(Policy):
         self._free_of: dict[str, FreeNodes] = {}
         self._given: dict[str, int] = {}
         """By owner: bytes that it gave for a boundary that has not moved yet."""
+        self._stands_for: dict[Node, Node] = {}
+        """Of a boundary that stays: itself or the prefix before it that is to be paid next."""
 
     def added(self, node: Node) -> None:
         self._inner.added(node)
         self._offer(node)
 
     def used(self, node: Node) -> None:
+        self._stands_for.pop(node, None)
         self._inner.used(node)
         self._offer(node)
 
@@ -92,21 +96,33 @@ class Hinted(Policy):
         if not self._follows(usual.owner):
             return usual
         chosen = self._free_of[usual.owner].pop() or usual
+        self._stands_for.pop(chosen, None)
         if chosen is usual:
             self._given.pop(usual.owner, None)
         else:
-            given = self._given.pop(usual.owner, 0) + chosen.num_bytes
-            if given < usual.num_bytes:
-                self._given[usual.owner] = given
-            else:
-                usual.rank = chosen.rank
+            self._pay(usual, self._given.pop(usual.owner, 0) + chosen.num_bytes, chosen.rank)
             self.freed(usual)
         parent = chosen.parent
         if chosen.priority == RELEASED and parent is not None and _goes_with(parent, chosen):
             parent.priority = RELEASED  # it is offered when it becomes free
         return chosen
 
+    def _pay(self, node: Node, given: int, rank: float) -> None:
+        """Pay for a boundary that stays, then for the prefixes that it alone keeps, with the bytes that its owner gave.
+        Its rank is that of the one to be paid next. Once all are paid that would leave before `rank`, it is that.
+        """
+        unpaid = self._stands_for.pop(node, node)
+        while given >= unpaid.num_bytes:
+            given -= unpaid.num_bytes
+            before = unpaid.parent
+            if before is None or before.num_holds > 1 or before.rank >= rank:
+                node.rank = rank
+                return
+            unpaid, node.rank = before, max(node.rank, before.rank)
+        self._given[node.owner], self._stands_for[node] = given, unpaid
+
     def discard(self) -> None:
+        self._stands_for.clear()
         self._inner.discard()
         for free in self._free_of.values():
             free.discard()

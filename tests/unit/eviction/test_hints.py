@@ -184,6 +184,27 @@ def test_a_hostile_stream_of_hints_costs_others_nothing(
     assert with_hints["a"] >= 0.9 * plain["a"], (plain, with_hints)
 
 
+@pytest.mark.parametrize("own_bytes", [1, 3])
+def test_a_retained_end_is_paid_for_with_all_that_it_keeps(own_bytes: int) -> None:
+    """The end of a long prompt that is the oldest: its owner gives for the whole prompt, in small boundaries or large
+    ones, and another's younger pages stay. Where the start is used by another prompt, it is not paid for.
+    """
+    holdings = hinted(1000)
+    play(holdings, range(100), 0.0, "a")
+    for number in range(1000, 1200):
+        play(holdings, [number], 1.0, "b")
+    for number in range(2000, 2150):
+        holdings.add(number, None, tokens=1, num_bytes=own_bytes, now=2.0, owner="a")
+    play(holdings, [*range(20), 3000], 3.0, "a")
+    mark(holdings, 99, RETAINED)
+    holdings.budget_bytes = holdings.used_bytes - 80
+    gone = holdings.evict(0)
+    assert {node.owner for node in gone} == {"a"}
+    assert not {node.key for node in gone} & {*range(100), 3000}
+    holdings.budget_bytes = holdings.used_bytes - 30
+    assert {node.owner for node in holdings.evict(0)} == {"b"}
+
+
 def test_right_hints_gain_and_cost_others_nothing() -> None:
     """The tenant that knows its conversations has more hits than before, and the other no fewer."""
     prompts = read_trace(CUT, block_tokens=512)[:600]
