@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from connector.identity import CacheShape
-from connector.jobs import RankReport, SaveJob
+from connector.jobs import SaveJob
 from connector.scheduler.requests import RequestState
 from kvstore.api import Staged
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
@@ -92,14 +92,6 @@ class _Published:
     named_s: float | None = None
 
 
-@dataclass(slots=True)
-class _Saving:
-    """A page that is being saved."""
-
-    page: NamedPage
-    busy_ranks: int
-
-
 class CacheEvents:
     """Turns answers of ranks and of the store into events. Belongs to the engine's thread.
 
@@ -114,18 +106,16 @@ class CacheEvents:
         self,
         shape: CacheShape,
         *,
-        num_ranks: int,
         media: Mapping[str, Medium] = MEDIA,
         names_pages: bool = False,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.shape = shape
-        self._num_ranks = num_ranks
         self._media = media
         self._names_pages = names_pages
         self._clock = clock
         self._requests: dict[str, _Request] = {}
-        self._saving: dict[int, _Saving] = {}  # by job id
+        self._saving: dict[int, NamedPage] = {}  # by job id
         self._published: OrderedDict[tuple[PrefixHash, int], _Published] = OrderedDict()
         self._ready: list[PageEvent] = []
         self._to_name: list[NamedPage] = []
@@ -162,24 +152,13 @@ class CacheEvents:
     def on_save_planned(self, job: SaveJob, state: RequestState) -> None:
         event = self._event(state, job.group, job.start_tokens, job.stop_tokens, self._media[_MEMORY])
         if event is not None:
-            page = NamedPage(job.namespace, Boundary(job.stop_tokens, job.prefix), event)
-            self._saving[job.job_id] = _Saving(page, self._num_ranks)
+            self._saving[job.job_id] = NamedPage(job.namespace, Boundary(job.stop_tokens, job.prefix), event)
 
-    def on_save_cancelled(self, job_id: int) -> None:
-        self._saving.pop(job_id, None)
-
-    def on_rank_report(self, report: RankReport) -> None:
-        """Publish the pages of which every rank's share is stored."""
-        for job_id in report.saves_failed:
-            self._saving.pop(job_id, None)
-        for job_id, ranks in report.saves_done.items():
-            entry = self._saving.get(job_id)
-            if entry is None:
-                continue
-            entry.busy_ranks -= ranks
-            if entry.busy_ranks <= 0:
-                del self._saving[job_id]
-                self._publish(entry.page)
+    def on_save_ended(self, job_id: int, *, stored: bool) -> None:
+        """Publish the page if every rank's share of it is stored; later calls for the same job do nothing."""
+        page = self._saving.pop(job_id, None)
+        if page is not None and stored:
+            self._publish(page)
 
     def on_staged(self, state: RequestState, staged: Staged) -> None:
         """Publish the pages of a hit: they are in memory now, and if all were read from one tier, also there."""

@@ -304,12 +304,12 @@ class SaveJobs:
 
     def on_rank_report(self, report: RankReport) -> None:
         """Free the host memory of finished jobs, and stop saving after failed ones."""
-        if self.cache_events is not None:
-            self.cache_events.on_rank_report(report)
         for job_id in report.saves_failed:
             if job_id in self._jobs:
                 self._note_loss(self._jobs[job_id].job)
                 self._leave_flight(self._jobs[job_id].job)
+                if self.cache_events is not None:
+                    self.cache_events.on_save_ended(job_id, stored=False)
         for job_id, ranks in report.saves_done.items():
             entry = self._jobs.get(job_id)
             if entry is None:
@@ -341,8 +341,8 @@ class SaveJobs:
     def _end(self, job_id: int, *, cancelled: bool = False) -> None:
         entry = self._jobs.pop(job_id)
         self._leave_flight(entry.job)
-        if cancelled and self.cache_events is not None:
-            self.cache_events.on_save_cancelled(job_id)
+        if self.cache_events is not None:
+            self.cache_events.on_save_ended(job_id, stored=not cancelled)
         self._unpin(entry)
 
     def _unpin(self, entry: _Job) -> None:

@@ -397,7 +397,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
                 refusals.append(f"{facts.num_ranks - len(proofs)} ranks did not say whether they can")
             meters = self.scheduler_side.meters
             self._blends = open_requests(self._settings, facts, self._bridge, meters, refusals=refusals)
-        self._publish_events(shape, facts.num_ranks)
+        self._publish_events(shape)
         if self._pins is not None:
             self.scheduler_side.bind_pins(self._pins)
 

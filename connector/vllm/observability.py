@@ -37,16 +37,11 @@ _OTHER_SOURCE = "external_unspecified"
 
 
 class ObservabilityHooks:
-    """The part of `KVStoreConnector` that neither saves nor loads.
-
-    Attributes:
-        model: The worker's model, if the engine passes it on; kept for selective recomputation.
-    """
+    """The part of `KVStoreConnector` that neither saves nor loads."""
 
     scheduler_side: SchedulerSide | None = None
     worker_side: WorkerSide | None = None
     guarded_errors: int = 0
-    model: Any = None
     _settings: ConnectorSettings
     _bridge: BlockingStore | None = None
     _vllm_config: Any
@@ -111,14 +106,14 @@ class ObservabilityHooks:
         taken = self._cache_events.take()
         return list(to_events(taken, self._cache_events.shape, self._kv_cache_config)) if taken else []
 
-    def _publish_events(self, shape: CacheShape, num_ranks: int) -> None:
+    def _publish_events(self, shape: CacheShape) -> None:
         """Publish cache events from now on, or name pages to the service, if the engine is configured to."""
         events, names_pages = self._vllm_config.kv_events_config, self._settings.name_blocks != "off"
         is_publishing = events is not None and events.enable_kv_cache_events
         if not (is_publishing or names_pages) or self.scheduler_side is None:
             return
         media = parse_media(self._settings.event_media)
-        self._cache_events = CacheEvents(shape, num_ranks=num_ranks, media=media, names_pages=names_pages)
+        self._cache_events = CacheEvents(shape, media=media, names_pages=names_pages)
         self._hash_tokens = hash_block_tokens(self._vllm_config, self._kv_cache_config)
         self.scheduler_side.publish_events(self._cache_events)
 
@@ -173,16 +168,6 @@ class ObservabilityHooks:
     def get_finished_count(self) -> int | None:
         """Every rank reports every load once, so vLLM counts all ranks, as it does by default."""
         return None
-
-    # ---- worker side
-
-    @guarded()
-    def initialize_worker_connector(self, initialization_data: Any) -> None:
-        """Keep the `model` of an object that an engine passes to its workers' connectors after the model is loaded.
-
-        Proposed to vLLM; no release calls it yet.
-        """
-        self.model = getattr(initialization_data, "model", None)
 
 
 def split_tokens(records_by_tier: Mapping[str, int], tokens: int) -> dict[str, int]:

@@ -25,7 +25,7 @@ HASH = BLOCK // 2
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[SchedulerHarness]:
     with harness(tmp_path) as made:
-        made.side.publish_events(CacheEvents(made.shape, num_ranks=1))
+        made.side.publish_events(CacheEvents(made.shape))
         yield made
 
 
@@ -92,15 +92,18 @@ def test_a_page_that_was_not_stored_is_not_told(made: SchedulerHarness) -> None:
     assert not cache_events(made).has_pending
 
 
-def test_all_ranks_must_have_stored_it(made: SchedulerHarness) -> None:
+def test_all_ranks_must_have_stored_it(tmp_path: Path) -> None:
     """Half of a page's slices are no page."""
-    made.side.publish_events(CacheEvents(made.shape, num_ranks=2))
-    come(made, "r", PAGE)
-    (job,) = made.step({"r": PAGE}).saves
-    made.ranks_done(job.job_id)
-    assert cache_events(made).take() == []
-    made.ranks_done(job.job_id)
-    assert len(cache_events(made).take()) == 1
+    with harness(tmp_path, {"tp_size": 2, "rank_heads": 1}) as made:
+        made.side.publish_events(CacheEvents(made.shape))
+        come(made, "r", 2 * PAGE)
+        one, other = made.step({"r": 2 * PAGE}).saves
+        made.ranks_done(one.job_id, other.job_id)
+        assert cache_events(made).take() == []
+        made.ranks_done(one.job_id)
+        made.ranks_done(other.job_id, failed=(other.job_id,))
+        assert len(cache_events(made).take()) == 1
+        assert not cache_events(made).has_pending
 
 
 def test_a_hit_tells_the_tier_that_it_came_from(made: SchedulerHarness) -> None:
@@ -148,7 +151,7 @@ def test_tiers_of_one_name_are_one_medium(made: SchedulerHarness) -> None:
 def test_an_operator_names_tiers(made: SchedulerHarness) -> None:
     """For routers that know more names; what is gone is gone from every medium, under the same names."""
     media = parse_media("redis=SHARED_STORAGE, s3=OBJECT_STORE")
-    made.side.publish_events(CacheEvents(made.shape, num_ranks=1, media=media))
+    made.side.publish_events(CacheEvents(made.shape, media=media))
     come(made, "r", PAGE)
     for tier in ("redis", "s3"):
         cache_events(made).on_staged(made.state("r"), staged_page(made, "r", {tier: 1}))
@@ -241,7 +244,7 @@ def test_hashes_that_do_not_fit_blocks_tell_nothing(made: SchedulerHarness) -> N
 def test_a_state_is_told_as_the_block_that_ends_there() -> None:
     """vLLM keeps a recurrent state under the hash of the block that it follows; its pages have their own."""
     at = SavesHarness(STATES, FULL, prompt=4 * BLOCK)
-    at.jobs.cache_events = told = CacheEvents(at.shape, num_ranks=1)
+    at.jobs.cache_events = told = CacheEvents(at.shape)
     told.on_new_request("a", RequestHashes(hashes_of("a", 4 * BLOCK), HASH))
     jobs = at.step(4 * BLOCK, [], [1, 2, 3, 4], [], offers=[StateOffer(0, 21, 4 * BLOCK), StateOffer(2, 22, 4 * BLOCK)])
     at.done(jobs)
@@ -257,7 +260,7 @@ def test_pages_are_named_when_they_are_stored_and_again_later(made: SchedulerHar
     """A save is named once. A hit names its pages too, but not again within a minute, and only to a service that wants
     it."""
     clock = ManualClock()
-    told = CacheEvents(made.shape, num_ranks=1, names_pages=True, clock=clock)
+    told = CacheEvents(made.shape, names_pages=True, clock=clock)
     made.side.publish_events(told)
     come(made, "r", PAGE)
     (job,) = made.step({"r": PAGE}).saves

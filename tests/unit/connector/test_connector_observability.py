@@ -20,18 +20,6 @@ from tests.unit.connector.support import BLOCK
 from tests.unit.connector.vllm_events import events_of, two_feeds
 
 
-def test_the_model_is_kept_where_an_engine_hands_it_over() -> None:
-    """Any object will do; what has no model leaves none, and what is no object does no harm."""
-    surface, model = ObservabilityHooks(), object()
-    assert surface.model is None
-    surface.initialize_worker_connector(SimpleNamespace(model=model, something="else"))
-    assert surface.model is model
-    surface.initialize_worker_connector(SimpleNamespace())
-    assert surface.model is None
-    surface.initialize_worker_connector(None)
-    assert (surface.model, surface.guarded_errors) == (None, 0)
-
-
 def test_every_rank_is_counted() -> None:
     """vLLM counts one report of each rank by itself; another number would lose loads or wait for ever."""
     assert ObservabilityHooks().get_finished_count() is None
