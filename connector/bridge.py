@@ -48,11 +48,7 @@ def traced(
 
 def result_or_none(future: Future[Value]) -> Value | None:
     """The result of a future that is done; `None` if it failed, which for a cache means: continue without."""
-    if future.cancelled():
-        return None
-    if future.exception() is not None:
-        return None
-    return future.result()
+    return None if future.cancelled() or future.exception() is not None else future.result()
 
 
 def failure_of(future: Future[Any] | None) -> dict[str, object]:

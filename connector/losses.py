@@ -39,8 +39,7 @@ class LossReason(StrEnum):
     NO_ROOM = "save_no_room"
     """Host memory was full while the engine held the record's blocks."""
     TOO_LARGE = "save_too_large"
-    """It is larger than half of `pinned_bytes`. Needs the details `pinned_bytes` and `needs_bytes`; the latter is the
-    smallest sufficient `pinned_bytes`."""
+    """It is larger than half of `pinned_bytes`."""
     STOPPED = "save_stopped"
     """The engine stopped, or dropped its own cache, first."""
     FAILED = "save_failed"
@@ -64,7 +63,7 @@ class LossReporter:
         self._window_ends_s = 0.0
         self._num_reported = 0
         self._sums: dict[tuple[NamespaceId, int, LossReason], Outcome] = {}
-        self._always: dict[tuple[int, LossReason], Outcome] = {}
+        self._too_large: dict[int, Outcome] = {}  # by group
         self._repeating: Future[None] | None = None
 
     def report(
@@ -108,24 +107,30 @@ class LossReporter:
         elif is_first_sum:
             post(self._bridge, self._send_sums_later)
 
-    def report_always(
-        self, *, namespace: NamespaceId, group: int, reason: LossReason, detail: Mapping[str, object]
-    ) -> None:
+    def report_too_large(self, *, namespace: NamespaceId, group: int, pinned_bytes: int, needs_bytes: int) -> None:
         """Report that no record of a group can ever be saved with these settings, every minute until `close`.
 
         Args:
             namespace: The open namespace. It replaces an earlier one's report of this group.
-            detail: The evidence, plain values.
+            pinned_bytes: The setting.
+            needs_bytes: The smallest sufficient value of it.
         """
-        outcome = _loss(namespace, group, reason, detail)
+        detail = {"pinned_bytes": pinned_bytes, "needs_bytes": needs_bytes}
+        outcome = _loss(namespace, group, LossReason.TOO_LARGE, detail)
         with self._lock:
-            before = self._always.get((group, reason))
-            self._always[group, reason] = outcome
+            is_first = group not in self._too_large
+            self._too_large[group] = outcome
             if self._repeating is None:
                 with suppress(Closed):
                     self._repeating = self._bridge.submit(self._repeat)
-        if before is None:
-            _log.warning("kvstore: records of group %d are never saved: %s", group, _in_words(reason, detail))
+        if is_first:
+            _log.warning(
+                "kvstore: records of group %d are never saved: one is larger than half of pinned_bytes, which is"
+                ' %s bytes: set "pinned_bytes":"%dMiB" or more in kv_connector_extra_config',
+                group,
+                f"{pinned_bytes:,}",
+                -(-needs_bytes // _MIB),
+            )
         post(self._bridge, lambda store: _send(store, outcome))
 
     def close(self) -> None:
@@ -133,7 +138,7 @@ class LossReporter:
         post(self._bridge, self._send_sums)
         with self._lock:
             repeating, self._repeating = self._repeating, None
-            self._always.clear()
+            self._too_large.clear()
         if repeating is not None:
             repeating.cancel()
 
@@ -151,8 +156,8 @@ class LossReporter:
         while True:
             await asyncio.sleep(_REPEAT_S)
             with self._lock:
-                always = list(self._always.values())
-            for outcome in always:
+                outcomes = list(self._too_large.values())
+            for outcome in outcomes:
                 store.report(outcome)
 
 
@@ -162,15 +167,3 @@ async def _send(store: PageStore, outcome: Outcome) -> None:
 
 def _loss(namespace: NamespaceId, group: int, reason: LossReason, detail: Mapping[str, object]) -> Outcome:
     return Outcome("", namespace, 0, 0, 0, 0, reason.value, detail, groups=1 << group)
-
-
-def _in_words(reason: LossReason, detail: Mapping[str, object]) -> str:
-    """A reason for the log, with the setting that would prevent the loss, if there is one."""
-    needs_bytes, pinned_bytes = detail.get("needs_bytes"), detail.get("pinned_bytes")
-    if reason is LossReason.TOO_LARGE and isinstance(needs_bytes, int) and isinstance(pinned_bytes, int):
-        least = f"{-(-needs_bytes // _MIB)}MiB"
-        return (
-            f"one is larger than half of pinned_bytes, which is {pinned_bytes:,} bytes: "
-            f'set "pinned_bytes":"{least}" or more in kv_connector_extra_config'
-        )
-    return reason.value

@@ -121,18 +121,8 @@ class PageScatter:
     check: Callable[[], None] = no_check
 
     @property
-    def shared(self) -> SharedRecord | None:
-        """The source, if it is a record in shared memory."""
-        return self.source if isinstance(self.source, SharedRecord) else None
-
-    @property
     def page_bytes(self) -> int:
         return self.source.decoded_bytes if isinstance(self.source, SharedRecord) else self.source.numel()
-
-    @property
-    def source_parts(self) -> tuple[torch.Tensor, ...]:
-        """uint8: together the source as it is in host memory."""
-        return self.source.parts if isinstance(self.source, SharedRecord) else (self.source,)
 
 
 class BlockCopier(Protocol):

@@ -76,8 +76,10 @@ class PlannedPage:
     room_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        shared = self.shared = self.page.shared
-        self.parts, self.num_bytes = self.page.source_parts, self.page.page_bytes
+        source = self.page.source
+        shared = self.shared = source if isinstance(source, SharedRecord) else None
+        self.parts = (source,) if isinstance(source, torch.Tensor) else source.parts
+        self.num_bytes = self.page.page_bytes
         self.source_bytes = sum([part.numel() for part in self.parts])
         self.width = self.cache.plane_width if shared is None else 1
         self.is_tiles = shared is not None and shared.tiles is not None
@@ -131,16 +133,6 @@ class Placer:
         self._lock = threading.Lock()
         self._free = list(lanes)
         self._waiting: deque[Placement] = deque()
-
-    @property
-    def num_free(self) -> int:
-        """Lanes that no thread has."""
-        return len(self._free)
-
-    @property
-    def num_waiting(self) -> int:
-        """Placements that no thread has ordered."""
-        return len(self._waiting)
 
     def place(self, own: Placement) -> None:
         """Return when the pages are placed.

@@ -30,15 +30,19 @@ class HitPolicy:
     """Decides how much of a hit to fetch, by what this engine has measured.
 
     Args:
+        most_s: The longest wait for any fetch.
         always: Take all of every hit, and wait for it as long as allowed.
     """
 
-    def __init__(self, costs: Costs, *, always: bool = False) -> None:
+    def __init__(self, costs: Costs, *, most_s: float, always: bool = False) -> None:
         self._costs = costs
+        self._most_s = most_s
         self._always = always
 
     def choose(self, lookup: Lookup, local_tokens: int, *, now_s: float) -> Choice:
         """How much to take of a hit that reaches beyond `local_tokens`."""
+        if self._always:
+            return Choice(lookup.resume_tokens, fetch_s=0.0, compute_s=None)
         options = [
             Offer(offer.resume_tokens, _beyond(offer.tier_bytes, offer.resume_tokens, local_tokens))
             for offer in lookup.offers
@@ -47,19 +51,19 @@ class HitPolicy:
         if not options or options[-1].resume_tokens < lookup.resume_tokens:
             options.append(Offer(lookup.resume_tokens, {}))
         return choose(
-            options[-1:] if self._always else options,
+            options,
             local_tokens=local_tokens,
-            compute_s=(lambda start, stop: None) if self._always else self._costs.prefill.seconds,
+            compute_s=self._costs.prefill.seconds,
             fetch_s=lambda option: self._costs.fetch_s(option.tier_bytes, now_s=now_s),
         )
 
-    def ceiling_s(self, local_tokens: int, resume_tokens: int, *, most_s: float) -> float:
+    def ceiling_s(self, local_tokens: int, resume_tokens: int) -> float:
         """The longest wait for a fetch: the time that computing would take, and at most `most_s`.
 
         A useless wait of that length loses as much as there was to gain.
         """
         compute_s = None if self._always else self._costs.prefill.seconds(local_tokens, resume_tokens)
-        return most_s if compute_s is None else min(most_s, max(_CEILING_S_MIN, compute_s))
+        return self._most_s if compute_s is None else min(self._most_s, max(_CEILING_S_MIN, compute_s))
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,9 +61,8 @@ class Hits:
         audits: Audits,
         instruments: Instruments,
     ) -> None:
-        self._max_wait_s = settings.max_wait_ms / 1000
         self._has_local_cache = facts.prefix_caching
-        self._policy = HitPolicy(costs, always=settings.load_always)
+        self._policy = HitPolicy(costs, most_s=settings.max_wait_ms / 1000, always=settings.load_always)
         self.outcomes = OutcomeReporter(bridge, shape.layout)
         self._meters = instruments.meters
         self._clock = instruments.clock
@@ -130,12 +129,9 @@ class Hits:
             return False
         state.leader = leader
         if state.follow_until_s is None:
-            state.follow_until_s = now_s + self._ceiling_s(state.local_tokens, resume_tokens)
+            state.follow_until_s = now_s + self._policy.ceiling_s(state.local_tokens, resume_tokens)
             self._meters.add("connector_requests_followed")
         return True
-
-    def _ceiling_s(self, local_tokens: int, resume_tokens: int) -> float:
-        return self._policy.ceiling_s(local_tokens, resume_tokens, most_s=self._max_wait_s)
 
     def _fetch(self, state: RequestState, answer: Lookup, local_tokens: int) -> int | None:
         """Start to fetch as much of a hit as pays."""
@@ -151,7 +147,7 @@ class Hits:
             if choice.resume_tokens <= local_tokens:
                 return self._miss(state, "cheaper_to_compute", detail=shortened)
             self._meters.add("connector_hits_cut", reason="cheaper_to_compute")
-        ceiling_s = self._ceiling_s(local_tokens, choice.resume_tokens)
+        ceiling_s = self._policy.ceiling_s(local_tokens, choice.resume_tokens)
         if state.follow_until_s is not None:  # it spent some of its time on waiting for another fetch
             ceiling_s = min(ceiling_s, max(_LAST_TRY_S, state.follow_until_s - now_s))
         assert state.chain is not None and state.namespace is not None

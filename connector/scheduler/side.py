@@ -129,8 +129,9 @@ class SchedulerSide:
         for index, group in enumerate(self._shape.groups):
             needs_bytes = 2 * page_bytes(self._shape, group)
             if needs_bytes > self.budget.pinned_bytes:
-                detail = {"pinned_bytes": self.budget.pinned_bytes, "needs_bytes": needs_bytes}
-                self._losses.report_always(namespace=namespace, group=index, reason=LossReason.TOO_LARGE, detail=detail)
+                self._losses.report_too_large(
+                    namespace=namespace, group=index, pinned_bytes=self.budget.pinned_bytes, needs_bytes=needs_bytes
+                )
 
     @property
     def is_ready(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from connector.scheduler.costs import Costs
@@ -16,7 +16,10 @@ _STEPS_MAX = 64
 
 
 class Stopwatch:
-    """Measures the engine's steps and loads for `Costs`. Belongs to the engine's thread.
+    """Measures the engine's steps and loads for `Costs`, even if vLLM plans the next step before it has the last one's
+    results. Belongs to the engine's thread.
+
+    vLLM reports steps in the order in which it planned them, each once, empty ones too.
 
     Args:
         prompt_tokens_of: A request's prompt; 0 for an unknown request.
@@ -26,13 +29,14 @@ class Stopwatch:
         self._costs = costs
         self._prompt_tokens_of = prompt_tokens_of
         self._clock = clock
-        self._steps = StepClock()
+        self._steps: deque[_Step] = deque(maxlen=_STEPS_MAX)
+        self._reported_s = 0.0
         self._loads: dict[str, tuple[int, float]] = {}  # bytes and start of loads that began in an idle engine
 
     @property
     def is_computing(self) -> bool:
         """Whether results of a step that computes are still to come."""
-        return self._steps.is_computing
+        return any(step.chunks for step in self._steps)
 
     def on_step_planned(
         self, computed_tokens: Mapping[str, int], final_tokens: Mapping[str, int], *, is_shared: bool
@@ -40,25 +44,30 @@ class Stopwatch:
         """Note the start of a step that takes each request from its computed to its final tokens. A shared one may do
         other work too, and is not timed.
         """
-        chunks, prefill_tokens = [], 0
+        chunks, tokens, prefill_tokens = [], 0, 0
         for request_id, stop in final_tokens.items():
             start = computed_tokens.get(request_id, stop)
+            tokens += stop - start
             if start < self._prompt_tokens_of(request_id):
                 prefill_tokens += stop - start
             chunks.append((start, stop))
         if chunks or is_shared:
             self._loads.clear()
-        self._steps.planned(chunks, 0 if is_shared else prefill_tokens, now_s=self._clock.monotonic_s())
+        is_prefill = not is_shared and tokens > 0 and prefill_tokens >= _PREFILL_SHARE * tokens
+        self._steps.append(_Step(self._clock.monotonic_s(), tuple(chunks), is_prefill))
 
     def on_step_reported(self) -> None:
-        """Note that vLLM has a step's results."""
-        timed = self._steps.reported(now_s=self._clock.monotonic_s())
-        if timed is not None:
-            self._costs.prefill.observe(*timed)
+        """Note that vLLM has the results of the oldest step."""
+        if not self._steps:
+            return
+        step, now_s = self._steps.popleft(), self._clock.monotonic_s()
+        if step.is_prefill:
+            self._costs.prefill.observe(step.chunks, now_s - max(step.planned_s, self._reported_s))
+        self._reported_s = now_s
 
     def on_load_ordered(self, request_id: str, num_bytes: int) -> None:
         """Note the start of a load. Not timed while the engine computes, since vLLM reports it when that step ends."""
-        if not self._steps.is_computing:
+        if not self.is_computing:
             self._loads[request_id] = (num_bytes, self._clock.monotonic_s())
 
     def on_load_ended(self, request_id: str, *, failed: bool) -> None:
@@ -76,32 +85,3 @@ class _Step:
     planned_s: float
     chunks: tuple[tuple[int, int], ...]
     is_prefill: bool
-
-
-class StepClock:
-    """How long each step took, even if vLLM plans the next step before it has the last one's results.
-
-    vLLM reports steps in the order in which it planned them, each once, empty ones too.
-    """
-
-    def __init__(self) -> None:
-        self._steps: deque[_Step] = deque(maxlen=_STEPS_MAX)
-        self._reported_s = 0.0
-
-    def planned(self, chunks: Sequence[tuple[int, int]], prefill_tokens: int, *, now_s: float) -> None:
-        """Note the start of a step: the (start, stop) tokens of each request, and how many belong to prompts."""
-        tokens = sum(stop - start for start, stop in chunks)
-        self._steps.append(_Step(now_s, tuple(chunks), tokens > 0 and prefill_tokens >= _PREFILL_SHARE * tokens))
-
-    def reported(self, *, now_s: float) -> tuple[tuple[tuple[int, int], ...], float] | None:
-        """Note that the oldest step is done; returns its chunks and seconds if it was prefill."""
-        if not self._steps:
-            return None
-        step = self._steps.popleft()
-        seconds = now_s - max(step.planned_s, self._reported_s)
-        self._reported_s = now_s
-        return (step.chunks, seconds) if step.is_prefill else None
-
-    @property
-    def is_computing(self) -> bool:
-        return any(step.chunks for step in self._steps)

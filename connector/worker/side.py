@@ -55,9 +55,6 @@ class WorkerSide:
         self._shape = shape
         self._bridge = bridge
         self._num_cores = num_cores
-        self._num_threads = 0
-        self._budget = host_memory_budget(settings, facts, shape)
-        self._limit_bytes = max(self._budget.in_flight_bytes, 64 << 20)
         self._pool: CodecPool | None = None
         self._device: Device | None = None
         self._save_threads: LowPriorityPool | None = None
@@ -96,13 +93,15 @@ class WorkerSide:
         self.refusal = None
 
     def _register(self, layers_of: Callable[[tuple[str, ...]], Sequence[torch.Tensor]]) -> None:
-        budget, slice_bytes = self._budget, self._largest_slice_bytes()
+        settings, facts = self._settings, self._facts
+        budget, slice_bytes = host_memory_budget(settings, facts, self._shape), self._largest_slice_bytes()
         page_tokens = self._shape.layout.page_tokens
-        self._num_threads = num_codec_threads(self._facts, slice_bytes, self._num_cores)
-        pool = self._pool = CodecPool(num_threads=self._num_threads, limit_bytes=self._limit_bytes)
-        scratch_bytes = self._num_threads * slice_bytes
+        num_threads = num_codec_threads(facts, slice_bytes, self._num_cores)
+        limit_bytes = max(budget.in_flight_bytes, 64 << 20)
+        pool = self._pool = CodecPool(num_threads=num_threads, limit_bytes=limit_bytes)
+        scratch_bytes = num_threads * slice_bytes
         # an engine that only loads and audits nothing copies no page from blocks, except in the check at start
-        gathers = self._settings.saves or budget.audit_bytes > 0
+        gathers = settings.saves or budget.audit_bytes > 0
         checked_bytes = check_bytes(self._shape.groups, page_tokens)
         device = self._device = open_device(
             layers_of(self._shape.groups[0].facts.layer_names)[0].device,
@@ -116,12 +115,7 @@ class WorkerSide:
         saved, audited, decoded = memory.split([saved_bytes, aligned(budget.audit_bytes), scratch_bytes])
         self.groups = tuple(
             prove_group(
-                group,
-                layout,
-                layers_of(group.facts.layer_names),
-                self._facts,
-                device,
-                compression=self._settings.compression,
+                group, layout, layers_of(group.facts.layer_names), facts, device, compression=settings.compression
             )
             for group, layout in zip(self._shape.groups, self._shape.layout.groups, strict=True)
         )
@@ -129,7 +123,7 @@ class WorkerSide:
             layers = layers_of(group.shape.facts.layer_names)
             check_round_trip(group, layers, device, HostPages(saved), page_tokens=page_tokens)
         # loads, for which requests wait, never queue behind saves
-        self._save_threads = LowPriorityPool(num_threads=max(1, self._num_threads // 2), limit_bytes=self._limit_bytes)
+        self._save_threads = LowPriorityPool(num_threads=max(1, num_threads // 2), limit_bytes=limit_bytes)
         self._memory = RecordMemory()
         self.saver = Saver(
             self._bridge,
@@ -137,7 +131,7 @@ class WorkerSide:
             page_tokens=page_tokens,
             threads=self._save_threads,
             # an engine that only saves does so for others, which wait for its pages
-            patience_s=_PATIENCE_S if self._settings.mode == "both" else 0.0,
+            patience_s=_PATIENCE_S if settings.mode == "both" else 0.0,
             # a page that is encoded a second time is still read by the first thread when its job is done
             pages=HostPages(saved, budget.in_flight_bytes + scratch_bytes),
             memory=self._memory,
@@ -148,7 +142,7 @@ class WorkerSide:
                 self._bridge,
                 self.groups,
                 HostPages(audited),  # of its own: audits never take memory from saves
-                compute_dtype=self._facts.compute_dtype,
+                compute_dtype=facts.compute_dtype,
                 pool=pool,
                 meters=self.meters,
             )
@@ -158,7 +152,7 @@ class WorkerSide:
             pool=pool,
             memory=self._memory,
             scratch=ScratchPages(device, decoded.split(slice_bytes)),
-            stall_s=self._settings.stall_timeout_ms / 1000,
+            stall_s=settings.stall_timeout_ms / 1000,
             meters=self.meters,
             auditor=self.auditor,
         )

@@ -290,23 +290,23 @@ class TestCeiling:
     def test_of_a_slow_engine(self) -> None:
         """As long as computing takes, within the setting; the setting alone while nothing is known."""
         costs = Costs()
-        policy = HitPolicy(costs)
-        assert policy.ceiling_s(0, 4096, most_s=10.0) == 10.0
+        policy = HitPolicy(costs, most_s=10.0)
+        assert policy.ceiling_s(0, 4096) == 10.0
         for size in (512, 1024, 2048, 4096):
             costs.prefill.observe([(0, size)], size * 1e-3)
-        assert policy.ceiling_s(0, 4096, most_s=10.0) == pytest.approx(4.1, rel=0.05)
-        assert policy.ceiling_s(3072, 4096, most_s=10.0) == pytest.approx(1.0, rel=0.1)
-        assert policy.ceiling_s(0, 4096, most_s=2.0) == 2.0
-        assert policy.ceiling_s(0, 16, most_s=10.0) == 0.8
+        assert policy.ceiling_s(0, 4096) == pytest.approx(4.1, rel=0.05)
+        assert policy.ceiling_s(3072, 4096) == pytest.approx(1.0, rel=0.1)
+        assert HitPolicy(costs, most_s=2.0).ceiling_s(0, 4096) == 2.0
+        assert policy.ceiling_s(0, 16) == 0.8
 
     def test_of_an_engine_that_loads_always(self) -> None:
         """Neither the time nor the length of a hit depends on what computing it would cost."""
         costs = Costs()
-        policy = HitPolicy(costs, always=True)
+        policy = HitPolicy(costs, most_s=10.0, always=True)
         for size in (512, 1024, 2048, 4096):
             costs.prefill.observe([(0, size)], size * 1e-6)
         costs.loads.observe(1 << 20, 100.0, now_s=0.0)
-        assert policy.ceiling_s(0, 4096, most_s=10.0) == 10.0
+        assert policy.ceiling_s(0, 4096) == 10.0
         lookup = Lookup(4096, (), offers=(Offer(4096, {"s3": 1 << 20}),))
         assert policy.choose(lookup, 0, now_s=0.0).resume_tokens == 4096
 

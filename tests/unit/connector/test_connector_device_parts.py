@@ -320,7 +320,7 @@ def test_one_thread_orders_what_waits(fails: bool, monkeypatch: pytest.MonkeyPat
         having = [threads.submit(place, number) for number in (1, 2, 13)]
         eventually(lambda: len(streams.runs) == 3)
         waiting = [threads.submit(place, number) for number in range(3, 13)]
-        eventually(lambda: device.placer.num_waiting == 10)
+        eventually(lambda: len(vars(device.placer)["_waiting"]) == 10)
         streams.goes_on.set()
         errors = [each.exception(10) for each in (*having, *waiting)]
     if fails:
@@ -334,7 +334,7 @@ def test_one_thread_orders_what_waits(fails: bool, monkeypatch: pytest.MonkeyPat
     place(14)
     for number in range(1, 15):
         assert (narrow if number % 3 == 0 else wide)[number].tolist() == pages[number].tolist()
-    assert device.placer.num_free == 3
+    assert len(vars(device.placer)["_free"]) == 3
 
 
 def test_a_page_behind_another_fence_waits_for_its_own_lane() -> None:

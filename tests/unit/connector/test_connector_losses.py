@@ -102,7 +102,7 @@ def test_a_closed_store_and_one_that_stands_still(bridge: Told) -> None:
     bridge.refuse_further_work()
     for number in range(1000):
         lose(losses, f"r {number}", 64)
-    losses.report_always(namespace=PROMPT.namespace, group=1, reason=LossReason.TOO_LARGE, detail={})
+    losses.report_too_large(namespace=PROMPT.namespace, group=1, pinned_bytes=1, needs_bytes=2)
     losses.close()
 
 
@@ -116,7 +116,7 @@ def test_what_never_fits_is_repeated_and_logged_once(
     monkeypatch.setattr(connector.losses._log, "propagate", True)
     losses = LossReporter(bridge)
     sizes = {"pinned_bytes": 128 << 20, "needs_bytes": (308 << 20) + 1}
-    losses.report_always(namespace=PROMPT.namespace, group=1, reason=LossReason.TOO_LARGE, detail=sizes)
+    losses.report_too_large(namespace=PROMPT.namespace, group=1, **sizes)
     eventually(lambda: len(bridge.outcomes) > 3)
     told = bridge.outcomes[0]
     assert told.is_loss and (told.stop, told.num_lost, told.groups) == (None, 0, 0b10)
@@ -125,7 +125,7 @@ def test_what_never_fits_is_repeated_and_logged_once(
         'bytes: set "pinned_bytes":"309MiB" or more in kv_connector_extra_config'
     ]
     other = replace(PROMPT, model="other").namespace
-    losses.report_always(namespace=other, group=1, reason=LossReason.TOO_LARGE, detail=sizes)
+    losses.report_too_large(namespace=other, group=1, **sizes)
     eventually(lambda: bridge.outcomes[-1].namespace == other)
     num_told = len(bridge.outcomes)
     eventually(lambda: len(bridge.outcomes) > num_told + 3)

@@ -7,39 +7,63 @@ from pathlib import Path
 import pytest
 
 from connector.request_parameters import RequestFlags
+from connector.scheduler.costs import Costs
 from connector.scheduler.hook_facts import StepFacts
-from connector.scheduler.stopwatch import StepClock
+from connector.scheduler.stopwatch import Stopwatch
 from tests.unit.connector.scheduler_harness import SchedulerHarness, harness
+from tests.virtual_time import ManualClock
+
+
+class Timed:
+    """A stopwatch on a clock that a test sets, for requests whose prompts have 2,000 tokens."""
+
+    def __init__(self) -> None:
+        costs, self._clock = Costs(), ManualClock()
+        self._learned: list[tuple[list[tuple[int, int]], float]] = []
+        costs.prefill.observe = lambda chunks, seconds: self._learned.append((list(chunks), seconds))  # type: ignore[method-assign]
+        self.stopwatch = Stopwatch(costs, lambda _: 2000, self._clock)
+
+    def planned(self, *chunks: tuple[int, int], now_s: float) -> None:
+        self._clock.now_s = now_s
+        named = {str(number): chunk for number, chunk in enumerate(chunks)}
+        starts = {name: start for name, (start, _) in named.items()}
+        self.stopwatch.on_step_planned(starts, {name: stop for name, (_, stop) in named.items()}, is_shared=False)
+
+    def reported(self, *, now_s: float) -> tuple[list[tuple[int, int]], float] | None:
+        """What is learned from the step."""
+        self._clock.now_s = now_s
+        self.stopwatch.on_step_reported()
+        return self._learned.pop() if self._learned else None
 
 
 class TestSteps:
     def test_one_after_the_other(self) -> None:
         """The time from plan to report; steps that decode or compute nothing tell nothing."""
-        clock = StepClock()
-        clock.planned([(0, 512)], 512, now_s=1.0)
-        assert clock.is_computing
-        assert clock.reported(now_s=1.5) == (((0, 512),), 0.5)
-        clock.planned([], 0, now_s=2.0)
-        assert not clock.is_computing
-        assert clock.reported(now_s=2.1) is None
-        clock.planned([(512, 1024), (60, 61)], 512, now_s=3.0)
-        assert clock.reported(now_s=3.25) == (((512, 1024), (60, 61)), 0.25)
-        clock.planned([(60, 61)], 0, now_s=4.0)
-        assert clock.reported(now_s=4.1) is None
-        clock.planned([(0, 100), *[(9, 10)] * 30], 100, now_s=5.0)
-        assert clock.reported(now_s=5.1) is None, "a quarter of it was decoding"
-        assert clock.reported(now_s=6.0) is None, "nothing was planned"
+        timed = Timed()
+        timed.planned((0, 512), now_s=1.0)
+        assert timed.stopwatch.is_computing
+        assert timed.reported(now_s=1.5) == ([(0, 512)], 0.5)
+        timed.planned(now_s=2.0)
+        assert not timed.stopwatch.is_computing
+        assert timed.reported(now_s=2.1) is None
+        timed.planned((512, 1024), (2060, 2061), now_s=3.0)
+        assert timed.reported(now_s=3.25) == ([(512, 1024), (2060, 2061)], 0.25)
+        timed.planned((2060, 2061), now_s=4.0)
+        assert timed.reported(now_s=4.1) is None
+        timed.planned((0, 100), *[(2009, 2010)] * 30, now_s=5.0)
+        assert timed.reported(now_s=5.1) is None, "a quarter of it was decoding"
+        assert timed.reported(now_s=6.0) is None, "nothing was planned"
 
     def test_planned_ahead(self) -> None:
         """A step that was planned while the one before ran counts from that one's end."""
-        clock = StepClock()
-        clock.planned([(0, 512)], 512, now_s=1.0)
-        clock.planned([(512, 1024)], 512, now_s=1.01)
-        clock.planned([], 0, now_s=1.02)
-        assert clock.reported(now_s=2.0) == (((0, 512),), 1.0)
-        assert clock.reported(now_s=3.2) == (((512, 1024),), pytest.approx(1.2))
-        assert not clock.is_computing
-        assert clock.reported(now_s=3.3) is None
+        timed = Timed()
+        timed.planned((0, 512), now_s=1.0)
+        timed.planned((512, 1024), now_s=1.01)
+        timed.planned(now_s=1.02)
+        assert timed.reported(now_s=2.0) == ([(0, 512)], 1.0)
+        assert timed.reported(now_s=3.2) == ([(512, 1024)], pytest.approx(1.2))
+        assert not timed.stopwatch.is_computing
+        assert timed.reported(now_s=3.3) is None
 
     def test_the_engine_teaches_what_prefill_costs(self, at: SchedulerHarness) -> None:
         """Reported steps of prompts are learned from; those of generated tokens are not."""
