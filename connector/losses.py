@@ -52,10 +52,10 @@ class LossReporter:
     """Reports on the store's thread; may be called on any thread. Nothing waits for a report or fails with it.
 
     Args:
-        meters: Counts `connector_saves_lost{reason}`; `None` if the other side counts these losses.
+        meters: Counts `connector_saves_lost{reason}`.
     """
 
-    def __init__(self, bridge: Bridge, meters: Meters | None = None, *, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, bridge: Bridge, meters: Meters, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self._bridge = bridge
         self._meters = meters
         self._clock = clock
@@ -86,8 +86,7 @@ class LossReporter:
             detail: The evidence, plain values.
             records: How many: one for each slice.
         """
-        if self._meters is not None:
-            self._meters.add("connector_saves_lost", records, reason=reason.value)
+        self._meters.add("connector_saves_lost", records, reason=reason.value)
         outcome = _loss(namespace, group, reason, {**(detail or {}), "records": records})
         outcome = replace(outcome, request=request_id, stop=boundary)
         with self._lock:

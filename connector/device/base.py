@@ -171,23 +171,24 @@ class BlockCopier(Protocol):
 
 
 class Device(Protocol):
-    """One rank's device: what its groups' copiers share.
+    """One rank's device: what its groups' copiers share. One that inherits what has an answer here reads no shared
+    memory, and leaves the rest to processors.
 
     Attributes:
         batch_bytes: Bytes of pages that are best scattered in one call; 0: each in a call of its own.
         batches_at_once: Such calls that it needs at a time to be busy.
     """
 
-    batch_bytes: int
-    batches_at_once: int
+    batch_bytes: int = 0
+    batches_at_once: int = 1
 
     def verifies(self, num_bytes: int) -> bool:
         """Whether it verifies the digest of a source of this size."""
-        ...
+        return False
 
     def decodes_tiles(self, decoded_bytes: int) -> bool:
         """Whether it decodes sources that are encoded in tiles, for pages of this size."""
-        ...
+        return False
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         """uint8 `[num_bytes]` on the host, fast for the device to copy to and from; content undefined.
@@ -207,7 +208,7 @@ class Device(Protocol):
         """Find out whether it can encode pages; called at start if an engine stores tiles. Without it `as_tiles` does
         nothing. Idempotent.
         """
-        ...
+        return
 
     def adopt(self, view: ArenaView | None) -> None:
         """Prepare to read memory that this process shares with the service, in the background; of two, the last one.
@@ -215,18 +216,18 @@ class Device(Protocol):
 
         Never called while an engine captures graphs: CUDA refuses to register memory then, or ends the capture.
         """
-        ...
+        return
 
     def close(self) -> None:
         """Prepare nothing more. Loads that run are not disturbed. Idempotent."""
-        ...
+        return
 
     def shared(self, memory: ArenaView, start: int, num_bytes: int) -> tuple[torch.Tensor, ...] | None:
         """uint8, together over a range of the memory that was adopted, read-only, as parts of a `SharedRecord`.
 
         `None`: the device cannot read there, at least not yet.
         """
-        ...
+        return None
 
     def copier(self, layers: Sequence[torch.Tensor], feeds: Sequence[int], element_bytes: int) -> BlockCopier:
         """A copier for one group.

@@ -19,43 +19,24 @@ import torch
 from numpy.typing import NDArray
 
 from connector.canonical.runs import BlockRun
-from connector.device.base import Fence, PageGather, PageScatter, RunsMemo, Ticket, check_blocks, storage_bytes
+from connector.device.base import Device, Fence, PageGather, PageScatter, RunsMemo, Ticket, check_blocks, storage_bytes
 from connector.device.streams import DONE
 from kvstore.errors import InternalError
-from kvstore.runtime.arena import ArenaView
 
 Bytes = NDArray[np.uint8]
 
 
-class CpuDevice:
-    """`Device` whose cache is host memory: every copy is done when its call returns."""
+class CpuDevice(Device):
+    """A device whose cache is host memory: every copy is done when its call returns.
 
-    batch_bytes = 0  # a page for each thread
-    batches_at_once = 1
+    It reads no shared memory: a copy to blocks is the last read of its source, and no check could come between them.
+    """
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def fence(self) -> Fence:
         return DONE
-
-    def verifies(self, num_bytes: int) -> bool:
-        return False
-
-    def decodes_tiles(self, decoded_bytes: int) -> bool:
-        return False
-
-    def prepare_tiles(self) -> None:
-        """Nothing: codec threads encode."""
-
-    def adopt(self, view: ArenaView | None) -> None:
-        """Nothing: a copy to blocks is the last read of its source, and no check could come between them."""
-
-    def close(self) -> None:
-        return
-
-    def shared(self, memory: ArenaView, start: int, num_bytes: int) -> tuple[torch.Tensor, ...] | None:
-        return None
 
     def copier(self, layers: Sequence[torch.Tensor], feeds: Sequence[int], element_bytes: int) -> CpuCopier:
         return CpuCopier(layers, feeds)

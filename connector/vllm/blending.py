@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -52,13 +52,11 @@ def open_blender(settings: ConnectorSettings, facts: EngineFacts, store: Blockin
         return f"the model is built in another way than is known: {error}"
     if (reason := layers.refusal()) is not None:
         return reason
-    group = facts.groups[0]
-    documents = _Documents(settings, facts, store)
     return Blender(
         layers,
-        documents,
+        _documents(settings, facts, store),
         ratio=settings.blend_recompute_ratio,
-        block_tokens=group.block_tokens,
+        block_tokens=facts.groups[0].block_tokens,
         step_tokens=facts.step_tokens,
     )
 
@@ -91,27 +89,22 @@ def open_requests(
     return requests
 
 
-class _Documents:
-    """The documents' store, once the engine's weights have an id: in minutes at the first start."""
+def _documents(
+    settings: ConnectorSettings, facts: EngineFacts, store: BlockingStore
+) -> Callable[[], DocumentStore | None]:
+    """Returns the documents' store, once the engine's weights have an id: in minutes at the first start."""
+    opened: list[DocumentStore] = []
 
-    def __init__(self, settings: ConnectorSettings, facts: EngineFacts, store: BlockingStore) -> None:
-        self._settings = settings
-        self._facts = facts
-        self._store = store
-        self._documents: DocumentStore | None = None
-        threading.Thread(target=self._open, name="kvstore-blend-weights", daemon=True).start()
-
-    def __call__(self) -> DocumentStore | None:
-        return self._documents
-
-    def _open(self) -> None:
+    def open_store() -> None:
         try:
-            weights_id = self._settings.weights_id or find_weights_id(self._facts, cache_folder())
-            dtype = getattr(torch, self._facts.compute_dtype)
-            timeout_s = self._settings.max_wait_ms / 1000
-            self._documents = DocumentStore(self._store, self._facts, weights_id, dtype, timeout_s=timeout_s)
+            weights_id = settings.weights_id or find_weights_id(facts, cache_folder())
+            dtype = getattr(torch, facts.compute_dtype)
+            opened.append(DocumentStore(store, facts, weights_id, dtype, timeout_s=settings.max_wait_ms / 1000))
         except Exception as error:  # noqa: BLE001 - a thread's top: an engine without documents must say why
             _log.warning("kvstore: documents are computed and not stored: %s", error)
+
+    threading.Thread(target=open_store, name="kvstore-blend-weights", daemon=True).start()
+    return lambda: opened[0] if opened else None
 
 
 def _find_runner() -> Any | None:

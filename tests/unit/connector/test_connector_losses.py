@@ -69,7 +69,7 @@ def test_a_flood_is_summed_up(bridge: Told, monkeypatch: pytest.MonkeyPatch) -> 
     """
     monkeypatch.setattr(connector.losses, "_WINDOW_S", 0.2)
     clock = ManualClock()
-    losses = LossReporter(bridge, clock=clock)
+    losses = LossReporter(bridge, Meters(), clock=clock)
     for number in range(1000):
         lose(losses, f"r {number}", 64, LossReason.BUSY if number % 2 else LossReason.FAILED)
     eventually(lambda: sum(told.num_lost for told in bridge.outcomes) == 1000)
@@ -83,7 +83,7 @@ def test_a_flood_is_summed_up(bridge: Told, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_end_sends_what_is_summed_up(bridge: Told) -> None:
     """An engine that stops reports its last losses at once."""
-    losses = LossReporter(bridge)
+    losses = LossReporter(bridge, Meters())
     for number in range(500):
         lose(losses, f"r {number}", 64, LossReason.STOPPED)
     losses.close()
@@ -93,7 +93,7 @@ def test_the_end_sends_what_is_summed_up(bridge: Told) -> None:
 
 def test_a_closed_store_and_one_that_stands_still(bridge: Told) -> None:
     """Neither slows nor fails a caller: a thousand losses are noted in a moment."""
-    losses = LossReporter(bridge)
+    losses = LossReporter(bridge, Meters())
     with bridge.stopped():
         started_s = time.monotonic()
         for number in range(1000):
@@ -114,7 +114,7 @@ def test_what_never_fits_is_repeated_and_logged_once(
     """
     monkeypatch.setattr(connector.losses, "_REPEAT_S", 0.01)
     monkeypatch.setattr(connector.losses._log, "propagate", True)
-    losses = LossReporter(bridge)
+    losses = LossReporter(bridge, Meters())
     sizes = {"pinned_bytes": 128 << 20, "needs_bytes": (308 << 20) + 1}
     losses.report_too_large(namespace=PROMPT.namespace, group=1, **sizes)
     eventually(lambda: len(bridge.outcomes) > 3)
@@ -144,7 +144,7 @@ async def _nothing(store: object) -> None:
 def test_a_real_store_counts_them() -> None:
     """Beside the requests, not among them."""
     with bridge_to_memory() as bridge:
-        losses = LossReporter(bridge)
+        losses = LossReporter(bridge, Meters())
         losses.report(
             request_id="r",
             namespace=PROMPT.namespace,
