@@ -10,12 +10,12 @@ import glob
 import hashlib
 import json
 import logging
-import os
 import re
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -263,13 +263,12 @@ def _read_cache(cache: Path) -> dict[str, str]:
 
 
 def _write_cache(cache: Path, content: dict[str, str]) -> None:
-    try:
+    with suppress(OSError):  # without a cache the next start reads the files again
         cache.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cache.parent, delete=False) as stream:
-            json.dump(dict(list(content.items())[-1000:]), stream)
-        os.replace(stream.name, cache)
-    except OSError:
-        return  # without a cache the next start reads the files again
+        with tempfile.TemporaryDirectory(dir=cache.parent) as folder:  # removed on a full disk too
+            written = Path(folder) / cache.name
+            written.write_text(json.dumps(dict(list(content.items())[-1000:])))
+            written.replace(cache)
 
 
 @dataclass(frozen=True, slots=True)

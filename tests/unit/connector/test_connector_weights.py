@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -281,6 +282,17 @@ def test_the_cache_leaves_no_litter(tmp_path: Path, cache: Path) -> None:
     """Only the cache's own file stays in its folder."""
     digest(folder(tmp_path / "model"), cache)
     assert [file.name for file in cache.iterdir()] == ["weights.json"]
+
+
+def test_a_full_disk_is_not_littered(tmp_path: Path, cache: Path) -> None:
+    """Each adapter and each start would leave a file there, and its cache is not written all the same."""
+    model, limits = folder(tmp_path / "model"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))  # no file of this process may get longer
+    try:
+        digest(model, cache)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(cache.iterdir()) == []
 
 
 def write_adapter(folder: Path, content: bytes = b"weights", config: str = "{}") -> Path:
