@@ -57,8 +57,11 @@ class RecordMemory:
 class ScratchPages:
     """Pages of host memory to decode into, one for each thread that decodes. Safe from any thread.
 
+    Args:
+        pages: Each has room for the largest page of a slice.
+
     Attributes:
-        device: Reads the pages, and makes one if all are too small.
+        device: Reads the pages.
     """
 
     def __init__(self, device: Device, pages: Iterable[torch.Tensor]) -> None:
@@ -68,11 +71,9 @@ class ScratchPages:
     @contextmanager
     def page(self, num_bytes: int) -> Iterator[torch.Tensor]:
         """uint8 `[num_bytes]`, content undefined, for the block alone."""
-        # the most recently used one: it may still be in the processor's cache
-        page = self._free.pop() if self._free else self.device.host_memory(num_bytes)
-        if page.numel() < num_bytes:
-            page = self.device.host_memory(num_bytes)
+        page = self._free.pop()  # the most recently used one: it may still be in the processor's cache
         try:
+            assert num_bytes <= page.numel()
             yield page[:num_bytes]
         finally:
             self._free.append(page)
