@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from connector.bridge import Bridge, post
+from connector.bridge import Bridge, post, traced
 from connector.device.base import Fence, PageScatter, SharedRecord, WrongSource
 from connector.jobs import LoadJob, LoadPiece
 from connector.worker.audit import Auditor, Scattered
 from connector.worker.groups import RankGroup
 from connector.worker.memory import RecordMemory, ScratchPages, view
 from kvstore.api import Deadline, LeasedRecord, LeaseId, LoadedRecord, PageStore
-from kvstore.client import trace_parent
 from kvstore.codec import RAW, TILES, CodecPool, decode_into
 from kvstore.codec.tiles import read_head
 from kvstore.errors import Closed, CorruptRecord, InternalError, KVStoreError, Unavailable
@@ -133,7 +132,7 @@ class Loader:
         try:
             fence = self.device.fence() if after is None else after
             while left:
-                self._bridge.submit(partial(self._run, left[0], fence))
+                self._bridge.submit(traced(left[0].trace, partial(self._run, left[0], fence)))
                 left.popleft()
         except Closed:
             pass  # the engine is shutting down
@@ -182,8 +181,6 @@ class Loader:
         failed = True
         scattered: list[Scattered] | None = [] if job.read_back and self._auditor is not None else None
         started_s = SYSTEM_CLOCK.monotonic_s()
-        if job.trace:
-            trace_parent.set(job.trace)  # of this task alone
         try:
             await self._load_pieces(store, job, after, scattered)
             failed = False

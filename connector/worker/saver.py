@@ -16,7 +16,7 @@ from operator import attrgetter
 
 import torch
 
-from connector.bridge import Bridge, post
+from connector.bridge import Bridge, post, traced
 from connector.device.base import PageGather, Ticket
 from connector.device.host_memory import HostPages
 from connector.jobs import RankReport, SaveJob
@@ -25,7 +25,6 @@ from connector.worker.groups import RankGroup
 from connector.worker.low_priority import LowPriorityPool
 from connector.worker.memory import RecordMemory, view
 from kvstore.api import Deadline, PageStore, Retention, SaveOutcome
-from kvstore.client import trace_parent
 from kvstore.codec import RAW, TILES, Encoded, encode, max_payload_bytes
 from kvstore.codec.tiles import read_head
 from kvstore.errors import Closed, KVStoreError, Unavailable
@@ -180,12 +179,10 @@ class Saver:
     async def _send_all(self, gathered: Sequence[tuple[int, _Gathered]], store: PageStore) -> None:
         async with asyncio.TaskGroup() as group:
             for job_id, each in gathered:
-                group.create_task(self._send(job_id, each, store))
+                group.create_task(traced(each.trace, partial(self._send, job_id, each))(store))
 
     async def _send(self, job_id: int, gathered: _Gathered, store: PageStore) -> None:
         outcome = "failed"
-        if gathered.trace:
-            trace_parent.set(gathered.trace)  # of this task alone
         try:
             outcome = await self._encode_and_save(store, gathered)
         except KVStoreError as error:

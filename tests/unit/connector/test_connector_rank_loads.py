@@ -14,6 +14,7 @@ import torch
 
 from connector.jobs import LoadJob, StepJobs
 from kvstore.api import LeaseId
+from kvstore.client import trace_parent
 from kvstore.errors import Unavailable
 from kvstore.format.header_v1 import HEADER_BYTES
 from kvstore.format.record import Record
@@ -253,3 +254,26 @@ def test_shutdown_while_loading(bridge: LoopBridge) -> None:
 
     bridge.run(cancel_all)
     assert source.result() == ({"r"}, {"r"})
+
+
+def test_the_trace_of_a_request_goes_with_its_pages(rank: Make, bridge: LoopBridge) -> None:
+    """Saves and loads of a traced request are made in its trace; those of another one in none."""
+    seen: list[tuple[str, str]] = []
+    inner, load, save = bridge.store.inner, bridge.store.inner.load, bridge.store.inner.save
+
+    def noting(what: str, call: Any) -> Any:
+        async def noted(*arguments: Any, **options: Any) -> Any:
+            seen.append((what, trace_parent.get()))
+            return await call(*arguments, **options)
+
+        return noted
+
+    inner.save, inner.load = noting("save", save), noting("load", load)
+    source = rank()
+    traced, plain = source.jobs((64, 128)).saves
+    source.side.save(StepJobs(saves=(replace(traced, trace="00-a-b-01"), plain)))
+    assert source.side.saver is not None and source.side.saver.drain(10)
+    (job,) = source.load_job(source.stage()).loads
+    source.side.start_loads(StepJobs(loads=(replace(job, trace="00-c-d-01"),)))
+    source.result()
+    assert set(seen) == {("save", "00-a-b-01"), ("save", ""), ("load", "00-c-d-01")}
