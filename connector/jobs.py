@@ -24,6 +24,7 @@ class SaveJob:
         block_ids: The span's blocks, or the one block that holds the state.
         trace: Passed to the store with each save; empty: none.
         request_id: vLLM's, of the request that computed it.
+        adapter: The folder of the request's adapter, and the identities that its files had before vLLM read them.
     """
 
     job_id: int
@@ -36,6 +37,7 @@ class SaveJob:
     retention: Retention = Retention.NORMAL
     trace: str = ""
     request_id: str = ""
+    adapter: tuple[str, tuple[str, ...]] | None = None
 
     @property
     def num_blocks(self) -> int:

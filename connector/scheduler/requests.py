@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from connector.bridge import result_or_none
-from connector.prefix_hash import PrefixChain
+from connector.prefix_hash import AdapterRequest, PrefixChain
 from connector.request_parameters import Handoff, RequestFlags
 from connector.scheduler.fetching import Fetch
 from kvstore.api import Lookup
@@ -49,7 +49,7 @@ class RequestState:
         cap_tokens: The furthest point from which it can be resumed.
         last_outcome: The reason and resume point that were last reported to the store.
         trace: Passed to the store with each call for it; empty: none.
-        adapter: vLLM's number of its adapter.
+        adapter: Its adapter.
     """
 
     request_id: str
@@ -83,7 +83,7 @@ class RequestState:
     cap_tokens: int = 0
     last_outcome: tuple[str, int] | None = None
     trace: str = ""
-    adapter: int | None = None
+    adapter: AdapterRequest | None = None
 
     # ---- hashing
 

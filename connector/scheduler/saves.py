@@ -218,6 +218,7 @@ class Saves:
     def _new_job(self, request: RunningRequest, index: int, span: Span, block_ids: BlockIds) -> SaveJob:
         """A job without host memory yet: `admit` or `wait` follows."""
         state = request.state
+        adapter = state.adapter
         job = SaveJob(
             job_id=self.jobs.next_id,
             namespace=request.namespace,
@@ -229,6 +230,7 @@ class Saves:
             retention=state.flags.save_retention,
             trace=state.trace,
             request_id=state.request_id,
+            adapter=(adapter.path, adapter.identities) if adapter is not None and adapter.identities else None,
         )
         self.jobs.add(job, state)
         return job

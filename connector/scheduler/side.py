@@ -165,7 +165,7 @@ class SchedulerSide:
             uncacheable=prompt.uncacheable,
             handoff=prompt.handoff,
             trace=prompt.trace,
-            adapter=chain.adapter.number if chain is not None and chain.adapter is not None else None,
+            adapter=chain.adapter if chain is not None else None,
         )
         self.requests[state.request_id] = state
         namespace = self.namespace.id
@@ -174,7 +174,7 @@ class SchedulerSide:
 
     def stop_adapter(self, number: int) -> None:
         """Stop the open requests with this adapter: vLLM may compute them with other weights from now on."""
-        self._stop([state for state in self.requests.values() if state.adapter == number])
+        self._stop([one for one in self.requests.values() if one.adapter is not None and one.adapter.number == number])
 
     def _stop(self, states: Sequence[RequestState]) -> None:
         """Load, save and audit no more of open requests: their pages may mix two sets of weights."""

@@ -21,6 +21,11 @@ ADAPTERS_SPREAD = (
     " these on a CPU; an engine without --enable-lora saves them"
 )
 
+ADAPTERS_UNKNOWN = (
+    "workers were called with a function (collective_rpc), which may have loaded any adapter: requests with adapters"
+    " are not cached from now on; call the workers' methods by name"
+)
+
 
 def advise_at_start(facts: EngineFacts, settings: ConnectorSettings) -> tuple[str, ...]:
     """What an engine's settings will cost, each with the field and what to set."""

@@ -37,6 +37,7 @@ from connector.scheduler.side import SchedulerSide
 from connector.settings import ConnectorSettings, cache_folder
 from connector.vllm.advice import (
     ADAPTERS_SPREAD,
+    ADAPTERS_UNKNOWN,
     UNTRUSTED_MEDIA,
     advise_at_start,
     advise_on_block_size,
@@ -46,7 +47,7 @@ from connector.vllm.engine_facts import cache_layers, read_facts, read_instance,
 from connector.vllm.guard import guarded
 from connector.vllm.model_facts import weights_source
 from connector.vllm.observability import ObservabilityHooks
-from connector.vllm.requests import PoolPins, RequestReader, read_step, read_trace
+from connector.vllm.requests import ANY_ADAPTER, PoolPins, RequestReader, read_step, read_trace
 from connector.weights import are_unchanged
 from connector.worker.side import WorkerSide
 
@@ -219,20 +220,26 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
             if reason.reason == "multimodal":
                 _warn_once(UNTRUSTED_MEDIA)
             if request.lora_request is not None:
-                self._stop_if_replaced(request.lora_request)
+                self._stop_if_replaced(request.lora_request.lora_int_id)
             return None, reason.reason
 
-    def _stop_if_replaced(self, lora_request: Any) -> None:
-        number = lora_request.lora_int_id
-        if number in self._requests.replaced_adapters and self.scheduler_side is not None:
+    def _stop_if_replaced(self, number: int) -> None:
+        if self._requests.is_replaced(number) and self.scheduler_side is not None:
             self.scheduler_side.stop_adapter(number)
 
     @guarded()
     def on_engine_call(self, method: str, arguments: Sequence[Any]) -> None:
-        """An operator lets vLLM load an adapter before a request names it, maybe in place of one that requests use."""
+        """An operator lets vLLM load an adapter before a request names it, maybe in place of one that requests use. A
+        function that workers call, without a name, may have loaded any.
+        """
         if method == "add_lora":
             self._requests.note_adapter(arguments[0])
-            self._stop_if_replaced(arguments[0])
+            self._stop_if_replaced(arguments[0].lora_int_id)
+        elif not method:
+            _warn_once(ADAPTERS_UNKNOWN)
+            self._requests.replaced_adapters.add(ANY_ADAPTER)
+            for number in self._requests.adapters:
+                self._stop_if_replaced(number)
 
     @guarded(fallback=lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

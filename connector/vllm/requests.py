@@ -17,6 +17,9 @@ from connector.scheduler.hook_facts import StateOffer, StepFacts
 from connector.vllm.model_facts import media_refusal
 from connector.weights import adapter_identities
 
+ANY_ADAPTER = 0
+"""vLLM's numbers of adapters begin with 1."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestReader:
@@ -29,7 +32,7 @@ class RequestReader:
         adapters_on_media: Adapters change how media items are processed.
         adapters: What each adapter's number first meant.
         replaced_adapters: Numbers that were loaded with `load_inplace`, or that had two folders: it is not known whose
-            files they mean since.
+            files they mean since. `ANY_ADAPTER` stands for all numbers.
     """
 
     trusts_media: bool = False
@@ -104,11 +107,15 @@ class RequestReader:
         if lora_request.load_inplace or self.adapters[number].path != path:
             self.replaced_adapters.add(number)
 
+    def is_replaced(self, number: int) -> bool:
+        """Whether it is not known whose files an adapter's number means."""
+        return not self.replaced_adapters.isdisjoint((number, ANY_ADAPTER))
+
     def _adapter(self, lora_request: Any) -> AdapterRequest | None:
         if lora_request is None:
             return None
         number = int(lora_request.lora_int_id)
-        if number in self.replaced_adapters:
+        if self.is_replaced(number):
             raise UncacheableContent("adapter_replaced", "its number has meant other files, nobody knows until when")
         return self.adapters[number]
 

@@ -6,11 +6,11 @@ import asyncio
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
 from operator import attrgetter
 
@@ -21,6 +21,7 @@ from connector.device.base import PageGather, Ticket
 from connector.device.host_memory import HostPages
 from connector.jobs import RankReport, SaveJob
 from connector.losses import LossReason, LossReporter
+from connector.weights import adapter_identities
 from connector.worker.groups import RankGroup
 from connector.worker.low_priority import LowPriorityPool
 from connector.worker.memory import RecordMemory, view
@@ -51,6 +52,8 @@ _LOST = {
     "no_room": LossReason.NO_ROOM,
 }
 """Why a record is lost, by the outcome of its save. After any other outcome the store did not take it."""
+
+_AdapterFiles = tuple[str, tuple[str, ...]]
 
 _group_of = attrgetter("group")
 
@@ -150,7 +153,8 @@ class Saver:
             for (job, slice_index, page), ticket in zip(held, tickets, strict=True):
                 if ticket is not None:
                     header = self._header(group, job, slice_index, page.numel())
-                    one = _Gathered(header, page, group.copier.plane_width, ticket, job.retention, job.trace)
+                    width = group.copier.plane_width
+                    one = _Gathered(header, page, width, ticket, job.retention, job.trace, job.adapter)
                     gathered.append((job.job_id, one))
             # together: the store's thread begins with the first at once, and the interpreter is not free for the others
             self._bridge.submit(partial(self._send_all, gathered))
@@ -177,9 +181,15 @@ class Saver:
         )
 
     async def _send_all(self, gathered: Sequence[tuple[int, _Gathered]], store: PageStore) -> None:
+        adapters = {each.adapter for _, each in gathered if each.adapter is not None}
+        changed = await asyncio.to_thread(_changed, adapters) if adapters else ()
         async with asyncio.TaskGroup() as group:
             for job_id, each in gathered:
-                group.create_task(traced(each.trace, partial(self._send, job_id, each))(store))
+                if each.adapter in changed:
+                    self._pages.put(each.page)
+                    self._done(job_id, "adapter_changed")
+                else:
+                    group.create_task(traced(each.trace, partial(self._send, job_id, each))(store))
 
     async def _send(self, job_id: int, gathered: _Gathered, store: PageStore) -> None:
         outcome = "failed"
@@ -358,6 +368,7 @@ class _Gathered:
     Attributes:
         page: Its bytes, once `ticket` is done, in the form of `BlockCopier.plane_width`, or as the ticket says.
         trace: Passed to the store; empty: none.
+        adapter: As of `SaveJob`.
     """
 
     header: HeaderV1
@@ -366,6 +377,26 @@ class _Gathered:
     ticket: Ticket
     retention: Retention
     trace: str
+    adapter: _AdapterFiles | None
+
+
+def _changed(adapters: Collection[_AdapterFiles]) -> set[_AdapterFiles]:
+    """The adapters whose files are no longer those that requests named: vLLM, which has computed the pages by now, may
+    have read either.
+    """
+    changed = {adapter for adapter in adapters if adapter_identities(adapter[0]) != adapter[1]}
+    for path, _ in changed:
+        _warn_of_adapter(path)
+    return changed
+
+
+@lru_cache(maxsize=64)
+def _warn_of_adapter(path: str) -> None:
+    _log.warning(
+        "kvstore: the files of the adapter in %s changed while the engine runs: what it computes with them is not"
+        " saved; load a new version from a new folder",
+        path,
+    )
 
 
 def _room(gathered: _Gathered) -> int:

@@ -207,8 +207,11 @@ def test_adapters_that_no_request_names_yet(*, by_name: bool) -> None:
     add(SimpleNamespace(lora_int_id=9))  # errors of ours are counted, and the adapter is loaded
     assert (connector.guarded_errors, told[9:]) == (2, ["loads"])
     EngineCore.collective_rpc(core, "list_loras")
+    assert (connector.guarded_errors, told[10:]) == (2, ["loads"])
     EngineCore.collective_rpc(core, lambda worker: None)  # type: ignore[arg-type, return-value]
-    assert (connector.guarded_errors, told[10:]) == (2, ["loads", "loads"])
+    assert (connector.guarded_errors, told[11:]) == (2, [7, 8, "loads", 7, 8])  # it may have loaded any adapter
+    load(10)
+    assert told[16:] == [10, "loads", 10]
 
 
 # ---- on the ranks

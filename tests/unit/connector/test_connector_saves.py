@@ -13,6 +13,7 @@ from connector.jobs import RankReport, StepJobs
 from connector.prefix_hash import AdapterRequest, PromptContent
 from connector.request_parameters import RequestFlags
 from connector.scheduler.hook_facts import PromptFacts, StateOffer, StepFacts
+from connector.weights import adapter_identities
 from kvstore.api import Retention
 from kvstore.errors import InternalError, InvalidRequest, Unavailable, UnsupportedFormat
 from kvstore.testing.waiting import eventually
@@ -52,9 +53,13 @@ def test_a_replaced_adapter_stops_the_saves_of_open_requests(at: SchedulerHarnes
         folder.mkdir()
         (folder / "adapter_config.json").write_text("{}")
         (folder / "adapter_model.safetensors").write_bytes(b"%d" % number)
-        at.new(str(number), 170, content=PromptContent(adapter=AdapterRequest(number, str(folder))))
+        adapter = AdapterRequest(number, str(folder), adapter_identities(str(folder)))
+        at.new(str(number), 170, content=PromptContent(adapter=adapter))
     at.hashed("1", "2")
-    assert [job.stop_tokens for job in at.step({"1": 64, "2": 64}).saves] == [64, 64]
+    jobs = at.step({"1": 64, "2": 64}).saves
+    assert [(job.stop_tokens, job.adapter) for job in jobs] == [
+        (64, (str(tmp_path / number), adapter_identities(str(tmp_path / number)))) for number in ("1", "2")
+    ]
     at.side.stop_adapter(1)
     last = at.step({"1": 130, "2": 130}).saves
     assert [(job.stop_tokens, job.prefix == at.state("2").prefix_at(128, 16)) for job in last] == [(128, True)]

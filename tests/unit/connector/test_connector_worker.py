@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from connector.device.cpu import CpuDevice
 from connector.jobs import StepJobs
 from connector.settings import ConnectorSettings
+from connector.weights import adapter_identities
 from connector.worker.side import WorkerSide
 from kvstore.api import SaveOutcome
 from kvstore.client import trace_parent
@@ -186,6 +188,31 @@ def test_saves_that_the_service_refuses(rank: Make, bridge: LoopBridge) -> None:
     assert source.meters.get("connector_saves", outcome="busy") == HEADS
     assert source.meters.get("connector_saves_lost", reason="save_refused") == HEADS
     eventually(lambda: [(loss.reason, loss.num_lost) for loss in told] == [("save_refused", HEADS)])
+
+
+def test_files_of_an_adapter_that_change_before_its_pages_are_saved(rank: Make, tmp_path: Path) -> None:
+    """vLLM may have computed the pages with the new files: they are lost, and those of other requests are saved."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text("old")
+    source, adapter = rank(), (str(tmp_path), adapter_identities(str(tmp_path)))
+    source_saver = source.side.saver
+    assert source_saver is not None
+
+    def failed(*ends: int) -> set[int]:
+        """Of two jobs with the adapter and one without."""
+        jobs = [replace(job, adapter=adapter if job.job_id < 2 else None) for job in source.jobs(ends).saves]
+        source.side.save(StepJobs(saves=tuple(jobs)))
+        assert source_saver.drain(10)
+        report = source.side.take_report()
+        assert report is not None and report.saves_done == {0: 1, 1: 1, 2: 1}
+        return report.saves_failed
+
+    assert failed(16, 32, 48) == set()
+    new = tmp_path / "new"
+    new.write_text("old")  # changed back it is another file
+    new.replace(tmp_path / "adapter_model.safetensors")
+    assert failed(64, 128, 160) == {0, 1}
+    assert source.meters.get("connector_saves", outcome="adapter_changed") == 2 * HEADS
 
 
 def test_one_slice_that_fails(rank: Make, bridge: LoopBridge) -> None:
