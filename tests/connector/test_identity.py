@@ -199,14 +199,18 @@ def test_an_adapter_whose_files_change_is_not_cached(shared: Shared, place: Plac
     assert ask(shared.reader, adapter=("fresh", number + 1, path)).num_cached_tokens == 0
 
 
-def test_an_adapter_that_is_replaced_under_a_request(shared: Shared, place: Place) -> None:
-    """A trainer loads new files in place while a request waits: what they compute gets no name of the old ones."""
-    path, other = place.adapter("under a request", seed=21), place.adapter("under a request-new", seed=22)
+@pytest.mark.parametrize("overwritten", [False, True], ids=["loaded in place", "files overwritten"])
+def test_an_adapter_that_is_replaced_under_a_request(shared: Shared, place: Place, *, overwritten: bool) -> None:
+    """A trainer replaces its files while a request waits: what they compute gets no name of the old ones."""
+    number = 21 + 2 * overwritten
+    path = place.adapter(f"under a request-{number}", seed=number)
+    other = place.adapter(f"under a request-{number}-new", seed=number + 1)
     asking = "__import__('tests.connector.support.identity', fromlist=['ask_while_replaced']).ask_while_replaced"
     before = place.num_saved()
-    answered = shared.reader.evaluate(f"{asking}(llm, {list(PROMPT)}, 21, {path!r}, {other!r})")
+    files = f"{number}, {path!r}, {other!r}, overwritten={overwritten}"
+    answered = shared.reader.evaluate(f"{asking}(llm, {list(PROMPT)}, {files})")
     assert shared.reader.reset_prefix_cache()
-    old = ask(shared.reader, adapter=("old", 22, path))
+    old = ask(shared.reader, adapter=("old", number + 1, path))
     place.wait_saved(before + WHOLE_RECORDS)  # of the old adapter, which nobody has stored before
     assert old.num_cached_tokens == 0
     assert list(old.tokens) != answered  # computed with the new files

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvstore.testing.waiting import eventually
+
 __all__ = [
     "WeightsExtension",
     "ask_while_replaced",
@@ -90,20 +92,36 @@ def write_embeddings(path: Path, num_tokens: int, hidden: int, *, seed: int, cha
     return path
 
 
-def ask_while_replaced(llm: Any, tokens: list[int], number: int, path: str, other_path: str) -> list[int]:
-    """Answer a prompt with an adapter whose number gets the files of another folder before the first step."""
+def ask_while_replaced(
+    llm: Any, tokens: list[int], number: int, path: str, other_path: str, *, overwritten: bool
+) -> list[int]:
+    """Answer a prompt with an adapter whose number gets the files of another folder before the first step.
+
+    Args:
+        overwritten: They are copied over those of `path`, and the old ones are put back afterwards; else vLLM loads
+            them in place.
+    """
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    engine = llm.llm_engine
-    engine.add_lora(LoRARequest("replaced", number, path))
+    engine, kept = llm.llm_engine, f"{path}-kept"
     adapter = LoRARequest("replaced", number, path)
+    if not overwritten:
+        engine.add_lora(adapter)
     prompt = {"prompt_token_ids": tokens}
     engine.add_request("replaced", prompt, SamplingParams(max_tokens=4, temperature=0.0), lora_request=adapter)
-    engine.add_lora(LoRARequest("replaced", number, other_path, load_inplace=True))
+    if overwritten:
+        (state,) = engine.engine_core.engine_core.scheduler.connector.scheduler_side.requests.values()
+        eventually(lambda: state.is_hashed)  # by the old files
+        shutil.copytree(path, kept)
+        shutil.copytree(other_path, path, dirs_exist_ok=True)
+    else:
+        engine.add_lora(LoRARequest("replaced", number, other_path, load_inplace=True))
     outputs: list[Any] = []
     while engine.has_unfinished_requests():
         outputs += engine.step()
+    if overwritten:
+        shutil.copytree(kept, path, dirs_exist_ok=True)
     return list(outputs[-1].outputs[0].token_ids)
 
 
