@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from connector.jobs import AuditJob, RankReport
+from connector.prefix_hash import AdapterRequest
 from connector.scheduler.audits import is_sampled
 from connector.scheduler.hook_facts import StepFacts
 from kvstore.model.keys import PrefixHash
@@ -129,7 +130,7 @@ def test_a_request_that_ends_before_it_has_computed(audited: SchedulerHarness, c
 def test_a_request_whose_adapter_is_replaced_is_not_compared(audited: SchedulerHarness) -> None:
     """What it computes from now on may be of other weights, and would make the stored pages look wrong."""
     audited.keep("a", 170)
-    audited.new("r", 170, "a").adapter = 1
+    audited.new("r", 170, "a").adapter = AdapterRequest(1, "adapter")
     audited.ask("r")
     done(audited, *compute(audited, "r", 0, 70))
     audited.side.stop_adapter(1)

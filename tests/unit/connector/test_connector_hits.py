@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from connector.prefix_hash import PrefixChain
+from connector.prefix_hash import AdapterRequest, PrefixChain
 from kvstore.client import trace_parent
 from kvstore.errors import Unavailable
 from kvstore.testing.waiting import eventually
@@ -297,7 +297,7 @@ def test_a_load_of_a_replaced_adapter_is_not_begun(at: SchedulerHarness) -> None
     """The request would compute the rest with other weights; what is staged for one that waits is given up too."""
     at.keep("a", 170)
     for name in ("ordered", "staged"):
-        at.new(name, 170, "a").adapter = 1
+        at.new(name, 170, "a").adapter = AdapterRequest(1, "adapter")
         assert at.ask(name) == 160
     at.side.on_allocated("ordered", [list(range(1, 13))], 160)
     at.side.stop_adapter(1)
