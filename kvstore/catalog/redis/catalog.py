@@ -141,7 +141,7 @@ class RedisCatalog(Catalog):
 
     async def walk(self, namespaces: Collection[NamespaceId]) -> AsyncIterator[tuple[NamespaceId, Step]]:
         """One walk over all names in Redis: each namespace's own would list every name again."""
-        if len(namespaces) == 1:
+        if len(namespaces) <= 1:
             async for one in super().walk(namespaces):
                 yield one
             return
