@@ -109,12 +109,12 @@ class PagesByHash:
 
     def add(self, page: Page) -> None:
         """Take a page in."""
-        if last := last_hash(page.blocks):
+        if last := _last_hash(page.blocks):
             self._pages.setdefault(page.blocks.namespace, {}).setdefault(last, {})[page] = None
 
     def remove(self, page: Page) -> None:
         """Take a page out that is in here."""
-        last, of_namespace = last_hash(page.blocks), self._pages.get(page.blocks.namespace)
+        last, of_namespace = _last_hash(page.blocks), self._pages.get(page.blocks.namespace)
         if of_namespace is None or last not in of_namespace:
             return
         of_namespace[last].pop(page, None)
@@ -143,6 +143,5 @@ class PagesByHash:
                 yield boundary
 
 
-def last_hash(blocks: PageBlocks) -> bytes:
-    """Of a page's blocks; empty: it has none."""
+def _last_hash(blocks: PageBlocks) -> bytes:
     return blocks.hash_at(blocks.num_blocks - 1) if blocks.num_blocks else b""

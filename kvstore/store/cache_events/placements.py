@@ -19,7 +19,7 @@ from kvstore.runtime.clock import Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.store.cache_events.changes import BATCH_BYTES, BlockCounts, Changes
 from kvstore.store.cache_events.encoding import CLEARED, Event
-from kvstore.store.cache_events.pages import Page, Pages, PagesByHash, Place, last_hash
+from kvstore.store.cache_events.pages import Page, Pages, PagesByHash, Place
 from kvstore.tiers.memory import MemoryTier
 
 _ROUND_S = 0.2
@@ -303,12 +303,13 @@ class PlacementEvents:
                 before, after = (self._unplaced, self._placed) if now else (self._placed, self._unplaced)
                 before.remove(page)
                 after.add(page)
-            if now and not page.media:
-                self._marked |= self._orphans.pop(last_hash(page.blocks), {})
+            if now and not page.media and self._orphans:
+                for block in page.blocks.all_hashes():
+                    self._marked |= self._orphans.pop(block, {})
             page.media = now
 
     def _waits(self, page: Page) -> bool:
-        """Whether a page is to be published after the one before it, which marks it then."""
+        """Whether a page is to be published after the one with the block before it, which marks it then."""
         parent = page.blocks.parent
         if not parent or self._block_counts.has(page.blocks.model, parent):
             return False

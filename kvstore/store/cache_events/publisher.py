@@ -38,7 +38,7 @@ SILENT_S = 30
 _TURN_S, _REPLAY_TURN_S = 0.05, 0.002
 """How long the next part of a replay may wait, whose peer has read nothing, and of one whose peer reads."""
 AGAIN_S = 5.0
-"""After so long without a batch, an empty one is sent, and again."""
+"""After so long without a message, an empty batch is sent, and then that message again."""
 _WAKES = 4_096
 """Bytes that are read at a time from those that wake the thread."""
 _CLOSE_S = 2.0
@@ -187,7 +187,7 @@ class EventPublisher:
             self._kept_bytes -= _kept_bytes(self._kept.popleft()[1])
 
     def _send_again(self) -> None:
-        """Send an empty batch, if none was sent for a while, and that message once more after each further while."""
+        """If nothing was sent for a while: send an empty batch, or the last message again if that was one."""
         if not self._kept or self._clock.monotonic_s() - self._sent_s < AGAIN_S:
             return
         sequence, frames = self._kept[-1]

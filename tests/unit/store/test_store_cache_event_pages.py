@@ -188,6 +188,18 @@ async def test_a_page_is_published_after_the_one_before_it(service: Service) -> 
     await until(lambda: service.blocks == {1, 2, 3, 4, 5, 6})
 
 
+async def test_a_state_is_published_after_the_page_that_it_ends_in(service: Service) -> None:
+    """The block before a state is inside a page, whichever of the two is named first."""
+    state, pages = page("state", [2], parent=1), page("page", [1, 2, 3])
+    service.save(state)
+    await asyncio.sleep(0.3)  # some rounds
+    assert not service.published.batches
+    service.save(pages)
+    await until(lambda: service.blocks == {1, 2, 3})
+    service.drop(pages)
+    await until(lambda: service.blocks == {2})
+
+
 async def test_pages_that_wait_are_forgotten_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of too many pages without the one before them, nothing of the oldest stays."""
     monkeypatch.setattr("kvstore.store.cache_events.placements.UNPLACED_MAX", 2)
