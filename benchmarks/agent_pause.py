@@ -100,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             spec = EngineSpec(
                 checkpoint=checkpoint,
                 connector=connector,
+                kv_cache_bytes=1 << 30,
                 arguments={"served_model_name": [_MODEL]},
             )
             say(f"starting an engine of {chosen.model}")

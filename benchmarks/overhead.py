@@ -163,6 +163,7 @@ def _start(
         connector=connector,
         environment=environment,
         max_model_len=chosen.prompt_tokens + chosen.tokens,
+        kv_cache_bytes=1 << 30,
         arguments={"num_gpu_blocks_override": _num_blocks(chosen)},
     )
     engine = stack.enter_context(start_engine(spec, work=WORK, name=f"bench-{variant.name.replace(' ', '-')}"))

@@ -168,7 +168,7 @@ def measure_model(
     model: Model, prompt_tokens: int, repetitions: int, say: Say, *, without_amx: bool = False
 ) -> Figures:
     """Save once, then compute and restore in turn, so that other load of the machine meets both alike."""
-    engine = EngineSpec(checkpoint=write_checkpoint(model.name, WORK / "checkpoints"))
+    engine = EngineSpec(checkpoint=write_checkpoint(model.name, WORK / "checkpoints"), kv_cache_bytes=1 << 30)
     if without_amx:
         engine = replace(engine, environment=_WITHOUT_AMX_ENVIRONMENT, preload=(_WITHOUT_AMX,))
     prompt = seeded_prompt(_PROMPT_SEED, prompt_tokens, vocabulary=VOCABULARY)

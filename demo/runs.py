@@ -38,7 +38,7 @@ PROMPT_TOKENS_HELP = "length of the prompt (default: 8192, or fewer where these 
 
 _PROBE_TOKENS = 256
 _WARM_UP_TOKENS = 300
-_KV_CACHE_GIB = 1
+_KV_CACHE_BYTES = 1 << 30
 _ANSWER_S = 240.0
 
 
@@ -103,7 +103,7 @@ def prompt_of(model: str, checkpoint: Path, seed: int, num_tokens: int | None) -
 
 def run_reference(prompt: Prompt, work: Path, say: Say) -> Reference:
     """(a): no connector."""
-    spec = EngineSpec(checkpoint=prompt.checkpoint, kv_cache_gib=_KV_CACHE_GIB)
+    spec = EngineSpec(checkpoint=prompt.checkpoint, kv_cache_bytes=_KV_CACHE_BYTES)
     say(f"(a) {prompt.model}: starting vLLM without a store")
     with start_engine(spec, work=work, name=f"demo-a-{prompt.model}") as engine:
         engine.generate([_warm_up("a")], timeout_s=_ANSWER_S)
@@ -152,7 +152,7 @@ def run_connected(
         say: Shows progress.
     """
     spec = EngineSpec(
-        checkpoint=prompt.checkpoint, kv_cache_gib=_KV_CACHE_GIB, connector=connector, environment=environment
+        checkpoint=prompt.checkpoint, kv_cache_bytes=_KV_CACHE_BYTES, connector=connector, environment=environment
     )
     say(f"({name}) {prompt.model}: starting a fresh vLLM with the connector")
     with start_engine(spec, work=work, name=f"demo-{name}-{prompt.model}") as engine:

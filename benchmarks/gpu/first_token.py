@@ -143,7 +143,7 @@ def _spec(kit: Kit, model: Timed, node: Node, folder: Path) -> EngineSpec:
         device="cuda" if kit.is_gpu else "cpu",
         max_model_len=model.prompt_tokens + 100,
         max_num_batched_tokens=8192,
-        kv_cache_gib=model.kv_cache_gib,
+        kv_cache_bytes=model.kv_cache_gib << 30,
         connector={"url": node.url, "weights_id": model.name},
         arguments={**arguments_of(kit, checkpoint.name), **({"load_format": "dummy"} if model.dummy else {})},
         environment=environment(),

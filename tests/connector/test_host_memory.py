@@ -45,7 +45,7 @@ def spec(work: Path, store: EmbeddedStore, settings: Mapping[str, Any], **change
         max_num_batched_tokens=STEP_TOKENS,
         connector={**store.connector, **PATIENT, **settings},
         environment=store.environment,
-        kv_cache_gib=2,
+        kv_cache_bytes=2 << 30,
         **changes,
     )
 

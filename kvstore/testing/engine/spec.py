@@ -30,7 +30,7 @@ class EngineSpec:
         max_model_len: Tokens of prompt and output together.
         max_num_batched_tokens: Tokens of a step; `None`: vLLM's default.
         device: What vLLM was built for. On a GPU a checkpoint in float32 is computed in bfloat16, as its kernels want.
-        kv_cache_gib: Memory for blocks.
+        kv_cache_bytes: Memory for blocks, which an engine fills with zeros at its start.
         arguments: Any further engine argument.
         environment: Any further environment variable.
         preload: Modules imported before the engine starts; they see an in-process engine's whole life.
@@ -47,7 +47,7 @@ class EngineSpec:
     max_model_len: int = 16384
     max_num_batched_tokens: int | None = None
     device: Literal["cpu", "cuda"] = "cpu"
-    kv_cache_gib: int = 1
+    kv_cache_bytes: int = 256 << 20
     arguments: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     preload: tuple[str, ...] = ()
@@ -73,10 +73,11 @@ class EngineSpec:
             # vLLM's own choice where a processor has AVX-512 for bfloat16 only; a hybrid's block size follows from it
             "mamba_ssm_cache_dtype": "float32",
             "max_num_batched_tokens": self.max_num_batched_tokens,
+            "kv_cache_memory_bytes": self.kv_cache_bytes,
             "kv_transfer_config": self.kv_transfer or connector_config(self.connector),
         }
-        if on_gpu:  # several engines share one GPU: each takes this much and does not measure what is free
-            arguments |= {"kv_cache_memory_bytes": self.kv_cache_gib << 30, "gpu_memory_utilization": 0.02}
+        if on_gpu:  # several engines share one GPU, so none measures what is free
+            arguments["gpu_memory_utilization"] = 0.02
         arguments |= self.arguments
         return {name: value for name, value in arguments.items() if value is not None}
 
@@ -103,7 +104,6 @@ def engine_environment(spec: EngineSpec, work: Path) -> dict[str, str]:
     """
     env = {
         **os.environ,
-        "VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if spec.multiprocess else "0",
         "VLLM_CACHE_ROOT": str(work / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"),
@@ -118,6 +118,7 @@ def engine_environment(spec: EngineSpec, work: Path) -> dict[str, str]:
         env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "1"
     env.pop("TRITON_ON_CPU", None)  # the V1 runner does not start with it
     env.pop("TRITON_INTERPRET", None)
+    env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would replace `kv_cache_bytes`
     env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if spec.runner == "v2" and spec.device == "cuda":
         env["VLLM_USE_V2_MODEL_RUNNER"] = "1"
