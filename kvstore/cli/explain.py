@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, cast
 
@@ -10,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from kvstore.cli.options import AsJson, Config, TokenFile
-from kvstore.cli.printing import detail_text, print_table, table_of
+from kvstore.cli.printing import detail_text, echo_json, print_table, requests_table, table_of
 from kvstore.cli.service import DataTimeout, Url, connected
 from kvstore.errors import InvalidRequest, next_step
 
@@ -33,7 +32,7 @@ def explain(  # noqa: PLR0917 - typer makes flags of them
             cause, step = next_step(str(error))
             raise InvalidRequest(f"REQUEST: {cause}: {step}") from error
     if json_:
-        typer.echo(json.dumps(values, indent=2, default=str))
+        echo_json(values)
     elif request:
         _show(values, f"{service.address}, {service.found}")
     else:
@@ -44,13 +43,7 @@ def _list(requests: Sequence[Mapping[str, Any]], where: str) -> None:
     if not requests:
         typer.echo(f"no engine has reported a request since the service started ({where})")
         return
-    columns = ("request", "at (UTC)", "prompt", "resumed", "result", "reason")
-    table = table_of(f"latest requests at {where} (in tokens)", *columns, right=("prompt", "resumed"))
-    for one in requests:
-        tokens = (f"{one['prompt_tokens']:,}", f"{one['resume_tokens']:,}")
-        at = str(one["at"])[:19].replace("T", " ")
-        table.add_row(escape(one["request"]), at, *tokens, one["result"], one["reason"] or "-")
-    print_table(table)
+    print_table(requests_table(f"latest requests at {where}", requests))
 
 
 def _show(values: Mapping[str, Any], where: str) -> None:

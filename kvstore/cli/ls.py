@@ -6,10 +6,9 @@ from enum import Enum
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from kvstore.cli.admin import INCOMPLETE, ONLY_OWN, AdminClient, admin_verb, whole_namespace
-from kvstore.cli.printing import bytes_text, echo_json, held_text, namespace_name, print_table, table_of, time_text
+from kvstore.cli.printing import bytes_text, echo_json, held_text, namespaces_table, print_table, table_of, time_text
 from kvstore.errors import InvalidRequest
 
 
@@ -65,15 +64,10 @@ def _show_namespaces(found: dict[str, Any], client: AdminClient) -> None:
         typer.echo(f"the catalog at {client.url} lists nothing. {INCOMPLETE}")
         return
     if not found["namespaces"]:
-        typer.echo(f"nothing is stored at {client.url}: no engine has saved a page yet. {ONLY_OWN.capitalize()}")
+        why = f"no engine has saved a page yet, or all were evicted or deleted since. {ONLY_OWN.capitalize()}"
+        typer.echo(f"nothing is stored at {client.url}: {why}")
         return
-    columns = ("model and types", "door", "namespace", "tenant", "boundaries", "held")
-    table = table_of(f"namespaces at {client.url}", *columns, right=("boundaries",))
-    for one in found["namespaces"]:
-        door = escape(one.get("door") or "-")  # absent: an older release
-        names = (namespace_name(one), door, one["namespace"], escape(one["tenant"]) or "-")
-        table.add_row(*names, f"{one['num_boundaries']:,}", held_text(one["held"]))
-    print_table(table)
+    print_table(namespaces_table(f"namespaces at {client.url}", found["namespaces"]))
     typer.echo(f"in total: {held_text(found['total'])}")
     if not is_complete:
         typer.echo(INCOMPLETE)

@@ -19,7 +19,7 @@ from kvstore.cli.admin import (
     whole_prefix,
 )
 from kvstore.cli.options import parse_size
-from kvstore.cli.printing import bytes_text, echo_json, held_text, print_table, table_of, time_text
+from kvstore.cli.printing import bytes_text, echo_json, held_text, print_table, quotas_table, table_of, time_text
 from kvstore.errors import InvalidRequest
 
 PrefixArgument = Annotated[str, typer.Argument(help="The boundary: 64 hex digits, from `kvstore ls`.")]
@@ -98,7 +98,7 @@ def quota(  # noqa: PLR0917 - typer makes flags of them
     elif remove:
         typer.echo(f"nothing to do: no operator has set a quota of {tenant}")
     if listed:
-        _show_quotas(listed)
+        print_table(quotas_table(listed))
         _warn_of_quotas(listed if is_set else ())
     else:
         why = "none was known" if unread else "" if remove else ONLY_OWN
@@ -120,15 +120,6 @@ def _quota_body(before: Mapping[str, Any], guaranteed: str, maximum: str) -> dic
             expected += ", which is guaranteed to the tenant"
         raise InvalidRequest(f"{flag}: expected {expected}", seen=repr(maximum or guaranteed))
     return {"guaranteed_bytes": least} | ({"maximum_bytes": most} if most is not None else {})
-
-
-def _show_quotas(quotas: Sequence[dict[str, Any]]) -> None:
-    columns = ("tenant", "guaranteed", "maximum", "used", "set by")
-    table = table_of("quotas of the cold tier", *columns, right=("guaranteed", "maximum", "used"))
-    for one in quotas:
-        sizes = (bytes_text(one[name]) for name in ("guaranteed_bytes", "maximum_bytes", "used_bytes"))
-        table.add_row(escape(one["tenant"]), *sizes, "an operator" if one["is_ordered"] else "the settings")
-    print_table(table)
 
 
 def _warn_of_quotas(quotas: Sequence[dict[str, Any]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,7 @@ def progress_bar(*columns: ProgressColumn, quiet: bool = False) -> Progress:
 
 
 def echo_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=2))
+    typer.echo(json.dumps(value, indent=2, default=str))
 
 
 def bytes_text(num_bytes: float | None) -> str:
@@ -144,3 +144,33 @@ def held_text(held: Mapping[str, Any]) -> str:
 def namespace_name(one: Mapping[str, Any]) -> str:
     """The model and types of a namespace, safe in a table."""
     return escape(one.get("name") or "(its description is lost)")
+
+
+def namespaces_table(title: str, namespaces: Iterable[Mapping[str, Any]]) -> Table:
+    columns = ("model and types", "door", "namespace", "tenant", "boundaries", "held")
+    table = table_of(title, *columns, right=("boundaries",))
+    for one in namespaces:
+        door = escape(one.get("door") or "-")  # absent: an older release
+        names = (namespace_name(one), door, one["namespace"], escape(one["tenant"]) or "-")
+        table.add_row(*names, f"{one['num_boundaries']:,}", held_text(one["held"]))
+    return table
+
+
+def quotas_table(quotas: Iterable[Mapping[str, Any]]) -> Table:
+    columns = ("tenant", "guaranteed", "maximum", "used", "full", "set by")
+    table = table_of("quotas of the cold tier", *columns, right=columns[1:5])
+    for one in quotas:
+        sizes = [bytes_text(one[name]) for name in ("guaranteed_bytes", "maximum_bytes", "used_bytes")]
+        full = share_text(one["used_bytes"], one["maximum_bytes"])
+        table.add_row(escape(one["tenant"]), *sizes, full, "an operator" if one["is_ordered"] else "the settings")
+    return table
+
+
+def requests_table(title: str, requests: Iterable[Mapping[str, Any]]) -> Table:
+    columns = ("request", "at (UTC)", "prompt", "resumed", "result", "reason")
+    table = table_of(f"{title} (in tokens)", *columns, right=("prompt", "resumed"))
+    for one in requests:
+        tokens = (f"{one['prompt_tokens']:,}", f"{one['resume_tokens']:,}")
+        at = str(one["at"])[:19].replace("T", " ")
+        table.add_row(escape(one["request"]), at, *tokens, one["result"], one["reason"] or "-")
+    return table

@@ -117,20 +117,21 @@ def _problem_text(problem: Problem) -> str:
 def _hits(values: Mapping[str, Any]) -> Iterator[str]:
     counters, recent = values.get("counters", {}), values.get("recent", {})
     if recent:
-        yield f"last {recent['window_s'] // 60} minutes: {_hit_text(recent['requests'], recent['tokens'])}"
+        yield f"last {recent['window_s'] // 60} minutes: {hit_text(recent['requests'], recent['tokens'])}"
         reasons = sorted(recent["reasons"].items(), key=lambda one: -one[1])
         if reasons:
             shown = ", ".join(f"{word} {num:,}" for word, num in reasons[:_REASONS_SHOWN])
             others = f" and {len(reasons) - _REASONS_SHOWN} others" if len(reasons) > _REASONS_SHOWN else ""
             yield f"  why not more: {escape(shown)}{others} ([bold]kvstore explain[/bold] shows each request)"
     requests = by_label(counters, "requests", "result")
-    yield f"since its start: {_hit_text(requests, by_label(counters, 'request_tokens', 'part'))}"
+    yield f"since its start: {hit_text(requests, by_label(counters, 'request_tokens', 'part'))}"
     if not sum(requests.values()) and counters.get("lookups"):
         hits = counters.get("lookup_hits", 0)
         yield f"  {share_text(hits, counters['lookups'])} of {counters['lookups']:,.0f} lookups found something"
 
 
-def _hit_text(requests: Mapping[str, float], tokens: Mapping[str, float]) -> str:
+def hit_text(requests: Mapping[str, float], tokens: Mapping[str, float]) -> str:
+    """How much of the prompts came from the store, from numbers of requests by result and of tokens by part."""
     num_requests = sum(requests.values())
     if not num_requests:
         return "no engine has reported a request"

@@ -12,9 +12,11 @@ from kvstore.runtime.meters import name_and_labels
 
 LATE = ("deadline", "lookup_failed", "lookup_timeout", "stage_failed", "stage_timeout", "stall", "tier_failed")
 """Reasons for which a request was computed although its pages may have been stored: the store did not answer."""
-NO_ROOM = ("node_memory",)
+_NO_ROOM = ("node_memory",)
 """Reasons for which a request was resumed only in part: the node had no room for what is stored."""
-_CUT_SHARE, _CUT_REQUESTS_MIN = 0.2, 10
+_CUT = ((LATE, 10, "got no answer in time"), (_NO_ROOM, 1, "were resumed no further than memory has room for"))
+"""Reasons, the requests below which they are no problem, and what happened. A prompt that is too large never fits."""
+_CUT_SHARE = 0.2
 _NEARLY_FULL, _NEARLY_LEASED = 0.75, 0.9
 
 _SINCE_START = "since its start"
@@ -160,10 +162,10 @@ def _of_files(values: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _of_requests(recent: Mapping[str, Any]) -> Iterator[Problem]:
     num_requests = sum(recent.get("requests", {}).values())
-    for words, what in ((LATE, "got no answer in time"), (NO_ROOM, "were resumed no further than memory has room for")):
+    for words, least, what in _CUT:
         cut = {word: num for word, num in recent.get("reasons", {}).items() if word in words}
         num_cut = sum(cut.values())
-        if num_requests < _CUT_REQUESTS_MIN or num_cut < _CUT_SHARE * num_requests:
+        if not num_cut or num_requests < least or num_cut < _CUT_SHARE * num_requests:
             continue
         from kvstore.store.explain.reasons import REASONS  # slow to import, and health probes run this verb often
 

@@ -1,4 +1,4 @@
-"""`kvstore top`: a live view of a service: lookups and hits, tiers, largest namespaces, latest requests, jobs."""
+"""`kvstore top`: a live view of a service: hits, tiers, largest namespaces, latest requests, jobs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from kvstore.cli.printing import (
     echo_json,
     held_text,
     limit_text,
-    namespace_name,
+    namespaces_table,
+    quotas_table,
+    requests_table,
     share_text,
     span_text,
     table_of,
     time_text,
     used_text,
 )
+from kvstore.cli.status import hit_text
 from kvstore.cli.status_problems import by_label, waiting_text
 from kvstore.errors import Unavailable
 from kvstore.runtime.clock import SYSTEM_CLOCK
@@ -38,8 +41,12 @@ _COUNTERS = (
     *("lookups", "lookup_hits", "served_records", "served_bytes", "saves", "write_back_bytes", "corrupt_records"),
     *("retention_boundaries", "retention_bytes"),
 )
-_EVICTED = "left "
-"""In front of an eviction's cause in the counters of --json."""
+_LABELLED = (
+    ("left ", "retention_boundaries", "reason"),
+    ("requests ", "requests", "result"),
+    ("tokens ", "request_tokens", "part"),
+)
+"""Counters by one label: what stands before its value in the counters of --json, the counter, the label."""
 
 
 @admin_verb(10.0)
@@ -113,8 +120,9 @@ def _counters(client: AdminClient) -> dict[str, float] | None:
     meters |= {"uptime_s": "kvstore_uptime_seconds", "sessions": "kvstore_sessions"}
     meters |= {name: f"kvstore_{name}" for name in ("catalog_waiting_changes", "catalog_waiting_seconds")}
     found = {name: sum(by_label(samples, meter, "").values(), 0.0) for name, meter in meters.items()}
-    causes = by_label(samples, meters["retention_boundaries"], "reason")
-    return found | {f"{_EVICTED}{cause}": num for cause, num in causes.items()}
+    for start, name, label in _LABELLED:
+        found |= {f"{start}{value}": num for value, num in by_label(samples, f"kvstore_{name}_total", label).items()}
+    return found
 
 
 def screen_of(
@@ -127,15 +135,16 @@ def screen_of(
         since_s = int(SYSTEM_CLOCK.wall_ms() / 1000 - waits_s)
         parts.append(f"[yellow]{waiting_text(counters['catalog_waiting_changes'], since_s)}[/]")
     if values["quotas"]:
-        parts.append(_quotas(values["quotas"]))
+        parts.append(quotas_table(values["quotas"]))
     if values["namespaces"]:
-        parts.append(_namespaces(values))
+        table = namespaces_table("largest namespaces", values["namespaces"])
+        parts += [table, f"in total: {held_text(values['total'])}"]
     elif "catalog" in values:
         parts.append(f"namespaces: {escape(values['catalog'])}")
     if not values.get("is_complete", True):
         parts.append(f"namespaces: {INCOMPLETE}")
     if values["requests"]:
-        parts.append(_requests(values["requests"]))
+        parts.append(requests_table("latest requests", values["requests"]))
     parts += [f"job {job['job']}: {job['kind']}, {job_progress(job)}" for job in values["jobs"]]
     return Group(*parts)
 
@@ -158,18 +167,22 @@ def _headline(url: str, values: Mapping[str, Any], before: Mapping[str, Any] | N
 def _rates(title: str, counts: Mapping[str, float], seconds: float | None) -> str:
     per, unit = (seconds, "/s") if seconds else (1.0, "")
     parts = [
-        f"{counts['lookups'] / per:,.0f}{unit} lookups, {share_text(counts['lookup_hits'], counts['lookups'])} hits",
+        hit_text(_labelled(counts, "requests "), _labelled(counts, "tokens ")),
         f"{counts['served_records'] / per:,.0f}{unit} records served, {bytes_text(counts['served_bytes'] / per)}{unit}",
         f"{counts['saves'] / per:,.0f}{unit} saved, {bytes_text(counts['write_back_bytes'] / per)}{unit} written back",
     ]
     if evicted := counts["retention_boundaries"]:
-        causes = {name.removeprefix(_EVICTED): num for name, num in counts.items() if name.startswith(_EVICTED) and num}
-        shown = ", ".join(f"{cause} {num:,.0f}" for cause, num in sorted(causes.items(), key=lambda one: -one[1]))
+        causes = sorted(_labelled(counts, "left ").items(), key=lambda one: -one[1])
+        shown = ", ".join(f"{cause} {num:,.0f}" for cause, num in causes if num)
         freed = bytes_text(counts["retention_bytes"] / per)
         number = f"{evicted / per:,.1f}" if seconds else f"{evicted:,.0f}"
         parts.append(f"{number}{unit} boundaries evicted, {freed}{unit} ({shown})")
     corrupt = f", [bold red]{counts['corrupt_records']:,.0f} corrupt[/]" if counts["corrupt_records"] else ""
     return f"{title}: {'; '.join(parts)}{corrupt}"
+
+
+def _labelled(counts: Mapping[str, float], start: str) -> dict[str, float]:
+    return {name.removeprefix(start): num for name, num in counts.items() if name.startswith(start)}
 
 
 def _tiers(tiers: list[dict[str, Any]]) -> Table:
@@ -194,30 +207,4 @@ def _tiers(tiers: list[dict[str, Any]]) -> Table:
             f"{waiting:,}" if waiting is not None else "-",
             bytes_text(one["own"]["num_bytes"]) if one["own"] else "-",
         )
-    return table
-
-
-def _quotas(quotas: list[dict[str, Any]]) -> Table:
-    table = table_of("quotas of the cold tier", "tenant", "used", "at most", "full", "guaranteed")
-    for one in quotas:
-        used, most = one["used_bytes"], one["maximum_bytes"]
-        sizes = (bytes_text(used), bytes_text(most), share_text(used, most), bytes_text(one["guaranteed_bytes"]))
-        table.add_row(escape(one["tenant"]), *sizes)
-    return table
-
-
-def _namespaces(values: Mapping[str, Any]) -> Table:
-    table = table_of("largest namespaces", "model and types", "namespace", "tenant", "boundaries", "held")
-    for one in values["namespaces"]:
-        names = (namespace_name(one), one["namespace"], escape(one["tenant"]) or "-")
-        table.add_row(*names, f"{one['num_boundaries']:,}", held_text(one["held"]))
-    table.add_row("all", "", "", "", held_text(values["total"]))
-    return table
-
-
-def _requests(requests: list[dict[str, Any]]) -> Table:
-    table = table_of("latest requests", "request", "prompt tokens", "resumed from", "result", "why not more")
-    for one in requests:
-        tokens = (f"{one['prompt_tokens']:,}", f"{one['resume_tokens']:,}")
-        table.add_row(escape(one["request"]), *tokens, one["result"], one["reason"] or "-")
     return table

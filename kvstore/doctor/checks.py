@@ -45,9 +45,8 @@ def checks_of(store: StoreInUse, address: ServiceAddress, engine: str | None) ->
     ]
     if store.service or is_ours or store.settings.names_a_store:
         return [*checks, *_tier_checks(store)]
-    why = store.problem or (
-        "the settings here name no tiers: use the service's settings (--config, KVSTORE_HOT, KVSTORE_COLD)"
-    )
+    no_tiers = "the settings here name no tiers: use the service's settings (--config, KVSTORE_HOT, KVSTORE_COLD)"
+    why = "see the check store" if store.problem else no_tiers
     return [*checks, *(_skipped(names, why) for names in (REDIS_NAMES, S3_NAMES, DIRECTORY_NAMES, ("namespaces",)))]
 
 

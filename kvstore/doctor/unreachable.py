@@ -47,5 +47,8 @@ def step_of(text: str, url: str, *, has_token: bool = False) -> str:
             "it. If both are well, the address may be that of its administration interface, or of another program"
         )
     if "closed by the other side" in text or "connection lost" in text:
-        return "what listens there ended the connection: read its log; if it is no kvstore service, name another one"
+        tls = "; if the service listens at tls://, write that" if url.startswith("tcp:") else ""
+        return (
+            f"what listens there ended the connection: read its log{tls}; if it is no kvstore service, name another one"
+        )
     return ""

@@ -105,7 +105,7 @@ REASONS = {
     "superseded": Reason("the end of a shorter prompt was replaced by a whole page"),
     "weights_retired": Reason(
         "an operator retired the weights that it was computed with",
-        "`kvstore weights list`; new weights have another id",
+        "`kvstore weights list`; `kvstore weights restore` undoes it; new weights have another id",
     ),
     "other_salt": Reason(
         "the same tokens were requested under another cache_salt or adapter, which share nothing on purpose"

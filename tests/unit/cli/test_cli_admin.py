@@ -183,7 +183,13 @@ async def test_the_service_is_shown_as_it_works(
     made.store.report(Outcome("chatcmpl-1", prompt.namespace, 336, 320, 0, 0, "nothing_stored", tenant="red"))
     status, out, err = await run("top", "--once", "--timeout", "60")
     assert (status, err) == (0, "")
-    for text in ("since its start: 1 lookups", "filesystem", "healthy", prompt.namespace.hex(), "chatcmpl-1"):
+    for text in (
+        "since its start: 0% of 336 prompt tokens came from here; 0 of 1 requests resumed; ",
+        "filesystem",
+        "healthy",
+        prompt.namespace.hex(),
+        "chatcmpl-1",
+    ):
         assert text in out
     seen = await told(run, "top", "--timeout", "60")
     assert seen["counters"]["saves"] == 12 and [tier["level"] for tier in seen["tiers"]] == ["memory", "cold"]

@@ -193,6 +193,16 @@ def test_what_is_wrong_is_one_line_with_the_next_step(
     assert line == f"working     in part: {found.what}. Next: {found.step}"
 
 
+@pytest.mark.parametrize(("reason", "num_problems"), [("node_memory", 1), ("stall", 0)])
+def test_one_prompt_that_memory_has_no_room_for_is_a_problem(reason: str, num_problems: int) -> None:
+    """It never fits; one that the store answered late may be answered in time the next time."""
+    values = healthy()
+    values["recent"] |= {"requests": {"part": 1}, "reasons": {reason: 1}}
+    assert [problem.step.partition(";")[0] for problem in problems_of(values)] == [
+        "a larger memory_bytes"
+    ] * num_problems
+
+
 def test_several_wrong_things_are_a_line_each() -> None:
     """Those that are so now before those that happened since the start, which take nothing from `yes`."""
     values = healthy()

@@ -289,6 +289,15 @@ def test_why_a_service_does_not_answer(reason: str, fix: str) -> None:
     assert ("kvstore serve" in found.fix) == fix.startswith("kvstore serve")
 
 
+@pytest.mark.parametrize(("url", "is_hinted"), [("tcp://kv:7", True), ("tls://kv:7", False), ("unix:/run/s", False)])
+def test_plain_words_at_a_port_with_tls_are_a_guess(url: str, is_hinted: bool) -> None:
+    """Such a port ends the connection and says nothing."""
+    closed = Unavailable(
+        "the service is not reachable", reason="the service went away: connection closed by the other side"
+    )
+    assert ("tls://, write that" in judge_unreachable(url, closed).fix) is is_hinted
+
+
 _OFF = "redis failed and is not used until a probe succeeds reason="
 _WRONG_PASSWORD = f"{_OFF}Redis refused a command: check user and password in the url address=r:1 seen=WRONGPASS"
 _NO_REDIS = f"{_OFF}cannot connect to Redis: check that a server runs there address=r:1 error=Connection refused"
