@@ -91,7 +91,7 @@ def plan(config: Config = None, url: ServiceUrl = "", json_: AsJson = False) -> 
         typer.echo(json.dumps({"step": KeyStep.name, "plan": rows}))
         return 0
     if not rows:
-        typer.echo("nothing to do: no tenant with records has a second key (see docs/migrations.md)")
+        typer.echo("nothing to do: no tenant with records has a second key (see docs/encryption.md)")
         return 0
     numbers = ("namespaces", "records", "bytes", "copied already")
     table = table_of(KeyStep.text, "tier", "tenant", *numbers, right=numbers)
