@@ -43,7 +43,6 @@ INCOMPLETE = "The catalog may lack records that are stored: a service adds them,
 ALIVE_S = 5.0
 """A service that gives no answer at all for so long is taken for frozen."""
 
-_ANY = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 _ANSWER_BYTES_MAX, _ALIVE_BYTES_MAX = 64 << 20, 1024
 _POLL_S_MIN, _POLL_S_MAX = 0.02, 0.5
 _DURATION = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
@@ -251,8 +250,7 @@ def _url_of(settings: Settings) -> str:
     address = settings.admin_listen
     if address is None:
         raise InvalidRequest("admin_listen is off: turn it on where the service runs, or name an --admin-url")
-    host = f"[{address.host}]" if ":" in address.host else address.host
-    return f"{'https' if address.tls else 'http'}://{_ANY.get(address.host, host)}:{address.port}"
+    return address.reachable.http_url
 
 
 def admin_verb(default_timeout_s: float) -> Callable[[Callable[..., None]], Callable[..., None]]:

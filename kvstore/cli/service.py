@@ -51,7 +51,7 @@ ByService: TypeAlias = Annotated[
 NO_SERVICE = "none"
 _PROBE_S = 2.0
 _EMBEDDED_FOUND = "this user's embedded service"
-_LOOPBACK, _ANY = ("127.0.0.1", "::1", "localhost"), ("0.0.0.0", "::")
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ def store_in_use(url: str, token_file: Path | None, config: Path | None, timeout
         client = admin_client(local, token, timeout_s)
         if _accepts(admin):
             try:
-                is_remote = admin.host not in (*_LOOPBACK, *_ANY)
+                is_remote = admin.reachable.host not in _LOOPBACK
                 return store_of(client.get("settings"), local, client.url, found=client.found, is_remote=is_remote)
             except KVStoreError as error:
                 if "admin_listen" in local.model_fields_set or "token" in error.message:

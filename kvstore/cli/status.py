@@ -238,15 +238,11 @@ def _engines(address: str, values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _memory(values: Mapping[str, Any]) -> Iterator[str]:
-    memory, leases, service = values.get("tiers", {}).get("memory", {}), values.get("leases", {}), values["service"]
-    if "used_bytes" not in memory:
-        yield f"{bytes_text(leases.get('pinned_bytes', 0))} are leased to this tenant; only operators see the rest"
+    service, leased = values["service"], bytes_text(values.get("leases", {}).get("pinned_bytes", 0))
+    if "used_bytes" not in values.get("tiers", {}).get("memory", {}):
+        yield f"{leased} are leased to this tenant; only operators see the rest"
         return
-    used, limit = memory.get("used_bytes", 0), memory.get("limit_bytes") or 0
-    text = f"pages use {bytes_text(used)} of {bytes_text(limit)} ({share_text(used, limit)})"
-    if leases.get("active"):
-        text += f", of which {bytes_text(leases['pinned_bytes'])} are leased to engines"
-    yield text
+    yield f"{leased} are leased to engines"
     if receiving := service.get("receive_bytes_used"):
         limit = bytes_text(service["receive_bytes_limit"])
         yield f"saves that are being received use {bytes_text(receiving)} of {limit}"

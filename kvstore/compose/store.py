@@ -70,7 +70,7 @@ async def open_store(settings: Settings, instruments: Instruments | None = None)
         memory.on_quarantine = partial(report_quarantine, instruments.events, memory.name)
         stack.push_async_callback(memory.aclose)
         io_loops = await stack.enter_async_context(open_io_loops(_num_io_threads(settings)))
-        hot = await _guarded(await _open_hot(settings, io_loops), settings.hot, stack, instruments)
+        hot = await _guarded(_open_hot(settings, io_loops), settings.hot, stack, instruments)
         cold = await _open_cold(settings, instruments.meters, io_loops)
         cold = await _guarded(cold, settings.cold, stack, instruments)
         # while the hot tier is not used, no other part of the store may call its server either
@@ -406,7 +406,7 @@ def _num_io_threads(settings: Settings) -> int:
     return settings.io_threads if uses_network else 1
 
 
-async def _open_hot(settings: Settings, io_loops: Sequence[IoLoop]) -> Tier | None:
+def _open_hot(settings: Settings, io_loops: Sequence[IoLoop]) -> Tier | None:
     match settings.hot:
         case NoTier():
             return None
@@ -419,16 +419,12 @@ async def _open_cold(settings: Settings, meters: Meters, io_loops: Sequence[IoLo
         case NoTier():
             return None
         case FileLocation() as location:
-            return await _filesystem(location, settings)
+            from kvstore.tiers.filesystem.tier import FilesystemTier
+
+            budget_bytes = settings.disk_budget_bytes(location.path)
+            return await FilesystemTier.open(location.path, budget_bytes=budget_bytes, fsync=settings.fsync)
         case S3Location() as location:
             return await _s3(location, meters, io_loops)
-
-
-async def _filesystem(location: FileLocation, settings: Settings) -> Tier:
-    from kvstore.tiers.filesystem.tier import FilesystemTier
-
-    budget_bytes = settings.disk_budget_bytes(location.path)
-    return await FilesystemTier.open(location.path, budget_bytes=budget_bytes, fsync=settings.fsync)
 
 
 def _redis(location: RedisLocation, settings: Settings, io_loops: Sequence[IoLoop] = ()) -> Tier:

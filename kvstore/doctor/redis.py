@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.doctor.check import Check, Criterion, Finding, worst
 from kvstore.doctor.machine import judge_clock
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, next_step
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.sizes import format_bytes
 from kvstore.tiers.locations import RedisLocation
@@ -61,8 +61,7 @@ def _no_answer_fix(location: RedisLocation) -> str:
 def judge_refusal(location: RedisLocation, error: KVStoreError) -> Finding:
     """Judge why it cannot be examined."""
     text = str(error)
-    # our messages name the next step after their first colon
-    fix = error.message.partition(": ")[2] or "check that it runs, and that hot (KVSTORE_HOT) names it"
+    fix = next_step(text)[1] or "check that it runs, and that hot (KVSTORE_HOT) names it"
     if any(code in text for code in _LOGIN_ERRORS):
         fix = _LOGIN_FIX
     elif "NOPERM" in text:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.doctor.check import Check, Criterion, Finding
 from kvstore.doctor.machine import judge_clock
-from kvstore.errors import KVStoreError, Unavailable
+from kvstore.errors import KVStoreError, Unavailable, next_step
 from kvstore.runtime.deadline import Deadline
 from kvstore.tiers.locations import S3Location, without_secrets
 
@@ -72,8 +72,8 @@ def judge_refusal(location: S3Location, error: KVStoreError) -> Finding | None:
     if code == "RequestTimeTooSkewed":
         fix = "set this machine's clock: timedatectl set-ntp true"
         return it.failed("requests are refused because of their time", fix)
-    next_step = error.message.partition(": ")[2] or "check cold (KVSTORE_COLD), its endpoint_url and the network"
-    return it.failed(error.sentence(), next_step)
+    fix = next_step(str(error))[1] or "check cold (KVSTORE_COLD), its endpoint_url and the network"
+    return it.failed(error.sentence(), fix)
 
 
 def judge_rights(location: S3Location, trial: Trial) -> Finding:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import ipaddress
 import json
 import re
 import ssl
@@ -262,7 +261,7 @@ async def examine_admin(
     """
     if address is None:
         return Criterion("service.admin").skipped("admin_listen is off, or not known here")
-    url = f"http{'s' if address.tls else ''}://{str(address).partition('://')[2]}"
+    url = address.http_url
     it = Criterion("service.admin", f"it answers at {url}")
 
     async def get(path: str) -> tuple[int, Mapping[str, object]]:
@@ -300,10 +299,10 @@ async def examine_admin(
 
 def _get(address: TcpAddress, path: str, tls: ClientTls, timeout_s: float) -> tuple[int, Mapping[str, object]]:
     """The status of an answer, and its object; empty: it is none. No token is sent, since others may answer there."""
-    host, is_any = _reachable(address.host)
+    host = address.reachable.host
     if address.tls:
         context = tls.context()
-        if is_any:  # its certificate has the name that others use, not the loopback address that is used here
+        if host != address.host:  # its certificate has the name that others use, not the loopback's
             context.check_hostname = False
         connection: http.client.HTTPConnection = http.client.HTTPSConnection(
             host, address.port, timeout=timeout_s, context=context
@@ -326,14 +325,3 @@ def _get(address: TcpAddress, path: str, tls: ClientTls, timeout_s: float) -> tu
         raise OSError(f"it closed the connection before it answered: {hint}") from error
     finally:
         connection.close()
-
-
-def _reachable(host: str) -> tuple[str, bool]:
-    """The host to connect to for a listening address, and whether that address means all interfaces."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host, False
-    if not address.is_unspecified:
-        return host, False
-    return ("::1" if address.version == 6 else "127.0.0.1"), True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import SplitResult, quote, urlsplit
 
 from kvstore.errors import InvalidRequest, Unavailable
@@ -11,6 +11,7 @@ from kvstore.errors import InvalidRequest, Unavailable
 UNIX_PATH_BYTES_MAX = 107
 """Linux stores a socket's path in 108 bytes, including the terminating zero."""
 
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _GRAMMAR = "unix:/path, tcp://host:port or tls://host:port"
 
 
@@ -45,6 +46,15 @@ class TcpAddress:
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'tls' if self.tls else 'tcp'}://{host}:{self.port}"
+
+    @property
+    def reachable(self) -> TcpAddress:
+        """Where a client on the listener's machine connects: the loopback, if this means all interfaces."""
+        return replace(self, host=_LOOPBACK.get(self.host, self.host))
+
+    @property
+    def http_url(self) -> str:
+        return f"http{'s' if self.tls else ''}://{str(self).partition('://')[2]}"
 
 
 Address = UnixAddress | TcpAddress
