@@ -25,8 +25,6 @@ from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier, RedisLoca
 
 Locations = Mapping[Level, HotLocation | ColdLocation]
 
-_CALL_S = 30.0
-
 
 def reindex(
     config: Config = None,
@@ -43,7 +41,7 @@ def reindex(
     store = store_in_use(url, token_file, config)
     check_store(store, url)
     if by_service:
-        reports = _by_service(store, admin_of(store, token_file, config, _CALL_S), quiet=json_)
+        reports = _by_service(store, admin_of(store, token_file, config), quiet=json_)
     else:
         locations = _locations(store)
         typer.echo(f"store: {store}", err=True)

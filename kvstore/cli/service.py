@@ -49,7 +49,7 @@ ByService: TypeAlias = Annotated[
 ]
 
 NO_SERVICE = "none"
-_PROBE_S = 2.0
+_PROBE_S, _JOB_ANSWER_S = 2.0, 30.0
 _EMBEDDED_FOUND = "this user's embedded service"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -269,9 +269,9 @@ def _reported_settings(address: str, token: str, local: Settings, timeout_s: flo
     return reported
 
 
-def admin_of(store: StoreInUse, token_file: Path | None, config: Path | None, timeout_s: float) -> AdminClient:
+def admin_of(store: StoreInUse, token_file: Path | None, config: Path | None) -> AdminClient:
     """A client for the administration interface of the running service."""
     from kvstore.cli.admin import admin_client
 
     local = load_settings({}, config=config)
-    return admin_client(store.settings if store.service else local, token_of(local, token_file), timeout_s)
+    return admin_client(store.settings if store.service else local, token_of(local, token_file), _JOB_ANSWER_S)

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.bar import Bar
@@ -127,16 +127,14 @@ def _budgets(text: str) -> list[int | float]:
     return budgets
 
 
-def _compare(rows: Sequence[dict[str, object]]) -> None:
+def _compare(rows: Sequence[dict[str, Any]]) -> None:
     """Add to each row its token hits over those of `auto` without hints in the same budget."""
     plain = {row["budget_blocks"]: row for row in rows if (row["policy"], row["hints"]) == (AUTO, NONE)}
     for row in rows:
-        row["times_auto"] = round(
-            _number(row["hit_tokens"]) / max(1, _number(plain[row["budget_blocks"]]["hit_tokens"])), 4
-        )
+        row["times_auto"] = round(row["hit_tokens"] / max(1, plain[row["budget_blocks"]]["hit_tokens"]), 4)
 
 
-def _run(prompts: Sequence[TracedPrompt], plans: Sequence[ReplayPlan]) -> list[dict[str, object]]:
+def _run(prompts: Sequence[TracedPrompt], plans: Sequence[ReplayPlan]) -> list[dict[str, Any]]:
     columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     num_prompts = len(prompts) * len(plans)
     with progress_bar(*columns) as progress:
@@ -152,7 +150,7 @@ def _run(prompts: Sequence[TracedPrompt], plans: Sequence[ReplayPlan]) -> list[d
 
 def _run_in_processes(
     prompts: Sequence[TracedPrompt], plans: Sequence[ReplayPlan], on_done: Callable[[], None]
-) -> list[dict[str, object]]:
+) -> list[dict[str, Any]]:
     """Run the plans, which are independent, in one process per processor."""
     num_processes = min(len(plans), len(os.sched_getaffinity(0)))
     context = multiprocessing.get_context("spawn")
@@ -172,7 +170,7 @@ def _run_in_processes(
         return [_row(plan, jobs[plan].result()) for plan in plans]
 
 
-def _row(plan: ReplayPlan, result: ReplayResult) -> dict[str, object]:
+def _row(plan: ReplayPlan, result: ReplayResult) -> dict[str, Any]:
     puts, gets, deletes = (
         blocks * plan.block_records for blocks in (result.blocks_written, result.blocks_read, result.blocks_evicted)
     )
@@ -196,7 +194,7 @@ def _row(plan: ReplayPlan, result: ReplayResult) -> dict[str, object]:
     }
 
 
-def _print(name: str, num_prompts: int, rows: Sequence[Mapping[str, object]]) -> None:
+def _print(name: str, num_prompts: int, rows: Sequence[Mapping[str, Any]]) -> None:
     numbers = ["budget, blocks", "token hit rate", "written, GiB", "S3 requests, millions"]
     if is_compared := "times_auto" in rows[0]:
         numbers.append("hits / auto")
@@ -211,8 +209,8 @@ def _print(name: str, num_prompts: int, rows: Sequence[Mapping[str, object]]) ->
             f"{row['budget_blocks']:,}",
             _named(row["policy"], row["hints"]),
             f"{row['token_hit_rate']:.4f}",
-            f"{_number(row['bytes_written']) / (1 << 30):,.0f}",
-            f"{_number(row['s3_requests']) / 1e6:,.2f}",
+            f"{row['bytes_written'] / (1 << 30):,.0f}",
+            f"{row['s3_requests'] / 1e6:,.2f}",
             *([f"{row['times_auto']:.3f}"] if is_compared else []),
         )
     print_table(table)
@@ -222,18 +220,13 @@ def _named(policy: object, hints: object) -> str:
     return str(policy) if hints == NONE else f"{policy}, {hints} hints"
 
 
-def _number(value: object) -> float:
-    assert isinstance(value, int | float)
-    return value
-
-
-def _write_curve(path: Path, name: str, rows: Sequence[Mapping[str, object]]) -> None:
+def _write_curve(path: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write a bar for each policy and budget; the bars of a policy are its curve."""
     table = table_of("", "policy", "budget, blocks", "token hit rate", "", right=("budget, blocks",))
-    highest = max(_number(row["token_hit_rate"]) for row in rows) or 1.0
+    highest = max(row["token_hit_rate"] for row in rows) or 1.0
     for policy in dict.fromkeys(_named(row["policy"], row["hints"]) for row in rows):
         for row in (row for row in rows if _named(row["policy"], row["hints"]) == policy):
-            rate = _number(row["token_hit_rate"])
+            rate = row["token_hit_rate"]
             bar = Bar(highest, 0, rate, width=_BAR_WIDTH, color="blue")
             table.add_row(policy, f"{row['budget_blocks']:,}", bar, f"{rate:.1%}")
         table.add_section()

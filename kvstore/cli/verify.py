@@ -25,7 +25,6 @@ from kvstore.store.upkeep.verification import BadRecord, ByteRate, Findings, cou
 from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier, TierLocation, parse_tier
 
 BAD_FOUND, NOT_ALL_READ = 3, 1
-_JOB_ANSWER_S = 30.0
 
 
 def verify(  # noqa: PLR0917 - typer makes flags of them
@@ -51,9 +50,7 @@ def verify(  # noqa: PLR0917 - typer makes flags of them
     store = store_in_use(NO_SERVICE if is_location else url, token_file, config)
     check_store(store, url)
     if by_service:
-        findings, name, seconds = _by_service(
-            admin_of(store, token_file, config, _JOB_ANSWER_S), tier, bytes_per_s, quiet=json_
-        )
+        findings, name, seconds = _by_service(admin_of(store, token_file, config), tier, bytes_per_s, quiet=json_)
     else:
         location = _parsed_location(tier) if is_location else _location(store, tier)
         if not is_location:
