@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
@@ -168,26 +167,11 @@ class Cluster:
             if not redirected:
                 return replies
             open_ = dict(sorted(redirected.items()))
-            await self._pause(replies[index] for index in open_)
-        if any(_is_try_again(replies[index]) for index in open_):
+            if is_moving := any(_is_try_again(replies[index]) for index in open_):
+                await asyncio.sleep(_TRY_AGAIN_S)
+        if is_moving:
             raise SlotMoves("a slot of the Redis Cluster moves, and values that belong together are on two nodes")
-        raise _in_circles()
-
-    async def transfer(self, name: str, command: Command, *, deadline: Deadline) -> Reply:
-        """See `Topology.transfer`."""
-        slot = slot_of(name)
-        redirect: Redirect | None = None
-        for _ in range(_ROUNDS_MAX):
-            owners = await self._map(deadline)
-            member = self._member(redirect.address) if redirect else self._owner(owners, slot)
-            asking: list[Command] = [("ASKING",)] if redirect is not None and redirect.once else []
-            with member.call(deadline):
-                reply = (await member.node.data(*asking, command, deadline=deadline))[-1]
-            if not self._is_elsewhere(reply):
-                return reply
-            redirect = self._follow(reply, member.address)
-            await self._pause([reply])
-        raise _in_circles()
+        raise Unavailable("the nodes of the Redis Cluster redirect in circles: check CLUSTER NODES on each")
 
     async def read(self, reading: Reading, *, deadline: Deadline) -> None:
         """See `Topology.read`."""
@@ -198,7 +182,8 @@ class Cluster:
             # while a slot moves, a record's values may be on two nodes: request each part from the node that has it
             reading.begin()
             while (command := reading.next()) is not None:
-                reading.take(await self.transfer(reading.name, command, deadline=deadline))
+                (reply,) = await self.query([(reading.name, command)], deadline=deadline, carries_bytes=True)
+                reading.take(reply)
 
     async def nodes(self, deadline: Deadline) -> Sequence[Node]:
         """See `Topology.nodes`. Callers send commands to these nodes, and not to a slot's owner: no redirection and no
@@ -271,11 +256,6 @@ class Cluster:
                 self._slots[redirect.slot] = redirect.address
             self._reload_soon()  # other slots may have moved too
         return redirect
-
-    async def _pause(self, replies: Any) -> None:
-        """Wait a moment if only some of a record's names have moved to another node."""
-        if any(map(_is_try_again, replies)):
-            await asyncio.sleep(_TRY_AGAIN_S)
 
     # The map
 
@@ -410,7 +390,3 @@ class _Member:
 
 def _is_try_again(reply: Reply) -> bool:
     return isinstance(reply, ErrorReply) and reply.code == "TRYAGAIN"
-
-
-def _in_circles() -> Unavailable:
-    return Unavailable("the nodes of the Redis Cluster redirect in circles: check CLUSTER NODES on each")

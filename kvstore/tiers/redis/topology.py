@@ -47,10 +47,6 @@ class Topology(Protocol):
         """
         ...
 
-    async def transfer(self, name: str, command: Command, *, deadline: Deadline) -> Reply:
-        """Run a command that carries the bytes of `name`; errors as `query`."""
-        ...
-
     async def read(self, reading: Reading, *, deadline: Deadline) -> None:
         """Read a record; errors as `query`, and those of the reading."""
         ...
@@ -106,10 +102,6 @@ class _SingleNode:
         node = self._started()
         run = node.data if carries_bytes else node.control
         return await run(*(command for _, command in commands), deadline=deadline)
-
-    async def transfer(self, name: str, command: Command, *, deadline: Deadline) -> Reply:
-        (reply,) = await self._started().data(command, deadline=deadline)
-        return reply
 
     async def read(self, reading: Reading, *, deadline: Deadline) -> None:
         await self._started().read(reading, deadline=deadline)

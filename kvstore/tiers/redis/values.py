@@ -105,7 +105,7 @@ class Values:
     async def _is_there(self, name: str, deadline: Deadline) -> bool:
         """Whether there is a value although a read found nothing; only `GET` tells an empty value from no value."""
         async with self.granted(STRIPE_BYTES, deadline):
-            value = await self._topology.transfer(name, ("GET", name), deadline=deadline)
+            (value,) = await self._topology.query([(name, ("GET", name))], deadline=deadline, carries_bytes=True)
         _check_string(value, name)
         if isinstance(value, memoryview) and not len(value):
             raise CorruptRecord("this name has an empty value", name=name)
@@ -114,7 +114,8 @@ class Values:
     async def store(self, name: str, value: memoryview, *options: str | int, deadline: Deadline) -> PutOutcome:
         """SET a value; `EXISTS` is possible only with the option NX."""
         async with self.granted(len(value), deadline):
-            reply = await self._topology.transfer(name, ("SET", name, value, *options), deadline=deadline)
+            command = ("SET", name, value, *options)
+            (reply,) = await self._topology.query([(name, command)], deadline=deadline, carries_bytes=True)
         return put_outcome(reply)
 
     async def keep(self, name: str, key: RecordKey, *, deadline: Deadline) -> bool:
