@@ -99,7 +99,6 @@ class StripedPuts:
             (name, record.data[start:stop])
             for name, (start, stop) in zip(stripe_names(header), stripe_ranges(header), strict=True)
         ]
-        names = [name for name, _ in stripes]
         if sum(len(value) for _, value in stripes) <= STRIPE_BYTES + _SMALL_BYTES:
             return await self._put_at_once(record, stripes, expires_s, deadline)
         first, others = await gather_all(
@@ -108,7 +107,7 @@ class StripedPuts:
         assert first is not None
         if others is None:
             if first == [PutOutcome.STORED]:
-                await self._abandon(header, names, deadline)
+                await self._abandon(header, deadline)
             return PutOutcome.EXISTS
         return await self._finish(record, stripes, [*first, *others], expires_s, deadline)
 
@@ -121,7 +120,6 @@ class StripedPuts:
         deadline: Deadline,
     ) -> PutOutcome:
         """Write the header of a record whose stripes were written with these outcomes."""
-        header, names = record.header, [name for name, _ in stripes]
         # A stripe whose name is there has the same content, another writer's or what one left, unless it is damaged: it
         # is written again. It keeps its expiry: if it has none, it is part of a record.
         there = [stripe for stripe, outcome in zip(stripes, outcomes, strict=True) if outcome is PutOutcome.EXISTS]
@@ -129,13 +127,12 @@ class StripedPuts:
         if PutOutcome.FULL not in [*outcomes, *again]:
             head = record.data[:HEADER_BYTES]
             try:
-                commit = _commit(header, head, names, expires_s)
-                (reply,) = await self._topology.query([commit], deadline=deadline)
+                (reply,) = await self._topology.query([_commit(record.header, head, expires_s)], deadline=deadline)
             except SlotMoves:
-                return await self._commit_in_steps(header, head, names, expires_s, deadline)
+                return await self._commit_in_steps(record.header, head, expires_s, deadline)
             if (outcome := _commit_outcome(reply)) is not PutOutcome.FULL:
                 return outcome
-        await self._abandon(header, names, deadline)
+        await self._abandon(record.header, deadline)
         return PutOutcome.FULL
 
     async def _store(self, stripes: Sequence[tuple[str, memoryview]], deadline: Deadline) -> list[PutOutcome]:
@@ -157,33 +154,33 @@ class StripedPuts:
         self, record: Record, stripes: Sequence[tuple[str, memoryview]], expires_s: int | None, deadline: Deadline
     ) -> PutOutcome:
         """`put` with all commands on one connection, one behind the other."""
-        header, head, names = record.header, record.data[:HEADER_BYTES], [name for name, _ in stripes]
+        header, head = record.header, record.data[:HEADER_BYTES]
         commands: list[tuple[str, Command]] = [
             (name, ("SET", name, value, "NX", "EX", ORPHAN_S)) for name, value in stripes
         ]
-        commands.append(_commit(header, head, names, expires_s, least_ms=_JUST_WRITTEN_MS))
+        commands.append(_commit(header, head, expires_s, least_ms=_JUST_WRITTEN_MS))
         try:
             async with self._values.granted(STRIPE_BYTES, deadline):
                 *replies, committed = await self._topology.query(commands, deadline=deadline, carries_bytes=True)
         except SlotMoves:
-            return await self._commit_in_steps(header, head, names, expires_s, deadline)
+            return await self._commit_in_steps(header, head, expires_s, deadline)
         if committed == _Committed.WRITTEN_BEFORE:
             return await self._finish(record, stripes, list(map(put_outcome, replies)), expires_s, deadline)
         outcome = _commit_outcome(committed)
         if outcome is PutOutcome.FULL:
-            await self._abandon(header, names, deadline)
+            await self._abandon(header, deadline)
         return outcome
 
-    async def _abandon(self, header: HeaderV1, stripes: Sequence[str], deadline: Deadline) -> None:
+    async def _abandon(self, header: HeaderV1, deadline: Deadline) -> None:
         """Remove the stripes of a put that has failed, now instead of when they expire, unless a record has them."""
         with suppress(SlotMoves):
-            check_replies(await self._topology.query([_commit(header, "", stripes, None)], deadline=deadline))
+            check_replies(await self._topology.query([_commit(header, "", None)], deadline=deadline))
 
     async def _commit_in_steps(
-        self, header: HeaderV1, head: memoryview, stripes: Sequence[str], expires_s: int | None, deadline: Deadline
+        self, header: HeaderV1, head: memoryview, expires_s: int | None, deadline: Deadline
     ) -> PutOutcome:
         """Commit with commands on one name each: others are refused while a slot moves."""
-        name = format_name(header.key)
+        name, stripes = format_name(header.key), stripe_names(header)
         options = ("NX",) if expires_s is None else ("NX", "EX", expires_s)
         replies = await self._topology.query(
             [(name, ("SET", name, head, *options)), (name, ("GET", name))], deadline=deadline
@@ -193,7 +190,7 @@ class StripedPuts:
             expire = [(stripe, ("EXPIRE", stripe, expires_s)) for stripe in stripes]
             check_replies(await self._topology.query(expire, deadline=deadline))
         elif outcome is PutOutcome.STORED:
-            if not await self._values.keep_stripes(name, head, stripes, deadline):
+            if not await self._values.keep_stripes(header, head, deadline):
                 outcome = PutOutcome.FULL
         elif not _same_payload(replies[1], header):  # of a record with the same payload the stripes are a part
             check_replies(await self._topology.query(each_alone("UNLINK", stripes), deadline=deadline))
@@ -201,15 +198,10 @@ class StripedPuts:
 
 
 def _commit(
-    header: HeaderV1,
-    head: memoryview | str,
-    stripes: Sequence[str],
-    expires_s: int | None,
-    *,
-    least_ms: int = _ANY_AGE_MS,
+    header: HeaderV1, head: memoryview | str, expires_s: int | None, *, least_ms: int = _ANY_AGE_MS
 ) -> tuple[str, Command]:
     """The command that ends a put in stripes, see `_COMMIT`."""
-    name = format_name(header.key)
+    name, stripes = format_name(header.key), stripe_names(header)
     arguments = (head, expires_s or "", _CHECKSUM_FIRST, _CHECKSUM_LAST, header.payload_checksum, least_ms)
     return name, ("EVAL", _COMMIT, 1 + len(stripes), name, *stripes, *arguments)
 

@@ -115,9 +115,7 @@ class RedisTier(Tier):
         for _ in range(_PUT_ATTEMPTS):
             outcome = await self._put_once(record, deadline)
             # a caller relies on a record that exists, but this one may have been evictable: make it stay
-            if outcome is not PutOutcome.EXISTS or await self._values.keep(
-                format_name(record.key), record.key, deadline=deadline
-            ):
+            if outcome is not PutOutcome.EXISTS or await self._values.keep(record.key, deadline=deadline):
                 return outcome
         raise Unavailable("the record of this name was removed again and again: put it later", key=record.key)
 

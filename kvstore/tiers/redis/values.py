@@ -118,11 +118,12 @@ class Values:
             (reply,) = await self._topology.query([(name, command)], deadline=deadline, carries_bytes=True)
         return put_outcome(reply)
 
-    async def keep(self, name: str, key: RecordKey, *, deadline: Deadline) -> bool:
+    async def keep(self, key: RecordKey, *, deadline: Deadline) -> bool:
         """Make an existing record stay, stripes included, in case it was evictable. False: it is not there.
 
         A value that would block every put is removed: an empty one, or a header that has lost a stripe.
         """
+        name = format_name(key)
         commands: list[tuple[str, Command]] = [
             (name, ("PERSIST", name)),
             (name, ("GETRANGE", name, 0, HEADER_BYTES - 1)),
@@ -136,13 +137,17 @@ class Values:
             await self._drop(name, b"", (), deadline)
             return False
         if (header := striped_header(head, key)) is not None:
-            return await self.keep_stripes(name, head, stripe_names(header), deadline)
+            return await self.keep_stripes(header, head, deadline)
         return True
 
-    async def keep_stripes(
-        self, name: str, head: bytes | memoryview, stripes: Sequence[str], deadline: Deadline
-    ) -> bool:
-        """Make all stripes of a record stay. False: one was evicted before; then the header is removed too."""
+    async def keep_stripes(self, header: HeaderV1, head: memoryview, deadline: Deadline) -> bool:
+        """Make all stripes of a record stay. False: one was evicted before; then the header is removed too.
+
+        Args:
+            header: The record's.
+            head: The same as it is stored.
+        """
+        stripes = stripe_names(header)
         commands: list[tuple[str, Command]] = []
         for stripe in stripes:
             commands += [(stripe, ("PERSIST", stripe)), (stripe, ("EXISTS", stripe))]
@@ -150,7 +155,7 @@ class Values:
         check_replies(replies)
         if 0 not in replies[1::2]:
             return True
-        await self._drop(name, head, stripes, deadline)
+        await self._drop(format_name(header.key), head, stripes, deadline)
         return False
 
     async def _drop(self, name: str, seen: bytes | memoryview, stripes: Sequence[str], deadline: Deadline) -> None:
