@@ -148,7 +148,7 @@ class Connection(BufferedConnection):
 
     def _abandon(self, call: _Call) -> None:
         call.wanted = False
-        if self._waiting and self._waiting[0] is call:
+        if self._waiting[0] is call:
             self._parser.drop_target()
         # If replies are due and no byte has arrived, the server hangs, and later commands would hang too. Otherwise the
         # connection stays: it has the commands of other callers in flight.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import cast
 
 from kvstore.errors import CorruptRecord, InvalidRequest, Unavailable, next_step
 from kvstore.format.header_v1 import HEADER_BYTES, HeaderV1
@@ -111,7 +112,6 @@ class RedisTier(Tier):
 
     async def put(self, record: Record, *, deadline: Deadline) -> PutOutcome:
         self._check(deadline)
-        _check_size(record)
         for _ in range(_PUT_ATTEMPTS):
             outcome = await self._put_once(record, deadline)
             # a caller relies on a record that exists, but this one may have been evictable: make it stay
@@ -122,10 +122,11 @@ class RedisTier(Tier):
     async def put_evictable(self, record: Record, *, deadline: Deadline) -> PutOutcome:
         """As `Tier.put_evictable`: with an expiry, set by the command that writes the record."""
         self._check(deadline)
-        _check_size(record)
         return await self._put_once(record, deadline, expires_s=_EVICTABLE_S)
 
     async def _put_once(self, record: Record, deadline: Deadline, expires_s: int | None = None) -> PutOutcome:
+        if record.num_bytes > MAX_RECORD_BYTES:
+            raise InvalidRequest("the record is too large", limit_bytes=MAX_RECORD_BYTES, seen=record.num_bytes)
         if is_striped(record.header):
             return await self._background.run_to_end(
                 lambda: self._striped_puts.put(record, expires_s=expires_s, deadline=deadline),
@@ -205,17 +206,15 @@ class RedisTier(Tier):
                             yield entry
 
     async def _scan_node(self, node: Node, pattern: str) -> AsyncIterator[Entry]:
-        cursor: object = b"0"
-        while cursor is not None:
+        cursor = b""
+        while cursor != b"0":
             self._check_open()
             deadline = Deadline.after(_SCAN_STEP_S)
-            scan = ("SCAN", cursor if isinstance(cursor, bytes) else b"0", "MATCH", pattern, "COUNT", _SCAN_COUNT)
+            scan = ("SCAN", cursor or b"0", "MATCH", pattern, "COUNT", _SCAN_COUNT)
             (reply,) = await node.control(scan, deadline=deadline)
             check_reply(reply)
-            if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[1], list):
-                raise Unavailable("Redis answered SCAN in an unknown form", address=node.address)
-            cursor = None if reply[0] == b"0" else reply[0]
-            named = (record_key(name) for name in reply[1] if isinstance(name, bytes))
+            cursor, names = cast("tuple[bytes, list[Reply]]", reply)  # a connection passes on no other form
+            named = (record_key(name) for name in names if isinstance(name, bytes))
             keys = list(dict.fromkeys(key for key in named if key is not None))
             for key, num_bytes in zip(keys, await self._sizes(keys, deadline), strict=True):
                 if num_bytes:
@@ -294,11 +293,6 @@ class RedisTier(Tier):
             self._closed = True
             await self._background.aclose()
             await self._topology.aclose()
-
-
-def _check_size(record: Record) -> None:
-    if record.num_bytes > MAX_RECORD_BYTES:
-        raise InvalidRequest("the record is too large", limit_bytes=MAX_RECORD_BYTES, seen=record.num_bytes)
 
 
 def _size_of(reply: Reply) -> int | None:
