@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import logging
 import os
@@ -22,7 +21,7 @@ from kvstore.format.names import ROOT, format_name, manifest_name, pack_key, rec
 from kvstore.format.record import Record
 from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.clock import SYSTEM_CLOCK
-from kvstore.runtime.files import NO_MORE_FILES, read_regular
+from kvstore.runtime.files import NO_MORE_FILES, read_regular, try_lock
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.filesystem.index import Held, IndexLog
 from kvstore.tiers.verify import is_same, open_or_reason
@@ -69,7 +68,7 @@ class RecordFiles:
 
     Attributes:
         quarantined_bytes: Bytes in the quarantine now.
-        num_quarantined: Records quarantined since the start.
+        on_quarantine: Called with each quarantined record, the reason and its file, in any thread; set by the owner.
         no_room: Why the last record found no room, and the next step; empty: it found room, or there is room now.
     """
 
@@ -77,12 +76,11 @@ class RecordFiles:
         if fsync not in ("none", "data"):
             raise InvalidRequest("fsync must be 'none' or 'data'", seen=fsync)
         self.root = root
-        self.num_quarantined = 0
         self.quarantined_bytes = 0
+        self.on_quarantine: Callable[[RecordKey, str, str], None] = lambda *_: None
         self.no_room = ""
         self._missing_bytes = 0
         self._quarantine_bytes_max = quarantine_bytes_max
-        self.on_quarantine: Callable[[RecordKey, str], None] | None = None
         self._fsync = fsync
         self._temp = root / "tmp"
         self._quarantine = root / "quarantine"
@@ -285,7 +283,7 @@ class RecordFiles:
                 return False
 
     def _move_to_quarantine(self, key: RecordKey, reason: str, file: int) -> bool:
-        """Move a record into the quarantine, count and log it, and remove the oldest files beyond the limits.
+        """Move a record into the quarantine, report it, and remove the oldest files beyond the limits.
 
         False: the name is free by now, or has another file than the open one. In a process beside the owner
         (`kvstore verify`) the owner may put another one between the check and the renaming, microseconds later.
@@ -301,10 +299,7 @@ class RecordFiles:
                 self._log.removed(key)
                 return False
             self._log.removed(key)
-        self.num_quarantined += 1
-        if self.on_quarantine is not None:
-            self.on_quarantine(key, reason)
-        _log.warning("record quarantined key=%s reason=%s file=%s", key, reason, target)
+        self.on_quarantine(key, reason, str(target))
         with contextlib.suppress(OSError):  # another thread may do the same; the next quarantine finishes the job
             self._bound_quarantine()
         return True
@@ -418,14 +413,12 @@ def _log_foreign(paths: list[Path]) -> None:
 def _lock(path: Path) -> int:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(fd)
-        raise Unavailable(
-            "another process has this directory open: end it, or give this service a directory of its own",
-            path=path.parent,
-        ) from error
-    except OSError:
+        if not try_lock(fd):
+            raise Unavailable(
+                "another process has this directory open: end it, or give this service a directory of its own",
+                path=path.parent,
+            )
+    except BaseException:
         os.close(fd)
         raise
     return fd

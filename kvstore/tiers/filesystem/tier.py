@@ -44,13 +44,13 @@ class FilesystemTier(Tier):
 
     name = "filesystem"
 
-    def __init__(self, files: RecordFiles, index: Index, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, files: RecordFiles, index: Index, *, is_beside: bool = False) -> None:
         self._files = files
-        files.on_quarantine = self._file_quarantined
+        files.on_quarantine = self._quarantined
         self._index = index
-        self._pool = pool
+        self._is_beside = is_beside
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-filesystem")
         self._background = Background("filesystem tier")
-        self._is_beside = False
         self._removals: dict[RecordKey, asyncio.Event] = {}  # of files that are being removed; set at their end
         self._num_jobs = 0
         self._jobs_lock = threading.Lock()
@@ -70,7 +70,6 @@ class FilesystemTier(Tier):
         quarantine_bytes = min(_QUARANTINE_BYTES_MAX, int(budget_bytes * _QUARANTINE_SHARE))
         files = RecordFiles(Path(root), fsync, quarantine_bytes_max=quarantine_bytes)
         index = Index(budget_bytes)
-        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-filesystem")
 
         def recover() -> None:
             files.open()
@@ -79,13 +78,7 @@ class FilesystemTier(Tier):
             for victim in index.shrink():
                 files.remove(victim)
 
-        try:
-            await asyncio.wrap_future(pool.submit(recover))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            files.close()
-            raise
-        return cls(files, index, pool)
+        return await cls(files, index)._begun(recover)
 
     @classmethod
     async def open_beside(cls, root: Path) -> FilesystemTier:
@@ -98,24 +91,24 @@ class FilesystemTier(Tier):
         """
         files = RecordFiles(Path(root))
         index = Index(sys.maxsize)
-        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-filesystem")
 
         def look() -> None:
             for key, num_bytes in files.names():
                 index.add(key, num_bytes)
 
-        try:
-            await asyncio.wrap_future(pool.submit(look))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-        tier = cls(files, index, pool)
-        tier._is_beside = True
-        return tier
+        return await cls(files, index, is_beside=True)._begun(look)
 
-    @property
-    def num_quarantined(self) -> int:
-        return self._files.num_quarantined
+    async def _begun(self, fill: Callable[[], None]) -> FilesystemTier:
+        """The tier, once a thread has filled its index."""
+        filling = self._pool.submit(fill)
+        try:
+            await asyncio.wrap_future(filling)
+        except BaseException:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            # not before the thread has ended: if the caller was cancelled, it may have yet to take the lock
+            filling.add_done_callback(lambda _: self._files.close())
+            raise
+        return self
 
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         self._check(deadline)
@@ -231,7 +224,7 @@ class FilesystemTier(Tier):
         if files.no_room:
             await self._run_to_end(self._job(files.look_for_room), "read the size of the disk", deadline)
         used_bytes = index.used_bytes + files.quarantined_bytes
-        return TierUsage(len(index), used_bytes, index.limit_bytes, files.num_quarantined, "disk_bytes", files.no_room)
+        return TierUsage(len(index), used_bytes, index.limit_bytes, self.num_quarantined, "disk_bytes", files.no_room)
 
     async def aclose(self) -> None:
         """Wait up to five seconds for running writes, then release the directory. Idempotent."""
@@ -252,10 +245,6 @@ class FilesystemTier(Tier):
     def _end(self) -> None:
         self._pool.shutdown()
         self._files.end_log(self._index.in_order())
-
-    def _file_quarantined(self, key: RecordKey, reason: str) -> None:
-        if self.on_quarantine is not None:
-            self.on_quarantine(key, reason)
 
     def _job(self, function: Callable[..., T], *args: Any, removed: Sequence[RecordKey] = ()) -> Work[T]:
         """A call in a thread, queued now, and refused while too many wait.

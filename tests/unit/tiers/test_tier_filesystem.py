@@ -57,6 +57,39 @@ async def test_least_recently_used_file_gives_way(tmp_path: Path) -> None:
     await tier.aclose()
 
 
+async def test_a_start_that_is_given_up_leaves_the_directory_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its thread takes the lock only after the caller was cancelled."""
+    has_begun, may_go_on, has_lock = threading.Event(), threading.Event(), threading.Event()
+    open_files = RecordFiles.open
+
+    def open_late(files: RecordFiles) -> None:
+        has_begun.set()
+        may_go_on.wait(10)
+        open_files(files)
+        has_lock.set()
+
+    with monkeypatch.context() as late:
+        late.setattr(RecordFiles, "open", open_late)
+        opening = asyncio.create_task(open_tier(tmp_path))
+        await asyncio.to_thread(has_begun.wait)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+    may_go_on.set()
+    await asyncio.to_thread(has_lock.wait)
+    give_up = soon(10)
+    while True:
+        try:
+            tier = await open_tier(tmp_path)
+            break
+        except Unavailable:
+            assert not give_up.expired
+            await asyncio.sleep(0.01)
+    await tier.aclose()
+
+
 async def test_what_leaves_the_index_leaves_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of more removals than may wait on a slow disk some are refused, before the index forgets their records: no file
     is left over that nothing counts.
