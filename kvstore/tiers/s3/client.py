@@ -115,40 +115,37 @@ class S3Client:
             s3={"addressing_style": "path", "payload_signing_enabled": False},
         )
         access_key, secret_key = credentials or (None, None)
-        stack = AsyncExitStack()
         try:
-            session = aioboto3.Session(aws_access_key_id=access_key, aws_secret_access_key=secret_key)
-            # parsing dates, which are not used, took most of the time of a listing
-            session._session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=timestamp)
-            region = location.region or session.region_name or "us-east-1"
-            client = await stack.enter_async_context(
-                session.client("s3", endpoint_url=location.endpoint_url, region_name=region, config=config)
-            )
-            self = cls(location.bucket, client, stack, Pace(num_connections, meters), meters)
-            url = client.meta.endpoint_url
-            if not get_environ_proxies(url):
-                tls = endpoint_tls(client._endpoint.http_session._verify)  # the same authorities as for other requests
-                self.objects = Objects(
-                    location.bucket,
-                    url,
-                    client.meta.region_name,
-                    await session.get_credentials(),
-                    connections=Connections(url, tls, num_idle_max=num_connections, io_loops=io_loops),
-                    pace=self._pace,
-                    meters=meters,
+            async with AsyncExitStack() as stack:
+                session = aioboto3.Session(aws_access_key_id=access_key, aws_secret_access_key=secret_key)
+                # parsing dates, which are not used, took most of the time of a listing
+                parsers = session._session.get_component("response_parser_factory")
+                parsers.set_parser_defaults(timestamp_parser=timestamp)
+                region = location.region or session.region_name or "us-east-1"
+                client = await stack.enter_async_context(
+                    session.client("s3", endpoint_url=location.endpoint_url, region_name=region, config=config)
                 )
+                pace, url, objects = Pace(num_connections, meters), client.meta.endpoint_url, None
+                if not get_environ_proxies(url):
+                    tls = endpoint_tls(client._endpoint.http_session._verify)  # the authorities of other requests
+                    objects = Objects(
+                        location.bucket,
+                        url,
+                        client.meta.region_name,
+                        await session.get_credentials(),
+                        connections=Connections(url, tls, num_idle_max=num_connections, io_loops=io_loops),
+                        pace=pace,
+                        meters=meters,
+                    )
+                self = cls(location.bucket, client, stack.pop_all(), pace, meters)
         except OSError as error:
-            await stack.aclose()
             text = (
                 "the authorities of S3 cannot be read: AWS_CA_BUNDLE, or ca_bundle of the profile, must name a PEM file"
             )
             raise InvalidRequest(text, bucket=location.bucket, error=error) from error
         except (BotoCoreError, ValueError) as error:
-            await stack.aclose()
             raise InvalidRequest("the AWS settings are wrong", bucket=location.bucket, error=error) from error
-        except BaseException:
-            await stack.aclose()
-            raise
+        self.objects = objects
         return self
 
     def _count(self, request: Any, event_name: str, **_: Any) -> None:

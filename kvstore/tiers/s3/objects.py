@@ -22,8 +22,6 @@ from kvstore.runtime.meters import Meters
 from kvstore.tiers.locations import without_secrets
 from kvstore.tiers.s3.failures import (
     REGION_FIELD,
-    Absent,
-    NoBucket,
     broken_off,
     cannot_connect,
     refusal,
@@ -110,15 +108,13 @@ class Objects:
         Raises:
             Taken: There is one.
             Conflict: Another put of the same name was in progress.
-            NoBucket, Unavailable: As `get`.
+            Absent, NoBucket: The bucket does not exist.
+            Unavailable: As `get`.
         """
         fields = {"Content-Type": "application/octet-stream", "If-None-Match": "*"}
-        try:
-            await self._pace.send(
-                lambda: self._request("PUT", name, body, fields, lambda size: memoryview(bytearray(size)))
-            )
-        except Absent:
-            raise NoBucket from None
+        await self._pace.send(
+            lambda: self._request("PUT", name, body, fields, lambda size: memoryview(bytearray(size)))
+        )
         self._meters.add("s3_sent_bytes", len(body))
 
     async def aclose(self) -> None:

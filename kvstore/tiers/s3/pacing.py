@@ -19,7 +19,7 @@ _ATTEMPTS = 3
 _RETRIES_KEPT = 32.0
 _EARNED = 0.1
 _BACKOFF_FIRST_S = 0.05
-_BACKOFF_MAX_S = 2.0
+"""The longest wait before the first retry; doubled for the second one."""
 _PAUSE_S = 0.2
 _GOLDEN = 0.6180339887498949
 
@@ -45,22 +45,9 @@ class RetryBudget:
         self._left = min(_RETRIES_KEPT, self._left + _EARNED)
 
 
-def backoff_s(attempt: int, spread: float) -> float:
-    """Seconds to wait before retry number `attempt` (from 1): doubling, half of it spread out.
-
-    Args:
-        spread: From 0 to 1, different for each retry, so that requests that failed together do not return together.
-    """
-    return float(min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2 ** (attempt - 1)) * (0.5 + 0.5 * spread))
-
-
-def next_window(window: float, *, limit: int, slowed: bool) -> float:
-    """Concurrent requests to allow: half as many after a `SlowDown`, one more after a whole window of successes."""
-    return max(1.0, window / 2) if slowed else min(float(limit), window + 1 / window)
-
-
 class Pace:
-    """Sends requests, a changing number at a time, first come first served. After a `SlowDown` none starts for 0.2 s.
+    """Sends requests, a changing number at a time, first come first served. After a `SlowDown` it is half as many, and
+    none starts for 0.2 s; after as many successes as run at a time it is one more.
 
     Args:
         meters: Counts `s3_throttled` and `s3_retries`.
@@ -92,8 +79,8 @@ class Pace:
                 if attempt == _ATTEMPTS or not self._retries.take():
                     raise
                 self._meters.add("s3_retries")
-                self._spread = (self._spread + _GOLDEN) % 1.0  # far from the previous ones
-                await asyncio.sleep(backoff_s(attempt, self._spread))
+                self._spread = (self._spread + _GOLDEN) % 1.0  # requests that failed together return one by one
+                await asyncio.sleep(_BACKOFF_FIRST_S * 2 ** (attempt - 1) * (0.5 + 0.5 * self._spread))
                 continue
             self._retries.earn()
             return answer
@@ -109,12 +96,12 @@ class Pace:
             except Throttled:
                 self._slow_down()
                 raise
-            self._set(next_window(self.window, limit=self._limit, slowed=False))
+            self._set(min(self._limit, self.window + 1 / self.window))
 
     def _slow_down(self) -> None:
         now_s = SYSTEM_CLOCK.monotonic_s()
         if now_s >= self._resume_s:  # once for all requests that were in flight
-            self._set(next_window(self.window, limit=self._limit, slowed=True))
+            self._set(max(1.0, self.window / 2))
             self._resume_s = now_s + _PAUSE_S
 
     def _set(self, window: float) -> None:

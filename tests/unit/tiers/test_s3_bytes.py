@@ -20,7 +20,7 @@ from kvstore.tiers.locations import S3Location
 from kvstore.tiers.s3 import S3Tier
 from kvstore.tiers.s3.failures import Throttled
 from kvstore.tiers.s3.http import Answer, HttpConnection, Lost
-from kvstore.tiers.s3.pacing import Pace, RetryBudget, backoff_s, next_window
+from kvstore.tiers.s3.pacing import Pace, RetryBudget
 
 RECORD = make_record(1, 100_000)
 
@@ -259,12 +259,18 @@ def test_retries_have_a_budget() -> None:
     assert [budget.take() for _ in range(3)] == [True, True, False]
 
 
-@given(st.integers(1, 50), st.floats(0, 1), st.floats(1, 64))
-def test_waits_and_windows_are_bounded(attempt: int, spread: float, window: float) -> None:
-    """Waits stay between 25 ms and 2 s, windows between one and their limit."""
-    assert 0.025 <= backoff_s(attempt, spread) <= 2.0
-    assert 1.0 <= next_window(window, limit=64, slowed=True) <= 64
-    assert window <= next_window(window, limit=64, slowed=False) <= 64
+async def test_the_window_shrinks_to_one_and_grows_to_its_limit() -> None:
+    """Each success adds a share of one, and no number of them more than was lost."""
+    pace = Pace(2)
+    for _ in range(2):
+        with pytest.raises(Throttled):
+            async with pace.turn():
+                raise Throttled("a test")
+        assert pace.window == 1.0
+    for _ in range(5):
+        async with pace.turn():
+            pass
+    assert pace.window == 2.0
 
 
 class _Pipe(asyncio.Transport):
