@@ -179,10 +179,7 @@ class SqliteFile:
             return work()
         except sqlite3.DatabaseError as error:
             if getattr(error, "sqlite_errorcode", None) in _DAMAGE and not self._is_guest:
-                database, self._db = self._db, None  # if renaming fails, the next call tries again
-                if database is not None:
-                    with suppress(sqlite3.Error):
-                        database.close()
+                self._close()  # if renaming fails, the next call tries again
                 self._rename_damaged(error)
                 self._db = self._connect()
                 self._on_recreated()
@@ -192,10 +189,15 @@ class SqliteFile:
         """Wait for running work and close the file. Idempotent."""
         if not self._closed:
             self._closed = True
-            if self._db is not None:
-                with suppress(sqlite3.Error):
-                    await asyncio.get_running_loop().run_in_executor(self._thread, self._db.close)
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
             self._thread.shutdown(wait=False)
+
+    def _close(self) -> None:
+        """In the thread, which may just have opened another one."""
+        database, self._db = self._db, None
+        if database is not None:
+            with suppress(sqlite3.Error):
+                database.close()
 
 
 def is_no_room(error: BaseException | None) -> bool:

@@ -1,9 +1,11 @@
-"""A database that is damaged while it is in use."""
+"""A database that is damaged while it is in use, or that is closed while it is opened."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -45,3 +47,30 @@ async def test_a_damaged_file_that_cannot_be_renamed_yet(
     assert recreated and "renamed the file" in caplog.text
     assert await file.run(count, soon()) == [(0, None)]
     await file.aclose()
+
+
+async def test_a_file_that_a_running_call_has_just_opened_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was full at the start, and has room by the call during which the store is closed."""
+    path, has_begun, may_go_on = tmp_path / "words.db", threading.Event(), threading.Event()
+
+    def refuse(_: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvstore.catalog.sqlite.file.make_private", refuse)
+        file = SqliteFile(path, _SCHEMA, 1)
+
+    def write() -> None:
+        has_begun.set()
+        may_go_on.wait(10)
+        file.db.execute("INSERT INTO words VALUES ('word')")
+
+    writing = asyncio.create_task(file.run(write, soon()))
+    await asyncio.to_thread(has_begun.wait)
+    closing = asyncio.create_task(file.aclose())
+    await asyncio.sleep(0)
+    may_go_on.set()
+    await asyncio.gather(writing, closing)
+    assert path.exists() and not path.with_name("words.db-wal").exists()
