@@ -48,10 +48,8 @@ class PendingLog(ABC):
     not; repeating it is harmless.
     """
 
-    @property
-    @abstractmethod
-    def lease_s(self) -> float:
-        """Seconds that ownership lasts unless it is renewed."""
+    lease_s: float
+    """Seconds that ownership lasts unless it is renewed."""
 
     @abstractmethod
     def other_owner(self) -> PendingLog:

@@ -53,18 +53,14 @@ class DictPendingLog(PendingLog):
 
     def __init__(self, books: PendingBooks, *, lease_s: float, clock: Clock = SYSTEM_CLOCK, ask: Ask = at_once) -> None:
         self._books = books
-        self._lease_s = lease_s
+        self.lease_s = lease_s
         self._clock = clock
         self._ask = ask
         self._owner = object()
         self._closed = False
 
-    @property
-    def lease_s(self) -> float:
-        return self._lease_s
-
     def other_owner(self) -> DictPendingLog:
-        return DictPendingLog(self._books, lease_s=self._lease_s, clock=self._clock, ask=self._ask)
+        return DictPendingLog(self._books, lease_s=self.lease_s, clock=self._clock, ask=self._ask)
 
     async def add(self, entries: Sequence[PendingEntry], *, deadline: Deadline) -> bool:
         def work() -> bool:
@@ -132,7 +128,7 @@ class DictPendingLog(PendingLog):
         return ends_s if self._owner in ends_s else {}
 
     def _end_s(self) -> float:
-        return self._clock.monotonic_s() + self._lease_s
+        return self._clock.monotonic_s() + self.lease_s
 
     async def _run(self, what: str, work: Callable[[], T], deadline: Deadline) -> T:
         if self._closed:
@@ -145,7 +141,7 @@ class DictOwnership(Ownership):
 
     def __init__(self, books: LeaseBooks, *, lease_s: float, clock: Clock = SYSTEM_CLOCK, ask: Ask = at_once) -> None:
         self._books = books
-        self._lease_s = lease_s
+        self.lease_s = lease_s
         self._clock = clock
         self._ask = ask
         self._owner = object()
@@ -166,7 +162,7 @@ class DictOwnership(Ownership):
         if owner is not self._owner:
             return False, said
         said = said if word is None else word
-        self._books.held[name] = (self._owner, now_s + self._lease_s, said)
+        self._books.held[name] = (self._owner, now_s + self.lease_s, said)
         return True, said
 
     async def release(self, name: str, *, deadline: Deadline) -> None:

@@ -211,12 +211,8 @@ class RedisPendingLog(PendingLog):
         self._nodes = RedisNodes(client, "the list of pending writes", gate=gate, calls_max=_CALLS_MAX)
         self._root = f"kvstore:pending:{hashlib.sha256(scope.encode()).hexdigest()[:12]}"
         self._owner = _new_owner()
-        self._lease_s = lease_s
+        self.lease_s = lease_s
         self._next_shard = self._owner[0] % NUM_SHARDS
-
-    @property
-    def lease_s(self) -> float:
-        return self._lease_s
 
     def other_owner(self) -> RedisPendingLog:
         other = copy(self)
@@ -280,7 +276,7 @@ class RedisPendingLog(PendingLog):
 
     @property
     def _lease_ms(self) -> int:
-        return max(1, round(self._lease_s * 1000))
+        return max(1, round(self.lease_s * 1000))
 
     def _keys(self, shard: int) -> tuple[str, str, str]:
         tag = f"{self._root}:{{p{shard}}}"

@@ -49,7 +49,7 @@ class SqlitePendingLog(PendingLog):
         script = f"{_SCHEMA}; UPDATE write_backs SET lease_end_ms = 0;"
         self._file = SqliteFile(path, script, 0, what="the list of pending writes", advice="check the disk")
         self._owner = secrets.token_bytes(16)
-        self._lease_s = lease_s
+        self.lease_s = lease_s
         self._clock = clock
 
     @classmethod
@@ -63,10 +63,6 @@ class SqlitePendingLog(PendingLog):
             Unavailable: The file cannot be used.
         """
         return await asyncio.to_thread(cls, path, lease_s=lease_s, clock=clock)
-
-    @property
-    def lease_s(self) -> float:
-        return self._lease_s
 
     def other_owner(self) -> SqlitePendingLog:
         other = copy(self)
@@ -139,4 +135,4 @@ class SqlitePendingLog(PendingLog):
         await self._file.change(lambda: self._file.db.executemany(statement, rows), deadline)
 
     def _lease_end_ms(self) -> int:
-        return self._clock.wall_ms() + round(self._lease_s * 1000)
+        return self._clock.wall_ms() + round(self.lease_s * 1000)
