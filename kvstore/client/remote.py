@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvstore.api import (
     Ack,
@@ -35,7 +35,7 @@ from kvstore.model.namespace import NamespaceDescription, NamespaceNotOpen
 from kvstore.model.page_blocks import PageBlocks
 from kvstore.model.prompt_hint import EndedPrompt
 from kvstore.runtime.arena import ArenaView
-from kvstore.runtime.background import gather_all
+from kvstore.runtime.background import Work, gather_all
 from kvstore.runtime.bounded_map import Latest
 from kvstore.runtime.deadline import Deadline
 from kvstore.wire import convert, messages
@@ -314,9 +314,7 @@ class RemoteStore(PageStore):
             await self._reports.send(deadline)
             await self._prompts.send(deadline)
 
-    async def _in_namespace(
-        self, namespace: NamespaceId, call: Callable[[], Coroutine[Any, Any, Value]], deadline: Deadline
-    ) -> Value:
+    async def _in_namespace(self, namespace: NamespaceId, call: Work[Value], deadline: Deadline) -> Value:
         """Make a call; if the service has closed the unused namespace, open it again and repeat the call."""
         description = self._namespaces.get(namespace)
         if description is None:

@@ -95,7 +95,7 @@ class Arena:
         except OSError:
             return None
         try:
-            arena = cls(descriptor, capacity_bytes, min(ahead_bytes, capacity_bytes))
+            arena = cls(descriptor, capacity_bytes, ahead_bytes)
             # no peer can map it for writing, so none can corrupt it
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
         except (OSError, ValueError):
@@ -118,7 +118,7 @@ class Arena:
         """
         try:
             _check_size_is_sealed(descriptor)
-            arena = cls(descriptor, capacity_bytes, min(ahead_bytes, capacity_bytes))
+            arena = cls(descriptor, capacity_bytes, ahead_bytes)
         except (OSError, ValueError) as error:
             raise Unavailable("shared memory cannot be mapped", error=error) from error
         arena._warmer.start()

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import uvloop
 
 from kvstore.errors import Closed
-from kvstore.runtime.background import on_loose_exception
+from kvstore.runtime.background import Work, on_loose_exception
 
 T = TypeVar("T")
-
-Work = Callable[[], Coroutine[Any, Any, T]]
 
 
 class IoLoop:

@@ -38,22 +38,9 @@ _REST_FACTOR = 4
 _LONGEST_REST_S = 0.1
 
 
-def populate(address: int, num_bytes: int) -> None:
-    """Make a range of memory resident. Its content is kept, also while others write to it. Releases the GIL.
-
-    Args:
-        address: Aligned to a page.
-        num_bytes: A multiple of the page size.
-
-    Raises:
-        OSError: The system does not support it (Linux does since 5.14), or has no memory left.
-    """
-    if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE) != 0:
-        raise OSError(ctypes.get_errno(), "madvise")
-
-
 def populate_paced(address: int, num_bytes: int, end: threading.Event) -> int:
-    """Make a range resident with a fifth of a core at most, in steps of 256 KiB with pauses.
+    """Make a range of memory resident with a fifth of a core at most, in steps of 256 KiB with pauses. Its content is
+    kept, also while others write to it. Releases the GIL.
 
     Paced, rather than run at a low priority: the kernel locks the process's mappings during a step, and Python code
     around it holds the GIL. A thread that is preempted while it holds either stops all others.
@@ -67,13 +54,14 @@ def populate_paced(address: int, num_bytes: int, end: threading.Event) -> int:
         The bytes that are resident now: all, or fewer when `end` was set.
 
     Raises:
-        OSError: See `populate`.
+        OSError: The system does not support it (Linux does since 5.14), or has no memory left.
     """
     done = 0
     while done < num_bytes and not end.is_set():
         step = min(_STEP_BYTES, num_bytes - done)
         started_s = time.perf_counter()
-        populate(address + done, step)
+        if _libc.madvise(ctypes.c_void_p(address + done), ctypes.c_size_t(step), _MADV_POPULATE_WRITE) != 0:
+            raise OSError(ctypes.get_errno(), "madvise")
         done += step
         end.wait(min(_REST_FACTOR * (time.perf_counter() - started_s), _LONGEST_REST_S))
     return done

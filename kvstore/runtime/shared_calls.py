@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextlib import nullcontext
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from kvstore.errors import Closed, InternalError, KVStoreError
-from kvstore.runtime.background import Background
+from kvstore.runtime.background import Background, Work
 from kvstore.runtime.deadline import Deadline
 
 Key = TypeVar("Key", bound=Hashable)
@@ -22,7 +22,7 @@ class SingleFlight(Generic[Key, Value]):
         self._background = background
         self._flights: dict[Key, _Flight[Value]] = {}
 
-    async def run(self, key: Key, work: Callable[[], Coroutine[Any, Any, Value]]) -> Value:
+    async def run(self, key: Key, work: Work[Value]) -> Value:
         """Return the outcome of the running flight for `key`, or start `work` as that flight.
 
         Raises:

@@ -44,8 +44,19 @@ class Turns:
 
     async def begin(self, who: Who = _NOBODY) -> None:
         """Wait for the turn; the caller must then call `end`. If cancelled, the place in the queue is given up."""
-        if not self.try_begin():
-            await self._wait(who)
+        if self.try_begin():
+            return
+        tenant, connection = who
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, {}).setdefault(connection, deque()).append(turn)
+        try:
+            await turn  # `end`, which sets it, has counted us as running
+        except BaseException:
+            if turn.done() and not turn.cancelled():
+                self.end()
+            else:
+                self._give_up(who, turn)
+            raise
 
     def end(self) -> None:
         """End a turn, and start those that may run now."""
@@ -77,19 +88,6 @@ class Turns:
         if connections:
             self._waiting[tenant] = connections
         return turn
-
-    async def _wait(self, who: Who) -> None:
-        tenant, connection = who
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, {}).setdefault(connection, deque()).append(turn)
-        try:
-            await turn  # `end`, which sets it, has counted us as running
-        except BaseException:
-            if turn.done() and not turn.cancelled():
-                self.end()
-            else:
-                self._give_up(who, turn)
-            raise
 
     def _give_up(self, who: Who, turn: asyncio.Future[None]) -> None:
         tenant, connection = who
