@@ -139,8 +139,7 @@ class MemoryTier(Tier):
         if self.pinned_bytes + cost_bytes > self.limit_bytes:
             return PutOutcome.FULL
         while self.used_bytes + cost_bytes > self.limit_bytes:
-            key, _ = next(iter(self._idle.items()))
-            self.remove(key)
+            self.remove(next(iter(self._idle)))
             self.num_evicted += 1
         slot = _Slot(record, cost_bytes)
         self._slots[record.key] = self._idle[record.key] = slot
