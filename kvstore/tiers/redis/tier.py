@@ -82,10 +82,13 @@ class RedisTier(Tier):
     async def head(self, keys: Sequence[RecordKey], *, deadline: Deadline) -> list[int | None]:
         """One round trip per node. A striped record's bytes are unknown here: 0."""
         self._check(deadline)
+        return list(map(_size_of, await self._each("STRLEN", keys, deadline)))
+
+    async def _each(self, verb: str, keys: Sequence[RecordKey], deadline: Deadline) -> list[Reply]:
+        """The reply to a command for each record."""
         if not keys:
             return []
-        replies = await self._topology.query(each_alone("STRLEN", list(map(format_name, keys))), deadline=deadline)
-        return list(map(_size_of, replies))
+        return await self._topology.query(each_alone(verb, list(map(format_name, keys))), deadline=deadline)
 
     async def get(
         self, key: RecordKey, *, deadline: Deadline, allocate: Callable[[int], memoryview] | None = None
@@ -222,9 +225,7 @@ class RedisTier(Tier):
 
     async def _sizes(self, keys: Sequence[RecordKey], deadline: Deadline) -> list[int]:
         """Bytes of records, striped ones included; 0 for records that are gone."""
-        if not keys:
-            return []
-        lengths = await self._topology.query(each_alone("STRLEN", list(map(format_name, keys))), deadline=deadline)
+        lengths = await self._each("STRLEN", keys, deadline)
         check_replies([length for length in lengths if not is_wrong_type(length)])  # else a record would be passed over
         striped = await self._striped(keys, lengths, deadline)
         sizes = {key: HEADER_BYTES + header.payload_bytes for key, header in striped.items()}
@@ -237,9 +238,7 @@ class RedisTier(Tier):
     ) -> dict[RecordKey, HeaderV1]:
         """The headers of striped records, which are found by the length of their values."""
         short = [key for key, length in zip(keys, lengths, strict=True) if length == HEADER_BYTES]
-        if not short:
-            return {}
-        heads = await self._topology.query(each_alone("GET", list(map(format_name, short))), deadline=deadline)
+        heads = await self._each("GET", short, deadline)
         found = ((key, striped_header(head, key)) for key, head in zip(short, heads, strict=True))
         return {key: header for key, header in found if header is not None}
 
