@@ -216,7 +216,7 @@ def _plan(found: Mapping[str, Any], head: Sequence[int], pieces: Sequence[Sequen
             found["hit_by_tier"],
             found["given_hit_tokens"],
             found["search_ms"],
-            found.get("total_ms", found["search_ms"]),  # a service of an earlier release does not tell it
+            found["total_ms"],
             found["retain"],
         )
     except (ValueError, KeyError, TypeError, IndexError) as error:
