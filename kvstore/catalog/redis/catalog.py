@@ -30,7 +30,7 @@ from kvstore.catalog.entry import MARK_AT, BoundaryEntry, EntryTable, Level, ent
 from kvstore.catalog.redis.coordination import RedisOwnership
 from kvstore.catalog.redis.counters import NOTE, counters_of, parse_counters, run_ids
 from kvstore.catalog.redis.nodes import NUM_SLOTS, Call, RedisNodes
-from kvstore.catalog.redis.replies import Argument, Command
+from kvstore.catalog.redis.replies import Argument, Command, strange_reply
 from kvstore.catalog.redis.scripts import (
     ADD,
     BEGIN_RECOUNT,
@@ -53,7 +53,6 @@ from kvstore.catalog.redis.scripts import (
     remove_item,
     sum_totals,
 )
-from kvstore.errors import Unavailable
 from kvstore.format.names import format_name, manifest_name, namespace_root
 from kvstore.model.keys import NAMESPACE_BYTES, PREFIX_BYTES, NamespaceId, PrefixHash, RecordKey
 from kvstore.model.layout import Layout
@@ -103,7 +102,7 @@ class RedisCatalog(Catalog):
         fresh = secrets.token_bytes(_EPOCH_BYTES)
         epoch = await self._nodes.one(("EVAL", EPOCH, 1, _EPOCH, fresh), deadline=deadline)
         if not isinstance(epoch, bytes):
-            raise Unavailable("check the address of Redis: malformed reply to a question for the catalog's epoch")
+            raise strange_reply("EVAL", epoch)
         return epoch
 
     async def complete_epoch(self, *, deadline: Deadline) -> bytes | None:

@@ -9,9 +9,8 @@ from typing import Any
 from kvstore.catalog.base import Gate
 from kvstore.catalog.coordination import MARKS_MAX, MarkBook, Ownership, TextStore, TextStoreKind
 from kvstore.catalog.redis.nodes import RedisNodes
-from kvstore.catalog.redis.replies import Command
+from kvstore.catalog.redis.replies import Command, strange_reply
 from kvstore.catalog.redis.scripts import ALWAYS, hash_items
-from kvstore.errors import Unavailable
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.deadline import Deadline
 
@@ -71,7 +70,7 @@ class RedisOwnership(Ownership):
         match reply:
             case [int(is_ours), bytes(holders_word)]:
                 return bool(is_ours), holders_word
-        raise Unavailable("check the address of Redis: malformed reply to a request for a lease", seen=repr(reply)[:80])
+        raise strange_reply("EVAL", reply)
 
     async def release(self, name: str, *, deadline: Deadline) -> None:
         await self._nodes.one(("EVAL", _RELEASE, 1, f"c1o/{name}", self._owner), deadline=deadline)

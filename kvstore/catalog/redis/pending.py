@@ -31,9 +31,9 @@ from typing import Any, TypeVar, cast
 from kvstore.catalog.base import Gate
 from kvstore.catalog.pending import PendingEntry, PendingLog, PendingTotals
 from kvstore.catalog.redis.nodes import NoRoom, RedisNodes
+from kvstore.catalog.redis.replies import strange_reply
 from kvstore.catalog.redis.scripts import ALWAYS
-from kvstore.errors import CorruptRecord, Unavailable
-from kvstore.format.names import pack_key, unpack_key
+from kvstore.format.names import PACKED_KEY_BYTES, pack_key, unpack_key
 from kvstore.model.keys import RecordKey
 from kvstore.runtime.deadline import Deadline
 
@@ -303,7 +303,7 @@ def _listed(reply: object, kind: type[T], num_items: int | None = None) -> list[
     """
     is_whole = isinstance(reply, list) and all(isinstance(item, kind) for item in reply)
     if not is_whole or (num_items is not None and len(cast("list[T]", reply)) != num_items):
-        raise Unavailable("check the address of Redis: malformed reply of a script", seen=repr(reply)[:80])
+        raise strange_reply("EVAL", reply)
     return cast("list[T]", reply)
 
 
@@ -316,7 +316,7 @@ def _shard(key: RecordKey) -> int:
 
 
 def _entry(member: bytes, facts: bytes) -> PendingEntry:
-    if len(facts) != _FACTS.size:
-        raise CorruptRecord("a pending entry has the wrong size", expected=_FACTS.size, seen=len(facts))
+    if (len(member), len(facts)) != (PACKED_KEY_BYTES, _FACTS.size):
+        raise strange_reply("EVAL", facts)
     _, num_bytes, stop_tokens = _FACTS.unpack(facts)
     return PendingEntry(unpack_key(member), num_bytes, stop_tokens)

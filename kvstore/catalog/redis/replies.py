@@ -88,11 +88,16 @@ def check_reply(command: Command, reply: Any) -> None:
         except ValueError:
             is_right = False
     if not is_right:
-        raise Unavailable(
-            "the server at the address of Redis does not reply like one: check the address, and any proxy before it",
-            command=verb,
-            seen=repr(reply)[:80],
-        )
+        raise strange_reply(verb, reply)
+
+
+def strange_reply(verb: str, reply: Any) -> Unavailable:
+    """The error for a reply that no Redis gives to a command."""
+    return Unavailable(
+        "the server at the address of Redis does not reply like one: check the address, and any proxy before it",
+        command=verb,
+        seen=repr(reply)[:80],
+    )
 
 
 def keys_of(command: Command) -> dict[Argument, bytes]:

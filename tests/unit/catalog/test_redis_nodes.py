@@ -1,16 +1,20 @@
-"""How commands are sent to the nodes of a cluster."""
+"""How commands are sent to the nodes of a cluster, and what is said of replies that no Redis gives."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 
 import pytest
 from redis.asyncio import RedisCluster
 from redis.exceptions import ResponseError
 
+from kvstore.catalog.redis.catalog import RedisCatalog
+from kvstore.catalog.redis.coordination import RedisOwnership
 from kvstore.catalog.redis.nodes import RedisNodes
-from kvstore.errors import Unavailable
+from kvstore.catalog.redis.pending import RedisPendingLog
+from kvstore.errors import Unavailable, next_step
 from kvstore.testing.waiting import soon
 
 
@@ -51,3 +55,34 @@ async def test_a_node_that_refuses_leaves_no_call_to_one_that_hangs() -> None:
     with pytest.raises(Unavailable):
         await nodes.run([(0, ("GET", "a")), (1, ("GET", "b"))], deadline=soon())
     assert (hangs.num_used, refuses.num_used) == (0, 0)
+
+
+class Foreign:
+    """A server that gives one reply to everything."""
+
+    def __init__(self, reply: object) -> None:
+        self._reply = reply
+
+    async def execute_command(self, *_: object) -> object:
+        return self._reply
+
+
+@pytest.mark.parametrize(
+    ("call", "reply"),
+    [
+        (lambda server: RedisCatalog(server).epoch(deadline=soon()), 1),
+        (lambda server: RedisOwnership(server, lease_s=1.0).hold("work", deadline=soon()), [1]),
+        (lambda server: RedisPendingLog(server, "s3://a", lease_s=1.0).totals(deadline=soon()), [1]),
+        (lambda server: RedisPendingLog(server, "s3://a", lease_s=1.0).claim(1, deadline=soon()), [b"key", b"facts"]),
+    ],
+    ids=["epoch", "lease", "totals", "claim"],
+)
+async def test_a_script_that_is_answered_by_another_server(
+    call: Callable[[Foreign], Awaitable[object]], reply: object
+) -> None:
+    """The error says what happened, and then the next step."""
+    with pytest.raises(Unavailable) as raised:
+        await call(Foreign(reply))
+    what, step = next_step(str(raised.value))
+    assert what.startswith("the server at the address of Redis does not reply like one")
+    assert step.startswith("check the address")
