@@ -217,12 +217,20 @@ class Tier(ABC):
         self._check_open()
         check_deadline(deadline, self.name)
 
-    def _quarantined(self, key: RecordKey, reason: str, place: str = "") -> None:
-        """Count, report and log a record that was just quarantined, and where its bytes are."""
+    def _quarantined(self, key: RecordKey, reason: str, place: str | None = "") -> bool:
+        """Count, report and log a record that was just quarantined. False: it was not.
+
+        Args:
+            place: Where its bytes are; `None`: it went away before.
+        """
+        if place is None:
+            _log.info("a corrupt record went away before its quarantine tier=%s key=%s", self.name, key)
+            return False
         self._num_quarantined += 1
         if self.on_quarantine is not None:
             self.on_quarantine(key, reason)
         _log.warning("record quarantined tier=%s key=%s reason=%s place=%s", self.name, key, reason, place)
+        return True
 
 
 def _passed(

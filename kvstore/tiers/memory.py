@@ -257,8 +257,7 @@ class MemoryTier(Tier):
         if slot is None or not (seen is None or slot.record is seen or is_same(slot.record.data, seen.data)):
             return False
         self.remove(key)
-        self._quarantined(key, reason)
-        return True
+        return self._quarantined(key, reason)
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
         self._check_open()

@@ -77,7 +77,7 @@ class RecordFiles:
             raise InvalidRequest("fsync must be 'none' or 'data'", seen=fsync)
         self.root = root
         self.quarantined_bytes = 0
-        self.on_quarantine: Callable[[RecordKey, str, str], None] = lambda *_: None
+        self.on_quarantine: Callable[[RecordKey, str, str], object] = lambda *_: None
         self.no_room = ""
         self._missing_bytes = 0
         self._quarantine_bytes_max = quarantine_bytes_max

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import cast
 
@@ -30,8 +29,6 @@ from kvstore.tiers.redis.topology import open_topology
 from kvstore.tiers.redis.values import Values, each_alone
 from kvstore.tiers.refusals import PartDown
 from kvstore.tiers.verify import QuarantineBudget, allocate_exactly, is_same, open_or_reason
-
-_log = logging.getLogger(__name__)
 
 _QUARANTINE_S = 7 * 24 * 3600
 _REMOVED_S = 1
@@ -185,11 +182,7 @@ class RedisTier(Tier):
         num_bytes = len(seen) if seen is not None and len(seen) > HEADER_BYTES else STRIPE_BYTES
         expires_s = _QUARANTINE_S if self._quarantine_budget.keeps(num_bytes) else _REMOVED_S
         name = await self._values.quarantine(key, seen, is_forced=is_forced, expires_s=expires_s, deadline=deadline)
-        if name is None:
-            _log.info("a corrupt record went away before its quarantine tier=%s key=%s", self.name, key)
-            return False
-        self._quarantined(key, reason, name)
-        return True
+        return self._quarantined(key, reason, name)
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
         pattern = (namespace_root(namespace) if namespace is not None else f"{ROOT}/") + "*"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
@@ -21,8 +20,6 @@ from kvstore.tiers.locations import S3Location
 from kvstore.tiers.s3.client import Credentials, S3Client
 from kvstore.tiers.s3.failures import Conflict, Taken
 from kvstore.tiers.verify import QuarantineBudget, allocate_exactly, is_same, open_off_loop
-
-_log = logging.getLogger(__name__)
 
 _CONFLICT_ATTEMPTS = 4
 _CONFLICT_WAIT_S = 0.05
@@ -165,11 +162,8 @@ class S3Tier(Tier):
         target = f"{self._root}quarantine/{format_name(key)}"
         keeps = self._quarantine_budget.keeps if is_record else lambda _: True
         async with self._until(deadline, "quarantining a record"):
-            if not await self._client.move(self._name(key), target, tag, keeps=keeps):
-                _log.info("a corrupt record went away before its quarantine tier=%s key=%s", self.name, key)
-                return False
-        self._quarantined(key, reason, target)
-        return True
+            was_there = await self._client.move(self._name(key), target, tag, keeps=keeps)
+        return self._quarantined(key, reason, target if was_there else None)
 
     async def scan(self, namespace: NamespaceId | None = None) -> AsyncIterator[Entry]:
         self._check_open()
