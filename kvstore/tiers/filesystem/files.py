@@ -133,11 +133,7 @@ class RecordFiles:
         """Every whole record with its bytes, oldest file first. A record of the wrong size is quarantined."""
         found: list[tuple[int, RecordKey, int]] = []
         with _translated("read the directory", self.root):
-            for path in self._candidates():
-                key = record_key(str(path.relative_to(self.root)))
-                if key is None:
-                    _log.debug("not a record, skipped path=%s", path)
-                    continue
+            for path, key in self._candidates():
                 with _opened(path) as file:
                     status = os.fstat(file)
                     reason = _damage_of(file, key)
@@ -157,10 +153,9 @@ class RecordFiles:
         with _translated("read the directory", self.root):
             if not (self.root / ROOT).is_dir():
                 raise Unavailable("there are no records: check the path", path=self.root)
-            for path in self._candidates():
-                key = record_key(str(path.relative_to(self.root)))
+            for path, key in self._candidates():
                 with contextlib.suppress(FileNotFoundError):  # removed since
-                    found += [(key, path.stat().st_size)] if key is not None else []
+                    found.append((key, path.stat().st_size))
         return found
 
     def sizes(self, keys: Iterable[RecordKey]) -> list[int | None]:
@@ -174,13 +169,15 @@ class RecordFiles:
                     found.append(None)
         return found
 
-    def _candidates(self) -> Iterator[Path]:
+    def _candidates(self) -> Iterator[tuple[Path, RecordKey]]:
+        """The files with the name of a record."""
         for folder, folders, names in os.walk(self.root / ROOT, followlinks=False):
             folders.sort()
             for name in names:
                 path = Path(folder, name)
-                if path.is_file() and not path.is_symlink() and name != "manifest":
-                    yield path
+                key = record_key(str(path.relative_to(self.root)))
+                if key is not None and path.is_file() and not path.is_symlink():
+                    yield path, key
 
     def close(self) -> None:
         """Release the directory for another owner. Idempotent."""
