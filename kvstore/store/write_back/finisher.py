@@ -14,7 +14,7 @@ from kvstore.model.keys import NamespaceId, RecordKey
 from kvstore.runtime.background import gather_all
 from kvstore.runtime.budget import ByteBudget
 from kvstore.runtime.deadline import Deadline
-from kvstore.store.context import StoreContext
+from kvstore.store.context import StoreContext, StorePart
 from kvstore.store.namespaces import read_description
 from kvstore.store.recorder import Recorder
 from kvstore.store.write_back.pending_writes import BELIEVED_S, PendingWrites
@@ -32,7 +32,7 @@ _LOGGED_S = 60.0
 """A busy service leaves some writes to others all the time."""
 
 
-class Finisher:
+class Finisher(StorePart):
     """Claims entries whose leases have expired, a few at a time, and copies their records to the cold tier.
 
     Args:
@@ -55,18 +55,14 @@ class Finisher:
         recorder: Recorder | None,
         pending_writes: PendingWrites,
     ) -> None:
+        super().__init__(context)
         self.is_paused = False
         self._log = log
-        self._hot = context.hot
-        self._cold = cold
+        self._target = cold
         self._recorder = recorder
         self._pending_writes = pending_writes
-        self._background = context.background
-        self._meters = context.meters
-        self._limits = context.limits
-        self._clock = context.clock
         self._undescribed: dict[NamespaceId, Deadline] = {}  # no manifest found: how long to wait for it
-        self._in_flight = ByteBudget(context.limits.finish_bytes_in_flight)
+        self._in_flight = ByteBudget(self._limits.finish_bytes_in_flight)
         self._requests: dict[RecordKey, PendingEntry] = {}
         self._unlogged: Counter[str] = Counter()  # what was finished since the last line in the log, by outcome
         self._logged_s = float("-inf")
@@ -117,7 +113,7 @@ class Finisher:
         now_s = self._clock.monotonic_s()
         if self._unlogged and now_s - self._logged_s >= _LOGGED_S:
             numbers = ", ".join(f"{outcome} {num:,}" for outcome, num in sorted(self._unlogged.items()))
-            _log.info("writes to %s that a service had left undone were finished: %s", self._cold.name, numbers)
+            _log.info("writes to %s that a service had left undone were finished: %s", self._target.name, numbers)
             self._unlogged.clear()
             self._logged_s = now_s
 
@@ -189,15 +185,15 @@ class Finisher:
         Entries are written before their records, so a record that is in no tier may never have been acknowledged.
         """
         key = entry.key
-        (num_bytes,) = await self._cold.head([key], deadline=deadline)
+        (num_bytes,) = await self._target.head([key], deadline=deadline)
         if num_bytes is not None:
-            await self._report(self._cold, Level.COLD, entry, deadline)
+            await self._report(self._target, Level.COLD, entry, deadline)
             return "present"
         record = await self._hot.get(key, deadline=deadline) if self._hot is not None else None
         if record is None:
             return "lost"
         try:
-            outcome = await self._cold.put(record, deadline=deadline)
+            outcome = await self._target.put(record, deadline=deadline)
         except (Unavailable, Closed):
             raise
         except KVStoreError:
@@ -213,7 +209,7 @@ class Finisher:
         """
         if self._recorder is None or self._recorder.knows(namespace):
             return
-        description = await read_description(namespace, (self._cold, self._hot), deadline=deadline)
+        description = await read_description(namespace, (self._target, self._hot), deadline=deadline)
         if description is not None:
             self._recorder.register(namespace, description.layout(), description.tenant)
             return
