@@ -96,6 +96,14 @@ local function without(owners, owner)
   end
   return kept
 end
+-- the facts of an entry that ARGV[1] owns, and its other owners
+local function ours(member)
+  local facts = facts_of(member)
+  if not facts then return end
+  local owners = owners_of(facts)
+  local others = without(owners, ARGV[1])
+  if #others < #owners then return facts, others end
+end
 """
 
 
@@ -123,14 +131,9 @@ return 1
 _RENEW = ALWAYS + _script("""
 local answers = {}
 for i = 3, #ARGV do
-  local facts = facts_of(ARGV[i])
-  local owners = facts and owners_of(facts) or ''
-  if #without(owners, ARGV[1]) < #owners then
-    redis.call('ZADD', KEYS[1], 'XX', 'GT', now + ARGV[2], ARGV[i])
-    answers[#answers + 1] = #owners / 16
-  else
-    answers[#answers + 1] = 0
-  end
+  local facts, others = ours(ARGV[i])
+  if facts then redis.call('ZADD', KEYS[1], 'XX', 'GT', now + ARGV[2], ARGV[i]) end
+  answers[#answers + 1] = facts and #others / 16 + 1 or 0
 end
 return answers
 """)
@@ -138,18 +141,14 @@ return answers
 _FINISH = ALWAYS + _script("""
 local removed = 0
 for i = 2, #ARGV do
-  local facts = facts_of(ARGV[i])
-  local owners = facts and owners_of(facts) or ''
-  local others = without(owners, ARGV[1])
-  if #others < #owners then
-    if #others > 0 then
-      redis.call('HSET', KEYS[2], ARGV[i], with_owners(facts, others))
-      if others == released then redis.call('ZADD', KEYS[1], 'XX', now, ARGV[i]) end
-    else
-      removed = removed + struct.unpack('<I8', string.sub(facts, 17, 24))
-      redis.call('HDEL', KEYS[2], ARGV[i])
-      redis.call('ZREM', KEYS[1], ARGV[i])
-    end
+  local facts, others = ours(ARGV[i])
+  if others == '' then
+    removed = removed + struct.unpack('<I8', string.sub(facts, 17, 24))
+    redis.call('HDEL', KEYS[2], ARGV[i])
+    redis.call('ZREM', KEYS[1], ARGV[i])
+  elseif facts then
+    redis.call('HSET', KEYS[2], ARGV[i], with_owners(facts, others))
+    if others == released then redis.call('ZADD', KEYS[1], 'XX', now, ARGV[i]) end
   end
 end
 grow(-removed)
@@ -158,10 +157,8 @@ return 1
 
 _RELEASE = ALWAYS + _script("""
 for i = 2, #ARGV do
-  local facts = facts_of(ARGV[i])
-  local owners = facts and owners_of(facts) or ''
-  local others = without(owners, ARGV[1])
-  if #others < #owners then
+  local facts, others = ours(ARGV[i])
+  if facts then
     others = without(others, released)
     redis.call('HSET', KEYS[2], ARGV[i], with_owners(facts, others .. released))
     if #others == 0 then redis.call('ZADD', KEYS[1], 'XX', now, ARGV[i]) end
