@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.errors import Unavailable, next_step
@@ -252,53 +252,47 @@ def parse_info(info: bytes, address: str, latency_s: float) -> ServerFacts:
 
 def concerns_of(facts: Sequence[ServerFacts]) -> list[Concern]:
     """What an operator should change about these servers, dangers first."""
-    concerns = [concern for server in facts for concern in _concerns_of(server)]
+    concerns = [Concern(severity, one.address, text) for one in facts for severity, text in _concerns_of(one)]
     return sorted(concerns, key=lambda concern: concern.severity is not Severity.DANGER)
 
 
-def _concerns_of(server: ServerFacts) -> list[Concern]:
-    concerns: list[Concern] = []
-
-    def add(severity: Severity, text: str) -> None:
-        concerns.append(Concern(severity, server.address, text))
-
+def _concerns_of(server: ServerFacts) -> Iterator[tuple[Severity, str]]:
     if server.eviction_policy.startswith("allkeys"):
-        add(
+        yield (
             Severity.DANGER,
             f"this Redis may evict any key (maxmemory-policy {server.eviction_policy}): records that no slower tier "
             "has, pending writes and the catalog too; run CONFIG SET maxmemory-policy volatile-lru, which evicts only "
             "records that the slower tier has",
         )
     elif server.eviction_policy == "noeviction" and server.limit_bytes is not None:
-        add(
+        yield (
             Severity.ADVICE,
             "this Redis evicts nothing (maxmemory-policy noeviction): once it is full it takes no new record; run "
             "CONFIG SET maxmemory-policy volatile-lru to let it evict records that the slower tier has",
         )
     if server.limit_bytes is None:
-        add(
+        yield (
             Severity.ADVICE,
             "this Redis has no memory limit (maxmemory 0): it grows until the machine kills it; run CONFIG SET "
             "maxmemory with at most three quarters of its machine's memory",
         )
     elif server.limit_bytes < MEMORY_BYTES_MIN:
-        add(
+        yield (
             Severity.ADVICE,
             f"this Redis has too little memory for pages (maxmemory {server.limit_bytes} bytes, useful from "
             f"{MEMORY_BYTES_MIN}): run CONFIG SET maxmemory with more, or set hot to memory:",
         )
     if (version := parse_version(server.version)) is not None and server.product == "redis" and version < VERSION_MIN:
-        add(
+        yield (
             Severity.ADVICE,
             f"this Redis is older than the versions that we test (version {server.version}): upgrade to 6.2 or later",
         )
     if server.latency_s > SLOW_S:
-        add(
+        yield (
             Severity.ADVICE,
             f"a small round trip takes {server.latency_s * 1000:.1f} ms (up to {SLOW_S * 1000:.0f} ms is usual in one "
             "data centre): check the network, SLOWLOG, and whether it swaps",
         )
-    return concerns
 
 
 def parse_version(text: str) -> tuple[int, ...] | None:
