@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import logging
 import socket
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from kvstore.errors import Closed, KVStoreError, Unavailable
@@ -180,12 +180,8 @@ async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         return await asyncio.gather(*tasks)
     except BaseException:
-        await _cancel_all(tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         tasks.clear()  # they have the error, whose traceback has this frame: such a cycle would keep what calls hold
         raise
-
-
-async def _cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
