@@ -284,6 +284,7 @@ class Cluster:
     async def _load(self, deadline: Deadline) -> SlotMap:
         """The map, from the first node that answers. Each call starts with another node; failed nodes come last."""
         known = [*dict.fromkeys((*self._members, *self._seeds))]
+        self._silent.intersection_update(known)  # others have left, and their addresses may never come back
         self._turn = (self._turn + 1) % len(known)
         problem = Unavailable("no node was queried")
         in_turn = known[self._turn :] + known[: self._turn]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.errors import Unavailable
 from kvstore.format.names import format_name, stripe_name
 from kvstore.testing.records import make_key
+from kvstore.testing.waiting import soon
 from kvstore.tiers.base import Severity
-from kvstore.tiers.locations import HostPort
-from kvstore.tiers.redis.cluster import Redirect, parse_slots, redirect_of, slot_of
+from kvstore.tiers.locations import HostPort, parse_redis
+from kvstore.tiers.redis.cluster import Cluster, Redirect, parse_slots, redirect_of, slot_of
 from kvstore.tiers.redis.examine import concerns_of, parse_info
 from kvstore.tiers.redis.resp import ErrorReply, Reply
 
@@ -106,3 +108,13 @@ def test_concerns_of_an_old_and_slow_server() -> None:
     assert any("upgrade to 6.2" in text for text in texts)
     assert any("200.0 ms" in text for text in texts)
     assert concerns_of([parse_info(b"", "h:1", latency_s=0.0)])  # an empty INFO is no reason to fail
+
+
+async def test_a_node_that_did_not_answer_is_forgotten_when_it_has_left() -> None:
+    """Where each restart gives a node another address, these would add up."""
+    cluster = Cluster(parse_redis("redis+cluster://127.0.0.1:1"), num_data_connections=1)
+    vars(cluster)["_silent"].update(HostPort("10.0.0.1", port) for port in range(100))
+    with pytest.raises(Unavailable):
+        await cluster.read_map(soon())
+    assert vars(cluster)["_silent"] == {HostPort("127.0.0.1", 1)}
+    await cluster.aclose()
