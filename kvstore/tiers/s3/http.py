@@ -34,7 +34,7 @@ class Lost(Exception):
         before_answer: No byte of the answer had arrived. If the connection was idle before, the peer had closed it.
     """
 
-    def __init__(self, reason: str, *, before_answer: bool) -> None:
+    def __init__(self, reason: str, *, before_answer: bool = False) -> None:
         super().__init__(reason)
         self.before_answer = before_answer
 
@@ -128,14 +128,12 @@ class HttpConnection(BufferedConnection):
             return
         try:
             if self._phase is _Phase.BODY:
-                self._filled += nbytes
-                if self._filled == self._needed:
-                    self._done(self._target[: self._needed])
+                self._fill(nbytes)
             elif self._phase is _Phase.HEAD:
                 self._end += nbytes
                 self._read_head()
             elif self._phase is _Phase.IDLE:
-                raise Lost("bytes without a request", before_answer=False)
+                raise Lost("bytes without a request")
             else:
                 self._more(self._scratch[:nbytes])
         except (Lost, KVStoreError) as error:
@@ -163,7 +161,7 @@ class HttpConnection(BufferedConnection):
             self._scratch[: len(behind)] = behind  # it was an interim answer like 100 Continue
             self._end = len(behind)
         if self._end == len(self._scratch):
-            raise Lost("the head of the answer is too long", before_answer=False)
+            raise Lost("the head of the answer is too long")
 
     def _begin_body(self, behind: bytes) -> None:
         length = self._fields.get("content-length")
@@ -174,13 +172,16 @@ class HttpConnection(BufferedConnection):
             self._phase = _Phase.SMALL
         elif length is not None and not is_chunked:
             if not (length.isascii() and length.isdecimal() and len(length) < 19):
-                raise Lost("the answer's length is no number", before_answer=False)
+                raise Lost("the answer's length is no number")
             self._needed = int(length)
             if 200 <= self._status < 300 and self._needed:
                 assert self._place is not None
+                if len(behind) > self._needed:
+                    raise Lost("more came than the answer announced")
                 self._target, self._filled = self._place(self._needed), 0
                 self._phase = _Phase.BODY
-                self._first(behind)
+                self._target[: len(behind)] = behind  # what came with the head is the only part that is copied
+                self._fill(len(behind))
                 return
             self._phase = _Phase.SMALL
         elif is_chunked:
@@ -189,12 +190,9 @@ class HttpConnection(BufferedConnection):
             self._keep, self._phase = False, _Phase.REST
         self._more(memoryview(behind))
 
-    def _first(self, behind: bytes) -> None:
-        """Take the bytes that arrived together with the head: the only part of a body that is copied."""
-        if len(behind) > self._needed:
-            raise Lost("more came than the answer announced", before_answer=False)
-        self._target[: len(behind)] = behind
-        self._filled = len(behind)
+    def _fill(self, num_bytes: int) -> None:
+        """Count bytes that are in their target."""
+        self._filled += num_bytes
         if self._filled == self._needed:
             self._done(self._target[: self._needed])
 
@@ -202,7 +200,7 @@ class HttpConnection(BufferedConnection):
         self._small += data
         if self._phase is _Phase.SMALL:
             if len(self._small) > self._needed:
-                raise Lost("more came than the answer announced", before_answer=False)
+                raise Lost("more came than the answer announced")
             if len(self._small) == self._needed:
                 self._done(memoryview(bytes(self._small)))
                 return
@@ -240,12 +238,12 @@ def _parse_head(head: bytes) -> tuple[int, dict[str, str], str]:
     line, *rest = head.decode("latin-1").split("\r\n")
     version, _, status = line.partition(" ")
     if not version.startswith("HTTP/1.") or not status[:3].isdecimal():
-        raise Lost("the answer is no HTTP/1", before_answer=False)
+        raise Lost("the answer is no HTTP/1")
     fields = {}
     for entry in rest:
         name, colon, value = entry.partition(":")
         if not colon:
-            raise Lost("a field of the answer has no colon", before_answer=False)
+            raise Lost("a field of the answer has no colon")
         fields[name.strip().lower()] = value.strip()
     return int(status[:3]), fields, version
 
@@ -262,10 +260,10 @@ def _join_chunks(data: bytearray) -> bytes | None:
         try:
             num_bytes = int(data[at:line_stop].partition(b";")[0], 16)
         except ValueError as error:
-            raise Lost("a chunk's length is no number", before_answer=False) from error
+            raise Lost("a chunk's length is no number") from error
         start = line_stop + 2
         if num_bytes < 0:
-            raise Lost("a chunk's length is no number", before_answer=False)
+            raise Lost("a chunk's length is no number")
         if num_bytes == 0:
             return bytes(body) if data.find(b"\r\n", start) >= 0 else None
         if len(data) < start + num_bytes + 2:
