@@ -197,13 +197,12 @@ class FileTextStore(TextStore):
 
     def _read(self) -> dict[str, str]:
         try:
-            values = json.loads(read_regular(self._path))
+            return {name: str(text) for name, text in json.loads(read_regular(self._path)).items()}
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, *FOREIGN_TEXT) as error:
             message = f"the {self.kind.name} cannot be read: repair or delete the file"
             raise Unavailable(message, path=self._path) from error
-        return {str(name): str(text) for name, text in values.items()} if isinstance(values, dict) else {}
 
     def _change(self, written: Mapping[str, str], removed: Collection[str]) -> None:
         with self._lock:

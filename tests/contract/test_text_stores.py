@@ -67,15 +67,16 @@ class TestFile(TextStoreContract):
     def store(self, tmp_path: Path, kind: TextStoreKind) -> TextStore:
         return FileTextStore(tmp_path, kind)
 
-    async def test_a_malformed_file_is_named_and_kept(self, tmp_path: Path, store: TextStore) -> None:
-        """A file that is no JSON is not overwritten."""
+    @pytest.mark.parametrize("content", ["{", "[]", "null", '["a rule"]'])
+    async def test_a_malformed_file_is_named_and_kept(self, tmp_path: Path, store: TextStore, content: str) -> None:
+        """A file that is no JSON object is not overwritten."""
         path = tmp_path / f"{store.kind.name}.json"
-        path.write_text("{")
+        path.write_text(content)
         with pytest.raises(Unavailable, match="repair or delete"):
             await store.read(deadline=soon())
         with pytest.raises(Unavailable, match="repair or delete"):
             await store.write("a", "1", deadline=soon())
-        assert path.read_text() == "{"
+        assert path.read_text() == content
 
 
 async def test_a_folder_that_is_gone_is_unavailable(tmp_path: Path) -> None:
