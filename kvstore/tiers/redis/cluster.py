@@ -209,10 +209,6 @@ class Cluster:
             self._slots = await self._load(deadline)
         return self._slots
 
-    async def num_slots_missing(self, deadline: Deadline) -> int:
-        """Hash slots that no node serves."""
-        return (await self._map(deadline)).count(None)
-
     async def aclose(self) -> None:
         """Drop all connections. Idempotent."""
         self._closed = True

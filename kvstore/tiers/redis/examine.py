@@ -111,7 +111,7 @@ async def examine_redis(location: RedisLocation, *, deadline: Deadline) -> Redis
             servers=tuple(facts.values()),
             clock_offsets_s={node.address: offset for node, offset in zip(nodes, offsets, strict=True)},
             refused={} if silent else await _refused(topology, deadline),
-            num_slots_missing=await topology.num_slots_missing(deadline) if isinstance(topology, Cluster) else 0,
+            num_slots_missing=(await topology.placement(deadline)).count(None),
             sentinels=await _sentinels(location, deadline) if location.mode == "sentinel" else {},
             silent=silent,
             num_slots_moving=await _slots_moving(nodes, deadline) if isinstance(topology, Cluster) else {},
