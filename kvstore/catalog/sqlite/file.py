@@ -104,7 +104,7 @@ class SqliteFile:
 
     @property
     def db(self) -> sqlite3.Connection:
-        """The connection, for the thread; opened now if it could not be before, like on a full disk."""
+        """The connection, for the thread; opened now if it is not, like after a start with a full disk."""
         if self._db is None:
             self._db = self._connect()
             _log.info("%s is open again path=%s", self._what, self._path)
@@ -173,8 +173,7 @@ class SqliteFile:
 
     def _guarded(self, work: Callable[[], T]) -> T:
         if self._is_guest and self._path.stat().st_ino != self._inode:  # the owner has replaced it
-            self.db.close()
-            self._db = self._connect()
+            self._close()
         try:
             return work()
         except sqlite3.DatabaseError as error:
