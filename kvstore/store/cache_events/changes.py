@@ -27,11 +27,13 @@ class BlockCounts:
     """
 
     def __init__(self) -> None:
-        self._counts: defaultdict[tuple[str, Medium, int], dict[bytes, int]] = defaultdict(dict)
+        # by model, since a tenant may name any number of them
+        self._counts: dict[str, dict[tuple[Medium, int], dict[bytes, int]]] = {}
 
     def add(self, blocks: PageBlocks, medium: Medium, group: int) -> list[int]:
         """Count a page that came; returns the indexes of its blocks that no page there had before."""
-        counts, first = self._counts[blocks.model, medium, group], list[int]()
+        counts = self._counts.setdefault(blocks.model, {}).setdefault((medium, group), {})
+        first = list[int]()
         for index, block in enumerate(blocks.all_hashes()):
             before = counts.get(block, 0)
             counts[block] = before + 1
@@ -41,12 +43,12 @@ class BlockCounts:
 
     def has(self, model: str, block: bytes) -> bool:
         """Whether a page with this block is on any medium."""
-        return any(block in counts for (of, _, _), counts in self._counts.items() if of == model)
+        return any(block in counts for counts in self._counts.get(model, {}).values())
 
     def remove(self, blocks: PageBlocks, medium: Medium, group: int) -> list[int | bytes]:
         """Count a page that left; returns its hashes, as events have them, that no page there has any more."""
-        key = (blocks.model, medium, group)
-        counts, last = self._counts[key], list[int | bytes]()
+        of_model = self._counts[blocks.model]
+        counts, last = of_model[medium, group], list[int | bytes]()
         for block, in_events in zip(blocks.all_hashes(), event_hashes(blocks), strict=True):
             after = counts[block] - 1
             if after:
@@ -55,7 +57,9 @@ class BlockCounts:
                 del counts[block]
                 last.append(in_events)
         if not counts:
-            del self._counts[key]
+            del of_model[medium, group]
+            if not of_model:
+                del self._counts[blocks.model]
         return last
 
 

@@ -197,17 +197,20 @@ class PlacementEvents:
     async def _read_tombstones(self, catalog: Catalog) -> bool:
         """Mark what any service has removed from a shared level since the last call. False: the catalog does not
         answer."""
-        found: list[Tombstone] = []
+        found, counts, has_old = list[Tombstone](), Counter[Tombstone](), False
         for limit in _TOMBSTONES_READ:
             try:
                 found = await catalog.tombstones(limit=limit, deadline=self._deadline())
             except (Unavailable, Closed, CorruptRecord):
                 return False
+            counts = Counter(found)
+            has_old = not counts.keys().isdisjoint(
+                self._seen
+            )  # clocks of services differ, so times alone prove nothing
             # those of one second are in no order across the catalog's slots
-            if len(found) < limit or found[-1].at_s < self._newest_s:
+            if len(found) < limit or (has_old and found[-1].at_s < self._newest_s):
                 break
-        counts = Counter(found)
-        if len(found) == TOMBSTONES_MAX and counts.keys().isdisjoint(self._seen):  # some were dropped before
+        if len(found) == TOMBSTONES_MAX and not has_old:  # some were dropped before
             self._marked.update(dict.fromkeys(self._pages))
         for tombstone, count in counts.items():
             place = (tombstone.namespace, tombstone.prefix)
