@@ -402,6 +402,7 @@ class TieredStore(PageStore):
     def publish_to(self, cache_events: PlacementEvents) -> None:
         """Tell `cache_events` where pages are from now on; it stays the caller's."""
         self._cache_events = cache_events
+        cache_events.is_retired = self._is_retired
         if self.recorder is not None:
             self.recorder.on_changed = cache_events.changed
 

@@ -214,6 +214,22 @@ async def test_a_record_that_redis_lost(
         assert blocks_in(subscriber, NODE, "CPU") == hashes(prompt, 128)
 
 
+async def test_weights_that_are_retired(
+    shared_redis: RedisServer, client: Redis, tmp_path: Path, subscriber: EventSubscriber
+) -> None:
+    """Nothing of them is served, from no medium, so nothing stays in the index. It comes back when they are served."""
+    prompt = Prompt(ATTENTION, "retired", 128, weights_id="old")
+    async with on_redis(shared_redis, tmp_path) as store:
+        await save(store, [prompt])
+        await seen(subscriber, lambda: len(subscriber.index) == 2 * 8)  # in memory and in Redis
+        rules = store.operations.operator_rules
+        assert rules is not None
+        await rules.retire(None, "old", is_retired=True, deadline=soon())
+        assert await seen(subscriber, lambda: not subscriber.index) < WITHIN_S
+        await rules.retire(None, "old", is_retired=False, deadline=soon())
+        await seen(subscriber, lambda: len(subscriber.index) == 2 * 8)
+
+
 async def test_retention_of_a_directory(tmp_path: Path, subscriber: EventSubscriber) -> None:
     """A directory that is kept within a bound: the index is what the catalog has."""
     settings = publishing(tmp_path, cold=f"file://{tmp_path}/records", hot="memory:", disk_bytes="2MiB")

@@ -107,6 +107,10 @@ class PagesByHash:
         """Whether any page of a namespace is named."""
         return namespace in self._pages
 
+    def namespaces(self) -> Iterable[NamespaceId]:
+        """Those of which some page is named."""
+        return self._pages.keys()
+
     def add(self, page: Page) -> None:
         """Take a page in."""
         if last := _last_hash(page.blocks):

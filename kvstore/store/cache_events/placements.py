@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -95,6 +95,10 @@ class PlacementEvents:
         memory_medium: The medium of it.
         levels: The medium of each shared level that exists.
         catalog: What the shared levels hold, and its tombstones what other services removed; `None`: there is none.
+
+    Attributes:
+        is_retired: Whether nothing of a namespace is served, wherever it is. Asked in each round of a service with a
+            catalog: operators' rules are beside one.
     """
 
     def __init__(
@@ -127,6 +131,8 @@ class PlacementEvents:
         self._seen = Counter[Tombstone]()  # two removals of a boundary in one second are equal
         self._newest_s = 0
         self._cleared: set[str] = set()
+        self.is_retired: Callable[[NamespaceId], bool] = lambda _: False
+        self._retired: set[NamespaceId] = set()
         self._background = Background("cache events")
 
     def start(self) -> None:
@@ -187,6 +193,7 @@ class PlacementEvents:
             await asyncio.sleep(_ROUND_S)
             if self._catalog is not None:
                 self._is_answering = await self._read_tombstones(self._catalog)
+                self._mark_retired()
             if self._is_answering:
                 self._marked |= self._unanswered
                 self._unanswered.clear()
@@ -219,6 +226,13 @@ class PlacementEvents:
         self._seen = counts
         self._newest_s = max((tombstone.at_s for tombstone in found), default=0)
         return True
+
+    def _mark_retired(self) -> None:
+        """Mark all pages of namespaces whose weights were retired, or are served again, since the last call."""
+        retired = {namespace for namespace in self._by_hash.namespaces() if self.is_retired(namespace)}
+        if changed := retired ^ self._retired:
+            self._retired = retired
+            self._marked.update(dict.fromkeys(place for place in self._pages if place[0] in changed))
 
     def _sweep(self) -> None:
         """Mark the boundaries that were checked longest ago."""
@@ -288,9 +302,10 @@ class PlacementEvents:
             return
         held = self._memory.boundaries(namespace).get(prefix, {})
         rows = {level: _bits(table, index, level) for level in self._levels} if table is not None else {}
+        is_served = namespace not in self._retired
         for group, page in pages.items():
-            now = [self._memory_medium] if held.get(group, 0) == page.whole else []
-            for level, medium in self._levels.items():
+            now = [self._memory_medium] if is_served and held.get(group, 0) == page.whole else []
+            for level, medium in self._levels.items() if is_served else ():
                 is_there = rows[level][group] == page.whole if level in rows else medium in page.media
                 if is_there and medium not in now:
                     now.append(medium)
