@@ -63,6 +63,11 @@ class PageBlocks:
     def num_blocks(self) -> int:
         return len(self.hashes) // self.hash_bytes
 
+    @property
+    def start(self) -> int:
+        """The token at which the first of its blocks begins."""
+        return self.boundary.tokens - self.num_blocks * self.block_tokens
+
     def hash_at(self, index: int) -> bytes:
         """The hash of one of its blocks."""
         return self.hashes[index * self.hash_bytes : (index + 1) * self.hash_bytes]

@@ -64,6 +64,9 @@ class EventSubscriber:
             asked_s = time.monotonic()
             topic, sequence, batch = self._events.recv_multipart()
             number = int.from_bytes(sequence, "big")
+            if number < self.next - 1:  # numbers begin again; that of the last message is sent again while all is quiet
+                self.next = 0
+                self.index.clear()
             if number > self.next:
                 self._replay()
             if number == self.next:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,6 +152,36 @@ async def test_a_subscriber_that_stops_reading(tmp_path: Path) -> None:
             assert num_missed > 1_000 and replays >= 1
     finally:
         subscriber.close()
+
+
+@pytest.mark.parametrize("numbers", ["zero", "clock"])
+async def test_a_subscriber_that_comes_when_messages_are_no_longer_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: str
+) -> None:
+    """More was sent than is kept, so all pages are published again: it has all of them, as one that was there before,
+    and each block was stored once. A name of an engine is not cleared, so its pages are taken back."""
+    monkeypatch.setattr("kvstore.store.cache_events.publisher.KEPT", 40)
+    monkeypatch.setattr("kvstore.store.cache_events.placements.ALL_AGAIN_S", 3.0)
+    names, prompts = ["node:here", "10.0.0.7:8000"], [Prompt(ATTENTION, f"p{number}", 64) for number in range(25)]
+    settings = publishing(tmp_path, cold="memory:", hot="memory:", events_node=",".join(names), events_numbers=numbers)
+    blocks = set[int]().union(*(hashes(prompt, 64) for prompt in prompts))
+    expected = {(f"kv@{name}@org/model", "CPU", 0, block) for name in names for block in blocks}
+    urls = (f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+    async with open_store(settings) as store:
+        publisher = vars(vars(store)["_cache_events"])["_publisher"]
+        with closing(EventSubscriber(*urls)) as before:
+            before.next = vars(publisher)["_first"]
+            for prompt in prompts:
+                await save(store, [prompt])
+                await asyncio.sleep(0.25)
+            await seen(before, lambda: before.index == expected and not publisher.lacks_some)
+            with closing(EventSubscriber(*urls)) as late:
+                late.next = vars(publisher)["_kept"][0][0]
+                await seen(late, lambda: late.index == expected)
+                for key in prompts[0].record_keys():
+                    store.memory.remove(key)
+                for subscriber in (before, late):
+                    await seen(subscriber, lambda one=subscriber: len(one.index) == len(expected) - 8)
 
 
 @pytest.mark.parametrize("pages", [10_000])

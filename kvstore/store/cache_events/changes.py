@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvstore.model.media import Medium
 from kvstore.model.page_blocks import BlockGroup, PageBlocks
-from kvstore.store.cache_events.encoding import Event, event_bytes, event_hashes, removed, stored
+from kvstore.store.cache_events.encoding import Event, event_bytes, event_hash, event_hashes, removed, stored
 from kvstore.store.cache_events.pages import Page
 
 BATCH_BYTES = 64 << 10
@@ -44,6 +44,12 @@ class BlockCounts:
     def has(self, model: str, block: bytes) -> bool:
         """Whether a page with this block is on any medium."""
         return any(block in counts for counts in self._counts.get(model, {}).values())
+
+    def removals(self) -> Iterator[tuple[str, Medium, Iterator[Event]]]:
+        """The events that take all blocks back, by model and medium."""
+        for model, of_model in self._counts.items():
+            for (medium, group), counts in of_model.items():
+                yield model, medium, _removals(list(counts), group, medium)
 
     def remove(self, blocks: PageBlocks, medium: Medium, group: int) -> list[int | bytes]:
         """Count a page that left; returns its hashes, as events have them, that no page there has any more."""
@@ -141,6 +147,11 @@ class Changes:
                 yield removed(hashes[start : start + _EVENT_HASHES], group, medium)
         for came in self._there[topic]:
             yield came.event()
+
+
+def _removals(blocks: Sequence[bytes], group: int, medium: Medium) -> Iterator[Event]:
+    for start in range(0, len(blocks), _EVENT_HASHES):
+        yield removed([event_hash(block) for block in blocks[start : start + _EVENT_HASHES]], group, medium)
 
 
 def _runs(indexes: Iterable[int], most: int) -> Iterator[range]:

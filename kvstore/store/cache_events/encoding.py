@@ -42,6 +42,11 @@ def event_hashes(blocks: PageBlocks) -> list[int | bytes]:
     return list(blocks.all_hashes())
 
 
+def event_hash(block: bytes) -> int | bytes:
+    """The hash of a block, as events have it."""
+    return int.from_bytes(block, "big") if len(block) == NUMBER_BYTES else block
+
+
 def event_bytes(event: Event) -> int:
     """About the most bytes that an event takes in a batch."""
     hashes = event.get("block_hashes", ())
@@ -81,9 +86,7 @@ def stored(blocks: PageBlocks, run: range, group: BlockGroup, medium: Medium) ->
 
 def _parent(blocks: PageBlocks) -> int | bytes | None:
     """The hash of the block before a page; `None`: it begins the prompt."""
-    if not blocks.parent:
-        return None
-    return int.from_bytes(blocks.parent, "big") if len(blocks.parent) == NUMBER_BYTES else blocks.parent
+    return event_hash(blocks.parent) if blocks.parent else None
 
 
 def removed(hashes: Sequence[int | bytes], group: int, medium: Medium) -> Event:

@@ -69,6 +69,10 @@ class Pages:
     def __len__(self) -> int:
         return self._num_pages
 
+    def from_the_start(self) -> list[Page]:
+        """All pages, each after those that have the blocks before it."""
+        return sorted((page for pages in self._of.values() for page in pages), key=lambda page: page.blocks.start)
+
     def add(self, page: Page) -> None:
         """Take a page in, as the latest of its tenant."""
         self._of.setdefault(page.tenant, OrderedDict())[page] = None

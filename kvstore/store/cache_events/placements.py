@@ -39,6 +39,8 @@ _HASHES_AT_ONCE = 512
 """Hashes that are looked up before other tasks of the loop get a turn."""
 _CALL_S = 1.0
 """The catalog has this time to answer, and changes of memory wait for it. What it does not answer is asked again."""
+ALL_AGAIN_S = 600.0
+"""Between two times that all pages are published again."""
 _BEHIND_S = 0.1
 """Between two looks at whether the publisher is still behind."""
 
@@ -51,8 +53,21 @@ class Publisher(Protocol):
         """Whether nothing more should be published for now."""
         ...
 
+    @property
+    def lacks_some(self) -> bool:
+        """Whether replays lack messages since the last `begin_again`, or the start."""
+        ...
+
     def publish(self, topic: str, events: Sequence[Event]) -> None:
         """Send one batch. Returns at once."""
+        ...
+
+    def begin_again(self) -> None:
+        """Keep nothing of what was published so far."""
+        ...
+
+    def told_all(self) -> None:
+        """All pages were published since `begin_again`."""
         ...
 
     def close(self) -> None:
@@ -87,6 +102,9 @@ class PlacementEvents:
     marks the boundary again. If the publisher is behind, marks wait, and changes that cancel out are never sent.
 
     A page waits for the page before it: llm-d and Dynamo ignore blocks whose parent they do not know.
+
+    A publisher keeps a bounded number of messages for replays. Once it has dropped some, all pages are taken back and
+    published again as after a restart, so that who subscribes now, or was away for long, learns of all of them.
 
     Belongs to the event loop.
 
@@ -133,6 +151,7 @@ class PlacementEvents:
         self._cleared: set[str] = set()
         self.is_retired: Callable[[NamespaceId], bool] = lambda _: False
         self._retired: set[NamespaceId] = set()
+        self._again_s = clock.monotonic_s()
         self._background = Background("cache events")
 
     def start(self) -> None:
@@ -187,7 +206,8 @@ class PlacementEvents:
 
     async def _run(self) -> None:
         while True:
-            if not self._marked and (self._catalog is None or not self._pages):  # memory marks each of its changes
+            is_idle = not self._marked and not self._publisher.lacks_some
+            if is_idle and (self._catalog is None or not self._pages):  # memory marks each of its changes
                 self._is_marked.clear()
                 await self._is_marked.wait()
             await asyncio.sleep(_ROUND_S)
@@ -200,6 +220,8 @@ class PlacementEvents:
                 self._sweep()
             while self._marked and not self._publisher.is_behind:
                 await self._round()
+            if self._publisher.lacks_some and self._clock.monotonic_s() - self._again_s >= ALL_AGAIN_S:
+                await self._begin_again()
 
     async def _read_tombstones(self, catalog: Catalog) -> bool:
         """Mark what any service has removed from a shared level since the last call. False: the catalog does not
@@ -273,10 +295,39 @@ class PlacementEvents:
         """Publish events, and let others run after each batch."""
         for topic, events in changes.batches():
             self._clear_once(topic)
-            self._publisher.publish(topic, events)
-            await asyncio.sleep(0)
-            while self._publisher.is_behind:
-                await asyncio.sleep(_BEHIND_S)
+            await self._send_batch(topic, events)
+
+    async def _send_batch(self, topic: str, events: Sequence[Event]) -> None:
+        self._publisher.publish(topic, events)
+        await asyncio.sleep(0)
+        while self._publisher.is_behind:
+            await asyncio.sleep(_BEHIND_S)
+
+    async def _begin_again(self) -> None:
+        """Take all pages back from subscribers, and publish them again, so that a replay from the start has them."""
+        self._again_s = self._clock.monotonic_s()
+        known, self._block_counts = self._block_counts, BlockCounts()
+        for model, medium, events in known.removals():
+            topics = [topic for topic in self._topics.of(medium, model) if not _is_node(topic)]  # others are cleared
+            for event in events if topics else ():
+                for topic in topics:
+                    await self._send_batch(topic, [event])
+        self._cleared.clear()
+        self._publisher.begin_again()
+        changes = Changes(self._topics.of, self._block_counts)
+        for page in self._placed.from_the_start():
+            if self._waits(page):  # what was before it is gone
+                self._placed.remove(page)
+                page.media = []
+                self._unplaced.add(page)
+                self._mark(page.place)
+            for medium in page.media:
+                changes.there(page, medium)
+            if changes.num_bytes >= BATCH_BYTES:
+                await self._send(changes)
+                changes = Changes(self._topics.of, self._block_counts)
+        await self._send(changes)
+        self._publisher.told_all()
 
     async def _look_up(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash]) -> EntryTable | None:
         """The catalog's entries; `None`: it does not answer, and what it said before counts. Then it is not asked again
@@ -365,12 +416,17 @@ class PlacementEvents:
         A name that an engine has too is not cleared: the event would drop the engine's own blocks.
         """
         name = topic.split("@")[1]
-        if name.startswith("node:") and name not in self._cleared:
+        if _is_node(topic) and name not in self._cleared:
             self._cleared.add(name)
             self._publisher.publish(topic, [CLEARED])
 
     def _deadline(self) -> Deadline:
         return Deadline.after(_CALL_S, self._clock)
+
+
+def _is_node(topic: str) -> bool:
+    """Whether a topic's name is of the node alone, and of no engine."""
+    return topic.startswith("kv@node:")
 
 
 def _bits(table: EntryTable, index: int, level: Level) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from math import ceil
+from typing import Literal
 
 import zmq
 
@@ -20,7 +21,7 @@ from kvstore.store.cache_events.encoding import Event, encode_batch
 
 _log = logging.getLogger(__name__)
 
-_KEPT, _KEPT_BYTES = 10_000, 64 << 20
+KEPT, _KEPT_BYTES = 10_000, 64 << 20
 """Batches that can be replayed. A subscriber that is further behind must begin with an empty index."""
 _BATCH_BYTES = 1_024
 """What a batch takes beside its bytes."""
@@ -73,12 +74,14 @@ class EventPublisher:
         self, endpoint: str, replay_endpoint: str = "", *, first: int = 0, clock: Clock = SYSTEM_CLOCK
     ) -> None:
         self._clock = clock
-        self._waiting: queue.SimpleQueue[tuple[bytes, bytes] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[bytes, bytes] | Literal["begin", "all", "end"]] = queue.SimpleQueue()
         self._put_bytes = self._taken_bytes = 0  # each is changed by one thread
         self._kept: deque[tuple[int, list[zmq.Frame]]] = deque()  # sequence; topic, sequence, batch
         self._kept_bytes = 0
         self._running: OrderedDict[bytes, int] = OrderedDict()  # peers, and the sequence that is next for each
+        self._first = first
         self._sequence = count(first)
+        self._has_dropped = self._is_too_much = False
         self._empty = -1  # the number of the last empty batch
         self._sent_s = clock.monotonic_s()
         self._context = zmq.Context()
@@ -112,9 +115,26 @@ class EventPublisher:
         self._waiting.put((topic.encode(), batch))
         self._wake()
 
+    @property
+    def lacks_some(self) -> bool:
+        """Whether messages since the last `begin_again`, or the start, are no longer kept. False if those up to
+        `told_all` were too many."""
+        return self._has_dropped and not self._is_too_much
+
+    def begin_again(self) -> None:
+        """Keep nothing of what was published so far. Numbers from 0 on begin at 0 again, as with a restart."""
+        self._has_dropped = False
+        self._waiting.put("begin")
+        self._wake()
+
+    def told_all(self) -> None:
+        """All that subscribers are to know was published since `begin_again`."""
+        self._waiting.put("all")
+        self._wake()
+
     def close(self) -> None:
         """Send what waits, for two seconds at most, and close the sockets. Idempotent."""
-        self._waiting.put(None)
+        self._waiting.put("end")
         self._wake()
         self._thread.join(_CLOSE_S)
         if not self._thread.is_alive():
@@ -148,8 +168,14 @@ class EventPublisher:
                 except queue.Empty:
                     self._send_again()
                 else:
-                    if batch is None:
+                    if batch == "end":
                         return
+                    if batch == "begin":
+                        self._drop_all()
+                        continue
+                    if batch == "all":
+                        self._is_too_much = self._has_dropped
+                        continue
                     self._taken_bytes += len(batch[1])
                     self._send(*batch)
                 if self._replays is not None:
@@ -183,8 +209,15 @@ class EventPublisher:
         self._sent_s = self._clock.monotonic_s()
         self._kept.append((sequence, frames))
         self._kept_bytes += _kept_bytes(frames)
-        while len(self._kept) > _KEPT or self._kept_bytes > _KEPT_BYTES:
+        while len(self._kept) > KEPT or self._kept_bytes > _KEPT_BYTES:
             self._kept_bytes -= _kept_bytes(self._kept.popleft()[1])
+            self._has_dropped = True
+
+    def _drop_all(self) -> None:
+        self._kept.clear()
+        self._kept_bytes, self._empty, self._has_dropped = 0, -1, False
+        if not self._first:
+            self._sequence = count()
 
     def _send_again(self) -> None:
         """If nothing was sent for a while: send an empty batch, or the last message again if that was one."""

@@ -52,7 +52,7 @@ class Memory:
 class Published:
     """What was published, and an index that has read it."""
 
-    is_behind = False
+    is_behind = lacks_some = False
 
     def __init__(self) -> None:
         self.batches: list[tuple[str, bytes]] = []
@@ -61,6 +61,12 @@ class Published:
     def publish(self, topic: str, events: Sequence[Event]) -> None:
         self.batches.append((topic, encode_batch(0.0, events)))
         apply(self.index, topic, events)
+
+    def begin_again(self) -> None:
+        self.batches.clear()
+
+    def told_all(self) -> None:
+        self.lacks_some = False
 
     def close(self) -> None:
         pass
@@ -326,6 +332,29 @@ async def test_removals_of_services_whose_clocks_differ(monkeypatch: pytest.Monk
         await behind.remove(gone[1:-1], deadline=Deadline.after(60))
         await catalog.remove(gone[-1:], deadline=Deadline.after(60))
         await until(lambda: not service.blocks)
+
+
+async def test_all_pages_are_published_again(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once messages are no longer kept: those that are there, in order, each block once. A page whose parent is gone
+    waits for it."""
+    monkeypatch.setattr("kvstore.store.cache_events.placements.ALL_AGAIN_S", 0.0)
+    first, second, third = page("first", [1, 2]), page("second", [3], parent=2), page("third", [2, 3, 4], parent=1)
+    gone, orphan = page("gone", [8]), page("orphan", [9], parent=8)
+    for one in (second, first, third, gone, orphan):
+        service.save(one)
+    await until(lambda: service.blocks == {1, 2, 3, 4, 8, 9})
+    service.drop(gone)
+    await until(lambda: service.blocks == {1, 2, 3, 4, 9})
+    service.published.lacks_some = True
+    service.save(page("new", [7]))
+    await until(lambda: not service.published.lacks_some and service.blocks == {1, 2, 3, 4, 7})
+    again = set[Entry]()
+    for topic, batch in service.published.batches:
+        apply(again, topic, msgpack.unpackb(batch)[1])
+    assert again == service.published.index
+    service.save(gone)
+    service.drop(third)
+    await until(lambda: service.blocks == {1, 2, 3, 7, 8, 9})
 
 
 async def test_groups_of_a_page_count_on_their_own(service: Service) -> None:
