@@ -121,13 +121,13 @@ async def _on_invalid(_: Request, error: Exception) -> Response:
 def _shown(problem: Mapping[str, Any]) -> object:
     """What was sent; a long list or object as its size only."""
     value = problem.get("input")
-    if value is None or problem["type"] == "missing":
+    if problem["type"] == "missing":
         return None
     if isinstance(value, list | dict):
         return f"a JSON {'list' if isinstance(value, list) else 'object'} of {len(value)}"
-    if isinstance(value, str) and problem["loc"][0] == "body":
-        return json.dumps(value)  # 5 and "5" are two things in JSON
-    return value if isinstance(value, str) else repr(value)
+    if problem["loc"][0] == "body":
+        return json.dumps(value)  # 5 and "5" are two things in JSON, and null is one
+    return value if value is None or isinstance(value, str) else repr(value)
 
 
 async def _on_http(_: Request, error: Exception) -> Response:

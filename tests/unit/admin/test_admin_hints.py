@@ -108,6 +108,7 @@ WRONG: list[tuple[str, dict[str, Any], int, str]] = [
     ("/v1/hints", {"request": "r", "retain_s": -1}, 422, "retain_s"),
     ("/v1/hints", {"request": "r", "priority": 101}, 422, "priority"),
     ("/v1/hints", {"request": "r", "release": "yes"}, 422, "release"),
+    ("/v1/hints", {"request": "r", "release": None}, 422, "release"),
 ]
 
 
@@ -117,6 +118,8 @@ async def test_wrong_calls_are_named(tmp_path: Path) -> None:
         for path, body, status, said in WRONG:
             answer = await client.post(path, json=body)
             assert answer.status_code == status and said in answer.text, (body, answer.text)
+            told = answer.json()
+            assert told["field"] and told["seen"] and (status == 404 or told["expected"]), (body, told)
 
 
 async def test_another_tenants_prompts_do_not_exist(tmp_path: Path) -> None:

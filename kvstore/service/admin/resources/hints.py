@@ -155,7 +155,8 @@ async def _parse(body: bytes, model: type[M]) -> tuple[M, PromptText]:
         seen = ", ".join(given) or "none"
         raise Refused(422, "name the prompt once", field="body", expected=expected, seen=seen)
     if (named.token_ids is None) != (named.model is None):
-        raise InvalidRequest("model and token_ids go together", field="body.model")
+        seen = "model alone" if named.token_ids is None else "token_ids alone"
+        raise InvalidRequest("model and token_ids go together", field="body.model", expected="both or none", seen=seen)
     return named, text
 
 
