@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 from kvstore.model.keys import Boundary, NamespaceId, PrefixHash
 from kvstore.model.media import Medium
@@ -69,9 +69,8 @@ class Pages:
     def __len__(self) -> int:
         return self._num_pages
 
-    def from_the_start(self) -> list[Page]:
-        """All pages, each after those that have the blocks before it."""
-        return sorted((page for pages in self._of.values() for page in pages), key=lambda page: page.blocks.start)
+    def __iter__(self) -> Iterator[Page]:
+        return chain.from_iterable(self._of.values())
 
     def add(self, page: Page) -> None:
         """Take a page in, as the latest of its tenant."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +42,8 @@ _CALL_S = 1.0
 """The catalog has this time to answer, and changes of memory wait for it. What it does not answer is asked again."""
 ALL_AGAIN_S = 600.0
 """Between two times that all pages are published again."""
+_IDLE_S = 2.0
+"""While nothing changes, between two looks at whether a subscriber lacks something."""
 _BEHIND_S = 0.1
 """Between two looks at whether the publisher is still behind."""
 
@@ -55,7 +58,7 @@ class Publisher(Protocol):
 
     @property
     def lacks_some(self) -> bool:
-        """Whether replays lack messages since the last `begin_again`, or the start."""
+        """Whether a subscriber has asked for messages that are no longer kept."""
         ...
 
     def publish(self, topic: str, events: Sequence[Event]) -> None:
@@ -103,8 +106,9 @@ class PlacementEvents:
 
     A page waits for the page before it: llm-d and Dynamo ignore blocks whose parent they do not know.
 
-    A publisher keeps a bounded number of messages for replays. Once it has dropped some, all pages are taken back and
-    published again as after a restart, so that who subscribes now, or was away for long, learns of all of them.
+    A publisher keeps a bounded number of messages for replays. Once a subscriber asks for some that it has dropped, all
+    pages are taken back and published again as after a restart: who subscribes late, or was away for long, learns of
+    all of them. The others have less for that time, so it is not done for subscribers that do not ask.
 
     Belongs to the event loop.
 
@@ -151,7 +155,7 @@ class PlacementEvents:
         self._cleared: set[str] = set()
         self.is_retired: Callable[[NamespaceId], bool] = lambda _: False
         self._retired: set[NamespaceId] = set()
-        self._again_s = clock.monotonic_s()
+        self._again_s = float("-inf")
         self._background = Background("cache events")
 
     def start(self) -> None:
@@ -209,7 +213,8 @@ class PlacementEvents:
             is_idle = not self._marked and not self._publisher.lacks_some
             if is_idle and (self._catalog is None or not self._pages):  # memory marks each of its changes
                 self._is_marked.clear()
-                await self._is_marked.wait()
+                with suppress(TimeoutError):  # nobody says when a subscriber asks for what is no longer kept
+                    await asyncio.wait_for(self._is_marked.wait(), _IDLE_S)
             await asyncio.sleep(_ROUND_S)
             if self._catalog is not None:
                 self._is_answering = await self._read_tombstones(self._catalog)
@@ -315,7 +320,8 @@ class PlacementEvents:
         self._cleared.clear()
         self._publisher.begin_again()
         changes = Changes(self._topics.of, self._block_counts)
-        for page in self._placed.from_the_start():
+        # in a thread: there may be hundreds of thousands
+        for page in await asyncio.to_thread(sorted, list(self._placed), key=lambda page: page.blocks.start):
             if self._waits(page):  # what was before it is gone
                 self._placed.remove(page)
                 page.media = []

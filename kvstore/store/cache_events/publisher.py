@@ -81,7 +81,7 @@ class EventPublisher:
         self._running: OrderedDict[bytes, int] = OrderedDict()  # peers, and the sequence that is next for each
         self._first = first
         self._sequence = count(first)
-        self._has_dropped = self._is_too_much = False
+        self._has_dropped = self._is_asked = self._is_too_much = False
         self._empty = -1  # the number of the last empty batch
         self._sent_s = clock.monotonic_s()
         self._context = zmq.Context()
@@ -117,13 +117,13 @@ class EventPublisher:
 
     @property
     def lacks_some(self) -> bool:
-        """Whether messages since the last `begin_again`, or the start, are no longer kept. False if those up to
-        `told_all` were too many."""
-        return self._has_dropped and not self._is_too_much
+        """Whether a subscriber has asked for messages since the last `begin_again`, or the start, that are no longer
+        kept. False if those up to `told_all` were too many."""
+        return self._is_asked and not self._is_too_much
 
     def begin_again(self) -> None:
         """Keep nothing of what was published so far. Numbers from 0 on begin at 0 again, as with a restart."""
-        self._has_dropped = False
+        self._is_asked = False
         self._waiting.put("begin")
         self._wake()
 
@@ -245,7 +245,8 @@ class EventPublisher:
                 break
         if len(frames) != 3 or len(frames[2]) != 8:
             return
-        self._running[frames[0]] = int.from_bytes(frames[2], "big")
+        self._running[frames[0]] = first = int.from_bytes(frames[2], "big")
+        self._is_asked |= self._has_dropped and first < self._kept[0][0]
         if len(self._running) > _REPLAYS_MAX:
             self._running.popitem(last=False)
 
