@@ -27,15 +27,13 @@ from kvstore.store.retention.backpressure import BudgetGate
 from kvstore.store.retention.cold_admission import ColdAdmission
 from kvstore.store.retention.hint_marks import HintMarks
 from kvstore.store.retention.operator_rules import OperatorRules
-from kvstore.store.retention.owner import RetentionOwner
+from kvstore.store.retention.owner import LEASE_S, RetentionOwner
 from kvstore.store.retention.policy_choice import PolicyChoice, candidates_of
 from kvstore.store.retention.rules import RetentionRules, shares
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation
 
 _PROBE_S = 2.0
-_OWNER_LEASE_S = 60.0
-"""A dead owner's namespaces are not evicted from for this time."""
 _GUARANTEED_SHARE = 0.75
 
 
@@ -91,7 +89,7 @@ async def open_retention(
     owner = RetentionOwner(
         cold,
         recorder.catalog,
-        await open_ownership(settings, stack, lease_s=_OWNER_LEASE_S, gate=gate),
+        await open_ownership(settings, stack, lease_s=LEASE_S, gate=gate),
         bounds,
         choice=choice,
         instruments=instruments,

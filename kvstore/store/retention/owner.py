@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -31,6 +32,8 @@ from kvstore.tiers.base import Tier
 
 _log = logging.getLogger(__name__)
 
+LEASE_S = 15.0
+"""The lease on a namespace, renewed while a round works: so long after an owner's death a full tier takes no record."""
 _LEVEL = Level.COLD
 _CALL_S = 10.0
 _FRESH_S = 10
@@ -120,6 +123,7 @@ class RetentionOwner:
         while True:
             freed, is_stuck, started_s = 0, True, self._clock.monotonic_s()
             self._asked = _CATALOG
+            renewals = self._background.spawn(self._renew(), "leases of a round")
             try:
                 freed = await self.round()
                 is_stuck = freed == 0 and self._is_over
@@ -134,6 +138,8 @@ class RetentionOwner:
             except BaseException:
                 self._note_failure()
                 raise
+            finally:
+                renewals.cancel()
             took_s = self._clock.monotonic_s() - started_s
             rest_s = 0.0 if freed else took_s  # while all that should leave is pinned, every round reads the catalog
             if self._gate is None or is_stuck:
@@ -141,6 +147,16 @@ class RetentionOwner:
                 await asyncio.sleep(max(rest_s, _BUSY_S if is_busy else self._rules.period_s))
             else:
                 await self._gate.wanted(max(rest_s, self._pause_s(took_s)))
+
+    async def _renew(self) -> None:
+        """Keep the leases during a round that takes longer than one lasts. Between rounds they end: another service,
+        whose budget is smaller, may have to evict.
+        """
+        while True:
+            await asyncio.sleep(LEASE_S / 3)
+            for namespace in self._owned:
+                with suppress(Unavailable, Closed):
+                    await self._ownership.hold(_lease_name(namespace), deadline=self._deadline())
 
     def _note_failure(self) -> None:
         if not self._rules.hold_nothing:  # else nothing is evicted, and deletions of others are ended a round later

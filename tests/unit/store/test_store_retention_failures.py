@@ -21,7 +21,9 @@ from kvstore.runtime.instruments import Instruments
 from kvstore.store.catalogued_tier import CataloguedTier
 from kvstore.store.recorder import Recorder
 from kvstore.store.retention.backpressure import BudgetGate
+from kvstore.store.retention.owner import LEASE_S
 from kvstore.testing.catalog_contract import mark_complete
+from kvstore.testing.dict_pending import DictOwnership, LeaseBooks
 from kvstore.testing.records import NAMESPACE, make_record
 from kvstore.tiers.base import PutOutcome
 from kvstore.tiers.memory import MemoryTier
@@ -401,3 +403,22 @@ async def test_an_error_of_any_kind_ends_a_round_and_not_retention(
     assert world.meters.get("retention_failures", tier=world.tier.name, at="catalog") == 6
     assert sum("a round of retention failed" in record.message for record in caplog.records) == 2
     assert sum(record.exc_info is not None for record in caplog.records) == 2
+
+
+async def test_a_round_keeps_its_leases_however_long_it_takes(world: RetainedTier) -> None:
+    """A lease is short, so that a dead owner is soon replaced. An owner that works for long is not."""
+    books = LeaseBooks()
+    mine, others = (DictOwnership(books, lease_s=LEASE_S) for _ in range(2))
+    name = f"retention/cold/{NAMESPACE.hex()}"
+    await world.save("a", 3)
+    release = asyncio.Event()
+    world.tier.delete_all = lambda keys, *, deadline: release.wait()  # type: ignore[method-assign, assignment]
+    retention = world.retention(mine, budget_bytes=BOUNDARY_BYTES)
+    world.clock.now_s += 100
+    retention.start()
+    for _ in range(10):
+        await asyncio.sleep(LEASE_S / 2)
+        assert not await others.hold(name, deadline=world.deadline)
+    release.set()
+    await retention.aclose()
+    assert await others.hold(name, deadline=world.deadline)
