@@ -72,3 +72,29 @@ async def test_a_reindex_of_both_tiers(tmp_path: Path, shared_redis: RedisServer
             job = await ended(operator, await operator.post("/v1/reindex"))
             assert job["report"].keys() == {"hot", "cold"} and job["error"] is None
             assert await made.catalog.is_complete(deadline=soon())
+
+
+@pytest.mark.servers
+async def test_garbage_of_many_namespaces_is_found_in_few_listings(tmp_path: Path, shared_redis: RedisServer) -> None:
+    """The names in Redis are listed for all namespaces together, of retired weights too, and not for each."""
+    hot = f"redis://{shared_redis.host}:{shared_redis.port}"
+    live = [Prompt(HYBRID, "a", 64 * 3, model=f"model {number}", payload_bytes=100) for number in range(12)]
+    dead = [Prompt(HYBRID, "a", 64 * 3, model=f"model {number}", weights_id="old") for number in range(12)]
+    async with Redis(host=shared_redis.host, port=shared_redis.port) as client:
+        await client.flushdb()
+        async with open_service(tmp_path, hot=hot) as made, made.client("operator") as operator:
+            for prompt in (*live, *dead):
+                await made.save(prompt)
+            query = {"weights_id": "old", "confirm": "true"}
+            assert not (await operator.post("/v1/weights/retired", params=query)).json()["is_dry_run"]
+            pin = {"namespace": dead[0].namespace.hex(), "prefix": dead[0].boundary(128).prefix.hex()}
+            assert (await operator.post("/v1/pins", json={**pin, "expires_in_s": 60})).status_code == 201
+            before = (await client.info("commandstats"))["cmdstat_scan"]["calls"]
+            job = await ended(operator, await operator.post("/v1/gc?confirm=true"))
+            listings = (await client.info("commandstats"))["cmdstat_scan"]["calls"] - before
+            assert (job["state"], job["report"]["num_pinned"], job["report"]["incomplete"]) == ("done", 2, {})
+            assert job["report"]["retired"]["redis"]["num_boundaries"] == 12 * 3 - 2
+            held = {one: total.num_boundaries for one, total in (await made.catalog.totals(deadline=soon())).items()}
+            assert [held[prompt.namespace] for prompt in live] == [3] * 12
+            assert [held[prompt.namespace] for prompt in dead] == [2] + [0] * 11
+            assert listings < len(live)

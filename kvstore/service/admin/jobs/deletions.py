@@ -17,19 +17,18 @@ import numpy as np
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvstore.catalog.base import LeaveReason, Leaving, NamespaceTotals
+from kvstore.catalog.base import LeaveReason, Leaving, NamespaceTotals, Step
 from kvstore.catalog.entry import PINNED_AT, BoundaryEntry, Level
 from kvstore.catalog.families import Hashes, family_of, hashes_of
-from kvstore.errors import KVStoreError, Unavailable
-from kvstore.model.keys import PlainChain, PrefixHash, RecordKey
-from kvstore.runtime.deadline import Deadline
+from kvstore.errors import KVStoreError
+from kvstore.model.keys import NamespaceId, PlainChain, PrefixHash, RecordKey
 from kvstore.runtime.turns import who_asks
 from kvstore.service.admin.access import Administrator
 from kvstore.service.admin.catalog_access import Namespace
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.jobs.board import Jobs
 from kvstore.service.admin.jobs.job import Job, JobKind, JobStatus
-from kvstore.service.admin.listing import entry_at, steps_of
+from kvstore.service.admin.listing import entry_at
 from kvstore.service.admin.models import (
     NAMESPACE_EXAMPLE,
     NAMESPACE_PATTERN,
@@ -47,8 +46,6 @@ from kvstore.service.admin.resources.prompt import body_of, read_fields
 
 router = APIRouter(tags=["prefixes"])
 
-WALK_S = 86_400.0
-"""How long a job may read entries. It can be cancelled."""
 BOUNDARIES_AT_ONCE = 64
 _CALL_S = 30.0
 _DELETE_S = 10.0
@@ -58,6 +55,8 @@ _TOKENS_MAX = 8192
 _UNUSED_S_MAX = 10 * 366 * 86_400
 
 Seconds = Annotated[int, Field(strict=True, gt=0, le=_UNUSED_S_MAX), WHOLE_NUMBER]
+
+Namespaces = dict[NamespaceId, Namespace]
 
 MAY_LACK = "the catalog may lack records that are stored: repeat this once a service has added them"
 
@@ -127,7 +126,7 @@ async def delete_boundary(context: AdminContext, namespace: Namespace, prefix: P
         deleted.count(names[None], len(in_memory), sum(in_memory))
     if entry is not None:
         async with context.scans.turn(who_asks()):
-            if prefix in await pinned_boundaries(context, namespace):
+            if prefix in await _pins_soon(context, namespace):
                 detail = "a pin on this boundary, or on a later one, protects it: delete that pin first"
                 raise Refused(409, detail, field="prefix", seen=prefix.hex())
         deleted.count_entry(entry, names)
@@ -152,9 +151,9 @@ async def delete_namespace(context: AdminContext, namespace: Namespace, *, confi
         return deleted
     await note_what_lacks(context, namespace, deleted)
     async with context.scans.turn(who_asks()):
-        pinned = await pinned_boundaries(context, namespace)
+        pinned = await _pins_soon(context, namespace)
         deadline, is_first = context.soon(_DELETE_S), True
-        async for part in parts_of(namespace, context.soon(WALK_S)):
+        async for _, part in parts_of(context, {namespace.id: namespace}):
             if deadline.expired and not is_first:
                 deleted.is_complete = False
                 break
@@ -165,36 +164,53 @@ async def delete_namespace(context: AdminContext, namespace: Namespace, *, confi
     return deleted
 
 
-async def parts_of(namespace: Namespace, deadline: Deadline) -> AsyncIterator[list[BoundaryEntry]]:
-    """All entries of a namespace, at most 64 at a time."""
-    async for _, step in steps_of(namespace, deadline):
+async def parts_of(
+    context: AdminContext, namespaces: Namespaces
+) -> AsyncIterator[tuple[Namespace, list[BoundaryEntry]]]:
+    """All entries of some namespaces, at most 64 of one at a time."""
+    async for namespace, step in walk_of(context, namespaces):
         rows = np.flatnonzero(step.table.present()).tolist()
         for start in range(0, len(rows), BOUNDARIES_AT_ONCE):
-            yield [entry_at(namespace, step, row) for row in rows[start : start + BOUNDARIES_AT_ONCE]]
+            yield namespace, [entry_at(namespace, step, row) for row in rows[start : start + BOUNDARIES_AT_ONCE]]
 
 
-async def pinned_boundaries(
-    context: AdminContext, namespace: Namespace, within_s: float = _FIND_PINS_S
-) -> set[PrefixHash]:
-    """The boundaries that pins protect, as retention does: pinned ones, and every boundary before them.
+async def walk_of(context: AdminContext, namespaces: Namespaces) -> AsyncIterator[tuple[Namespace, Step]]:
+    """The steps over all entries of some namespaces, in one walk: a walk for each would list every name in Redis each
+    time.
+    """
+    catalog = await context.catalog.open()
+    async for id_, step in catalog.walk(namespaces):
+        yield namespaces[id_], step
+
+
+async def pins_of(context: AdminContext, namespaces: Namespaces) -> dict[NamespaceId, set[PrefixHash]]:
+    """The boundaries of some namespaces that pins protect, as retention does: pinned ones, and every boundary before
+    them.
 
     Raises:
-        Unavailable: The catalog does not answer, or not every entry could be read in time.
+        Unavailable: The catalog does not answer.
     """
-    deadline, now_s = context.soon(within_s), context.now_s()
-    pinned: set[PrefixHash] = set()
-    cursor: str | None = ""
-    async for _, step in steps_of(namespace, deadline):
+    now_s = context.now_s()
+    pins: dict[NamespaceId, set[PrefixHash]] = {id_: set() for id_ in namespaces}
+    async for namespace, step in walk_of(context, namespaces):
+        pinned = pins[namespace.id]
         for row in np.flatnonzero(step.table.present() & (step.table.numbers(PINNED_AT) > now_s)).tolist():
             entry: BoundaryEntry | None = entry_at(namespace, step, row)
             pinned.add(step.prefixes[row])
             while entry is not None and (parent := entry.parent) is not None and parent not in pinned:
                 pinned.add(parent)
                 entry = await namespace.catalog.get(namespace.id, parent, deadline=context.soon())
-        cursor = step.cursor
-    if cursor is not None:
-        raise Unavailable("the pins of the namespace could not be read in time")
-    return pinned
+    return pins
+
+
+async def _pins_soon(context: AdminContext, namespace: Namespace) -> set[PrefixHash]:
+    """The boundaries of a namespace that pins protect.
+
+    Raises:
+        Unavailable: The catalog does not answer, or not every entry could be read in time.
+    """
+    async with context.soon(_FIND_PINS_S).scope("reading the pins of the namespace"):
+        return (await pins_of(context, {namespace.id: namespace}))[namespace.id]
 
 
 async def delete_unpinned(
@@ -323,7 +339,7 @@ async def start_deletion(
 
 
 async def _delete(context: AdminContext, namespace: Namespace, wanted: NewDeletion, job: Job) -> None:
-    pinned = await pinned_boundaries(context, namespace, WALK_S)
+    pinned = (await pins_of(context, {namespace.id: namespace}))[namespace.id]
     used_until_s = context.now_s() - wanted.unused_s if wanted.unused_s is not None else None
     deleted = nothing_deleted(is_dry_run=job.is_dry_run)
     await note_what_lacks(context, namespace, deleted)
@@ -349,10 +365,10 @@ async def _parts(
     if roots is None:
         totals = (await context.catalog.totals()).get(namespace.id, NamespaceTotals())
         job.progress.total = totals.num_boundaries
-        async for part in parts_of(namespace, context.soon(WALK_S)):
+        async for _, part in parts_of(context, {namespace.id: namespace}):
             yield part
         return
-    family = await _family_of(namespace, roots, deadline=context.soon(WALK_S))
+    family = await _family_of(namespace, roots)
     job.progress.total = len(family)
     for start in range(0, len(family), BOUNDARIES_AT_ONCE):
         prefixes = family[start : start + BOUNDARIES_AT_ONCE]
@@ -377,14 +393,14 @@ def _roots(context: AdminContext, namespace: Namespace, wanted: NewDeletion) -> 
     }
 
 
-async def _family_of(namespace: Namespace, roots: Set[PrefixHash], *, deadline: Deadline) -> list[PrefixHash]:
+async def _family_of(namespace: Namespace, roots: Set[PrefixHash]) -> list[PrefixHash]:
     """The stored boundaries that are roots or continue one. Needs memory for each entry of the namespace: its hash,
     that of its parent, and an index. A boundary whose parent is unknown is not found; after a reindex parents are
     unknown until the boundaries are read.
     """
     prefixes: list[bytes] = []
     parents: list[Hashes] = []
-    async for _, step in steps_of(namespace, deadline):
+    async for step in namespace.catalog.steps(namespace.id):
         rows = np.flatnonzero(step.table.present())
         prefixes += [bytes(step.prefixes[row]) for row in rows.tolist()]
         parents.append(step.table.parents()[rows])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from itertools import chain
 
@@ -21,15 +21,16 @@ from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.admin.jobs.board import Jobs
 from kvstore.service.admin.jobs.deletions import (
     BOUNDARIES_AT_ONCE,
-    WALK_S,
+    Namespaces,
     delete_entries,
     delete_unpinned,
     nothing_deleted,
     parts_of,
-    pinned_boundaries,
+    pins_of,
+    walk_of,
 )
 from kvstore.service.admin.jobs.job import Job, JobKind, JobStatus
-from kvstore.service.admin.listing import entry_at, steps_of
+from kvstore.service.admin.listing import entry_at
 from kvstore.service.admin.models import Confirm
 from kvstore.service.admin.problems import Refused
 from kvstore.service.authentication import Grant
@@ -87,9 +88,9 @@ class _Collection:
         if epoch is None:
             self._notes.append("incomplete boundaries were skipped: the catalog is not complete yet")
         try:
-            for namespace, held in seen.items():
-                if held.num_boundaries:
-                    await self._collect(namespace, held, epoch)
+            retired, others = await self._described(seen)
+            await self._collect_broken(others, epoch)
+            await self._collect_retired(retired)
             if epoch is not None and self._grant.tenant is None:
                 await self._collect_orphans(catalog, epoch)
         finally:
@@ -104,55 +105,71 @@ class _Collection:
             "notes": list(self._notes),
         }
 
-    async def _collect(self, namespace: NamespaceId, held: NamespaceTotals, epoch: bytes | None) -> None:
+    async def _described(self, seen: Mapping[NamespaceId, NamespaceTotals]) -> tuple[Namespaces, Namespaces]:
+        """The namespaces that hold something: those whose weights are retired, and the others. Those whose entries
+        cannot be read are noted.
         """
+        retired: Namespaces = {}
+        others: Namespaces = {}
+        for id_, held in seen.items():
+            if not held.num_boundaries:
+                continue
+            try:
+                found = await self._context.catalog.find(id_, self._grant)
+            except (Unavailable, Refused):  # its manifest is in no tier or cannot be read, or it is newer than the list
+                self._undescribed.append(id_.hex())
+                self._job.progress.done += held.num_boundaries
+            else:
+                (retired if self._context.is_retired(found) else others)[id_] = found
+        self._report()
+        return retired, others
+
+    async def _collect_retired(self, namespaces: Namespaces) -> None:
+        context, progress = self._context, self._job.progress
+        pinned = await pins_of(context, namespaces)
+        async for namespace, part in parts_of(context, namespaces):
+            await delete_unpinned(context, namespace, part, pinned[namespace.id], self._found["retired"])
+            progress.done += len(part)
+            self._report()
+
+    async def _collect_broken(self, namespaces: Namespaces, epoch: bytes | None) -> None:
+        """Complete interrupted deletions, and delete incomplete boundaries that were unused for a minute.
+
         Args:
             epoch: Of the catalog when it was complete at the start; `None`: it was not.
         """
         context, progress = self._context, self._job.progress
-        before = progress.done
-        try:
-            found = await context.catalog.find(namespace, self._grant)
-        except (Unavailable, Refused):  # its manifest is in no tier or cannot be read, or it is newer than the list
-            self._undescribed.append(namespace.hex())
-        else:
-            if context.is_retired(found):
-                await self._collect_retired(found)
-            else:
-                await self._collect_broken(found, epoch)
-        progress.done = before + held.num_boundaries
-        self._report()
-
-    async def _collect_retired(self, namespace: Namespace) -> None:
-        context, progress = self._context, self._job.progress
-        pinned = await pinned_boundaries(context, namespace, WALK_S)
-        async for part in parts_of(namespace, context.soon(WALK_S)):
-            await delete_unpinned(context, namespace, part, pinned, self._found["retired"])
-            progress.done += len(part)
-            self._report()
-
-    async def _collect_broken(self, namespace: Namespace, epoch: bytes | None) -> None:
-        """Complete interrupted deletions, and delete incomplete boundaries that were unused for a minute."""
-        context, progress = self._context, self._job.progress
-        finder, now_s = BrokenFinder(), context.now_s()
-        async for _, step in steps_of(namespace, context.soon(WALK_S)):
+        finders, now_s = {id_: BrokenFinder() for id_ in namespaces}, context.now_s()
+        async for namespace, step in walk_of(context, namespaces):
             table = step.table
             leaving = np.flatnonzero(table.data[:, LEAVING_AT])
             await self._complete_deletions(namespace, [entry_at(namespace, step, row) for row in leaving.tolist()])
             num_slices = table.num_slices()
             await self._add_memory(namespace, step, num_slices)
             is_pinned = table.numbers(PINNED_AT) > now_s
-            finder.add(step.prefixes, table.parents(), num_slices, table.numbers(LAST_USE_AT), is_pinned)
+            finders[namespace.id].add(step.prefixes, table.parents(), num_slices, table.numbers(LAST_USE_AT), is_pinned)
             progress.done += int(table.present().sum())
-        if epoch is None or await namespace.catalog.complete_epoch(deadline=context.soon()) != epoch:
+            self._report()
+        catalog = await context.catalog.open()
+        if epoch is None or await catalog.complete_epoch(deadline=context.soon()) != epoch:
             return
-        found = await asyncio.to_thread(finder.found)
-        unused = [prefix for prefix, last_use_s in found.items() if last_use_s <= now_s - UNUSED_S]
-        pinned = await pinned_boundaries(context, namespace, WALK_S) if unused else set()
-        for start in range(0, len(unused), BOUNDARIES_AT_ONCE):
-            part = unused[start : start + BOUNDARIES_AT_ONCE]
+        unused: dict[NamespaceId, dict[PrefixHash, int]] = {}
+        for id_, finder in finders.items():
+            found = await asyncio.to_thread(finder.found)
+            unused[id_] = {prefix: used_s for prefix, used_s in found.items() if used_s <= now_s - UNUSED_S}
+        pinned = await pins_of(context, {id_: namespaces[id_] for id_, found in unused.items() if found})
+        for id_ in pinned:
+            await self._delete_unused(namespaces[id_], unused[id_], pinned[id_])
+
+    async def _delete_unused(
+        self, namespace: Namespace, unused: Mapping[PrefixHash, int], pinned: set[PrefixHash]
+    ) -> None:
+        """Delete incomplete boundaries that were not used since their last use was read."""
+        context, prefixes = self._context, list(unused)
+        for start in range(0, len(prefixes), BOUNDARIES_AT_ONCE):
+            part = prefixes[start : start + BOUNDARIES_AT_ONCE]
             entries = await namespace.catalog.entries(namespace.id, part, deadline=context.soon())
-            still = [entry for entry in entries if not entry.leaving and entry.last_use_s == found[entry.prefix]]
+            still = [entry for entry in entries if not entry.leaving and entry.last_use_s == unused[entry.prefix]]
             await delete_unpinned(context, namespace, still, pinned, self._found["incomplete"])
             self._report()
 
