@@ -132,7 +132,7 @@ class ModelFacts:
         device: `cpu` or `cuda`.
         load_format: vLLM's: how it reads weights, and whether from the model's files.
         part_paths: Folders of weights of parts of the model that are not in its own.
-        weights_stamp: Of the weight files once the engine had read them; empty: not known.
+        weights_stamp: Of the weight files before the engine read them, or of a hub's once it had; empty: not known.
         draft_path: Folder of a draft model's own weights.
         model_rules: Settings in use that change what the model computes, beside its configuration.
         adapter_rules: Settings in use that change what an adapter does.

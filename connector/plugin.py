@@ -2,13 +2,14 @@
 
 vLLM calls `register` in the front end, the engine core and every worker. It imports no module of ours. vLLM imports the
 connector, and torch with it, if an engine is configured to use it. Only the front end checks requests, so what our
-engines must refuse there is set here as well.
+engines must refuse there is set here as well; and only there is an engine known before its ranks read their weights.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from importlib import import_module
 from typing import Any
 
 _log = logging.getLogger("vllm.kvstore")  # below vLLM's logger, so that its handlers and levels apply
@@ -34,6 +35,7 @@ def register() -> None:
         )
         return
     _require_embeddings()
+    _note_weights()
 
 
 def _require_embeddings() -> None:
@@ -65,3 +67,31 @@ def _require_embeddings() -> None:
             self.kv_transfer_config = transfer
 
     VllmConfig._resolve_mm_embedding_inputs = resolve_unless_ours
+
+
+def _note_weights() -> None:
+    """Let a configuration with any connector note its weight files when it is made.
+
+    The ranks read them minutes before they make the connector. It could not tell any more whether the files were
+    replaced between the two.
+    """
+    try:
+        from vllm.config import VllmConfig
+
+        make = VllmConfig.__post_init__
+    except (ImportError, AttributeError):
+        return
+    if hasattr(make, "__wrapped__"):
+        return
+
+    @functools.wraps(make)
+    def make_and_note(self: Any) -> None:
+        make(self)
+        if self.kv_transfer_config is None:
+            return
+        try:
+            import_module("connector.vllm.model_files").note_weights(self)  # by name, as the factory has the connector
+        except (ImportError, AttributeError, TypeError, ValueError, OSError) as error:
+            _log.warning("kvstore: weights that are replaced while this engine starts are not noticed: %s", error)
+
+    VllmConfig.__post_init__ = make_and_note

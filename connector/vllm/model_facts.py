@@ -18,8 +18,9 @@ from connector.vllm.model_files import (
     part_folders,
     processor_digest,
     quantization_digest,
+    stamp_at_start,
 )
-from connector.weights import digest_files, stamp_weights
+from connector.weights import digest_files
 
 _VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "max_model_len")
 """Keys of a model's configuration, nested ones included, that name its origin or that vLLM writes into it."""
@@ -78,7 +79,7 @@ def read_rules(vllm_config: Any) -> dict[str, Any]:
     return {
         "model_path": folder,
         "part_paths": parts,
-        "weights_stamp": stamp_weights((folder, *parts), load_format),
+        "weights_stamp": stamp_at_start(vllm_config),
         "draft_path": _draft_folder(vllm_config),
         "load_format": load_format,
         "model_config": _model_config(model.hf_config.to_dict()),

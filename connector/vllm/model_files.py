@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import platform
 from collections.abc import Collection, Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -13,10 +14,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from connector.weights import digest_files
+from connector.weights import digest_files, stamp_weights
 
 _PARTS = ("text_model_id", "audio_model_id")
 """Fields of a configuration that name other models, whose weights are parts of this one (Ultravox)."""
+
+_NOTED = "kvstore_weights_stamp"
+"""Attribute of a configuration: the machine on which it was made, and the stamp of its weight files then."""
 
 UNKNOWN = "unknown"
 """In place of a digest of files that are not found."""
@@ -33,9 +37,39 @@ def model_folder(vllm_config: Any, model: Any) -> str:
 
 def part_folders(vllm_config: Any) -> tuple[str, ...]:
     """The folders of the models of which a model's weights are made, beside its own."""
-    config = vllm_config.model_config.hf_config.to_dict()
     download_dir = vllm_config.load_config.download_dir
-    return tuple(_folder(str(config[name]), None, download_dir) for name in _PARTS if config.get(name))
+    return tuple(_folder(name, None, download_dir) for name in _part_names(vllm_config.model_config))
+
+
+def _part_names(model: Any) -> list[str]:
+    config = model.hf_config.to_dict()
+    return [str(config[name]) for name in _PARTS if config.get(name)]
+
+
+def note_weights(vllm_config: Any) -> None:
+    """Note the weight files of a configuration, before vLLM reads them. It is passed to the ranks with the note.
+
+    Of folders only: a model of a hub may still be on its way, and its files are never replaced.
+    """
+    model = vllm_config.model_config
+    if model is None or hasattr(vllm_config, _NOTED):
+        return
+    names = [str(model.model), *_part_names(model)]
+    if all(Path(name).exists() for name in names):
+        stamp = stamp_weights(names, str(vllm_config.load_config.load_format))
+        setattr(vllm_config, _NOTED, (platform.node(), stamp))
+
+
+def stamp_at_start(vllm_config: Any) -> str:
+    """`stamp_weights` as it was when the engine was configured, or else as it is now.
+
+    Another machine may have the same files with other dates.
+    """
+    machine, noted = getattr(vllm_config, _NOTED, ("", ""))
+    if noted and machine == platform.node():
+        return str(noted)
+    folders = (model_folder(vllm_config, vllm_config.model_config), *part_folders(vllm_config))
+    return stamp_weights(folders, str(vllm_config.load_config.load_format))
 
 
 def _folder(name: str, revision: str | None, cache_dir: str | None = None) -> str:

@@ -23,6 +23,8 @@ from connector.plugin import register
 from connector.vllm import inert
 from connector.vllm.connector import KVStoreConnector
 from connector.vllm.contract import BASE, Use, is_tested, missing, release_of
+from connector.vllm.model_files import stamp_at_start
+from connector.weights import stamp_weights
 
 
 @pytest.fixture(autouse=True)
@@ -232,13 +234,13 @@ def test_a_factory_that_changed_ends_no_engine(
     assert "kv_connector_module_path" in caplog.text
 
 
-@pytest.mark.parametrize("missing_name", ["vllm.config", "vllm.config.VllmConfig._resolve_mm_embedding_inputs"])
-def test_a_configuration_that_changed_ends_no_engine(monkeypatch: pytest.MonkeyPatch, missing_name: str) -> None:
+@pytest.mark.parametrize("lacking", ["", ".VllmConfig._resolve_mm_embedding_inputs", ".VllmConfig.__post_init__"])
+def test_a_configuration_that_changed_ends_no_engine(monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
     """Nor does it keep the connector from being registered."""
-    if missing_name == "vllm.config":
-        monkeypatch.setitem(sys.modules, missing_name, None)
+    if not lacking:
+        monkeypatch.setitem(sys.modules, "vllm.config", None)
     else:
-        monkeypatch.delattr(missing_name)
+        monkeypatch.delattr(f"vllm.config{lacking}")
     register()
     assert "KVStoreConnector" in vars(KVConnectorFactory)["_registry"]
 
@@ -303,6 +305,27 @@ def test_media_without_their_embeddings(connector: str, *, encodes_elsewhere: bo
     vars(VllmConfig)["_resolve_mm_embedding_inputs"](config)
     assert (media.allow_missing_mm_embeddings, media.enable_mm_embeds) == (may_lack, may_lack)
     assert config.kv_transfer_config is transfer
+
+
+@pytest.mark.parametrize("transfer", [None, "MultiConnector"])
+def test_a_configuration_notes_its_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transfer: str | None
+) -> None:
+    """Those of an engine with a connector, once: what vLLM reads a moment later is what is there now."""
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"old")
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(model=str(tmp_path), revision=None, hf_config=SimpleNamespace(to_dict=dict)),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        kv_transfer_config=transfer,
+    )
+    monkeypatch.setattr(VllmConfig, "__post_init__", lambda self: None)
+    register()
+    old = stamp_weights([str(tmp_path)], "auto")
+    VllmConfig.__post_init__(config)
+    weights.write_bytes(b"newer")
+    VllmConfig.__post_init__(config)  # vLLM does it again in the engine's core
+    assert (stamp_at_start(config) == old) is (transfer is not None)
 
 
 def test_the_package_names_its_plugin() -> None:

@@ -19,7 +19,8 @@ import torch
 from connector.facts import EngineFacts
 from connector.identity import CacheShape, describe_namespace, read_shape
 from connector.vllm.model_facts import media_refusal, read_rules, weights_source
-from connector.vllm.model_files import UNKNOWN, code_digest, plugin_digests, processor_digest
+from connector.vllm.model_files import UNKNOWN, code_digest, note_weights, plugin_digests, processor_digest
+from connector.weights import stamp_weights
 from kvstore.model.keys import NamespaceId
 from kvstore.model.kinds import SlidingWindow
 from tests.unit.connector.support import make_facts
@@ -333,6 +334,23 @@ def test_a_folder_for_weights_holds_nothing_else(tmp_path: Path, monkeypatch: py
         assert UNKNOWN not in before[part].values()
         (others / name).write_text("other")
         assert read_rules(config)[part] != before[part]
+
+
+def test_weights_that_are_replaced_before_the_connector_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has those of its configuration. Another machine's dates say nothing, nor does a hub's name."""
+    (tmp_path / "model.safetensors").write_bytes(b"old")
+    configs = [vllm_config(model=str(tmp_path)) for _ in range(2)]
+    hub = vllm_config(model="some/model")
+    old = read_rules(configs[0])["weights_stamp"]
+    for config in (*configs, hub):
+        note_weights(config)
+    (tmp_path / "model.safetensors").write_bytes(b"newer")
+    assert read_rules(configs[0])["weights_stamp"] == old
+    monkeypatch.setattr("platform.node", lambda: "another machine")
+    assert read_rules(configs[1])["weights_stamp"] == stamp_weights([str(tmp_path)], "auto") != old
+    assert read_rules(hub)["weights_stamp"] == ""
 
 
 def test_draft_models() -> None:
