@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from connector.weights import digest_files, digest_model
+from connector.weights import digest_files, digest_model, stamp_weights
 from kvstore.errors import InvalidRequest
 
 _SETTINGS = (
@@ -104,19 +104,23 @@ def identify_weights(engine: Engine, weights_id: str | None, cache_folder: Path)
         weights_id: The operator's name of the weights and their configuration; `None`: digest the model's files.
 
     Raises:
-        InvalidRequest: They cannot be digested: the operator has to set `weights_id`.
+        InvalidRequest: They cannot be digested: the operator has to set `weights_id`. Or they were replaced before
+            all were read.
         OSError: A file cannot be read.
     """
     fields = {"weights_id": weights_id or "", "architecture": ""}
     if weights_id is None:
         cache_folder.mkdir(parents=True, exist_ok=True)
         folder = model_folder(engine.model_path)
+        drafts = [str(model_folder(engine.draft_path))] if engine.draft_path is not None else []
+        paths = [str(folder), *drafts]
+        before = stamp_weights(paths, engine.load_format)
         with (cache_folder / "weights.lock").open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            fields["weights_id"] = digest_model(str(folder), engine.load_format, cache_folder)
-            if engine.draft_path is not None:
-                draft = str(model_folder(engine.draft_path))
-                fields["draft_weights_id"] = digest_model(draft, engine.load_format, cache_folder)
+            digests = [digest_model(path, engine.load_format, cache_folder) for path in paths]
+        fields |= zip(("weights_id", "draft_weights_id"), digests, strict=False)
+        if stamp_weights(paths, engine.load_format) != before:  # the engine has the old ones
+            raise InvalidRequest("the weight files changed while they were read: restart the engine", paths=paths)
         fields["architecture"] = _architecture(folder / _CONFIGS[0])
         fields["model_config_id"] = digest_files((folder / name for name in _CONFIGS), folder)
         if engine.settings.get("trust_remote_code") == "True":

@@ -14,6 +14,7 @@ import pytest
 
 from connector import weights
 from connector.prefix_hash import AdapterRequest, UncacheableContent
+from connector.sglang.engine import Engine, identify_weights
 from connector.weights import (
     Adapters,
     are_unchanged,
@@ -201,6 +202,25 @@ def test_weights_that_are_replaced_at_the_start_have_no_id(kind: str, tmp_path: 
     with pytest.raises(InvalidRequest, match="changed while the engine started"):
         find_weights_id(facts, cache)
     assert not are_unchanged(facts)  # also if it reads them again later
+
+
+@pytest.mark.parametrize("replaced", ["model", "draft"])
+def test_weights_of_sglang_that_are_replaced_have_no_id(
+    replaced: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model and of its draft model. The ranks of a machine wait for each other for minutes before they read."""
+    paths = {name: folder(tmp_path / name) for name in ("model", "draft")}
+    sglang = Engine("0.5.23", str(paths["model"]), draft_path=str(paths["draft"]))
+    found = identify_weights(sglang, None, cache)
+    assert found["weights_id"] == found["draft_weights_id"] == digest(paths["model"], cache)
+
+    def digest_others(path: str, load_format: str, cache_folder: Path) -> str:
+        (paths[replaced] / "a.safetensors").write_bytes(b"others")
+        return digest_model(path, load_format, cache_folder)
+
+    monkeypatch.setattr("connector.sglang.engine.digest_model", digest_others)
+    with pytest.raises(InvalidRequest, match="changed while they were read"):
+        identify_weights(sglang, None, cache)
 
 
 @pytest.mark.parametrize("content", [{}, {"config.json": b"{}"}, None])
