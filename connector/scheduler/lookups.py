@@ -74,7 +74,7 @@ class Lookups:
         self._first_answer_s: float | None = None  # written on the store's thread
 
     def start(self, state: RequestState, namespace: NamespaceId) -> None:
-        """Hash the prompt, if it is not hashed, and look it up."""
+        """Hash the prompt, if it is not hashed, and look it up, if it has a boundary."""
         chain = state.chain
         assert chain is not None
         started_s = self._clock.monotonic_s()
@@ -91,6 +91,8 @@ class Lookups:
         if state.hashed is None:  # once: a chain must not be extended by two threads
             state.hashed = self._bridge.submit(hash_prompt)
         hashed = state.hashed
+        if len(prompt) < self._step_tokens:
+            return
 
         async def look_up(store: PageStore) -> Lookup:
             await asyncio.wrap_future(hashed)

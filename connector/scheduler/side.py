@@ -169,7 +169,9 @@ class SchedulerSide:
         )
         self.requests[state.request_id] = state
         namespace = self.namespace.id
-        if chain is not None and namespace is not None and len(state.prompt) >= self._shape.boundary_tokens:
+        # a short one is hashed for what it generates: a state that is computed before that could not be saved
+        is_hashed_now = len(state.prompt) >= self._shape.boundary_tokens or self._saves_at_once
+        if chain is not None and namespace is not None and is_hashed_now:
             self.hits.lookups.start(state, namespace)
 
     def stop_adapter(self, number: int) -> None:
@@ -308,6 +310,8 @@ class SchedulerSide:
         boundaries, tokens = state.chain.boundaries, final_tokens or len(state.prompt)
         prompt_tokens, wishes, request = len(state.prompt), state.flags.wishes, state.request_id
         num = min(len(boundaries), tokens // boundary_tokens)
+        if not num:
+            return
 
         async def report(store: PageStore) -> None:
             ends = ends_of_pages(boundaries[:num], page_tokens)

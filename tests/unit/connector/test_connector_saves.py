@@ -136,6 +136,21 @@ def test_what_is_offered_once_is_not_computed_before_the_prompt_is_hashed(tmp_pa
         assert max(stops(jobs)) == 160
 
 
+def test_an_answer_that_reaches_the_first_boundary(tmp_path: Path) -> None:
+    """Of a prompt that ends before it: vLLM offers the state there once, in the step that computes it. Nothing is
+    looked up for such a prompt, and it waits for nothing."""
+    with harness(tmp_path, {"groups": (STATES, FULL)}) as at:
+        state = at.new("a", 15)
+        assert at.side.matched_tokens("a", 0) == 0
+        at.side.on_allocated("a", [], 0)
+        eventually(lambda: state.is_hashed)
+        state.tokens = [*state.prompt, 1, 2]
+        offers = {"a": [StateOffer(feed, 7, 16) for feed in STATES.feed_groups]}
+        jobs = at.side.plan_step(StepFacts({"a": 16}, {"a": [tuple(range(100, 164))] * 3}, offers))
+        assert {job.group for job in jobs.saves} == {0, 1}
+        assert state.lookup is None
+
+
 def test_a_prompt_that_cannot_be_hashed_in_time_is_computed(tmp_path: Path) -> None:
     with harness(tmp_path, {"groups": (STATES, FULL)}, mode="save", lookup_timeout_ms=20) as at, at.bridge.stopped():
         at.new("a", 170)
