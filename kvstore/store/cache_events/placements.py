@@ -213,7 +213,7 @@ class PlacementEvents:
             is_idle = not self._marked and not self._publisher.lacks_some
             if is_idle and (self._catalog is None or not self._pages):  # memory marks each of its changes
                 self._is_marked.clear()
-                with suppress(TimeoutError):  # nobody says when a subscriber asks for what is no longer kept
+                with suppress(TimeoutError):  # no call tells when a subscriber asks for what is no longer kept
                     await asyncio.wait_for(self._is_marked.wait(), _IDLE_S)
             await asyncio.sleep(_ROUND_S)
             if self._catalog is not None:

@@ -26,6 +26,8 @@ _NAMESPACES_MAX = 64
 """Namespaces of the same tenant to compare with; each costs one read of a manifest and one of the catalog."""
 _TOMBSTONES_MAX = 1 << 20
 """More than any catalog keeps: in a Redis Cluster these are up to 65,536, 4 in each slot."""
+_OF_A_MODEL = {"model", "architecture", "weights_id"}
+"""Fields of a description that are equal for engines of one model."""
 _FIELDS_MAX = 8
 _HEADS_MAX = 64
 """Records of a boundary that each tier is asked for."""
@@ -100,15 +102,16 @@ class AbsenceFinder:
             return Absence(LEFT[tombstone.reason], left)
         if entry is not None and not since:
             return Absence("group_incomplete", {**_slices(entry, layout), **left})
-        if description is not None and (other := await self._elsewhere(description, prefix, deadline)) is not None:
-            return Absence("namespace_differs", {**other, **since})
+        nearest, has_it = await self._nearest(description, prefix, deadline) if description is not None else ({}, False)
+        if has_it:
+            return Absence("namespace_differs", {**nearest, **since})
         self._recorder.check_reported()
         if since:
             return Absence("never_stored", since)
         unlisted = await self._unlisted(namespace, prefix, layout, missed_s, deadline)
         if unlisted or not await self._catalog.is_complete(deadline=deadline):
             return Absence("catalog_incomplete", unlisted)
-        return Absence("never_stored")
+        return Absence("never_stored", nearest)
 
     async def removals(self, *, deadline: Deadline) -> Removals:
         """All removals that the catalog remembers. Read them once for several boundaries.
@@ -157,32 +160,36 @@ class AbsenceFinder:
                 found[f"in_{tier.name}"] = "stored, and unknown to the catalog"
         return found
 
-    async def _elsewhere(
+    async def _nearest(
         self, description: NamespaceDescription, prefix: PrefixHash, deadline: Deadline
-    ) -> dict[str, object] | None:
-        """The namespace of the same tenant that holds this prefix and differs least, and in which fields."""
+    ) -> tuple[dict[str, object], bool]:
+        """The namespace of the same tenant that differs least and in which fields, and whether it holds this prefix.
+
+        If none does it is the nearest of the same weights, if any: that may have the prompt up to other boundaries.
+        """
         tenants = await self._catalog.namespaces(deadline=deadline)
         others = [
             other for other, tenant in tenants.items() if tenant == description.tenant and other != description.id
         ]
-        nearest: tuple[NamespaceId, dict[str, tuple[object, object]]] | None = None
+        nearest: tuple[bool, dict[str, tuple[object, object]], NamespaceId] | None = None
         for other in others[-_NAMESPACES_MAX:]:
             described = await self._manifests.describe(other, deadline=deadline)
             if described is None:
                 continue
             self._catalog.know(other, described.layout(), described.tenant)
-            if await self._catalog.get(other, prefix, deadline=deadline) is None:
-                continue
+            lacks_it = await self._catalog.get(other, prefix, deadline=deadline) is None
             fields = field_differences(description.fields, described.fields)
-            if nearest is None or len(fields) < len(nearest[1]):
-                nearest = other, fields
+            if lacks_it and not _OF_A_MODEL.isdisjoint(fields):
+                continue
+            if nearest is None or (lacks_it, len(fields)) < (nearest[0], len(nearest[1])):
+                nearest = lacks_it, fields, other
         if nearest is None:
-            return None
-        namespace, fields = nearest
+            return {}, False
+        lacks_it, fields, namespace = nearest
         differences = {
             name: f"{mine!r} here, {theirs!r} there" for name, (mine, theirs) in sorted(fields.items())[:_FIELDS_MAX]
         }
-        return {"other_namespace": namespace.hex(), "fields": ", ".join(differences), **differences}
+        return {"other_namespace": namespace.hex(), "fields": ", ".join(differences), **differences}, not lacks_it
 
 
 def _by_boundary(tombstones: Sequence[Tombstone]) -> Removals:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from kvstore.store.explain.reasons import LEFT, REASONS
 from kvstore.store.recorder import Recorder
 from kvstore.store.tiered import TieredStore
 from kvstore.testing.dict_catalog import CatalogBooks, DictCatalog
-from kvstore.testing.prompts import ATTENTION, Prompt, describe
+from kvstore.testing.prompts import ATTENTION, HYBRID, Prompt, describe
 from kvstore.testing.waiting import soon
 from kvstore.tiers.memory import MemoryTier
 from kvstore.wire.address import parse_address
@@ -249,6 +250,20 @@ async def test_a_tier_that_describes_other_namespaces_does_not_answer(world: Exp
     assert told["reason"] == "no_answer" and "s3" in told["detail"]["no_answer"]
     world.s3.down = False
     assert (await world.again())["reason"] == "never_stored"
+
+
+async def test_the_same_weights_in_another_namespace(world: ExplainedStore) -> None:
+    """It has the prompt, if at all, up to other boundaries: the fields that differ are named, of no other model."""
+    await world.store.open_namespace(PROMPT.description, deadline=soon())
+    for prompt in (Prompt(replace(ATTENTION, page_tokens=256), "a", 256), Prompt(HYBRID, "b", 64, model="other")):
+        await world.store.open_namespace(prompt.description, deadline=soon())
+        for record in prompt.records():
+            await world.store.save(record, ack=Ack.COLD, deadline=soon())
+    assert await world.store.drain(soon()) == 0
+    told = await world.explain()
+    assert told["reason"] == "never_stored"
+    assert told["detail"]["fields"] == "layout.page_tokens"
+    assert told["detail"]["layout.page_tokens"] == "64 here, 256 there"
 
 
 async def test_the_background_says_no_answer_too(world: ExplainedStore, monkeypatch: pytest.MonkeyPatch) -> None:
