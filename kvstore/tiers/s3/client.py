@@ -29,7 +29,7 @@ from kvstore.tiers.s3.failures import (
     NotFound,
     Taken,
     Transient,
-    broken_off,
+    lacking,
     refusal,
     translated,
     unexpected,
@@ -229,7 +229,7 @@ class S3Client:
     def _said(self, answer: Mapping[str, Any], field: str) -> Any:
         """A field that S3 has in every answer of this kind."""
         if field not in answer:
-            raise broken_off(self._where, f"no {field} in the answer: check what stands between us and the endpoint")
+            raise lacking(self._where, field)
         return answer[field]
 
     async def get(self, name: str, allocate: Callable[[int], memoryview]) -> Object | None:
@@ -260,9 +260,10 @@ class S3Client:
             Conflict: `if_absent`, and another put of the same name was in progress.
         """
         if if_absent:
-            await self._send("put_object", expects=(Taken, Conflict), Key=name, Body=body, IfNoneMatch="*")
+            answer = await self._send("put_object", expects=(Taken, Conflict), Key=name, Body=body, IfNoneMatch="*")
         else:
-            await self._send("put_object", Key=name, Body=body)
+            answer = await self._send("put_object", Key=name, Body=body)
+        self._said(answer, "ETag")
 
     async def delete(self, name: str) -> None:
         """Remove an object; an absent one is no error."""

@@ -144,6 +144,11 @@ def broken_off(where: dict[str, str], reason: object) -> Transient:
     return Transient("S3 did not answer in full: check the endpoint's health and the network", **where, error=reason)
 
 
+def lacking(where: dict[str, str], field: str) -> Transient:
+    """An answer has no field that S3 has in every answer of this kind."""
+    return broken_off(where, f"no {field} in the answer: check what stands between us and the endpoint")
+
+
 @contextmanager
 def translated(where: dict[str, str]) -> Iterator[None]:
     """Turn errors of the client into `Unavailable` with the next step, or into one of the errors above."""

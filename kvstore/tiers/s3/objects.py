@@ -24,6 +24,7 @@ from kvstore.tiers.s3.failures import (
     REGION_FIELD,
     broken_off,
     cannot_connect,
+    lacking,
     refusal,
     translated,
     untrusted,
@@ -112,9 +113,11 @@ class Objects:
             Unavailable: As `get`.
         """
         fields = {"Content-Type": "application/octet-stream", "If-None-Match": "*"}
-        await self._pace.send(
+        answer = await self._pace.send(
             lambda: self._request("PUT", name, body, fields, lambda size: memoryview(bytearray(size)))
         )
+        if "etag" not in answer.fields:  # another server may say yes to anything
+            raise lacking(self._where, "ETag")
         self._meters.add("s3_sent_bytes", len(body))
 
     async def aclose(self) -> None:

@@ -50,7 +50,7 @@ async def tier_that_hears(*answers: bytes) -> AsyncIterator[tuple[S3Tier, list[b
             await tier.aclose()
 
 
-OK = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+OK = b'HTTP/1.1 200 OK\r\nETag: "1"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n'
 
 
 async def test_a_wrong_region_is_told_with_the_right_one() -> None:
@@ -121,6 +121,15 @@ async def test_answers_that_lack_a_field(call: str) -> None:
     async with tier_that_hears(part if call == "scan" else sizeless) as (tier, _):
         with pytest.raises(Unavailable, match=r"no (ContentLength|NextContinuationToken) in the answer"):
             await MISSED[call](tier)
+
+
+async def test_a_server_that_says_yes_to_anything() -> None:
+    """A put is stored only if the answer has what each of S3's has."""
+    async with tier_that_hears(OK.replace(b'ETag: "1"', b"Server: other")) as (tier, _):
+        with pytest.raises(Unavailable, match=r"no ETag in the answer"):
+            await tier.put(make_record(1), deadline=Deadline.after(30))
+        with pytest.raises(Unavailable, match=r"no ETag in the answer"):
+            await tier.put_manifest(make_key(1).namespace, b"{}", deadline=Deadline.after(30))
 
 
 async def test_authorities_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ async def tier_on(endpoint: Endpoint, meters: Meters | None = None) -> AsyncIter
 
 
 def ok(body: bytes = b"") -> bytes:
-    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    return b'HTTP/1.1 200 OK\r\nETag: "1"\r\nContent-Length: %d\r\n\r\n' % len(body) + body
 
 
 def xml(code: bytes) -> bytes:
