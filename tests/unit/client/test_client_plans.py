@@ -163,7 +163,7 @@ def test_without_an_answer_the_prompt_is_as_given() -> None:
 def test_a_connection_that_was_closed_is_opened_again() -> None:
     """A service closes connections that are idle: the next call does not fail for that."""
     answer = {"order": [1, 0], "left_out": [], "hit_tokens": 64, "hit_by_tier": {"memory": 64}}
-    answer |= {"given_hit_tokens": None, "search_ms": 0.1, "retain": []}
+    answer |= {"given_hit_tokens": None, "search_ms": 0.1, "total_ms": 0.2, "retain": []}
     seen: list[int] = []
     with something_else(json.dumps(answer).encode(), seen) as url, PlanClient(url, "0" * 32) as client:
         plans = [client.plan([[1], [2]]) for _ in range(3)]
@@ -188,7 +188,7 @@ def test_a_connection_that_was_closed_is_opened_again() -> None:
 def test_an_answer_that_would_lose_a_document_is_no_plan(wrong: dict[str, object]) -> None:
     """Whatever answers: no document is lost or sent twice, and the call does not fail."""
     answer: dict[str, object] = {"order": [1, 0], "left_out": [], "hit_tokens": 64, "hit_by_tier": {"memory": 64}}
-    answer |= {"given_hit_tokens": None, "search_ms": 0.1, "retain": [], **wrong}
+    answer |= {"given_hit_tokens": None, "search_ms": 0.1, "total_ms": 0.2, "retain": [], **wrong}
     answer = {name: value for name, value in answer.items() if value is not ...}
     with something_else(json.dumps(answer).encode(), []) as url, PlanClient(url, "0" * 32) as client:
         plan = client.plan([[1], [2]])
