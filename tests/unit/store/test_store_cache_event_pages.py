@@ -335,8 +335,8 @@ async def test_removals_of_services_whose_clocks_differ(monkeypatch: pytest.Monk
 
 
 async def test_all_pages_are_published_again(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once messages are no longer kept: those that are there, in order, each block once. A page whose parent is gone
-    waits for it."""
+    """Once a subscriber asks for messages that are no longer kept: those that are there, in order, each block once. A
+    page whose parent is gone waits for it."""
     monkeypatch.setattr("kvstore.store.cache_events.placements.ALL_AGAIN_S", 0.0)
     first, second, third = page("first", [1, 2]), page("second", [3], parent=2), page("third", [2, 3, 4], parent=1)
     gone, orphan = page("gone", [8]), page("orphan", [9], parent=8)
