@@ -1,7 +1,7 @@
 """`python -m benchmarks.offloading`: chunks of vLLM's offloading, between its host tier and a service.
 
 What our tier does with a job of vLLM: from the call that submits it until it can be reported. The host tier is memory
-of this process; vLLM itself is imported and does nothing.
+of this process.
 """
 
 from __future__ import annotations
