@@ -32,6 +32,8 @@ _HEAD_FACTOR = tl.constexpr(tiles.HEAD_FACTOR)
 _TABLE_ENTRIES = tl.constexpr(tiles.TABLE_ENTRIES)
 _SLOTS_MIN = tl.constexpr(tiles.SLOT_COUNTS[1])
 _PATCH = tl.constexpr(tiles.PATCH)
+_COMPARED = tl.constexpr(16)
+"""Exponents with which all are compared at a time."""
 # What the kernels of an encoding leave for those behind them, by index, int64 each.
 PLAN_FIELDS = 6
 _PLAN = tl.constexpr(PLAN_FIELDS)
@@ -335,10 +337,12 @@ def choose_table_kernel(counts, sums, num_tiles, codes, plan, CHUNK: tl.constexp
     counts, codes, sums, plan = counts + page * 256, codes + page * 256, sums + page * num_tiles, plan + page * _PLAN
     exponent = tl.arange(0, 256)
     count = tl.load(counts + exponent)
-    is_before = (count[None, :] > count[:, None]) | (
-        (count[None, :] == count[:, None]) & (exponent[None, :] < exponent[:, None])
-    )
-    rank = tl.sum(is_before.to(tl.int32), axis=1)
+    rank = tl.zeros([256], tl.int32)
+    for start in range(0, 256, _COMPARED):  # with all of them at once a program has too few registers
+        other = start + tl.arange(0, _COMPARED)
+        of_other = tl.load(counts + other)[None, :]
+        is_before = (of_other > count[:, None]) | ((of_other == count[:, None]) & (other[None, :] < exponent[:, None]))
+        rank += tl.sum(is_before.to(tl.int32), axis=1)
     is_chosen = rank < _TABLE_ENTRIES
     first = tl.sum(tl.where(rank == 0, exponent, 0), axis=0)
     tl.store(codes + exponent, tl.where(is_chosen, rank, (exponent ^ first) << 8))
