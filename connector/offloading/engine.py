@@ -56,11 +56,13 @@ class Engine:
     """An engine that offloads.
 
     Attributes:
+        config: vLLM's.
         model: What it computes.
         groups: The groups that it offloads.
         layout: What a chunk's bytes depend on beside the model, as plain values.
     """
 
+    config: VllmConfig
     model: ModelFacts
     groups: tuple[Group, ...]
     layout: Mapping[str, Any]
@@ -115,7 +117,8 @@ def read_engine(spec: Any, slot_bytes: int, settings: ConnectorSettings) -> Engi
         "device": str(current_platform.get_device_name()),
         "machine": platform.machine(),
     }
-    return Engine(read_model(config, weights_may_change=settings.weights_may_change), groups, layout)
+    model = read_model(config, weights_may_change=settings.weights_may_change)
+    return Engine(config, model, groups, layout)
 
 
 def describe_groups(engine: Engine, settings: ConnectorSettings, cache_folder: Path) -> dict[int, NamespaceDescription]:

@@ -37,7 +37,7 @@ from connector.request_parameters import RequestFlags, read_flags
 from connector.settings import cache_folder
 from connector.vllm.engine_calls import watch_engine_calls
 from connector.vllm.guard import guarded
-from connector.weights import are_unchanged
+from connector.vllm.model_files import would_read_the_same
 from kvstore.client import PageDoor
 from kvstore.codec import CodecPool
 from kvstore.errors import Closed, InvalidRequest, KVStoreError
@@ -218,7 +218,7 @@ class KVStoreTier(SecondaryTierManager):
         assert self._engine is not None
         if self.refusal or method not in ("reload_weights", "update_config"):
             return
-        if arguments or not are_unchanged(self._engine.model):
+        if arguments or not would_read_the_same(self._engine.config, self._engine.model):
             self._refuse(f"its weights may be others ({method}): restart it to use the store")
 
     # reports

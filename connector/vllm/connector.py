@@ -46,9 +46,9 @@ from connector.vllm.advice import (
 from connector.vllm.engine_facts import cache_layers, read_facts, read_instance, read_name, untested_version
 from connector.vllm.guard import guarded
 from connector.vllm.model_facts import weights_source
+from connector.vllm.model_files import would_read_the_same
 from connector.vllm.observability import ObservabilityHooks
 from connector.vllm.requests import ANY_ADAPTER, PoolPins, RequestReader, read_step, read_trace
-from connector.weights import are_unchanged
 from connector.worker.side import WorkerSide
 
 if TYPE_CHECKING:
@@ -447,7 +447,7 @@ class KVStoreConnector(ObservabilityHooks, KVConnectorBase_V1, SupportsHMA):
     @guarded()
     def on_weights_reloaded(self, *, from_files: bool) -> None:
         """Go on only if the weights are those that the engine started with, as behind a sleep of level 2."""
-        if not from_files or self._facts is None or not are_unchanged(self._facts):
+        if not from_files or self._facts is None or not would_read_the_same(self._vllm_config, self._facts):
             self._stop("its weights were read again (reload_weights), and may be others: set weights_may_change")
 
     def _stop(self, reason: str) -> None:

@@ -14,13 +14,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from connector.weights import digest_files, stamp_weights
+from connector.facts import ModelFacts
+from connector.weights import are_unchanged, digest_files, stamp_weights
 
 _PARTS = ("text_model_id", "audio_model_id")
 """Fields of a configuration that name other models, whose weights are parts of this one (Ultravox)."""
 
 _NOTED = "kvstore_weights_stamp"
-"""Attribute of a configuration: the machine on which it was made, and the stamp of its weight files then."""
+"""Attribute of a configuration: the machine on which it was made, and then the folders of its weight files, and their
+stamp."""
+
+_MOVED = "moved"
+"""In place of a stamp."""
 
 UNKNOWN = "unknown"
 """In place of a digest of files that are not found."""
@@ -46,30 +51,47 @@ def _part_names(model: Any) -> list[str]:
     return [str(config[name]) for name in _PARTS if config.get(name)]
 
 
+def weight_folders(vllm_config: Any) -> tuple[str, ...]:
+    """All folders from which vLLM reads a model's weights."""
+    return (model_folder(vllm_config, vllm_config.model_config), *part_folders(vllm_config))
+
+
 def note_weights(vllm_config: Any) -> None:
     """Note the weight files of a configuration, before vLLM reads them. It is passed to the ranks with the note.
 
-    Of folders only: a model of a hub may still be on its way, and its files are never replaced.
+    Of a hub's model only its folder in the hub's cache, of the revision that the name stands for now: its files may
+    still be on their way, and are never replaced.
     """
     model = vllm_config.model_config
     if model is None or hasattr(vllm_config, _NOTED):
         return
-    names = [str(model.model), *_part_names(model)]
-    if all(Path(name).exists() for name in names):
-        stamp = stamp_weights(names, str(vllm_config.load_config.load_format))
-        setattr(vllm_config, _NOTED, (platform.node(), stamp))
+    folders = weight_folders(vllm_config)
+    are_here = all(Path(name).exists() for name in (str(model.model), *_part_names(model)))
+    stamp = stamp_weights(folders, str(vllm_config.load_config.load_format)) if are_here else ""
+    setattr(vllm_config, _NOTED, (platform.node(), folders, stamp))
 
 
 def stamp_at_start(vllm_config: Any) -> str:
-    """`stamp_weights` as it was when the engine was configured, or else as it is now.
+    """`stamp_weights` as it was when the engine was configured, or else as it is now. No stamp of any files: since then
+    a hub's name stands for another folder.
 
     Another machine may have the same files with other dates.
     """
-    machine, noted = getattr(vllm_config, _NOTED, ("", ""))
-    if noted and machine == platform.node():
-        return str(noted)
-    folders = (model_folder(vllm_config, vllm_config.model_config), *part_folders(vllm_config))
+    machine, noted, stamp = getattr(vllm_config, _NOTED, ("", (), ""))
+    folders = weight_folders(vllm_config)
+    if machine == platform.node():
+        if stamp:
+            return str(stamp)
+        if any(old != new and Path(old).exists() for old, new in zip(noted, folders, strict=True)):
+            return _MOVED
     return stamp_weights(folders, str(vllm_config.load_config.load_format))
+
+
+def would_read_the_same(vllm_config: Any, facts: ModelFacts) -> bool:
+    """Whether vLLM, if it reads its weights again, finds those that it started with. Of a hub's model it reads the
+    revision that the name stands for by then.
+    """
+    return weight_folders(vllm_config) == (facts.model_path, *facts.part_paths) and are_unchanged(facts)
 
 
 def _folder(name: str, revision: str | None, cache_dir: str | None = None) -> str:

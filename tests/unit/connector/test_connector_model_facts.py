@@ -19,8 +19,16 @@ import torch
 from connector.facts import EngineFacts
 from connector.identity import CacheShape, describe_namespace, read_shape
 from connector.vllm.model_facts import media_refusal, read_rules, weights_source
-from connector.vllm.model_files import UNKNOWN, code_digest, note_weights, plugin_digests, processor_digest
-from connector.weights import stamp_weights
+from connector.vllm.model_files import (
+    UNKNOWN,
+    code_digest,
+    note_weights,
+    plugin_digests,
+    processor_digest,
+    would_read_the_same,
+)
+from connector.weights import find_weights_id, stamp_weights
+from kvstore.errors import InvalidRequest
 from kvstore.model.keys import NamespaceId
 from kvstore.model.kinds import SlidingWindow
 from tests.unit.connector.support import make_facts
@@ -351,6 +359,28 @@ def test_weights_that_are_replaced_before_the_connector_is_made(
     monkeypatch.setattr("platform.node", lambda: "another machine")
     assert read_rules(configs[1])["weights_stamp"] == stamp_weights([str(tmp_path)], "auto") != old
     assert read_rules(hub)["weights_stamp"] == ""
+
+
+def test_a_hubs_name_that_means_other_weights_while_an_engine_starts(tmp_path: Path) -> None:
+    """They were read by the name before the connector is made, and those of the new revision must not give them an id.
+    Nor may an engine go on that reads its weights again: by the name, and so the new ones.
+    """
+    old = write_snapshot(tmp_path, model__safetensors="weights")
+    load = SimpleNamespace(load_format="auto", download_dir=str(tmp_path))
+    early, late = (vllm_config(model="some/model", load_config=load) for _ in range(2))
+    note_weights(early)
+    facts = make_facts(**read_rules(early))
+    assert would_read_the_same(early, facts) and find_weights_id(facts, tmp_path / "digests")
+    new = old.with_name("b" * 40)
+    shutil.copytree(old, new)
+    (old.parents[1] / "refs" / "main").write_text(new.name)
+    assert not would_read_the_same(early, facts)
+    with pytest.raises(InvalidRequest, match="changed while the engine started"):
+        find_weights_id(make_facts(**read_rules(early)), tmp_path / "digests")
+    note_weights(late)
+    restarted = make_facts(**read_rules(late))
+    assert restarted.model_path == str(new)
+    assert would_read_the_same(late, restarted) and find_weights_id(restarted, tmp_path / "digests")
 
 
 def test_draft_models() -> None:
