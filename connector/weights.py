@@ -72,6 +72,11 @@ def find_weight_files(model_path: str, load_format: str = "auto") -> list[Path]:
     return files
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has weight files of any form."""
+    return any(file.suffix in _SUFFIXES for file in folder.glob("*"))
+
+
 def digest_weights(files: Sequence[Path], cache_folder: Path, on_read: Callable[[], None] = lambda: None) -> str:
     """SHA-256 over names and contents of `files`, as hex.
 

@@ -16,6 +16,7 @@ from connector.vllm.model_files import (
     media_libraries,
     model_folder,
     part_folders,
+    part_settings_digest,
     processor_digest,
     quantization_digest,
     stamp_at_start,
@@ -163,6 +164,8 @@ def _model_rules(vllm_config: Any) -> dict[str, Any]:
         rules["code"] = code
     if files := quantization_digest(vllm_config):
         rules["quantization_files"] = files
+    if files := part_settings_digest(vllm_config):
+        rules["part_files"] = files
     if model.quantization_config is not None:
         rules["quantization_config"] = _shortened(plain(_as_mapping(model.quantization_config)))
     if model.model_class_overrides:

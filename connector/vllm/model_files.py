@@ -15,10 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from connector.facts import ModelFacts
-from connector.weights import are_unchanged, digest_files, stamp_weights
+from connector.weights import are_unchanged, digest_files, has_weights, stamp_weights
 
 _PARTS = ("text_model_id", "audio_model_id")
 """Fields of a configuration that name other models, whose weights are parts of this one (Ultravox)."""
+
+_INNER_PARTS = {
+    "JinaEmbeddings": "adapters/*",  # one of them is merged into the weights
+    "MiMo": "audio_tokenizer",
+    "MoonshotKimia": "whisper-large-v3",
+    "Cosmos3": "[tv]*er",
+}
+"""By the start of a model's architecture, the folders in its own from which vLLM reads weights as well (0.32)."""
+_PART_SETTINGS = ("config.json", "adapter_config.json")
+_PROCESSOR_SETTINGS = (
+    "*process*.json",
+    *("speech_tokenizer/*process*.json", "whisper-large-v3/*process*.json"),  # Fun-Audio-Chat's and Kimi-Audio's
+    "tekken.json",  # Mistral's are in its tokenizer
+)
 
 _NOTED = "kvstore_weights_stamp"
 """Attribute of a configuration: the machine on which it was made, and then the folders of its weight files, and their
@@ -41,9 +55,24 @@ def model_folder(vllm_config: Any, model: Any) -> str:
 
 
 def part_folders(vllm_config: Any) -> tuple[str, ...]:
-    """The folders of the models of which a model's weights are made, beside its own."""
-    download_dir = vllm_config.load_config.download_dir
-    return tuple(_folder(name, None, download_dir) for name in _part_names(vllm_config.model_config))
+    """The folders of the weights of which a model's are made, beside those in its own folder."""
+    model, download_dir = vllm_config.model_config, vllm_config.load_config.download_dir
+    named = [_folder(name, None, download_dir) for name in _part_names(model)]
+    architecture = str((model.hf_config.to_dict().get("architectures") or [""])[0])
+    inner: list[Path] = []
+    for start, pattern in _INNER_PARTS.items():
+        if architecture.startswith(start):
+            # with `download_dir` some of a hub's weights are there, and those that a model reads itself are elsewhere
+            own = {model_folder(vllm_config, model), _folder(str(model.model), model.revision)}
+            inner += sorted(path for folder in own for path in Path(folder).glob(pattern) if has_weights(path))
+    return (*named, *map(str, inner))
+
+
+def part_settings_digest(vllm_config: Any) -> str:
+    """Digest of the files that say how the weights of a model's parts are used. Empty: there are none."""
+    folders = map(Path, part_folders(vllm_config))
+    found = [digest_files([folder / name for name in _PART_SETTINGS], folder) for folder in folders]
+    return hashlib.sha256("".join(found).encode()).hexdigest() if any(found) else ""
 
 
 def _part_names(model: Any) -> list[str]:
@@ -82,7 +111,7 @@ def stamp_at_start(vllm_config: Any) -> str:
     if machine == platform.node():
         if stamp:
             return str(stamp)
-        if any(old != new and Path(old).exists() for old, new in zip(noted, folders, strict=True)):
+        if any(old != new and Path(old).exists() for old, new in zip(noted, folders, strict=False)):
             return _MOVED
     return stamp_weights(folders, str(vllm_config.load_config.load_format))
 
@@ -210,7 +239,7 @@ def processor_digest(vllm_config: Any) -> str:
     if not folder.is_dir():
         return UNKNOWN
     is_own = getattr(model, "trust_remote_code", False)
-    settings = [*folder.glob("*process*.json"), folder / "tekken.json"]  # Mistral's are in its tokenizer
+    settings = list(chain.from_iterable(map(folder.glob, _PROCESSOR_SETTINGS)))
     files = [*filter(Path.is_file, settings), *(folder.rglob("*.py") if is_own else ())]
     digests = [digest_files(files, folder)]
     for name in sorted(_code_repositories(folder)) if is_own else ():

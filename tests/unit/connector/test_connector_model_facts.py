@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 
@@ -22,18 +19,14 @@ from connector.vllm.model_facts import media_refusal, read_rules, weights_source
 from connector.vllm.model_files import (
     UNKNOWN,
     code_digest,
-    note_weights,
     plugin_digests,
     processor_digest,
-    would_read_the_same,
 )
-from connector.weights import find_weights_id, stamp_weights
-from kvstore.errors import InvalidRequest
 from kvstore.model.keys import NamespaceId
 from kvstore.model.kinds import SlidingWindow
+from tests.unit.connector.engine_configs import CONFIG, rules, vllm_config, with_code
 from tests.unit.connector.support import make_facts
 
-CONFIG: dict[str, Any] = {"hidden_size": 64, "rope_theta": 10000.0, "text_config": {"num_layers": 2}}
 LONG_ROPE = {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}}
 
 
@@ -42,33 +35,6 @@ class Online:
     """Stands for vLLM's arguments of a quantisation that is made at start."""
 
     linear: str = "fp8"
-
-
-def vllm_config(config: Mapping[str, Any] | None = None, **changes: Any) -> Any:
-    model = {
-        "model": "/models/a",
-        "revision": None,
-        "hf_config": SimpleNamespace(to_dict=lambda: dict(CONFIG if config is None else config)),
-        "dtype": torch.bfloat16,
-        "max_model_len": 4096,
-        "quantization_config": None,
-        "model_class_overrides": {},
-        "multimodal_config": None,
-        "is_mm_prefix_lm": False,
-    }
-    others: dict[str, Any] = {
-        "load_config": SimpleNamespace(load_format="auto", download_dir=None),
-        "speculative_config": None,
-        "lora_config": None,
-        "ec_transfer_config": None,
-    }
-    for name in list(changes):
-        (model if name in model else others)[name] = changes.pop(name)
-    return SimpleNamespace(model_config=SimpleNamespace(**model), **others)
-
-
-def rules(config: Mapping[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    return read_rules(vllm_config(config, **changes))
 
 
 def test_what_a_reload_may_read_instead() -> None:
@@ -292,97 +258,6 @@ def test_media_are_numbered_where_nothing_needs_hashes(gib: int, *, caches_prefi
     assert (refusal is not None and refusal[0] == "media_without_hash") is numbered
 
 
-def write_snapshot(cache: Path, **files: str) -> Path:
-    """A cache of the hub with the files of `some/model`, by their names without dots."""
-    commit = "a" * 40
-    folder = cache / "models--some--model" / "snapshots" / commit
-    folder.mkdir(parents=True)
-    for name, text in files.items():
-        (folder / name.replace("__", ".")).write_text(text)
-    refs = cache / "models--some--model" / "refs"
-    refs.mkdir()
-    (refs / "main").write_text(commit)
-    return folder
-
-
-def test_names_of_the_hub(tmp_path: Path) -> None:
-    """A name stands for the folder of the hub's cache that holds it; one that is not there stays a name."""
-    folder = write_snapshot(tmp_path, model__safetensors="weights")
-    load = SimpleNamespace(load_format="auto", download_dir=str(tmp_path))
-    assert rules(model="some/model", load_config=load)["model_path"] == str(folder)
-    for name in ("some/other", "no such folder/at/all"):
-        assert rules(model=name, load_config=load)["model_path"] == name
-
-
-def test_names_of_the_other_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ModelScope a name never stands for what another hub's cache holds under it."""
-    write_snapshot(tmp_path, model__safetensors="weights")
-    load = SimpleNamespace(load_format="auto", download_dir=str(tmp_path))
-    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
-    monkeypatch.setitem(sys.modules, "modelscope", None)
-    assert rules(model="some/model", load_config=load)["model_path"] == "some/model"
-    asked: dict[str, Any] = {}
-    client = SimpleNamespace(snapshot_download=lambda name, **options: asked.update(options) or f"/{name}")
-    monkeypatch.setitem(sys.modules, "modelscope", client)
-    assert rules(model="some/model", load_config=load)["model_path"] == "/some/model"
-    assert asked == {"revision": None, "cache_dir": str(tmp_path), "local_files_only": True}
-
-
-def test_a_folder_for_weights_holds_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `download_dir` vLLM reads weights there, and code and settings of a processor in the hub's own cache."""
-    weights = write_snapshot(tmp_path / "weights", model__safetensors="weights")
-    others = write_snapshot(tmp_path / "others", modeling_my__py="SCALE = 1", processor_config__json="{}")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "others"))
-    config = with_code("some/model")
-    config.load_config.download_dir = str(tmp_path / "weights")
-    config.model_config.multimodal_config = SimpleNamespace(video_pruning_rate=0.5)
-    before = read_rules(config)
-    assert before["model_path"] == str(weights)
-    for name, part in (("modeling_my.py", "model_rules"), ("processor_config.json", "media_rules")):
-        assert UNKNOWN not in before[part].values()
-        (others / name).write_text("other")
-        assert read_rules(config)[part] != before[part]
-
-
-def test_weights_that_are_replaced_before_the_connector_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The engine has those of its configuration. Another machine's dates say nothing, nor does a hub's name."""
-    (tmp_path / "model.safetensors").write_bytes(b"old")
-    configs = [vllm_config(model=str(tmp_path)) for _ in range(2)]
-    hub = vllm_config(model="some/model")
-    old = read_rules(configs[0])["weights_stamp"]
-    for config in (*configs, hub):
-        note_weights(config)
-    (tmp_path / "model.safetensors").write_bytes(b"newer")
-    assert read_rules(configs[0])["weights_stamp"] == old
-    monkeypatch.setattr("platform.node", lambda: "another machine")
-    assert read_rules(configs[1])["weights_stamp"] == stamp_weights([str(tmp_path)], "auto") != old
-    assert read_rules(hub)["weights_stamp"] == ""
-
-
-def test_a_hubs_name_that_means_other_weights_while_an_engine_starts(tmp_path: Path) -> None:
-    """They were read by the name before the connector is made, and those of the new revision must not give them an id.
-    Nor may an engine go on that reads its weights again: by the name, and so the new ones.
-    """
-    old = write_snapshot(tmp_path, model__safetensors="weights")
-    load = SimpleNamespace(load_format="auto", download_dir=str(tmp_path))
-    early, late = (vllm_config(model="some/model", load_config=load) for _ in range(2))
-    note_weights(early)
-    facts = make_facts(**read_rules(early))
-    assert would_read_the_same(early, facts) and find_weights_id(facts, tmp_path / "digests")
-    new = old.with_name("b" * 40)
-    shutil.copytree(old, new)
-    (old.parents[1] / "refs" / "main").write_text(new.name)
-    assert not would_read_the_same(early, facts)
-    with pytest.raises(InvalidRequest, match="changed while the engine started"):
-        find_weights_id(make_facts(**read_rules(early)), tmp_path / "digests")
-    note_weights(late)
-    restarted = make_facts(**read_rules(late))
-    assert restarted.model_path == str(new)
-    assert would_read_the_same(late, restarted) and find_weights_id(restarted, tmp_path / "digests")
-
-
 def test_draft_models() -> None:
     """A draft model with weights of its own has a folder of its own; layers of the model itself have not."""
     paths = {}
@@ -456,13 +331,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def with_code(folder: Path | str, reference: str = "modeling_my.MyModel", **changes: Any) -> Any:
-    config = vllm_config({**CONFIG, "auto_map": {"AutoModel": reference}}, model=str(folder))
-    model = {"trust_remote_code": True, "using_transformers_backend": lambda: True, "code_revision": None, **changes}
-    vars(config.model_config).update(model)
-    return config
-
-
 def test_a_models_own_code_counts(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Each of its Python files, wherever the folder is; not where vLLM's own code computes the model."""
     code = read_rules(with_code(folder))["model_rules"]["code"]
@@ -506,6 +374,10 @@ def test_how_media_are_processed_counts(folder: Path) -> None:
     assert media_rules(folder) not in (before, changed)
     (folder / "tekken.json").write_text("{}")
     assert media_rules(folder)["processor"] not in (before["processor"], changed["processor"])
+    whole = media_rules(folder)
+    (folder / "speech_tokenizer").mkdir()
+    (folder / "speech_tokenizer" / "preprocessor_config.json").write_text("{}")
+    assert media_rules(folder) != whole
     assert media_rules("someone/elsewhere")["processor"] == UNKNOWN
     known, unknown = (media_refusal(media_rules(place)) for place in (folder, "someone/elsewhere"))
     assert known is None and unknown is not None and unknown[0] == "media_files"
@@ -555,14 +427,6 @@ def test_plugins_of_vllm_are_known_by_their_files(tmp_path: Path, monkeypatch: p
         (tmp_path / "patches" / name).write_text("x = 1")
         seen.append(plugin_digests(["patch"]))
     assert len({one["patches.deep:patch"] for one in seen}) == 4
-
-
-def test_parts_of_a_model_are_found(tmp_path: Path) -> None:
-    """The other models that a configuration names as parts: their folders, or their names if there are none."""
-    (tmp_path / "text").mkdir()
-    read = rules({**CONFIG, "text_model_id": str(tmp_path / "text"), "audio_model_id": None})
-    assert read["part_paths"] == (str(tmp_path / "text"),)
-    assert rules()["part_paths"] == ()
 
 
 def test_scales_of_a_media_encoder_count(tmp_path: Path) -> None:
