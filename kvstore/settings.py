@@ -6,7 +6,6 @@ import difflib
 import logging
 import os
 import re
-import shutil
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +26,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.eviction.candidates import ADMISSIONS, AUTO, POLICIES, REMOVED
 from kvstore.eviction.holdings import Quota
 from kvstore.model.media import parse_media
-from kvstore.runtime.machine import usable_bytes
+from kvstore.runtime.machine import disk_size_and_free, usable_bytes
 from kvstore.runtime.sizes import parse_bytes
 from kvstore.runtime.wrong_values import cut, expectation, shown
 from kvstore.tiers.locations import (
@@ -334,9 +333,7 @@ class Settings(BaseModel):
         """`disk_bytes`, or a tenth of what is free where `directory` is or will be."""
         if self.disk_bytes is not None:
             return self.disk_bytes
-        # not `Path.exists`, which raises where this user may not look
-        existing = next(path for path in (directory, *directory.parents) if os.path.exists(path))
-        return max(1, shutil.disk_usage(existing).free // 10)
+        return max(1, disk_size_and_free(directory)[1] // 10)
 
 
 def load_settings(flags: Mapping[str, object] | None = None, *, config: Path | None = None) -> Settings:

@@ -34,7 +34,7 @@ def _report_ready(server: Server) -> None:
     console = Console(stderr=True, soft_wrap=True)
     with suppress(OSError):  # stderr may be a file on a full disk
         for address in server.addresses:
-            console.print(f"ready: set url to [bold]{address}[/bold]", highlight=False)
+            console.print(f"ready: set url to [bold]{escape(str(address))}[/bold]", highlight=False)
     notify_ready(f"serves engines at {', '.join(map(str, server.addresses))}")
 
 

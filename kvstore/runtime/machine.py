@@ -1,9 +1,10 @@
-"""The machine: how much memory it has, memory made resident ahead of use, the cores of a thread."""
+"""The machine: how much memory and disk it has, memory made resident ahead of use, the cores of a thread."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import threading
 import time
 from contextlib import suppress
@@ -29,6 +30,13 @@ def container_bytes() -> int | None:
 def usable_bytes() -> int:
     """Memory that the processes of this machine, or of this container, have together."""
     return container_bytes() or machine_bytes()
+
+
+def disk_size_and_free(directory: Path) -> tuple[int, int]:
+    """Bytes of the file system where `directory` is or will be, and how many of them are free."""
+    # not `Path.exists`, which raises where this user may not look
+    usage = shutil.disk_usage(next(path for path in (directory, *directory.parents) if os.path.exists(path)))
+    return usage.total, usage.free
 
 
 _MADV_POPULATE_WRITE = 23

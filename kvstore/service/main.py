@@ -23,7 +23,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 from kvstore.runtime.background import on_loose_exception
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.files import open_regular, try_lock
-from kvstore.runtime.machine import usable_bytes
+from kvstore.runtime.machine import disk_size_and_free, usable_bytes
 from kvstore.runtime.sizes import format_bytes
 from kvstore.service.admin.port import Administered, admin_port, check_admin_listen
 from kvstore.service.authentication import read_token, watch_credentials
@@ -33,6 +33,7 @@ from kvstore.service.reported_settings import reported_settings
 from kvstore.service.server import Server
 from kvstore.service.tracing import open_tracing
 from kvstore.settings import Settings, load_settings
+from kvstore.tiers.locations import FileLocation
 from kvstore.wire.address import Address, TcpAddress, unix_accepts
 from kvstore.wire.private_place import default_directory, private_socket_path
 
@@ -59,6 +60,8 @@ def serve_settings(settings: Settings, on_ready: Callable[[Server], None]) -> No
     shape_logs(settings.log_format, secrets_of(settings))
     _allow_descriptors()
     warn_of_memory(settings.memory_bytes, usable_bytes())
+    if isinstance(settings.cold, FileLocation) and settings.disk_bytes is not None:
+        warn_of_disk(settings.disk_bytes, disk_size_and_free(settings.cold.path)[0])
     token = read_token(settings.token_file) if settings.token_file is not None else ""
     credentials = watch_credentials(settings.credentials_file) if settings.credentials_file is not None else None
     if isinstance(settings.listen, TcpAddress) and not token and credentials is None:
@@ -91,6 +94,15 @@ def warn_of_memory(wanted_bytes: int, usable: int) -> None:
         _log.warning(
             "memory_bytes is %s, and this machine or container has %s: set at most %s, or the service may be killed",
             *map(format_bytes, (wanted_bytes, usable, usable * 3 // 4)),
+        )
+
+
+def warn_of_disk(wanted_bytes: int, total_bytes: int) -> None:
+    """Say once that `disk_bytes` does not fit: records would be refused only when the disk is full."""
+    if wanted_bytes > total_bytes:
+        _log.warning(
+            "disk_bytes is %s, and the disk of cold has %s: set less, or writes fail once it is full",
+            *map(format_bytes, (wanted_bytes, total_bytes)),
         )
 
 

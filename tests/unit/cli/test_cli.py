@@ -150,13 +150,16 @@ def test_serve_has_a_flag_and_a_help_for_every_setting() -> None:
 
 
 def test_a_service_is_served_asked_and_ended(tmp_path: Path) -> None:
-    """`serve` says where, `status` shows it, a second `serve` there is refused, SIGTERM ends it well."""
-    url = f"unix:{tmp_path / 's'}"
-    flags = ["--listen", url, "--cold", "memory:", "--memory-bytes", "16MiB"]
+    """`serve` says where, also where that looks like markup, and what does not fit; `status` shows it, a second `serve`
+    there is refused, SIGTERM ends it well.
+    """
+    place = tmp_path / "[s]"
+    url, cold = f"unix:{place}", f"file://{tmp_path / 'records'}"
+    flags = ["--listen", url, "--cold", cold, "--memory-bytes", "16MiB", "--disk-bytes", "900TiB"]
     with subprocess.Popen([*COMMAND, "serve", *flags], stderr=subprocess.PIPE, text=True) as service:
         try:
             ends_s = time.monotonic() + 20
-            while not (tmp_path / "s").exists():
+            while not place.exists():
                 assert time.monotonic() < ends_s
                 time.sleep(0.02)
             code, out, err = run("status", "--json", "--url", url)
@@ -173,16 +176,17 @@ def test_a_service_is_served_asked_and_ended(tmp_path: Path) -> None:
             assert code == 0 and "16,777,216" in out
             code, out, _ = run("explain", "--config", str(config))
             assert code == 0 and "no engine has reported" in out
-            code, _, err = run("serve", *flags)
+            code, _, err = run("serve", *flags, "--cold", "memory:")
             assert code == 2
             assert "another program listens there" in err
         finally:
             service.send_signal(signal.SIGTERM)
         assert service.stderr is not None
         said = service.stderr.read()
-        assert f"set url to {url}" in said
+        assert f"set url to {url}\n" in said
+        assert "disk_bytes is 900TiB, and the disk of cold has " in said
         assert service.wait(10) == 0
-    assert not (tmp_path / "s").exists()
+    assert not place.exists()
 
 
 def test_a_directory_is_verified_before_and_after_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
