@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import chain
 
@@ -31,7 +31,7 @@ from kvstore.service.admin.jobs.deletions import (
 )
 from kvstore.service.admin.jobs.job import Job, JobKind, JobStatus
 from kvstore.service.admin.listing import entry_at
-from kvstore.service.admin.models import Confirm
+from kvstore.service.admin.models import Amount, Confirm
 from kvstore.service.admin.problems import Refused
 from kvstore.service.authentication import Grant
 from kvstore.store.retention.broken import BrokenFinder
@@ -212,11 +212,7 @@ class _Collection:
                 await orphans.flush()
             if orphans.is_full:
                 self._notes.append(f"{name} has more orphans: run the garbage collection again")
-            if found := orphans.found:
-                tally = self._found["orphans"]
-                tally.count(name, len(found), sum(found.values()))
-                tally.by_tier[name].num_boundaries = len({(key.namespace, key.prefix) for key in found})
-            self._report()
+            self._count_orphans(name, orphans)
         if self._job.is_dry_run or not any(orphans.found for orphans in collected.values()):
             return
         progress.unit = f"records; the orphans are compared again {UNUSED_S} s later, and deleted then"
@@ -227,7 +223,18 @@ class _Collection:
         for name, orphans in collected.items():
             if not await orphans.delete():
                 self._notes.append(f"orphans of {name} were kept: the catalog is not complete any more")
-                self._report()
+            self._count_orphans(name, orphans)
+
+    def _count_orphans(self, name: str, orphans: _Orphans) -> None:
+        """Report those of one tier: the ones that were found and, once they are deleted, only those that were."""
+        by_tier = self._found["orphans"].by_tier
+        by_tier.pop(name, None)
+        if found := orphans.found:
+            num_boundaries = len({(key.namespace, key.prefix) for key in found})
+            by_tier[name] = Amount(
+                num_boundaries=num_boundaries, num_records=len(found), num_bytes=sum(found.values())
+            )
+        self._report()
 
 
 class _Case(Enum):
@@ -248,7 +255,7 @@ class _Orphans:
         grant: An operator's.
 
     Attributes:
-        found: Orphans with their bytes, at most 65,536.
+        found: Orphans with their bytes, at most 65,536; after `delete` those that it deleted.
         is_full: There are more.
     """
 
@@ -295,15 +302,22 @@ class _Orphans:
         """
         keys, operations = list(self.found), self._context.operations
         for start in range(0, len(keys), PIECE_RECORDS_MAX):
-            missing = await self._missing(keys[start : start + PIECE_RECORDS_MAX])
+            piece = keys[start : start + PIECE_RECORDS_MAX]
+            missing = await self._missing(piece)
             if await self._catalog.complete_epoch(deadline=self._context.soon()) != self._epoch:
+                self._keep(keys[start:])
                 return False
+            self._keep(set(piece).difference(missing))
             await self._context.data_loop.call_in_pieces(
                 missing,
                 lambda piece, deadline: operations.delete(piece, self._level, deadline=deadline),
                 _CALL_S,
             )
         return True
+
+    def _keep(self, keys: Iterable[RecordKey]) -> None:
+        for key in keys:
+            del self.found[key]
 
     async def _missing(self, keys: Sequence[RecordKey]) -> list[RecordKey]:
         """Those that the catalog lacks."""
