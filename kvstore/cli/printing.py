@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvstore.runtime.sizes import counted
+
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
@@ -116,11 +118,6 @@ def span_text(seconds: float) -> str:
 def time_text(seconds: int | None) -> str:
     """A time in UTC; `-` for `None` and 0."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S") if seconds else "-"
-
-
-def counted(number: float, one: str, many: str = "") -> str:
-    """A number with its noun, like `1 record` or `1,024 boundaries`; `many` if the plural is not `one` and an s."""
-    return f"{number:,.0f} {one if number == 1 else many or one + 's'}"
 
 
 def amounts_text(by_tier: Mapping[str, Any]) -> str:

@@ -13,12 +13,13 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from kvstore.catalog.entry import Level
 from kvstore.cli.admin import AdminClient, report_of, run_job
 from kvstore.cli.options import AsJson, Config, TokenFile, quieted
-from kvstore.cli.printing import bytes_text, counted, progress_bar
+from kvstore.cli.printing import bytes_text, progress_bar
 from kvstore.cli.service import ByService, ServiceUrl, admin_of, check_store, location_of, store_in_use
 from kvstore.compose import open_catalog, open_tier
 from kvstore.doctor.store_in_use import StoreInUse
 from kvstore.errors import InvalidRequest
 from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.sizes import counted
 from kvstore.settings import Settings
 from kvstore.store.upkeep.reindexing import ReindexReport, reindex_store
 from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier, RedisLocation

@@ -20,8 +20,9 @@ from kvstore.cli.admin import (
     whole_namespace,
     whole_prefix,
 )
-from kvstore.cli.printing import amounts_text, counted, echo_json
+from kvstore.cli.printing import amounts_text, echo_json
 from kvstore.errors import InvalidRequest
+from kvstore.runtime.sizes import counted
 
 _STDIN = Path("-")
 _GARBAGE = {

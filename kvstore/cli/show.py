@@ -8,18 +8,10 @@ import typer
 from rich.markup import escape
 
 from kvstore.cli.admin import AdminClient, NamespaceArgument, admin_verb, whole_namespace, whole_prefix
-from kvstore.cli.printing import (
-    bytes_text,
-    counted,
-    echo_json,
-    held_text,
-    namespace_name,
-    print_table,
-    table_of,
-    time_text,
-)
+from kvstore.cli.printing import bytes_text, echo_json, held_text, namespace_name, print_table, table_of, time_text
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.namespace import field_differences, flat_fields
+from kvstore.runtime.sizes import counted
 
 _FAMILY_SHOWN = 8
 

@@ -15,7 +15,6 @@ from kvstore.cli.options import AsJson, Config, TokenFile
 from kvstore.cli.printing import (
     bytes_text,
     console_of,
-    counted,
     limit_text,
     print_table,
     share_text,
@@ -25,6 +24,7 @@ from kvstore.cli.printing import (
 )
 from kvstore.cli.service import DataTimeout, Url, connected
 from kvstore.cli.status_problems import Problem, by_label, problems_of
+from kvstore.runtime.sizes import counted
 
 _REASONS_SHOWN = 4
 _ENGINES_SHOWN = 8
@@ -121,7 +121,8 @@ def _hits(values: Mapping[str, Any]) -> Iterator[str]:
         reasons = sorted(recent["reasons"].items(), key=lambda one: -one[1])
         if reasons:
             shown = ", ".join(f"{word} {num:,}" for word, num in reasons[:_REASONS_SHOWN])
-            others = f" and {len(reasons) - _REASONS_SHOWN} others" if len(reasons) > _REASONS_SHOWN else ""
+            num_others = len(reasons) - _REASONS_SHOWN
+            others = f" and {counted(num_others, 'other')}" if num_others > 0 else ""
             yield f"  why not more: {escape(shown)}{others} ([bold]kvstore explain[/bold] shows each request)"
     requests = by_label(counters, "requests", "result")
     yield f"since its start: {hit_text(requests, by_label(counters, 'request_tokens', 'part'))}"
@@ -153,7 +154,8 @@ def _tiers(values: Mapping[str, Any]) -> Iterator[str]:
             state = "[red]accepts no writes[/red]"
         else:
             state = "[green]works[/green]"
-        bad = f"; {tier['num_quarantined']:,} corrupt records quarantined" if tier.get("num_quarantined") else ""
+        num_bad = tier.get("num_quarantined")
+        bad = f"; {counted(num_bad, 'corrupt record')} quarantined" if num_bad else ""
         yield f"{escape(name)}: {state}{_sizes(name, tier)}{bad}"
     yield from _evicted(values.get("counters", {}))
     for tenant, quota in values.get("quotas", {}).items():

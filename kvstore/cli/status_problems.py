@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
-from kvstore.cli.printing import bytes_text, counted, share_text, span_text, time_text
+from kvstore.cli.printing import bytes_text, share_text, span_text, time_text
 from kvstore.errors import next_step
 from kvstore.runtime.meters import name_and_labels
+from kvstore.runtime.sizes import counted
 
 LATE = ("deadline", "lookup_failed", "lookup_timeout", "stage_failed", "stage_timeout", "stall", "tier_failed")
 """Reasons for which a request was computed although its pages may have been stored: the store did not answer."""
 _NO_ROOM = ("node_memory",)
 """Reasons for which a request was resumed only in part: the node had no room for what is stored."""
-_CUT = ((LATE, 10, "got no answer in time"), (_NO_ROOM, 1, "were resumed no further than memory has room for"))
+_CUT = ((LATE, 10, "got no answer in time"), (_NO_ROOM, 1, "resumed no further than memory has room for"))
 """Reasons, the requests below which they are no problem, and what happened. A prompt that is too large never fits."""
 _CUT_SHARE = 0.2
 _NEARLY_FULL, _NEARLY_LEASED = 0.75, 0.9
@@ -26,7 +28,7 @@ _OVER_S = 60
 _COUNTERS = (
     ("corrupt_records", "tier", "corrupt record", "{} found in {}; none was served", "kvstore verify"),
     ("discarded_records", "", "bad record", "engines found {}, now in quarantine", "kvstore verify, engines' logs"),
-    ("write_back_dropped", "tier", "record", "{} not copied to {}", "counters.write_back_dropped in --all says why"),
+    ("write_back_dropped", "tier", "record", "{} not copied to {} ({})", "docs/durability.md explains these reasons"),
     ("encryption_refused_saves", "reason", "record", "{} not kept ({})", "kvstore doctor"),
     (
         "retention_failures",
@@ -45,8 +47,8 @@ _COUNTERS = (
     ("manifest_read_failures", "", "time", "descriptions of namespaces could not be read {}", "the service's log"),
     ("catalog_changes_lost", "", "change", "{} did not reach the catalog", "wait: a service adds what is stored"),
 )
-"""Counters that should not grow: name, a label, what is counted, what it means (the number and the label's value), the
-next step."""
+"""Counters that should not grow: name, a label, what is counted, what it means (with the number, the label's value, and
+the number of each reason), the next step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,8 @@ def _of_requests(recent: Mapping[str, Any]) -> Iterator[Problem]:
         from kvstore.store.explain.reasons import REASONS  # slow to import, and health probes run this verb often
 
         worst = max(cut, key=lambda word: cut[word])
-        text = f"{num_cut:,} of the last {num_requests:,} requests {what} ({worst}: {REASONS[worst].why})"
+        who = "the last request" if num_requests == 1 else f"{num_cut:,} of the last {num_requests:,} requests"
+        text = f"{who} {what} ({worst}: {REASONS[worst].why})"
         past = _over_since(recent, "reasons", cut)
         yield Problem(text, f"{REASONS[worst].advice or 'kvstore doctor'}; kvstore explain", past)
 
@@ -196,7 +199,9 @@ def _of_counters(counters: Mapping[str, float], tiers: Collection[str]) -> Itera
     for name, label, noun, text, step in _COUNTERS:
         for value, amount in by_label(counters, name, label).items():
             if amount:
-                yield Problem(text.format(counted(amount, noun), places.get(value, value)), step, _SINCE_START)
+                reasons = by_label(counters, name, "reason", {label: value})
+                why = ", ".join(f"{reason} {num:,.0f}" for reason, num in reasons.items())
+                yield Problem(text.format(counted(amount, noun), places.get(value, value), why), step, _SINCE_START)
     refused = by_label(counters, "saves", "outcome")
     for outcome, why in (("full", "the tiers were full"), ("busy", "too many saves were being received")):
         if amount := refused.get(outcome, 0):
@@ -204,12 +209,18 @@ def _of_counters(counters: Mapping[str, float], tiers: Collection[str]) -> Itera
             yield Problem(f"{counted(amount, 'save')} refused: {why}", step, _SINCE_START)
 
 
-def by_label(samples: Mapping[str, float], name: str, label: str) -> dict[str, float]:
-    """A meter's values by one of its labels, summed over the others; values without that label under an empty text."""
+def by_label(
+    samples: Mapping[str, float], name: str, label: str, only: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, float]:
+    """A meter's values by one of its labels, summed over the others; values without that label under an empty text.
+
+    Args:
+        only: Leave out values with other labels than these.
+    """
     found: dict[str, float] = {}
     for key, amount in samples.items():
         meter, labels = name_and_labels(key)
-        if meter == name:
+        if meter == name and all(labels.get(one, "") == value for one, value in only.items()):
             value = labels.get(label, "")
             found[value] = found.get(value, 0) + amount
     return found

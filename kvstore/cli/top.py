@@ -17,7 +17,6 @@ from kvstore.cli.jobs import job_progress
 from kvstore.cli.printing import (
     bytes_text,
     console_of,
-    counted,
     echo_json,
     held_text,
     limit_text,
@@ -34,6 +33,7 @@ from kvstore.cli.status import hit_text
 from kvstore.cli.status_problems import by_label, waiting_text
 from kvstore.errors import Unavailable
 from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.sizes import counted
 
 _NAMESPACES_SHOWN, _REQUESTS_SHOWN = 8, 8
 _NAMESPACES_MAX = 1000

@@ -13,13 +13,14 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from kvstore.cli.admin import AdminClient, report_of, run_job
 from kvstore.cli.options import AsJson, Config, TokenFile, parse_size, quieted
-from kvstore.cli.printing import bytes_text, counted, progress_bar
+from kvstore.cli.printing import bytes_text, progress_bar
 from kvstore.cli.service import NO_SERVICE, ByService, ServiceUrl, admin_of, check_store, location_of, store_in_use
 from kvstore.compose import open_tier
 from kvstore.doctor.store_in_use import StoreInUse
 from kvstore.errors import InvalidRequest
 from kvstore.model.keys import NamespaceId
 from kvstore.runtime.clock import SYSTEM_CLOCK
+from kvstore.runtime.sizes import counted
 from kvstore.settings import Settings
 from kvstore.store.upkeep.verification import BadRecord, ByteRate, Findings, count_records, verify_tier
 from kvstore.tiers.locations import ColdLocation, HotLocation, NoTier, TierLocation, parse_tier

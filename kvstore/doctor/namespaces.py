@@ -21,6 +21,7 @@ from kvstore.model.namespace import NamespaceDescription, field_differences, fla
 from kvstore.runtime.background import gather_all
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.files import read_regular
+from kvstore.runtime.sizes import counted
 from kvstore.settings import Settings
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import FileLocation, NoTier, RedisLocation, S3Location
@@ -110,7 +111,7 @@ def judge_namespaces(found: Sequence[NamespaceDescription]) -> Finding:
     ]
     seen = "; ".join(_describe(*pair) for pair in nearest)
     if len(pairs) > len(nearest):
-        seen += f"; and {len(pairs) - len(nearest)} more pairs"
+        seen += f"; and {counted(len(pairs) - len(nearest), 'more pair')}"
     causes = dict.fromkeys(_fix_of(differs[0].field) for differs, _, _ in nearest)
     return it.warning(seen, f"give these engines {'; '.join(causes)} (ignore a namespace that no engine uses any more)")
 
@@ -136,7 +137,7 @@ def _could_share(one: NamespaceDescription, other: NamespaceDescription, paths: 
 
 def _describe(differs: Sequence[Difference], one: NamespaceDescription, other: NamespaceDescription) -> str:
     shown = ", ".join(map(str, differs[:_FIELDS_MAX]))
-    more = f" and {len(differs) - _FIELDS_MAX} more fields" if len(differs) > _FIELDS_MAX else ""
+    more = f" and {counted(len(differs) - _FIELDS_MAX, 'more field')}" if len(differs) > _FIELDS_MAX else ""
     model = one.fields.get("architecture", "a model")
     return f"{model} has two, {one.id.hex()[:8]} and {other.id.hex()[:8]}, which differ in {shown}{more}"
 

@@ -10,7 +10,7 @@ from kvstore.doctor.check import Check, Criterion, Finding, worst
 from kvstore.doctor.machine import judge_clock
 from kvstore.errors import KVStoreError, next_step
 from kvstore.runtime.deadline import Deadline
-from kvstore.runtime.sizes import format_bytes
+from kvstore.runtime.sizes import counted, format_bytes
 from kvstore.tiers.locations import RedisLocation
 
 if TYPE_CHECKING:  # it needs the extra `redis`
@@ -126,7 +126,7 @@ def _judge_topology(location: RedisLocation, seen: RedisExamination) -> Finding:
         return it.failed("a node of a Redis Cluster", "write redis+cluster:// in hot instead of redis://")
     if server.role != "master":
         return it.failed(f"{server.address} is a replica", _PRIMARY_FIX)
-    return it.ok(f"one primary with {server.num_replicas} replicas")
+    return it.ok(f"one primary with {counted(server.num_replicas, 'replica')}")
 
 
 def _judge_cluster(seen: RedisExamination) -> Finding:
@@ -148,7 +148,7 @@ def _judge_cluster(seen: RedisExamination) -> Finding:
     if alone:
         fix = "add replicas: redis-cli --cluster add-node ... --cluster-slave; without them a dead node's keys are lost"
         return it.warning(f"no replica: {', '.join(alone)}", fix)
-    return it.ok(f"a cluster of {len(seen.servers)} primaries")
+    return it.ok(f"a cluster of {counted(len(seen.servers), 'primary', 'primaries')}")
 
 
 def _judge_sentinels(seen: RedisExamination) -> Finding:
@@ -159,7 +159,10 @@ def _judge_sentinels(seen: RedisExamination) -> Finding:
     replicas = sum(server.num_replicas for server in seen.servers)
     if not replicas:
         return it.warning("the primary has no replica", "start a replica (replicaof), so that sentinels can fail over")
-    return it.ok(f"{len(seen.sentinels)} sentinels name one primary with {replicas} replicas")
+    return it.ok(
+        f"{counted(len(seen.sentinels), 'sentinel names', 'sentinels name')} one primary with "
+        f"{counted(replicas, 'replica')}"
+    )
 
 
 def _judge_version(server: ServerFacts) -> Finding:

@@ -20,6 +20,7 @@ from kvstore.doctor.service_tiers import judge_tiers, mapping_of
 from kvstore.doctor.unreachable import CERTIFICATE_FIX, step_of
 from kvstore.errors import InvalidRequest, KVStoreError, next_step
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.sizes import counted
 from kvstore.service.authentication import read_token
 from kvstore.store.explain.reasons import REASONS, UNKNOWN
 from kvstore.wire.address import TcpAddress, UnixAddress, parse_address
@@ -210,7 +211,8 @@ def losses_text(recent: Mapping[str, object]) -> str:
         by_reason = ", ".join(f"{reason} {num:,}" for reason, num in losses)
         total = sum(num for _, num in losses)
         parts.append(
-            f"{total:,} records were computed in the last {_minutes(recent)} minutes, but not saved ({by_reason})"
+            f"{counted(total, 'record was', 'records were')} computed in the last {_minutes(recent)} minutes, but not "
+            f"saved ({by_reason})"
         )
     if sizes := mapping_of(recent.get("too_large")):
         parts.append(

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from kvstore.doctor.check import Criterion, Finding, Verdict
 from kvstore.errors import in_words, next_step
+from kvstore.runtime.sizes import counted
 
 _SUBJECTS = {"filesystem": "directory"}
 """Tiers whose checks have another name than the tier."""
@@ -42,9 +43,9 @@ def judge_tiers(status: Mapping[str, object], own: Mapping[str, Finding] = _NONE
         seen = "; ".join(f"{tier} accepts no writes: {cause}" for tier, (cause, _) in refusing.items())
         steps = [f"{step} ({tier})" for tier, (_, step) in refusing.items() if step]
         return it.failed(seen, "; ".join(steps) or f"see the checks of {', '.join(refusing)}")
-    quarantined = {tier: values["num_quarantined"] for tier, values in tiers.items() if values.get("num_quarantined")}
+    quarantined = {tier: num for tier, values in tiers.items() if (num := values.get("num_quarantined"))}
     if quarantined:
-        seen = ", ".join(f"{number} corrupt records quarantined in {tier}" for tier, number in quarantined.items())
+        seen = ", ".join(f"{counted(num, 'corrupt record')} quarantined in {tier}" for tier, num in quarantined.items())
         fix = "kvstore verify hot; kvstore verify cold; if they find more, check that medium for failing hardware"
         return it.warning(seen, fix)
     return it.ok(f"{', '.join(tiers)} answer" if tiers else "it reports none")

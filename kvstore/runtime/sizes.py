@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them: one grammar for the service and the connector."""
+"""Sizes in bytes, and numbers with their nouns, as people write them: one grammar for the service and the connector."""
 
 from __future__ import annotations
 
@@ -44,3 +44,8 @@ def format_bytes(num_bytes: int) -> str:
             text = f"{num_bytes / (1 << power):.1f}"
             return f"{text.removesuffix('.0')}{unit}"
     return f"{num_bytes}B"
+
+
+def counted(number: float, one: str, many: str = "") -> str:
+    """A number with its noun, like `1 record` or `1,024 boundaries`; `many` if the plural is not `one` and an s."""
+    return f"{number:,.0f} {one if number == 1 else many or one + 's'}"

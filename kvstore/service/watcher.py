@@ -11,6 +11,7 @@ from kvstore.runtime.clock import SYSTEM_CLOCK, Clock
 from kvstore.runtime.deadline import Deadline
 from kvstore.runtime.events import EventKind, Events
 from kvstore.runtime.meters import name_and_labels
+from kvstore.runtime.sizes import counted
 from kvstore.runtime.watched_file import Watched
 from kvstore.service.authentication import Credentials
 from kvstore.service.history import STEP_S, History, Sample
@@ -24,9 +25,9 @@ _ANSWER_S = 2.0
 _KEPT = frozenset(("lookups", "lookup_hits", "requests", "request_tokens", "served_records", "retention_boundaries"))
 """Meters that the history keeps."""
 
-_REFUSED = {
-    "busy": "saves of engines were refused: too many bytes were being saved at a time",
-    "full": "saves of engines were refused: no tier had room",
+_REFUSED = {  # why, by the outcome
+    "busy": "too many bytes were being saved at a time",
+    "full": "no tier had room",
 }
 
 Labels = Mapping[str, str]
@@ -96,29 +97,32 @@ class Watcher:
             freed = _by_tier(grown.get("retention_bytes", [])).get(tier, {})
             num = sum(reasons.values())
             causes = ", ".join(f"{cause} {count}" for cause, count in sorted(reasons.items(), key=lambda one: -one[1]))
-            text = f"evicted {num} {'boundary' if num == 1 else 'boundaries'} from {tier} ({causes})"
+            text = f"evicted {counted(num, 'boundary', 'boundaries')} from {tier} ({causes})"
             self._events.add(
                 EventKind.EVICTED, text, detail={"tier": tier, "num_bytes": sum(freed.values()), **reasons}
             )
         for labels, amount in grown.get("tier_evicted_records", []):
             tier = labels.get("tier", "")
-            text = f"{tier} evicted {int(amount)} records one by one: it was full before retention freed space"
+            text = f"{tier} evicted {counted(amount, 'record')} one by one: it was full before retention freed space"
             self._events.add(EventKind.EVICTED, text, detail={"tier": tier, "num_records": int(amount)})
         for _, amount in grown.get("catalog_reconciled", []):
-            text = f"Redis no longer has {int(amount)} records: evicted, flushed, or lost in a restart"
+            text = f"Redis no longer has {counted(amount, 'record')}: evicted, flushed, or lost in a restart"
             self._events.add(EventKind.EVICTED, text, detail={"tier": "redis", "num_records": int(amount)})
         for labels, amount in grown.get("saves", []):
             if (refused := _REFUSED.get(labels.get("outcome", ""))) is not None:
-                self._events.add(EventKind.SAVES_DROPPED, f"{int(amount)} {refused}", detail={"records": int(amount)})
+                text = f"{counted(amount, 'save of engines was', 'saves of engines were')} refused: {refused}"
+                self._events.add(EventKind.SAVES_DROPPED, text, detail={"records": int(amount)})
         for labels, amount in grown.get("saves_lost", []):
             reason = labels.get("reason", "other")
-            text = f"{int(amount)} records of engines are missing: {REASONS.get(reason, UNKNOWN).why}"
+            missing = counted(amount, "record of engines is", "records of engines are")
+            text = f"{missing} missing: {REASONS.get(reason, UNKNOWN).why}"
             self._events.add(EventKind.SAVES_DROPPED, text, detail={"records": int(amount), "reason": reason})
         for tier, reasons in _by_tier(grown.get("write_back_dropped", [])).items():
-            text = f"{sum(reasons.values())} saved records were not copied to {tier}"
+            dropped = counted(sum(reasons.values()), "saved record was", "saved records were")
+            text = f"{dropped} not copied to {tier}"
             self._events.add(EventKind.SAVES_DROPPED, text, detail={"tier": tier, **reasons})
         for _, amount in grown.get("catalog_changes_lost", []):
-            text = f"the catalog lost {int(amount)} changes: lookups check the tiers as well"
+            text = f"the catalog lost {counted(amount, 'change')}: lookups check the tiers as well"
             self._events.add(EventKind.CATALOG, text, detail={"changes": int(amount)})
 
     def _add_catalog_event(self, before: float | None, now: float | None) -> None:

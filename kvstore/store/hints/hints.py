@@ -20,6 +20,7 @@ from kvstore.model.prompt_hint import EndedPrompt, Wishes, ends_of_pages
 from kvstore.runtime.background import Work
 from kvstore.runtime.bounded_map import Latest
 from kvstore.runtime.deadline import Deadline
+from kvstore.runtime.sizes import counted
 from kvstore.runtime.turns import PIECE, TenantTasks, with_pauses
 from kvstore.store.context import StoreContext, StorePart
 from kvstore.store.hints.ended_prompts import EndedPrompts, KeptPrompt
@@ -215,7 +216,7 @@ class Hints(StorePart):
         self._meters.add("demoted_records", num_dropped, tier=self._memory.name)
         if hot is not None:
             self._meters.add("demoted_records", num_deleted, tier=hot.name)
-        kept.hints["demote"] = f"{num_dropped} records left memory, {num_deleted} the hot tier"
+        kept.hints["demote"] = f"{counted(num_dropped, 'record')} left memory, {num_deleted} the hot tier"
 
     async def _own_part(self, prompt: EndedPrompt) -> list[Boundary]:
         """The boundaries from the end that this prompt's conversation alone used, by the counts of the catalog: each

@@ -16,9 +16,10 @@ import typer
 
 from kvstore.cli import admin
 from kvstore.cli.main import main
-from kvstore.cli.printing import amounts_text, counted, detail_text
+from kvstore.cli.printing import amounts_text, detail_text
 from kvstore.cli.verbs import VERBS, app
 from kvstore.errors import Unavailable, next_step
+from kvstore.runtime.sizes import counted
 from kvstore.settings import Settings
 from kvstore.wire.address import parse_address
 from tests.unit.admin.service_harness import open_service, prompt_of

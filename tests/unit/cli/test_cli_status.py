@@ -198,9 +198,10 @@ def test_one_prompt_that_memory_has_no_room_for_is_a_problem(reason: str, num_pr
     """It never fits; one that the store answered late may be answered in time the next time."""
     values = healthy()
     values["recent"] |= {"requests": {"part": 1}, "reasons": {reason: 1}}
-    assert [problem.step.partition(";")[0] for problem in problems_of(values)] == [
-        "a larger memory_bytes"
-    ] * num_problems
+    found = problems_of(values)
+    assert [one.step.partition(";")[0] for one in found] == ["a larger memory_bytes"] * num_problems
+    for one in found:
+        assert one.what.startswith("the last request resumed no further than memory has room for (node_memory: ")
 
 
 def test_several_wrong_things_are_a_line_each() -> None:
@@ -208,10 +209,14 @@ def test_several_wrong_things_are_a_line_each() -> None:
     values = healthy()
     values["counters"] |= {'corrupt_records{reason="payload",tier="s3"}': 2.0, 'saves{outcome="full"}': 5.0}
     values["counters"] |= {'corrupt_records{reason="header",tier="s3"}': 1.0}
+    values["counters"] |= {f'write_back_dropped{{reason="{why}",tier="s3"}}': 1.0 for why in ("evicted", "refused")}
+    values["counters"] |= {'write_back_dropped{reason="tier_full",tier="redis"}': 1.0}
     lines = printed(values, 400)
     assert lines[2] == "working     yes"
+    assert "2 records not copied to s3 (evicted 1, refused 1)" in lines[4]
+    assert "1 record not copied to redis (tier_full 1). Next: docs/durability.md" in lines[5]
     assert "since its start: 3 corrupt records found in s3; none was served. Next: kvstore verify" in lines[3]
-    assert "5 saves refused: the tiers were full." in lines[4]
+    assert "5 saves refused: the tiers were full." in lines[6]
     values["tiers"]["s3"] = {"healthy": False, "reason": "away"}
     values["counters"]["catalog_complete"] = 0
     lines = printed(values, 400)

@@ -90,7 +90,7 @@ async def test_sums_become_events(store: TieredStore) -> None:
     store.meters.add("saves", 3, outcome="busy")
     store.meters.add("saves", 8, outcome="stored")
     store.meters.add("saves_lost", 9, reason="save_busy")
-    store.meters.add("write_back_dropped", 4, tier="redis", reason="full")
+    store.meters.add("write_back_dropped", 1, tier="redis", reason="full")
     store.meters.add("catalog_changes_lost", 6)
     store.meters.set("catalog_complete", 1)
     await watcher.step()
@@ -103,7 +103,8 @@ async def test_sums_become_events(store: TieredStore) -> None:
     ]
     assert told[0][1].startswith("evicted 3 boundaries from s3")
     assert told[0][2] == {"tier": "s3", "num_bytes": 4096, "evicted": 2, "expired": 1}
-    assert told[1][2] == {"records": 3} and told[3][2] == {"tier": "redis", "full": 4}
+    assert told[1][2] == {"records": 3} and told[3][2] == {"tier": "redis", "full": 1}
+    assert told[3][1] == "1 saved record was not copied to redis"
     assert told[2][1].startswith("9 records of engines are missing: it was computed, but not saved: the engine's proc")
     assert "6 changes" in told[4][1] and "a service adds them" in told[5][1]
 

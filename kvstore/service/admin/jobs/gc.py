@@ -231,9 +231,7 @@ class _Collection:
         by_tier.pop(name, None)
         if found := orphans.found:
             num_boundaries = len({(key.namespace, key.prefix) for key in found})
-            by_tier[name] = Amount(
-                num_boundaries=num_boundaries, num_records=len(found), num_bytes=sum(found.values())
-            )
+            by_tier[name] = Amount(num_boundaries=num_boundaries, num_records=len(found), num_bytes=sum(found.values()))
         self._report()
 
 
