@@ -112,20 +112,22 @@ def _open(address: str, token: str, settings: Settings, verb: str, timeout_s: fl
 def _found(
     url: str, settings: Settings, token_file: Path | None, config: Path | None, timeout_s: float
 ) -> tuple[str, str]:
-    """The address of the data port, and how it was found: the url, else `listen` of the settings, else the embedded
-    service, else the service that answers at the default of `admin_listen`."""
+    """The address of the data port, and how it was found: the url, else `listen` of the settings, else as
+    `store_in_use` finds a service."""
     if url:
         return (_embedded_address() if url == EMBEDDED else url), "given as --url"
+    if _names_a_service(settings):
+        return str(settings.listen), _origin(settings)
+    store = store_in_use("", token_file, config, timeout_s)
+    if store.service:
+        address = str(store.settings.listen)
+        return address, store.found if address == store.service else f"reported at {store.service}, {store.found}"
+    if store.problem:
+        cause, step = next_step(store.problem)
+        step = step or "name it with --url"
+        raise Unavailable(f"a service runs, but does not report its address ({cause}): {step}")
     if (url := service_url(settings)) != EMBEDDED:
         return url, _origin(settings)
-    if not Path(_embedded_address().removeprefix("unix:")).exists():
-        store = store_in_use("", token_file, config, timeout_s)
-        if store.service:
-            return str(store.settings.listen), f"reported at {store.service}, {store.found}"
-        if store.problem:
-            cause, step = next_step(store.problem)
-            step = step or "name it with --url"
-            raise Unavailable(f"a service runs, but does not report its address ({cause}): {step}")
     return _embedded_address(), _EMBEDDED_FOUND
 
 
@@ -137,10 +139,13 @@ def _origin(settings: Settings) -> str:
 
 def service_url(settings: Settings) -> str:
     """The address of these settings' service; the embedded one if nothing was set and no socket exists at `listen`."""
-    is_set = settings.names_a_store or "listen" in settings.model_fields_set
+    return str(settings.listen) if settings.names_a_store or _names_a_service(settings) else EMBEDDED
+
+
+def _names_a_service(settings: Settings) -> bool:
+    """Whether `listen` was set, or a socket exists at its default."""
     listen = settings.listen
-    is_there = isinstance(listen, UnixAddress) and Path(listen.path).exists()
-    return str(listen) if is_set or is_there else EMBEDDED
+    return "listen" in settings.model_fields_set or (isinstance(listen, UnixAddress) and Path(listen.path).exists())
 
 
 def _embedded_address() -> str:
@@ -197,8 +202,8 @@ def store_in_use(url: str, token_file: Path | None, config: Path | None, timeout
     """Find the running service, and request its settings.
 
     Args:
-        url: Its address. Empty: `listen` of the settings here, else their `admin_listen`, else the embedded service;
-            `none`: use the settings here.
+        url: Its address. Empty: `listen` of the settings here, else their `admin_listen`, else the embedded service,
+            also where another user's service answers at the default of `admin_listen`; `none`: use the settings here.
         token_file: Its token; `None`: as the settings here say.
         config: The file with the settings here.
         timeout_s: How long each address may take.
@@ -213,7 +218,7 @@ def store_in_use(url: str, token_file: Path | None, config: Path | None, timeout
     token = token_of(local, token_file)
     address = _embedded_address() if url == EMBEDDED else url or str(local.listen)
     parsed = parsed_address(address, NO_SERVICE)
-    problem, silent = "", []
+    problem, refusal, silent = "", "", []
     if _accepts(parsed):
         try:
             is_remote = isinstance(parsed, TcpAddress) and parsed.host not in _LOOPBACK
@@ -235,8 +240,10 @@ def store_in_use(url: str, token_file: Path | None, config: Path | None, timeout
                 is_remote = admin.reachable.host not in _LOOPBACK
                 return store_of(client.get("settings"), local, client.url, found=client.found, is_remote=is_remote)
             except KVStoreError as error:
-                if "admin_listen" in local.model_fields_set or "token" in error.message:
+                if "admin_listen" in local.model_fields_set:
                     problem = problem or f"{client.url}, {error.sentence()}"
+                elif "token" in error.message:
+                    refusal = f"{client.url}, {error.sentence()}"
         else:
             silent.append(client.url)
     embedded = _embedded_address()
@@ -245,7 +252,7 @@ def store_in_use(url: str, token_file: Path | None, config: Path | None, timeout
         with suppress(KVStoreError):
             reported = _reported_settings(embedded, token, local, timeout_s)
             return store_of(reported, local, embedded, found=_EMBEDDED_FOUND)
-    return StoreInUse(local, problem=problem, silent=tuple(silent))
+    return StoreInUse(local, problem=problem or refusal, silent=tuple(silent))
 
 
 def _accepts(address: Address) -> bool:

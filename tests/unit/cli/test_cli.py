@@ -19,10 +19,14 @@ import kvstore
 from kvstore.cli import programs as cli_programs
 from kvstore.cli.main import main
 from kvstore.cli.programs import BENCHMARKS
+from kvstore.client import BlockingStore
+from kvstore.client.embedded import EmbeddedOptions
 from kvstore.format.names import format_name
 from kvstore.runtime.deadline import Deadline
 from kvstore.settings import Settings
 from kvstore.testing.records import make_key, make_record
+from kvstore.testing.serve import Service
+from kvstore.testing.servers.ports import free_address
 from kvstore.testing.service_process import ServiceProcess
 from kvstore.testing.waiting import eventually
 from kvstore.tiers.filesystem import FilesystemTier
@@ -187,6 +191,19 @@ def test_a_service_is_served_asked_and_ended(tmp_path: Path) -> None:
         assert "disk_bytes is 900TiB, and the disk of cold has " in said
         assert service.wait(10) == 0
     assert not place.exists()
+
+
+def test_all_verbs_look_for_a_service_in_one_order(tmp_path: Path) -> None:
+    """The service that `admin_listen` names comes before the user's embedded one, for `status` as for `doctor`."""
+    own, admin_listen = {"XDG_CACHE_HOME": str(tmp_path), "KVSTORE_TOKEN": ""}, free_address()
+    with (
+        BlockingStore("embedded:", embedded=EmbeddedOptions(tmp_path / "kvstore", memory_bytes=16 << 20)) as embedded,
+        Service(tmp_path, {"cold": "memory:", "memory_bytes": "16MiB", "admin_listen": admin_listen}),
+    ):
+        embedded.wait_ready(deadline=Deadline.after(60))
+        for verb in ("status", "doctor"):
+            shown = " ".join(run(verb, **own, KVSTORE_ADMIN_LISTEN=admin_listen)[1].split())  # it may be wrapped
+            assert f"at http://{admin_listen}, given as KVSTORE_ADMIN_LISTEN" in shown
 
 
 def test_a_directory_is_verified_before_and_after_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
