@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from kvstore.catalog.entry import Level
-from kvstore.cli.options import AsJson, Config, parse_size, quieted
+from kvstore.cli.options import AsJson, Config, TokenFile, parse_size, quieted
 from kvstore.cli.printing import bytes_text, print_table, progress_bar, table_of
 from kvstore.cli.service import ServiceUrl, check_store, store_in_use
 from kvstore.compose import open_catalog, open_ownership, open_tier
@@ -71,9 +71,9 @@ async def open_runner(
 
 
 @migrate.command()
-def status(config: Config = None, url: ServiceUrl = "", json_: AsJson = False) -> int:
+def status(config: Config = None, url: ServiceUrl = "", token_file: TokenFile = None, json_: AsJson = False) -> int:
     """Show the latest migration and its progress. Reads no record."""
-    state = _run(_settings(config, url), Runner.state)
+    state = _run(_settings(config, url, token_file), Runner.state)
     if json_:
         typer.echo(json.dumps({"migration": _as_json(state) if state is not None else None}))
     elif state is None:
@@ -84,9 +84,9 @@ def status(config: Config = None, url: ServiceUrl = "", json_: AsJson = False) -
 
 
 @migrate.command()
-def plan(config: Config = None, url: ServiceUrl = "", json_: AsJson = False) -> int:
+def plan(config: Config = None, url: ServiceUrl = "", token_file: TokenFile = None, json_: AsJson = False) -> int:
     """Show what a run would process: records and bytes by tier and tenant. Changes nothing and reads no record."""
-    rows = [asdict(row) for row in _run(_settings(config, url), Runner.plan)]
+    rows = [asdict(row) for row in _run(_settings(config, url, token_file), Runner.plan)]
     if json_:
         typer.echo(json.dumps({"step": KeyStep.name, "plan": rows}))
         return 0
@@ -105,41 +105,54 @@ def plan(config: Config = None, url: ServiceUrl = "", json_: AsJson = False) -> 
 
 
 @migrate.command()
-def run(config: Config = None, url: ServiceUrl = "", rate: Rate = "100MiB", json_: AsJson = False) -> int:
+def run(
+    config: Config = None,
+    url: ServiceUrl = "",
+    token_file: TokenFile = None,
+    rate: Rate = "100MiB",
+    json_: AsJson = False,
+) -> int:
     """Copy each record with an earlier key to a new one with the current key, and compare the two. Removes nothing.
 
     After an interruption run it again, on any node: it continues. Exit status: 0 done, 3 some records were not copied,
     1 a tier failed or another run is active, 2 a wrong call, 130 interrupted.
     """
-    return _work(config, url, rate, json_, call=Runner.copy, word="copying")
+    return _work(_byte_rate(rate), _settings(config, url, token_file), json_, call=Runner.copy, word="copying")
 
 
 @migrate.command()
-def finish(config: Config = None, url: ServiceUrl = "", rate: Rate = "100MiB", json_: AsJson = False) -> int:
+def finish(
+    config: Config = None,
+    url: ServiceUrl = "",
+    token_file: TokenFile = None,
+    rate: Rate = "100MiB",
+    json_: AsJson = False,
+) -> int:
     """Copy records saved since, then remove each old record that has a new one. Then the old key can be deleted.
 
     Exit status: as for run; 3 also if some old records were not removed.
     """
-    return _work(config, url, rate, json_, call=Runner.finish, word="finishing")
+    return _work(_byte_rate(rate), _settings(config, url, token_file), json_, call=Runner.finish, word="finishing")
 
 
 @migrate.command()
-def abort(config: Config = None, url: ServiceUrl = "", json_: AsJson = False) -> int:
+def abort(config: Config = None, url: ServiceUrl = "", token_file: TokenFile = None, json_: AsJson = False) -> int:
     """Cancel the migration. The new records that it made stay in use; nothing is removed."""
-    return _work(config, url, "1GiB", json_, call=Runner.abort, word="aborting")
+    return _work(None, _settings(config, url, token_file), json_, call=Runner.abort, word="aborting")
+
+
+def _byte_rate(text: str) -> ByteRate:
+    return ByteRate(parse_size(text, "--rate", least_bytes=1, unit="MiB"))
 
 
 def _work(
-    config: Path | None,
-    url: str,
-    rate: str,
+    rate: ByteRate | None,
+    settings: Settings,
     json_: bool,
     *,
     call: Callable[[Runner], Awaitable[State]],
     word: str,
 ) -> int:
-    byte_rate = ByteRate(parse_size(rate, "--rate", least_bytes=1, unit="MiB"))
-    settings = _settings(config, url)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with progress_bar(*columns, quiet=json_) as bar:
         task = bar.add_task(f"{word}: listing", total=None)
@@ -149,7 +162,7 @@ def _work(
             done = progress.totals.total() - progress.totals["removed"] - progress.totals["kept"]
             bar.update(task, description=f"{word}: {counts}", total=progress.num_expected or None, completed=done)
 
-        state = _run(settings, call, rate=byte_rate, progress=Progress(show))
+        state = _run(settings, call, rate=rate, progress=Progress(show))
     typer.echo(json.dumps({"migration": _as_json(state)})) if json_ else _show(state)
     return INCOMPLETE if any(state.totals.get(name) for name in NOT_MIGRATED) else 0
 
@@ -171,9 +184,9 @@ def _run(
         return asyncio.run(run())
 
 
-def _settings(config: Path | None, url: str) -> Settings:
+def _settings(config: Path | None, url: str, token_file: Path | None) -> Settings:
     """The settings of the running service, or those here; printed on standard error."""
-    store = store_in_use(url, None, config)
+    store = store_in_use(url, token_file, config)
     check_store(store, url)
     for name in ("hot", "cold", "encryption_keys"):
         if (why := store.obstacle(name)) is not None:

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from kvstore.cli.admin import admin_client, report_of
 from kvstore.model.keys import PlainChain
 from kvstore.service.admin.jobs.board import JobBoard
 from kvstore.service.admin.jobs.job import Job
+from kvstore.service.admin.listing import Page, list_entries
 from kvstore.service.authentication import Grant
 from kvstore.settings import Settings
 from kvstore.store.upkeep.reindexing import ReindexReport
@@ -52,6 +54,30 @@ async def told(run: Run, *arguments: str) -> Any:
 
 async def hit(made: ServiceHarness, prompt: Prompt) -> int:
     return (await made.store.lookup(prompt.query(), deadline=soon())).resume_tokens
+
+
+async def test_a_list_says_what_it_lacks(made: ServiceHarness, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A namespace without pins, or without boundaries; a page with the flag that continues it; entries that could not
+    be read in time; boundaries whose position is not known.
+    """
+    prompt = await made.save(prompt_of("a"))
+    namespace = prompt.namespace.hex()
+    status, out, _ = await run("ls", namespace, "--pins")
+    assert status == 0 and out.endswith("is pinned: `kvstore pin NAMESPACE PREFIX` pins one\n")
+    _, out, _ = await run("ls", namespace, "--limit", "4")
+    listed, _, flag = out.partition("there are more: ")
+    _, rest, _ = await run("ls", namespace, "--limit", "4", *flag.split())
+    assert listed.count(" filesystem ") == 4 and rest.count(" filesystem ") == 2 and "there are more" not in rest
+
+    async def read_in_part(*arguments: Any, **options: Any) -> Page:
+        page = await list_entries(*arguments, **options)
+        return replace(page, entries=[replace(entry, tokens=0) for entry in page.entries], is_complete=False)
+
+    monkeypatch.setattr("kvstore.service.admin.resources.prefixes.list_entries", read_in_part)
+    _, out, _ = await run("ls", namespace)
+    assert out.count("│      ? │") == 6 and out.endswith("not read to its end in time: entries may be missing\n")
+    assert (await run("rm", namespace, "--yes"))[0] == 0
+    assert (await run("ls", namespace))[1].startswith("the namespace holds no boundaries")
 
 
 async def test_what_is_stored_is_listed_and_shown(made: ServiceHarness, run: Run) -> None:
@@ -280,6 +306,11 @@ async def test_a_token_that_is_refused_is_told(
     path.write_text("red reader token\n")
     path.chmod(0o600)
     assert (await run("ls", "--token-file", str(path)))[0] == 0
+    (operator := tmp_path / "operator").write_text("operator token\n")
+    operator.chmod(0o600)
+    for verb in (("migrate", "status"), ("migrate", "run")):
+        assert "does not report which store it uses" in (await run(*verb))[2]
+        assert "there is nothing to migrate without keys" in (await run(*verb, "--token-file", str(operator)))[2]
     monkeypatch.delenv("KVSTORE_TOKEN")
     monkeypatch.setenv("KVSTORE_TOKEN_FILE", str(path))
     code, _, err = await run("gc")
