@@ -36,7 +36,6 @@ from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.sizes import counted
 
 _NAMESPACES_SHOWN, _REQUESTS_SHOWN = 8, 8
-_NAMESPACES_MAX = 1000
 _COUNTERS = (
     *("lookups", "lookup_hits", "served_records", "served_bytes", "saves", "write_back_bytes", "corrupt_records"),
     *("retention_boundaries", "retention_bytes"),
@@ -93,9 +92,8 @@ def read_values(client: AdminClient) -> dict[str, Any]:
     """Everything to show, as one object."""
     values: dict[str, Any] = {"tiers": client.get("tiers")["tiers"], "counters": _counters(client)}
     try:
-        listed = client.get("namespaces", limit=_NAMESPACES_MAX)
-        namespaces = sorted(listed["namespaces"], key=lambda one: -_size(one))
-        values |= {"namespaces": namespaces[:_NAMESPACES_SHOWN], "total": listed["total"]}
+        listed = client.get("namespaces", order="bytes", limit=_NAMESPACES_SHOWN)
+        values |= {"namespaces": listed["namespaces"], "total": listed["total"]}
         values["is_complete"] = listed.get("is_complete", True)  # absent: an older release
         values["quotas"] = client.get("quotas")["quotas"]
     except Unavailable as error:  # a service without a catalog, or whose Redis does not answer
@@ -103,10 +101,6 @@ def read_values(client: AdminClient) -> dict[str, Any]:
     values["requests"] = client.get("requests")["requests"][:_REQUESTS_SHOWN]
     values["jobs"] = [job for job in client.get("jobs")["jobs"] if job["state"] == "running"]
     return values
-
-
-def _size(namespace: Mapping[str, Any]) -> int:
-    return max((held["num_bytes"] for held in namespace["held"].values()), default=0)
 
 
 def _counters(client: AdminClient) -> dict[str, float] | None:

@@ -118,7 +118,7 @@ async def _unordered(
 
 async def _ordered(namespace: Namespace, order: Order, cursor: str, limit: int, deadline: Deadline) -> Page:
     """Reads every entry and keeps the first `limit` ones behind the cursor, which is a sort key and a prefix."""
-    after = _parse_ordered(cursor)
+    after = place_of(cursor, PREFIX_BYTES)
     best: list[tuple[int, PrefixHash, bytes]] = []
     num_behind = 0
     is_complete = False
@@ -138,7 +138,7 @@ async def _ordered(namespace: Namespace, order: Order, cursor: str, limit: int, 
         ]
         best = heapq.nsmallest(limit, [*best, *fresh])
         is_complete = step.cursor is None
-    next_cursor = f"{best[-1][0]}.{best[-1][1].hex()}" if best and (num_behind > len(best) or not is_complete) else None
+    next_cursor = cursor_behind(*best[-1][:2]) if best and (num_behind > len(best) or not is_complete) else None
     shape = EntryShape.of(namespace.layout)
     return Page([entry_of(shape, namespace.id, prefix, data) for _, prefix, data in best], next_cursor, is_complete)
 
@@ -173,14 +173,24 @@ def _sort_keys(order: Order, table: EntryTable) -> npt.NDArray[np.int64]:
             raise InvalidRequest("no order to sort by", field="order")
 
 
-def _parse_ordered(cursor: str) -> tuple[int, PrefixHash] | None:
+def cursor_behind(key: int, id_: bytes) -> str:
+    """The cursor of a sorted list behind an entry: its sort key, and what tells entries of one key apart."""
+    return f"{key}.{id_.hex()}"
+
+
+def place_of(cursor: str, id_bytes: int) -> tuple[int, bytes] | None:
+    """The place behind which a list continues, from `cursor_behind`; `None`: the cursor is empty.
+
+    Raises:
+        InvalidRequest: It is no such cursor.
+    """
     if not cursor:
         return None
-    number, _, prefix = cursor.partition(".")
+    number, _, id_ = cursor.partition(".")
     try:
-        if not number.isascii() or len(number) > 20 or len(prefix) != 2 * PREFIX_BYTES:
+        if not number.isascii() or len(number) > 20 or len(id_) != 2 * id_bytes:
             raise ValueError
-        return int(number), PrefixHash(bytes.fromhex(prefix))
+        return int(number), bytes.fromhex(id_)
     except ValueError as error:
         raise _wrong(cursor) from error
 

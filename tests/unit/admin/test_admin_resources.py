@@ -39,6 +39,21 @@ async def test_a_namespace_is_described_in_full(made: ServiceHarness) -> None:
         assert detail["held"] == {"filesystem": {"num_boundaries": 2, "num_records": 4, "num_bytes": 4768}}
 
 
+async def test_the_largest_namespaces_come_first(made: ServiceHarness) -> None:
+    """Over all pages, also where two are equally large: a reader of the first page knows the largest of all."""
+    lengths = {f"m{tokens}": tokens for tokens in (64, 320, 128, 192)} | {"another": 192}
+    for model, tokens in lengths.items():
+        await made.save(Prompt(ATTENTION, "a", tokens, model=model, tenant="red"))
+    async with made.client("red") as client:
+        listed, cursor = [], ""
+        while cursor is not None:
+            query = {"order": "bytes", "limit": 2, "cursor": cursor}
+            page = (await client.get("/v1/namespaces", params=query)).json()
+            listed += [one["num_boundaries"] * 64 for one in page["namespaces"]]
+            cursor = page["next_cursor"]
+    assert listed == sorted(lengths.values(), reverse=True)
+
+
 async def test_prefixes_are_listed_in_pages(made: ServiceHarness) -> None:
     """Every boundary once, in the requested order, also with equal sort keys."""
     prompt = await made.save(Prompt(ATTENTION, "a", 64 * 11, tenant="red"))
@@ -201,7 +216,7 @@ BAD = [
     ("/v1/namespaces?limit=x", "query.limit", "x"),
     ("/v1/namespaces?limt=1", "query.limt", "limt"),
     ("/v1/namespaces?limit=1&limit=2", "query.limit", None),
-    ("/v1/namespaces?cursor=x", "query.cursor", "x"),
+    ("/v1/namespaces?cursor=x", "cursor", "x"),
     ("/v1/namespaces/xyz", "path.namespace", "xyz"),
     ("/v1/prefixes", "query.namespace", None),
     ("/v1/prefixes?namespace={}&order=size", "query.order", "size"),

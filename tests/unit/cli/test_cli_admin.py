@@ -262,7 +262,7 @@ async def test_requests_are_listed_by_their_whole_ids(made: ServiceHarness, run:
     [
         (["show", "0" * 32], 1, ["NAMESPACE: no such namespace", "kvstore ls"]),
         (["ls", "--pins"], 2, ["--pins needs a namespace", "kvstore ls"]),
-        (["ls", "--cursor", "x"], 2, ["--cursor: expected 32 hex digits", "got x: use the one"]),
+        (["ls", "--cursor", "x"], 2, ["--cursor: not a cursor of this list, got x: start again"]),
         (["jobs", "abc"], 2, ["JOB: expected 16 hex digits", "got abc: `kvstore jobs` lists them"]),
         (["show", "f" * 31], 2, ["no namespace starts with", "kvstore ls"]),
         (["show", "x"], 2, ["32 hex digits"]),

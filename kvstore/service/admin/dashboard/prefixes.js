@@ -7,7 +7,7 @@ import { ago, badge, bytes, count, dialog, facts, h, incomplete, nameOf, placeho
 const ORDERS = { hits: "most hits", bytes: "largest", idle: "longest unused", age: "oldest" };
 
 export async function view({ ask, query, signal, refresh }) {
-  const { namespaces, is_complete: isComplete } = await ask("/v1/namespaces", { query: { limit: 200 } });
+  const { namespaces, is_complete: isComplete } = await ask("/v1/namespaces", { query: { limit: 200, order: "bytes" } });
   signal.throwIfAborted();
   if (!namespaces.length) return [h("h1", {}, "Prefixes"), h("section", { class: "card" }, isComplete ? placeholder("Nothing is stored yet", "Prefixes appear here as soon as an engine has saved its first page.") : incomplete())];
   const largest = [...namespaces].sort((one, other) => other.num_boundaries - one.num_boundaries)[0].namespace;

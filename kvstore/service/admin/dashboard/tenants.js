@@ -7,11 +7,10 @@ import { changeQuota } from "./quotas.js";
 import { deleteUnused } from "./running.js";
 import { isOperator } from "./tiers.js";
 
-const largest = (held) => Math.max(0, ...Object.values(held).map((one) => one.num_bytes));
 const LISTED_MAX = 1000;
 
 export async function view({ ask, signal, refresh }) {
-  const [listed, { quotas, unread }, { tiers }] = await Promise.all([ask("/v1/namespaces", { query: { limit: LISTED_MAX } }), ask("/v1/quotas"), ask("/v1/tiers")]);
+  const [listed, { quotas, unread }, { tiers }] = await Promise.all([ask("/v1/namespaces", { query: { limit: LISTED_MAX, order: "bytes" } }), ask("/v1/quotas"), ask("/v1/tiers")]);
   signal.throwIfAborted();
   const change = isOperator(tiers) ? (tenant) => changeQuota(tenant, quotas, refresh) : null;
   const head = h("div", { class: "title" }, h("h1", {}, "Tenants and namespaces"),
@@ -57,7 +56,6 @@ function quota(given) {
 }
 
 function namespaces({ namespaces: all, next_cursor: next }, refresh) {
-  const rows = [...all].sort((one, other) => largest(other.held) - largest(one.held));
   return h("section", { class: "card" }, h("h2", {}, "Namespaces"),
     h("p", { class: "quiet small" }, "Namespaces differ in model, types, layout, weights or tenant. Compare two to see why engines do not share pages."),
     table("Namespaces", [
@@ -65,7 +63,7 @@ function namespaces({ namespaces: all, next_cursor: next }, refresh) {
       ["tenant", (one) => one.tenant || "no tenant"],
       ["prefixes", (one) => h("a", { href: `#prefixes?namespace=${one.namespace}` }, count(one.num_boundaries)), true],
       ["bytes", (one) => Object.entries(one.held).map(([tier, held]) => `${tier} ${bytes(held.num_bytes)}`).join(", ")],
-    ], rows), next && h("p", { class: "quiet" }, `The first ${count(LISTED_MAX)} are shown.`));
+    ], all), next && h("p", { class: "quiet" }, `The largest ${count(LISTED_MAX)} are shown.`));
 }
 
 // A description's fields by their paths; a list of plain values is one value.

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 
 from kvstore.catalog.base import NamespaceTotals
 from kvstore.errors import Unavailable
-from kvstore.model.keys import NamespaceId
+from kvstore.model.keys import NAMESPACE_BYTES, NamespaceId
 from kvstore.model.namespace import NamespaceDescription
 from kvstore.service.admin.access import Administrator, Reader
 from kvstore.service.admin.context import AdminContext, Context, NamedNamespace
 from kvstore.service.admin.jobs.deletions import Deleted, audit_deletion, delete_namespace
+from kvstore.service.admin.listing import cursor_behind, place_of
 from kvstore.service.admin.models import (
     NAMESPACE_EXAMPLE,
     Amount,
     Confirm,
+    Cursor,
     Limit,
     NamespaceText,
     amounts_of,
@@ -75,20 +77,27 @@ async def list_namespaces(
     context: Context,
     grant: Reader,
     limit: Limit = 100,
-    cursor: Annotated[str, Query(pattern="^([0-9a-f]{32})?$", description="`next_cursor` of the previous page")] = "",
+    cursor: Cursor = "",
+    order: Annotated[Literal["id", "bytes"], Query(description="`bytes`: the largest in any tier first")] = "id",
 ) -> NamespaceList:
-    """Namespaces that hold something, sorted by id. A tenant sees its own."""
+    """Namespaces that hold something. A tenant sees its own."""
     totals = await context.catalog.totals()
     seen = {namespace: held for namespace, held in totals.items() if grant.sees(held.tenant) and held.num_boundaries}
-    behind = sorted(namespace for namespace in seen if namespace.hex() > cursor)
-    page = behind[:limit]
+
+    def key(held: NamespaceTotals) -> int:
+        return -max(level.num_bytes for level in held.levels) if order == "bytes" else 0
+
+    after = place_of(cursor, NAMESPACE_BYTES)
+    places = sorted((key(held), namespace) for namespace, held in seen.items())
+    behind = [place for place in places if after is None or place > after]
+    page = [namespace for _, namespace in behind[:limit]]
     described = await context.catalog.described(page, _DESCRIBED_S)
     return NamespaceList(
         namespaces=[
             NamespaceSummary(**_summary(context, namespace, seen[namespace], described.get(namespace)))
             for namespace in page
         ],
-        next_cursor=page[-1].hex() if len(behind) > len(page) else None,
+        next_cursor=cursor_behind(*behind[limit - 1]) if len(behind) > limit else None,
         total=amounts_of(sum_of(seen.values()), context.operations.tier_names),
         is_complete=context.catalog.is_complete,
     )
