@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from heapq import merge, nsmallest
 from itertools import count, islice
+from math import ceil
 
 from kvstore.api import Outcome
 from kvstore.errors import Closed, InvalidRequest, KVStoreError
@@ -239,6 +240,8 @@ class Explainer(StorePart):
                 before := reported.reason_for(tenant)
             ) not in _NOT_SEARCHED:
                 found = Absence(before, found.detail)
+        if found.reason == "node_memory":
+            found = Absence(found.reason, self._room_for(outcome))
         if tenant is None:  # lists say the same from now on
             reported.operators_reason = found.reason
         else:
@@ -316,6 +319,17 @@ class Explainer(StorePart):
         if found.reason in _UNKNOWN and (why := self.key_reason(reported.outcome.tenant)):
             return Absence(why, found.detail)
         return found
+
+    def _room_for(self, outcome: Outcome) -> dict[str, object]:
+        """The size of this node's memory; and about the size that holds all of a request's prompt, if nothing else is
+        leased, where a part of the prompt was loaded: as if the rest were as large for its tokens.
+        """
+        room: dict[str, object] = {"memory_bytes": self._memory.limit_bytes}
+        loaded_bytes, loaded_tokens = outcome.detail.get("bytes"), outcome.resume_tokens - outcome.local_tokens
+        if isinstance(loaded_bytes, int) and loaded_bytes > 0 and loaded_tokens > 0:
+            whole_bytes = loaded_bytes * (outcome.cap_tokens - outcome.local_tokens) / loaded_tokens
+            room["memory_for_all_bytes"] = ceil(whole_bytes * self._memory.limit_bytes / self._limits.stage_bytes)
+        return room
 
     def _loss_of(self, outcome: Outcome, now_ms: int) -> ReportedLoss | None:
         """The latest loss of a record that a request needed where it stopped."""

@@ -63,7 +63,9 @@ REASONS = {
         "a tier did not answer, and what it holds was not used", "`kvstore doctor` names the tier and what to do"
     ),
     "node_memory": Reason(
-        "this node's memory had no room for all of it", "a larger memory_bytes; three quarters of it can be on its way"
+        "this node's memory had no room for all of it",
+        "a larger memory_bytes; three quarters of it can be on its way. Where a part of the prompt was loaded, "
+        "the detail has about the size that holds all of it (memory_for_all_bytes)",
     ),
     "corrupt": Reason(
         "a record did not match its checksum: it was quarantined and not used",

@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -276,6 +277,17 @@ async def test_the_background_says_no_answer_too(world: ExplainedStore, monkeypa
     assert searching is not None
     await searching
     assert await world.listed() == "no_answer"
+
+
+async def test_memory_without_room_is_told_with_the_size_that_is_enough(world: ExplainedStore) -> None:
+    """About, and only where a part of the prompt was loaded: three quarters of the 16 MiB can be leased."""
+    for name, resume_tokens, detail in (("part", 320, {"bytes": 4 << 20}), ("nothing", 64, {})):
+        world.store.report(Outcome(name, None, 1000, 960, 64, resume_tokens, "node_memory", detail=detail))
+    told = await world.store.explain("part", deadline=soon())
+    whole_bytes = (4 << 20) * (960 - 64) / (320 - 64)
+    expected = {"bytes": 4 << 20, "memory_bytes": 16 << 20, "memory_for_all_bytes": ceil(whole_bytes * 4 / 3)}
+    assert told["detail"] == expected
+    assert (await world.store.explain("nothing", deadline=soon()))["detail"] == {"memory_bytes": 16 << 20}
 
 
 async def test_what_cut_a_query_of_pages_short_is_its_reason(world: ExplainedStore, tmp_path: Path) -> None:
