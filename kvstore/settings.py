@@ -59,6 +59,8 @@ REMOVED_SETTINGS: Mapping[str, str] = {
 """Settings of earlier releases, and what applies now. They are ignored with a warning, so that an upgraded node starts.
 """
 
+_SECONDS_MIN = 0.01
+"""Services look at leases and at Redis this often: shorter pauses would keep processors busy with that."""
 _SECONDS_MAX = 10**9
 """Thirty years; of milliseconds eleven days."""
 _TEXT_CHARS_MAX = 4096
@@ -157,7 +159,7 @@ def _replaced(value: object, info: ValidationInfo) -> object:
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
-Seconds = Annotated[float, Field(gt=0, le=_SECONDS_MAX, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=_SECONDS_MIN, le=_SECONDS_MAX, allow_inf_nan=False)]
 Millis = Annotated[int, Field(gt=0, le=_SECONDS_MAX)]
 
 

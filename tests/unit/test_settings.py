@@ -145,6 +145,7 @@ def test_every_wrong_value_is_told_with_field_expected_and_seen(tmp_path: Path) 
         {"memory_bytes": True},
         {"traces_share": True},
         {"lease_s": "inf"},
+        {"catalog_look_s": 1e-9},
         {"write_back_in_flight": 0},
         {"listen": 7},
         {"listen": "http://host:1"},
