@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 import os
 import re
 import tomllib
@@ -19,11 +18,9 @@ from pydantic import (
     Field,
     PrivateAttr,
     ValidationError,
-    ValidationInfo,
 )
 
 from kvstore.errors import InvalidRequest
-from kvstore.eviction.candidates import ADMISSIONS, AUTO, POLICIES, REMOVED
 from kvstore.eviction.holdings import Quota
 from kvstore.model.media import parse_media
 from kvstore.runtime.machine import disk_size_and_free, usable_bytes
@@ -45,19 +42,11 @@ from kvstore.wire.tls import ServerTls
 Source = Literal["flag", "environment", "file", "default"]
 """Where the value of a setting came from."""
 
-_log = logging.getLogger(__name__)
-
 ENV_PREFIX = "KVSTORE_"
 CONFIG_VARIABLE = "KVSTORE_CONFIG"
 """The variable that names the TOML file of settings where no flag names one."""
 TOKEN_VARIABLE = "KVSTORE_TOKEN"
 """Holds the token of verbs where no file does; services do not read it."""
-
-REMOVED_SETTINGS: Mapping[str, str] = {
-    "stage_bytes": "three quarters of memory_bytes",
-}
-"""Settings of earlier releases, and what applies now. They are ignored with a warning, so that an upgraded node starts.
-"""
 
 _SECONDS_MIN = 0.01
 """Services look at leases and at Redis this often: shorter pauses would keep processors busy with that."""
@@ -146,16 +135,6 @@ def _collector(value: object) -> object:
     if value is not None and not (isinstance(value, str) and re.fullmatch(r"https?://[^@\s]+", value)):
         raise ValueError("expected the url of a collector without a login, like http://collector:4318/v1/traces")
     return value
-
-
-def _replaced(value: object, info: ValidationInfo) -> object:
-    """Replace a policy or rule of an earlier release. It is not refused: an upgrade must not stop a node for that."""
-    if not isinstance(value, str) or value not in REMOVED:
-        return value
-    expected = ", ".join([AUTO, *(POLICIES if info.field_name == "retention_policy" else ADMISSIONS)])
-    message = "setting %s: this release has no %s, using %s; set one of %s"
-    _log.warning(message, info.field_name, value, REMOVED[value], expected)
-    return REMOVED[value]
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
@@ -281,8 +260,8 @@ class Settings(BaseModel):
     cold_bytes: Bytes | None = None
     cold_unused_s: Seconds | None = None
     quotas: Annotated[Mapping[str, Quota], BeforeValidator(_quotas)] = Field(default_factory=dict)
-    retention_policy: Annotated[Literal["auto", "lru", "flops_per_byte"], BeforeValidator(_replaced)] = "auto"
-    retention_admission: Annotated[Literal["auto", "all", "second_sight"], BeforeValidator(_replaced)] = "auto"
+    retention_policy: Literal["auto", "lru", "flops_per_byte"] = "auto"
+    retention_admission: Literal["auto", "all", "second_sight"] = "auto"
     fsync: Literal["none", "data"] = "none"
     lease_s: Seconds = 30.0
     stall_timeout_ms: Millis = 400
@@ -418,14 +397,10 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _check_names(values: dict[str, Any], what: str, spell: Any = str) -> None:
-    """Refuse an unknown name; remove a setting of an earlier release with a warning."""
+    """Refuse an unknown name, and name the nearest one."""
     known = sorted(Settings.model_fields)
     for name in sorted(values):
-        if name in REMOVED_SETTINGS:
-            del values[name]
-            message = "%s %s: this release has no such setting, using %s; remove it"
-            _log.warning(message, what, cut(spell(name)), REMOVED_SETTINGS[name])
-        elif name not in known:
+        if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             step = f"did you mean {spell(near[0])}? Settings" if near else "docs/settings.md lists all; settings"
             step += " of engines belong in their kv_connector_extra_config"

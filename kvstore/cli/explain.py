@@ -55,16 +55,16 @@ def _show(values: Mapping[str, Any], where: str) -> None:
         table.add_row("engine's own cache", f"{values['local_tokens']:,} tokens")
     if values["stopped_at_tokens"]:
         table.add_row("stopped at", f"token {values['stopped_at_tokens']:,}")
-    table.add_row("why", f"{values['why']} ({values['reason'] or 'whole'})")
+    table.add_row("why", escape(f"{values['why']} ({values['reason'] or 'whole'})"))
     for name, value in values["detail"].items():
         words, text = detail_text(name, value)
         table.add_row(escape(f"  {words}"), escape(text))
-    for name, value in values.get("hints", {}).items():  # a service of an earlier release gives none
+    for name, value in values["hints"].items():
         table.add_row(escape(f"hint: {name}"), escape(str(value)))
     if values["advice"]:
-        table.add_row("next", values["advice"])
+        table.add_row("next", escape(values["advice"]))
     if values["namespace"]:
-        name = values.get("namespace_name", "")
+        name = values["namespace_name"]
         table.add_row("namespace", f"{escape(name)} ({values['namespace']})" if name else values["namespace"])
     table.add_row("service", escape(where))
     print_table(table)

@@ -29,7 +29,7 @@ def jobs(
     elif job:
         _show(found)
     else:
-        _list(found["jobs"], client.url, found.get("unread"))  # absent: an older release
+        _list(found["jobs"], client.url, found["unread"])
 
 
 def _list(found: list[Mapping[str, Any]], url: str, unread: str | None) -> None:

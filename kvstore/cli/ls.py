@@ -59,7 +59,7 @@ def ls(  # noqa: PLR0917 - typer makes flags of them
 
 
 def _show_namespaces(found: dict[str, Any], client: AdminClient) -> None:
-    is_complete = found.get("is_complete", True)  # absent: an older release
+    is_complete = found["is_complete"]
     if not found["namespaces"] and not is_complete:
         typer.echo(f"the catalog at {client.url} lists nothing. {INCOMPLETE}")
         return

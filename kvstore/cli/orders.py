@@ -86,7 +86,7 @@ def quota(  # noqa: PLR0917 - typer makes flags of them
     if is_set:
         client.call("PUT", "quotas", tenant, body=_quota_body(before or {}, guaranteed, maximum))
     found = client.get("quotas")
-    listed, unread = [one for one in found["quotas"] if tenant in ("", one["tenant"])], found.get("unread")
+    listed, unread = [one for one in found["quotas"] if tenant in ("", one["tenant"])], found["unread"]
     if json_:
         echo_json({"quotas": listed, "unread": unread} | ({"removed": removed} if remove else {}))
         return
@@ -125,7 +125,7 @@ def _quota_body(before: Mapping[str, Any], guaranteed: str, maximum: str) -> dic
 def _warn_of_quotas(quotas: Sequence[dict[str, Any]]) -> None:
     """Say what a user who has just set these quotas may not have meant."""
     for one in quotas:
-        if not one.get("is_known", True):
+        if not one["is_known"]:
             typer.echo(f"note: no credential and no stored namespace is of a tenant {one['tenant']}: check its name")
         used, most = one["used_bytes"], one["maximum_bytes"]
         if used is not None and most is not None and used > most:
@@ -180,7 +180,7 @@ def _change_weights(client: AdminClient, method: str, weights_id: str, *, yes: b
         echo_json(found)
         return False
     _show_weights([found["weights"]])
-    is_change = found.get("is_change", True)  # absent: an older release
+    is_change = found["is_change"]
     if not is_change:
         typer.echo(f"nothing to do: they are {'retired already' if method == 'POST' else 'not retired'}")
     elif not yes:

@@ -140,14 +140,14 @@ def held_text(held: Mapping[str, Any]) -> str:
 
 def namespace_name(one: Mapping[str, Any]) -> str:
     """The model and types of a namespace, safe in a table."""
-    return escape(one.get("name") or "(its description is lost)")
+    return escape(one["name"] or "(its description is lost)")
 
 
 def namespaces_table(title: str, namespaces: Iterable[Mapping[str, Any]]) -> Table:
     columns = ("model and types", "door", "namespace", "tenant", "boundaries", "held")
     table = table_of(title, *columns, right=("boundaries",))
     for one in namespaces:
-        door = escape(one.get("door") or "-")  # absent: an older release
+        door = escape(one["door"] or "-")
         names = (namespace_name(one), door, one["namespace"], escape(one["tenant"]) or "-")
         table.add_row(*names, f"{one['num_boundaries']:,}", held_text(one["held"]))
     return table

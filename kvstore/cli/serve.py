@@ -18,7 +18,7 @@ from kvstore.runtime.sizes import format_bytes
 from kvstore.service.logs import log_to_stderr
 from kvstore.service.main import serve_settings
 from kvstore.service.server import Server
-from kvstore.settings import REMOVED_SETTINGS, Settings, load_settings
+from kvstore.settings import Settings, load_settings
 
 _log = logging.getLogger(__name__)
 _NOTIFY_S = 1.0
@@ -97,8 +97,7 @@ def _signature() -> inspect.Signature:
         )
         for name in Settings.model_fields
     ]
-    removed = [_parameter(name, str | None, "--" + name.replace("_", "-"), hidden=True) for name in REMOVED_SETTINGS]
-    return inspect.Signature([config, *settings, *removed])
+    return inspect.Signature([config, *settings])
 
 
 serve.__signature__ = _signature()  # type: ignore[attr-defined]

@@ -90,11 +90,14 @@ def _live(client: AdminClient, console: Console, values: Mapping[str, Any], inte
 
 def read_values(client: AdminClient) -> dict[str, Any]:
     """Everything to show, as one object."""
-    values: dict[str, Any] = {"tiers": client.get("tiers")["tiers"], "counters": _counters(client)}
+    values: dict[str, Any] = {"tiers": client.get("tiers")["tiers"], "counters": None}
+    try:
+        values["counters"] = _counters(client)
+    except Unavailable as error:  # as with a tenant's token
+        values["no_counters"] = error.sentence()
     try:
         listed = client.get("namespaces", order="bytes", limit=_NAMESPACES_SHOWN)
-        values |= {"namespaces": listed["namespaces"], "total": listed["total"]}
-        values["is_complete"] = listed.get("is_complete", True)  # absent: an older release
+        values |= {name: listed[name] for name in ("namespaces", "total", "is_complete")}
         values["quotas"] = client.get("quotas")["quotas"]
     except Unavailable as error:  # a service without a catalog, or whose Redis does not answer
         values |= {"namespaces": [], "total": {}, "quotas": [], "catalog": error.sentence()}
@@ -103,12 +106,9 @@ def read_values(client: AdminClient) -> dict[str, Any]:
     return values
 
 
-def _counters(client: AdminClient) -> dict[str, float] | None:
-    """Counters, summed over all labels; `None`: they cannot be read, as with a tenant's token."""
-    try:
-        lines = client.text("/metrics").splitlines()
-    except Unavailable:
-        return None
+def _counters(client: AdminClient) -> dict[str, float]:
+    """Counters, summed over all labels."""
+    lines = client.text("/metrics").splitlines()
     samples = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
     meters = {name: f"kvstore_{name}_total" for name in _COUNTERS}
     meters |= {"uptime_s": "kvstore_uptime_seconds", "sessions": "kvstore_sessions"}
@@ -146,7 +146,7 @@ def screen_of(
 def _headline(url: str, values: Mapping[str, Any], before: Mapping[str, Any] | None, seconds: float) -> str:
     now = values["counters"]
     if now is None:
-        return f"[bold]kvstore at {escape(url)}[/bold] (counters need an operator's token)"
+        return f"[bold]kvstore at {escape(url)}[/bold] (no counters: {escape(values['no_counters'])})"
     lines = [
         f"[bold]kvstore at {escape(url)}[/bold], up {span_text(now['uptime_s'])}, "
         f"{counted(now['sessions'], 'connection')}",
@@ -182,9 +182,8 @@ def _labelled(counts: Mapping[str, float], start: str) -> dict[str, float]:
 def _tiers(tiers: list[dict[str, Any]]) -> Table:
     table = table_of("tiers", "tier", "state", "records", "used", "of", "full", "waiting", "kept here")
     for one in tiers:
-        usage, last = one["usage"] or {}, one.get("last_known")
-        problem = one.get("problem") or f"{one['breaker']}: does not answer"  # a neighbouring release may lack it
-        state = "[green]healthy[/]" if one["healthy"] else f"[bold red]{problem}[/]"
+        usage, last = one["usage"] or {}, one["last_known"]
+        state = "[green]healthy[/]" if one["healthy"] else f"[bold red]{one['problem']}[/]"
         if one["write_back"] == "paused":
             state += " [yellow]write-back paused[/]"
         if last is not None:

@@ -120,9 +120,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _wrong_call(error: Any, arguments: Sequence[str]) -> str:
     """A usage error with one next step: the nearest name that exists, else the help of the verb."""
-    if error.ctx is not None and getattr(error, "possibilities", None):  # also flags that help does not show
-        hidden = {flag for one in error.ctx.command.params if getattr(one, "hidden", False) for flag in one.opts}
-        error.possibilities = [flag for flag in error.possibilities if flag not in hidden]
     text = error.format_message().rstrip(".")
     text = text[:1].lower() + text[1:]
     param, problems = getattr(error, "param", None), getattr(error.__cause__, "errors", None)

@@ -78,9 +78,6 @@ ADMISSIONS: Mapping[str, Callable[[int], Admission]] = {
 }
 """By name: makes a new rule, given how many boundaries are held when the budget is full."""
 
-REMOVED: Mapping[str, str] = {"s3fifo": AUTO, "by_size": AUTO}
-"""Policies and rules of earlier releases, and their replacements. Neither adds 2% token hits in docs/retention.md."""
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -118,18 +115,14 @@ def parse_candidate(text: str, others: Sequence[str] = ()) -> Candidate:
         others: Names that the caller accepts too, for the message.
 
     Raises:
-        InvalidRequest: No such policy or rule. The message has the existing names, and the nearest one or the
-            replacement of a removed one.
+        InvalidRequest: No such policy or rule. The message has the existing names, and the nearest one.
     """
     policy, plus, admission = text.partition("+")
     for name, known, what in ((policy, POLICIES, "policy"), (admission, ADMISSIONS, "admission rule")):
         if name in known or (what != "policy" and not plus):
             continue
         names = [*others, *known] if what == "policy" else list(known)
-        advice = ""
-        if name in REMOVED:
-            advice = f"; this release has no {name}, use {REMOVED[name]}"
-        elif near := difflib.get_close_matches(name, names, n=1):
-            advice = f"; did you mean {near[0]}?"
+        near = difflib.get_close_matches(name, names, n=1)
+        advice = f"; did you mean {near[0]}?" if near else ""
         raise InvalidRequest(f"unknown {what} {name!r}: expected one of {', '.join(names)}{advice}")
     return Candidate(policy, admission if plus else AdmitAll.name)

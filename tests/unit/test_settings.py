@@ -103,31 +103,6 @@ def test_other_peoples_variables_are_left_alone(monkeypatch: pytest.MonkeyPatch)
     load_settings()
 
 
-def test_a_removed_policy_or_rule_is_replaced_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A service that is set to one starts, and names the replacement."""
-    monkeypatch.setenv("KVSTORE_RETENTION_POLICY", "s3fifo")
-    monkeypatch.setenv("KVSTORE_RETENTION_ADMISSION", "by_size")
-    settings = load_settings()
-    assert (settings.retention_policy, settings.retention_admission) == ("auto", "auto")
-    assert "has no s3fifo, using auto; set one of auto, lru, flops_per_byte" in caplog.text
-    assert "has no by_size, using auto; set one of auto, all, second_sight" in caplog.text
-
-
-@pytest.mark.parametrize("source", ["flag", "environment", "file"])
-def test_a_removed_setting_is_ignored_with_a_warning(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A service that has one starts, and says what applies instead."""
-    if source == "environment":
-        monkeypatch.setenv("KVSTORE_STAGE_BYTES", "1GiB")
-    flags = {"stage_bytes": "1GiB"} if source == "flag" else {}
-    config = toml(tmp_path, 'stage_bytes = "1GiB"') if source == "file" else None
-    assert load_settings(flags, config=config) == load_settings()
-    assert "this release has no such setting, using three quarters of memory_bytes; remove it" in caplog.text
-
-
 def test_every_wrong_value_is_told_with_field_expected_and_seen(tmp_path: Path) -> None:
     """Two wrong fields, two explanations, each with the name, what would do, and what was there."""
     with pytest.raises(InvalidRequest) as caught:

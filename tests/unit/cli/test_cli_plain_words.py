@@ -240,13 +240,6 @@ def test_a_job_whose_service_goes_away_is_named() -> None:
         admin.run_job(cast(admin.AdminClient, Away()), "gc", query={}, quiet=True)
 
 
-def test_a_flag_of_an_earlier_release_is_not_suggested(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is known only to say what took its place: help and docs/settings.md do not have it."""
-    assert main(["serve", "--memroy-bytes", "1GiB"]) == 2
-    said = capsys.readouterr().err
-    assert "--memory-bytes" in said and "--stage-bytes" not in said
-
-
 def test_every_input_of_the_interface_is_named_as_it_is_typed() -> None:
     """Each parameter and field of a request that a verb sends has its flag or argument, and verbs have these."""
     described = json.loads((ROOT / "docs/openapi.json").read_text())

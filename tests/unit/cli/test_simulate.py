@@ -127,11 +127,6 @@ def test_the_bound_knows_the_future() -> None:
         ([{**LINE, "hash_ids": ["a", "b"]}], [], "hash_ids: expected a list of whole numbers"),
         ([], [], "the trace is empty"),
         ([LINE], ["--policy", "lru,lfu"], "unknown policy 'lfu'"),
-        (
-            [LINE],
-            ["--policy", "s3fifo"],
-            "lru, flops_per_byte; this release has no s3fifo, use auto",
-        ),
         ([LINE], ["--policy", "lru+second_site"], "did you mean second_sight"),
         ([LINE], ["--budget-blocks", "0"], "--budget-blocks: expected whole numbers above zero"),
         ([LINE], ["--budget-blocks", "0%"], "--budget-blocks: expected whole numbers above zero, or shares like 10%"),
