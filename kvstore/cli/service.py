@@ -180,9 +180,12 @@ def check_store(store: StoreInUse, url: str) -> None:
         step = step or f"{REPORTING}; or name the store in KVSTORE_HOT and KVSTORE_COLD with --url {NO_SERVICE}"
         raise Unavailable(f"a service runs, but does not report which store it uses ({cause}): {step}")
     if store.differs:
+        theirs = f"with --url {store.service}"
+        if store.service.startswith("http"):  # found by its administration, whose address is no --url
+            theirs = f"without {' and '.join(one.partition(' ')[0] for one in store.differs)} in these settings"
         raise InvalidRequest(
             f"the settings here name another store ({', '.join(store.differs)}) than the service at {store.service} "
-            f"uses: choose one with --url {NO_SERVICE} (the settings here) or --url {store.service} (the service's)"
+            f"uses: run this with --url {NO_SERVICE} for the store named here, or {theirs} for the service's"
         )
 
 

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from kvstore.api import Outcome
-from kvstore.cli.admin import admin_client, report_of
+from kvstore.cli.admin import AdminClient, admin_client, report_of
+from kvstore.errors import Unavailable
 from kvstore.model.keys import PlainChain
 from kvstore.service.admin.jobs.board import JobBoard
 from kvstore.service.admin.jobs.job import Job
@@ -222,7 +223,16 @@ async def test_the_service_is_shown_as_it_works(
     monkeypatch.setenv("KVSTORE_TOKEN", "blue token")
     seen = await told(run, "top", "--timeout", "60")
     assert (seen["counters"], seen["namespaces"], seen["requests"]) == (None, [], [])
-    assert "operator's token" in (await run("top", "--once", "--timeout", "60"))[1]
+    assert (
+        "(no counters: this concerns all tenants: it needs an operator's token"
+        in (await run("top", "--once", "--timeout", "60"))[1]
+    )
+
+    def silent(*_: object) -> str:
+        raise Unavailable("the service does not answer in time")
+
+    monkeypatch.setattr(AdminClient, "text", silent)
+    assert "(no counters: the service does not answer in time)" in (await run("top", "--once"))[1]
 
 
 async def test_the_doctor_shows_the_token_of_the_environment(
@@ -308,6 +318,10 @@ async def test_a_token_that_is_refused_is_told(
     assert (await run("ls", "--token-file", str(path)))[0] == 0
     (operator := tmp_path / "operator").write_text("operator token\n")
     operator.chmod(0o600)
+    monkeypatch.setenv("KVSTORE_COLD", f"file://{tmp_path / 'another'}")
+    said = (await run("verify", "cold", "--token-file", str(operator)))[2]
+    assert "run this with --url none for the store named here, or without cold in these settings for the" in said
+    monkeypatch.delenv("KVSTORE_COLD")
     for verb in (("migrate", "status"), ("migrate", "run")):
         assert "does not report which store it uses" in (await run(*verb))[2]
         assert "there is nothing to migrate without keys" in (await run(*verb, "--token-file", str(operator)))[2]
