@@ -11,6 +11,7 @@ from enum import Enum
 from kvstore.errors import KVStoreError
 from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.runtime.deadline import Deadline
+from kvstore.service.hidden_secrets import without_secrets
 
 _GRACE_S = 0.5
 """Time after the deadline for a check to report what it was waiting for."""
@@ -77,8 +78,8 @@ class Check:
         run: Yields each of them once. If it ends before, the rest is skipped; if it raises or is late, the first
             missing finding fails. It may block: it has a thread and an event loop of its own.
         fix: The fix of that failed finding.
-        conclude: Called when all checks have ended, with all findings by name: yields those of its own that it judges
-            otherwise now.
+        conclude: Called when all checks have ended, with all findings by name. It yields findings that replace its own,
+            where those of other checks explain them better.
     """
 
     names: tuple[str, ...]
@@ -102,12 +103,10 @@ def worst(findings: Sequence[Finding]) -> Finding:
     return max(findings, key=lambda finding: order.index(finding.verdict))
 
 
-def without(finding: Finding, secrets: Iterable[str]) -> Finding:
+def without(finding: Finding, secrets: Sequence[str]) -> Finding:
     """The finding with every secret replaced by `***`: messages of servers and libraries may contain some."""
-    for secret in filter(None, secrets):
-        texts = {field: getattr(finding, field).replace(secret, "***") for field in ("seen", "expected", "fix")}
-        finding = replace(finding, **texts)
-    return finding
+    seen, expected, fix = (without_secrets(text, secrets) for text in (finding.seen, finding.expected, finding.fix))
+    return replace(finding, seen=seen, expected=expected, fix=fix)
 
 
 def run_checks(checks: Sequence[Check], *, timeout_s: float) -> list[Finding]:

@@ -6,10 +6,8 @@ import json
 import re
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from itertools import combinations, islice
 from pathlib import Path
-from typing import Any
 
 from kvstore.compose import open_catalog, open_tier
 from kvstore.doctor.check import Check, Criterion, Finding
@@ -54,24 +52,6 @@ _FIXES = (
 come before their consequences."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One field of two descriptions.
-
-    Attributes:
-        field: Its path, like `layout.groups[0].heads`.
-        one: Its value in the first description, as JSON; empty where there is none.
-        other: Its value in the second, likewise.
-    """
-
-    field: str
-    one: str
-    other: str
-
-    def __str__(self) -> str:
-        return f"{self.field}: {_cut(self.one)} / {_cut(self.other)}"
-
-
 def namespaces_check(settings: Settings) -> Check:
     async def run(deadline: Deadline) -> AsyncIterator[Finding]:
         try:
@@ -106,21 +86,14 @@ def judge_namespaces(found: Sequence[NamespaceDescription]) -> Finding:
         seen = f"{len(found)} namespaces, no two of which could be one"
         return it.ok("one namespace, which all engines share" if len(found) == 1 else seen)
     nearest = [
-        (differences(one.fields, other.fields), one, other)
+        (field_differences(one.fields, other.fields), one, other)
         for _, one, other in sorted(pairs, key=lambda pair: pair[0])[:_PAIRS_MAX]
     ]
     seen = "; ".join(_describe(*pair) for pair in nearest)
     if len(pairs) > len(nearest):
         seen += f"; and {counted(len(pairs) - len(nearest), 'more pair')}"
-    causes = dict.fromkeys(_fix_of(differs[0].field) for differs, _, _ in nearest)
+    causes = dict.fromkeys(_FIXES[min(map(_rank, differs))][1] for differs, _, _ in nearest)
     return it.warning(seen, f"give these engines {'; '.join(causes)} (ignore a namespace that no engine uses any more)")
-
-
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:
-    """Every field that differs, causes before their consequences."""
-    found = field_differences(one, other)
-    paths = sorted(found, key=lambda path: (_rank(path), path))
-    return [Difference(path, *map(_as_json, found[path])) for path in paths]
 
 
 def _could_share(one: NamespaceDescription, other: NamespaceDescription, paths: Collection[str]) -> bool:
@@ -135,29 +108,30 @@ def _could_share(one: NamespaceDescription, other: NamespaceDescription, paths: 
     return len(paths) == 1 and any(are_digests) and not all(are_digests)
 
 
-def _describe(differs: Sequence[Difference], one: NamespaceDescription, other: NamespaceDescription) -> str:
-    shown = ", ".join(map(str, differs[:_FIELDS_MAX]))
-    more = f" and {counted(len(differs) - _FIELDS_MAX, 'more field')}" if len(differs) > _FIELDS_MAX else ""
+def _describe(
+    differs: Mapping[str, tuple[object, object]], one: NamespaceDescription, other: NamespaceDescription
+) -> str:
+    """Two namespaces, and the fields in which they differ, causes before their consequences."""
+    paths = sorted(differs, key=lambda path: (_rank(path), path))
+    shown = ", ".join(f"{path}: {' / '.join(map(_short, differs[path]))}" for path in paths[:_FIELDS_MAX])
+    more = f" and {counted(len(paths) - _FIELDS_MAX, 'more field')}" if len(paths) > _FIELDS_MAX else ""
     model = one.fields.get("architecture", "a model")
     return f"{model} has two, {one.id.hex()[:8]} and {other.id.hex()[:8]}, which differ in {shown}{more}"
-
-
-def _fix_of(field: str) -> str:
-    return _FIXES[_rank(field)][1]
 
 
 def _rank(field: str) -> int:
     return next(rank for rank, (start, _) in enumerate(_FIXES) if re.match(start, field))
 
 
-def _cut(value: str) -> str:
-    if not value:
+def _short(value: object) -> str:
+    if value is None:
         return "nothing"
-    return value if len(value) <= _SHOWN_MAX else f"{value[:_SHOWN_MAX]}..."
+    text = _as_json(value)
+    return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}..."
 
 
 def _as_json(value: object) -> str:
-    return "" if value is None else json.dumps(value, sort_keys=True)
+    return json.dumps(value, sort_keys=True)
 
 
 async def _read(settings: Settings, deadline: Deadline) -> list[NamespaceDescription]:

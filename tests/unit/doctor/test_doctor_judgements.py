@@ -15,7 +15,7 @@ from kvstore.doctor.directory import DirectoryFacts, judge_access, judge_medium,
 from kvstore.doctor.engines import DOORS, engine_check, judge_engine, judge_interface, judge_offloading_room
 from kvstore.doctor.gpu import gpu_check, judge_failure, judge_gpu
 from kvstore.doctor.machine import MachineFacts, judge_clock, judge_memlock, judge_memory, judge_shared_memory
-from kvstore.doctor.namespaces import differences, judge_namespaces
+from kvstore.doctor.namespaces import judge_namespaces
 from kvstore.doctor.redis import REDIS_NAMES, judge_redis, judge_refusal
 from kvstore.doctor.s3 import judge_conditional, judge_lifecycle, judge_rights, judge_s3_clock
 from kvstore.doctor.s3 import judge_refusal as judge_s3_refusal
@@ -585,8 +585,7 @@ def test_many_namespaces_are_compared_field_by_field_only_where_that_is_shown(mo
 
 def test_fields_that_differ() -> None:
     """By path, whatever their depth; a field that is missing on one side differs; equal descriptions do not."""
-    assert differences(described().fields, described().fields) == []
+    assert field_differences(described().fields, described().fields) == {}
     one = {"a": {"b": [1, 2]}, "c": [{"d": 1}], "e": 1}
     other = {"a": {"b": [1, 3]}, "c": [{"d": 1}, {"d": 2}]}
-    found = {difference.field: (difference.one, difference.other) for difference in differences(one, other)}
-    assert found == {"a.b": ("[1, 2]", "[1, 3]"), "c[1].d": ("", "2"), "e": ("1", "")}
+    assert field_differences(one, other) == {"a.b": ([1, 2], [1, 3]), "c[1].d": (None, 2), "e": (1, None)}

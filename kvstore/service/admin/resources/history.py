@@ -12,7 +12,7 @@ from kvstore.runtime.meters import Meters, name_and_labels
 from kvstore.service.admin.access import Reader
 from kvstore.service.admin.context import AdminContext, Context
 from kvstore.service.authentication import Grant
-from kvstore.service.history import STEP_S, Sample, Window, window_of
+from kvstore.service.history import Sample, Window, window_of
 from kvstore.store.explain.explainer import count_request
 from kvstore.store.explain.reasons import REASONS, UNKNOWN
 
@@ -95,7 +95,7 @@ async def show_history(
     step_s = hours * 3600 // _STEPS
     is_all = grant.tenant is None
     samples = context.service.history.samples() if is_all else await _samples_of(context, grant)
-    window = window_of(samples, now_ms=SYSTEM_CLOCK.wall_ms(), num_steps=_STEPS, step_s=max(step_s, STEP_S))
+    window = window_of(samples, now_ms=SYSTEM_CLOCK.wall_ms(), num_steps=_STEPS, step_s=step_s)
     results, reasons, nothing = _sums(window, "requests", "result"), _sums(window, "requests", "reason"), window.of("")
     return HistoryFound(
         of="service" if is_all else "tenant",
