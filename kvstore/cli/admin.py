@@ -35,10 +35,10 @@ NamespaceArgument: TypeAlias = Annotated[str, typer.Argument(help="The id of a n
 Yes: TypeAlias = Annotated[bool, typer.Option("--yes", help="Do it. Without this flag: show what would be done.")]
 
 ONLY_OWN = "a tenant's token shows only what is that tenant's, an operator's token shows all"
-"""Behind an empty list."""
+"""Added to the text that a list is empty."""
 
 INCOMPLETE = "The catalog may lack records that are stored: a service adds them, and so does `kvstore reindex`"
-"""Behind a list of namespaces."""
+"""Printed after a list of namespaces, where it applies."""
 
 ALIVE_S = 5.0
 """A service that gives no answer at all for so long is taken for frozen."""

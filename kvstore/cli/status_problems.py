@@ -23,7 +23,7 @@ _NEARLY_FULL, _NEARLY_LEASED = 0.75, 0.9
 
 _SINCE_START = "since its start"
 _OVER_S = 60
-"""What was counted last so long ago is over: a request that meets the same trouble is counted within seconds."""
+"""A problem is over if nothing was counted for so long: each request that still meets it is counted within seconds."""
 
 _COUNTERS = (
     ("corrupt_records", "tier", "corrupt record", "{} found in {}; none was served", "kvstore verify"),
@@ -188,7 +188,9 @@ def _of_losses(recent: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _over_since(recent: Mapping[str, Any], of: str, words: Collection[str]) -> str:
-    """For how long none of these reasons was counted; empty: one was recently, or the service does not say."""
+    """`over for 2 min` if none of these reasons was counted for that long; empty: one was counted within a minute, or
+    the service does not say.
+    """
     last_s = recent.get("last_s", {}).get(of, {})
     quiet_s = min((last_s.get(word, 0) for word in words), default=0)
     return f"over for {span_text(quiet_s)}" if quiet_s >= _OVER_S else ""

@@ -12,7 +12,7 @@ from kvstore.runtime.sizes import counted
 _SUBJECTS = {"filesystem": "directory"}
 """Tiers whose checks have another name than the tier."""
 _OF_ACCESS = ("rights", "topology")
-"""What decides, besides the check that has the tier's name, whether it can be used."""
+"""Findings that decide whether a tier can be used, beside the one that has the tier's name: `redis.rights`."""
 _REFUSED = (
     *("WRONGPASS", "NOAUTH", "NOPERM", "invalid password", "invalid username", "credentials"),
     *("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "code=403"),
@@ -28,7 +28,7 @@ def judge_tiers(status: Mapping[str, object], own: Mapping[str, Finding] = _NONE
 
     Args:
         status: What the service answered.
-        own: By name: what the checks of the tiers found from here; without them: nothing is known from here.
+        own: By name, the findings of the checks that used the tiers from here; empty: these have not ended yet.
     """
     it = Criterion("service.tiers", "every tier answers, accepts writes, and has no corrupt records")
     tiers = {tier: values for tier, values in mapping_of(status.get("tiers")).items() if isinstance(values, Mapping)}

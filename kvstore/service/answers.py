@@ -25,7 +25,7 @@ from kvstore.wire.page_names import parse_blocks, parse_names
 _OPENED_MAX = 4096
 """Namespaces whose tenants are remembered, the latest: more than a store keeps open."""
 _RETENTIONS = {one.value: one for one in Retention}
-"""A hint: a value that this release does not know must not cost the record."""
+"""By the value on the wire. Retention is a hint: a record with a value that is not known here is saved as `normal`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,7 @@ class Stall:
         return now_s - self._since_s
 
     def reset(self) -> float:
-        """Nothing has to move now: the next check begins again. Returns 0."""
+        """Begin again at the next check, since the peer has nothing to send or to read now. Returns 0."""
         self._from_bytes = None
         return 0.0
 

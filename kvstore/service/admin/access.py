@@ -30,7 +30,7 @@ def is_open(path: str) -> bool:
 
 
 PEER = "peer"
-"""In the `state` of a scope: a dict of the connection, which keeps what was found out about its peer."""
+"""Key in `scope["state"]` of a dict that all requests of a connection share: `is_own_user`, once it was looked up."""
 
 _CHALLENGE = {"WWW-Authenticate": 'Bearer realm="kvstore"'}
 _TOKEN_CHARS_MAX = 4096

@@ -45,8 +45,8 @@ class _Beginning:
     Attributes:
         documents: In their order.
         chain: Hashes its tokens.
-        rest: Tokens that are not hashed yet.
-        asked: Boundaries at ends of pages that it has and its parent has not, and that are hashed.
+        rest: Its tokens that are not hashed yet.
+        asked: The boundaries to ask about: those at ends of pages whose tokens are hashed, without those of its parent.
         num_tried: How many ways to continue it were tried.
         reach_tokens: Up to here each page is stored, of the groups that read all of a prompt.
         hole_tokens: The last end of a page up to there where a group that reads a window lacks its page; 0: none does.

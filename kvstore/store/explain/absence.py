@@ -163,9 +163,11 @@ class AbsenceFinder:
     async def _nearest(
         self, description: NamespaceDescription, prefix: PrefixHash, deadline: Deadline
     ) -> tuple[dict[str, object], bool]:
-        """The namespace of the same tenant that differs least and in which fields, and whether it holds this prefix.
+        """The namespace of the same tenant whose description is most like this one's, with the fields that differ; and
+        whether it has an entry for this prefix.
 
-        If none does it is the nearest of the same weights, if any: that may have the prompt up to other boundaries.
+        Namespaces that have an entry come first. If none has, only those of the same model and weights count: with
+        blocks or windows of another size they may have the same prompt, but end at other boundaries.
         """
         tenants = await self._catalog.namespaces(deadline=deadline)
         others = [

@@ -47,8 +47,8 @@ _NOT_SAVED = ("never_stored", "group_incomplete", "stored_since", "nothing_store
 """Reasons behind which there may be a loss: the record is not stored, and it was not removed."""
 _NOT_SEARCHED = ("nothing_stored", "not_looked_into")
 """Reasons of a request for which there was no search."""
-_UNKNOWN = ("never_stored", "nothing_stored")
-"""Reasons that other requests, or the tenant's keys, may explain."""
+_UNEXPLAINED = ("never_stored", "nothing_stored")
+"""Reasons behind which there may be another one: the tenant's keys, or another request with the same tokens."""
 
 
 @dataclass(eq=False, slots=True)
@@ -311,12 +311,16 @@ class Explainer(StorePart):
         return Absence("gone", {name: text for name, text in found.detail.items() if name.startswith("in_")})
 
     def _judge(self, reported: ReportedOutcome, found: Absence, tenant: str | None) -> Absence:
-        """What was found, or what explains it: for a tenant or, `None`, an operator to know."""
+        """The reason to show: what was found, or what explains it better.
+
+        Args:
+            tenant: Who reads it, and may learn of its own requests only; `None`: an operator, who may learn of all.
+        """
         has_catalog = self._absence is not None and reported.outcome.namespace is not None
-        is_open = found.reason in ("never_stored", "catalog_incomplete") if has_catalog else found.reason in _UNKNOWN
+        is_open = found.reason in (("never_stored", "catalog_incomplete") if has_catalog else _UNEXPLAINED)
         if is_open and (apart := self._kept_apart(reported, tenant)) is not None:
             return apart
-        if found.reason in _UNKNOWN and (why := self.key_reason(reported.outcome.tenant)):
+        if found.reason in _UNEXPLAINED and (why := self.key_reason(reported.outcome.tenant)):
             return Absence(why, found.detail)
         return found
 

@@ -84,9 +84,12 @@ class Losses:
         kept.requests.put(outcome.request, mine, _ENTRY_BYTES + sys.getsizeof(outcome.request))
 
     def at(self, tenant: str, namespace: NamespaceId, stop: Boundary, groups: int, now_ms: int) -> ReportedLoss | None:
-        """The loss of a record that was missing at a boundary, of whose groups those in the bits `groups` were there.
+        """The reported loss of a record that a request missed at the boundary `stop`; `None`: none was reported.
 
-        A record that can never be saved comes first: it would be missing in any case.
+        A report of records that can never be saved comes before one of a single record: those are missing in any case.
+
+        Args:
+            groups: A bit for each group whose record was there, so that it was not missed.
         """
         kept = self._tenants.get(tenant)
         if kept is None:

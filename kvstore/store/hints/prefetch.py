@@ -127,7 +127,9 @@ class Prefetcher(StorePart):
         return outcome if num_bytes else "in_memory", num_bytes, holding.resume_tokens
 
     def _affordable(self, presence: Presence, tenant: str) -> int:
-        """Up to which token the records that memory lacks fit what the tenant may have unused."""
+        """The furthest token whose records fit: those that memory lacks may take what is left of the tenant's share of
+        unused records.
+        """
         held_bytes = sum(
             bits.bit_count() * slice_bytes(presence, group) for (_, group), bits in presence.memory.items()
         )

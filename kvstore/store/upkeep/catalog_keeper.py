@@ -63,7 +63,7 @@ class CatalogKeeper:
         self._clock = instruments.clock
         self._background = Background("catalog keeper")
         self._failure = ""  # why the last rebuild failed; empty: it did not
-        self._is_incomplete = False  # when it was asked last
+        self._is_incomplete = False  # at the last check
 
     def start(self) -> None:
         """Check in the background, until `aclose`."""
@@ -72,15 +72,17 @@ class CatalogKeeper:
     async def _rebuild_if_due(self) -> None:
         try:
             is_due = await self.is_due()
-        except _FAILURES:  # of a catalog that does not answer others tell
+        except _FAILURES:  # the catalog does not answer, which its users report
             return
         if is_due:
             await self._rebuild_and_rest()
 
     async def is_due(self) -> bool:
-        """Whether the catalog is incomplete, as it was when it was asked last, and no other service rebuilds it: then
-        none does before the lease ends. The second look is for the services that notice the same loss a little later,
-        and mark it incomplete too.
+        """Whether this service is to rebuild the catalog now: the catalog was incomplete at the last two checks, and no
+        other service has the lease of the rebuild, which this one has then.
+
+        One check is not enough: other services that notice the same loss a little later mark the catalog incomplete
+        again, and a rebuild that began before that would be in vain.
 
         Raises:
             Unavailable: The catalog does not answer.
@@ -139,8 +141,8 @@ class CatalogKeeper:
             _log.warning(text, num_unknown)
 
     async def _has_ended(self, epoch: bytes) -> bool:
-        """Whether the catalog misses more than when this epoch began, so that the rebuild is in vain. While it does not
-        answer, this is not known: the walk tries again or fails by itself.
+        """Whether the catalog was marked incomplete again after `epoch` began, so that the rebuild is in vain. False
+        while the catalog does not answer: the rebuild itself tries again then, or fails.
         """
         try:
             return await self._catalog.epoch(deadline=self._deadline()) != epoch
@@ -187,7 +189,7 @@ class DirectoryKeeper(CatalogKeeper):
 
         super().__init__(catalog, rebuild, SoleOwnership(), instruments, poll_s=_POLL_S)
         self._tier = tier
-        self._is_doubtful = False  # it could not be compared
+        self._is_doubtful = False  # `compare` failed, so the catalog may lack records
 
     async def compare(self) -> bool:
         """Whether the catalog lists as many records as the tier holds; if not, mark it incomplete. Call it before
@@ -210,7 +212,7 @@ class DirectoryKeeper(CatalogKeeper):
         return await self._catalog.is_complete(deadline=self._deadline())
 
     async def is_due(self) -> bool:
-        """As of `CatalogKeeper`, also if the catalog could not be compared."""
+        """As of `CatalogKeeper`. If `compare` failed, the catalog is marked incomplete first."""
         if self._is_doubtful:
             await self._catalog.mark_incomplete(deadline=self._deadline())
             self._is_doubtful = False

@@ -54,17 +54,18 @@ class TierState:
     is_paused: bool = False
     """An operator has paused that queue."""
     last_usage: TierUsage | None = None
-    """The last usage with its bytes, while `usage` has none; `None`: it has, or they were never known here."""
+    """The last usage that had `used_bytes`, if `usage` lacks them or is `None`. `None`: `usage` has them, or they were
+    never known here."""
     last_at_ms: int = 0
-    """When that was, since the Unix epoch."""
+    """When `last_usage` was read, since the Unix epoch."""
 
     @property
     def known_usage(self) -> TierUsage | None:
-        """What it holds, or last held: for what must not become unknown in an outage."""
+        """What it holds, or last held. Charts use it, so that an outage leaves no gap."""
         return self.last_usage or self.usage
 
     def status(self) -> dict[str, object]:
-        """As in the status of a service."""
+        """This tier's part of a service's status."""
         last = self.last_usage
         known = {"last_known": {**asdict(last), "at_ms": self.last_at_ms}} if last is not None else {}
         if self.usage is None:
@@ -138,10 +139,10 @@ class StoreOperations(StorePart):
         return sizes
 
     def memory_slices(self, namespace: NamespaceId, prefixes: Sequence[PrefixHash]) -> dict[tuple[int, int], int]:
-        """What this node's memory has at some boundaries, which counts as no use. Safe from any thread.
+        """What this node's memory has at some boundaries. Asking does not count as a use of them. Safe from any thread.
 
         Returns:
-            By index of the boundary and group a bit for each slice that is there; without those that have none.
+            For each boundary (by its index in `prefixes`) and group with slices in memory: a bit for each of them.
         """
         held = self._memory.boundaries(namespace)
         found: dict[tuple[int, int], int] = {}

@@ -91,8 +91,9 @@ async def reindex_level(
     Args:
         manifests: Further tiers to ask for a manifest that this one lacks, e.g. a Redis after FLUSHALL.
         progress: Called with the report so far, after each batch.
-        only_adds: Remove nothing, and so remember nothing, however much is stored. What is not stored any more is
-            removed from the catalog when it is read. The catalog is used half of the time, in short calls.
+        only_adds: Remove nothing from the catalog, so that what was listed need not be remembered. An entry of what is
+            not stored any more stays until a lookup finds that. Calls of the catalog are short, and a pause as long as
+            the call follows each: requests use the catalog too.
 
     Raises:
         Unavailable: The tier or the catalog failed several times in a row; call it again to continue.
@@ -314,7 +315,9 @@ class _Walk:
         return record.num_bytes if record is not None else 0
 
     def _there(self, entry: BoundaryEntry, sizes: dict[RecordKey, int | None]) -> dict[int, list[int]]:
-        """What is there of an entry, as `_seen`; where `head` knows no size, the walk's bytes if it saw the same."""
+        """What is stored of an entry, in the form of `_seen`. Where `head` tells no size, the bytes are those that the
+        walk saw, if it saw the same slices, or else those of the entry.
+        """
         seen = self._seen_of(entry)
         there: dict[int, list[int]] = {}
         unknown: set[int] = set()

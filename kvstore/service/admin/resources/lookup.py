@@ -106,7 +106,7 @@ async def read_slices(
 async def names_to_save(
     context: AdminContext, namespace: Namespace, boundaries: Sequence[Boundary]
 ) -> Sequence[Boundary]:
-    """The boundaries under the names of the current key; none: the tenant has no key."""
+    """The boundaries under the names that the tenant's current key gives them; empty: the tenant has no key."""
     generations = context.generations(namespace.description.tenant)
     return await named_under(boundaries, generations[0]) if generations else []
 

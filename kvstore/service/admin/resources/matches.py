@@ -69,8 +69,8 @@ Matches = dict[str, dict[str, InstanceMatch]]
 
 Question = TypeVar("Question", bound=Asked)
 Points = TypeVar("Points", bound=Hashable)
-"""Where an engine resumes. Engines that agree in it and in their namespace have one answer: the pair is their target.
-"""
+"""Where an engine can resume a prompt: at multiples of which number of tokens, and up to where. Engines with the same
+namespace and the same points get the same answer; that pair is called their target."""
 
 
 async def answer_questions(
