@@ -19,6 +19,7 @@ import pytest
 from kvstore.catalog.coordination import JOBS, FileTextStore
 from kvstore.cli.main import main
 from kvstore.errors import Unavailable
+from kvstore.runtime.clock import SYSTEM_CLOCK
 from kvstore.service.admin.jobs.job import Job, JobKeeper, JobKind, JobProgress, JobState
 from kvstore.testing.servers.ports import free_ports
 from tests.unit.admin.service_harness import ended, open_service, prompt_of
@@ -184,7 +185,8 @@ async def test_jobs_run_without_a_book(tmp_path: Path, caplog: pytest.LogCapture
     values |= {"total": 1, "unit": "records", "who": "", "place": HOME}
     texts = ["{", "[]", '{"kind": "unheard"}', "[" * 2000 + "]" * 2000, json.dumps(values), '{"created_s": 1e999}']
     texts.append(json.dumps({**values, "about": {}, "seen_s": 1.0}).replace("1.0", "1e999"))
-    (tmp_path / "jobs.json").write_text(json.dumps(dict(zip("abcdefg", texts, strict=True))))
+    texts.append(json.dumps({**values, "about": {}, "tenant": 5, "seen_s": SYSTEM_CLOCK.wall_ms() // 1000}))
+    (tmp_path / "jobs.json").write_text(json.dumps(dict(zip("abcdefgh", texts, strict=True))))
     assert await JobKeeper(FileTextStore(tmp_path, JOBS), HOME).interrupted(()) == []
     (tmp_path / "jobs.json").write_text("{")
     keeper = JobKeeper(FileTextStore(tmp_path, JOBS), HOME)

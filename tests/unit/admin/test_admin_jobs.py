@@ -133,6 +133,7 @@ async def test_jobs_are_bounded_and_end_with_the_service(tmp_path: Path, monkeyp
                 assert started.status_code == 202
             refused = await client.post("/v1/gc")
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
+            assert refused.json()["detail"] == "2 of your jobs are running: wait for one, or cancel it"
             started = await other.post("/v1/deletions?confirm=true", json={"namespace": blue.namespace.hex()})
             assert started.status_code == 202
             for _ in range(3):
@@ -152,11 +153,11 @@ async def test_jobs_of_tenants_keep_no_operator_out() -> None:
 
     for tenant in ("a", "a", "b", "b", "c", "c"):
         start(tenant)
-    with pytest.raises(Refused):
+    with pytest.raises(Refused, match="too many jobs of other tenants are running: try again later"):
         start("d")
     for _ in range(2):
         start(None)
-    with pytest.raises(Refused):
+    with pytest.raises(Refused, match="2 of your jobs are running: wait for one"):
         start(None)
     await board.aclose()
 

@@ -66,7 +66,9 @@ class JobBoard:
         own = [job for job in running if job.tenant == grant.tenant]
         is_full = grant.tenant is not None and sum(job.tenant is not None for job in running) >= _RUNNING_MAX
         if is_full or len(own) >= _RUNNING_OF_TENANT_MAX:
-            detail = f"{len(own)} of your jobs are running, and {len(running)} in all: wait for one, or cancel it"
+            detail = f"{len(own)} of your jobs are running: wait for one, or cancel it"
+            if len(own) < _RUNNING_OF_TENANT_MAX:
+                detail = "too many jobs of other tenants are running: try again later"
             raise Refused(429, detail, headers={"Retry-After": str(_BUSY_S)})
         # not from a seeded generator, so that ids cannot be guessed
         id_, created_s = secrets.token_hex(_ID_BYTES), SYSTEM_CLOCK.wall_ms() // 1000

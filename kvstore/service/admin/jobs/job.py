@@ -215,10 +215,13 @@ def _aim(job: Job) -> tuple[object, ...]:
 
 
 def _job_of(id_: str, values: Any) -> Job:
+    tenant = values["tenant"]
+    if tenant is not None and not isinstance(tenant, str):
+        raise TypeError("a tenant is text, or null")
     return Job(
         id_,
         JobKind(values["kind"]),
-        values["tenant"],
+        tenant,
         {str(name): str(value) for name, value in values["about"].items()},
         bool(values["is_dry_run"]),
         int(values["created_s"]),
