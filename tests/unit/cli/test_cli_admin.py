@@ -163,6 +163,7 @@ async def test_deletion_asks_first(made: ServiceHarness, run: Run, tmp_path: Pat
 async def test_orders_are_given(made: ServiceHarness, run: Run) -> None:
     """Quotas are set, shown and removed; weights are retired, collected and taken back; each asks where it deletes."""
     old = await made.save(Prompt(ATTENTION, "a", 128, tenant="red", weights_id="old"))
+    await made.save(Prompt(ATTENTION, "b", 64, tenant="blue"))  # evicted if a run begins while the quota is small
     status, out, _ = await run("quota")
     assert status == 0 and out.startswith("no quotas: a tenant's token shows only what is that tenant's")
     status, out, _ = await run("quota", "red", "--guaranteed", "1MiB", "--maximum", "2MiB")
@@ -174,9 +175,9 @@ async def test_orders_are_given(made: ServiceHarness, run: Run) -> None:
     assert status == 0 and out.startswith("nothing to do: no operator has set a quota of red")
     out = (await run("quota", "nobody", "--maximum", "1KiB"))[1]
     assert "no credential and no stored namespace is of a tenant nobody" in out and "above" not in out
-    out = (await run("quota", "red", "--maximum", "1KiB"))[1]
+    out = (await run("quota", "blue", "--maximum", "1KiB"))[1]
     assert "above its maximum" in out and "check its name" not in out
-    await run("quota", "red", "--remove")
+    await run("quota", "blue", "--remove")
     status, out, _ = await run("weights", "list")
     assert status == 0 and "old" in out
     status, out, _ = await run("weights", "retire", "old")
