@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 
 import typer
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -49,7 +50,7 @@ def reindex(
         with quieted():
             reports = asyncio.run(_reindex(store.settings, locations, quiet=json_))
     if json_:
-        typer.echo(json.dumps({name: report.as_json() for name, report in reports.items()}))
+        typer.echo(json.dumps({name: asdict(report) for name, report in reports.items()}))
     else:
         for name, report in reports.items():
             _show(name, report)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar, cast
 
@@ -57,9 +57,6 @@ class ReindexReport:
     def num_added(self) -> int:
         """Records that the catalog lacked."""
         return self.num_records - self.num_skipped - self.num_unknown
-
-    def as_json(self) -> dict[str, object]:
-        return asdict(self)
 
 
 Reports = dict[Level, ReindexReport]

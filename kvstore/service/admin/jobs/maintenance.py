@@ -175,7 +175,7 @@ async def _remove_from_catalog(context: AdminContext, grant: Grant, level: Level
 
 async def _reindex(context: AdminContext, job: Job) -> None:
     def show(level: Level, report: ReindexReport) -> None:
-        job.report[level.name.lower()] = report.as_json()
+        job.report[level.name.lower()] = asdict(report)
         job.progress.done = sum(one["num_records"] for one in job.report.values())
 
     catalog = await context.catalog.open()
