@@ -212,6 +212,7 @@ def test_a_suggested_call_does_no_more_than_the_job() -> None:
         told[kind] = job.again or ""
         assert told[kind]
     assert told[JobKind.GC] == "kvstore gc --yes" and told[JobKind.DRAIN] == "POST /v1/tiers/cold/drain"
+    assert told[JobKind.VERIFY].endswith(", or kvstore verify cold --by-service")
     assert "0" * 32 not in told[JobKind.DELETION]
     trial = job_of(2)
     trial.is_dry_run, trial.state = True, JobState.INTERRUPTED

@@ -95,8 +95,11 @@ class Job:
                 return f"the same kvstore rm as before, or POST /v1/deletions{confirm} with the same body"
             case JobKind.REINDEX:
                 return "POST /v1/reindex, or kvstore reindex"
-            case JobKind.VERIFY | JobKind.DRAIN:
-                return f"POST /v1/tiers/{self.about.get('tier', '')}/{self.kind.value}"
+            case JobKind.VERIFY:
+                tier = self.about.get("tier", "")
+                return f"POST /v1/tiers/{tier}/verify, or kvstore verify {tier} --by-service"
+            case JobKind.DRAIN:
+                return f"POST /v1/tiers/{self.about.get('tier', '')}/drain"
 
 
 class JobStatus(BaseModel):
