@@ -290,10 +290,13 @@ class PlacementEvents:
         """Publish what was compared, and forget pages that are too many."""
         await self._send(changes)
         self._forget_unplaced()
+        forgotten = Changes(self._topics.of, self._block_counts)
         while (oldest := self._placed.excess()) is not None:
-            forgotten = Changes(self._topics.of, self._block_counts)
             self._forget(oldest, forgotten)
-            await self._send(forgotten)
+            if forgotten.num_bytes >= BATCH_BYTES:
+                await self._send(forgotten)
+                forgotten = Changes(self._topics.of, self._block_counts)
+        await self._send(forgotten)
         await asyncio.sleep(0)
 
     async def _send(self, changes: Changes) -> None:
@@ -312,13 +315,18 @@ class PlacementEvents:
         """Take all pages back from subscribers, and publish them again, so that a replay from the start has them."""
         self._again_s = self._clock.monotonic_s()
         known, self._block_counts = self._block_counts, BlockCounts()
+        to_clear = list[str]()
         for model, medium, events in known.removals():
-            topics = [topic for topic in self._topics.of(medium, model) if not _is_node(topic)]  # others are cleared
-            for event in events if topics else ():
-                for topic in topics:
+            topics = self._topics.of(medium, model)
+            to_clear += filter(_is_node, topics)
+            taken_back = [topic for topic in topics if not _is_node(topic)]
+            for event in events if taken_back else ():
+                for topic in taken_back:
                     await self._send_batch(topic, [event])
         self._cleared.clear()
         self._publisher.begin_again()
+        for topic in to_clear:  # also if nothing follows on it: all pages of a node may wait for others
+            self._clear_once(topic)
         changes = Changes(self._topics.of, self._block_counts)
         # in a thread: there may be hundreds of thousands
         for page in await asyncio.to_thread(sorted, list(self._placed), key=lambda page: page.blocks.start):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import socket
+import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -123,7 +124,6 @@ class EventPublisher:
 
     def begin_again(self) -> None:
         """Keep nothing of what was published so far. Numbers from 0 on begin at 0 again, as with a restart."""
-        self._is_asked = False
         self._waiting.put("begin")
         self._wake()
 
@@ -174,7 +174,7 @@ class EventPublisher:
                         self._drop_all()
                         continue
                     if batch == "all":
-                        self._is_too_much = self._has_dropped
+                        self._told_all()
                         continue
                     self._taken_bytes += len(batch[1])
                     self._send(*batch)
@@ -215,9 +215,22 @@ class EventPublisher:
 
     def _drop_all(self) -> None:
         self._kept.clear()
-        self._kept_bytes, self._empty, self._has_dropped = 0, -1, False
+        self._kept_bytes, self._empty, self._has_dropped, self._is_asked = 0, -1, False, False
+        # a replay that runs ends here: it would go on with equal numbers of other messages
+        self._running = OrderedDict.fromkeys(self._running, sys.maxsize)
         if not self._first:
             self._sequence = count()
+
+    def _told_all(self) -> None:
+        self._is_too_much = self._has_dropped
+        if self._is_too_much:
+            _log.warning(
+                "cache events: all pages take more than the %d batches or %d MiB that can be replayed. Until this "
+                "service is restarted, a router that comes late does not learn of all. Fewer names in events_node "
+                "take less.",
+                KEPT,
+                _KEPT_BYTES >> 20,
+            )
 
     def _send_again(self) -> None:
         """If nothing was sent for a while: send an empty batch, or the last message again if that was one."""

@@ -357,6 +357,22 @@ async def test_all_pages_are_published_again(service: Service, monkeypatch: pyte
     await until(lambda: service.blocks == {1, 2, 3, 7, 8, 9})
 
 
+async def test_pages_that_all_wait_for_others_are_taken_back(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the node is published again, but who had its page is told that it is not there."""
+    monkeypatch.setattr("kvstore.store.cache_events.placements.ALL_AGAIN_S", 0.0)
+    gone, orphan = page("gone", [8]), page("orphan", [9], parent=8)
+    for one in (gone, orphan):
+        service.save(one)
+    await until(lambda: service.blocks == {8, 9})
+    service.drop(gone)
+    await until(lambda: service.blocks == {9})
+    service.published.lacks_some = True
+    await until(lambda: not service.published.lacks_some)
+    assert not service.blocks
+    service.save(gone)
+    await until(lambda: service.blocks == {8, 9})
+
+
 async def test_groups_of_a_page_count_on_their_own(service: Service) -> None:
     wide, narrow = page("wide", [1, 2], groups=2), page("narrow", [1, 2], namespace=BLUE)
     service.save(wide)
@@ -387,6 +403,7 @@ async def test_of_too_many_pages_those_of_the_greedy_tenant_are_taken_back(monke
             service.save(page(f"blue{number}", [1000 + number], namespace=BLUE), "blue")
         expected = set[object]([*range(20), *range(1040, 1060)])
         await until(lambda: service.blocks == expected)
+        assert len(service.published.batches) < 10, "those that leave share batches: a bounded number can be replayed"
 
 
 def test_pages_of_engines_are_not_too_large() -> None:

@@ -19,6 +19,7 @@ from kvstore.model.page_blocks import BlockGroup, PageBlocks
 from kvstore.store.cache_events.encoding import Event, encode_batch, removed, stored
 from kvstore.store.cache_events.publisher import EventPublisher
 from kvstore.testing.event_subscriber import Entry, EventSubscriber, apply
+from kvstore.testing.waiting import eventually
 
 SPACE = NamespaceId(bytes(16))
 BLOCK = 16
@@ -123,6 +124,52 @@ def test_a_subscriber_that_stops_and_replays_ends_equal(publisher: EventPublishe
         assert subscriber.replays >= 2
     finally:
         subscriber.close()
+
+
+def test_a_replay_ends_when_all_is_published_again(publisher: EventPublisher, addresses: tuple[str, str]) -> None:
+    """Numbers from 0 on begin at 0 again: who has read a part does not get other messages with the next numbers."""
+
+    def publish(name: str) -> None:
+        for number in range(100):
+            events: list[Event] = [{"type": "BlockRemoved", "medium": name, "block_hashes": [number] * 20_000}]
+            publisher.publish("kv@node:a@m", events)
+
+    publish("before")
+    context = zmq.Context()
+    try:
+        replay = context.socket(zmq.DEALER)
+        replay.set_hwm(1)
+        replay.setsockopt(zmq.RCVBUF, 4096)
+        replay.connect(addresses[1])
+        replay.send_multipart((b"", bytes(8)))
+        assert replay.poll(5_000)  # it has begun, and waits for this peer to read
+        publisher.begin_again()
+        publish("again")
+        publisher.told_all()
+        seen = []
+        while not seen or seen[-1][3]:
+            assert replay.poll(5_000)
+            seen.append(replay.recv_multipart())
+        assert 0 < len(seen) - 1 < 100
+        assert {msgpack.unpackb(frames[3])[1][0]["medium"] for frames in seen[:-1]} == {"before"}
+        assert not publisher.lacks_some
+    finally:
+        context.destroy(linger=0)
+
+
+def test_pages_that_are_too_many_to_be_replayed_are_said(
+    publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are not published again for who comes late, so an operator must know what to do."""
+    monkeypatch.setattr("kvstore.store.cache_events.publisher.KEPT", 3)
+    for num_batches, is_said in ((3, False), (4, True)):
+        publisher.begin_again()
+        for number in range(num_batches):
+            publisher.publish("kv@node:a@m", batch_of(number))
+        publisher.told_all()
+        eventually(vars(publisher)["_waiting"].empty)
+        time.sleep(0.2)
+        assert ("restarted" in caplog.text) == is_said
 
 
 def test_an_address_that_cannot_be_used_is_named(tmp_path: Path) -> None:
